@@ -1,0 +1,43 @@
+# Every target sets itself up first, in .venv; once that is done it costs nothing. `make test PYTEST="-k store -x"` passes options on.
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+PYTEST ?=
+
+.PHONY: help demo test test-slow test-gpu check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       measure a small model on this machine and write report.html"
+	@echo "make test       the fast tests                make check    lint, format, types, layers"
+	@echo "make test-slow  the slow ones, Slurm too      make test-gpu the tests that need a GPU"
+	@echo "make clean      remove .venv and caches"
+
+$(VENV)/ready: pyproject.toml constraints.txt scripts/setup_venv.py
+	@test -n "$(PYTHON)" || { echo "trainstep needs Python 3.11 or newer, and no python3 here is; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" scripts/setup_venv.py $(VENV)
+	@touch $@
+
+demo: $(VENV)/ready
+	$(VENV)/bin/trainstep bench --data stdlib --out runs/demo.jsonl --page report.html
+
+test: $(VENV)/ready
+	$(RUN) pytest $(PYTEST)
+
+test-slow: $(VENV)/ready
+	$(RUN) pytest -m "slow and not gpu and not multigpu" $(PYTEST)
+
+test-gpu: $(VENV)/ready
+	$(RUN) pytest -m "gpu or multigpu" $(PYTEST)
+
+check: $(VENV)/ready
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(RUN) pytest -q tests/test_layers.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

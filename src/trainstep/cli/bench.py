@@ -1,0 +1,61 @@
+"""`trainstep bench`: time the step of one model or a grid of them."""
+
+from datetime import datetime
+from pathlib import Path
+
+from trainstep.cli.options import check_data, limits, this_machine, with_run_fields
+from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.records.store import Store
+
+
+@with_run_fields
+def bench(
+    *,
+    compare: str | None = None,
+    out: Path | None = None,
+    page: Path | None = None,
+    timeout_s: float = 600.0,
+    memory_limit_gib: float | None = None,
+    **fields: str | None,
+) -> int:
+    """Time forward, backward and optimizer of a training step; each cell of the grid in a process of its own.
+
+    Without options: a tiny model on a CPU, small at context 256 on a GPU.
+
+    Examples:
+
+        trainstep bench
+
+        trainstep bench --model small,medium --context 128,256 --precision bf16_autocast
+
+        trainstep bench --model small --compare attention --attention plain,sdpa --steps 20
+
+        trainstep bench --model my_package.my_module:build --page report.html
+
+    Parameters
+    ----------
+    compare
+        The option whose values are compared: their processes take turns, so that drift falls on all alike.
+    out
+        File of records to append to; by default a new one under ./runs/.
+    page
+        Also write the page here.
+    timeout_s
+        Seconds after which a cell is killed and recorded as a time-out.
+    memory_limit_gib
+        Memory a CPU cell may take; by default 90 % of the machine's.
+    """
+    grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
+    check_data(grid)
+    bounds = limits(timeout_s, memory_limit_gib)
+    here, device = this_machine(fields.get("device"))
+    grid = {"model": ["small" if device == "cuda" else "tiny"], **grid}
+    cells = expand(grid, {"device": device})
+    groups = groups_along(cells, compare)
+
+    from trainstep.cli.cells import run_cells, show
+    from trainstep.measure.executor_local import run_groups
+
+    store = Store(out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here)
+    return show(records, store, page)

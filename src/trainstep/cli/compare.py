@@ -1,0 +1,88 @@
+"""`trainstep compare`: did it get faster? Two files of records, cell by cell, with intervals and verdicts."""
+
+import json as json_text
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from trainstep.records.compare import Comparison, compare_records, match_records
+from trainstep.records.record import Record
+from trainstep.records.store import Store
+
+
+def compare(
+    a: Path,
+    b: Path,
+    /,
+    *,
+    quantity: str = "step",
+    minimum_effect: float = 0.02,
+    allow_mixed: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Compare B against A: each cell both hold, by the ratio of times with its interval: faster, slower or cannot tell.
+
+    To compare variants of one run (precision, attention...), let them take turns: trainstep bench --compare.
+
+    Examples:
+
+        trainstep compare runs/before.jsonl runs/after.jsonl
+
+        trainstep compare before.jsonl after.jsonl --quantity forward --json
+
+    Parameters
+    ----------
+    a
+        File of records: the base.
+    b
+        File of records: what is judged.
+    quantity
+        step, forward, backward, optimizer, enqueue.
+    minimum_effect
+        Differences below this share are 'cannot tell'.
+    allow_mixed
+        Compare records of unlike machines all the same.
+    json
+        Print JSON.
+    """
+    if minimum_effect < 0:
+        raise ValueError(f"minimum_effect: must not be negative, but is {minimum_effect}")
+    matches = match_records(Store(a).read(), Store(b).read())
+    if not matches.pairs:
+        raise ValueError(f"{a} and {b} have no cell in common: they hold other configs")
+    found = [
+        (left, compare_records(left, right, quantity=quantity, minimum_effect=minimum_effect, allow_mixed=allow_mixed))
+        for left, right in matches.pairs
+    ]
+    if json:
+        print(
+            json_text.dumps(
+                [{"config": _plain(record), **asdict(comparison)} for record, comparison in found], indent=2
+            )
+        )
+        return
+    _show(found)
+    for name, only in ((a, matches.only_a), (b, matches.only_b)):
+        if only:
+            print(f"only in {name}: {len(only)} cell{'s' * (len(only) > 1)}")
+
+
+def _show(found: list[tuple[Record, Comparison]]) -> None:
+    """One line a cell, aligned."""
+    from trainstep.report.rows import rows_of
+    from trainstep.report.tables import ratio_words
+
+    rows = rows_of([("", record) for record, _ in found])
+    labels = [row.label() for row in rows]
+    width = max(map(len, labels))
+    for label, (_, comparison) in zip(labels, found, strict=True):
+        ratio = "" if comparison.ratio is None else f"{ratio_words(comparison.ratio):>8}  "
+        print(f"{label:<{width}}  {ratio}{comparison.verdict}: {comparison.reason}")
+
+
+def _plain(record: Record) -> dict[str, object]:
+    from trainstep.report.rows import flat_config
+
+    return flat_config(record)

@@ -1,0 +1,70 @@
+"""Progress of long work on stderr: a live line with the time left for a person, a line a cell for a log."""
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from trainstep.config.cell import Cell
+from trainstep.records.record import Record
+
+
+class CellProgress:
+    """`with CellProgress(groups) as progress:` then `tell(cell, stage)` and `finished(done, of, records)` as they happen."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._labels = {cell.key: cell.label for cell in cells}
+        self._console = Console(stderr=True)
+        self._live = self._console.is_terminal
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            disable=not self._live,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=len(cells), left="")
+        self._started_s = time.monotonic()
+        self._found_done: int | None = None
+
+    def __enter__(self) -> "CellProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def tell(self, cell: Cell, stage: str) -> None:
+        """What is happening now."""
+        self._bar.update(self._task, description=f"{cell.label}: {stage}")
+
+    def finished(self, done: int, of: int, records: Sequence[Record]) -> None:
+        """Some cells are done; those done before this run are not counted in the rate."""
+        if self._found_done is None:
+            self._found_done = done
+        left = self._time_left(done, of)
+        self._bar.update(self._task, completed=done, total=of, left=left)
+        if not self._live:
+            for record in records:
+                print(f"[{done}/{of}] {self._line(record)}{', ' + left if left else ''}", file=sys.stderr, flush=True)
+
+    def _time_left(self, done: int, of: int) -> str:
+        run = done - (self._found_done or 0)
+        if not run or done >= of:
+            return ""
+        seconds = (time.monotonic() - self._started_s) / run * (of - done)
+        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+
+    def _line(self, record: Record) -> str:
+        label = self._labels.get(record.key, record.key)
+        if record.failure is not None:
+            return f"{label}: {record.failure.message}"
+        return f"{label}: done in {record.duration_s:.1f} s"

@@ -1,0 +1,29 @@
+"""A cell: one point of a grid, to be measured on its own. What executors pass around, and what a record answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainstep.config.parsing import config_hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """`workload`: `train_step`, `ceiling`, or package.module:function for one's own. `config`: plain JSON values, validated.
+
+    `point`: the flat values the grid gave it, for progress lines and for finding the cells that differ along one axis.
+    """
+
+    workload: str
+    config: Mapping[str, Any]
+    point: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Identifies the cell in a store, whatever the sweep it came from."""
+        return config_hash(self.workload, self.config)
+
+    @property
+    def label(self) -> str:
+        """The grid's values, in its order: `small 256 bf16`."""
+        return " ".join(str(value) for value in self.point.values()) or self.workload

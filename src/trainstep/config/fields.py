@@ -1,0 +1,49 @@
+"""Fields that explain themselves: the sentence beside a config field is the one `--help` and error messages show."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+
+def described(help: str, default: Any = dataclasses.MISSING, choices: Iterable[str] = ()) -> Any:
+    """A dataclass field with its meaning (and unit) as `metadata["help"]`, its allowed names as `metadata["choices"]`."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices)})
+
+
+def check_choices(config: Any) -> None:
+    """Raise ValueError, naming the field and its choices, where a field with choices holds anything else."""
+    for field in dataclasses.fields(config):
+        choices = field.metadata.get("choices", ())
+        value = getattr(config, field.name)
+        if choices and value not in choices:
+            raise ValueError(
+                f"{field.name}: {value!r} is not known{nearest(str(value), choices)}; known: {', '.join(choices)}"
+            )
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raise ValueError naming the first of these integer fields that is not at least 1."""
+    for name in names:
+        check_integer(config, name, at_least=1)
+
+
+def check_integer(config: Any, name: str, at_least: int) -> None:
+    """Raise ValueError unless the field is an int (not a bool) of at least `at_least`."""
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name}: must be a whole number of at least {at_least}, not {value!r}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' for the known word closest to this one, or nothing."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def check_known(keys: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Raise ValueError for the first key that is not known, naming it, where it stood and the nearest known one."""
+    known = list(known)
+    for key in keys:
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {key!r}{nearest(key, known)}; known: {', '.join(known)}")

@@ -1,0 +1,83 @@
+"""Lists make a grid: commas on the command line and lists in TOML expand alike, first field outermost."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainstep.config.cell import Cell
+from trainstep.config.fields import check_known
+from trainstep.config.parsing import build_ceiling, build_run, fields_of, parse_value, to_plain
+from trainstep.config.run import RunConfig
+
+Grid = Mapping[str, Sequence[Any]]
+
+
+def grid_from_text(options: Mapping[str, str | None]) -> dict[str, list[Any]]:
+    """{'context': '128,256'} -> {'context': [128, 256]}; options left at None are absent."""
+    given = {name: text for name, text in options.items() if text is not None}
+    for name, text in given.items():
+        if not all(word.strip() for word in text.split(",")):
+            raise ValueError(f"{name}: an empty value in {text!r}; write it as a,b,c")
+    return {name: [parse_value(word.strip()) for word in text.split(",")] for name, text in given.items()}
+
+
+def expand(grid: Grid, defaults: Mapping[str, Any]) -> list[Cell]:
+    """Every combination of the grid's values as a validated cell; `defaults` fill fields the grid does not name.
+
+    The key `workload` chooses what is measured (default train_step). Raises ValueError naming the field and the cell.
+    """
+    for name, values in grid.items():
+        if not values:
+            raise ValueError(f"{name}: an empty list makes an empty grid")
+    varied = [name for name, values in grid.items() if len(values) > 1]
+    cells: dict[str, Cell] = {}
+    for combination in itertools.product(*grid.values()):
+        chosen = dict(zip(grid, combination, strict=True))
+        point = {name: value for name, value in chosen.items() if name in varied or name == "model"}
+        try:
+            cell = _cell(chosen, defaults, point)
+        except ValueError as error:
+            where = ", ".join(f"{name}={value}" for name, value in point.items())
+            raise ValueError(f"{error} (in the cell {where})" if len(grid) > 1 and varied else str(error)) from None
+        cells.setdefault(cell.key, cell)
+    return list(cells.values())
+
+
+def groups_along(cells: Sequence[Cell], axis: str | None) -> list[list[Cell]]:
+    """Cells that differ only along `axis`, together, in the grid's order; without an axis, each alone.
+
+    ValueError if nothing varies along it.
+    """
+    if axis is None:
+        return [[cell] for cell in cells]
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in cells:
+        rest = tuple((name, str(value)) for name, value in cell.point.items() if name != axis)
+        groups.setdefault(rest, []).append(cell)
+    if all(len(group) == 1 for group in groups.values()):
+        varied = sorted({name for cell in cells for name in cell.point})
+        raise ValueError(
+            f"compare: the grid does not vary along {axis!r}; it varies along {', '.join(varied) or 'nothing'}"
+        )
+    return list(groups.values())
+
+
+def _cell(values: Mapping[str, Any], defaults: Mapping[str, Any], point: Mapping[str, Any]) -> Cell:
+    workload = values.get("workload", "train_step")
+    fields = {name: value for name, value in values.items() if name != "workload"}
+    if workload == "train_step":
+        config = to_plain(build_run({**defaults, **fields}))
+    elif workload == "ceiling":
+        config = to_plain(build_ceiling({**defaults, **fields}))
+    elif isinstance(workload, str) and ":" in workload:
+        config = {**defaults, **fields}
+    else:
+        raise ValueError(f"workload: {workload!r} is not known; known: train_step, ceiling, or package.module:function")
+    return Cell(workload=workload, config=config, point=point or {"workload": workload})
+
+
+def check_grid_keys(grid: Grid, where: str) -> None:
+    """Refuse a key that is no field, naming the nearest, unless a workload of the user's own may know it."""
+    workloads = [str(name) for name in grid.get("workload", ["train_step"])]
+    if all(name == "train_step" for name in workloads):
+        check_known(grid, ["workload", *fields_of(RunConfig)], where)

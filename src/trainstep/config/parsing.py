@@ -1,0 +1,99 @@
+"""Text and plain dicts to configs and back, with the field named in every error, and the hash that identifies a config."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from trainstep.config.ceiling import CeilingConfig
+from trainstep.config.fields import check_known
+from trainstep.config.model import ModelConfig, UserModel
+from trainstep.config.presets import size
+from trainstep.config.run import RunConfig
+
+_WORD_VALUES = {"true": True, "false": False, "none": None}
+
+
+def fields_of(config_class: type) -> dict[str, dataclasses.Field[Any]]:
+    """The fields a person may set, flat: for a run, the model's shape stands beside the run's own fields."""
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    if config_class is RunConfig:
+        shape = {field.name: field for field in dataclasses.fields(ModelConfig) if field.name != "name"}
+        fields = {**fields, **shape}
+    return fields
+
+
+def build_run(values: Mapping[str, Any]) -> RunConfig:
+    """A RunConfig from flat values (`model` a size's name or package.module:function, any field of either class)."""
+    check_known(values, fields_of(RunConfig), "run")
+    shape_names = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
+    shape = {name: value for name, value in values.items() if name in shape_names}
+    rest = {name: value for name, value in values.items() if name not in shape_names}
+    name = rest.pop("model", "small")
+    if not isinstance(name, str):
+        raise ValueError(f"model: must be a size's name or package.module:function, not {name!r}")
+    if ":" in name:
+        if shape:
+            raise ValueError(f"{next(iter(shape))}: belongs to the built-in model; {name} decides its own shape")
+        return RunConfig(model=UserModel(function=name), **_typed(RunConfig, rest))
+    model = dataclasses.replace(size(name), **_typed(ModelConfig, shape)) if shape else size(name)
+    return RunConfig(model=model, **_typed(RunConfig, rest))
+
+
+def build_ceiling(values: Mapping[str, Any]) -> CeilingConfig:
+    """A CeilingConfig from flat values."""
+    check_known(values, fields_of(CeilingConfig), "ceiling")
+    return CeilingConfig(**_typed(CeilingConfig, values))
+
+
+def run_from_plain(plain: Mapping[str, Any]) -> RunConfig:
+    """The inverse of `to_plain` for a run: what a record or a request between processes carries."""
+    model_plain = plain["model"]
+    model = UserModel(**model_plain) if "function" in model_plain else ModelConfig(**model_plain)
+    return RunConfig(**{**plain, "model": model})
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A config as nested dicts of JSON values."""
+    return dataclasses.asdict(config)
+
+
+def config_hash(workload: str, plain: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that identify a workload and its config, whatever the order of keys."""
+    canonical = json.dumps([workload, plain], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def parse_value(text: str) -> Any:
+    """A word from a command line as int, float, true/false, none, or itself."""
+    if text.lower() in _WORD_VALUES:
+        return _WORD_VALUES[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _typed(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Check each value against its field's annotated type; an int serves where a float is asked, `none` reads as a name."""
+    hints = get_type_hints(config_class)
+    typed = {}
+    for name, value in values.items():
+        hint = hints[name]
+        if value is None and hint is str:
+            value = "none"
+        if isinstance(value, int) and not isinstance(value, bool) and hint in (float, float | None):
+            value = float(value)
+        wrong = not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
+        if wrong:
+            raise ValueError(f"{name}: must be {_in_words(hint)}, not {value!r}")
+        typed[name] = value
+    return typed
+
+
+def _in_words(hint: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}
+    return words.get(hint) or " or ".join(words.get(part, "none") for part in hint.__args__)

@@ -1,0 +1,92 @@
+"""One run of a training step: everything that decides what is computed and how it is timed."""
+
+from dataclasses import dataclass
+
+from trainstep.config.fields import check_choices, check_integer, check_positive, described
+from trainstep.config.model import ModelConfig, UserModel
+
+MODES = ("forward", "forward_no_grad", "forward_backward", "step")
+PRECISIONS = ("fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16")
+ATTENTIONS = ("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex")
+COMPILES = ("none", "block", "model")
+ADAMWS = ("loop", "foreach", "fused")
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A training step and the way to time it. Raises ValueError naming the field and the way out."""
+
+    model: ModelConfig | UserModel
+    batch_size: int = described("sequences in a (micro-)batch", 4)
+    context: int = described("tokens in a sequence", 256)
+    mode: str = described("how much of the step runs", "step", MODES)
+    precision: str = described("arithmetic of the step", "fp32", PRECISIONS)
+    attention: str = described("attention of the built-in model", "sdpa", ATTENTIONS)
+    compile: str = described("what torch.compile wraps", "none", COMPILES)
+    adamw: str = described("implementation of AdamW", "fused", ADAMWS)
+    learning_rate: float = described("AdamW's learning rate", 3e-4)
+    clip_grad_norm: float | None = described("clip the gradient's 2-norm to this", None)
+    accumulation: int = described("micro-batches whose gradients are added before the optimizer", 1)
+    data: str = described(
+        "tokens: random, stdlib (Python's own sources as bytes), or a file or folder of text", "random"
+    )
+    seed: int = described("seed of weights and batches", 0)
+    device: str = described("where it runs", "cpu", DEVICES)
+    warmups: int = described("steps before the timed ones; kept apart in the record", 5)
+    steps: int = described("timed steps", 10)
+    sync: str | int = described("synchronise at each 'step', at each 'phase' edge, or every k steps (windows)", "step")
+    cold_compile: bool = described("compile with an empty on-disk cache", False)
+    nvtx: bool = described("open NVTX ranges around the spans, for nsys; needs a GPU", False)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_positive(self, "batch_size", "context", "accumulation", "steps")
+        check_integer(self, "warmups", at_least=0)
+        check_integer(self, "seed", at_least=0)
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate: must be positive, not {self.learning_rate!r}")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm: must be positive or none, not {self.clip_grad_norm!r}")
+        self._check_sync()
+        self._check_device()
+        if self.data != "random" and isinstance(self.model, ModelConfig) and self.model.vocab_size < 256:
+            raise ValueError(f"vocab_size: text is read as bytes and needs at least 256, not {self.model.vocab_size}")
+        if self.data != "random" and isinstance(self.model, UserModel):
+            raise ValueError("data: a model of your own brings its own batches; leave data at random")
+
+    def _check_sync(self) -> None:
+        if self.sync in ("step", "phase"):
+            return
+        check_integer(self, "sync", at_least=2)
+        if self.steps % int(self.sync):
+            raise ValueError(f"sync: windows of {self.sync} steps do not divide steps {self.steps}")
+
+    def _check_device(self) -> None:
+        if self.device == "cpu" and self.nvtx:
+            raise ValueError("nvtx: ranges need a GPU; leave it out on a CPU")
+        if self.device == "cpu" and self.precision == "tf32":
+            raise ValueError("precision: tf32 is a mode of NVIDIA matrix units; on a CPU take fp32 or bf16_autocast")
+        if self.device == "cpu" and self.attention in ("sdpa_cudnn", "sdpa_efficient"):
+            raise ValueError(
+                f"attention: {self.attention} runs on CUDA only; on a CPU take sdpa, sdpa_flash, sdpa_math or plain"
+            )
+        if self.device == "cpu" and self.attention == "flex" and self.mode != "forward_no_grad":
+            raise ValueError("attention: flex has no backward on a CPU; take sdpa or plain, or mode forward_no_grad")
+        if (
+            self.attention in ("sdpa_flash", "sdpa_cudnn")
+            and self.device == "cuda"
+            and self.precision in ("fp32", "tf32")
+        ):
+            raise ValueError(
+                f"attention: {self.attention} takes 16-bit inputs; with precision {self.precision} take sdpa_efficient or sdpa"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a whole step reads."""
+        return self.batch_size * self.context * self.accumulation
+
+    @property
+    def trains(self) -> bool:
+        return self.mode == "step"

@@ -1,0 +1,66 @@
+"""A sweep file: a published table as TOML, read and checked."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainstep.config.fields import check_known
+from trainstep.config.grid import check_grid_keys
+
+_KEYS = ("title", "description", "compare", "timeout_s", "grid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """`grid`: field -> values, of any workload. `compare`: the axis whose cells take turns in live processes.
+
+    `timeout_s`: seconds after which a cell that has not finished is killed and recorded as a time-out.
+    """
+
+    name: str
+    title: str
+    grid: Mapping[str, list[Any]]
+    description: str = ""
+    compare: str | None = None
+    timeout_s: float = 600.0
+
+
+def load_sweep(path: Path) -> SweepConfig:
+    """Read a sweep file. ValueError in one sentence for a missing file, bad TOML, an unknown key, a wrong type."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such sweep file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not TOML: {error}") from None
+    return sweep_from_document(document, name=path.stem, where=str(path))
+
+
+def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -> SweepConfig:
+    """A SweepConfig from parsed TOML; scalars in [grid] are lists of one."""
+    check_known(document, _KEYS, where)
+    grid = document.get("grid")
+    if not isinstance(grid, dict) or not grid:
+        raise ValueError(f"{where}: needs a table [grid] with at least one field")
+    lists = {field: value if isinstance(value, list) else [value] for field, value in grid.items()}
+    check_grid_keys(lists, f"{where} [grid]")
+    timeout_s = document.get("timeout_s", 600.0)
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s <= 0:
+        raise ValueError(f"{where}: timeout_s: must be a positive number of seconds, not {timeout_s!r}")
+    for key in ("title", "description", "compare"):
+        if key in document and not isinstance(document[key], str):
+            raise ValueError(f"{where}: {key}: must be text, not {document[key]!r}")
+    return SweepConfig(
+        name=name,
+        title=document.get("title", name),
+        description=document.get("description", ""),
+        grid=lists,
+        compare=document.get("compare"),
+        timeout_s=float(timeout_s),
+    )

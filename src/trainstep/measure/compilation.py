@@ -1,0 +1,34 @@
+"""What torch.compile cost a process, and whether its on-disk cache had the answer already."""
+
+import atexit
+import os
+import shutil
+import tempfile
+
+import torch._dynamo.utils as dynamo
+
+from trainstep.records.record import Fact
+
+_FORWARD, _BACKWARD = "_compile.compile_inner", "backward._backward_impl"
+"""The timers that cover a whole graph's compilation; the backward graph's runs in the first backward."""
+
+
+def empty_compile_cache() -> None:
+    """Point Inductor and Triton at new empty folders, removed when the process ends in order."""
+    folder = tempfile.mkdtemp(prefix="trainstep-compile-cache-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+
+
+def compilation_facts() -> dict[str, Fact]:
+    """`compile_s`: seconds in compilation so far. `compile_cache`: 'warm' if every graph came from the on-disk cache."""
+    seconds = sum(sum(dynamo.compilation_time_metrics.get(timer, ())) for timer in (_FORWARD, _BACKWARD))
+    counts = dynamo.counters["inductor"]
+    missed = counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+    warm = not missed and (counts["fxgraph_cache_hit"] or dynamo.counters["aot_autograd"]["autograd_cache_hit"])
+    return {
+        "compile_s": Fact(value=seconds, unit="s"),
+        "compile_cache": Fact(value="warm" if warm else "cold"),
+        "compiled_graphs": Fact(value=dynamo.counters["stats"]["unique_graphs"], unit="count"),
+    }

@@ -1,0 +1,114 @@
+"""Which device a run may use, decided without importing torch, and what torch says of the GPUs, asked in a child."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainstep.config.fields import nearest
+from trainstep.measure.nvml import Driver, read_driver
+from trainstep.records.record import Environment
+
+_REQUESTS = ("auto", "cpu", "cuda")
+_PROBE_MODULE = "trainstep.measure.device_probe"
+
+# Driver's CUDA major -> a build of torch >= 2.11 that runs on it, and the oldest driver for that major.
+_BUILDS = {12: "cu126", 13: "cu130"}
+_OLDEST_DRIVERS = {12: "525", 13: "580"}
+_INSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What a process that imported torch found. `error`: why torch or its CUDA does not work, in a sentence."""
+
+    cuda_available: bool = False
+    devices: tuple[Mapping[str, Any], ...] = ()
+    threads: int | None = None
+    cpu_capability: str | None = None
+    error: str | None = None
+
+    @property
+    def imports(self) -> bool:
+        """Whether torch could be imported at all."""
+        return self.threads is not None
+
+
+def usable_device(
+    requested: str, environment: Environment, *, driver: Driver | None = None, probe: Probe | None = None
+) -> str:
+    """'cuda' or 'cpu'. ValueError where a GPU is there but torch cannot use it, or is asked for and not there.
+
+    A GPU left idle by mistake must not become a table of CPU times, so `auto` is an error too until `cpu` is said.
+    Minor versions do not matter: CUDA 12.8's torch runs on any driver for CUDA 12.
+    """
+    if requested not in _REQUESTS:
+        known = ", ".join(_REQUESTS)
+        raise ValueError(f"device: {requested!r} is not known{nearest(requested, _REQUESTS)}; known: {known}")
+    if requested == "cpu":
+        return "cpu"
+    driver = driver or read_driver()
+    if environment.gpu is None:
+        if driver.error:
+            raise ValueError(f"device: the driver does not answer ({driver.error}); repair it, or take --device cpu")
+        if requested == "cuda":
+            raise ValueError("device: no NVIDIA GPU is visible (no driver, or CUDA_VISIBLE_DEVICES); take --device cpu")
+        return "cpu"
+    problem = _torch_problem(environment, driver, probe)
+    if problem:
+        raise ValueError(f"device: {_shown(environment, driver)}, but {problem}, or take --device cpu")
+    return "cuda"
+
+
+def probe_device(timeout_s: float = 120.0) -> Probe:
+    """Import torch in a child process and ask it. Never raises: a crash, a hang or an ImportError is the answer."""
+    command = [sys.executable, "-m", _PROBE_MODULE]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"importing torch and asking it for its devices took over {timeout_s:g} s")
+    except OSError as error:
+        return Probe(error=f"no child process could be started: {error}")
+    if child.returncode < 0:
+        return Probe(error=f"the process that imported torch was killed by {signal.Signals(-child.returncode).name}")
+    try:
+        answer = json.loads(child.stdout.strip().splitlines()[-1])
+        return Probe(**{**answer, "devices": tuple(answer["devices"])})
+    except (IndexError, ValueError, TypeError, KeyError):
+        said = child.stderr.strip().splitlines()
+        return Probe(error=f"torch does not import: {said[-1] if said else f'exit code {child.returncode}'}")
+
+
+def _torch_problem(environment: Environment, driver: Driver, probe: Probe | None) -> str | None:
+    """Why torch cannot use the GPU, and the way out."""
+    if environment.torch is None:
+        return f"PyTorch is not installed; {_way_out(driver)}"
+    if environment.cuda is None:
+        return f"torch {environment.torch} is a CPU build; {_way_out(driver)}"
+    major = int(environment.cuda.split(".")[0])
+    if driver.cuda and major > driver.cuda[0]:
+        newer = f"driver {_OLDEST_DRIVERS[major]} or newer" if major in _OLDEST_DRIVERS else "a newer driver"
+        return f"torch {environment.torch} is built for CUDA {environment.cuda}; {_way_out(driver)}, or {newer}"
+    if probe and (probe.error or not probe.cuda_available):
+        reason = probe.error or "torch.cuda.is_available() is False"
+        return f"torch {environment.torch} cannot use it ({reason}); {_way_out(driver)}"
+    return None
+
+
+def _way_out(driver: Driver) -> str:
+    """The build that fits the driver."""
+    if driver.cuda is None:
+        return "install a CUDA build of torch that fits the driver"
+    newest = max(_BUILDS)
+    if driver.cuda[0] < min(_BUILDS):
+        return f"install driver {_OLDEST_DRIVERS[newest]} or newer, then {_INSTALL}/{_BUILDS[newest]}"
+    major = min(driver.cuda[0], newest)
+    return f"install a build for CUDA {major}: {_INSTALL}/{_BUILDS[major]}"
+
+
+def _shown(environment: Environment, driver: Driver) -> str:
+    supported = f" (CUDA {driver.cuda[0]}.{driver.cuda[1]})" if driver.cuda else ""
+    return f"driver {environment.driver}{supported} shows {environment.gpu}"

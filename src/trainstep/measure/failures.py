@@ -1,0 +1,81 @@
+"""Turns what went wrong in a cell into a Failure: out of memory with its bytes, an import that failed, anything else.
+
+Torch-free: the cell's process of a workload without torch uses it too.
+"""
+
+import re
+import traceback
+from collections.abc import Mapping
+
+from trainstep.records.record import Failure, Holder
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)")
+_LAST_LINES = 20
+
+
+class CellFailed(Exception):
+    """Raised by a workload that knows how it failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is the device's or the host's memory running out, or was caused by it (inside a compiler, say)."""
+    text = str(error)
+    return (
+        (error.__cause__ is not None and is_out_of_memory(error.__cause__))
+        or isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "DefaultCPUAllocator: can't allocate memory" in text
+        or "CUDA out of memory" in text
+        or "CUBLAS_STATUS_ALLOC_FAILED" in text
+    )
+
+
+def out_of_memory(
+    error: BaseException,
+    phase: str,
+    *,
+    allocated_bytes: int | None = None,
+    capacity_bytes: int | None = None,
+    holders: Mapping[str, int] | None = None,
+) -> Failure:
+    """The failure of a cell that ran out of memory in a phase; `holders`: name -> bytes of what held the rest."""
+    asked = asked_bytes(str(error))
+    asked_text = f" asking for {asked:,} bytes" if asked else ""
+    ranked = sorted((holders or {}).items(), key=lambda item: -item[1])
+    return Failure(
+        kind="out_of_memory",
+        phase=phase,
+        message=f"ran out of memory in {phase}{asked_text}",
+        asked_bytes=asked,
+        allocated_bytes=allocated_bytes,
+        capacity_bytes=capacity_bytes,
+        holders=tuple(Holder(name=name, bytes=held) for name, held in ranked if held > 0),
+        last_lines=(_first_line(error),),
+    )
+
+
+def failure_of(error: BaseException, phase: str) -> Failure:
+    """The failure any other exception amounts to."""
+    if isinstance(error, CellFailed):
+        return error.failure
+    if is_out_of_memory(error):
+        return out_of_memory(error, phase)
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    kind = "import_error" if isinstance(error, ImportError) and phase in ("start", "build") else "crash"
+    name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return Failure(kind=kind, phase=phase, message=name + _first_line(error), last_lines=tuple(lines[-_LAST_LINES:]))
+
+
+def asked_bytes(text: str) -> int | None:
+    """The bytes an allocator's message says were asked for."""
+    found = _ASKED.search(text) or re.search(r"tried to allocate (\d+) (bytes)", text)
+    return round(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,0 +1,88 @@
+"""What a step holds at its peak: allocated and reserved by torch, seen by the driver; on a CPU, the process's resident set."""
+
+import resource
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.measure.host import memory_bytes
+from trainstep.records.record import Fact
+from trainstep.training.build import held_bytes
+
+
+class MemoryWatch:
+    """Peaks of one process on one device. `before_context`, then `start` where the timed steps begin, then `facts`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._driver_before: int | None = None
+
+    def before_context(self) -> None:
+        """Note what the driver sees in use by others."""
+        self._driver_before = self._driver_bytes()
+
+    def start(self) -> None:
+        """Peaks count from here; what is held already is part of them."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def facts(self) -> dict[str, Fact]:
+        """The peaks, in bytes."""
+        if self._device.type == "cpu":
+            return {"peak_rss_bytes": Fact(value=_peak_resident_bytes(), unit="bytes")}
+        facts = {
+            "peak_allocated_bytes": Fact(value=torch.cuda.max_memory_allocated(), unit="bytes"),
+            "peak_reserved_bytes": Fact(value=torch.cuda.max_memory_reserved(), unit="bytes"),
+            "allocation_retries": Fact(value=torch.cuda.memory_stats().get("num_alloc_retries", 0), unit="count"),
+        }
+        driver_now = self._driver_bytes()
+        if driver_now is not None and self._driver_before is not None:
+            facts["driver_bytes"] = Fact(value=driver_now - self._driver_before, unit="bytes")
+        return facts
+
+    def device_allocations(self) -> int:
+        """Calls of cudaMalloc so far."""
+        if self._device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+
+    def allocated_bytes(self) -> int:
+        """Held now: by torch's allocator on a GPU, by the process on a CPU."""
+        return torch.cuda.memory_allocated() if self._device.type == "cuda" else _peak_resident_bytes()
+
+    def capacity_bytes(self) -> int:
+        """All there is: the GPU's memory, or what this process may use of the host's."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self._device).total_memory)
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        return memory_bytes() if limit == resource.RLIM_INFINITY else limit
+
+    def holders(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state, and of the rest: activations and temporaries."""
+        parameters = list(module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        states = optimizer.state.values() if optimizer is not None else ()
+        held = {
+            "parameters": held_bytes(list(parameters)),
+            "gradients": held_bytes(gradients),
+            "optimizer state": held_bytes(
+                [item for state in states for item in state.values() if isinstance(item, Tensor)]
+            ),
+        }
+        if self._device.type == "cuda":
+            held["activations and temporaries"] = self.allocated_bytes() - sum(held.values())
+        return held
+
+    def _driver_bytes(self) -> int | None:
+        if self._device.type != "cuda":
+            return None
+        try:
+            return torch.cuda.device_memory_used(self._device)  # through NVML: creates no context
+        except (RuntimeError, ModuleNotFoundError):
+            return None
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,56 @@
+"""What can be measured: the protocol a workload satisfies, and the one place its name becomes an object.
+
+A cell's process calls `prepare` (build, warm up), `take` one or more times (the timed steps, in turns where variants
+interleave), and `finish`. One's own workload is any importable object with these two attributes, named package.module:object.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trainstep.records.record import Fact, Samples
+
+Stage = Callable[[str], None]
+"""Called with `build`, `warmup`, a phase...: where a failure happened is the last stage told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What a measurement hands over: the record's own fields."""
+
+    samples: Mapping[str, Samples]
+    facts: Mapping[str, Fact]
+    tables: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+
+
+class Measurement(Protocol):
+    """A prepared workload."""
+
+    def take(self, steps: int) -> None:
+        """Time this many more steps."""
+
+    def finish(self) -> Findings:
+        """Look once at what is only seen afterwards (memory peaks, one profiled step) and hand everything over."""
+
+
+class Workload(Protocol):
+    """`shares_worker`: whether the process may measure another cell after this one."""
+
+    shares_worker: bool
+
+    def prepare(self, config: Mapping[str, Any], stage: Stage) -> Measurement:
+        """Build what the plain config says and run its warm-ups."""
+
+
+_BUILT_IN = {
+    "train_step": "trainstep.measure.train_step:WORKLOAD",
+    "ceiling": "trainstep.measure.ceilings:WORKLOAD",
+}
+
+
+def load_workload(name: str) -> Workload:
+    """The workload of that name, imported now."""
+    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
+    workload: Workload = getattr(importlib.import_module(module), attribute)
+    return workload

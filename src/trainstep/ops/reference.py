@@ -1,0 +1,54 @@
+"""The reference of each op in plain PyTorch, any device, any dtype: what the model runs by default and what kernels are held to.
+
+Shapes: B batch, H heads, S positions, D head width, C channels.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainstep.spans import span
+
+
+def attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
+    """softmax(scale q k^T + mask) v with the S x S matrix written out; scale defaults to 1 / sqrt(D).
+
+    Causal: query i sees keys 0..i (top-left aligned). Returns (B, H, S, D) in v's dtype.
+    """
+    scale = scale if scale is not None else 1 / math.sqrt(q_BHSD.shape[-1])
+    with span("attention scores"):
+        scores = (q_BHSD @ k_BHSD.transpose(-2, -1)) * scale
+        if causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~seen, float("-inf"))
+    with span("attention softmax"):
+        probabilities = torch.softmax(scores, dim=-1)
+    with span("attention values"):
+        return (probabilities.to(v_BHSD.dtype) @ v_BHSD).to(v_BHSD.dtype)
+
+
+def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside, back in x's dtype (Zhang 2019)."""
+    x_fp32 = x.float()
+    inverse_rms = torch.rsqrt(x_fp32.square().mean(dim=-1, keepdim=True) + eps)
+    return (x_fp32 * inverse_rms * weight_C.float()).to(x.dtype)
+
+
+def rotary_tables(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x theta^(-2i / D), each (S, D / 2) in fp32 (Su 2021, section 3.4)."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotary(x_BHSD: Tensor, cos_SD2: Tensor, sin_SD2: Tensor) -> Tensor:
+    """Turn each adjacent pair (x_2i, x_2i+1) by its angle; fp32 inside, back in x's dtype."""
+    even, odd = x_BHSD.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos_SD2 - odd * sin_SD2, even * sin_SD2 + odd * cos_SD2), dim=-1)
+    return turned.flatten(-2).to(x_BHSD.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020)."""
+    return torch.nn.functional.silu(gate) * up

@@ -1,0 +1,193 @@
+"""A record: what one cell was, where it ran and what was seen, or how it failed. Immutable; raw values; units named.
+
+Format 1 (2026-11): the first.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+FORMAT = 1
+FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Raw values of one quantity in the order they were taken; the warm-ups that preceded them apart."""
+
+    unit: str
+    values: tuple[float, ...]
+    warmups: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("values", "warmups"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """One value seen once. `unit`: `s`, `bytes`, `flops`, `count`, `ratio`, `Hz`, `W` or empty for words."""
+
+    value: Any
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", _freeze(self.value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where a cell ran. None where a thing is absent (no GPU) or unknown (no git)."""
+
+    hostname: str
+    os: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    python: str
+    trainstep: str
+    source: str
+    """Hash of the package's own files: identifies the code where git does not."""
+    commit: str | None = None
+    dirty: bool | None = None
+    torch: str | None = None
+    triton: str | None = None
+    cuda: str | None = None
+    """CUDA version torch was built for; None for a CPU build."""
+    gpu: str | None = None
+    gpu_count: int = 0
+    gpu_memory_bytes: int | None = None
+    driver: str | None = None
+
+    def difference(self, other: "Environment", *fields: str) -> str | None:
+        """'torch 2.11.0 against 2.13.0' for the first of these fields that differs, or None."""
+        for name in fields:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} {mine} against {theirs}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Something that held memory when it ran out."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a cell failed. A failure is a result: tables and charts show it."""
+
+    kind: str
+    """One of FAILURE_KINDS."""
+    phase: str
+    """build, warmup, or the phase or stage that was running."""
+    message: str
+    """One sentence."""
+    asked_bytes: int | None = None
+    allocated_bytes: int | None = None
+    capacity_bytes: int | None = None
+    holders: tuple[Holder, ...] = ()
+    """What held the rest, largest first."""
+    last_lines: tuple[str, ...] = ()
+    """The end of what the process printed."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in FAILURE_KINDS:
+            raise ValueError(f"kind: {self.kind!r} is no kind of failure; known: {', '.join(FAILURE_KINDS)}")
+        for name in ("holders", "last_lines"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One cell. `tables`: name -> columns (name -> list of values)."""
+
+    workload: str
+    key: str
+    config: Mapping[str, Any]
+    environment: Environment
+    started_at: str
+    """ISO 8601, UTC."""
+    duration_s: float
+    samples: Mapping[str, Samples] = field(default_factory=dict)
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+    prediction: Mapping[str, Any] | None = None
+    failure: Failure | None = None
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        for name in ("config", "samples", "facts", "tables", "prediction"):
+            object.__setattr__(self, name, _freeze(getattr(self, name)))
+
+    def fact(self, name: str, default: Any = None) -> Any:
+        """The value of a fact, or the default."""
+        return self.facts[name].value if name in self.facts else default
+
+
+def record_to_plain(record: Record) -> dict[str, Any]:
+    """A record as JSON values."""
+    plain: dict[str, Any] = _thaw(record)
+    return plain
+
+
+def record_from_plain(plain: Mapping[str, Any]) -> Record:
+    """The inverse. ValueError for a newer format (named) or for anything that is no record."""
+    if not isinstance(plain, dict) or "format" not in plain:
+        raise ValueError("not a record: it names no format")
+    if plain["format"] != FORMAT:
+        known = f"this trainstep knows format {FORMAT}"
+        raise ValueError(f"format {plain['format']!r} of records is not known here ({known}): update trainstep")
+    for name in ("config", "tables"):
+        if not isinstance(plain.get(name, {}), dict):
+            raise ValueError(f"not a record: its {name} is no mapping")
+    try:
+        failure = plain.get("failure")
+        return Record(
+            **{
+                **plain,
+                "environment": Environment(**plain["environment"]),
+                "samples": {name: _samples(value) for name, value in plain.get("samples", {}).items()},
+                "facts": {name: Fact(**value) for name, value in plain.get("facts", {}).items()},
+                "failure": None if failure is None else _failure(failure),
+            }
+        )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not a record: {error}") from None
+
+
+def _samples(plain: Mapping[str, Any]) -> Samples:
+    if not all(isinstance(value, int | float) for value in (*plain["values"], *plain["warmups"])):
+        raise ValueError("not a record: its samples are not all numbers")
+    return Samples(unit=plain["unit"], values=tuple(plain["values"]), warmups=tuple(plain["warmups"]))
+
+
+def _failure(plain: Mapping[str, Any]) -> Failure:
+    holders = tuple(Holder(**holder) for holder in plain.get("holders", ()))
+    return Failure(**{**plain, "holders": holders, "last_lines": tuple(plain.get("last_lines", ()))})
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise ValueError(f"the key {name!r} is no string, and would come back from a file as one")
+        return MappingProxyType({name: _freeze(item) for name, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(item) for item in value)
+    return value
+
+
+def _thaw(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _thaw(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _thaw(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_thaw(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""What people read, made from records alone: tables, charts, one self-contained page. No torch."""

@@ -1,0 +1,176 @@
+"""Plotly figures as plain data: panels of stacked bars, of bars with intervals, of lines. The page's script draws them.
+
+Colours are names such as `theme:forward`: the script puts in the palette (Okabe and Ito's, told apart by the colour-blind)
+for a light or a dark page. Text from records goes through `label`, since plotly reads some HTML tags in it.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PHASE_COLOURS = {
+    "forward": "theme:sky",
+    "backward": "theme:orange",
+    "grad_sync": "theme:purple",
+    "optimizer": "theme:green",
+}
+SERIES = ("theme:blue", "theme:vermilion", "theme:green", "theme:purple", "theme:orange", "theme:sky", "theme:grey")
+FAILURE_COLOUR = "theme:vermilion"
+INK = "theme:ink"
+PANEL_HEIGHT = 330
+MAXIMUM_PANELS = 24
+_PAGE_PX = 1240
+_LONGEST_LABEL = 32
+_TOP = 66
+"""Pixels above the first line of panels: legend and titles."""
+
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure, the sentence under it that says how to read it, and what a reader who cannot see it is told."""
+
+    title: str
+    caption: str
+    data: Sequence[Trace]
+    layout: Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class Panels:
+    """Small multiples of one chart, being drawn: one panel a title, each with axes of its own, one legend."""
+
+    titles: Sequence[str]
+    columns: int
+    x_title: str
+    y_title: str
+    data: list[Trace] = field(default_factory=list)
+    axis: Mapping[str, Any] = field(default_factory=dict)
+    """What every y axis is: log, from zero..."""
+    x_axis: Mapping[str, Any] = field(default_factory=dict)
+    ranges: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Panel -> the range of its y axis, where plotly's own choice would not do."""
+    _named: set[str] = field(default_factory=set)
+
+    def add(self, panel: int, trace: Trace) -> None:
+        """Put a trace into a panel; a name stands in the legend once and toggles its traces in every panel."""
+        name = trace.get("name", "")
+        number = "" if panel == 0 else str(panel + 1)
+        shown = bool(name) and name not in self._named and trace.get("showlegend", True)
+        self._named.add(name)
+        self.data.append({**trace, "xaxis": f"x{number}", "yaxis": f"y{number}", "legendgroup": name, "showlegend": shown})
+
+    def chart(self, title: str, caption: str, **layout: Any) -> Chart:
+        """The finished chart."""
+        lines = -(-len(self.titles) // self.columns)
+        height = _TOP + PANEL_HEIGHT * lines
+        axes: dict[str, Any] = {}
+        for panel in range(len(self.titles)):
+            number = "" if panel == 0 else str(panel + 1)
+            last_in_column = panel + self.columns >= len(self.titles)
+            titled = {"text": self.x_title if last_in_column else "", "font": {"size": 13}}
+            axes[f"xaxis{number}"] = {"title": titled, "automargin": True, **self.x_axis}
+            first_in_line = panel % self.columns == 0
+            axes[f"yaxis{number}"] = {
+                "title": {"text": self.y_title if first_in_line else "", "font": {"size": 13}},
+                "automargin": True,
+                "rangemode": "tozero",
+                **self.axis,
+                **({"range": list(self.ranges[panel])} if panel in self.ranges else {}),
+            }
+        made = {
+            "height": height,
+            "grid": {"rows": lines, "columns": self.columns, "pattern": "independent", "xgap": 0.16, "ygap": 0.32},
+            "margin": {"l": 64, "r": 12, "t": _TOP, "b": 60},
+            "legend": {"orientation": "h", "x": 0, "xref": "container", "y": 1, "yref": "container", "yanchor": "top"},
+            "showlegend": len(self._named - {""}) > 1,
+            "annotations": [_panel_title(text, panel) for panel, text in enumerate(self.titles)] if any(self.titles) else [],
+            **axes,
+        }
+        return Chart(title=title, caption=caption, data=self.data, layout=made | layout)
+
+
+def label(text: str) -> str:
+    """Text that plotly shows as it stands: it would read `<b>` as bold and `<br>` as a new line."""
+    flat = " ".join(text.split())
+    return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("$", "&#36;")
+
+
+def short_labels(texts: Sequence[str]) -> list[str]:
+    """Labels for axes and legends: long ones lose their middle, and stay apart from each other all the same."""
+    shortened: dict[str, str] = {}
+    for text in texts:
+        flat = " ".join(text.split())
+        short = flat if len(flat) <= _LONGEST_LABEL else f"{flat[: _LONGEST_LABEL // 2]}…{flat[-_LONGEST_LABEL // 2 + 1 :]}"
+        taken = {one for other, one in shortened.items() if other != text}
+        alike = next(number for number in itertools.count(1) if (short if number == 1 else f"{short} ({number})") not in taken)
+        shortened[text] = short if alike == 1 else f"{short} ({alike})"
+    return [label(shortened[text]) for text in texts]
+
+
+def lines_of(*texts: str) -> str:
+    """Several labels, one under the other."""
+    return "<br>".join(texts)
+
+
+def panel_columns(panels: int, bars_each: int, *, label_characters: int = 4) -> int:
+    """Panels side by side, so that the labels under the bars stay level and apart."""
+    width_px = bars_each * max(26, 7 * label_characters + 8)
+    fitting = max(1, min(panels, 4, _PAGE_PX // width_px))
+    lines = -(-panels // fitting)
+    return -(-panels // lines)
+
+
+def series_style(index: int) -> tuple[str, str]:
+    """(colour, dash) of the i-th line: seven colours, then the same again dashed."""
+    dashes = ("solid", "dash", "dot", "dashdot")
+    return SERIES[index % len(SERIES)], dashes[index // len(SERIES) % len(dashes)]
+
+
+def bar(name: str, x: Any, y: Sequence[Any], *, colour: str, hover: Sequence[str], **more: Any) -> Trace:
+    """Bars with their hover text; `more` is plotly's own."""
+    marker = {"color": colour, **more.pop("marker", {})}
+    return {"type": "bar", "name": name, "x": x, "y": list(y), "marker": marker, **_hover(hover), **more}
+
+
+def text_marks(name: str, x: Any, y: Sequence[float], texts: Sequence[str], *, colour: str, hover: Sequence[str]) -> Trace:
+    """Words standing in a chart where a number would: what failed."""
+    style = {"mode": "text", "textposition": "top center", "textfont": {"color": colour, "size": 12}, "cliponaxis": False}
+    made = {"type": "scatter", "name": name, "x": x, "y": list(y), "text": list(texts), "showlegend": False}
+    return {**made, **style, **_hover(hover)}
+
+
+def line(name: str, x: Any, y: Sequence[float | None], *, style: tuple[str, str], hover: Sequence[str], **more: Any) -> Trace:
+    """A line with a mark at each point."""
+    colour, dash = style
+    drawn = {"mode": "lines+markers", "line": {"color": colour, "dash": dash, "width": 2}}
+    marker = {"color": colour, "size": 7, **more.pop("marker", {})}
+    return {"type": "scatter", "name": name, "x": x, "y": list(y), "marker": marker, **drawn, **_hover(hover), **more}
+
+
+def error_bars(above: Sequence[float], below: Sequence[float] | None = None) -> dict[str, Any]:
+    """Intervals around points, in the text's colour."""
+    made = {"type": "data", "array": list(above), "color": INK, "thickness": 1.4, "width": 4}
+    return made if below is None else {**made, "symmetric": False, "arrayminus": list(below)}
+
+
+def logarithmic(values: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis with ticks at 1, 2 and 5 times the powers of ten that these values span."""
+    positive = [value for value in values if value > 0] or [1.0]
+    powers = range(math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    words = [f"{tick:,.12g}" for tick in ticks]
+    return {"type": "log", "rangemode": "normal", "tickmode": "array", "tickvals": ticks, "ticktext": words}
+
+
+def _hover(texts: Sequence[str]) -> dict[str, Any]:
+    return {"hovertext": list(texts), "hoverinfo": "text"}
+
+
+def _panel_title(text: str, panel: int) -> dict[str, Any]:
+    number = "" if panel == 0 else str(panel + 1)
+    place = {"xref": f"x{number} domain", "yref": f"y{number} domain", "x": 0, "y": 1.0, "xanchor": "left", "yanchor": "bottom"}
+    return {"text": f"<b>{text}</b>", "showarrow": False, "font": {"size": 14}, **place}

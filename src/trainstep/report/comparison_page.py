@@ -1,0 +1,200 @@
+"""What a page shows of a compared axis (precision, compile, attention...): ratios with intervals and verdicts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainstep.records.compare import Comparison, compare_records
+from trainstep.records.record import Failure
+from trainstep.report.charts import (
+    FAILURE_COLOUR,
+    INK,
+    SERIES,
+    Chart,
+    Panels,
+    bar,
+    error_bars,
+    label,
+    lines_of,
+    short_labels,
+)
+from trainstep.report.quantities import quantities, time_of
+from trainstep.report.rows import Row, varying, words
+from trainstep.report.section import Section
+from trainstep.report.tables import (
+    ABSENT,
+    Column,
+    Entry,
+    Table,
+    failure_sentence,
+    failure_word,
+    in_ms,
+    milliseconds,
+    point_columns,
+    ratio_words,
+)
+
+NOT_COMPARED = {
+    *("model", "context", "batch_size", "accumulation", "d_model", "d_ff", "layers", "heads", "vocab_size", "mode"),
+    *("warmups", "steps", "sync", "cold_compile", "seed", "data", "device", "machine", "hostname", "file", "started_at"),
+}
+"""Axes along which more work is done, or the same work is timed otherwise: a ratio would say nothing of a choice."""
+_LABELLED_BARS = 40
+
+
+def comparison_sections(rows: Sequence[Row]) -> list[Section]:
+    """One section for each axis that is compared: ratios of step time against the axis's first value."""
+    steps = [row for row in rows if row.record.workload == "train_step"]
+    made = (_comparison_section(axis, steps) for axis in varying(steps) if axis not in NOT_COMPARED)
+    return [section for section in made if section]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ratio:
+    """A row against the one with the axis's first value: a comparison, or why there is none."""
+
+    base: Row
+    row: Row
+    found: Comparison | None
+    trouble: str = ""
+    failure: Failure | None = None
+
+
+def _comparison_section(axis: str, rows: Sequence[Row]) -> Section | None:
+    first = rows[0].point.get(axis)
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.rest(axis), []).append(row)
+    ratios = []
+    for group in groups.values():
+        base = next((row for row in group if row.point.get(axis) == first), None)
+        ratios += [_ratio(base, row) for row in group if base and row is not base]
+    if not ratios:
+        return None
+    verdicts = [ratio.found.verdict for ratio in ratios if ratio.found]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+    name = axis.replace("_", " ")
+    said = f"Against {name} {words(first)}, of {len(ratios)} comparisons of the total step: {counts or 'none could be made'}."
+    return Section(
+        title=f"What {name} changes",
+        paragraphs=(said,),
+        charts=(_ratio_chart(axis, ratios),) if verdicts else (),
+        tables=(_ratio_table(axis, ratios),),
+    )
+
+
+def _ratio(base: Row, row: Row) -> _Ratio:
+    failure = row.record.failure or base.record.failure
+    if failure is not None:
+        return _Ratio(base=base, row=row, found=None, trouble=failure_word(failure), failure=failure)
+    try:
+        found = compare_records(base.record, row.record)
+    except ValueError as error:
+        return _Ratio(base=base, row=row, found=None, trouble=str(error))
+    return _Ratio(base=base, row=row, found=found, trouble="" if found.ratio else found.reason)
+
+
+def _ratio_chart(axis: str, ratios: Sequence[_Ratio]) -> Chart:
+    first = words(ratios[0].base.point.get(axis))
+    panels = Panels(
+        titles=[""],
+        columns=1,
+        x_title=", ".join(label(name) for name in ratios[0].row.point if name != axis),
+        y_title=f"time of a step ÷ that with {label(first)}",
+        x_axis={"type": "category", "automargin": True},
+    )
+    values = list(dict.fromkeys(words(ratio.row.point.get(axis)) for ratio in ratios))
+    for index, value in enumerate(values):
+        mine = [ratio for ratio in ratios if words(ratio.row.point.get(axis)) == value]
+        for trace in _ratio_traces(axis, value, SERIES[index % len(SERIES)], mine, len(ratios) <= _LABELLED_BARS):
+            panels.add(0, trace)
+    one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "line": {"color": INK, "width": 1.5, "dash": "dot"}}
+    return panels.chart(
+        f"Total step, relative to {axis.replace('_', ' ')} {label(first)}",
+        "Below 1 is faster. The whisker is the 99 % interval of the ratio; a hatched bar means: cannot tell.",
+        shapes=[one],
+        barmode="group",
+        bargap=0.3 if len(ratios) > 8 else 0.6,
+    )
+
+
+def _ratio_traces(axis: str, value: str, colour: str, ratios: Sequence[_Ratio], labelled: bool) -> list[dict[str, Any]]:
+    x = short_labels([ratio.row.label(without=[axis]) for ratio in ratios])
+    y = [ratio.found.ratio if ratio.found else None for ratio in ratios]
+    above = [_side(ratio, "high") for ratio in ratios]
+    below = [_side(ratio, "low") for ratio in ratios]
+    undecided = [bool(ratio.found and ratio.found.verdict == "cannot tell") for ratio in ratios]
+    shapes = ["/" if one else "" for one in undecided]
+    hatching = {"shape": shapes, "bgcolor": colour, "fgcolor": "theme:paper", "size": 7}
+    texts = [_ratio_text(ratio, labelled) for ratio in ratios]
+    # A bar without a height takes no text: what failed stands on a bar of no height.
+    heights = [0.0 if one is None else one for one in y]
+    return [
+        bar(
+            label(value),
+            x,
+            heights,
+            colour=colour,
+            hover=[_ratio_hover(ratio) for ratio in ratios],
+            marker={"pattern": hatching},
+            error_y=error_bars(above, below),
+            text=texts,
+            textposition="outside",
+            textfont={"color": [INK if one is not None else FAILURE_COLOUR for one in y], "size": 11},
+            cliponaxis=False,
+            offsetgroup=label(value),
+        )
+    ]
+
+
+def _side(ratio: _Ratio, side: str) -> float:
+    found = ratio.found
+    if found is None or found.ratio is None:
+        return 0.0
+    edge: float | None = getattr(found, side)
+    return 0.0 if edge is None else abs(edge - found.ratio)
+
+
+def _ratio_text(ratio: _Ratio, labelled: bool) -> str:
+    if ratio.failure is not None:
+        return f"<b>{failure_word(ratio.failure)}</b>"
+    if ratio.found is None or ratio.found.ratio is None:
+        return "?"
+    return f"{ratio.found.ratio:.2f}" if labelled else ""
+
+
+def _ratio_hover(ratio: _Ratio) -> str:
+    found = ratio.found
+    name = label(ratio.row.label())
+    if found is None or found.ratio is None or found.low is None or found.high is None:
+        return lines_of(name, label(ratio.trouble))
+    interval = f"{ratio_words(found.ratio)} (99 % interval {ratio_words(found.low)} to {ratio_words(found.high)})"
+    return lines_of(name, interval, found.verdict, label(found.reason))
+
+
+def _ratio_table(axis: str, ratios: Sequence[_Ratio]) -> Table:
+    points = point_columns([ratio.row for ratio in ratios], without=[axis])
+    columns = [column for column, _ in points]
+    columns += [Column(title=axis), Column(title="against")]
+    columns += [Column(title=title, number=True) for title in ("ratio", "99 % from", "to", "total step (ms)", "was (ms)")]
+    columns += [Column(title="verdict"), Column(title="why")]
+    entries = []
+    for ratio in ratios:
+        start = [make(ratio.row) for _, make in points]
+        names = [Entry(text=words(one.point.get(axis))) for one in (ratio.row, ratio.base)]
+        entries.append((*start, *names, *_ratio_entries(ratio)))
+    title = f"Total step against {axis.replace('_', ' ')} {words(ratios[0].base.point.get(axis))}"
+    note = "In the reasons, a is the cell compared against and b the row's own."
+    return Table(title=title, columns=tuple(columns), entries=tuple(entries), note=note)
+
+
+def _ratio_entries(ratio: _Ratio) -> list[Entry]:
+    found = ratio.found
+    if found is None or found.ratio is None or found.low is None or found.high is None:
+        missing = Entry(text=ratio.trouble if ratio.failure else ABSENT, failure=ratio.failure)
+        said = failure_sentence(ratio.failure) if ratio.failure else ratio.trouble
+        return [missing] * 5 + [Entry(text="cannot tell"), Entry(text=said, failure=ratio.failure)]
+    numbers = [Entry(text=ratio_words(one), sort=one) for one in (found.ratio, found.low, found.high)]
+    times = [time_of(quantities(one), "step") for one in (ratio.row, ratio.base)]
+    numbers += [Entry(text=milliseconds(*time), sort=in_ms(time[0])) if time else Entry(text=ABSENT) for time in times]
+    return [*numbers, Entry(text=found.verdict), Entry(text=found.reason)]

@@ -1,0 +1,103 @@
+"""What a reader must know beside the numbers: what was run, on what, and by which conventions. One sentence each."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from trainstep.config.machine import machine_spec
+from trainstep.records.derive import Mfu, mfu
+from trainstep.report.rows import Row, flat_config, machines, words
+from trainstep.report.tables import failure_word, rate_words
+
+_SUMMARISED = ("batch_size", "precision", "attention", "compile", "mode")
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Mixed machines, failures' count, what peak memory means, MFU's convention and peaks."""
+    found = [*mixed_machines(rows), *_clocks(rows), *_peak_memory(rows), *mfu_conventions(rows)]
+    failures = failure_counts(rows)
+    return [f"{failures}.", *found] if failures else found
+
+
+def mixed_machines(rows: Sequence[Row]) -> list[str]:
+    """One sentence where several kinds of machine or software took part."""
+    found = list(machines(rows))
+    if len(found) < 2:
+        return []
+    return [f"These records come from {len(found)} different environments ({'; '.join(found)}): compare across them with care."]
+
+
+def failure_counts(rows: Sequence[Row]) -> str:
+    """`3 of 20 cells failed: 2 OOM, 1 time-out`, or nothing."""
+    failures = Counter(failure_word(row.record.failure) for row in rows if row.record.failure)
+    if not failures:
+        return ""
+    kinds = ", ".join(f"{count} {word}" for word, count in failures.items())
+    return f"{failures.total()} of {len(rows)} cells failed: {kinds}"
+
+
+def mfu_conventions(rows: Sequence[Row]) -> list[str]:
+    """MFU's convention and the peaks it is a share of, with their source; or why there is none."""
+    counted = [found for row in rows if (found := _mfu(row))]
+    conventions = {found.convention for found in counted}
+    peaks = {f"{rate_words(found.peak_flops, 'flop/s')} in {found.dtype} ({found.peak_source})" for found in counted}
+    said = [f"MFU counts {'; '.join(sorted(conventions))}; its peak is {' and '.join(sorted(peaks))}."] if counted else []
+    unknown = {row.record.environment.gpu for row in rows if _has_unknown_gpu(row)}
+    return said + [f"No MFU for {gpu}: its peak is not known here." for gpu in sorted(filter(None, unknown))]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A paragraph: what was run, where, when, how it went."""
+    parts = [_what(workload, rows) for workload in dict.fromkeys(row.record.workload for row in rows)]
+    where = " and ".join(machines(rows)) if len(machines(rows)) < 4 else f"{len(machines(rows))} different machines"
+    torch = {row.record.environment.torch for row in rows} - {None}
+    software = f" with torch {' and '.join(sorted(filter(None, torch)))}" if torch else ""
+    days = sorted({row.record.started_at[:10] for row in rows})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    failures = failure_counts(rows)
+    return f"{'; '.join(parts)}. Run on {where}{software}, {when}. {failures + '.' if failures else 'No cell failed.'}"
+
+
+def _what(workload: str, rows: Sequence[Row]) -> str:
+    mine = [row for row in rows if row.record.workload == workload]
+    configs = [flat_config(row.record) for row in mine]
+    cells = f"{len(mine)} cell{'s' if len(mine) > 1 else ''}"
+    if workload != "train_step":
+        return f"{cells} of {workload}"
+    said = [f"{cells} of a training step: {_values('model', configs)} at context {_values('context', configs)}"]
+    said += [f"{name.replace('_', ' ')} {_values(name, configs)}" for name in _SUMMARISED if any(name in one for one in configs)]
+    said += [f"{_values('warmups', configs)} warm-ups and {_values('steps', configs)} timed steps a cell"]
+    return ", ".join(said)
+
+
+def _values(name: str, configs: Sequence[dict[str, object]]) -> str:
+    found = list(dict.fromkeys(words(one[name]) for one in configs if name in one))
+    return " ".join(found) if len(found) < 2 else f"{', '.join(found[:-1])} and {found[-1]}"
+
+
+def _peak_memory(rows: Sequence[Row]) -> list[str]:
+    facts = {name for row in rows for name in ("peak_allocated_bytes", "peak_rss_bytes") if name in row.record.facts}
+    meanings = {
+        "peak_allocated_bytes": "on a GPU what tensors held at most",
+        "peak_rss_bytes": "on a CPU the most the process had resident",
+    }
+    return [f"Peak: {'; '.join(meanings[name] for name in sorted(facts))}."] if facts else []
+
+
+def _clocks(rows: Sequence[Row]) -> list[str]:
+    """Total step and phases need not add up: they may come from two clocks."""
+    clocks = {row.record.fact("timing") for row in rows} - {None}
+    if "cuda_events" not in clocks:
+        return []
+    return ["Phases on a GPU are device time between CUDA events; the total step is the host's clock around it, synchronised."]
+
+
+def _mfu(row: Row) -> Mfu | None:
+    try:
+        return mfu(row.record)
+    except ValueError:  # over 100 %: the row's doubts say so
+        return None
+
+
+def _has_unknown_gpu(row: Row) -> bool:
+    record = row.record
+    return record.config.get("device") == "cuda" and "model_flops" in record.facts and not machine_spec(record.environment.gpu)

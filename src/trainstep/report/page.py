@@ -1,0 +1,77 @@
+"""One self-contained HTML file: summary, charts, tables, failures, provenance. Its own policy forbids it to fetch anything."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from plotly.offline import get_plotlyjs
+
+from trainstep.report.comparison_page import comparison_sections
+from trainstep.report.notes import mfu_conventions, mixed_machines, notes, summary
+from trainstep.report.provenance import environments, provenance
+from trainstep.report.rows import Row
+from trainstep.report.section import Section
+from trainstep.report.sweep_page import ceilings_charts, phases_chart
+from trainstep.report.tables import byte_words, cell_tables, failure_sentence, failure_word
+from trainstep.report.warmup_page import warmup_section
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page of these rows as text."""
+    found = sections(rows)
+    charts = [chart for section in found for chart in section.charts]
+    drawn = [{"data": list(chart.data), "layout": dict(chart.layout)} for chart in charts]
+    warnings = mixed_machines(rows)
+    said_elsewhere = [*warnings, *mfu_conventions(rows)]
+    return _environment().get_template("template.html").render(
+        title=title(rows),
+        summary=summary(rows),
+        warnings=warnings,
+        sections=found,
+        numbers=itertools.count(),
+        notes=[note for note in notes(rows) if note not in said_elsewhere],
+        provenance=provenance(rows),
+        environments=environments(rows),
+        charts_json=script_json(drawn),
+        plotly_js=get_plotlyjs() if charts else "",
+    )
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """What the page shows, by what varies."""
+    phases = phases_chart(rows)
+    overview = Section(
+        title="All cells",
+        charts=(*([phases] if phases else []), *ceilings_charts(rows)),
+        tables=tuple(cell_tables(rows)),
+    )
+    warmup = warmup_section(rows)
+    return [overview, *comparison_sections(rows), *([warmup] if warmup else [])]
+
+
+def title(rows: Sequence[Row]) -> str:
+    """`Training step: small, medium on NVIDIA H200`."""
+    models = list(dict.fromkeys(str(row.point["model"]) for row in rows if "model" in row.point))
+    chips = list(dict.fromkeys(row.record.environment.gpu or row.record.environment.cpu for row in rows))
+    what = f"Training step: {', '.join(models[:5])}{'…' if len(models) > 5 else ''}" if models else "Measurements"
+    return f"{what} on {' and '.join(chips)}" if len(chips) < 3 else f"{what} on {len(chips)} machines"
+
+
+def script_json(value: Any) -> str:
+    """JSON that is safe inside a script element: no text in it can end the element or open a comment."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+
+
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("trainstep.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters |= {"next": next, "bytes": byte_words, "failure_word": failure_word, "failure_sentence": failure_sentence}
+    return made

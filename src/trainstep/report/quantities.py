@@ -1,0 +1,105 @@
+"""A row's numbers, raw and in SI with the unit in each name: what CSV and JSON carry, and what tables and charts show."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainstep.config.phases import Phase
+from trainstep.records.derive import mfu, tokens_per_s
+from trainstep.records.record import Record
+from trainstep.records.summary import doubts, summarize
+from trainstep.report.rows import Row
+
+PHASES = tuple(str(phase) for phase in Phase)
+TIMES = (*PHASES, "step")
+_UNIT_SUFFIX = {"s": "s", "Hz": "hz", "bytes": "bytes", "count": "count", "flops": "flops", "W": "w", "ratio": "ratio"}
+_FACTS = (
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "driver_bytes",
+    "peak_rss_bytes",
+    "import_s",
+    "context_s",
+    "build_s",
+    "compile_s",
+    "compile_cache",
+    "timing",
+    "tokens",
+    "parameters",
+    "model_flops",
+    "flops",
+    "bytes",
+    "rate",
+    "launch_bound",
+    "power_w",
+    "throttle_reasons",
+)
+
+
+def quantities(row: Row) -> dict[str, Any]:
+    """The point, then mean, standard deviation and median of each quantity, what is derived, the facts, the failure.
+
+    A failed row keeps its numbers empty: half of a cell is no result.
+    """
+    record = row.record
+    numbers: dict[str, Any] = {"workload": record.workload, **row.point}
+    if record.failure is None:
+        derived, errors = _derived(record)
+        numbers |= _times(record) | derived | {name: record.fact(name) for name in _FACTS if name in record.facts}
+        numbers["doubts"] = "; ".join([*doubts(record), *errors])
+    numbers |= _failure(record)
+    environment = record.environment
+    machine = {"gpu": environment.gpu, "cpu": environment.cpu, "torch": environment.torch, "hostname": environment.hostname}
+    return numbers | {name: value for name, value in machine.items() if name not in row.point} | {
+        "commit": environment.commit,
+        "started_at": record.started_at,
+        "key": record.key,
+        "record_file": row.file,
+    }
+
+
+def time_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
+    """(mean, std) in seconds of a quantity of time, or None where it was not seen."""
+    mean = numbers.get(f"{name}_mean_s")
+    return None if mean is None else (mean, numbers.get(f"{name}_std_s"))
+
+
+def _times(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, samples in record.samples.items():
+        if not samples.values:
+            continue
+        summary = summarize(samples)
+        unit = _UNIT_SUFFIX.get(samples.unit, samples.unit)
+        found[f"{name}_mean_{unit}"] = summary.mean
+        found[f"{name}_std_{unit}"] = summary.std if summary.n > 1 else None
+        found[f"{name}_median_{unit}"] = summary.median
+        found[f"{name}_samples_count"] = summary.n
+    return found
+
+
+def _derived(record: Record) -> tuple[dict[str, Any], list[str]]:
+    """Rates of a step, and what is wrong with them: an MFU over 100 % is no number, its error is a doubt."""
+    tokens = tokens_per_s(record)
+    found: dict[str, Any] = {} if tokens is None else {"tokens_per_s": tokens}
+    try:
+        utilisation = mfu(record)
+    except ValueError as error:
+        return found, [str(error)]
+    if utilisation is None:
+        return found, []
+    found |= {"mfu_ratio": utilisation.share, "mfu_peak_flops_per_s": utilisation.peak_flops, "mfu_dtype": utilisation.dtype}
+    return found | {"mfu_convention": utilisation.convention, "mfu_peak_source": utilisation.peak_source}, []
+
+
+def _failure(record: Record) -> dict[str, Any]:
+    failure = record.failure
+    if failure is None:
+        return {"failure": None}
+    return {
+        "failure": failure.kind,
+        "failure_phase": failure.phase,
+        "failure_message": failure.message,
+        "failure_asked_bytes": failure.asked_bytes,
+        "failure_allocated_bytes": failure.allocated_bytes,
+        "failure_capacity_bytes": failure.capacity_bytes,
+    }

@@ -1,0 +1,137 @@
+"""Records as the rows of a report: read from stores, each with the values that tell it from the others."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainstep.config.model import ModelConfig
+from trainstep.records.record import Environment, Record
+from trainstep.records.store import Store
+
+ALWAYS = ("model", "context", "kind")
+_SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
+_MACHINE = ("torch", "commit", "driver", "cuda", "triton", "gpu_count", "cpu", "trainstep", "source")
+"""What tells environments with the same chip apart; not the host's name, since the nodes of a cluster are alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One record, the file it came from and its point: model, context and whatever else varies in the report."""
+
+    record: Record
+    file: str
+    point: Mapping[str, Any]
+
+    def label(self, *, without: Iterable[str] = ()) -> str:
+        """`small 256 bf16`: the point's values, in order."""
+        left_out = set(without)
+        return " ".join(words(value) for name, value in self.point.items() if name not in left_out) or self.record.workload
+
+    def rest(self, *names: str) -> tuple[tuple[str, str], ...]:
+        """The point without these names: rows with the same rest differ along them only."""
+        return tuple((name, words(value)) for name, value in self.point.items() if name not in names)
+
+
+def read_rows(paths: Sequence[Path]) -> list[Row]:
+    """The last record of each cell in these files; a folder means every *.jsonl under it. ValueError if there is none."""
+    found: list[tuple[str, Record]] = []
+    for file in dict.fromkeys(file for path in paths for file in _files(path)):
+        latest = {record.key: record for record in Store(file).read()}
+        found += [(str(file), record) for record in latest.values()]
+    if not found:
+        raise ValueError(f"{', '.join(map(str, paths))}: holds no records")
+    return rows_of(found)
+
+
+def rows_of(found: Sequence[tuple[str, Record]]) -> list[Row]:
+    """Rows with their points, from (file, record) pairs."""
+    workloads = dict.fromkeys(record.workload for _, record in found)
+    points = {name: iter(_points([pair for pair in found if pair[1].workload == name])) for name in workloads}
+    return [Row(record=record, file=file, point=next(points[record.workload])) for file, record in found]
+
+
+def flat_config(record: Record) -> dict[str, Any]:
+    """The config with the model's name in place of its shape, which stands beside the other fields."""
+    config = dict(record.config)
+    model = config.pop("model", None)
+    if isinstance(model, Mapping):
+        shape = {name: value for name, value in model.items() if name not in ("name", "function")}
+        return {"model": model.get("function") or model.get("name"), **config, **shape}
+    return {"model": model, **config} if model is not None else config
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """The names along which these rows differ."""
+    names = dict.fromkeys(name for row in rows for name in row.point)
+    return [name for name in names if len({words(row.point.get(name)) for row in rows}) > 1]
+
+
+def machines(rows: Iterable[Row]) -> dict[str, Environment]:
+    """Label -> environment of each kind of machine and software that took part."""
+    environments = [row.record.environment for row in rows]
+    found: dict[str, Environment] = {}
+    for label, environment in zip(_machine_labels(environments), environments, strict=True):
+        found.setdefault(label, environment)
+    return found
+
+
+def words(value: Any) -> str:
+    """A config value as people write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(path.rglob("*.jsonl"))
+        if not files:
+            raise ValueError(f"{path}: a folder without any *.jsonl in it")
+        return files
+    return [path]
+
+
+def _points(pairs: Sequence[tuple[str, Record]]) -> list[dict[str, Any]]:
+    """Model, context and what else varies; the machine where it does; host, file and time only where nothing else tells."""
+    flat = [flat_config(record) for _, record in pairs]
+    kept = [name for name in ALWAYS if any(name in one for one in flat)]
+    kept += [name for name in dict.fromkeys(name for one in flat for name in one) if name not in kept and _tells(name, flat)]
+    points = [{name: one.get(name) for name in kept} for one in flat]
+    environments = [record.environment for _, record in pairs]
+    _add(points, "machine", _machine_labels(environments), if_doubled=False)
+    _add(points, "hostname", [one.hostname for one in environments], if_doubled=True)
+    _add(points, "file", [file for file, _ in pairs], if_doubled=True)
+    _add(points, "started_at", [record.started_at for _, record in pairs], if_doubled=True)
+    return points
+
+
+def _tells(name: str, flat: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a field varies; a field of the model's shape, whether it varies where the model's name does not."""
+    seen: dict[Any, set[str]] = {}
+    for one in flat:
+        seen.setdefault(one.get("model") if name in _SHAPE else None, set()).add(words(one.get(name)))
+    return any(len(values) > 1 for values in seen.values())
+
+
+def _add(points: Sequence[dict[str, Any]], name: str, values: Sequence[Any], *, if_doubled: bool) -> None:
+    """Add a name to every point if its values differ and, where asked, if two points are still the same."""
+    doubled = len({tuple(map(words, point.values())) for point in points}) < len(points)
+    if len(set(values)) > 1 and (doubled or not if_doubled):
+        for point, value in zip(points, values, strict=True):
+            point[name] = value
+
+
+def _machine_labels(environments: Sequence[Environment]) -> list[str]:
+    """The chip's name for each, with just as much more as tells unlike environments apart."""
+    distinct = {(one.gpu or one.cpu, *(getattr(one, name) for name in _MACHINE)): one for one in environments}
+    labels = {identity: str(identity[0]) for identity in distinct}
+    for place, name in enumerate(_MACHINE, 1):
+        alike: dict[str, list[tuple[object, ...]]] = {}
+        for identity, label in labels.items():
+            alike.setdefault(label, []).append(identity)
+        for label, identities in alike.items():
+            if len({identity[place] for identity in identities}) > 1:
+                labels |= {identity: f"{label}, {name} {words(identity[place])}" for identity in identities}
+    return [labels[one.gpu or one.cpu, *(getattr(one, name) for name in _MACHINE)] for one in environments]

@@ -1,0 +1,226 @@
+"""Tables as people publish them: mean ± std in ms, GiB, percent. The one place where SI becomes a unit people read."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainstep.records.record import Failure
+from trainstep.report.quantities import TIMES, quantities, time_of
+from trainstep.report.rows import Row, words
+
+FAILURES = {"out_of_memory": "OOM", "timeout": "time-out", "crash": "crash", "import_error": "import error"}
+ABSENT = "–"
+MINUS = "\N{MINUS SIGN}"
+_WORKLOADS = {"train_step": "Training step", "ceiling": "Ceilings"}
+TITLES = {"grad_sync": "grad sync", "step": "total step"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What stands in one place of a table. `sort`: what a reader sorts by, where that is a number."""
+
+    text: str
+    sort: float | None = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """`number`: its entries are set right and sort by value."""
+
+    title: str
+    number: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What a person reads (`entries`) and, for the cells, what a program reads (`raw`: one mapping a row, units in names)."""
+
+    title: str
+    columns: tuple[Column, ...]
+    entries: tuple[tuple[Entry, ...], ...]
+    raw: tuple[Mapping[str, Any], ...] = ()
+    note: str = ""
+    folded: bool = False
+    """Shown on the page only when asked for."""
+
+
+def in_ms(seconds: float) -> float:
+    return seconds * 1e3
+
+
+def in_gib(byte_count: float) -> float:
+    return byte_count / 2**30
+
+
+def in_percent(share: float) -> float:
+    return share * 100
+
+
+def milliseconds(seconds: float, std_s: float | None = None) -> str:
+    """`62.10 ± 0.31`: four digits of the mean, as many decimals for the standard deviation."""
+    decimals = _decimals(in_ms(seconds))
+    mean = f"{in_ms(seconds):,.{decimals}f}".replace("-", MINUS)
+    if std_s is None or not math.isfinite(std_s):
+        return mean
+    return f"{mean} ± {in_ms(std_s):,.{decimals}f}"
+
+
+def seconds_words(seconds: float) -> str:
+    """`62.10 ms` or `2.310 s`, for a sentence."""
+    return f"{seconds:,.2f} s" if abs(seconds) >= 1 else f"{milliseconds(seconds)} ms"
+
+
+def times_words(ratio: float) -> str:
+    """`11.6 times`, for a sentence."""
+    return f"{ratio:.2f} times" if ratio < 10 else f"{ratio:,.0f} times"
+
+
+def gibibytes(byte_count: float) -> str:
+    return f"{in_gib(byte_count):,.2f}"
+
+
+def byte_words(byte_count: float) -> str:
+    """`2.00 GiB` or `15.3 MiB`, for a sentence."""
+    return f"{gibibytes(byte_count)} GiB" if byte_count >= 2**29 else f"{byte_count / 2**20:,.1f} MiB"
+
+
+def percent(share: float) -> str:
+    return f"{in_percent(share):.1f}".replace("-", MINUS)
+
+
+def ratio_words(ratio: float) -> str:
+    return f"{ratio:.3f}"
+
+
+def rate_words(rate: float, unit: str) -> str:
+    """`693.0 TFLOP/s` or `4,240 GB/s`."""
+    return f"{rate / 1e12:,.4g} TFLOP/s" if unit.startswith("flop") else f"{rate / 1e9:,.1f} GB/s"
+
+
+def failure_word(failure: Failure) -> str:
+    return FAILURES[failure.kind]
+
+
+def failure_sentence(failure: Failure) -> str:
+    """`OOM in backward: asked for 2.00 GiB with 137.20 of 139.80 GiB taken`."""
+    sentence = f"{failure_word(failure)} in {failure.phase}"
+    if failure.asked_bytes is None:
+        return f"{sentence}: {failure.message}"
+    sentence += f": asked for {byte_words(failure.asked_bytes)}"
+    if failure.allocated_bytes is not None:
+        sentence += f" with {byte_words(failure.allocated_bytes)} taken"
+        if failure.capacity_bytes is not None:
+            sentence += f" of {byte_words(failure.capacity_bytes)}"
+    return sentence
+
+
+def cell_tables(rows: Sequence[Row]) -> list[Table]:
+    """One table of cells for each workload, in the order of appearance."""
+    workloads = dict.fromkeys(row.record.workload for row in rows)
+    return [_cell_table(workload, [row for row in rows if row.record.workload == workload]) for workload in workloads]
+
+
+def point_columns(rows: Sequence[Row], *, without: Sequence[str] = ()) -> list[tuple[Column, Callable[[Row], Entry]]]:
+    """The columns that name a row."""
+    names = dict.fromkeys(name for row in rows for name in row.point if name not in without)
+    return [(Column(title=name, number=_all_numbers(name, rows)), _point_entry(name)) for name in names]
+
+
+def _cell_table(workload: str, rows: Sequence[Row]) -> Table:
+    raw = [quantities(row) for row in rows]
+    points = point_columns(rows)
+    measured = [(column, make) for column, make in _MEASURED if any(make(numbers) for numbers in raw)]
+    measured += _other_samples(raw) if workload != "train_step" else []
+    columns = [column for column, _ in points] + [column for column, _ in measured] + [Column(title="doubts")]
+    entries = tuple(
+        (
+            *(make(row) for _, make in points),
+            *(_measured_entry(row, make(numbers)) for _, make in measured),
+            _doubts_entry(row, numbers),
+        )
+        for row, numbers in zip(rows, raw, strict=True)
+    )
+    return Table(title=_WORKLOADS.get(workload, workload), columns=tuple(columns), entries=entries, raw=tuple(raw))
+
+
+def _measured_entry(row: Row, entry: Entry | None) -> Entry:
+    """A failed row shows its failure wherever a number would stand."""
+    if row.record.failure is not None:
+        return Entry(text=failure_word(row.record.failure), failure=row.record.failure)
+    return entry or Entry(text=ABSENT)
+
+
+def _doubts_entry(row: Row, numbers: Mapping[str, Any]) -> Entry:
+    if row.record.failure is not None:
+        return Entry(text=failure_sentence(row.record.failure), failure=row.record.failure)
+    return Entry(text=numbers["doubts"])
+
+
+def _point_entry(name: str) -> Callable[[Row], Entry]:
+    def entry(row: Row) -> Entry:
+        value: Any = row.point.get(name)
+        return Entry(text=words(value), sort=float(value) if _is_number(value) else None)
+
+    return entry
+
+
+def _all_numbers(name: str, rows: Sequence[Row]) -> bool:
+    return all(_is_number(row.point.get(name)) for row in rows)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _decimals(value: float) -> int:
+    """Decimals that leave four digits."""
+    return max(0, min(4, 3 - math.floor(math.log10(abs(value))))) if value else 0
+
+
+Numbers = Mapping[str, Any]
+
+
+def _time(name: str) -> Callable[[Numbers], Entry | None]:
+    def entry(numbers: Numbers) -> Entry | None:
+        found = time_of(numbers, name)
+        return found and Entry(text=milliseconds(*found), sort=in_ms(found[0]))
+
+    return entry
+
+
+def _number(name: str, text: Callable[[float], str]) -> Callable[[Numbers], Entry | None]:
+    def entry(numbers: Numbers) -> Entry | None:
+        value = numbers.get(name)
+        return None if value is None else Entry(text=text(value), sort=value)
+
+    return entry
+
+
+def _peak(numbers: Numbers) -> Entry | None:
+    """Allocated on the device, or resident in the process of a CPU cell."""
+    value = numbers.get("peak_allocated_bytes", numbers.get("peak_rss_bytes"))
+    return None if value is None else Entry(text=gibibytes(value), sort=in_gib(value))
+
+
+def _rate(numbers: Numbers) -> Entry | None:
+    value = numbers.get("rate")
+    unit = "flop/s" if "flops" in numbers else "bytes/s"
+    return None if value is None else Entry(text=rate_words(value, unit), sort=value)
+
+
+def _other_samples(raw: Sequence[Numbers]) -> list[tuple[Column, Callable[[Numbers], Entry | None]]]:
+    """Times of a workload of one's own, whatever they are called."""
+    names = dict.fromkeys(name.removesuffix("_mean_s") for numbers in raw for name in numbers if name.endswith("_mean_s"))
+    return [(Column(title=f"{name} (ms)", number=True), _time(name)) for name in names if name not in (*TIMES, "time")]
+
+
+_MEASURED: list[tuple[Column, Callable[[Numbers], Entry | None]]] = [
+    *((Column(title=f"{TITLES.get(name, name)} (ms)", number=True), _time(name)) for name in TIMES),
+    (Column(title="a call (ms)", number=True), _time("time")),
+    (Column(title="rate", number=True), _rate),
+    (Column(title="tokens/s", number=True), _number("tokens_per_s", lambda value: f"{value:,.0f}")),
+    (Column(title="MFU (%)", number=True), _number("mfu_ratio", percent)),
+    (Column(title="peak (GiB)", number=True), _peak),
+]

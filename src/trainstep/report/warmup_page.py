@@ -1,0 +1,169 @@
+"""What a page shows of warming up: why, in sentences made from the numbers, then the charts and their tables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainstep.report.first_step import PARTS, FirstStep, first_step
+from trainstep.report.quantities import quantities, time_of
+from trainstep.report.rows import Row, varying
+from trainstep.report.section import Section
+from trainstep.report.tables import (
+    ABSENT,
+    Column,
+    Entry,
+    Table,
+    in_ms,
+    milliseconds,
+    percent,
+    point_columns,
+    seconds_words,
+    times_words,
+)
+from trainstep.report.warmup_charts import SHOWN_STEPS, Found, by_w_chart, curve_chart, split_chart
+
+
+def warmup_section(rows: Sequence[Row]) -> Section | None:
+    """The section, where w varies or any cell has warm-ups; of cells that differ in w only, the one with the most."""
+    steps = [row for row in rows if row.record.workload == "train_step"]
+    sweeps = "warmups" in varying(steps)
+    longest: dict[Any, tuple[Row, FirstStep]] = {}
+    for row in steps:
+        found = first_step(row.record)
+        best = longest.get(row.rest("warmups"))
+        if found and (found.warmups or sweeps) and (best is None or found.warmups > best[1].warmups):
+            longest[row.rest("warmups")] = (row, found)
+    chosen = list(longest.values())
+    if not chosen:
+        return None
+    by_w = sweeps and by_w_chart(steps)
+    tables = [_split_table(chosen), *([_by_w_table(steps)] if sweeps else []), _steps_table(chosen)]
+    return Section(
+        title="Warming up: why one or two steps are not enough" if _needs_several(chosen) else "Warming up",
+        paragraphs=tuple(answer(chosen, steps if sweeps else [])),
+        charts=(curve_chart(chosen), *([by_w] if by_w else []), split_chart(chosen)),
+        tables=tuple(tables),
+    )
+
+
+def answer(chosen: Found, sweep: Sequence[Row]) -> list[str]:
+    """Sentences that say, from these numbers, what warm-ups are for and how many these cells need."""
+    row, worst = max(chosen, key=lambda one: one[1].first_s / one[1].steady_s)
+    many = "" if len(chosen) == 1 else f", of {len(chosen)} cells the highest ratio"
+    if worst.extra_s <= 0:
+        return ["No first step took longer than the steady ones: here nothing was left to warm up."]
+    parts = sorted(PARTS, key=lambda part: -(getattr(worst, part) or 0.0))
+    said = ", ".join(_share(worst, part) for part in parts if (getattr(worst, part) or 0.0) > 0)
+    first = (
+        f"The first step of {row.label(without=['warmups'])} took {seconds_words(worst.first_s)}, "
+        f"{times_words(worst.first_s / worst.steady_s)} the steady {seconds_words(worst.steady_s)}{many}. "
+        f"Of the extra {seconds_words(worst.extra_s)}: {said}."
+    )
+    if worst.rest_s < 0:
+        first += " The parts were measured on their own and exceed the extra time together."
+    if worst.context_s:
+        first += f" Creating the CUDA context took another {seconds_words(worst.context_s)}, before any step."
+    return [first, _how_many(chosen), *_measured_means(sweep)]
+
+
+def _share(found: FirstStep, part: str) -> str:
+    """`20.0 % device memory (cudaMalloc, 420 calls)`."""
+    name = PARTS[part]
+    if part == "allocation_s" and found.allocations:
+        name = name.replace("cudaMalloc", f"cudaMalloc, {found.allocations:,} calls")
+    return f"{percent(getattr(found, part) / found.extra_s)} % {name}"
+
+
+def _how_many(chosen: Found) -> str:
+    """Whether one or two warm-ups would do, from each cell's own steps."""
+    late = [(row, found) for row, found in chosen if found.settled is None or found.settled > 3]
+    settled = [found.settled for _, found in chosen if found.settled is not None]
+    row, worst = max(chosen, key=lambda one: one[1].bias_after(min(1, one[1].warmups)))
+    tried = [w for w in (0, 1, 2) if w <= worst.warmups]
+    biases = _listed([f"{_signed(worst.bias_after(w))} %" for w in tried])
+    steady = f"Steps are steady (three in a row near the median) from step {max(settled)} on at the latest. " if settled else ""
+    means = (
+        f"Timed after {_listed([str(w) for w in tried])} warm-ups, the mean step of {row.label(without=['warmups'])} "
+        f"lies {biases} from its steady median."
+    )
+    if late:
+        named = ", ".join(row.label(without=["warmups"]) for row, _ in late[:3]) + (" and others" if len(late) > 3 else "")
+        slow = f"One or two warm-ups are not enough: the third step of {named} is still slow, for what is loaded, allocated "
+        return f"{steady}{means} {slow}and clocked up step by step does not all happen in the first."
+    needed = max((found.settled or 1) - 1 for _, found in chosen)
+    enough = {0: "no warm-up is needed", 1: "one warm-up is enough", 2: "two warm-ups are enough, one is not"}[needed]
+    return f"{steady}{means} On this machine and for these cells {enough}."
+
+
+def _measured_means(sweep: Sequence[Row]) -> list[str]:
+    """What the sweep over w itself found: the mean at small w against that at the largest."""
+    found = [(row, time) for row in sweep if (time := time_of(quantities(row), "step"))]
+    most = max((row.point["warmups"] for row, _ in found), default=0)
+    reference = {row.rest("warmups"): time[0] for row, time in found if row.point["warmups"] == most}
+    said = []
+    for w in sorted({row.point["warmups"] for row, _ in found} - {most}):
+        ratios = [
+            time[0] / reference[row.rest("warmups")] - 1
+            for row, time in found
+            if row.point["warmups"] == w and row.rest("warmups") in reference
+        ]
+        if ratios:
+            span = _signed(ratios[0]) if len(ratios) == 1 else f"{_signed(min(ratios))} to {_signed(max(ratios))}"
+            said.append(f"{span} % with w = {w}")
+    return [f"Measured means against those with w = {most}: {'; '.join(said)}."] if said else []
+
+
+def _needs_several(chosen: Found) -> bool:
+    return any(found.settled is None or found.settled > 3 for _, found in chosen)
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def _signed(share: float) -> str:
+    return percent(share) if percent(share).startswith("\N{MINUS SIGN}") else f"+{percent(share)}"
+
+
+def _split_table(chosen: Found) -> Table:
+    points = point_columns([row for row, _ in chosen], without=["warmups"])
+    titles = ("first step (ms)", "steady (ms)", "extra (ms)", *(f"{name} (ms)" for name in PARTS.values()))
+    titles += ("cudaMalloc calls", "CUDA context (ms), before", "steady from step")
+    columns = [column for column, _ in points] + [Column(title=title, number=True) for title in titles]
+    entries = []
+    for row, found in chosen:
+        times = [found.first_s, found.steady_s, found.extra_s, *(getattr(found, part) for part in PARTS)]
+        counts = [found.allocations, found.settled]
+        texts = [Entry(text=ABSENT) if count is None else Entry(text=f"{count:,}", sort=count) for count in counts]
+        entries.append((*(make(row) for _, make in points), *map(_ms, times), texts[0], _ms(found.context_s), texts[1]))
+    return Table(title="The first step's extra time", columns=tuple(columns), entries=tuple(entries))
+
+
+def _by_w_table(rows: Sequence[Row]) -> Table:
+    points = point_columns(rows)
+    columns = [column for column, _ in points]
+    columns += [Column(title=title, number=True) for title in ("mean ± std (ms)", "std / mean (%)")]
+    entries = []
+    for row in rows:
+        time = time_of(quantities(row), "step")
+        if time:
+            spread = (time[1] or 0.0) / time[0]
+            measured = (Entry(text=milliseconds(*time), sort=in_ms(time[0])), Entry(text=percent(spread), sort=spread))
+            entries.append((*(make(row) for _, make in points), *measured))
+    return Table(title="Total step against warm-ups", columns=tuple(columns), entries=tuple(entries))
+
+
+def _steps_table(chosen: Found) -> Table:
+    """The curve's numbers: step 1, 2, 3... in ms."""
+    points = point_columns([row for row, _ in chosen], without=["warmups"])
+    longest = min(SHOWN_STEPS, max(len(found.steps_s) for _, found in chosen))
+    columns = [column for column, _ in points]
+    columns += [Column(title=f"step {number} (ms)", number=True) for number in range(1, longest + 1)]
+    entries = []
+    for row, found in chosen:
+        steps = [*found.steps_s[:longest], *[None] * (longest - len(found.steps_s))]
+        entries.append((*(make(row) for _, make in points), *map(_ms, steps)))
+    return Table(title="Every step from the first", columns=tuple(columns), entries=tuple(entries), folded=True)
+
+
+def _ms(seconds: float | None) -> Entry:
+    return Entry(text=ABSENT) if seconds is None else Entry(text=milliseconds(seconds), sort=in_ms(seconds))

@@ -1,0 +1,68 @@
+"""Named ranges where the work is: what a profiler's trace calls them, and nothing at all when nobody looks.
+
+`with span("attention scores"):` costs about 0.1 us outside a profiler; `record_function` alone costs 4.5 us. Inside compiled
+code a span vanishes: profilers see the compiled region as a whole, and an NVTX call there would break the graph.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+from torch.utils.hooks import RemovableHandle
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+_nvtx_asked: ContextVar[bool] = ContextVar("nvtx_asked", default=False)
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """A context that names the work inside it: `record_function` while torch's profiler runs, NVTX inside `nvtx_spans()`."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(name)
+    if _nvtx_asked.get():
+        return torch.cuda.nvtx.range(name)
+    return _NOTHING
+
+
+@contextmanager
+def nvtx_spans() -> Iterator[None]:
+    """Spans opened inside, on this thread, are NVTX ranges (for nsys)."""
+    token = _nvtx_asked.set(True)
+    try:
+        yield
+    finally:
+        _nvtx_asked.reset(token)
+
+
+def span_children(module: torch.nn.Module) -> list[RemovableHandle]:
+    """Open a span, named by its path, around the forward of each of a module's descendants that holds parameters.
+
+    For models we did not write. The handles returned take the hooks off again.
+    """
+    handles = []
+    for path, child in module.named_modules():
+        if path and next(child.parameters(), None) is not None:
+            opened: list[AbstractContextManager[Any]] = []
+            handles.append(child.register_forward_pre_hook(_opener(path, opened)))
+            handles.append(child.register_forward_hook(_closer(opened), always_call=True))
+    return handles
+
+
+def _opener(path: str, opened: list[AbstractContextManager[Any]]) -> Any:
+    def open_span(_module: torch.nn.Module, _inputs: Any) -> None:
+        context = span(path)
+        context.__enter__()
+        opened.append(context)
+
+    return open_span
+
+
+def _closer(opened: list[AbstractContextManager[Any]]) -> Any:
+    def close_span(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    return close_span

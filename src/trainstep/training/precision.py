@@ -1,0 +1,32 @@
+"""What a precision's name means: dtypes of weights and of compute, loss scaling, and the mode of fp32 matmuls."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """`weights`: dtype of parameters and optimizer state. `autocast`: dtype matmuls are cast to, or None.
+
+    `matmul`: torch's float32 matmul precision, 'highest' (IEEE) or 'high' (TF32). `scales_loss`: GradScaler, for fp16's range.
+    """
+
+    weights: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    matmul: str = "highest"
+    scales_loss: bool = False
+
+
+_PRECISIONS = {
+    "fp32": Precision(),
+    "tf32": Precision(matmul="high"),
+    "bf16_autocast": Precision(autocast=torch.bfloat16),
+    "fp16_autocast": Precision(autocast=torch.float16, scales_loss=True),
+    "bf16": Precision(weights=torch.bfloat16),
+}
+
+
+def precision_named(name: str) -> Precision:
+    """The precision of that name (RunConfig.precision)."""
+    return _PRECISIONS[name]

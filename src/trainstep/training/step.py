@@ -1,0 +1,117 @@
+"""One training step with named phases. Where each phase begins and ends is decided here and nowhere else."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.config.phases import Phase
+from trainstep.spans import span
+
+Mark = Callable[[Phase], None]
+"""Called at the end of each phase."""
+
+
+def _unmarked(_phase: Phase) -> None:
+    pass
+
+
+class TrainStep:
+    """`step(micro_batches, mark)` runs forward and backward of each micro-batch, then gradient sync, then the optimizer.
+
+    forward    batch on the device -> loss
+    backward   `loss.backward()`, hidden communication included
+    grad_sync  end of backward -> last gradient ready; only with `finish_gradient_synchronization`
+    optimizer  unscale, clip, step, zero_grad
+
+    `mode` (RunConfig.mode) says how far it goes; `running` is the phase at work, for whoever must say where it failed.
+    The module is called as `module(**batch)` and returns a loss or an object with `.loss`. With n micro-batches each loss
+    is divided by n, so gradients are those of the mean.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        mode: str = "step",
+        autocast: tuple[str, torch.dtype] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_grad_norm: float | None = None,
+        finish_gradient_synchronization: Callable[[], None] | None = None,
+    ) -> None:
+        if mode == "step" and optimizer is None:
+            raise ValueError("optimizer: mode step needs one")
+        self.module = module
+        self.optimizer = optimizer
+        self.mode = mode
+        self.autocast = autocast
+        self.scaler = scaler
+        self.clip_grad_norm = clip_grad_norm
+        self.finish_gradient_synchronization = finish_gradient_synchronization
+        self.running = Phase.FORWARD
+
+    def __call__(self, micro_batches: Sequence[Mapping[str, Any]], mark: Mark = _unmarked) -> Tensor:
+        """One step. Returns the last micro-batch's loss, detached."""
+        for batch in micro_batches:
+            self.running = Phase.FORWARD
+            loss = self._forward(batch)
+            mark(Phase.FORWARD)
+            if self.mode in ("forward_backward", "step"):
+                self.running = Phase.BACKWARD
+                self._backward(loss, len(micro_batches))
+                mark(Phase.BACKWARD)
+        if self.finish_gradient_synchronization is not None and self.mode in ("forward_backward", "step"):
+            self.running = Phase.GRAD_SYNC
+            with span(Phase.GRAD_SYNC):
+                self.finish_gradient_synchronization()
+            mark(Phase.GRAD_SYNC)
+        if self.mode == "step":
+            self.running = Phase.OPTIMIZER
+            self._optimizer_step()
+            mark(Phase.OPTIMIZER)
+        return loss.detach()
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients a forward_backward step leaves behind, so that the next does not add to them."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def _forward(self, batch: Mapping[str, Any]) -> Tensor:
+        with span(Phase.FORWARD), self._gradients(), self._autocast():
+            output = self.module(**batch)
+        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                f"model: its forward must return a scalar loss or an object with .loss, not {type(output).__name__}"
+            )
+        return loss
+
+    def _backward(self, loss: Tensor, micro_batches: int) -> None:
+        with span(Phase.BACKWARD):
+            scaled = loss / micro_batches if micro_batches > 1 else loss
+            if self.scaler is not None:
+                scaled = self.scaler.scale(scaled)
+            scaled.backward()
+
+    def _optimizer_step(self) -> None:
+        assert self.optimizer is not None
+        with span(Phase.OPTIMIZER):
+            if self.clip_grad_norm is not None:
+                if self.scaler is not None:
+                    self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _gradients(self) -> AbstractContextManager[Any]:
+        return torch.no_grad() if self.mode == "forward_no_grad" else nullcontext()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.autocast[0], dtype=self.autocast[1]) if self.autocast else nullcontext()

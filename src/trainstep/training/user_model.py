@@ -1,0 +1,34 @@
+"""A model of the user's own: the function they name, called and checked."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainstep.config.run import RunConfig
+from trainstep.training.batches import NextBatch
+
+
+def build_user_model(function: str, run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:
+    """Call package.module:function as `build(run, device) -> (module, next_batch)`.
+
+    ImportError if it cannot be imported; ValueError if it is no function or returns anything else.
+    """
+    module_name, _, name = function.partition(":")
+    build: Any = getattr(importlib.import_module(module_name), name, None)
+    if not callable(build):
+        raise ImportError(f"model: {module_name} has no function {name!r}")
+    built = build(run, device)
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module) and callable(built[1])):
+        raise ValueError(f"model: {function} must return (module, next_batch), an nn.Module and a function of the step")
+    return built[0], built[1]
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: the members of its longest ModuleList. ValueError if it has none."""
+    lists = [list(child) for child in module.modules() if isinstance(child, nn.ModuleList)]
+    longest = max(lists, key=len, default=[])
+    if not longest:
+        raise ValueError("compile: block needs a model with its blocks in an nn.ModuleList; take compile model or none")
+    return longest
