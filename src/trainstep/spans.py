@@ -63,6 +63,7 @@ def _opener(path: str, opened: list[AbstractContextManager[Any]]) -> Any:
 
 def _closer(opened: list[AbstractContextManager[Any]]) -> Any:
     def close_span(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-        opened.pop().__exit__(None, None, None)
+        if opened:  # nothing is, where a hook that ran before ours raised
+            opened.pop().__exit__(None, None, None)
 
     return close_span

@@ -4,6 +4,7 @@ Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, 2 bad 
 out or could not be imported, 130 interrupted with every finished cell kept.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,17 +12,30 @@ from cyclopts import App, CycloptsError
 
 import trainstep
 
-app = App(
-    name="trainstep",
-    help="Measure, explain and speed up the training step of a Transformer language model.",
-    version=trainstep.__version__,
-    help_epilogue="Start with `trainstep bench`. Each verb has examples: `trainstep bench --help`.",
-)
-app.command("trainstep.cli.bench:bench")
-app.command("trainstep.cli.sweep:sweep")
-app.command("trainstep.cli.report:report")
-app.command("trainstep.cli.compare:compare")
-app.command("trainstep.cli.doctor:doctor")
+_VERBS = {
+    "bench": "Time the step of one model, or of a grid of them.",
+    "sweep": "Run a whole table from a TOML file; kill and resume it at will.",
+    "report": "Show records as tables, or as one page.",
+    "compare": "Did it get faster? Two files of records, cell by cell.",
+    "doctor": "Show this machine, what it can do, and what is missing.",
+}
+
+
+def build_app(words: Sequence[str]) -> App:
+    """The app for this command line. No verb's module is imported but the one that runs."""
+    app = App(
+        name="trainstep",
+        help="Measure, explain and speed up the training step of a Transformer language model.",
+        version=trainstep.__version__,
+        help_epilogue="Start with `trainstep bench`. Each verb explains itself: `trainstep bench --help`.",
+        help_format="plaintext",  # a parser of markdown would make `--help` half as slow again
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    overview = not words or words[0] not in _VERBS
+    for verb, summary in _VERBS.items():  # a summary would take the place of the docstring in the verb's own help
+        app.command(f"trainstep.cli.{verb}:{verb}", help=summary if overview else None)
+    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,14 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit code it ends with."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        return app(arguments, exit_on_error=False, print_error=False) or 0
+        code: int = build_app(words)(words, exit_on_error=False, print_error=False) or 0
+        sys.stdout.flush()
+        return code
     except (ValueError, CycloptsError) as error:
-        print(f"trainstep: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _refuse(str(error))
     except KeyboardInterrupt:
         print("\ntrainstep: interrupted; every finished cell is kept", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
+        # Whoever read the output has left (`| head`). What Python still holds for them goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a full disk, a folder that went away
+        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _refuse(reason: str) -> int:
+    print(f"trainstep: {' '.join(reason.split())}", file=sys.stderr)
+    return 2

@@ -53,9 +53,10 @@ def bench(
     cells = expand(grid, {"device": device})
     groups = groups_along(cells, compare)
 
-    from trainstep.cli.cells import run_cells, show
+    from trainstep.cli.cells import check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
 
+    check_page(page)
     store = Store(out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here)
     return show(records, store, page)

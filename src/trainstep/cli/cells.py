@@ -1,5 +1,6 @@
 """What `bench` and `sweep` share: run groups of cells into a store, show progress, then the table, and say where it all is."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ def run_cells(
     store: Store,
     execute: Execute,
     *,
-    here: Environment,
+    here: Environment | None,
     allow_mixed: bool = False,
     retry_failed: bool = False,
 ) -> list[Record]:
@@ -42,7 +43,7 @@ def run_cells(
 
 
 def show(records: Sequence[Record], store: Store, page: Path | None) -> int:
-    """Print the table, what failed and where the records are; write the page if asked. Returns the exit code."""
+    """Print the table, the last words of what crashed, and where the records are; write the page. Returns the exit code."""
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
     from trainstep.report.tables import cell_tables
@@ -50,15 +51,22 @@ def show(records: Sequence[Record], store: Store, page: Path | None) -> int:
 
     rows = rows_of([(str(store.path), record) for record in records])
     print_tables(cell_tables(rows), notes(rows), sys.stdout)
-    failures = [record.failure for record in records if record.failure is not None]
-    for failure in failures:
-        print(f"{failure.kind.replace('_', ' ')}: {failure.message}", file=sys.stderr)
-        for line in failure.last_lines[-3:] if failure.kind in _FAULTS else ():
-            print(f"    {line}", file=sys.stderr)
+    faults = [(row, failure) for row in rows if (failure := row.record.failure) and failure.kind in _FAULTS]
+    for row, failure in faults:
+        print("\n    ".join([f"{row.label()}: {failure.message}", *failure.last_lines[-3:]]), file=sys.stderr)
     print(f"records: {store.path}")
     if page is not None:
         write_page(records, store, page)
-    return 3 if any(failure.kind in _FAULTS for failure in failures) else 0
+    return 3 if faults else 0
+
+
+def check_page(page: Path | None) -> None:
+    """Refuse a page that cannot be written before hours of measuring, not after."""
+    if page is None:
+        return
+    folder = next(folder for folder in page.absolute().parents if folder.exists())
+    if page.is_dir() or not folder.is_dir() or not os.access(page if page.exists() else folder, os.W_OK):
+        raise ValueError(f"page: {page} cannot be written; name a file in a folder that can be")
 
 
 def write_page(records: Sequence[Record], store: Store, page: Path) -> None:

@@ -47,8 +47,8 @@ def compare(
     json
         Print JSON.
     """
-    if minimum_effect < 0:
-        raise ValueError(f"minimum_effect: must not be negative, but is {minimum_effect}")
+    if not minimum_effect >= 0:
+        raise ValueError(f"minimum_effect: must be a share of at least 0, not {minimum_effect}")
     matches = match_records(Store(a).read(), Store(b).read())
     if not matches.pairs:
         raise ValueError(f"{a} and {b} have no cell in common: they hold other configs")
@@ -59,7 +59,9 @@ def compare(
     if json:
         print(
             json_text.dumps(
-                [{"config": _plain(record), **asdict(comparison)} for record, comparison in found], indent=2
+                [{"config": _plain(record), **asdict(comparison)} for record, comparison in found],
+                indent=2,
+                default=dict,  # a record's frozen mappings
             )
         )
         return

@@ -1,5 +1,6 @@
 """The options of verbs that run something: one for each config field, so that a new field needs no new code here."""
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -8,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from trainstep.config.fields import described
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import fields_of
 from trainstep.config.presets import size_names
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 _GRID = Group("What to run (commas make a grid: --context 128,256)", sort_key=1)
 _SHAPE = Group("The built-in model's shape, over its size's", sort_key=2)
-_MODEL_HELP = f"sizes: {', '.join(size_names())}; or your own: package.module:function"
+_OWN_HELP = {
+    "model": f"sizes: {', '.join(size_names())}; or your own: package.module:function",
+    "device": "where it runs: cpu or cuda; by default the GPU, if there is one",
+}
+
+_LONGEST = 1e9
+"""No more than 30 years, nor than an exbibyte: clocks and limits of the operating system overflow beyond."""
 
 
 def with_run_fields(verb: Verb) -> Verb:
@@ -46,17 +52,12 @@ def with_run_fields(verb: Verb) -> Verb:
     return verb
 
 
-def _help(name: str, field: Any) -> str:
-    if name == "model":
-        return _MODEL_HELP
-    text = str(field.metadata.get("help", described("").metadata["help"]))
+def _help(name: str, field: dataclasses.Field[Any]) -> str:
+    if name in _OWN_HELP:
+        return _OWN_HELP[name]
     choices = field.metadata.get("choices", ())
-    default = (
-        ""
-        if field.default in (None, inspect.Parameter.empty) or "MISSING" in repr(field.default)
-        else f" [{field.default}]"
-    )
-    return text + (f": {', '.join(choices)}" if choices else "") + default
+    default = "" if field.default in (None, dataclasses.MISSING) else f" [{field.default}]"
+    return str(field.metadata["help"]) + (f": {', '.join(choices)}" if choices else "") + default
 
 
 def this_machine(device: str | None) -> "tuple[Environment, str]":
@@ -71,13 +72,22 @@ def this_machine(device: str | None) -> "tuple[Environment, str]":
     return here, usable_device(device or "auto", here, driver=driver)
 
 
+def chosen_device(asked: str | None, grid: dict[str, list[Any]]) -> str | None:
+    """The device of the command line, for which a sweep file's is dropped; else the one that the file's cells need most."""
+    in_file = grid.get("device", ())
+    if asked is not None:
+        grid.pop("device", None)
+        return asked
+    return next((name for name in ("cuda", "cpu") if name in in_file), None)
+
+
 def limits(timeout_s: float, memory_limit_gib: float | None) -> "Limits":
     """The limits of each cell's process."""
     from trainstep.measure.runner import Limits
 
     for name, value in (("timeout_s", timeout_s), ("memory_limit_gib", memory_limit_gib)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}: must be positive, not {value}")
+        if value is not None and not 0 < value < _LONGEST:
+            raise ValueError(f"{name}: must be a positive number, not {value}")
     return Limits(
         timeout_s=timeout_s,
         memory_limit_bytes=None if memory_limit_gib is None else int(memory_limit_gib * 2**30),

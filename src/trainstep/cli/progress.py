@@ -13,14 +13,14 @@ from trainstep.records.record import Record
 
 
 class CellProgress:
-    """`with CellProgress(groups) as progress:` then `tell(cell, stage)` and `finished(done, of, records)` as they happen."""
+    """`with CellProgress(cells) as progress:` then `tell(cell, stage)` and `finished(done, of, records)` as they happen."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._labels = {cell.key: cell.label for cell in cells}
         self._console = Console(stderr=True)
         self._live = self._console.is_terminal
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -50,6 +50,8 @@ class CellProgress:
         """Some cells are done; those done before this run are not counted in the rate."""
         if self._found_done is None:
             self._found_done = done
+            if done:
+                self._console.print(f"{done} of {of} cells are there already", markup=False, highlight=False)
         left = self._time_left(done, of)
         self._bar.update(self._task, completed=done, total=of, left=left)
         if not self._live:

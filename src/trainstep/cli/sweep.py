@@ -1,14 +1,22 @@
 """`trainstep sweep`: a whole table from a TOML file, resumable, here or on Slurm."""
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
-from trainstep.cli.options import check_data, limits, this_machine, with_run_fields
+from trainstep.cli.options import check_data, chosen_device, limits, this_machine, with_run_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
+
+if TYPE_CHECKING:
+    from trainstep.cli.cells import Execute
+    from trainstep.measure.executor_slurm_queue import JobRequest
+    from trainstep.measure.runner import Limits
+
+_SLURM = Group("On a Slurm cluster", sort_key=3)
 
 
 @with_run_fields
@@ -22,7 +30,11 @@ def sweep(
     memory_limit_gib: float | None = None,
     allow_mixed: Annotated[bool, Parameter(negative=())] = False,
     retry_failed: Annotated[bool, Parameter(negative=())] = False,
-    slurm: str | None = None,
+    slurm: Annotated[str | None, Parameter(group=_SLURM)] = None,
+    slurm_gpus: Annotated[int, Parameter(group=_SLURM)] = 1,
+    slurm_time: Annotated[float | None, Parameter(group=_SLURM)] = None,
+    slurm_jobs: Annotated[int, Parameter(group=_SLURM)] = 16,
+    slurm_args: Annotated[str | None, Parameter(group=_SLURM)] = None,
     **fields: str | None,
 ) -> int:
     """Run every cell of a sweep file that is not on disk yet. Kill it whenever you like: the same command goes on.
@@ -33,7 +45,7 @@ def sweep(
 
         trainstep sweep sweeps/end_to_end.toml --model small,medium --out runs/mine.jsonl
 
-        trainstep sweep sweeps/warmup.toml --slurm gpu
+        trainstep sweep sweeps/warmup.toml --slurm gpu --slurm-args account=me,cpus_per_task=8
 
     Exit code 3: all cells ran, but some crashed, timed out or could not be imported (out of memory is a result).
 
@@ -54,25 +66,67 @@ def sweep(
     retry_failed
         Run cells again that crashed, timed out or could not be imported.
     slurm
-        Submit each cell as a job to this partition.
+        Submit each cell (variants that take turns: together) as a job to this partition, and wait. The nodes must see
+        this folder, the records' folder and this Python. Parts and logs are kept beside the records in NAME.slurm/.
+    slurm_gpus
+        GPUs of a job; 0: run on CPUs.
+    slurm_time
+        Minutes a job may take; by default its cells' time-outs and five minutes.
+    slurm_jobs
+        Jobs that may run at the same time.
+    slurm_args
+        More options of sbatch as key=value,key=value: account, qos, constraint, cpus_per_task, mem; exclusive=true.
     """
     config = load_sweep(file)
     grid = {**config.grid, **grid_from_text({name: text for name, text in fields.items() if name != "device"})}
     check_data(grid)
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib)
-    here, device = this_machine(fields.get("device"))
+    request = None if slurm is None else _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
+    asked = chosen_device(fields.get("device"), grid)
+    here, device = this_machine(asked) if slurm is None else (None, _device_of_jobs(asked, slurm_gpus))
     groups = groups_along(expand(grid, {"device": device}), config.compare)
 
-    from trainstep.cli.cells import run_cells, show
-    from trainstep.measure.executor_local import run_groups
+    from trainstep.cli.cells import check_page, run_cells, show
 
+    check_page(page)
     store = Store(out or Path("runs") / f"{config.name}.jsonl")
     records = run_cells(
         groups,
         store,
-        lambda waiting, tell: run_groups(waiting, bounds, tell),
+        _executor(bounds, request, store),
         here=here,
         allow_mixed=allow_mixed,
         retry_failed=retry_failed,
     )
     return show(records, store, page)
+
+
+def _executor(bounds: "Limits", request: "JobRequest | None", store: Store) -> "Execute":
+    """Cells run here one after the other, or on Slurm."""
+    from trainstep.measure.executor_local import run_groups
+    from trainstep.measure.executor_slurm import run_groups_on_slurm
+
+    if request is None:
+        return lambda waiting, tell: run_groups(waiting, bounds, tell)
+    return lambda waiting, tell: run_groups_on_slurm(waiting, bounds, tell, request=request, store=store)
+
+
+def _device_of_jobs(asked: str | None, gpus: int) -> str:
+    """The machine we are on says nothing: what the jobs ask for decides."""
+    if asked == "cuda" and not gpus:
+        raise ValueError("device: cuda needs a GPU in each job; take --slurm-gpus 1")
+    return asked if asked not in (None, "auto") else "cuda" if gpus else "cpu"
+
+
+def _job_request(partition: str, gpus: int, minutes: float | None, at_once: int, arguments: str | None) -> "JobRequest":
+    """What the --slurm options ask for. A comma only parts arguments where a new key begins: nodelist=n1,n2,qos=high."""
+    from trainstep.measure.executor_slurm_queue import JobRequest
+
+    pairs = [pair.strip().partition("=") for pair in re.split(r",(?=[^,=]+=)", arguments or "") if pair.strip()]
+    for key, _, value in pairs:
+        if not key.strip() or not value.strip():
+            raise ValueError(
+                f"slurm_args: {key!r} has no value; write key=value,key=value, and a flag as exclusive=true"
+            )
+    named = {key.strip().lstrip("-").replace("_", "-"): value.strip() for key, _, value in pairs}
+    return JobRequest(partition=partition, gpus=gpus, minutes=minutes, at_once=at_once, arguments=named)

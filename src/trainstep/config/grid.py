@@ -33,7 +33,11 @@ def expand(grid: Grid, defaults: Mapping[str, Any]) -> list[Cell]:
     cells: dict[str, Cell] = {}
     for combination in itertools.product(*grid.values()):
         chosen = dict(zip(grid, combination, strict=True))
-        point = {name: value for name, value in chosen.items() if name in varied or name == "model"}
+        point = {
+            name: "none" if value is None else value
+            for name, value in chosen.items()
+            if name in varied or name == "model"
+        }
         try:
             cell = _cell(chosen, defaults, point)
         except ValueError as error:

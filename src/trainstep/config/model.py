@@ -24,9 +24,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_positive(self, "d_model", "d_ff", "layers", "heads")
         check_integer(self, "vocab_size", at_least=2)
+        if self.d_model % 2:
+            raise ValueError(f"d_model: RoPE turns pairs in each head, so it must be even, not {self.d_model}")
         if self.d_model % self.heads:
             divisors = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0 and (self.d_model // h) % 2 == 0]
-            close = min(divisors, key=lambda h: abs(h - self.heads), default=1)
+            close = min(divisors, key=lambda h: abs(h - self.heads))
             raise ValueError(f"heads: {self.heads} does not divide d_model {self.d_model}; {close} would")
         if self.head_dim % 2:
             raise ValueError(f"heads: d_model / heads is {self.head_dim}, and RoPE turns pairs: it must be even")

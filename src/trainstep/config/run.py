@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainstep.config.fields import check_choices, check_integer, check_positive, described
+from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
 from trainstep.config.model import ModelConfig, UserModel
 
 MODES = ("forward", "forward_no_grad", "forward_backward", "step")
@@ -58,8 +58,11 @@ class RunConfig:
     def _check_sync(self) -> None:
         if self.sync in ("step", "phase"):
             return
+        if isinstance(self.sync, str):
+            hint = nearest(self.sync, ("step", "phase"))
+            raise ValueError(f"sync: {self.sync!r} is not known{hint}; known: step, phase, or a number of steps")
         check_integer(self, "sync", at_least=2)
-        if self.steps % int(self.sync):
+        if self.steps % self.sync:
             raise ValueError(f"sync: windows of {self.sync} steps do not divide steps {self.steps}")
 
     def _check_device(self) -> None:

@@ -51,7 +51,7 @@ def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -
     lists = {field: value if isinstance(value, list) else [value] for field, value in grid.items()}
     check_grid_keys(lists, f"{where} [grid]")
     timeout_s = document.get("timeout_s", 600.0)
-    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s <= 0:
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not timeout_s > 0:
         raise ValueError(f"{where}: timeout_s: must be a positive number of seconds, not {timeout_s!r}")
     for key in ("title", "description", "compare"):
         if key in document and not isinstance(document[key], str):

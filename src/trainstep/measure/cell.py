@@ -5,17 +5,20 @@
     {"do": "finish"}                                                          -> finished, with the record's parts
 
 `{"event": "stage", …}` comes between, so that the other side knows where a process was that died. What the workload itself
-prints goes to stderr. When stdin closes, the process leaves at once: an orphan does not hold a GPU.
+prints goes to stderr. When stdin closes, the process ends its group and so itself at once: no orphan holds a GPU.
 """
 
+import ctypes
 import json
 import os
 import queue
 import resource
+import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,11 +28,15 @@ from trainstep.measure.failures import failure_of
 from trainstep.measure.workload import Findings, Measurement, load_workload
 from trainstep.records.record import Fact
 
+_KILL_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of <linux/prctl.h>."""
+
 
 class Conversation:
-    """Requests in, events out, over this process's own stdin and stdout."""
+    """Requests in, events out."""
 
-    def __init__(self, answers: TextIO) -> None:
+    def __init__(self, requests: TextIO, answers: TextIO) -> None:
+        self._lines = requests
         self._answers = answers
         self._requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -38,13 +45,14 @@ class Conversation:
         return self._requests.get()
 
     def tell(self, event: str, **fields: Any) -> None:
-        self._answers.write(json.dumps({"event": event, **fields}) + "\n")
+        """ValueError or TypeError, and nothing sent, for what JSON cannot hold."""
+        self._answers.write(json.dumps({"event": event, **fields}, allow_nan=False) + "\n")
         self._answers.flush()
 
     def _listen(self) -> None:
-        for line in sys.stdin:
+        for line in self._lines:
             self._requests.put(json.loads(line))
-        os._exit(0)
+        _leave()
 
 
 class CellProcess:
@@ -53,6 +61,7 @@ class CellProcess:
     def __init__(self, conversation: Conversation, visible_devices: str | None) -> None:
         self.conversation = conversation
         self._visible_devices = visible_devices
+        self._environment: dict[str, Any] = {}
         self._measurement: Measurement | None = None
         self._stage = "start"
         self._again = False
@@ -73,12 +82,14 @@ class CellProcess:
                 findings = self._measurement.finish()
                 self._measurement = None
                 self._finished(findings=_plain_findings(findings, self._extra_facts), again=self._again)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (any failure of a workload is a result)
+        except BaseException as error:  # noqa: BLE001  (any failure of a workload is a result, sys.exit included)
             self._measurement = None
             self._finished(failure=asdict(failure_of(error, self._stage)), again=False)
 
     def _prepare(self, request: Mapping[str, Any]) -> None:
         self._tell_stage("start")
+        # Now, while there is memory to look around with.
+        self._environment = self._environment or asdict(environment(visible_devices=self._visible_devices))
         _limit_memory(request.get("memory_limit_bytes"))
         started_s = time.perf_counter()
         workload = load_workload(request["workload"])
@@ -91,8 +102,7 @@ class CellProcess:
         self.conversation.tell("stage", stage=stage)
 
     def _finished(self, **fields: Any) -> None:
-        seen_from_here = asdict(environment(visible_devices=self._visible_devices))
-        self.conversation.tell("finished", environment=seen_from_here, **fields)
+        self.conversation.tell("finished", environment=self._environment, **fields)
 
 
 def _plain_findings(findings: Findings, extra_facts: Mapping[str, Fact]) -> dict[str, Any]:
@@ -107,18 +117,36 @@ def _limit_memory(limit_bytes: int | None) -> None:
     """On a CPU: cap what this process may allocate, and offer it to the kernel first should memory run out all the same."""
     if limit_bytes is None:
         return
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-    score = Path("/proc/self/oom_score_adj")
-    if score.exists():
-        score.write_text("1000")
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or limit_bytes < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    with suppress(OSError):  # not on every system, and read-only in some containers
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _leave() -> None:
+    """End this process and all it started, at once; as leader of its group it can."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _die_with_driver() -> None:
+    """Linux: have the kernel end this process with its driver, even while native code hangs and nothing reads stdin."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
 
 
 def main() -> None:
-    """Serve requests until stdin closes. The answers keep the real stdout; anything printed goes to stderr."""
+    """Serve requests until stdin closes. They and the answers keep the real stdin and stdout; what the workload itself
+    reads is empty, and what it prints goes to stderr."""
+    _die_with_driver()
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
-    process = CellProcess(Conversation(answers), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    process = CellProcess(Conversation(requests, answers), os.environ.get("CUDA_VISIBLE_DEVICES"))
     while True:
         process.answer(process.conversation.next_request())
 

@@ -5,8 +5,6 @@ import os
 import shutil
 import tempfile
 
-import torch._dynamo.utils as dynamo
-
 from trainstep.records.record import Fact
 
 _FORWARD, _BACKWARD = "_compile.compile_inner", "backward._backward_impl"
@@ -23,6 +21,8 @@ def empty_compile_cache() -> None:
 
 def compilation_facts() -> dict[str, Fact]:
     """`compile_s`: seconds in compilation so far. `compile_cache`: 'warm' if every graph came from the on-disk cache."""
+    import torch._dynamo.utils as dynamo  # here, for a second and a half that only compiled cells should pay
+
     seconds = sum(sum(dynamo.compilation_time_metrics.get(timer, ())) for timer in (_FORWARD, _BACKWARD))
     counts = dynamo.counters["inductor"]
     missed = counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]

@@ -19,6 +19,8 @@ from trainstep.records.record import Failure
 
 _LAST_LINES = 20
 _STDERR_TAIL_BYTES = 16_384
+_DRAIN_S = 2.0
+"""For what a dead process still had in its pipe to arrive."""
 
 Answer = Mapping[str, Any]
 Tell = Callable[[Cell, str], None]
@@ -40,6 +42,7 @@ class CellConnection:
         self._tell = tell
         self._stage = "start"
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
+        self._said_before = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainstep.measure.cell"],
             stdin=subprocess.PIPE,
@@ -48,10 +51,23 @@ class CellConnection:
             start_new_session=True,
         )
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
-    def ask(self, cell: Cell, request: Mapping[str, Any], timeout_s: float) -> Answer:
-        """Send a request and wait for its answer. Raises CellLost on death or after `timeout_s`, the process killed."""
+    @property
+    def alive(self) -> bool:
+        """Whether the process can still be asked."""
+        return self._process.poll() is None
+
+    def begin(self) -> None:
+        """Another cell's turn: what was printed until now belongs to the one before."""
+        self._stage = "start"
+        self._said_before = os.fstat(self._stderr.fileno()).st_size
+
+    def ask(self, cell: Cell, request: Mapping[str, Any], *, timeout_s: float, limit_s: float) -> Answer:
+        """Send a request and wait for its answer. Raises CellLost on death, or after `timeout_s`, the process killed:
+        what was left of the cell's `limit_s`."""
         deadline_s = time.monotonic() + timeout_s
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -62,7 +78,7 @@ class CellConnection:
                 event = self._events.get(timeout=max(deadline_s - time.monotonic(), 0))
             except queue.Empty:
                 self.kill()
-                raise CellLost(self._timed_out(timeout_s)) from None
+                raise CellLost(self._timed_out(limit_s)) from None
             if event is None:
                 raise CellLost(self._died(cell))
             if event["event"] != "stage":
@@ -71,7 +87,7 @@ class CellConnection:
             self._tell(cell, self._stage)
 
     def close(self) -> None:
-        """Let the process leave; it does as soon as its stdin closes."""
+        """Let the process leave; it does, with all it started, as soon as its stdin closes."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -83,22 +99,32 @@ class CellConnection:
 
     def kill(self) -> None:
         """End the process and whatever it started, now."""
+        self._kill_group()
+        self._process.wait()
+
+    def _kill_group(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with suppress(ValueError):
-                self._events.put(json.loads(line))
+        with self._process.stdout as answers:
+            for line in answers:
+                with suppress(ValueError):
+                    self._events.put(json.loads(line))
+
+    def _watch(self) -> None:
+        """Say when the process is dead. Its pipe does not: a child that it forked may hold the other end."""
+        self._process.wait()
+        self._kill_group()
+        self._listener.join(_DRAIN_S)
         self._events.put(None)
 
-    def _timed_out(self, timeout_s: float) -> Failure:
+    def _timed_out(self, limit_s: float) -> Failure:
         return Failure(
             kind="timeout",
             phase=self._stage,
-            message=f"killed in {self._stage} after its {timeout_s:g} s were over",
+            message=f"killed in {self._stage} after its {limit_s:g} s were over",
             last_lines=self._last_lines(),
         )
 
@@ -111,12 +137,18 @@ class CellConnection:
             return Failure(
                 kind="out_of_memory", phase=self._stage, message=message, asked_bytes=asked, last_lines=lines
             )
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-        return Failure(
-            kind="crash", phase=self._stage, message=f"the process was {how} in {self._stage}", last_lines=lines
-        )
+        how = f"killed by {_signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+        message = f"the process {'was ' if code < 0 else ''}{how} in {self._stage}"
+        return Failure(kind="crash", phase=self._stage, message=message, last_lines=lines)
 
     def _last_lines(self) -> tuple[str, ...]:
-        end = self._stderr.seek(0, 2)
-        self._stderr.seek(max(0, end - _STDERR_TAIL_BYTES))
-        return tuple(self._stderr.read().decode(errors="replace").splitlines()[-_LAST_LINES:])
+        """The end of what was printed. Read by position: the process writes where the file's own offset stands."""
+        descriptor = self._stderr.fileno()
+        end = os.fstat(descriptor).st_size
+        start = max(self._said_before, end - _STDERR_TAIL_BYTES)
+        return tuple(os.pread(descriptor, end - start, start).decode(errors="replace").splitlines()[-_LAST_LINES:])
+
+
+def _signal_name(number: int) -> str:
+    """`SIGSEGV`; real-time signals have no names."""
+    return next((known.name for known in signal.Signals if known == number), f"signal {number}")

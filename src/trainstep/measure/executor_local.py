@@ -19,7 +19,7 @@ def run_groups(groups: Sequence[Sequence[Cell]], limits: Limits, tell: Tell) -> 
     kept_workload = ""
     try:
         for group in groups:
-            if kept is not None and (len(group) > 1 or group[0].workload != kept_workload):
+            if kept is not None and (len(group) > 1 or group[0].workload != kept_workload or not kept.alive):
                 kept.close()
                 kept = None
             if len(group) > 1:
@@ -29,10 +29,10 @@ def run_groups(groups: Sequence[Sequence[Cell]], limits: Limits, tell: Tell) -> 
             run = CellRun(cell, limits, kept or CellConnection(tell))
             kept, kept_workload = run.connection, cell.workload
             record, again = run_alone(run)
+            yield [record]
             if not again:
                 kept.close()
                 kept = None
-            yield [record]
     finally:
         if kept is not None:
             kept.kill()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from trainstep.records.record import Failure, Holder
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)")
+_ASKED = re.compile(r"(?:tried|unable) to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 _LAST_LINES = 20
 
 
@@ -31,6 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or "DefaultCPUAllocator: can't allocate memory" in text
         or "CUDA out of memory" in text
+        or "CUDA error: out of memory" in text
         or "CUBLAS_STATUS_ALLOC_FAILED" in text
     )
 
@@ -73,7 +74,7 @@ def failure_of(error: BaseException, phase: str) -> Failure:
 
 def asked_bytes(text: str) -> int | None:
     """The bytes an allocator's message says were asked for."""
-    found = _ASKED.search(text) or re.search(r"tried to allocate (\d+) (bytes)", text)
+    found = _ASKED.search(text)
     return round(float(found[1]) * _UNITS[found[2]]) if found else None
 
 

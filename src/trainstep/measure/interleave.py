@@ -7,13 +7,14 @@ block on a pipe and use neither device nor core.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trainstep.config.cell import Cell
 from trainstep.measure.connection import CellLost, Tell
 from trainstep.measure.runner import CellRun, Limits, open_run, run_alone, steps_of, with_facts
-from trainstep.records.record import Record, Samples
+from trainstep.records.record import Fact, Record, Samples
 
 _TURNS = 10
 _ROUNDS = 3
@@ -32,50 +33,59 @@ def run_interleaved(cells: Sequence[Cell], limits: Limits, tell: Tell) -> list[R
 
 
 def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell) -> list[Record]:
-    runs = []
+    runs: list[CellRun] = []
     ended: dict[str, Record] = {}
     try:
         for cell in cells:
-            run = open_run(cell, limits, tell)
-            runs.append(run)
-            _advance(run, "prepare", ended, alone=len(runs) - len(ended) == 1)
-        alive = [run for run in runs if run.cell.key not in ended]
+            runs.append(open_run(cell, limits, tell))
+            _advance(runs[-1], "prepare", runs, ended)
         turn = _turn_steps(cells)
-        left = {run.cell.key: steps_of(run.cell) for run in alive}
-        while any(left[run.cell.key] for run in alive):
-            for run in alive:
-                steps = min(turn, left[run.cell.key])
-                left[run.cell.key] -= steps
-                if steps:
-                    _advance(run, "take", ended, steps=steps)
-            alive = [run for run in reversed(alive) if run.cell.key not in ended]
-        facts = {"interleaving": "live", "interleaving_group": _group_name(cells), "turn_steps": turn}
-        for run in alive:
-            _advance(run, "finish", ended)
+        _take_turns(runs, ended, turn)
+        for run in _alive(runs, ended):
+            _advance(run, "finish", runs, ended)
     finally:
-        for run in runs:
+        for run in _alive(runs, ended):
+            run.connection.kill()
             run.connection.close()
     # The driver's figure is the whole device's: with several processes alive it is nobody's.
-    return [_of_group(ended[cell.key], facts) for cell in cells]
+    return [with_facts(ended[cell.key], **_facts("live", cells, cell, turn), driver_bytes=None) for cell in cells]
 
 
-def _advance(run: CellRun, do: str, ended: dict[str, Record], *, alone: bool = False, **fields: int) -> None:
-    """Ask; a final answer or a lost process ends the run. Memory running out beside live others says they do not fit."""
+def _take_turns(runs: Sequence[CellRun], ended: dict[str, Record], turn: int) -> None:
+    """All steps of all variants, `turn` at a time, the order reversed each turn."""
+    left = {run.cell.key: steps_of(run.cell) for run in runs}
+    order = list(runs)
+    while any(left[run.cell.key] for run in _alive(order, ended)):
+        for run in _alive(order, ended):
+            steps = min(turn, left[run.cell.key])
+            left[run.cell.key] -= steps
+            if steps:
+                _advance(run, "take", runs, ended, steps=steps)
+        order.reverse()
+
+
+def _alive(runs: Sequence[CellRun], ended: Mapping[str, Record]) -> list[CellRun]:
+    return [run for run in runs if run.cell.key not in ended]
+
+
+def _advance(run: CellRun, do: str, runs: Sequence[CellRun], ended: dict[str, Record], **fields: int) -> None:
+    """Ask; a final answer or a lost process ends the run and its process, which makes room for the others.
+
+    Memory running out beside live others says that they do not fit.
+    """
+    others = len(_alive(runs, ended)) - 1
     try:
         answer = run.prepare() if do == "prepare" else run.ask(do, **fields)
     except CellLost as lost:
-        ended[run.cell.key] = run.failed(lost.failure)
+        record = run.failed(lost.failure)
     else:
         if answer["event"] != "finished":
             return
-        ended[run.cell.key] = run.record(answer)
-    failure = ended[run.cell.key].failure
-    if failure is not None and failure.kind == "out_of_memory" and not alone:
+        record = run.record(answer)
+    if others and record.failure is not None and record.failure.kind == "out_of_memory":
         raise DoNotFit
-
-
-def _of_group(record: Record, facts: dict[str, object]) -> Record:
-    return with_facts(record, **facts, driver_bytes=None)
+    ended[run.cell.key] = record
+    run.connection.close()
 
 
 def _run_in_rounds(cells: Sequence[Cell], limits: Limits, tell: Tell) -> list[Record]:
@@ -93,12 +103,11 @@ def _run_in_rounds(cells: Sequence[Cell], limits: Limits, tell: Tell) -> list[Re
                 parts[cell.key].append(run_alone(run, steps)[0])
             finally:
                 run.connection.close()
-    facts = {"interleaving": "rounds", "interleaving_group": _group_name(cells), "turn_steps": steps}
-    return [with_facts(_joined(parts[cell.key]), **facts) for cell in cells]
+    return [with_facts(_joined(parts[cell.key]), **_facts("rounds", cells, cell, steps)) for cell in cells]
 
 
 def _joined(parts: Sequence[Record]) -> Record:
-    """One record of several rounds: samples end to end, everything else from the last; a failure stands for all."""
+    """One record of several rounds: samples all have end to end, everything else from the last; a failure stands for all."""
     failed = next((part for part in parts if part.failure), None)
     if failed is not None:
         return failed
@@ -109,9 +118,16 @@ def _joined(parts: Sequence[Record]) -> Record:
             warmups=tuple(value for part in parts for value in part.samples[name].warmups),
         )
         for name, last in parts[-1].samples.items()
+        if all(name in part.samples for part in parts)
     }
     duration_s = sum(part.duration_s for part in parts)
     return replace(parts[-1], samples=samples, started_at=parts[0].started_at, duration_s=duration_s)
+
+
+def _facts(how: str, cells: Sequence[Cell], cell: Cell, turn: int) -> dict[str, object]:
+    """How this cell took turns. `turn_steps` counts values of `step`, of which a window has one."""
+    values = Fact(value=turn // _window([cell]), unit="count")
+    return {"interleaving": how, "interleaving_group": _group_name(cells), "turn_steps": values}
 
 
 def _turn_steps(cells: Sequence[Cell]) -> int:
@@ -122,8 +138,9 @@ def _turn_steps(cells: Sequence[Cell]) -> int:
 
 
 def _window(cells: Sequence[Cell]) -> int:
+    """Steps after which a window of every one of these cells ends."""
     sizes = [cell.config.get("sync") for cell in cells]
-    return max((size for size in sizes if isinstance(size, int)), default=1)
+    return math.lcm(*(size for size in sizes if isinstance(size, int)))
 
 
 def _group_name(cells: Sequence[Cell]) -> str:

@@ -48,7 +48,7 @@ class MemoryWatch:
         return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
 
     def allocated_bytes(self) -> int:
-        """Held now: by torch's allocator on a GPU, by the process on a CPU."""
+        """Held now by torch's allocator on a GPU; on a CPU by the process at its peak, which running out is."""
         return torch.cuda.memory_allocated() if self._device.type == "cuda" else _peak_resident_bytes()
 
     def capacity_bytes(self) -> int:

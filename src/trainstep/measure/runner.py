@@ -46,11 +46,14 @@ class CellRun:
         """One request of the cell's process; only time spent on its requests counts towards its limit."""
         asked_s = time.monotonic()
         try:
-            return self.connection.ask(self.cell, {"do": do, **fields}, self._left_s)
+            return self.connection.ask(
+                self.cell, {"do": do, **fields}, timeout_s=self._left_s, limit_s=self._limits.timeout_s
+            )
         finally:
             self._left_s -= time.monotonic() - asked_s
 
     def prepare(self) -> Answer:
+        self.connection.begin()
         return self.ask(
             "prepare",
             workload=self.cell.workload,
@@ -71,7 +74,10 @@ class CellRun:
             **answer.get("findings", {}),
             "failure": answer.get("failure"),
         }
-        return with_facts(record_from_plain(plain), **facts)
+        try:
+            return with_facts(record_from_plain(plain), **facts)
+        except ValueError as error:  # a workload of the user's own may hand over anything
+            return self.failed(Failure(kind="crash", phase="afterwards", message=f"what it found is {error}"))
 
     def failed(self, failure: Failure) -> Record:
         """The record of a process that was lost."""
@@ -108,8 +114,9 @@ def steps_of(cell: Cell) -> int:
 
 
 def with_facts(record: Record, **facts: Any) -> Record:
-    """The record with more facts; None takes one away."""
-    merged: Mapping[str, Fact] = {**record.facts, **{name: Fact(value=value) for name, value in facts.items()}}
+    """The record with more facts, words or `Fact`s; None takes one away."""
+    more = {name: value if isinstance(value, Fact) else Fact(value=value) for name, value in facts.items()}
+    merged: Mapping[str, Fact] = {**record.facts, **more}
     return replace(record, facts={name: fact for name, fact in merged.items() if fact.value is not None})
 
 

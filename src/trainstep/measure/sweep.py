@@ -1,6 +1,6 @@
 """A sweep: the cells of a grid that a store does not hold yet, run by an executor, each record on disk before the next begins."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trainstep.config.cell import Cell
@@ -9,6 +9,8 @@ from trainstep.records.store import Store
 
 Executor = Callable[[Sequence[Sequence[Cell]]], Iterator[list[Record]]]
 
+QUEUED = "queued"
+"""Phase of a failure that came before the cell had a machine: its record's environment is merely the driver's."""
 _MUST_MATCH = ("gpu", "torch", "commit", "source")
 
 
@@ -36,19 +38,26 @@ def run_sweep(
     store: Store,
     execute: Executor,
     *,
-    here: Environment,
+    here: Environment | None,
     allow_mixed: bool = False,
     retry_failed: bool = False,
 ) -> Iterator[Progress]:
-    """Run what is pending. ValueError if the store holds records of another GPU, torch or code, unless `allow_mixed`."""
+    """Run what is pending. ValueError if the store holds records of another GPU, torch or code, unless `allow_mixed`.
+
+    `here`: where cells will run; None if that shows only in their records: then each must be like the store's first.
+    """
     with store.locked():
-        if not allow_mixed:
+        if here is not None and not allow_mixed:
             check_same_place(store, here)
+        first = next(_places(store.latest().values()), None)
         waiting = pending(groups, store, retry_failed=retry_failed)
         total = sum(map(len, groups))
         done = total - sum(map(len, waiting))
         yield Progress(done=done, of=total, records=())
         for records in execute(waiting):
+            first = first or next(_places(records), None)
+            if here is None and first is not None and not allow_mixed:
+                check_like_first(store, first, records)
             for record in records:
                 store.append(record)
             done += len(records)
@@ -57,10 +66,26 @@ def run_sweep(
 
 def check_same_place(store: Store, here: Environment) -> None:
     """Refuse to add to records made elsewhere or by other code, naming the difference."""
-    for record in store.latest().values():
-        difference = here.difference(record.environment, *_MUST_MATCH)
+    for place in _places(store.latest().values()):
+        difference = here.difference(place, *_MUST_MATCH)
         if difference is not None:
             raise ValueError(
                 f"{store.path}: holds records made with {difference} (here against there); "
                 "resume with --allow-mixed, or give --out another file"
             )
+
+
+def check_like_first(store: Store, first: Environment, records: Sequence[Record]) -> None:
+    """Refuse records from a machine or code unlike the first's. They stay with the executor that brought them."""
+    for place in _places(records):
+        difference = place.difference(first, *_MUST_MATCH)
+        if difference is not None:
+            raise ValueError(
+                f"{store.path}: a cell was measured on {place.hostname} with {difference} of the records there; it is kept: "
+                "take it with --allow-mixed, or give --out another file and ask for nodes alike"
+            )
+
+
+def _places(records: Iterable[Record]) -> Iterator[Environment]:
+    """Where records were made; those of cells that never had a machine left out."""
+    return (record.environment for record in records if record.failure is None or record.failure.phase != QUEUED)

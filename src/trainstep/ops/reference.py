@@ -29,22 +29,25 @@ def attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, s
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside, back in x's dtype (Zhang 2019)."""
-    x_fp32 = x.float()
-    inverse_rms = torch.rsqrt(x_fp32.square().mean(dim=-1, keepdim=True) + eps)
-    return (x_fp32 * inverse_rms * weight_C.float()).to(x.dtype)
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 or wider inside, back in x's dtype (Zhang 2019)."""
+    wide = _wide(x)
+    inverse_rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * inverse_rms * _wide(weight_C)).to(x.dtype)
 
 
 def rotary_tables(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x theta^(-2i / D), each (S, D / 2) in fp32 (Su 2021, section 3.4)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
+    """cos and sin of position x theta^(-2i / D), each (S, D / 2) in fp32 (Su 2021, section 3.4).
+
+    Angles in fp64: in fp32 the angle of position 100,000 would be off by 0.002.
+    """
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float64), frequencies)
+    return angles.cos().float(), angles.sin().float()
 
 
 def rotary(x_BHSD: Tensor, cos_SD2: Tensor, sin_SD2: Tensor) -> Tensor:
-    """Turn each adjacent pair (x_2i, x_2i+1) by its angle; fp32 inside, back in x's dtype."""
-    even, odd = x_BHSD.float().unflatten(-1, (-1, 2)).unbind(-1)
+    """Turn each adjacent pair (x_2i, x_2i+1) by its angle; fp32 or wider inside, back in x's dtype."""
+    even, odd = _wide(x_BHSD).unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos_SD2 - odd * sin_SD2, even * sin_SD2 + odd * cos_SD2), dim=-1)
     return turned.flatten(-2).to(x_BHSD.dtype)
 
@@ -52,3 +55,7 @@ def rotary(x_BHSD: Tensor, cos_SD2: Tensor, sin_SD2: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020)."""
     return torch.nn.functional.silu(gate) * up
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -7,7 +7,7 @@ from 1. Why so:
 - The median of the pairs. A few steps hit by something else do not move it, where they would drag a mean.
 - 99 %, widened as Student's interval is wider than the normal one (times sqrt(n / (n - 1)): a resample spreads too little).
   Percentile bootstraps of a median are too narrow on few values: at 95 % and unwidened, 8 % of A/A comparisons of 20 pairs with
-  10 % noise, and 24 % of those of 3 pairs, were called different. Even widened, 3 pairs give 95 %, 5 and more 99 %.
+  10 % noise, and 24 % of those of 3 pairs, were called different. Even widened, 3 pairs give 95 %, 5 and more about 99 %.
 - A minimum effect. Taking turns leaves the position in the turn: under drift the second of a pair is always later, and an
   interval of many pairs gets narrow enough to see it. Differences that small also change with the next build or the next day.
 In 500 simulations of each noise (2 %, 10 %, Student's t2, 5 % outliers of three times, shared drift of 10 to 20 %, shared or
@@ -107,7 +107,7 @@ def compare_samples(
         raise ValueError(f"unit: {a.unit!r} against {b.unit!r} cannot be compared")
     if a.unit != "s":
         raise ValueError(f"unit: faster and slower are said of times in s, not of {a.unit!r}")
-    if minimum_effect < 0:
+    if not minimum_effect >= 0:
         raise ValueError(f"minimum_effect: must be a share of at least 0, not {minimum_effect}")
     if turn_steps is not None and turn_steps < 1:
         raise ValueError(f"turn_steps: must be at least 1, not {turn_steps}")
@@ -160,12 +160,12 @@ def _log_turns(values: Floats, turn_steps: int) -> Floats:
 def _interval(middle: float, resampled: Floats, n: int) -> tuple[float, float]:
     """The widened percentile interval, as ratios."""
     normal = NormalDist().inv_cdf((1 + _LEVEL) / 2)
-    widening = _student(n - 1) / normal * (n / (n - 1)) ** 0.5
+    widening = student_point(n - 1) / normal * (n / (n - 1)) ** 0.5
     low, high = np.quantile(resampled, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2))
     return float(np.exp(middle - (middle - low) * widening)), float(np.exp(middle + (high - middle) * widening))
 
 
-def _student(freedom: int) -> float:
+def student_point(freedom: int) -> float:
     """Two-sided 1 % point of Student's t, by its expansion in 1 / freedom around the normal one."""
     if freedom in _STUDENT_FEW:
         return _STUDENT_FEW[freedom]

@@ -75,18 +75,21 @@ class Store:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the store for writing. ValueError if another process does."""
-        path = self.path.with_suffix(".lock")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(self.path, "ab")  # noqa: SIM115  (closed below)
         except OSError as error:
             raise ValueError(f"{self.path}: cannot be written: {error.strerror}") from None
-        with open(path, "w") as lock:
+        with file:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ValueError(f"{self.path}: another trainstep is writing to it; give --out another file") from None
-            yield
+            try:
+                yield
+            finally:
+                if self.path.exists() and not self.path.stat().st_size:
+                    self.path.unlink()  # nothing was finished: leave nothing behind
 
     def _parse(self, line: bytes, number: int) -> Record:
         try:

@@ -61,7 +61,9 @@ class Panels:
         number = "" if panel == 0 else str(panel + 1)
         shown = bool(name) and name not in self._named and trace.get("showlegend", True)
         self._named.add(name)
-        self.data.append({**trace, "xaxis": f"x{number}", "yaxis": f"y{number}", "legendgroup": name, "showlegend": shown})
+        self.data.append(
+            {**trace, "xaxis": f"x{number}", "yaxis": f"y{number}", "legendgroup": name, "showlegend": shown}
+        )
 
     def chart(self, title: str, caption: str, **layout: Any) -> Chart:
         """The finished chart."""
@@ -87,16 +89,27 @@ class Panels:
             "margin": {"l": 64, "r": 12, "t": _TOP, "b": 60},
             "legend": {"orientation": "h", "x": 0, "xref": "container", "y": 1, "yref": "container", "yanchor": "top"},
             "showlegend": len(self._named - {""}) > 1,
-            "annotations": [_panel_title(text, panel) for panel, text in enumerate(self.titles)] if any(self.titles) else [],
+            "annotations": [_panel_title(text, panel) for panel, text in enumerate(self.titles)]
+            if any(self.titles)
+            else [],
             **axes,
         }
         return Chart(title=title, caption=caption, data=self.data, layout=made | layout)
 
 
+def level_labels_fit(bars_each: int, label_characters: int) -> bool:
+    """Whether labels under the bars of a panel as wide as the page stand level without touching."""
+    return _label_px(bars_each, label_characters) <= _PAGE_PX
+
+
+def _label_px(bars: int, characters: int) -> int:
+    return bars * max(26, 7 * characters + 8)
+
+
 def label(text: str) -> str:
     """Text that plotly shows as it stands: it would read `<b>` as bold and `<br>` as a new line."""
     flat = " ".join(text.split())
-    return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("$", "&#36;")
+    return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def short_labels(texts: Sequence[str]) -> list[str]:
@@ -104,9 +117,13 @@ def short_labels(texts: Sequence[str]) -> list[str]:
     shortened: dict[str, str] = {}
     for text in texts:
         flat = " ".join(text.split())
-        short = flat if len(flat) <= _LONGEST_LABEL else f"{flat[: _LONGEST_LABEL // 2]}…{flat[-_LONGEST_LABEL // 2 + 1 :]}"
+        short = (
+            flat if len(flat) <= _LONGEST_LABEL else f"{flat[: _LONGEST_LABEL // 2]}…{flat[-_LONGEST_LABEL // 2 + 1 :]}"
+        )
         taken = {one for other, one in shortened.items() if other != text}
-        alike = next(number for number in itertools.count(1) if (short if number == 1 else f"{short} ({number})") not in taken)
+        alike = next(
+            number for number in itertools.count(1) if (short if number == 1 else f"{short} ({number})") not in taken
+        )
         shortened[text] = short if alike == 1 else f"{short} ({alike})"
     return [label(shortened[text]) for text in texts]
 
@@ -118,8 +135,7 @@ def lines_of(*texts: str) -> str:
 
 def panel_columns(panels: int, bars_each: int, *, label_characters: int = 4) -> int:
     """Panels side by side, so that the labels under the bars stay level and apart."""
-    width_px = bars_each * max(26, 7 * label_characters + 8)
-    fitting = max(1, min(panels, 4, _PAGE_PX // width_px))
+    fitting = max(1, min(panels, 4, _PAGE_PX // _label_px(bars_each, label_characters)))
     lines = -(-panels // fitting)
     return -(-panels // lines)
 
@@ -136,14 +152,23 @@ def bar(name: str, x: Any, y: Sequence[Any], *, colour: str, hover: Sequence[str
     return {"type": "bar", "name": name, "x": x, "y": list(y), "marker": marker, **_hover(hover), **more}
 
 
-def text_marks(name: str, x: Any, y: Sequence[float], texts: Sequence[str], *, colour: str, hover: Sequence[str]) -> Trace:
+def text_marks(
+    name: str, x: Any, y: Sequence[float], texts: Sequence[str], *, colour: str, hover: Sequence[str]
+) -> Trace:
     """Words standing in a chart where a number would: what failed."""
-    style = {"mode": "text", "textposition": "top center", "textfont": {"color": colour, "size": 12}, "cliponaxis": False}
+    style = {
+        "mode": "text",
+        "textposition": "top center",
+        "textfont": {"color": colour, "size": 12},
+        "cliponaxis": False,
+    }
     made = {"type": "scatter", "name": name, "x": x, "y": list(y), "text": list(texts), "showlegend": False}
     return {**made, **style, **_hover(hover)}
 
 
-def line(name: str, x: Any, y: Sequence[float | None], *, style: tuple[str, str], hover: Sequence[str], **more: Any) -> Trace:
+def line(
+    name: str, x: Any, y: Sequence[float | None], *, style: tuple[str, str], hover: Sequence[str], **more: Any
+) -> Trace:
     """A line with a mark at each point."""
     colour, dash = style
     drawn = {"mode": "lines+markers", "line": {"color": colour, "dash": dash, "width": 2}}
@@ -172,5 +197,12 @@ def _hover(texts: Sequence[str]) -> dict[str, Any]:
 
 def _panel_title(text: str, panel: int) -> dict[str, Any]:
     number = "" if panel == 0 else str(panel + 1)
-    place = {"xref": f"x{number} domain", "yref": f"y{number} domain", "x": 0, "y": 1.0, "xanchor": "left", "yanchor": "bottom"}
+    place = {
+        "xref": f"x{number} domain",
+        "yref": f"y{number} domain",
+        "x": 0,
+        "y": 1.0,
+        "xanchor": "left",
+        "yanchor": "bottom",
+    }
     return {"text": f"<b>{text}</b>", "showarrow": False, "font": {"size": 14}, **place}

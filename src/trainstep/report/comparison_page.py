@@ -36,7 +36,19 @@ from trainstep.report.tables import (
 
 NOT_COMPARED = {
     *("model", "context", "batch_size", "accumulation", "d_model", "d_ff", "layers", "heads", "vocab_size", "mode"),
-    *("warmups", "steps", "sync", "cold_compile", "seed", "data", "device", "machine", "hostname", "file", "started_at"),
+    *(
+        "warmups",
+        "steps",
+        "sync",
+        "cold_compile",
+        "seed",
+        "data",
+        "device",
+        "machine",
+        "hostname",
+        "file",
+        "started_at",
+    ),
 }
 """Axes along which more work is done, or the same work is timed otherwise: a ratio would say nothing of a choice."""
 _LABELLED_BARS = 40
@@ -108,7 +120,15 @@ def _ratio_chart(axis: str, ratios: Sequence[_Ratio]) -> Chart:
         mine = [ratio for ratio in ratios if words(ratio.row.point.get(axis)) == value]
         for trace in _ratio_traces(axis, value, SERIES[index % len(SERIES)], mine, len(ratios) <= _LABELLED_BARS):
             panels.add(0, trace)
-    one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "line": {"color": INK, "width": 1.5, "dash": "dot"}}
+    one = {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": 1,
+        "y1": 1,
+        "line": {"color": INK, "width": 1.5, "dash": "dot"},
+    }
     return panels.chart(
         f"Total step, relative to {axis.replace('_', ' ')} {label(first)}",
         "Below 1 is faster. The whisker is the 99 % interval of the ratio; a hatched bar means: cannot tell.",
@@ -176,7 +196,9 @@ def _ratio_table(axis: str, ratios: Sequence[_Ratio]) -> Table:
     points = point_columns([ratio.row for ratio in ratios], without=[axis])
     columns = [column for column, _ in points]
     columns += [Column(title=axis), Column(title="against")]
-    columns += [Column(title=title, number=True) for title in ("ratio", "99 % from", "to", "total step (ms)", "was (ms)")]
+    columns += [
+        Column(title=title, number=True) for title in ("ratio", "99 % from", "to", "total step (ms)", "was (ms)")
+    ]
     columns += [Column(title="verdict"), Column(title="why")]
     entries = []
     for ratio in ratios:

@@ -62,5 +62,7 @@ def _finite(value: Any) -> Any:
 
 
 def _for_markdown(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    escaped = (
+        text.replace("\\", "\\\\").replace("|", "\\|").replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    )
     return " ".join(escaped.split())

@@ -23,7 +23,9 @@ def mixed_machines(rows: Sequence[Row]) -> list[str]:
     found = list(machines(rows))
     if len(found) < 2:
         return []
-    return [f"These records come from {len(found)} different environments ({'; '.join(found)}): compare across them with care."]
+    return [
+        f"These records come from {len(found)} different environments ({'; '.join(found)}): compare across them with care."
+    ]
 
 
 def failure_counts(rows: Sequence[Row]) -> str:
@@ -40,7 +42,9 @@ def mfu_conventions(rows: Sequence[Row]) -> list[str]:
     counted = [found for row in rows if (found := _mfu(row))]
     conventions = {found.convention for found in counted}
     peaks = {f"{rate_words(found.peak_flops, 'flop/s')} in {found.dtype} ({found.peak_source})" for found in counted}
-    said = [f"MFU counts {'; '.join(sorted(conventions))}; its peak is {' and '.join(sorted(peaks))}."] if counted else []
+    said = (
+        [f"MFU counts {'; '.join(sorted(conventions))}; its peak is {' and '.join(sorted(peaks))}."] if counted else []
+    )
     unknown = {row.record.environment.gpu for row in rows if _has_unknown_gpu(row)}
     return said + [f"No MFU for {gpu}: its peak is not known here." for gpu in sorted(filter(None, unknown))]
 
@@ -64,7 +68,11 @@ def _what(workload: str, rows: Sequence[Row]) -> str:
     if workload != "train_step":
         return f"{cells} of {workload}"
     said = [f"{cells} of a training step: {_values('model', configs)} at context {_values('context', configs)}"]
-    said += [f"{name.replace('_', ' ')} {_values(name, configs)}" for name in _SUMMARISED if any(name in one for one in configs)]
+    said += [
+        f"{name.replace('_', ' ')} {_values(name, configs)}"
+        for name in _SUMMARISED
+        if any(name in one for one in configs)
+    ]
     said += [f"{_values('warmups', configs)} warm-ups and {_values('steps', configs)} timed steps a cell"]
     return ", ".join(said)
 
@@ -88,7 +96,9 @@ def _clocks(rows: Sequence[Row]) -> list[str]:
     clocks = {row.record.fact("timing") for row in rows} - {None}
     if "cuda_events" not in clocks:
         return []
-    return ["Phases on a GPU are device time between CUDA events; the total step is the host's clock around it, synchronised."]
+    return [
+        "Phases on a GPU are device time between CUDA events; the total step is the host's clock around it, synchronised."
+    ]
 
 
 def _mfu(row: Row) -> Mfu | None:
@@ -100,4 +110,8 @@ def _mfu(row: Row) -> Mfu | None:
 
 def _has_unknown_gpu(row: Row) -> bool:
     record = row.record
-    return record.config.get("device") == "cuda" and "model_flops" in record.facts and not machine_spec(record.environment.gpu)
+    return (
+        record.config.get("device") == "cuda"
+        and "model_flops" in record.facts
+        and not machine_spec(record.environment.gpu)
+    )

@@ -45,21 +45,44 @@ function themedLayout(layout, theme) {
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const charts = JSON.parse(document.getElementById("charts").textContent);
 
-function draw(theme) {
-  charts.forEach((chart, number) => {
-    const buttons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
-    const options = { responsive: true, displaylogo: false, modeBarButtons: buttons };
-    Plotly.react(`chart-${number}`, coloured(chart.data, theme), themedLayout(chart.layout, theme), options);
-  });
+const drawn = new Set();
+
+function draw(number) {
+  if (drawn.has(number)) return;
+  drawn.add(number);
+  redraw(number, dark.matches ? THEMES.dark : THEMES.light);
 }
 
-if (charts.length) {
-  const current = () => draw(dark.matches ? THEMES.dark : THEMES.light);
-  current();
-  dark.addEventListener("change", current);
-  window.addEventListener("beforeprint", () => draw(THEMES.light));
-  window.addEventListener("afterprint", current);
+function redraw(number, theme) {
+  const chart = charts[number];
+  const buttons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
+  const options = { responsive: true, displaylogo: false, modeBarButtons: buttons };
+  Plotly.react(`chart-${number}`, coloured(chart.data, theme), themedLayout(chart.layout, theme), options);
 }
+
+// What is in sight is drawn at once, the rest one by one while the reader reads: a page of hundreds of cells opens at once too.
+function drawAll() {
+  const near = new IntersectionObserver((seen) => {
+    seen.filter((entry) => entry.isIntersecting).forEach((entry) => draw(Number(entry.target.id.slice("chart-".length))));
+  }, { rootMargin: "400px" });
+  for (const element of document.querySelectorAll(".chart")) near.observe(element);
+  const drawNext = () => {
+    const next = charts.findIndex((_, number) => !drawn.has(number));
+    if (next < 0) return;
+    draw(next);
+    setTimeout(drawNext);
+  };
+  window.addEventListener("load", () => setTimeout(drawNext, 100));
+}
+
+function redrawAll(theme) {
+  charts.forEach((_, number) => { drawn.add(number); redraw(number, theme); });
+}
+
+drawAll();
+dark.addEventListener("change", () => redrawAll(dark.matches ? THEMES.dark : THEMES.light));
+window.addEventListener("beforeprint", () => redrawAll(THEMES.light));
+window.addEventListener("afterprint", () => redrawAll(dark.matches ? THEMES.dark : THEMES.light));
 
 function sortKey(cell) {
   return cell.dataset.sort === undefined ? cell.textContent.trim() : Number(cell.dataset.sort);

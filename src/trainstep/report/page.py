@@ -25,17 +25,21 @@ def page(rows: Sequence[Row]) -> str:
     drawn = [{"data": list(chart.data), "layout": dict(chart.layout)} for chart in charts]
     warnings = mixed_machines(rows)
     said_elsewhere = [*warnings, *mfu_conventions(rows)]
-    return _environment().get_template("template.html").render(
-        title=title(rows),
-        summary=summary(rows),
-        warnings=warnings,
-        sections=found,
-        numbers=itertools.count(),
-        notes=[note for note in notes(rows) if note not in said_elsewhere],
-        provenance=provenance(rows),
-        environments=environments(rows),
-        charts_json=script_json(drawn),
-        plotly_js=get_plotlyjs() if charts else "",
+    return (
+        _environment()
+        .get_template("template.html")
+        .render(
+            title=title(rows),
+            summary=summary(rows),
+            warnings=warnings,
+            sections=found,
+            numbers=itertools.count(),
+            notes=[note for note in notes(rows) if note not in said_elsewhere],
+            provenance=provenance(rows),
+            environments=environments(rows),
+            charts_json=script_json(drawn),
+            plotly_js=get_plotlyjs() if charts else "",
+        )
     )
 
 
@@ -73,5 +77,10 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    made.filters |= {"next": next, "bytes": byte_words, "failure_word": failure_word, "failure_sentence": failure_sentence}
+    made.filters |= {
+        "next": next,
+        "bytes": byte_words,
+        "failure_word": failure_word,
+        "failure_sentence": failure_sentence,
+    }
     return made

@@ -16,6 +16,7 @@ from trainstep.report.rows import Row, flat_config, machines, words
 from trainstep.report.tables import gibibytes
 
 Facts = list[tuple[str, str]]
+AGAIN = "to measure again"
 
 
 def provenance(rows: Sequence[Row]) -> Facts:
@@ -24,7 +25,7 @@ def provenance(rows: Sequence[Row]) -> Facts:
     started = sorted(row.record.started_at for row in rows)
     counts = {file: sum(row.file == file for row in rows) for file in files}
     return [
-        *(("command", command) for command in commands(rows)),
+        *commands(rows),
         *(("record file", f"{file} ({count} record{'s' if count > 1 else ''})") for file, count in counts.items()),
         ("started", started[0] if started[0] == started[-1] else f"{started[0]} to {started[-1]}"),
         ("measuring took", f"{sum(row.record.duration_s for row in rows):,.0f} s"),
@@ -38,12 +39,13 @@ def environments(rows: Sequence[Row]) -> list[tuple[str, Facts]]:
     return [(name, _environment_facts(one, rows)) for name, one in machines(rows).items()]
 
 
-def commands(rows: Sequence[Row]) -> list[str]:
+def commands(rows: Sequence[Row]) -> Facts:
     """What was typed where the records say so; else the `trainstep bench` whose grid holds the cells."""
-    typed = dict.fromkeys(str(row.record.facts["command"].value) for row in rows if "command" in row.record.facts)
+    found = dict.fromkeys(row.record.facts["command"].value for row in rows if "command" in row.record.facts)
+    typed = [("command", str(command)) for command in found]
     steps = [row for row in rows if row.record.workload == "train_step" and "command" not in row.record.facts]
     if not steps:
-        return list(typed)
+        return typed
     flat = [flat_config(row.record) for row in steps]
     defaults = _defaults()
     names = [name for name in fields_of(RunConfig) if any(_differs(name, one, defaults) for one in flat)]
@@ -51,7 +53,7 @@ def commands(rows: Sequence[Row]) -> list[str]:
     options = [f"--{name.replace('_', '-')} {shlex.quote(','.join(given))}" for name, given in values.items()]
     cells = math.prod(map(len, values.values()))
     more = "" if cells == len(steps) else f"  # a grid of {cells} cells, of which {len(steps)} are here"
-    return [*typed, " ".join(["trainstep bench", *options]) + more]
+    return [*typed, (AGAIN, " ".join(["trainstep bench", *options]) + more)]
 
 
 def _defaults() -> Mapping[str, Any]:
@@ -84,7 +86,11 @@ def _environment_facts(environment: Environment, rows: Sequence[Row]) -> Facts:
     dirty = facts.pop("dirty")
     if facts["commit"] is not None:
         facts["commit"] += {True: ", with uncommitted changes", False: ", clean", None: ""}[dirty]
-    return [(name.removesuffix("_bytes").replace("_", " "), words(value)) for name, value in facts.items() if value is not None]
+    return [
+        (name.removesuffix("_bytes").replace("_", " "), words(value))
+        for name, value in facts.items()
+        if value is not None
+    ]
 
 
 def _alike(row: Row, environment: Environment) -> bool:

@@ -48,13 +48,22 @@ def quantities(row: Row) -> dict[str, Any]:
         numbers["doubts"] = "; ".join([*doubts(record), *errors])
     numbers |= _failure(record)
     environment = record.environment
-    machine = {"gpu": environment.gpu, "cpu": environment.cpu, "torch": environment.torch, "hostname": environment.hostname}
-    return numbers | {name: value for name, value in machine.items() if name not in row.point} | {
-        "commit": environment.commit,
-        "started_at": record.started_at,
-        "key": record.key,
-        "record_file": row.file,
+    machine = {
+        "gpu": environment.gpu,
+        "cpu": environment.cpu,
+        "torch": environment.torch,
+        "hostname": environment.hostname,
     }
+    return (
+        numbers
+        | {name: value for name, value in machine.items() if name not in row.point}
+        | {
+            "commit": environment.commit,
+            "started_at": record.started_at,
+            "key": record.key,
+            "record_file": row.file,
+        }
+    )
 
 
 def time_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
@@ -87,7 +96,11 @@ def _derived(record: Record) -> tuple[dict[str, Any], list[str]]:
         return found, [str(error)]
     if utilisation is None:
         return found, []
-    found |= {"mfu_ratio": utilisation.share, "mfu_peak_flops_per_s": utilisation.peak_flops, "mfu_dtype": utilisation.dtype}
+    found |= {
+        "mfu_ratio": utilisation.share,
+        "mfu_peak_flops_per_s": utilisation.peak_flops,
+        "mfu_dtype": utilisation.dtype,
+    }
     return found | {"mfu_convention": utilisation.convention, "mfu_peak_source": utilisation.peak_source}, []
 
 

@@ -27,7 +27,9 @@ class Row:
     def label(self, *, without: Iterable[str] = ()) -> str:
         """`small 256 bf16`: the point's values, in order."""
         left_out = set(without)
-        return " ".join(words(value) for name, value in self.point.items() if name not in left_out) or self.record.workload
+        return (
+            " ".join(words(value) for name, value in self.point.items() if name not in left_out) or self.record.workload
+        )
 
     def rest(self, *names: str) -> tuple[tuple[str, str], ...]:
         """The point without these names: rows with the same rest differ along them only."""
@@ -97,7 +99,9 @@ def _points(pairs: Sequence[tuple[str, Record]]) -> list[dict[str, Any]]:
     """Model, context and what else varies; the machine where it does; host, file and time only where nothing else tells."""
     flat = [flat_config(record) for _, record in pairs]
     kept = [name for name in ALWAYS if any(name in one for one in flat)]
-    kept += [name for name in dict.fromkeys(name for one in flat for name in one) if name not in kept and _tells(name, flat)]
+    kept += [
+        name for name in dict.fromkeys(name for one in flat for name in one) if name not in kept and _tells(name, flat)
+    ]
     points = [{name: one.get(name) for name in kept} for one in flat]
     environments = [record.environment for _, record in pairs]
     _add(points, "machine", _machine_labels(environments), if_doubled=False)

@@ -14,6 +14,7 @@ from trainstep.report.charts import (
     bar,
     error_bars,
     label,
+    level_labels_fit,
     lines_of,
     panel_columns,
     short_labels,
@@ -39,12 +40,14 @@ def phases_chart(rows: Sequence[Row]) -> Chart | None:
     by_model = [[row for row in steps if row.point["model"] == model] for model in models]
     if len(models) > 1 and max(map(len, by_model)) == 1:
         return _models_chart(steps[: len(models)])
+    bars = max(map(len, by_model))
+    level = {"tickangle": 0} if level_labels_fit(bars, _widest(steps)) else {}
     panels = Panels(
         titles=short_labels([words(model) for model in models]),
-        columns=panel_columns(len(models), max(map(len, by_model)), label_characters=_widest(steps)),
+        columns=panel_columns(len(models), bars, label_characters=_widest(steps)),
         x_title=", ".join(["context (tokens)", *map(label, _others(steps))]),
         y_title="time of a step (ms)",
-        x_axis={"type": "multicategory" if _others(steps) else "category", "tickangle": 0, "tickfont": {"size": 12}},
+        x_axis={"type": "multicategory" if _others(steps) else "category", "tickfont": {"size": 12}, **level},
     )
     labelled = len(steps) <= _LABELLED_BARS
     most = " Of cells that differ in warm-ups only, the one with the most." if "warmups" in varying(rows) else ""
@@ -58,7 +61,7 @@ def phases_chart(rows: Sequence[Row]) -> Chart | None:
         "Time of a step by phase",
         f"{_HOW_TO_READ} Each size has its own scale.{most}",
         barmode="stack",
-        bargap=0.25 if max(map(len, by_model)) > 2 else 0.6,
+        bargap=0.25 if bars > 2 else 0.6,
     )
 
 
@@ -121,7 +124,9 @@ def _phase_traces(rows: Sequence[Row], x: list[Any], labelled: bool) -> list[dic
     return [*traces, *_step_marks(rows, numbers, x, labelled), *_failure_marks(rows, x)]
 
 
-def _step_marks(rows: Sequence[Row], numbers: Sequence[Mapping[str, Any]], x: Any, labelled: bool) -> list[dict[str, Any]]:
+def _step_marks(
+    rows: Sequence[Row], numbers: Sequence[Mapping[str, Any]], x: Any, labelled: bool
+) -> list[dict[str, Any]]:
     """The whole step across its bar, with its standard deviation and, while bars are few, its number."""
     found = [(place, time) for place, one in enumerate(numbers) if (time := time_of(one, "step"))]
     if not found:

@@ -212,7 +212,9 @@ def _rate(numbers: Numbers) -> Entry | None:
 
 def _other_samples(raw: Sequence[Numbers]) -> list[tuple[Column, Callable[[Numbers], Entry | None]]]:
     """Times of a workload of one's own, whatever they are called."""
-    names = dict.fromkeys(name.removesuffix("_mean_s") for numbers in raw for name in numbers if name.endswith("_mean_s"))
+    names = dict.fromkeys(
+        name.removesuffix("_mean_s") for numbers in raw for name in numbers if name.endswith("_mean_s")
+    )
     return [(Column(title=f"{name} (ms)", number=True), _time(name)) for name in names if name not in (*TIMES, "time")]
 
 

@@ -58,7 +58,9 @@ def _rich(table: Table, *, titled: bool) -> RichTable:
     for column in table.columns:
         words = Text(printable(column.title).replace(" (", "\n("))
         wraps = column is table.columns[-1]
-        made.add_column(words, justify="right" if column.number else "left", no_wrap=not wraps, min_width=16 if wraps else None)
+        made.add_column(
+            words, justify="right" if column.number else "left", no_wrap=not wraps, min_width=16 if wraps else None
+        )
     for row in table.entries:
         made.add_row(*map(_text, row))
     return made

@@ -45,7 +45,7 @@ def _by_model(rows: Sequence[Row]) -> list[Any]:
 
 def _line_panels(rows: Sequence[Row], draw: Callable[[Panels, int, str, list[Row], int], None], panels: Panels) -> None:
     """Call `draw` for each group of rows with one name, a colour a name and a panel a model."""
-    name_of = {id(row): _name(row, rows) for row in rows}
+    name_of = {id(row): _name(row, [one for one in rows if one.point["model"] == row.point["model"]]) for row in rows}
     names = list(dict.fromkeys(name_of.values()))
     shown = short_labels(names)
     for panel, model in enumerate(_by_model(rows)):
@@ -83,7 +83,9 @@ def curve_chart(chosen: Found) -> Chart:
             ]
             symbols = ["circle-open" if number <= found.warmups else "circle" for number in numbers]
             y = [in_ms(step) for step in found.steps_s[:SHOWN_STEPS]]
-            panels.add(panel, line(name, numbers, y, style=series_style(index), hover=hover, marker={"symbol": symbols}))
+            panels.add(
+                panel, line(name, numbers, y, style=series_style(index), hover=hover, marker={"symbol": symbols})
+            )
 
     _line_panels(rows, draw, panels)
     return panels.chart(
@@ -114,7 +116,9 @@ def by_w_chart(rows: Sequence[Row]) -> Chart | None:
         hover = [lines_of(label(row.label()), text) for row, text in zip(ordered, said, strict=True)]
         low, high = panels.ranges[panel]
         inside = [in_ms(mean) < high for mean, _ in times]
-        y = [in_ms(mean) if shown else low + 0.93 * (high - low) for (mean, _), shown in zip(times, inside, strict=True)]
+        y = [
+            in_ms(mean) if shown else low + 0.93 * (high - low) for (mean, _), shown in zip(times, inside, strict=True)
+        ]
         spread = [in_ms(std or 0.0) if shown else 0.0 for (_, std), shown in zip(times, inside, strict=True)]
         above = {**error_bars(spread), "color": series_style(index)[0]}
         symbols = ["circle" if shown else "triangle-up" for shown in inside]
@@ -155,7 +159,9 @@ def split_chart(chosen: Found) -> Chart:
         seconds = [getattr(found, part) or 0.0 for _, found in chosen]
         if not any(seconds):
             continue
-        shares = [second / found.extra_s if found.extra_s else 0.0 for second, (_, found) in zip(seconds, chosen, strict=True)]
+        shares = [
+            second / found.extra_s if found.extra_s else 0.0 for second, (_, found) in zip(seconds, chosen, strict=True)
+        ]
         said = [f"{title}: {milliseconds(s)} ms, {percent(share)} %" for s, share in zip(seconds, shares, strict=True)]
         hover = [lines_of(name, text) for name, text in zip(names, said, strict=True)]
         lengths = [in_ms(max(0.0, second)) for second in seconds]

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainstep.report.first_step import PARTS, FirstStep, first_step
 from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, varying
+from trainstep.report.rows import Row
 from trainstep.report.section import Section
 from trainstep.report.tables import (
     ABSENT,
@@ -21,28 +21,40 @@ from trainstep.report.tables import (
 )
 from trainstep.report.warmup_charts import SHOWN_STEPS, Found, by_w_chart, curve_chart, split_chart
 
+_MOST_IN_CHARTS = 40
+
 
 def warmup_section(rows: Sequence[Row]) -> Section | None:
     """The section, where w varies or any cell has warm-ups; of cells that differ in w only, the one with the most."""
     steps = [row for row in rows if row.record.workload == "train_step"]
-    sweeps = "warmups" in varying(steps)
+    swept = _swept(steps)
+    in_sweep = set(map(id, swept))
     longest: dict[Any, tuple[Row, FirstStep]] = {}
     for row in steps:
         found = first_step(row.record)
         best = longest.get(row.rest("warmups"))
-        if found and (found.warmups or sweeps) and (best is None or found.warmups > best[1].warmups):
+        if found and (found.warmups or id(row) in in_sweep) and (best is None or found.warmups > best[1].warmups):
             longest[row.rest("warmups")] = (row, found)
     chosen = list(longest.values())
     if not chosen:
         return None
-    by_w = sweeps and by_w_chart(steps)
-    tables = [_split_table(chosen), *([_by_w_table(steps)] if sweeps else []), _steps_table(chosen)]
+    shown = _slowest_to_start(chosen)
+    by_w = by_w_chart(swept)
+    tables = [_split_table(chosen), *([_by_w_table(swept)] if swept else []), _steps_table(chosen)]
     return Section(
         title="Warming up: why one or two steps are not enough" if _needs_several(chosen) else "Warming up",
-        paragraphs=tuple(answer(chosen, steps if sweeps else [])),
-        charts=(curve_chart(chosen), *([by_w] if by_w else []), split_chart(chosen)),
+        paragraphs=(*answer(chosen, swept), *_left_out(shown, chosen)),
+        charts=(curve_chart(shown), *([by_w] if by_w else []), split_chart(shown)),
         tables=tuple(tables),
     )
+
+
+def _swept(rows: Sequence[Row]) -> list[Row]:
+    """Rows that differ from another in the number of warm-ups only."""
+    numbers: dict[Any, set[Any]] = {}
+    for row in rows:
+        numbers.setdefault(row.rest("warmups"), set()).add(row.point.get("warmups"))
+    return [row for row in rows if len(numbers[row.rest("warmups")]) > 1]
 
 
 def answer(chosen: Found, sweep: Sequence[Row]) -> list[str]:
@@ -65,6 +77,21 @@ def answer(chosen: Found, sweep: Sequence[Row]) -> list[str]:
     return [first, _how_many(chosen), *_measured_means(sweep)]
 
 
+def _slowest_to_start(chosen: Found) -> Found:
+    """As many cells as charts can hold: those whose first step is slowest against their steady ones, in their order."""
+    ranked = sorted(chosen, key=lambda one: -one[1].first_s / one[1].steady_s)
+    kept = {id(row) for row, _ in ranked[:_MOST_IN_CHARTS]}
+    return [(row, found) for row, found in chosen if id(row) in kept]
+
+
+def _left_out(shown: Found, chosen: Found) -> list[str]:
+    if len(shown) == len(chosen):
+        return []
+    return [
+        f"Charts show the {len(shown)} cells whose first step is slowest for its size; tables have all {len(chosen)}."
+    ]
+
+
 def _share(found: FirstStep, part: str) -> str:
     """`20.0 % device memory (cudaMalloc, 420 calls)`."""
     name = PARTS[part]
@@ -80,13 +107,19 @@ def _how_many(chosen: Found) -> str:
     row, worst = max(chosen, key=lambda one: one[1].bias_after(min(1, one[1].warmups)))
     tried = [w for w in (0, 1, 2) if w <= worst.warmups]
     biases = _listed([f"{_signed(worst.bias_after(w))} %" for w in tried])
-    steady = f"Steps are steady (three in a row near the median) from step {max(settled)} on at the latest. " if settled else ""
+    steady = (
+        f"Steps are steady (three in a row near the median) from step {max(settled)} on at the latest. "
+        if settled
+        else ""
+    )
     means = (
         f"Timed after {_listed([str(w) for w in tried])} warm-ups, the mean step of {row.label(without=['warmups'])} "
         f"lies {biases} from its steady median."
     )
     if late:
-        named = ", ".join(row.label(without=["warmups"]) for row, _ in late[:3]) + (" and others" if len(late) > 3 else "")
+        named = ", ".join(row.label(without=["warmups"]) for row, _ in late[:3]) + (
+            " and others" if len(late) > 3 else ""
+        )
         slow = f"One or two warm-ups are not enough: the third step of {named} is still slow, for what is loaded, allocated "
         return f"{steady}{means} {slow}and clocked up step by step does not all happen in the first."
     needed = max((found.settled or 1) - 1 for _, found in chosen)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainstep.ops import reference
@@ -51,6 +50,8 @@ def _sdpa_on(backend: SDPBackend) -> Attention:
 
 def _flex(context: int, device: torch.device) -> Attention:
     """FlexAttention with a causal block mask. Compiled on a GPU, where it is meant to be."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # it imports the compiler: 1.5 s
+
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, context, context, device=device)
     run_flex = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
 

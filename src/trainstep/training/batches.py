@@ -50,11 +50,19 @@ def read_text(data: str) -> npt.NDArray[np.uint8]:
 
     Folders are read in the order of their paths, up to 64 MiB. ValueError where there is nothing to read.
     """
+    try:
+        return _text_bytes(data)
+    except OSError as error:
+        raise ValueError(f"data: {data} cannot be read: {error}") from None
+
+
+def _text_bytes(data: str) -> npt.NDArray[np.uint8]:
     path = Path(sysconfig.get_path("stdlib")) if data == "stdlib" else Path(data)
     if path.is_file() and path.stat().st_size:
         return np.memmap(path, dtype=np.uint8, mode="r")
     suffixes = frozenset((".py",)) if data == "stdlib" else _TEXT_SUFFIXES
-    files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and "site-packages" not in file.parts)
+    found = (file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+    files = sorted(file for file in found if data != "stdlib" or "site-packages" not in file.parts)
     parts, total = [], 0
     for file in files:
         if total >= _MAXIMUM_TEXT_BYTES:

@@ -43,7 +43,8 @@ def build_step(run: RunConfig) -> Assembly:
     torch.set_float32_matmul_precision(precision.matmul)
     torch.manual_seed(run.seed)
     module, next_batch = _model(run, device)
-    module.to(dtype=precision.weights).train(run.mode != "forward_no_grad")
+    _cast(module, precision.weights, with_buffers=not isinstance(run.model, ModelConfig))
+    module.train(run.mode != "forward_no_grad")
     optimizer = None
     if run.trains:
         trainable = (parameter for parameter in module.parameters() if parameter.requires_grad)
@@ -69,6 +70,13 @@ def _model(run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:
     with device:
         transformer = Transformer(run.model, attention=attention, context=run.context)
     return transformer, _batches(run, run.model.vocab_size, device)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype, *, with_buffers: bool) -> None:
+    """Weights to the precision's dtype. Our buffers, the rotary tables, stay in fp32; complex ones would lose a part."""
+    for tensor in (*module.parameters(), *(module.buffers() if with_buffers else ())):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 def _batches(run: RunConfig, vocab_size: int, device: torch.device) -> NextBatch:

@@ -75,8 +75,8 @@ class Block(nn.Module):
 
     def forward(self, x_BSC: Tensor, cos_SD2: Tensor, sin_SD2: Tensor) -> Tensor:
         x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), cos_SD2, sin_SD2)
-        x_BSC = x_BSC + self.mlp(self.mlp_norm(x_BSC))
-        return x_BSC
+        output: Tensor = x_BSC + self.mlp(self.mlp_norm(x_BSC))
+        return output
 
 
 class Transformer(nn.Module):

@@ -1,0 +1,83 @@
+"""A group's job on a node of a Slurm cluster, and the files in which it leaves its records; node and driver see one file system.
+
+NAME.slurm/GROUP.jsonl            a part: the records of a group that ended, there whole or not at all
+NAME.slurm/SUBMISSION/            submitit's own files and each job's logs
+NAME.slurm/SUBMISSION/GROUP.node  where and since when the group's job runs
+"""
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+from trainstep.config.cell import Cell
+from trainstep.measure.environment import environment
+from trainstep.measure.executor_local import run_groups
+from trainstep.measure.runner import Limits
+from trainstep.records.record import Record, record_from_plain, record_to_plain
+
+
+def run_group(group: Sequence[Cell], limits: Limits, part: Path, node: Path) -> None:
+    """What a job does: run one group as on any machine and leave its part.
+
+    A job that is told to end (scancel, its time limit) leaves at once and without a part: how its cells then died says
+    nothing about them.
+    """
+    signal.signal(signal.SIGTERM, _leave)
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")  # Slurm's choice on this node, not the driver's
+    here = {
+        "environment": asdict(environment(visible_devices=visible_devices)),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    _write_whole(node, json.dumps(here))
+    [records] = run_groups([group], replace(limits, visible_devices=visible_devices), lambda cell, stage: None)
+    _write_whole(part, "".join(json.dumps(record_to_plain(record)) + "\n" for record in records))
+
+
+def group_name(group: Sequence[Cell]) -> str:
+    """The cell's key, or a hash of the keys of several: a cell alone and the same in company are different jobs."""
+    if len(group) == 1:
+        return group[0].key
+    return hashlib.sha256(" ".join(sorted(cell.key for cell in group)).encode()).hexdigest()[:16]
+
+
+def part_path(folder: Path, group: Sequence[Cell]) -> Path:
+    return folder / f"{group_name(group)}.jsonl"
+
+
+def read_part(part: Path) -> list[Record]:
+    """A part's records; none if it is not there or of a format not known here, so that the group is run again."""
+    try:
+        return [record_from_plain(json.loads(line)) for line in part.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []
+
+
+def drop_stored_parts(folder: Path, stored: Mapping[str, Record]) -> None:
+    """Remove the parts whose records the store has: a driver killed between the two left them."""
+    for part in folder.glob("*.jsonl"):
+        records = read_part(part)
+        if records and all(record.key in stored and _same_run(record, stored[record.key]) for record in records):
+            part.unlink(missing_ok=True)
+
+
+def _same_run(one: Record, other: Record) -> bool:
+    return (one.started_at, one.duration_s) == (other.started_at, other.duration_s)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

@@ -1,0 +1,96 @@
+"""Cells of `workloads`, the command line as a process of its own, and ways to see what it left running."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainstep
+from trainstep.config.cell import Cell
+
+TESTS = Path(__file__).parent
+MARK = "TRAINSTEP_TEST"
+"""An environment variable that a command line and all it starts carry, to be found by."""
+
+
+def planted(name: str = "SLEEP", /, **config: Any) -> Cell:
+    """A cell of `workloads:NAME` on a CPU."""
+    config = {"device": "cpu", **config}
+    return Cell(workload=f"workloads:{name}", config=config, point={"workload": name, **config})
+
+
+def silent(cell: Cell, stage: str) -> None:
+    """Tells nobody which stage a cell is in."""
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes started by the test can import `workloads`."""
+    monkeypatch.setenv("PYTHONPATH", import_path())
+
+
+def import_path() -> str:
+    """PYTHONPATH for a process in any folder: these tests, and the package where this process found it."""
+    return os.pathsep.join([str(TESTS), str(Path(trainstep.__file__).parent.parent)])
+
+
+def start(*arguments: object, folder: Path, mark: str = "", **options: Any) -> subprocess.Popen[str]:
+    """`trainstep ARGUMENTS` in a folder, without GPUs, as leader of a session."""
+    environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", MARK: mark}
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainstep", *map(str, arguments)],
+        cwd=folder,
+        env=environ,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command line."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie that nobody reaps does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that carry the mark."""
+    return [pid for pid, environ in _environs() if f"{MARK}={mark}".encode() in environ.split(b"\0") and is_alive(pid)]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
+    """Whether it came true in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _environs() -> Iterator[tuple[int, bytes]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            yield int(folder.name), (folder / "environ").read_bytes()
+        except OSError:  # it ended, or belongs to somebody else
+            continue

@@ -1,0 +1,247 @@
+"""What every verb does with errors: one sentence on stderr, exit code 2, no traceback; and the other ways to end."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainstep
+from cell_maker import finish, import_path, start
+from record_maker import a_record
+from trainstep.cli import app
+from trainstep.records.store import Store
+
+SWEEP = '[grid]\nworkload = "workloads:SLEEP"\nindex = [1, 2]\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with sweeps and records good and bad in it; no GPU is visible."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    Store(Path("good.jsonl")).append(a_record())
+    line = Path("good.jsonl").read_text()
+    Path("twice.jsonl").write_text(line * 2)
+    Path("newer.jsonl").write_text(line + line.replace('"format":1', '"format":99'))
+    Path("corrupt.jsonl").write_text(line + line[:40] + "\n" + line)
+    Path("empty.jsonl").touch()
+    Path("binary.jsonl").write_bytes(b"\xff\xfe\x00\n")
+    Path("folder").mkdir()
+    Path("empty_folder").mkdir()
+    for name, text in {
+        "good": SWEEP,
+        "not_toml": "[grid\n",
+        "no_grid": 'title = "x"\n',
+        "empty_grid": "[grid]\n",
+        "empty_list": "[grid]\nmodel = []\n",
+        "unknown_key": 'titel = "x"\n[grid]\nmodel = "tiny"\n',
+        "unknown_field": '[grid]\nmodle = ["tiny"]\n',
+        "wrong_type": '[grid]\ncontext = "many"\n',
+        "wrong_timeout": "timeout_s = -1\n" + SWEEP,
+        "text_timeout": 'timeout_s = "long"\n' + SWEEP,
+        "wrong_compare": 'compare = "nothing"\n' + SWEEP,
+        "unknown_workload": '[grid]\nworkload = "sleep"\n',
+        "cuda": '[grid]\nmodel = "tiny"\ndevice = "cuda"\n',
+    }.items():
+        Path(f"{name}.toml").write_text(text)
+    Path("binary.toml").write_bytes(b"\xff\xfe\x00")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("frob", 'Unknown command "frob"'),
+        ("benhc", 'Did you mean "bench"'),
+        ("--frob", 'Unknown command "--frob"'),
+        ("bench --modle small", "--modle. Did you mean --mode"),
+        ("bench extra", "extra"),
+        ("bench --steps", "--steps requires an argument"),
+        ("bench --steps 3 --steps 4", "--steps specified multiple times"),
+        ("bench --model huge", "unknown size 'huge'; known: tiny, mini, small, medium, large, xl, 2.7B, 8B"),
+        ("bench --model smal", "did you mean small"),
+        ("bench --model a:b:c", "a:b:c"),
+        ("bench --model 7", "model: must be a size's name"),
+        ("bench --model my:build --layers 2", "layers: belongs to the built-in model"),
+        ("bench --heads 3", "heads: 3 does not divide d_model 128; 2 would"),
+        ("bench --heads 0", "heads: must be a whole number of at least 1"),
+        ("bench --steps -1", "steps: must be a whole number of at least 1, not -1"),
+        ("bench --steps 0", "steps: "),
+        ("bench --warmups -1", "warmups: must be a whole number of at least 0"),
+        ("bench --batch-size 0", "batch_size: "),
+        ("bench --batch-size 1.5", "batch_size: must be a whole number"),
+        ("bench --context many", "context: must be a whole number, not 'many'"),
+        ("bench --context 128,", "context: an empty value in '128,'"),
+        ("bench --context ,", "context: an empty value"),
+        ("bench --learning-rate fast", "learning_rate: must be a number"),
+        ("bench --learning-rate nan", "learning_rate: "),
+        ("bench --clip-grad-norm -1", "clip_grad_norm: "),
+        ("bench --mode backward", "mode: 'backward' is not known (did you mean forward_backward?)"),
+        ("bench --attention falsh", "attention: 'falsh' is not known"),
+        ("bench --sync never", "sync: "),
+        ("bench --sync 1", "sync: must be a whole number of at least 2"),
+        ("bench --sync 3 --steps 10", "sync: windows of 3 steps do not divide steps 10"),
+        ("bench --seed -1", "seed: "),
+        ("bench --cold-compile perhaps", "cold_compile: must be true or false"),
+        ("bench --device tpu", "device: 'tpu' is not known"),
+        ("bench --device cpu,cuda", "device: "),
+        ("bench --precision tf32 --device cpu", "precision: tf32 is a mode of NVIDIA matrix units; on a CPU take fp32"),
+        ("bench --attention flex --device cpu", "attention: flex has no backward on a CPU"),
+        ("bench --attention sdpa_cudnn --device cpu", "runs on CUDA only"),
+        ("bench --nvtx true --device cpu", "nvtx: ranges need a GPU"),
+        ("bench --data nowhere.txt", "data: there is no file or folder 'nowhere.txt'"),
+        ("bench --data stdlib --vocab-size 100", "vocab_size: "),
+        ("bench --compare precision", "compare: the grid does not vary along 'precision'"),
+        ("bench --compare precision --context 8,16", "it varies along context"),
+        ("bench --timeout-s -1", "timeout_s: must be a positive number, not -1"),
+        ("bench --timeout-s 0", "timeout_s: "),
+        ("bench --timeout-s inf", "timeout_s: "),
+        ("bench --timeout-s nan", "timeout_s: "),
+        ("bench --timeout-s soon", '"soon" into float'),
+        ("bench --memory-limit-gib -2", "memory_limit_gib: "),
+        ("bench --memory-limit-gib 1e300", "memory_limit_gib: "),
+        ("bench --out good.jsonl/x.jsonl", "good.jsonl/x.jsonl: cannot be written"),
+        ("bench --out folder", "folder: cannot be "),
+        ("bench --out corrupt.jsonl", "corrupt.jsonl: line 2 is corrupt"),
+        ("bench --out binary.jsonl", "binary.jsonl: line 1 is corrupt"),
+        ("bench --out good.toml", "good.toml: "),
+        ("bench --page folder", "page: folder cannot be written"),
+        ("bench --page good.jsonl/page.html", "page: good.jsonl/page.html cannot be written"),
+        ("sweep", "FILE requires an argument"),
+        ("sweep nowhere.toml", "nowhere.toml: there is no such sweep file"),
+        ("sweep folder", "folder: cannot be read"),
+        ("sweep binary.toml", "binary.toml: cannot be read"),
+        ("sweep not_toml.toml", "not_toml.toml: not TOML"),
+        ("sweep no_grid.toml", "no_grid.toml: needs a table [grid]"),
+        ("sweep empty_grid.toml", "needs a table [grid]"),
+        ("sweep empty_list.toml", "model: an empty list"),
+        ("sweep unknown_key.toml", "unknown key 'titel' (did you mean title?)"),
+        ("sweep unknown_field.toml", "unknown key 'modle' (did you mean mode"),
+        ("sweep wrong_type.toml", "context: must be a whole number, not 'many'"),
+        ("sweep wrong_timeout.toml", "timeout_s: must be a positive number"),
+        ("sweep text_timeout.toml", "timeout_s: must be a positive number"),
+        ("sweep wrong_compare.toml", "compare: the grid does not vary along 'nothing'"),
+        ("sweep unknown_workload.toml", "workload: 'sleep' is not known"),
+        ("sweep cuda.toml", "device: no NVIDIA GPU is visible"),
+        ("sweep good.toml --timeout-s -1", "timeout_s: "),
+        ("sweep good.toml --out newer.jsonl", "newer.jsonl: line 2: format 99"),
+        ("sweep good.toml --out good.jsonl", "good.jsonl: holds records made with gpu None against NVIDIA H200"),
+        ("sweep good.toml --page folder", "page: folder cannot be written"),
+        ("report", "PATHS requires an argument"),
+        ("report nowhere.jsonl", "nowhere.jsonl"),
+        ("report empty.jsonl", "holds no records"),
+        ("report empty_folder", "empty_folder: a folder without any *.jsonl"),
+        ("report newer.jsonl", "newer.jsonl: line 2: format 99 of records is not known here"),
+        ("report corrupt.jsonl", "corrupt.jsonl: line 2 is corrupt"),
+        ("report binary.jsonl", "binary.jsonl: line 1 is corrupt"),
+        ("report good.jsonl --format pdf", '"pdf"'),
+        ("report good.jsonl --out folder", "out: folder cannot be written"),
+        ("report good.jsonl --out good.toml/x.md", "out: good.toml/x.md cannot be written"),
+        ("compare good.jsonl", "B requires an argument"),
+        ("compare good.jsonl nowhere.jsonl", "nowhere.jsonl: there is no such file"),
+        ("compare folder good.jsonl", "folder: cannot be read"),
+        ("compare good.jsonl corrupt.jsonl", "corrupt.jsonl: line 2"),
+        ("compare good.jsonl empty.jsonl", "no cell in common"),
+        ("compare good.jsonl good.jsonl --quantity speed", "speed: a holds no such quantity; it holds step"),
+        ("compare good.jsonl good.jsonl --minimum-effect -1", "minimum_effect: "),
+        ("compare good.jsonl good.jsonl --minimum-effect nan", "minimum_effect: "),
+        ("doctor --device tpu", '"tpu"'),
+        ("doctor --device cuda", "device: "),
+    ],
+)
+def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], command: str, words: str):
+    before = sorted(path.name for path in folder.rglob("*"))
+    code = app.run(command.split())
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.err.startswith("trainstep: ")
+    assert printed.err.count("\n") == 1, "one line"
+    assert words in printed.err
+    if not command.startswith("doctor"):
+        assert printed.out == ""
+    assert sorted(path.name for path in folder.rglob("*")) == before, "and nothing left behind"
+
+
+def test_an_unreadable_file(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert app.run(["report", "good.jsonl"]) == 2
+    assert capsys.readouterr().err == "trainstep: good.jsonl: cannot be read: Permission denied\n"
+
+
+def test_a_bad_verb_as_a_process(folder: Path):
+    code, out, err = finish(start("bench", "--model", "huge", folder=folder))
+    assert code == 2
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.startswith("trainstep: model: unknown size 'huge'")
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def fail(words: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x.jsonl")
+
+    monkeypatch.setattr(app, "build_app", fail)
+    assert app.run([]) == 2
+    assert capsys.readouterr().err == "trainstep: runs/x.jsonl: No space left on device\n"
+
+
+def test_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupt(words: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "build_app", interrupt)
+    assert app.run([]) == 130
+    assert "every finished cell is kept" in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_is_no_bad_input(monkeypatch: pytest.MonkeyPatch):
+    def fail(words: Any) -> None:
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(app, "build_app", fail)
+    with pytest.raises(TypeError):
+        app.run([])
+
+
+@pytest.mark.parametrize("words", [["--help"], []])
+def test_help_names_every_verb_and_what_it_is_for(capsys: pytest.CaptureFixture[str], words: list[str]):
+    assert app.run(words) == 0
+    printed = capsys.readouterr().out
+    for verb in ("bench", "sweep", "report", "compare", "doctor"):
+        [line] = [line for line in printed.splitlines() if f"│ {verb} " in line]
+        assert len(line.strip(" │").split()) > 3
+    assert app.run(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == trainstep.__version__
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        (
+            "bench",
+            ["--model STR", "tiny, mini, small", "package.module:function", "trainstep bench", "--d-model", "--out"],
+        ),
+        ("sweep", ["--retry-failed", "--allow-mixed", "trainstep sweep sweeps/", "Exit code 3", "--slurm"]),
+        ("report", ["--format", "--out"]),
+        ("compare", ["--quantity", "--minimum-effect", "trainstep compare runs/"]),
+        ("doctor", ["--measure", "--json", "Exit code 2"]),
+    ],
+)
+def test_each_verb_explains_itself(capsys: pytest.CaptureFixture[str], verb: str, words: list[str]):
+    assert app.run([verb, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert [word for word in words if word not in printed] == []
+
+
+def test_a_reader_that_leaves(folder: Path):
+    """`trainstep report … | head -c 1`: no complaint."""
+    command = f"{sys.executable} -m trainstep report twice.jsonl | head -c 1"
+    environ = {"PYTHONPATH": import_path(), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.stderr == ""

@@ -1,0 +1,95 @@
+"""`trainstep bench` on a CPU: from nothing to a table, one's own model, and memory that runs out."""
+
+from pathlib import Path
+
+import pytest
+
+from cell_maker import finish, start
+from trainstep.cli import app
+from trainstep.records.record import Record
+from trainstep.records.store import Store
+
+OWN = """
+import torch
+
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def build(run, device):
+    return Own().to(device), lambda step: {"x": torch.randn(4, 8, device=device)}
+"""
+
+
+def bench(folder: Path, *arguments: object) -> tuple[int, str, str, list[Record]]:
+    """Exit code, stdout, stderr and records of `trainstep bench` in a folder."""
+    code, out, err = finish(start("bench", *arguments, folder=folder), timeout_s=100)
+    assert "Traceback" not in err
+    [path] = [line.removeprefix("records: ") for line in out.splitlines() if line.startswith("records: ")]
+    return code, out, err, Store(folder / path).read()
+
+
+def test_without_arguments(tmp_path: Path):
+    code, out, err, [record] = bench(tmp_path)
+    assert code == 0
+    assert record.config["model"]["name"] == "tiny"
+    assert (record.config["device"], record.config["context"]) == ("cpu", 256)
+    assert len(record.samples["step"].values) == record.config["steps"]
+    assert {"forward", "backward", "optimizer", "step"} <= set(record.samples)
+    assert "tiny" in out
+    assert "total step (ms)" in out
+    assert "[1/1] tiny: done in" in err
+    [path] = (tmp_path / "runs").iterdir()
+    assert path.name.startswith("bench-")
+
+
+def test_out_of_memory_is_a_result(tmp_path: Path):
+    options = ["--batch-size", 100_000, "--memory-limit-gib", 2, "--steps", 1, "--warmups", 0, "--out", "oom.jsonl"]
+    code, out, _, [record] = bench(tmp_path, *options, "--page", "deep/page.html")
+    assert code == 0
+    assert record.failure is not None
+    assert record.failure.kind == "out_of_memory"
+    assert record.failure.phase == "forward"
+    assert (record.failure.asked_bytes or 0) > 2**30
+    assert record.failure.capacity_bytes == 2 * 2**30
+    assert "OOM" in out
+    assert "records: oom.jsonl" in out
+    assert "page: deep/page.html" in out
+    assert "OOM" in (tmp_path / "deep" / "page.html").read_text()
+
+
+def test_ones_own_model_in_the_current_folder(tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    code, out, err, records = bench(tmp_path, "--model", "own:build,nowhere:build", "--steps", 3, "--warmups", 0)
+    assert code == 3
+    assert records[0].failure is None
+    assert len(records[0].samples["step"].values) == 3
+    assert records[1].failure is not None
+    assert (records[1].failure.kind, records[1].failure.phase) == ("import_error", "build")
+    assert "own:build" in out
+    assert "nowhere:build: ModuleNotFoundError: No module named 'nowhere'" in err
+
+
+@pytest.mark.slow
+def test_variants_take_turns(tmp_path: Path):
+    options = ["--attention", "plain,sdpa", "--compare", "attention", "--context", 32, "--steps", 5, "--warmups", 1]
+    code, _, err, records = bench(tmp_path, *options)
+    assert code == 0
+    assert "[2/2]" in err
+    assert [record.config["attention"] for record in records] == ["plain", "sdpa"]
+    assert [record.fact("interleaving") for record in records] == ["live", "live"]
+    assert len({record.fact("interleaving_group") for record in records}) == 1
+
+
+def test_commas_make_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Refused by its last cell before the first is run; the cell is named."""
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["bench", "--device", "cpu", "--model", "tiny", "--context", "16,32", "--heads", "4,3"]) == 2
+    assert "heads: 3 does not divide d_model 128" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

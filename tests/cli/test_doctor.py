@@ -1,0 +1,234 @@
+"""`trainstep doctor` on pretend machines: what a person reads, what a program reads, and when it refuses."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from fake_nvml import FakeNvml, install
+from trainstep.cli import doctor as verb
+from trainstep.config.ceiling import KINDS
+from trainstep.config.cell import Cell
+from trainstep.measure import environment as environment_module
+from trainstep.measure import inspection
+from trainstep.measure.device import Probe
+from trainstep.measure.environment import environment
+from trainstep.records.record import Fact, Failure, Record
+
+H200 = {
+    "name": "NVIDIA H200",
+    "compute_capability": "9.0",
+    "memory_bytes": 2**30,
+    "sms": 132,
+    "l2_bytes": 50 * 2**20,
+    "shared_memory_per_sm_bytes": 228 * 2**10,
+    "shared_memory_per_block_bytes": 227 * 2**10,
+    "registers_per_sm": 65536,
+    "peers": [1],
+}
+WORKING = Probe(cuda_available=True, devices=(H200, H200), threads=8, cpu_capability="AVX512")
+CPU_ONLY = Probe(threads=8)
+
+
+def machine(
+    monkeypatch: pytest.MonkeyPatch,
+    *gpus: str,
+    probe: Probe = CPU_ONLY,
+    torch: tuple[str | None, str | None] = ("2.13.0+cu130", "13.0"),
+    cuda: int = 13000,
+) -> None:
+    """Pretend that the driver shows these GPUs, this torch is installed, and the probe found that."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    install(monkeypatch, FakeNvml(*gpus, cuda=cuda) if gpus else None)
+    monkeypatch.setattr(inspection, "probe_device", lambda: probe)
+    monkeypatch.setattr(environment_module, "torch_build", lambda: torch)
+
+
+def record(cell: Cell, rate: float | None) -> Record:
+    unit = "flop/s" if cell.config["kind"] == "matmul" else "bytes/s"
+    failure = Failure(kind="crash", phase="build", message="no room") if rate is None else None
+    facts = {} if rate is None else {"rate": Fact(value=rate, unit=unit), "counted": Fact(value="words")}
+    return Record(
+        workload="ceiling",
+        key=cell.key,
+        config=cell.config,
+        environment=environment(),
+        started_at="2026-11-20T00:00:00Z",
+        duration_s=1.0,
+        facts=facts,
+        failure=failure,
+    )
+
+
+def as_json(capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
+    verb.doctor(json=True, **options)
+    loaded: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return loaded
+
+
+def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch, torch=("2.13.0+cpu", None))
+    verb.doctor()
+    printed = capsys.readouterr().out
+    for words in ("none (no NVIDIA driver)", "2.13.0+cpu (CPU build)", "git", "C++ compiler", "records"):
+        assert words in printed
+    assert "\x1b" not in printed
+
+
+def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch, "NVIDIA H200", "NVIDIA H200", probe=WORKING)
+    verb.doctor()
+    printed = capsys.readouterr().out
+    for words in (
+        "2 visible, driver 570.86.15, for CUDA up to 13.0",
+        "GPU 1: NVIDIA H200",
+        "132",
+        "50 MiB",
+        "228 KiB",
+        "227 KiB",
+        "65,536",
+        "bf16 990 TFLOP/s",
+        "memory 4.8 TB/s",
+        "NVIDIA H200 data sheet, dense",
+    ):
+        assert words in printed
+
+
+def test_an_unknown_gpu_has_no_data_sheet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch, "NVIDIA X1", probe=WORKING)
+    verb.doctor()
+    assert "not known here, so no MFU" in capsys.readouterr().out
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch, "NVIDIA H200", "NVIDIA H200", probe=WORKING)
+    found = as_json(capsys)
+    assert found["problem"] is None
+    assert found["device"] == "cuda"
+    assert found["gpus"][0]["data_sheet"]["peak_flops"]["bf16"] == 990e12
+    assert found["environment"]["gpu_count"] == 2
+    assert found["ceilings"] == []
+
+
+def test_visible_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch, "NVIDIA H200", "NVIDIA L4", probe=Probe(cuda_available=True, devices=(H200,), threads=8))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu["name"] for gpu in as_json(capsys)["gpus"]] == ["NVIDIA L4"]
+
+
+def test_a_gpu_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch, "NVIDIA H200", torch=("2.13.0+cpu", None), cuda=12080)
+    with pytest.raises(ValueError, match="CPU build; install a build for CUDA 12"):
+        verb.doctor(json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert "570.86.15" in found["problem"]
+    assert as_json(capsys, device="cpu")["problem"] is None
+
+
+def test_a_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch, probe=Probe(error="torch does not import: libgomp.so.1 is missing"))
+    with pytest.raises(ValueError, match=r"libgomp\.so\.1 is missing"):
+        verb.doctor()
+    assert "libgomp.so.1 is missing" in capsys.readouterr().out
+
+
+def test_what_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch)
+    monkeypatch.setattr(inspection, "installed_version", lambda name: None if name == "submitit" else "1.0")
+    monkeypatch.setattr(inspection.shutil, "which", lambda command: "bin/c++" if command == "c++" else None)
+    verb.doctor()
+    rows = dict(line.strip().split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line.strip())
+    assert "pip install 'trainstep[slurm]'" in rows["submitit"]
+    assert rows["C++ compiler"].strip() == "bin/c++"
+    assert rows["nsys"].strip().startswith("missing")
+
+
+def test_every_extra_exists():
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        provided = set(metadata("trainstep").get_all("Provides-Extra") or [])
+    except PackageNotFoundError:
+        pytest.skip("trainstep is not installed, so its metadata cannot be asked")
+    named = {install.split("[")[1].split("]")[0] for _, install, _ in inspection._PACKAGES if "[" in install}
+    assert named <= provided
+
+
+def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    verb.doctor()
+    printed = capsys.readouterr().out
+    assert "machine" in printed
+    assert "[hf]" in printed, "brackets are text, not rich's markup"
+
+
+def test_cells_of_each_device():
+    on_cpu, on_gpu = inspection.ceiling_cells("cpu"), inspection.ceiling_cells("cuda", 3)
+    assert {cell.config["device"] for cell in on_cpu} == {"cpu"}
+    assert {cell.config["kind"] for cell in on_cpu} == {"matmul", "copy"}
+    assert {cell.config["kind"] for cell in on_gpu} == set(KINDS)
+    assert [cell.config["dtype"] for cell in on_gpu if cell.config["kind"] == "matmul"] == [
+        "fp32",
+        "tf32",
+        "bf16",
+        "fp16",
+    ]
+    assert [cell.config["peer"] for cell in on_gpu if cell.config["kind"] == "peer_copy"] == [1, 2]
+    assert "peer_copy" not in {cell.config["kind"] for cell in inspection.ceiling_cells("cuda", 1)}
+    assert len({cell.key for cell in on_gpu}) == len(on_gpu)
+
+
+def test_measured_beside_the_data_sheet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch, "NVIDIA H200", "NVIDIA H200", probe=WORKING)
+    rates = {"matmul": 495e12, "copy": 4.32e12, "host_to_device": 55e9, "device_to_host": None, "peer_copy": 380e9}
+    monkeypatch.setattr(verb, "measure_ceilings", lambda cells: [record(c, rates[c.config["kind"]]) for c in cells])
+    verb.doctor(measure=True)
+    printed = capsys.readouterr().out
+    for words in (
+        "495 TFLOP/s of 990 TFLOP/s on the data sheet (50%)",
+        "495 TFLOP/s of 495 TFLOP/s on the data sheet (100%)",
+        "4.32 TB/s of 4.8 TB/s on the data sheet (90%)",
+        "55 GB/s",
+        "failed: no room",
+        "peer copy to GPU 1",
+    ):
+        assert words in printed
+    ceilings = as_json(capsys, measure=True)["ceilings"]
+    by_kind = {row["kind"]: row for row in ceilings}
+    assert by_kind["copy"]["of_data_sheet"] == pytest.approx(0.9)
+    assert by_kind["host_to_device"]["of_data_sheet"] is None
+    assert by_kind["device_to_host"]["failure"] == "no room"
+
+
+def test_a_cpu_is_not_held_against_the_gpus_data_sheet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    machine(monkeypatch, "NVIDIA H200", probe=WORKING)
+    monkeypatch.setattr(verb, "measure_ceilings", lambda cells: [record(cell, 1e11) for cell in cells])
+    ceilings = as_json(capsys, measure=True, device="cpu")["ceilings"]
+    assert ceilings
+    assert all(row["of_data_sheet"] is None for row in ceilings)
+
+
+def test_nothing_is_measured_past_a_problem(monkeypatch: pytest.MonkeyPatch):
+    machine(monkeypatch, "NVIDIA H200", torch=("2.13.0+cpu", None))
+    monkeypatch.setattr(verb, "measure_ceilings", lambda cells: pytest.fail("measured on the wrong device"))
+    with pytest.raises(ValueError, match="CPU build"):
+        verb.doctor(measure=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (990e12, "flop/s", "990 TFLOP/s"),
+        (2250e12, "flop/s", "2250 TFLOP/s"),
+        (3.35e12, "bytes/s", "3.35 TB/s"),
+        (55.31e9, "bytes/s", "55.3 GB/s"),
+        (0.4e9, "bytes/s", "0.4 GB/s"),
+        (999.7e9, "bytes/s", "1000 GB/s"),
+    ],
+)
+def test_rates_in_words(value: float, unit: str, text: str):
+    assert verb._rate(value, unit) == text

@@ -1,0 +1,259 @@
+"""`trainstep sweep` as a process: killed at any moment it loses nothing, and every way a cell can fail is a record."""
+
+import random
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cell_maker import finish, is_alive, marked, start, wait_until
+from trainstep.config.grid import expand, groups_along
+from trainstep.config.sweep import load_sweep
+from trainstep.records.store import Store
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def write_sweep(folder: Path, count: int = 3, workload: str = "SLEEP", head: str = "", **grid: Any) -> Path:
+    """A sweep file of `count` cells."""
+    lines = [f"{name} = {value!r}" for name, value in grid.items()]
+    path = folder / "s.toml"
+    path.write_text(
+        "\n".join([head, "[grid]", f'workload = "workloads:{workload}"', f"index = {list(range(count))}", *lines])
+    )
+    return path
+
+
+def indices(folder: Path) -> list[int]:
+    """Which cells are on disk, in the order of the file."""
+    return [record.config["index"] for record in Store(folder / "runs" / "s.jsonl").latest().values()]
+
+
+def reported(stderr: str) -> set[int]:
+    """Which cells were reported done: whole lines only."""
+    return {
+        int(line.split()[1].rstrip(":"))
+        for line in stderr.splitlines(keepends=True)
+        if line.endswith("\n") and "done in" in line
+    }
+
+
+def sweep(folder: Path, *arguments: object) -> tuple[int, str, str]:
+    return finish(start("sweep", "s.toml", *arguments, folder=folder))
+
+
+def test_a_whole_sweep_and_again(tmp_path: Path):
+    write_sweep(tmp_path, 3)
+    code, out, err = sweep(tmp_path)
+    assert code == 0
+    assert [line.split(":")[0] for line in err.splitlines()] == ["[1/3] 0", "[2/3] 1", "[3/3] 2"]
+    assert [" s left" in line for line in err.splitlines()] == [True, True, False]
+    assert "records: runs/s.jsonl" in out
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s.jsonl"]
+    before = (tmp_path / "runs" / "s.jsonl").read_bytes()
+    code, again, err = sweep(tmp_path)
+    assert (code, err) == (0, "3 of 3 cells are there already\n")
+    assert again == out
+    assert (tmp_path / "runs" / "s.jsonl").read_bytes() == before
+
+
+def kill_at_random(folder: Path, moments: random.Random, longest_s: float) -> None:
+    """Start the sweep, kill its process without warning, and look at what is left."""
+    before = set(indices(folder))
+    mark = uuid.uuid4().hex
+    process = start("sweep", "s.toml", folder=folder, mark=mark)
+    time.sleep(moments.uniform(0.05, longest_s))
+    process.kill()
+    _, _, err = finish(process)
+    after = set(indices(folder))
+    assert before <= after, "what was finished before is still there"
+    assert reported(err) <= after, "what was reported is on disk"
+    assert wait_until(lambda: not marked(mark)), "an orphan"
+
+
+@linux
+def test_killed_and_resumed(tmp_path: Path):
+    write_sweep(tmp_path, 4, seconds=0.1)
+    moments = random.Random(0)
+    for _ in range(2):
+        kill_at_random(tmp_path, moments, longest_s=1.5)
+    code, _, _ = sweep(tmp_path)
+    assert code == 0
+    assert sorted(indices(tmp_path)) == list(range(4))
+    assert len(Store(tmp_path / "runs" / "s.jsonl").read()) == 4, "no cell was run twice"
+
+
+@linux
+@pytest.mark.slow
+def test_killed_at_twenty_moments(tmp_path: Path):
+    """Each sweep of 20 cells is killed until it is whole; then the next begins."""
+    moments = random.Random(1)
+    kills = 0
+    while kills < 20:
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        write_sweep(folder, 20, seconds=0.1)
+        while kills < 20 and len(indices(folder)) < 20:
+            kill_at_random(folder, moments, longest_s=2.5)
+            kills += 1
+    code, _, _ = sweep(folder)
+    assert code == 0
+    assert sorted(indices(folder)) == list(range(20))
+    assert len(Store(folder / "runs" / "s.jsonl").read()) == 20
+
+
+@linux
+@pytest.mark.parametrize("compare", [False, True])
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, compare: bool):
+    head = 'compare = "variant"' if compare else ""
+    write_sweep(tmp_path, 10, head=head, seconds=0.2, variant=[1, 2] if compare else [1])
+    mark = uuid.uuid4().hex
+    process = start("sweep", "s.toml", folder=tmp_path, mark=mark)
+    assert wait_until(lambda: (tmp_path / "runs" / "s.jsonl").exists() and len(indices(tmp_path)) >= 1, 30)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130
+    assert "Traceback" not in err
+    assert err.endswith("trainstep: interrupted; every finished cell is kept\n")
+    assert 1 <= len(set(indices(tmp_path))) < 10
+    assert reported(err) <= set(indices(tmp_path))
+    assert wait_until(lambda: not marked(mark)), "an orphan"
+
+
+@linux
+def test_a_hung_cell_and_its_grandchildren(tmp_path: Path):
+    """The time-out of the file, under that of the command line."""
+    write_sweep(tmp_path, 2, "SPAWNS", "timeout_s = 600", then="hang", pid_file=str(tmp_path / "pid"))
+    mark = uuid.uuid4().hex
+    code, out, err = finish(start("sweep", "s.toml", "--timeout-s", 1.5, folder=tmp_path, mark=mark))
+    assert code == 3
+    assert "0: killed in steps after its 1.5 s were over" in err
+    assert "time-out" in out
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert wait_until(lambda: not marked(mark))
+
+
+def test_every_failure_is_a_record(tmp_path: Path):
+    acts = [
+        "nothing",
+        "run_out",
+        "kill",
+        "abort",
+        "hang",
+        "import",
+        "segfault",
+        "raise",
+        "nan",
+        "words",
+        "nothing_known",
+    ]
+    write_sweep(tmp_path, 1, head="timeout_s = 3", act=acts, where="prepare")
+    code, out, err = sweep(tmp_path)
+    assert code == 3
+    assert "Traceback (most recent call last)" not in err.split("[11/11]")[0]
+    records = {record.config["act"]: record for record in Store(tmp_path / "runs" / "s.jsonl").read()}
+    assert list(records) == acts, "the sweep went on"
+    kinds = {act: record.failure.kind if record.failure else None for act, record in records.items()}
+    assert kinds == {
+        "nothing": None,
+        "run_out": "out_of_memory",
+        "kill": "out_of_memory",
+        "abort": "crash",
+        "hang": "timeout",
+        "import": "import_error",
+        "segfault": "crash",
+        "raise": "crash",
+        "nan": "crash",
+        "words": "crash",
+        "nothing_known": "crash",
+    }
+    for word in ("OOM", "time-out", "crash", "import error"):
+        assert word in out
+    assert "10 of 11 cells failed" in out
+
+
+def test_out_of_memory_alone_is_no_fault(tmp_path: Path):
+    write_sweep(tmp_path, 2, "OOM")
+    code, out, _ = sweep(tmp_path)
+    assert code == 0
+    assert "2 of 2 cells failed: 2 OOM" in out
+
+
+def test_retry_failed(tmp_path: Path):
+    write_sweep(tmp_path, 2, act=["import"], where="prepare")
+    assert sweep(tmp_path)[0] == 3
+    (tmp_path / "a_package_that_is_nowhere.py").touch()
+    code, _, err = sweep(tmp_path)
+    assert (code, err.splitlines()[0]) == (3, "2 of 2 cells are there already"), "a failure is a result"
+    code, _, err = sweep(tmp_path, "--retry-failed")
+    assert code == 0
+    assert "[2/2] 1: done" in err
+    assert [record.failure for record in Store(tmp_path / "runs" / "s.jsonl").latest().values()] == [None, None]
+
+
+def test_two_sweeps_on_one_store(tmp_path: Path):
+    write_sweep(tmp_path, 3, seconds=0.5)
+    first = start("sweep", "s.toml", folder=tmp_path)
+    assert wait_until(lambda: (tmp_path / "runs" / "s.jsonl").exists(), 30)
+    code, _, err = sweep(tmp_path)
+    assert code == 2
+    assert err == "trainstep: runs/s.jsonl: another trainstep is writing to it; give --out another file\n"
+    assert finish(first)[0] == 0
+    assert indices(tmp_path) == [0, 1, 2]
+
+
+def test_no_mixing_unless_allowed(tmp_path: Path):
+    write_sweep(tmp_path, 1)
+    assert sweep(tmp_path)[0] == 0
+    path = tmp_path / "runs" / "s.jsonl"
+    torch = Store(path).read()[0].environment.torch
+    path.write_text(path.read_text().replace(f'"torch":"{torch}"', '"torch":"2.0.1"'))
+    write_sweep(tmp_path, 2)
+    code, _, err = sweep(tmp_path)
+    assert code == 2
+    assert f"holds records made with torch {torch} against 2.0.1" in err
+    code, out, _ = sweep(tmp_path, "--allow-mixed")
+    assert code == 0
+    assert "2 different environments" in out
+
+
+def test_a_torn_last_line(tmp_path: Path):
+    write_sweep(tmp_path, 3)
+    sweep(tmp_path)
+    path = tmp_path / "runs" / "s.jsonl"
+    path.write_bytes(path.read_bytes()[:-100])
+    code, _, err = sweep(tmp_path)
+    assert code == 0
+    assert err.startswith("2 of 3 cells are there already\n[3/3] 2: done")
+    assert indices(tmp_path) == [0, 1, 2]
+
+
+def test_the_command_line_comes_before_the_file(tmp_path: Path):
+    (tmp_path / "s.toml").write_text('timeout_s = 5\n[grid]\nmodel = "8B"\ndevice = "cuda"\nnvtx = true\n')
+    code, _, err = sweep(tmp_path, "--device", "cpu", "--model", "tiny")
+    assert code == 2
+    assert "nvtx: ranges need a GPU" in err, "so the file's device gave way"
+
+
+def test_a_page_and_another_file(tmp_path: Path):
+    write_sweep(tmp_path, 2)
+    code, out, _ = sweep(tmp_path, "--out", "deep/er/mine.jsonl", "--page", "page.html")
+    assert code == 0
+    assert "records: deep/er/mine.jsonl" in out
+    assert "page: page.html" in out
+    assert "<html" in (tmp_path / "page.html").read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parents[2] / "sweeps").glob("*.toml")))
+def test_published_sweeps_are_sound(name: str):
+    """Each expands, on a GPU and on a CPU, into groups of one size."""
+    config = load_sweep(Path(__file__).parents[2] / "sweeps" / name)
+    for device in ("cuda", "cpu"):
+        groups = groups_along(expand(config.grid, {"device": device}), config.compare)
+        assert all(len(group) == len(groups[0]) for group in groups)
+    assert config.description

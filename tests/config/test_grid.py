@@ -1,0 +1,112 @@
+"""Grids: commas and lists alike, each cell validated, duplicates once, and the groups that a comparison runs."""
+
+from typing import Any
+
+import pytest
+
+from trainstep.config.cell import Cell
+from trainstep.config.grid import check_grid_keys, expand, grid_from_text, groups_along
+from trainstep.config.parsing import build_ceiling, build_run, to_plain
+
+
+def labels(cells: list[Cell]) -> list[str]:
+    return [cell.label for cell in cells]
+
+
+def refusal(grid: dict[str, list[Any]], **defaults: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        expand(grid, defaults)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_commas():
+    options = {"context": "128,256", "model": "small, 2.7B", "clip_grad_norm": "none,1.0", "mode": None}
+    assert grid_from_text(options) == {
+        "context": [128, 256],
+        "model": ["small", "2.7B"],
+        "clip_grad_norm": [None, 1.0],
+    }
+    assert grid_from_text({}) == {}
+
+
+@pytest.mark.parametrize("text", ["", "1,", ",1", "1,,2", " "])
+def test_an_empty_word(text: str):
+    with pytest.raises(ValueError, match="context: an empty value in"):
+        grid_from_text({"context": text})
+
+
+def test_first_field_outermost():
+    cells = expand({"model": ["tiny", "mini"], "context": [8, 16]}, {"steps": 3})
+    assert labels(cells) == ["tiny 8", "tiny 16", "mini 8", "mini 16"]
+    assert [dict(cell.point) for cell in cells][1] == {"model": "tiny", "context": 16}
+    assert cells[1].config == to_plain(build_run({"model": "tiny", "context": 16, "steps": 3}))
+    assert {cell.workload for cell in cells} == {"train_step"}
+
+
+def test_a_cell_is_the_same_whatever_grid_it_came_from():
+    (alone,) = expand({"model": ["tiny"], "context": [16]}, {})
+    among = expand({"context": [8, 16], "model": ["mini", "tiny"]}, {"compile": "none"})
+    assert alone.key in {cell.key for cell in among}
+    assert len({cell.key for cell in among}) == 4
+
+
+def test_the_grid_goes_before_the_defaults():
+    (cell,) = expand({"steps": [7]}, {"steps": 3, "context": 8})
+    assert (cell.config["steps"], cell.config["context"]) == (7, 8)
+
+
+def test_duplicates_once():
+    assert len(expand({"context": [8, 8, 16], "clip_grad_norm": [1, 1.0]}, {})) == 2
+
+
+def test_the_point_names_what_varies():
+    (alone,) = expand({"context": [8]}, {})
+    assert alone.label == "train_step"
+    assert labels(expand({"model": ["tiny"], "mode": ["forward"], "context": [8, 16]}, {})) == ["tiny 8", "tiny 16"]
+
+
+def test_other_workloads():
+    (matmul,) = expand({"workload": ["ceiling"], "kind": ["matmul"]}, {"device": "cpu"})
+    assert (matmul.workload, matmul.config) == ("ceiling", to_plain(build_ceiling({"kind": "matmul"})))
+    (own,) = expand({"workload": ["mine.work:IT"], "anything": [[1, 2]]}, {"device": "cpu"})
+    assert (own.workload, own.config) == ("mine.work:IT", {"anything": [1, 2], "device": "cpu"})
+    assert "workload: 'train' is not known; known: train_step, ceiling, or package" in refusal({"workload": ["train"]})
+
+
+def test_a_bad_cell_is_named():
+    text = refusal({"model": ["tiny", "mini"], "heads": [4, 5]})
+    assert text == "heads: 5 does not divide d_model 128; 4 would (in the cell model=tiny, heads=5)"
+    assert refusal({"contxt": [8]}).startswith("run: unknown key 'contxt' (did you mean context?)")
+    assert refusal({"context": []}) == "context: an empty list makes an empty grid"
+
+
+def test_groups_along_an_axis():
+    cells = expand({"model": ["tiny", "mini"], "compile": ["none", "block"], "context": [8, 16]}, {})
+    groups = groups_along(cells, "compile")
+    assert [labels(group) for group in groups] == [
+        ["tiny none 8", "tiny block 8"],
+        ["tiny none 16", "tiny block 16"],
+        ["mini none 8", "mini block 8"],
+        ["mini none 16", "mini block 16"],
+    ]
+    assert [labels(group) for group in groups_along(cells, None)] == [[label] for label in labels(cells)]
+
+
+def test_groups_keep_apart_what_prints_alike():
+    cells = expand({"clip_grad_norm": [None, 1.0], "compile": ["none", "block"]}, {})
+    assert [len(group) for group in groups_along(cells, "compile")] == [2, 2]
+
+
+@pytest.mark.parametrize("axis", ["context", "contxt", ""])
+def test_nothing_varies_along_it(axis: str):
+    cells = expand({"model": ["tiny", "mini"], "context": [8]}, {})
+    with pytest.raises(ValueError, match=f"compare: the grid does not vary along '{axis}'; it varies along model"):
+        groups_along(cells, axis)
+
+
+def test_keys():
+    check_grid_keys({"context": [1], "layers": [2], "workload": ["train_step"]}, "here")
+    check_grid_keys({"workload": ["mine:IT"], "anything": [1]}, "here")
+    with pytest.raises(ValueError, match=r"here: unknown key 'presision' \(did you mean precision\?\)"):
+        check_grid_keys({"presision": ["fp32"]}, "here")

@@ -1,0 +1,114 @@
+"""A run: every field that cannot be is refused by name, and what a device cannot do says what can."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from trainstep.config.model import UserModel
+from trainstep.config.presets import size
+from trainstep.config.run import RunConfig
+
+TINY = size("tiny")
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        RunConfig(**{"model": TINY, **fields})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults():
+    run = RunConfig(model=TINY)
+    assert (run.mode, run.precision, run.attention, run.compile, run.adamw) == ("step", "fp32", "sdpa", "none", "fused")
+    assert (run.device, run.warmups, run.steps, run.sync, run.data) == ("cpu", 5, 10, "step", "random")
+    assert run.trains
+    assert not RunConfig(model=TINY, mode="forward_backward").trains
+
+
+def test_tokens_of_a_step():
+    assert RunConfig(model=TINY, batch_size=3, context=5, accumulation=7).tokens == 105
+
+
+@pytest.mark.parametrize("field", ["batch_size", "context", "accumulation", "steps"])
+@pytest.mark.parametrize("value", [0, -3, 1.5, True])
+def test_counts(field: str, value: Any):
+    assert refusal(**{field: value}).startswith(f"{field}: must be a whole number of at least 1, not {value!r}")
+
+
+@pytest.mark.parametrize("field", ["warmups", "seed"])
+def test_counts_that_may_be_none(field: str):
+    assert getattr(RunConfig(model=TINY, **{field: 0}), field) == 0
+    assert refusal(**{field: -1}).startswith(f"{field}: must be a whole number of at least 0, not -1")
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "meant"),
+    [
+        ("mode", "forwards", "forward"),
+        ("precision", "bf16-autocast", "bf16_autocast"),
+        ("attention", "spda", "sdpa"),
+        ("compile", "blocks", "block"),
+        ("adamw", "fuse", "fused"),
+        ("device", "cdua", "cuda"),
+    ],
+)
+def test_names(field: str, wrong: str, meant: str):
+    text = refusal(**{field: wrong})
+    assert text.startswith(f"{field}: {wrong!r} is not known (did you mean {meant}?); known: ")
+
+
+@pytest.mark.parametrize("field", ["learning_rate", "clip_grad_norm"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_rates(field: str, value: float):
+    assert refusal(**{field: value}).startswith(f"{field}: must be positive")
+
+
+def test_windows():
+    assert RunConfig(model=TINY, steps=10, sync=5).sync == 5
+    assert refusal(steps=10, sync=3) == "sync: windows of 3 steps do not divide steps 10"
+    for sync in (1, 0, -2, True, 2.0, None):
+        assert refusal(sync=sync).startswith("sync: must be a whole number of at least 2")
+    text = refusal(sync="phases")
+    assert text == "sync: 'phases' is not known (did you mean phase?); known: step, phase, or a number of steps"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"nvtx": True}, "nvtx: ranges need a GPU"),
+        ({"precision": "tf32"}, "precision: tf32 is a mode of NVIDIA matrix units; on a CPU take fp32"),
+        ({"attention": "sdpa_cudnn"}, "attention: sdpa_cudnn runs on CUDA only; on a CPU take sdpa"),
+        ({"attention": "sdpa_efficient"}, "attention: sdpa_efficient runs on CUDA only"),
+        ({"attention": "flex"}, "attention: flex has no backward on a CPU"),
+    ],
+)
+def test_what_a_cpu_cannot(fields: dict[str, Any], words: str):
+    assert refusal(**fields).startswith(words)
+    RunConfig(**{"model": TINY, "device": "cuda", "precision": "bf16", **fields})
+
+
+def test_flex_forward_runs_on_a_cpu():
+    assert RunConfig(model=TINY, attention="flex", mode="forward_no_grad").attention == "flex"
+
+
+@pytest.mark.parametrize("attention", ["sdpa_flash", "sdpa_cudnn"])
+def test_backends_that_take_16_bits(attention: str):
+    for precision in ("fp32", "tf32"):
+        text = refusal(device="cuda", attention=attention, precision=precision)
+        assert text.startswith(f"attention: {attention} takes 16-bit inputs")
+    for precision in ("bf16", "bf16_autocast", "fp16_autocast"):
+        RunConfig(model=TINY, device="cuda", attention=attention, precision=precision)
+    RunConfig(model=TINY, attention="sdpa_flash")
+
+
+def test_text_needs_a_vocabulary_of_bytes():
+    small = dataclasses.replace(TINY, vocab_size=255)
+    assert refusal(model=small, data="stdlib").startswith("vocab_size: text is read as bytes and needs at least 256")
+    RunConfig(model=small)
+    RunConfig(model=TINY, data="stdlib")
+
+
+def test_a_model_of_ones_own_brings_its_batches():
+    assert refusal(model=UserModel(function="a:b"), data="stdlib").startswith("data: a model of your own brings")

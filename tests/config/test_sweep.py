@@ -1,0 +1,86 @@
+"""Sweep files: read, checked, and every mistake in one sentence that says where."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sources import ROOT
+from trainstep.config.grid import expand, groups_along
+from trainstep.config.sweep import load_sweep, sweep_from_document
+
+WHOLE = """
+title = "Warm-up"
+description = "With and without."
+compare = "compile"
+timeout_s = 30
+
+[grid]
+model = ["tiny", "mini"]
+compile = ["none", "block"]
+context = 128
+"""
+
+
+def refusal(text: str | bytes, tmp_path: Path) -> str:
+    file = tmp_path / "table.toml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError) as caught:
+        load_sweep(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: ") or f"{file} [grid]: " in message
+    assert "\n" not in message
+    return message
+
+
+def test_a_sweep(tmp_path: Path):
+    (tmp_path / "warmup.toml").write_text(WHOLE)
+    sweep = load_sweep(tmp_path / "warmup.toml")
+    assert (sweep.name, sweep.title, sweep.description) == ("warmup", "Warm-up", "With and without.")
+    assert (sweep.compare, sweep.timeout_s) == ("compile", 30.0)
+    assert sweep.grid == {"model": ["tiny", "mini"], "compile": ["none", "block"], "context": [128]}
+
+
+def test_defaults():
+    sweep = sweep_from_document({"grid": {"context": 8}}, name="it", where="it.toml")
+    assert (sweep.title, sweep.description, sweep.compare, sweep.timeout_s) == ("it", "", None, 600.0)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_published_sweeps(path: Path):
+    sweep = load_sweep(path)
+    assert groups_along(expand(sweep.grid, {"device": "cuda"}), sweep.compare)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("titel = 'x'\n[grid]\ncontext = 8", "unknown key 'titel' (did you mean title?); known: title,"),
+        ("[grid]\ncontxt = 8", "[grid]: unknown key 'contxt' (did you mean context?)"),
+        ("title = 'x'", "needs a table [grid] with at least one field"),
+        ("[grid]", "needs a table [grid]"),
+        ("grid = 3", "needs a table [grid]"),
+        ("[grid\n", "not TOML: "),
+        (b"\xff\xfe", "cannot be read: "),
+        ("timeout_s = 0\n[grid]\ncontext = 8", "timeout_s: must be a positive number of seconds, not 0"),
+        ("timeout_s = nan\n[grid]\ncontext = 8", "timeout_s: must be a positive number of seconds, not nan"),
+        ("timeout_s = true\n[grid]\ncontext = 8", "timeout_s: must be a positive number"),
+        ("timeout_s = '1'\n[grid]\ncontext = 8", "timeout_s: must be a positive number of seconds, not '1'"),
+        ("title = 3\n[grid]\ncontext = 8", "title: must be text, not 3"),
+        ("compare = ['a']\n[grid]\ncontext = 8", "compare: must be text, not ['a']"),
+    ],
+)
+def test_mistakes(text: str | bytes, words: str, tmp_path: Path):
+    assert words in refusal(text, tmp_path)
+
+
+def test_no_such_file(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"absent\.toml: there is no such sweep file$"):
+        load_sweep(tmp_path / "absent.toml")
+    with pytest.raises(ValueError, match="cannot be read: "):
+        load_sweep(tmp_path)
+
+
+def test_own_workloads_know_their_own_keys():
+    document: dict[str, Any] = {"grid": {"workload": "mine:IT", "anything": [1]}}
+    assert sweep_from_document(document, name="it", where="it.toml").grid["anything"] == [1]

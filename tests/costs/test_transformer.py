@@ -1,0 +1,57 @@
+"""FLOPs from shapes, term by term; torch's own counter is held against them in test_model_flops.py."""
+
+import pytest
+
+from trainstep.costs.transformer import PASSES, attention_flops, forward_flops, step_flops
+
+SHAPE = {"layers": 3, "d_model": 8, "d_ff": 20, "vocab_size": 50, "batch_size": 2, "context": 6}
+
+
+def matmul(m: int, k: int, n: int) -> int:
+    return 2 * m * k * n
+
+
+def test_forward_term_by_term():
+    tokens = 2 * 6
+    assert forward_flops(**SHAPE) == {
+        "attention_projections": 3 * (3 * matmul(tokens, 8, 8) + matmul(tokens, 8, 8)),
+        "attention_scores_and_values": 3 * 2 * (matmul(6, 8, 6) + matmul(6, 6, 8)) // 2,
+        "mlp": 3 * (2 * matmul(tokens, 8, 20) + matmul(tokens, 20, 8)),
+        "head": matmul(tokens, 8, 50),
+    }
+
+
+def test_attention():
+    assert attention_flops(5, 7, 11, 16, causal=False) == 5 * (matmul(7, 16, 11) + matmul(7, 11, 16))
+    assert attention_flops(5, 8, 8, 16, causal=True) * 2 == attention_flops(5, 8, 8, 16, causal=False)
+
+
+def test_heads_do_not_change_attentions_flops():
+    assert attention_flops(2 * 4, 6, 6, 2, causal=True) == attention_flops(2 * 1, 6, 6, 8, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "passes"), [("forward", 1), ("forward_no_grad", 1), ("forward_backward", 3), ("step", 3)]
+)
+def test_modes(mode: str, passes: int):
+    assert step_flops(mode, **SHAPE) == passes * sum(forward_flops(**SHAPE).values())
+    assert step_flops(mode, 4, **SHAPE) == 4 * step_flops(mode, **SHAPE)
+    assert set(PASSES) == {"forward", "forward_no_grad", "forward_backward", "step"}
+
+
+def test_six_flops_a_weight_and_token():
+    """The usual estimate, where attention and the look-up are small: GPT-2-small-like, a short context."""
+    shape = {"layers": 12, "d_model": 768, "d_ff": 3072, "vocab_size": 10_000, "batch_size": 4, "context": 128}
+    weights = 128_625_408 - 10_000 * 768
+    assert step_flops("step", **shape) == pytest.approx(6 * weights * 4 * 128, rel=0.02)
+
+
+def test_how_it_grows():
+    def grown(**changes: int) -> dict[str, float]:
+        more = forward_flops(**{**SHAPE, **changes})
+        return {name: more[name] / flops for name, flops in forward_flops(**SHAPE).items()}
+
+    assert set(grown(batch_size=4).values()) == {2}
+    assert grown(context=12) == {"attention_projections": 2, "attention_scores_and_values": 4, "mlp": 2, "head": 2}
+    assert grown(layers=6) == {"attention_projections": 2, "attention_scores_and_values": 2, "mlp": 2, "head": 1}
+    assert grown(d_model=16) == {"attention_projections": 4, "attention_scores_and_values": 2, "mlp": 2, "head": 2}

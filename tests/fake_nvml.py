@@ -1,0 +1,92 @@
+"""A pynvml that answers for GPUs that are not there, put in sys.modules for the time of a test."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+class NVMLError(Exception):
+    """As pynvml's: an exception with a number."""
+
+    def __init__(self, value: int, text: str = "Not Supported") -> None:
+        super().__init__(text)
+        self.value = value
+
+
+class FakeNvml:
+    """As much of pynvml as trainstep asks, counting the calls. A function set to None is one this library lacks."""
+
+    NVMLError = NVMLError
+    NVML_ERROR_LIBRARY_NOT_FOUND = 12
+    NVML_ERROR_DRIVER_NOT_LOADED = 9
+
+    def __init__(self, *names: str, cuda: int = 12080, init_error: NVMLError | None = None) -> None:
+        self.names = names
+        self.cuda = cuda
+        self.init_error = init_error
+        self.unsupported: set[str] = set()
+        self.calls: list[str] = []
+        self.reasons = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name.startswith("nvml"):
+            self.calls.append(name)
+            if name in self.unsupported:
+                raise NVMLError(3)
+        return value
+
+    def nvmlInit(self) -> None:
+        if self.init_error:
+            raise self.init_error
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "570.86.15"
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return self.cuda
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.names)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index >= len(self.names):
+            raise NVMLError(2, "Invalid Argument")
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        for index in range(len(self.names)):
+            if uuid == f"GPU-{index}aaa-bbb":
+                return index
+        raise NVMLError(6, "Not Found")
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}aaa-bbb"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return self.names[handle]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=(handle + 1) * 2**30, used=(handle + 1) * 2**20)
+
+    def nvmlDeviceGetClockInfo(self, handle: int, clock: int) -> int:
+        return {1: 1980}[clock]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
+        return {1: 2100}[clock]
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 412_500
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return {0: 61}[sensor]
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
+        return self.reasons
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml | None) -> None:
+    """Make `import pynvml` give this, or fail for None."""
+    monkeypatch.setitem(sys.modules, "pynvml", fake)

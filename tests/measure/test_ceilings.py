@@ -1,0 +1,170 @@
+"""Ceilings on a CPU, and the GPU's way of timing against fake events; on a GPU the real ones."""
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from trainstep.config.ceiling import KINDS, CeilingConfig
+from trainstep.config.parsing import to_plain
+from trainstep.costs.ceilings import copied_bytes, counted, matmul_flops
+from trainstep.measure import ceilings
+from trainstep.measure.ceilings import WORKLOAD
+from trainstep.measure.workload import Findings, load_workload
+
+
+def measured(stages: list[str] | None = None, turns: tuple[int, ...] = (3,), **fields: Any) -> Findings:
+    config = to_plain(CeilingConfig(**{"warmups": 2, "n": 64, "mib": 1, **fields}))
+    measurement = WORKLOAD.prepare(config, (stages if stages is not None else []).append)
+    for steps in turns:
+        measurement.take(steps)
+    return measurement.finish()
+
+
+@pytest.fixture
+def operands(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, str]]]:
+    """What every torch.mm was given, and the float32 precision it ran at."""
+    seen: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+    real = torch.mm
+
+    def spy(left: torch.Tensor, right: torch.Tensor, **named: Any) -> torch.Tensor:
+        seen.append((left, right, torch.get_float32_matmul_precision()))
+        return real(left, right, **named)
+
+    monkeypatch.setattr(torch, "mm", spy)
+    return seen
+
+
+def test_it_is_the_workload_ceiling():
+    assert load_workload("ceiling") is WORKLOAD
+    assert WORKLOAD.shares_worker
+
+
+def test_a_matmul():
+    stages: list[str] = []
+    found = measured(stages, turns=(3, 2), kind="matmul", dtype="fp32")
+    time = found.samples["time"]
+    assert (time.unit, len(time.values), len(time.warmups)) == ("s", 5, 2)
+    assert all(value > 0 for value in (*time.values, *time.warmups))
+    assert (found.facts["flops"].value, found.facts["flops"].unit) == (2 * 64**3, "flops")
+    rate = found.facts["rate"]
+    assert (rate.value, rate.unit) == (pytest.approx(2 * 64**3 / statistics.median(time.values)), "flop/s")
+    assert "2 n^3" in found.facts["counted"].value
+    assert found.facts["timing"].value == "host_clock"
+    assert stages == ["build", "warmup", "matmul", "matmul"]
+
+
+def test_a_copy_counts_reads_and_writes():
+    found = measured(kind="copy", mib=1)
+    assert (found.facts["bytes"].value, found.facts["bytes"].unit) == (2 * 2**20, "bytes")
+    assert found.facts["rate"].unit == "bytes/s"
+    assert "flops" not in found.facts
+
+
+def test_what_is_counted():
+    assert matmul_flops(10) == 2000
+    assert copied_bytes("copy", 3) == 2 * copied_bytes("host_to_device", 3) == 6 * 2**20
+    assert len({counted(kind) for kind in KINDS}) == len(KINDS)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_operands_are_normal_seeded_and_of_the_dtype(operands: Any, dtype: str):
+    measured(kind="matmul", dtype=dtype, seed=7)
+    measured(kind="matmul", dtype=dtype, seed=7)
+    measured(kind="matmul", dtype=dtype, seed=8)
+    left, right, _ = operands[0]
+    assert left.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert not torch.equal(left, right)
+    assert abs(left.float().mean()) < 0.1
+    assert left.float().std() == pytest.approx(1, abs=0.1)
+    assert torch.equal(left, operands[5][0])
+    assert not torch.equal(left, operands[10][0])
+
+
+@pytest.mark.parametrize(("dtype", "during"), [("fp32", "highest"), ("tf32", "high"), ("bf16", "medium")])
+def test_float32_precision_is_set_and_restored(operands: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, during: str):
+    config = CeilingConfig(dtype="fp32", n=8, warmups=1)
+    object.__setattr__(config, "dtype", dtype)  # tf32 on a CPU is refused, and rightly
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        ceilings.CeilingMeasurement(config, ceilings._matmul(config), lambda stage: None).warm_up()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert {precision for _, _, precision in operands} == {during}
+
+
+def test_precision_is_restored_after_an_error():
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    before = torch.get_float32_matmul_precision()
+    other = "medium" if before != "medium" else "high"
+    torch.set_float32_matmul_precision(other)
+    try:
+        config = CeilingConfig(dtype="fp32", warmups=1)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ceilings.CeilingMeasurement(config, fails, lambda stage: None).warm_up()
+        assert torch.get_float32_matmul_precision() == other
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_no_steps_gives_no_rate():
+    found = measured(turns=(), kind="matmul")
+    assert found.samples["time"].values == ()
+    assert "rate" not in found.facts
+
+
+def test_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="peer: there is no GPU 3"):
+        measured(kind="peer_copy", device="cuda", peer=3)
+
+
+def test_events_time_calls_back_to_back(monkeypatch: pytest.MonkeyPatch):
+    """A pretend GPU whose clock is the number of calls so far, and whose synchronisation is written down."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = log.count("call")
+            log.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert log[-1] == "synchronize"
+            return (end.at - self.at) * 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    assert ceilings._event_times_s(lambda: log.append("call"), 3) == [0.25, 0.25, 0.25]
+    assert log == ["call", "event", "call", "event", "call", "event", "call", "event", "synchronize"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["matmul", "copy", "host_to_device", "device_to_host"])
+def test_on_a_gpu(kind: str):
+    found = measured(kind=kind, device="cuda", n=4096, mib=256, dtype="bf16" if kind == "matmul" else "fp32")
+    assert found.facts["timing"].value == "cuda_events"
+    assert 1e9 < found.facts["rate"].value < 1e16
+
+
+@pytest.mark.gpu
+def test_tf32_is_faster_than_fp32():
+    rates = {
+        dtype: measured(kind="matmul", device="cuda", n=4096, dtype=dtype).facts["rate"] for dtype in ("fp32", "tf32")
+    }
+    assert rates["tf32"].value > 1.2 * rates["fp32"].value or torch.cuda.get_device_capability() < (8, 0)
+
+
+@pytest.mark.multigpu
+def test_between_gpus():
+    found = measured(kind="peer_copy", device="cuda", mib=256)
+    assert found.facts["route"].value in ("peer to peer", "through host memory")
+    assert found.facts["rate"].value > 1e9

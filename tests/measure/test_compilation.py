@@ -1,0 +1,95 @@
+"""Compile seconds, and whether the on-disk cache had it: from pretended counters, and from two real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch._dynamo.utils as dynamo
+
+from trainstep.measure.compilation import compilation_facts, empty_compile_cache
+
+CODE = """
+import dataclasses, json
+from trainstep.config.presets import size
+from trainstep.config.run import RunConfig
+from trainstep.measure.compilation import compilation_facts, empty_compile_cache
+from trainstep.training.build import build_step
+if {cold}:
+    empty_compile_cache()
+model = dataclasses.replace(size("tiny"), layers=1, d_model=16, d_ff=32)
+assembly = build_step(RunConfig(model=model, batch_size=1, context=4, compile="model"))
+assembly.step(assembly.micro_batches(0))
+print(json.dumps({{name: fact.value for name, fact in compilation_facts().items()}}))
+"""
+
+
+def facts_of(monkeypatch: pytest.MonkeyPatch, *, inductor: dict[str, int], autograd: dict[str, int] | None = None):
+    counters = defaultdict(Counter)
+    counters["inductor"].update(inductor)
+    counters["aot_autograd"].update(autograd or {})
+    counters["stats"]["unique_graphs"] = 3
+    times = {"_compile.compile_inner": [1.0, 2.0], "backward._backward_impl": [4.0], "compile_fx_inner": [100.0]}
+    monkeypatch.setattr(dynamo, "counters", counters)
+    monkeypatch.setattr(dynamo, "compilation_time_metrics", times)
+    return {name: (fact.value, fact.unit) for name, fact in compilation_facts().items()}
+
+
+def test_seconds_of_whole_graphs(monkeypatch: pytest.MonkeyPatch):
+    facts = facts_of(monkeypatch, inductor={"fxgraph_cache_miss": 2})
+    assert facts == {"compile_s": (7.0, "s"), "compile_cache": ("cold", ""), "compiled_graphs": (3, "count")}
+
+
+@pytest.mark.parametrize(
+    ("inductor", "autograd", "state"),
+    [
+        ({"fxgraph_cache_hit": 2}, {}, "warm"),
+        ({}, {"autograd_cache_hit": 1}, "warm"),
+        ({"fxgraph_cache_hit": 2, "fxgraph_cache_miss": 1}, {}, "cold"),
+        ({"fxgraph_cache_hit": 2, "fxgraph_cache_bypass": 1}, {}, "cold"),
+        ({"fxgraph_cache_miss": 1}, {"autograd_cache_hit": 1}, "cold"),
+        ({}, {}, "cold"),
+    ],
+)
+def test_warm_is_when_everything_was_there(
+    monkeypatch: pytest.MonkeyPatch, inductor: dict[str, int], autograd: dict[str, int], state: str
+):
+    assert facts_of(monkeypatch, inductor=inductor, autograd=autograd)["compile_cache"] == (state, "")
+
+
+def test_an_empty_cache(monkeypatch: pytest.MonkeyPatch):
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    for name in names:
+        monkeypatch.setenv(name, "before")
+    seen = []
+    for _ in range(2):
+        empty_compile_cache()
+        seen += [os.environ[name] for name in names]
+    assert len(set(seen)) == 4
+    for folder in map(Path, seen):
+        assert folder.parent.is_dir()
+        assert not folder.exists() or not any(folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_cold_then_warm_then_cold_again(tmp_path: Path):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": ":".join(sys.path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "TMPDIR": str(tmp_path),
+    }
+    found = []
+    for cold in (False, False, True):
+        command = [sys.executable, "-c", CODE.format(cold=cold)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert [facts["compile_cache"] for facts in found] == ["cold", "warm", "cold"]
+    assert all(facts["compiled_graphs"] == 1 for facts in found)
+    assert found[1]["compile_s"] < min(found[0]["compile_s"], found[2]["compile_s"])
+    assert not [*tmp_path.glob("trainstep-compile-cache-*")], "the process that made it takes it away"

@@ -1,0 +1,144 @@
+"""The driving side: limits kept, deaths explained, nothing left running."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cell_maker import importable, is_alive, planted, silent, wait_until
+from trainstep.config.cell import Cell
+from trainstep.measure.connection import Answer, CellConnection, CellLost
+from trainstep.records.record import Failure
+
+__all__ = ["importable"]
+pytestmark = pytest.mark.usefixtures("importable")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., CellConnection]]:
+    opened: list[CellConnection] = []
+
+    def open_one(tell: Callable[[Cell, str], None] = silent) -> CellConnection:
+        opened.append(CellConnection(tell))
+        return opened[-1]
+
+    yield open_one
+    for connection in opened:
+        connection.kill()
+        connection.close()
+
+
+def ask(connection: CellConnection, cell: Cell, do: str, timeout_s: float = 30, **fields: Any) -> Answer:
+    request = {"do": do, "workload": cell.workload, "config": dict(cell.config), **fields}
+    return connection.ask(cell, request, timeout_s=timeout_s, limit_s=timeout_s)
+
+
+def lost(connection: CellConnection, cell: Cell, timeout_s: float = 30) -> Failure:
+    """How the cell's process is lost on its way."""
+    with pytest.raises(CellLost) as caught:
+        for do in ("prepare", "take", "finish"):
+            ask(connection, cell, do, timeout_s, steps=1)
+    assert str(caught.value) == caught.value.failure.message
+    return caught.value.failure
+
+
+def test_stages_are_told_and_answers_come(connect: Callable[..., CellConnection]):
+    told: list[tuple[Cell, str]] = []
+    connection, cell = connect(lambda *what: told.append(what)), planted()
+    assert ask(connection, cell, "prepare") == {"event": "ready"}
+    assert told == [(cell, "start"), (cell, "build"), (cell, "steps")]
+    assert connection.alive
+    connection.close()
+    assert not connection.alive
+
+
+@pytest.mark.parametrize("act", ["hang", "hang_in_native_code"])
+def test_a_time_out(connect: Callable[..., CellConnection], act: str):
+    connection = connect()
+    ask(connection, planted(act=act), "prepare")
+    started_s = time.monotonic()
+    failure = lost(connection, planted(act=act), timeout_s=0.3)
+    assert time.monotonic() - started_s < 20, "it was killed and not waited for"
+    assert (failure.kind, failure.phase) == ("timeout", "steps")
+    assert failure.message == "killed in steps after its 0.3 s were over"
+    assert not connection.alive
+
+
+@linux
+@pytest.mark.parametrize("act", ["spawn", "fork"])
+@pytest.mark.parametrize("then", ["hang", "abort", "hard_exit"])
+def test_grandchildren_die_too(connect: Callable[..., CellConnection], tmp_path: Path, act: str, then: str):
+    cell = planted(act=act, then=then, pid_file=str(tmp_path / "pid"))
+    connection = connect()
+    ask(connection, cell, "prepare")
+    failure = lost(connection, cell, timeout_s=1 if then == "hang" else 30)
+    assert failure.kind == ("timeout" if then == "hang" else "crash"), "a child that holds the pipe hides no death"
+    assert wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
+
+
+@linux
+def test_grandchildren_leave_with_a_cell_that_is_done(connect: Callable[..., CellConnection], tmp_path: Path):
+    cell, connection = planted("SPAWNS", pid_file=str(tmp_path / "pid")), connect()
+    for do in ("prepare", "take", "finish"):
+        ask(connection, cell, do, steps=1)
+    connection.close()
+    assert wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("abort", "the process was killed by SIGABRT in steps"),
+        ("segfault", "the process was killed by SIGSEGV in steps"),
+        ("real_time_signal", "the process was killed by signal 40 in steps"),
+        ("hard_exit", "the process left with exit code 7 in steps"),
+    ],
+)
+def test_a_crash_says_how(connect: Callable[..., CellConnection], act: str, words: str):
+    failure = lost(connect(), planted(act=act))
+    assert (failure.kind, failure.phase, failure.message) == ("crash", "steps", words)
+
+
+def test_sigkill_is_the_kernel_short_of_memory(connect: Callable[..., CellConnection]):
+    failure = lost(connect(), planted("KILLED"))
+    assert (failure.kind, failure.phase) == ("out_of_memory", "steps")
+    assert "ran out of memory" in failure.message
+
+
+def test_sigkill_beside_a_gpu_is_not(connect: Callable[..., CellConnection]):
+    failure = lost(connect(), planted("KILLED", device="cuda"))
+    assert failure.kind == "crash"
+    assert "SIGKILL" in failure.message
+
+
+def test_killed_while_it_waits_for_its_turn(connect: Callable[..., CellConnection]):
+    connection = connect()
+    ask(connection, planted(), "prepare")
+    connection._process.send_signal(signal.SIGTERM)
+    connection._process.wait()
+    assert lost(connection, planted()).message == "the process was killed by SIGTERM in steps"
+
+
+def test_last_lines_are_the_end_of_this_cells_words(connect: Callable[..., CellConnection]):
+    connection = connect()
+    noisy = planted("NOISY")
+    for do in ("prepare", "take", "finish"):
+        ask(connection, noisy, do, steps=1)
+    connection.begin()
+    ask(connection, planted("RAISE"), "prepare")
+    assert ask(connection, planted("RAISE"), "take", steps=1)["event"] == "finished"
+    connection.kill()
+    failure = lost(connection, planted())
+    assert failure.last_lines == ("about to raise",)
+
+
+def test_closing_twice_is_no_harm(connect: Callable[..., CellConnection]):
+    connection = connect()
+    connection.kill()
+    connection.close()
+    connection.close()

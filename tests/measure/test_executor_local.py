@@ -1,0 +1,108 @@
+"""Which process a cell gets: a fresh one, or the one that its workload shares as long as nothing went wrong."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cell_maker import importable, is_alive, planted, silent, wait_until
+from trainstep.config.cell import Cell
+from trainstep.measure.executor_local import run_groups
+from trainstep.measure.runner import Limits
+from trainstep.records.record import Record
+
+__all__ = ["importable"]
+pytestmark = pytest.mark.usefixtures("importable")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def run(*cells: Cell, timeout_s: float = 60.0) -> list[Record]:
+    groups = run_groups([[cell] for cell in cells], Limits(timeout_s=timeout_s), silent)
+    return [record for records in groups for record in records]
+
+
+def pids(records: Sequence[Record]) -> list[int | None]:
+    return [record.fact("pid") for record in records]
+
+
+def shared(index: int, **config: Any) -> Cell:
+    return planted("SHARED", index=index, **config)
+
+
+def test_a_fresh_process_a_cell():
+    found = pids(run(planted(index=0), planted(index=1), planted(index=2)))
+    assert len(set(found)) == 3
+
+
+def test_one_process_for_cells_that_share_it():
+    found = pids(run(shared(0), shared(1), shared(2)))
+    assert len(set(found)) == 1
+
+
+def test_shared_until_one_fails():
+    acts = ["nothing", "nothing", "run_out", "nothing", "abort", "nothing", "hang", "nothing", "nothing"]
+    cells = [shared(index, act=act) for index, act in enumerate(acts)]
+    records = run(*cells, timeout_s=2.5)
+    assert [record.key for record in records] == [cell.key for cell in cells]
+    kinds = [record.failure.kind if record.failure else "" for record in records]
+    assert kinds == ["", "", "out_of_memory", "", "crash", "", "timeout", "", ""]
+    first, second, _, third, _, fourth, _, fifth, sixth = pids(records)
+    assert (first, fifth) == (second, sixth)
+    assert len({first, third, fourth, fifth}) == 4
+
+
+def test_not_shared_with_another_workload():
+    noisy = planted("NOISY")
+    first, second, third = pids(run(shared(0), noisy, shared(1)))
+    assert len({first, second, third}) == 3
+
+
+def test_a_shared_process_that_died_in_between():
+    records: list[Record] = []
+    for [record] in run_groups([[shared(0)], [shared(1)]], Limits(), silent):
+        records.append(record)
+        if len(records) == 1:
+            kill_and_wait(record.fact("pid"))
+    assert [record.failure for record in records] == [None, None], "the second cell did nothing wrong"
+
+
+def kill_and_wait(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not is_alive(pid))
+    time.sleep(0.2)  # for its parent to have heard of it
+
+
+def test_groups_take_turns_between_single_cells(tmp_path: Path):
+    log = tmp_path / "log"
+    pair = [planted(name=name, steps=2, log=str(log)) for name in ("a", "b")]
+    found = list(run_groups([[shared(0)], pair, [shared(1)]], Limits(), silent))
+    assert [len(records) for records in found] == [1, 2, 1]
+    assert [record.fact("interleaving") for records in found for record in records] == ["none", "live", "live", "none"]
+    assert found[0][0].fact("pid") != found[2][0].fact("pid")
+    assert "a take 1\nb take 1\nb take 1\na take 1\n" in log.read_text()
+
+
+@linux
+@pytest.mark.parametrize("name", ["SLEEP", "SHARED"])
+def test_closing_ends_what_runs(tmp_path: Path, name: str):
+    cells = [planted(name, index=index, act="spawn", pid_file=str(tmp_path / str(index))) for index in (0, 1)]
+    groups = run_groups([[cell] for cell in cells], Limits(), silent)
+    [record] = next(groups)
+    groups.close()
+    assert not (tmp_path / "1").exists()
+    assert wait_until(lambda: not is_alive(record.fact("pid")))
+    assert wait_until(lambda: not is_alive(int((tmp_path / "0").read_text())))
+
+
+@linux
+def test_a_record_does_not_wait_for_its_process_to_leave(tmp_path: Path):
+    groups = run_groups([[planted()]], Limits(), silent)
+    [record] = next(groups)
+    assert is_alive(record.fact("pid"))
+    groups.close()
+    assert wait_until(lambda: not is_alive(record.fact("pid")))

@@ -1,0 +1,186 @@
+"""Variants side by side: they really alternate, a lost one takes nobody with it, and those that do not fit go in rounds."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cell_maker import importable, is_alive, planted, silent, wait_until
+from trainstep.config.cell import Cell
+from trainstep.measure.interleave import run_interleaved
+from trainstep.measure.runner import Limits
+from trainstep.records.compare import compare_records
+from trainstep.records.record import Record
+
+__all__ = ["importable"]
+pytestmark = pytest.mark.usefixtures("importable")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+def variants(log: Path, *names: str, **config: Any) -> list[Cell]:
+    """Cells that differ in their name alone and note each call of theirs."""
+    return [planted(name=name, log=str(log), **config) for name in names]
+
+
+def run(cells: Sequence[Cell], timeout_s: float = 60.0) -> list[Record]:
+    records = run_interleaved(cells, Limits(timeout_s=timeout_s), silent)
+    assert [record.key for record in records] == [cell.key for cell in cells]
+    return records
+
+
+def called(log: Path, what: str) -> list[str]:
+    """Who did this, in the order of time: `a 2` for a call with 2 steps."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [" ".join([name, *rest]) for name, done, *rest in lines if done == what]
+
+
+def test_turns_alternate_and_reverse(log: Path):
+    records = run(variants(log, "a", "b", steps=20))
+    assert called(log, "take") == ["a 2", "b 2", "b 2", "a 2"] * 5
+    assert called(log, "prepare") == ["a", "b"]
+    for record in records:
+        assert len(record.samples["step"].values) == 20
+        assert record.fact("interleaving") == "live"
+        assert record.fact("turn_steps") == 2
+        assert record.facts["turn_steps"].unit == "count"
+    assert records[0].fact("interleaving_group") == records[1].fact("interleaving_group")
+    assert records[0].fact("pid") != records[1].fact("pid")
+    comparison = compare_records(*records)
+    assert (comparison.n, comparison.paired, comparison.interleaving) == (10, True, "live")
+
+
+def test_three_variants_and_steps_that_do_not_divide(log: Path):
+    run(variants(log, "a", "b", "c", steps=23))
+    turn = [["a 2", "b 2", "c 2"], ["c 2", "b 2", "a 2"]]
+    expected = [call for index in range(11) for call in turn[index % 2]] + ["c 1", "b 1", "a 1"]
+    assert called(log, "take") == expected
+
+
+def test_few_steps_make_as_many_turns(log: Path):
+    run(variants(log, "a", "b", steps=3))
+    assert called(log, "take") == ["a 1", "b 1", "b 1", "a 1", "a 1", "b 1"]
+
+
+@pytest.mark.parametrize(("steps", "turn"), [(40, 4), (12, 4), (100, 8)])
+def test_turns_are_whole_windows(log: Path, steps: int, turn: int):
+    records = run(variants(log, "a", "b", steps=steps, sync=4))
+    taken = [int(call.split()[1]) for call in called(log, "take")]
+    assert taken[0] == turn
+    assert all(count % 4 == 0 for count in taken)
+    assert records[0].fact("turn_steps") == turn // 4, "a window is one value of `step`"
+
+
+def test_windows_of_two_lengths(log: Path):
+    cells = [*variants(log, "a", steps=12, sync=2), *variants(log, "b", steps=12, sync=3)]
+    records = run(cells)
+    assert called(log, "take") == ["a 6", "b 6", "b 6", "a 6"]
+    assert [record.fact("turn_steps") for record in records] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "where"),
+    [
+        ("abort", "crash", "prepare"),
+        ("abort", "crash", "take"),
+        ("abort", "crash", "finish"),
+        ("raise", "crash", "take"),
+        ("hang", "timeout", "take"),
+    ],
+)
+def test_a_lost_variant_takes_nobody_with_it(log: Path, act: str, kind: str, where: str):
+    bad, good = variants(log, "bad", act=act, where=where, steps=4), variants(log, "good", steps=4)
+    records = run([*bad, *good], timeout_s=3.0 if act == "hang" else 60.0)
+    assert records[0].failure is not None
+    assert records[0].failure.kind == kind
+    assert records[1].failure is None
+    assert len(records[1].samples["step"].values) == 4
+    assert compare_records(*records).verdict == "cannot tell"
+
+
+def test_waiting_for_a_turn_costs_no_time(log: Path):
+    """Together they take longer than each may."""
+    started_s = time.monotonic()
+    records = run(variants(log, "a", "b", "c", steps=10, seconds=0.1), timeout_s=2.8)
+    assert time.monotonic() - started_s > 2.8
+    assert [record.failure for record in records] == [None, None, None]
+
+
+def test_memory_that_never_fits_is_found_alone(log: Path):
+    """The first is prepared alone: its failure needs no second try, and its process makes room at once."""
+    first = variants(log, "first", act="run_out", where="prepare", alone=str(log) + ".alone")
+    second = variants(log, "second", alone=str(log) + ".alone", steps=2)
+    records = run([*first, *second])
+    assert records[0].failure is not None
+    assert records[0].failure.kind == "out_of_memory"
+    assert records[1].failure is None
+    assert records[1].fact("interleaving") == "live"
+    assert called(log, "prepare") == ["first", "second"]
+
+
+def test_the_last_one_alive_is_alone(log: Path):
+    crashed, hungry = variants(log, "crashed", act="abort"), variants(log, "hungry", act="run_out")
+    records = run([*crashed, *hungry])
+    assert [record.failure.kind for record in records if record.failure] == ["crash", "out_of_memory"]
+    assert called(log, "prepare") == ["crashed", "hungry"], "no rounds: they would say the same"
+
+
+def test_rounds_where_they_do_not_fit(log: Path):
+    records = run(variants(log, "a", "b", steps=10, alone=str(log) + ".alone"))
+    assert called(log, "prepare") == ["a", "a", "b", "b", "a", "a", "b"], "the first a stood alone, then they met"
+    assert called(log, "take") == ["a 4", "b 4", "b 4", "a 4", "a 4", "b 4"]
+    for record in records:
+        assert record.failure is None
+        assert len(record.samples["step"].values) == 12
+        assert record.fact("interleaving") == "rounds"
+        assert record.fact("turn_steps") == 4
+    assert records[0].fact("interleaving_group") == records[1].fact("interleaving_group")
+    assert compare_records(*records).n == 3
+
+
+def test_rounds_are_whole_windows_too(log: Path):
+    records = run(variants(log, "a", "b", steps=10, sync=5, alone=str(log) + ".alone"))
+    assert called(log, "take") == ["a 5", "b 5", "b 5", "a 5", "a 5", "b 5"]
+    assert records[0].fact("turn_steps") == 1
+
+
+def test_rounds_skip_a_variant_that_failed(log: Path):
+    alone = str(log) + ".alone"
+    good, bad = variants(log, "good", steps=3, alone=alone), variants(log, "bad", act="run_out", alone=alone)
+    records = run([*good, *bad])
+    assert records[0].failure is None
+    assert len(records[0].samples["step"].values) == 3
+    assert records[1].failure is not None
+    assert records[1].failure.kind == "out_of_memory"
+    assert records[1].failure.asked_bytes == 4096
+    assert called(log, "prepare").count("bad") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_an_interrupt_leaves_nothing_running(log: Path):
+    def interrupt(cell: Cell, stage: str) -> None:
+        if cell.config["name"] == "b" and stage == "steps":
+            raise KeyboardInterrupt
+
+    cells = variants(log, "a", "b", "c", act="spawn", where="prepare", pid_file=str(log) + ".pid")
+    with pytest.raises(KeyboardInterrupt):
+        run_interleaved(cells, Limits(), interrupt)
+    assert called(log, "prepare") == ["a", "b"]
+    assert wait_until(lambda: not is_alive(int(Path(str(log) + ".pid").read_text())))
+
+
+@pytest.mark.slow
+def test_equal_variants_are_seldom_called_different(log: Path):
+    """Ten real A/A comparisons of 19 turns of the same hashing: at most one may be called different."""
+    verdicts = []
+    for index in range(10):
+        comparison = compare_records(*run(variants(log, f"a{index}", f"b{index}", steps=19, work=300)))
+        assert comparison.n == 19
+        verdicts.append(comparison.verdict)
+    assert sum(verdict != "cannot tell" for verdict in verdicts) <= 1, verdicts

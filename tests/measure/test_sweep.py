@@ -1,0 +1,151 @@
+"""A sweep writes each group before the next begins, goes on where it stopped, and refuses to mix."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cell_maker import planted
+from record_maker import ENVIRONMENT, a_record
+from trainstep.config.cell import Cell
+from trainstep.measure.sweep import Progress, pending, run_sweep
+from trainstep.records.record import Environment, Failure, Record
+from trainstep.records.store import Store
+
+CELLS = [planted(index=index) for index in range(5)]
+GROUPS = [[cell] for cell in CELLS]
+
+
+def done(cell: Cell, kind: str | None = None, environment: Environment = ENVIRONMENT) -> Record:
+    failure = None if kind is None else Failure(kind=kind, phase="steps", message="planted")
+    return a_record(workload=cell.workload, key=cell.key, config=cell.config, environment=environment, failure=failure)
+
+
+class Executor:
+    """Answers each group with its records, and notes what was on disk when the group began."""
+
+    def __init__(self, store: Store, stop_before: int = 10**9) -> None:
+        self.store = store
+        self.stop_before = stop_before
+        self.ran: list[list[str]] = []
+        self.on_disk: list[int] = []
+
+    def __call__(self, groups: Sequence[Sequence[Cell]]) -> Iterator[list[Record]]:
+        for index, group in enumerate(groups):
+            if index == self.stop_before:
+                raise KeyboardInterrupt
+            self.on_disk.append(len(self.store.latest()))
+            self.ran.append([cell.key for cell in group])
+            yield [done(cell) for cell in group]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "runs" / "sweep.jsonl")
+
+
+def sweep(
+    store: Store,
+    executor: Executor,
+    groups: Sequence[Sequence[Cell]] = GROUPS,
+    here: Environment = ENVIRONMENT,
+    **options: Any,
+) -> list[Progress]:
+    return list(run_sweep(groups, store, executor, here=here, **options))
+
+
+def test_each_on_disk_before_the_next_begins(store: Store):
+    executor = Executor(store)
+    steps = sweep(store, executor)
+    assert executor.on_disk == [0, 1, 2, 3, 4]
+    assert [(step.done, step.of) for step in steps] == [(index, 5) for index in range(6)]
+    assert [record.key for step in steps for record in step.records] == [cell.key for cell in CELLS]
+    assert list(store.latest()) == [cell.key for cell in CELLS]
+
+
+def test_it_goes_on_where_it_stopped(store: Store):
+    with pytest.raises(KeyboardInterrupt):
+        sweep(store, Executor(store, stop_before=2))
+    executor = Executor(store)
+    steps = sweep(store, executor)
+    assert steps[0] == Progress(done=2, of=5, records=())
+    assert executor.ran == [[cell.key] for cell in CELLS[2:]]
+    assert sweep(store, Executor(store)) == [Progress(done=5, of=5, records=())]
+
+
+def test_a_torn_last_line_is_run_again(store: Store):
+    sweep(store, Executor(store))
+    text = store.path.read_bytes()
+    store.path.write_bytes(text[:-20])
+    executor = Executor(store)
+    sweep(store, executor)
+    assert executor.ran == [[CELLS[4].key]]
+    assert store.path.read_bytes() == text
+
+
+def test_a_larger_grid_keeps_what_is_there(store: Store):
+    sweep(store, Executor(store))
+    executor = Executor(store)
+    more = [[planted(index=9)], *GROUPS]
+    assert sweep(store, executor, more)[-1].done == 6
+    assert executor.ran == [[more[0][0].key]]
+
+
+def test_failures_are_results_until_they_are_retried(store: Store):
+    for cell, kind in zip(CELLS, (None, "out_of_memory", "crash", "timeout", "import_error"), strict=True):
+        store.append(done(cell, kind))
+    executor = Executor(store)
+    sweep(store, executor)
+    assert executor.ran == []
+    sweep(store, executor, retry_failed=True)
+    assert executor.ran == [[cell.key] for cell in CELLS[2:]], "out of memory would say the same again"
+    sweep(store, executor, retry_failed=True)
+    assert len(executor.ran) == 3
+
+
+def test_a_compared_group_runs_whole(store: Store):
+    groups = [CELLS[:2], CELLS[2:4]]
+    for cell in CELLS[:3]:
+        store.append(done(cell))
+    assert pending(groups, store) == [CELLS[2:4]]
+    executor = Executor(store)
+    steps = sweep(store, executor, groups)
+    assert [(step.done, step.of) for step in steps] == [(2, 4), (4, 4)]
+    assert len(store.read()) == 5, "nothing that was there is lost"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gpu": "NVIDIA L4"}, "gpu NVIDIA L4 against NVIDIA H200"),
+        ({"gpu": None}, "gpu None against NVIDIA H200"),
+        ({"torch": "2.14.0"}, "torch 2.14.0 against 2.13.0"),
+        ({"commit": "fff"}, "commit fff against None"),
+        ({"source": "fff"}, "source fff against abc"),
+    ],
+)
+def test_no_mixing_unless_allowed(store: Store, changes: dict[str, str], words: str):
+    store.append(done(CELLS[0]))
+    here = replace(ENVIRONMENT, **changes)
+    executor = Executor(store)
+    with pytest.raises(ValueError, match=rf"{words} .*--allow-mixed"):
+        sweep(store, executor, here=here)
+    assert executor.ran == []
+    assert sweep(store, executor, here=here, allow_mixed=True)[-1].done == 5
+
+
+@pytest.mark.parametrize("changes", [{"hostname": "other"}, {"dirty": True}, {"memory_bytes": 7}, {"driver": "580"}])
+def test_what_may_differ(store: Store, changes: dict[str, Any]):
+    store.append(done(CELLS[0]))
+    assert sweep(store, Executor(store), here=replace(ENVIRONMENT, **changes))[-1].done == 5
+
+
+def test_two_sweeps_on_one_store(store: Store):
+    first = run_sweep(GROUPS, store, Executor(store), here=ENVIRONMENT)
+    next(first)
+    with pytest.raises(ValueError, match="another trainstep is writing to it; give --out"):
+        sweep(store, Executor(store))
+    assert len(list(first)) == 5
+    assert sweep(store, Executor(store))[0].done == 5

@@ -1,0 +1,157 @@
+"""The references against torch's own ops, hand-written fp64 and their algebra."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from numerics import assert_as_accurate_as
+from trainstep.ops import reference
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+POSITIONS = [1, 2, 17]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Query by query, key by key, in fp64."""
+    q, k, v = q.double(), k.double(), v.double()
+    rows = []
+    for i in range(q.shape[2]):
+        last = i + 1 if causal else k.shape[2]
+        weights = torch.stack([(q[:, :, i] * k[:, :, j]).sum(-1) * scale for j in range(last)]).exp()
+        rows.append((weights.unsqueeze(-1) * v[:, :, :last].movedim(2, 0)).sum(0) / weights.sum(0).unsqueeze(-1))
+    return torch.stack(rows, dim=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_attention(dtype: torch.dtype, causal: bool, positions: int):
+    q, k, v = (normal(2, 3, positions, 6, dtype=dtype, seed=seed) for seed in range(3))
+    ours = reference.attention(q, k, v, causal=causal)
+    torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert_as_accurate_as(ours, torchs, attention_by_hand(q, k, v, causal=causal, scale=6**-0.5))
+
+
+def test_attention_with_a_scale_of_ones_own():
+    q, k, v = (normal(1, 1, 5, 4, seed=seed) for seed in range(3))
+    ours = reference.attention(q, k, v, causal=True, scale=0.1)
+    torch.testing.assert_close(ours.double(), attention_by_hand(q, k, v, causal=True, scale=0.1))
+
+
+def test_causal_attention_is_aligned_at_the_top_left():
+    """Query i sees keys 0..i even where there are more keys than queries."""
+    q, k, v = normal(1, 1, 2, 4), normal(1, 1, 5, 4, seed=1), normal(1, 1, 5, 4, seed=2)
+    torch.testing.assert_close(reference.attention(q, k, v, causal=True)[:, :, 0], v[:, :, 0])
+
+
+def test_a_constant_value_comes_through_attention():
+    """Probabilities of a row sum to one."""
+    q, k = normal(1, 2, 9, 4), normal(1, 2, 9, 4, seed=1)
+    out = reference.attention(100 * q, k, torch.full((1, 2, 9, 4), 3.0), causal=True)
+    torch.testing.assert_close(out, torch.full_like(out, 3.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 100.0])
+def test_rms_norm(dtype: torch.dtype, scale: float):
+    x, weight = (normal(4, 7, 33, seed=1) * scale).to(dtype), (1 + normal(33, seed=2)).to(dtype)
+    truth = torch.nn.functional.rms_norm(x.double(), (33,), weight.double(), 1e-5)
+    torchs = torch.nn.functional.rms_norm(x, (33,), weight, 1e-5)
+    ours = reference.rms_norm(x, weight, 1e-5)
+    assert ours.dtype == dtype
+    assert_as_accurate_as(ours, torchs, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_gradients(dtype: torch.dtype):
+    def gradients(norm: object, wide: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.to(dtype).to(wide).requires_grad_() for t in (normal(5, 33, seed=1), 1 + normal(33, seed=2))]
+        cotangent = normal(5, 33, dtype=dtype, seed=3).to(wide)
+        return torch.autograd.grad(norm(*leaves), leaves, cotangent)  # type: ignore[operator]
+
+    def torchs(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (33,), weight, 1e-5)
+
+    ours = gradients(lambda x, weight: reference.rms_norm(x, weight, 1e-5), dtype)
+    for name, result, same, truth in zip(
+        ("x", "weight"), ours, gradients(torchs, dtype), gradients(torchs, torch.float64), strict=True
+    ):
+        assert_as_accurate_as(result, same, truth, name)
+
+
+def test_rms_norm_works_inside_in_fp32():
+    """Squares of these overflow fp16 and vanish in it; a norm computed in fp32 still comes out right."""
+    ones = torch.ones(8, dtype=torch.float16)
+    assert torch.equal(reference.rms_norm(ones * 1000, ones, 1e-5), ones)
+    small = reference.rms_norm(ones * 1e-4, ones, 0.0)
+    assert (small - 1).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+def test_every_reference_keeps_the_dtype(dtype: torch.dtype):
+    x = normal(1, 2, 4, 6, dtype=dtype)
+    cos, sin = reference.rotary_tables(4, 6, 10_000.0, CPU)
+    assert reference.rotary(x, cos, sin).dtype == dtype
+    assert reference.rms_norm(x, x[0, 0, 0], 1e-5).dtype == dtype
+    assert reference.swiglu(x, x).dtype == dtype
+    assert reference.attention(x, x, x, causal=True).dtype == dtype
+
+
+def test_fp64_is_not_narrowed():
+    """What kernels are held to must itself be computed in fp64."""
+    x, weight = normal(3, 16, dtype=torch.float64), normal(16, dtype=torch.float64, seed=1)
+    truth = torch.nn.functional.rms_norm(x, (16,), weight, 1e-5)
+    assert (reference.rms_norm(x, weight, 1e-5) - truth).abs().max() < 1e-13
+    cos, sin = (table.double() for table in reference.rotary_tables(3, 16, 10_000.0, CPU))
+    back = reference.rotary(reference.rotary(x, cos, sin), cos, -sin)
+    assert (back - x * (cos**2 + sin**2).repeat_interleave(2, dim=-1)).abs().max() < 1e-13
+
+
+def test_rotary_tables():
+    cos, sin = reference.rotary_tables(131_072, 8, 10_000.0, CPU)
+    assert (cos.shape, cos.dtype) == ((131_072, 4), torch.float32)
+    for position in (0, 1, 17, 131_071):
+        for pair in range(4):
+            angle = position * 10_000.0 ** (-2 * pair / 8)
+            assert cos[position, pair].item() == pytest.approx(math.cos(angle), abs=1e-7)
+            assert sin[position, pair].item() == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def test_rotary_turns_adjacent_pairs():
+    """As complex numbers: x_2i + j x_2i+1 times e^(j angle)."""
+    x = normal(2, 3, 17, 8)
+    cos, sin = reference.rotary_tables(17, 8, 10_000.0, CPU)
+    pairs = torch.view_as_complex(x.double().reshape(2, 3, 17, 4, 2).contiguous())
+    angles = torch.arange(17.0, dtype=torch.float64)[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2).double() / 8)
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    assert (reference.rotary(x, cos, sin).double() - turned).abs().max() < 1e-6
+    assert torch.equal(reference.rotary(x, cos, sin)[:, :, 0], x[:, :, 0])
+
+
+def test_rotary_keeps_norms():
+    x = normal(1, 2, 40, 16)
+    turned = reference.rotary(x, *reference.rotary_tables(40, 16, 10_000.0, CPU))
+    norms = [t.unflatten(-1, (-1, 2)).norm(dim=-1) for t in (turned, x)]
+    torch.testing.assert_close(*norms)
+    assert not torch.allclose(turned, x)
+
+
+@pytest.mark.parametrize("shift", [1, 5, 30])
+def test_rotary_scores_depend_on_distance_alone(shift: int):
+    q, k = normal(1, 1, 1, 16).expand(1, 1, 40, 16), normal(1, 1, 1, 16, seed=1).expand(1, 1, 40, 16)
+    tables = reference.rotary_tables(40, 16, 10_000.0, CPU)
+    scores = (reference.rotary(q, *tables) @ reference.rotary(k, *tables).mT)[0, 0]
+    torch.testing.assert_close(scores[shift:, shift:], scores[:-shift, :-shift], atol=1e-4, rtol=0)
+    assert scores[0].std() > 0.1
+
+
+def test_swiglu():
+    gate, up = normal(3, 5), normal(3, 5, seed=1)
+    torch.testing.assert_close(reference.swiglu(gate, up), up * gate / (1 + (-gate).exp()))

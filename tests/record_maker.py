@@ -1,0 +1,40 @@
+"""A whole record for tests that care about a part of it."""
+
+from typing import Any
+
+from trainstep.records.record import Environment, Record, Samples
+
+ENVIRONMENT = Environment(
+    hostname="host",
+    os="Linux",
+    cpu="a cpu",
+    cores=2,
+    memory_bytes=1,
+    python="3.11",
+    trainstep="0.1",
+    source="abc",
+    torch="2.13.0",
+    triton="3.6.0",
+    cuda="12.8",
+    gpu="NVIDIA H200",
+    gpu_count=1,
+    driver="570",
+)
+
+
+def seconds(values: Any, warmups: tuple[float, ...] = ()) -> Samples:
+    return Samples(unit="s", values=tuple(float(value) for value in values), warmups=warmups)
+
+
+def a_record(**changes: Any) -> Record:
+    """Of a train_step on ENVIRONMENT, with three steps of a second and nothing else but what is given."""
+    given = {
+        "workload": "train_step",
+        "key": "k",
+        "config": {},
+        "environment": ENVIRONMENT,
+        "started_at": "2026-11-01T00:00:00Z",
+        "duration_s": 1.5,
+        "samples": {"step": seconds([1, 1, 1])},
+    }
+    return Record(**{**given, **changes})

@@ -1,0 +1,314 @@
+"""Comparisons: the rates of false and missed verdicts under simulated noise, the interval's coverage, and what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from record_maker import ENVIRONMENT, a_record, seconds
+from trainstep.records.compare import Comparison, compare_records, compare_samples, match_records, student_point
+from trainstep.records.record import Fact, Failure, Record, Samples
+
+SIMULATIONS = 500
+N = 20
+
+
+def of_steps(values, **changes) -> Record:
+    return a_record(**{"samples": {"step": seconds(values)}, **changes})
+
+
+def turns(group="g", turn_steps=1, interleaving="live") -> dict[str, Fact]:
+    facts = {"interleaving": interleaving, "interleaving_group": group, "turn_steps": turn_steps}
+    return {name: Fact(value=value) for name, value in facts.items()}
+
+
+# Noise. Each gives factors on the true time for 2 n steps taken in the order a b a b.
+
+
+def normal(std: float) -> Callable:
+    return lambda rng, n: 1 + std * rng.standard_normal(n)
+
+
+def student(rng, n):
+    return np.maximum(0.3, 1 + 0.02 * rng.standard_t(2, n))
+
+
+def outliers(rng, n):
+    return normal(0.02)(rng, n) * np.where(rng.random(n) < 0.05, 3, 1)
+
+
+def drift(rng, n):
+    return normal(0.02)(rng, n) * (1 + rng.uniform(0.1, 0.2) * np.linspace(0, 1, n))
+
+
+def shared_modes(rng, n):
+    """The machine changes between two speeds now and then, whoever's turn it is."""
+    slow = np.cumsum(rng.random(n) < 0.1) % 2
+    return normal(0.02)(rng, n) * (1 + rng.uniform(0.15, 0.3) * slow)
+
+
+def independent_modes(rng, n):
+    return normal(0.02)(rng, n) * (1 + rng.uniform(0.15, 0.3) * (rng.random(n) < 0.5))
+
+
+NOISES = {
+    "normal 2 %": normal(0.02),
+    "normal 10 %": normal(0.10),
+    "student t2": student,
+    "outliers": outliers,
+    "drift": drift,
+    "shared modes": shared_modes,
+    "independent modes": independent_modes,
+}
+
+
+def share_of_verdicts(noise, effect: float, *, n: int = N, paired: bool = True) -> dict[str, float]:
+    """How often each verdict falls when b truly takes (1 + effect) of a's time."""
+    rng = np.random.default_rng(7)
+    counts = {"faster": 0, "slower": 0, "cannot tell": 0}
+    for _ in range(SIMULATIONS):
+        factors = noise(rng, 2 * n)
+        found = compare_samples(seconds(factors[::2]), seconds(factors[1::2] * (1 + effect)), paired=paired)
+        counts[found.verdict] += 1
+    return {verdict: count / SIMULATIONS for verdict, count in counts.items()}
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES.keys())
+@pytest.mark.parametrize("paired", [True, False], ids=["pairs", "apart"])
+def test_the_same_thing_twice_is_seldom_called_different(noise, paired):
+    assert share_of_verdicts(noise, 0.0, paired=paired)["cannot tell"] >= 0.97
+
+
+@pytest.mark.parametrize(("effect", "verdict"), [(0.05, "slower"), (1 / 1.05 - 1, "faster")])
+def test_five_percent_under_two_percent_noise_is_found(effect, verdict):
+    assert share_of_verdicts(normal(0.02), effect)[verdict] >= 0.97
+
+
+@pytest.mark.parametrize(
+    "noise", [student, outliers, drift, shared_modes], ids=["student", "outliers", "drift", "modes"]
+)
+def test_ten_percent_is_found_under_uglier_noise(noise):
+    assert share_of_verdicts(noise, 0.10)["slower"] >= 0.95
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 8])
+def test_few_pairs_do_not_make_false_verdicts(n):
+    assert share_of_verdicts(normal(0.02), 0.0, n=n)["cannot tell"] >= 0.95
+    assert share_of_verdicts(normal(0.10), 0.0, n=n)["cannot tell"] >= 0.95
+
+
+def test_three_rounds_find_a_large_difference():
+    assert share_of_verdicts(normal(0.01), 0.30, n=3)["slower"] >= 0.95
+
+
+def test_pairs_see_through_drift_that_unpaired_comparison_cannot():
+    """What pairing is for: if the pairs were lost on the way, this falls to what the unpaired comparison gives."""
+    assert share_of_verdicts(drift, 0.05)["slower"] >= 0.95
+    assert share_of_verdicts(drift, 0.05, paired=False)["slower"] <= 0.5
+
+
+@pytest.mark.parametrize("paired", [True, False], ids=["pairs", "apart"])
+@pytest.mark.parametrize(("n", "share"), [(3, 0.95), (7, 0.99), (20, 0.99)])
+def test_the_interval_holds_the_true_ratio_as_often_as_it_says(paired, n, share):
+    """Within what 1000 draws allow: three standard deviations of the count of misses."""
+    rng = np.random.default_rng(3)
+    truth, draws = 1.2, 1000
+    found = []
+    for _ in range(draws):
+        a, b = 1 + 0.02 * rng.standard_normal((2, n))
+        found.append(compare_samples(seconds(a), seconds(truth * b), paired=paired))
+    missed = sum(not comparison.low <= truth <= comparison.high for comparison in found)
+    assert missed <= draws * (1 - share) + 3 * (draws * share * (1 - share)) ** 0.5
+    if n == 20:  # nor is it just wide: a normal 99 % interval is 2 x 2.58 x 1.25 x 0.02 x sqrt(2 / 20) x 1.2 = 0.049
+        widths = [comparison.high - comparison.low for comparison in found]
+        assert 0.035 <= np.median(widths) <= 0.07
+
+
+@pytest.mark.parametrize(
+    ("freedom", "point"),
+    [(2, 9.925), (3, 5.841), (4, 4.604), (5, 4.032), (9, 3.250), (19, 2.861), (59, 2.662), (10**6, 2.576)],
+)
+def test_students_points_are_those_of_the_printed_tables(freedom, point):
+    assert student_point(freedom) == pytest.approx(point, rel=0.006)
+
+
+# Properties of single comparisons.
+
+times = st.floats(1e-4, 1e2)
+
+
+@settings(deadline=None)
+@given(pairs=st.lists(st.tuples(times, times), min_size=3, max_size=30))
+def test_swapping_the_sides_mirrors_a_paired_comparison(pairs):
+    a, b = (seconds(side) for side in zip(*pairs, strict=True))
+    forth, back = compare_samples(a, b), compare_samples(b, a)
+    assert back.ratio == pytest.approx(1 / forth.ratio)
+    assert (back.low, back.high) == (pytest.approx(1 / forth.high), pytest.approx(1 / forth.low))
+    mirrored = {"faster": "slower", "slower": "faster", "cannot tell": "cannot tell"}
+    assert back.verdict == mirrored[forth.verdict]
+
+
+@settings(deadline=None)
+@given(pairs=st.lists(st.tuples(times, times), min_size=3, max_size=30), paired=st.booleans())
+def test_the_interval_holds_the_ratio_and_a_thing_equals_itself(pairs, paired):
+    a, b = (seconds(side) for side in zip(*pairs, strict=True))
+    found = compare_samples(a, b, paired=paired)
+    assert found.low <= found.ratio * (1 + 1e-9)
+    assert found.high >= found.ratio * (1 - 1e-9)
+    itself = compare_samples(a, a)
+    assert (itself.ratio, itself.low, itself.high, itself.verdict) == (1, 1, 1, "cannot tell")
+
+
+def test_the_ratio_is_b_over_a():
+    found = compare_samples(seconds([1.0, 2.0, 4.0]), seconds([0.5, 1.0, 2.0]))
+    assert (found.ratio, found.verdict, found.n, found.paired) == (pytest.approx(0.5), "faster", 3, True)
+    assert compare_samples(seconds([1, 2, 4]), seconds([2, 4, 8])).verdict == "slower"
+
+
+def test_the_same_samples_give_the_same_interval_again():
+    rng = np.random.default_rng(0)
+    a, b = seconds(rng.uniform(1, 2, 20)), seconds(rng.uniform(1, 2, 20))
+    assert compare_samples(a, b) == compare_samples(a, b)
+
+
+def test_unequal_sizes_pair_the_turns_both_have():
+    a, b = seconds([1.0] * 10), seconds([1.1] * 10 + [9.0] * 30)
+    found = compare_samples(a, b)
+    assert (found.n, found.low, found.high, found.verdict) == (10, pytest.approx(1.1), pytest.approx(1.1), "slower")
+    apart = compare_samples(a, b, paired=False)
+    assert (apart.n, apart.paired, apart.ratio) == (10, False, pytest.approx(9.0))
+
+
+def test_turns_of_several_steps_are_paired_by_their_medians():
+    """Each turn runs at another speed; only turn against turn shows the constant 10 %, whatever the one step off."""
+    speeds = np.repeat([1.0, 3.0, 2.0, 5.0, 1.5], 3)
+    a = seconds(speeds * np.tile([1, 1, 7], 5))
+    b = seconds(1.1 * speeds * np.tile([7, 1, 1], 5))
+    found = compare_samples(a, b, turn_steps=3)
+    assert (found.n, found.verdict) == (5, "slower")
+    assert (found.ratio, found.low, found.high) == (pytest.approx(1.1),) * 3
+    assert compare_samples(a, b).verdict == "cannot tell"
+
+
+def test_a_last_turn_cut_short_counts():
+    assert compare_samples(seconds([1.0] * 10), seconds([1.2] * 10), turn_steps=3).n == 4
+
+
+def test_cannot_tell_says_which_way():
+    rng = np.random.default_rng(5)
+    quiet, loud = 1 + 0.001 * rng.standard_normal(30), 1 + 0.3 * rng.standard_normal(30).clip(-2, 2)
+    small = compare_samples(seconds(quiet), seconds(1.01 * quiet[::-1]))
+    assert small.verdict == "cannot tell"
+    assert small.reason.startswith("difference below the minimum effect of 2.0%: ratio 1.01")
+    assert compare_samples(seconds(quiet), seconds(1.01 * quiet[::-1]), minimum_effect=0.005).verdict == "slower"
+    wide = compare_samples(seconds(quiet), seconds(loud))
+    assert wide.verdict == "cannot tell"
+    assert wide.reason.startswith("interval too wide")
+
+
+@pytest.mark.parametrize(("paired", "noun"), [(True, "pairs"), (False, "values")])
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_fewer_than_three_cannot_tell(n, paired, noun):
+    found = compare_samples(seconds([1.0] * n), seconds([2.0] * 10), paired=paired)
+    assert (found.verdict, found.ratio, found.low, found.high) == ("cannot tell", None, None, None)
+    assert found.reason == f"too few {noun}: {n}, and at least 3 are needed"
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_without_a_ratio_cannot_tell(bad):
+    found = compare_samples(seconds([1.0, 1.0, 1.0, bad]), seconds([2.0] * 4))
+    assert (found.verdict, found.ratio) == ("cannot tell", None)
+    assert "not positive" in found.reason
+
+
+def test_units_that_differ_or_are_no_time_are_refused():
+    clock = Samples(unit="Hz", values=(1.0, 1.0, 1.0))
+    with pytest.raises(ValueError, match="unit: 's' against 'Hz'"):
+        compare_samples(seconds([1, 1, 1]), clock)
+    with pytest.raises(ValueError, match="not of 'Hz'"):
+        compare_samples(clock, clock)
+
+
+def test_nonsense_options_are_refused():
+    a = seconds([1, 1, 1])
+    with pytest.raises(ValueError, match="minimum_effect"):
+        compare_samples(a, a, minimum_effect=-0.1)
+    with pytest.raises(ValueError, match="turn_steps"):
+        compare_samples(a, a, turn_steps=0)
+
+
+# Records.
+
+
+def test_records_that_took_turns_are_compared_as_pairs():
+    drifting = np.linspace(1, 3, 12)
+    a, b = of_steps(drifting, facts=turns()), of_steps(1.1 * drifting, facts=turns())
+    found = compare_records(a, b)
+    assert (found.verdict, found.paired, found.n, found.interleaving) == ("slower", True, 12, "live")
+    assert (found.quantity, found.ratio) == ("step", pytest.approx(1.1))
+    rounds = compare_records(
+        of_steps(drifting, facts=turns("r", 4, "rounds")), of_steps(1.1 * drifting, facts=turns("r", 4, "rounds"))
+    )
+    assert (rounds.n, rounds.interleaving, rounds.verdict) == (3, "rounds", "slower")
+
+
+@pytest.mark.parametrize("facts", [{}, turns("another"), turns(""), turns(interleaving="none")], ids=str)
+def test_records_that_did_not_take_turns_together_are_not_paired(facts):
+    drifting = np.linspace(1, 3, 12)
+    mine = (
+        turns("", 1)
+        if facts == turns("")
+        else turns(interleaving="none" if facts == turns(interleaving="none") else "live")
+    )
+    found = compare_records(of_steps(drifting, facts=mine), of_steps(1.1 * drifting, facts=facts))
+    assert (found.paired, found.interleaving, found.verdict) == (False, "none", "cannot tell")
+    assert "not interleaved" in found.reason
+
+
+def test_turns_of_different_lengths_in_one_group_are_refused():
+    with pytest.raises(ValueError, match="turn_steps: 1 against 2"):
+        compare_records(of_steps([1] * 6, facts=turns()), of_steps([1] * 6, facts=turns(turn_steps=2)))
+
+
+@pytest.mark.parametrize("field", ["gpu", "driver", "torch", "triton", "cuda", "cpu"])
+def test_unlike_environments_are_refused_unless_allowed(field):
+    a = of_steps([1.0] * 5)
+    b = of_steps([2.0] * 5, environment=replace(ENVIRONMENT, **{field: "another"}))
+    with pytest.raises(ValueError, match=f"{field} .* against another"):
+        compare_records(a, b)
+    assert compare_records(a, b, allow_mixed=True).verdict == "slower"
+
+
+def test_another_commit_or_source_is_what_one_compares():
+    b = of_steps([2.0] * 5, environment=replace(ENVIRONMENT, commit="f00", dirty=True, source="new", hostname="other"))
+    assert compare_records(of_steps([1.0] * 5), b).verdict == "slower"
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_failure_on_either_side_cannot_tell_and_says_it(side):
+    """Even where its process died before it knew its torch."""
+    failure = Failure(kind="out_of_memory", phase="backward", message="No.")
+    records = {name: of_steps([1.0] * 5) for name in "ab"}
+    records[side] = of_steps([9.0] * 5, failure=failure, environment=replace(ENVIRONMENT, torch=None))
+    found = compare_records(records["a"], records["b"])
+    assert found == Comparison(
+        verdict="cannot tell", reason=f"{side} failed: out_of_memory in backward", quantity="step"
+    )
+
+
+def test_a_quantity_one_lacks_is_refused_by_name():
+    with pytest.raises(ValueError, match="forward: a holds no such quantity; it holds step"):
+        compare_records(of_steps([1.0] * 5), of_steps([1.0] * 5), quantity="forward")
+    with pytest.raises(ValueError, match="no samples at all"):
+        compare_records(of_steps([1.0] * 5, samples={}), of_steps([1.0] * 5))
+
+
+def test_records_are_matched_by_key_and_the_last_of_a_key_counts():
+    one, one_again, two, three = (of_steps([i], key=key) for i, key in enumerate(["1", "1", "2", "3"], 1))
+    found = match_records([one, two, one_again], [three, two, one])
+    assert found.pairs == ((one_again, one), (two, two))
+    assert (found.only_a, found.only_b) == ((), (three,))
+    assert match_records([two], []).only_a == (two,)

@@ -1,0 +1,87 @@
+"""Rates, MFU and the breakdown against numbers worked out by hand; None or an error where there is no honest number."""
+
+from dataclasses import replace
+
+import pytest
+
+from record_maker import ENVIRONMENT, a_record, seconds
+from trainstep.config.phases import Phase
+from trainstep.records.derive import mfu, model_flops_per_s, step_breakdown, step_s, tokens_per_s
+from trainstep.records.record import Fact, Failure, Record, Samples
+
+FACTS = {"tokens": 1024, "model_flops": 99e12, "flops_dtype": "bf16", "flops_convention": "matmuls only"}
+
+
+def on_gpu(step=(0.2, 0.1, 0.9, 0.2, 0.2), gpu="NVIDIA H200", **changes) -> Record:
+    """99 TFLOPs in a median of 0.2 s: 495 TFLOP/s, half of an H200's 990 in bf16."""
+    values = {**FACTS, **changes.pop("facts", {})}
+    given = {
+        "config": {"device": "cuda"},
+        "environment": replace(ENVIRONMENT, gpu=gpu),
+        "samples": {"step": seconds(step, warmups=(50.0,))},
+        "facts": {name: Fact(value=value) for name, value in values.items() if value is not None},
+    }
+    return a_record(**{**given, **changes})
+
+
+def test_rates_are_of_the_median_step():
+    assert step_s(on_gpu()) == 0.2
+    assert tokens_per_s(on_gpu()) == pytest.approx(5120)
+    assert model_flops_per_s(on_gpu()) == pytest.approx(495e12)
+
+
+def test_mfu_says_its_convention_its_peak_and_the_peaks_source():
+    found = mfu(on_gpu())
+    assert (found.share, found.peak_flops) == (pytest.approx(0.5), 990e12)
+    assert (found.convention, found.dtype) == ("matmuls only", "bf16")
+    assert found.peak_source == "NVIDIA H200 data sheet, dense"
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("bf16", 0.099 / 0.990), ("tf32", 0.099 / 0.495)])
+def test_mfu_takes_the_peak_of_the_dtype(dtype, share):
+    assert mfu(on_gpu([1.0], facts={"flops_dtype": dtype})).share == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        on_gpu(gpu="NVIDIA H300"),
+        on_gpu(gpu=None),
+        on_gpu(config={"device": "cpu"}),
+        on_gpu(facts={"flops_dtype": "fp8"}),
+        on_gpu(facts={"flops_dtype": None}),
+        on_gpu(facts={"model_flops": None}),
+        on_gpu(samples={}),
+        on_gpu(step=()),
+        on_gpu(failure=Failure(kind="timeout", phase="forward", message="Hung.")),
+    ],
+    ids=["unknown gpu", "no gpu", "cpu run", "no peak", "no dtype", "no FLOPs", "no step", "no values", "failed"],
+)
+def test_there_is_no_mfu_without_all_it_takes(record):
+    assert mfu(record) is None
+
+
+@pytest.mark.parametrize("step", [(0.0999,), (0.05,) * 9])
+def test_mfu_over_one_is_an_error_that_names_both_numbers(step):
+    with pytest.raises(ValueError, match=r"MFU of [12].*9\.9e\+13 FLOPs in 0\.\d+ s .* H200 SXM in bf16.*FLOP count"):
+        mfu(on_gpu(step))
+
+
+def test_mfu_of_exactly_one_stands():
+    assert mfu(on_gpu([0.1])).share == pytest.approx(1)
+
+
+def test_rates_are_none_where_there_is_no_step_or_no_amount():
+    failed = on_gpu(failure=Failure(kind="crash", phase="backward", message="Died."))
+    for record in (on_gpu(samples={}), on_gpu(step=()), on_gpu(step=(0.0, 0.0)), failed):
+        assert (tokens_per_s(record), model_flops_per_s(record)) == (None, None)
+    assert tokens_per_s(on_gpu(facts={"tokens": None})) is None
+
+
+def test_breakdown_has_the_timed_phases_in_the_steps_order():
+    times = {"optimizer": 0.1, "step": 1.0, "forward": 0.3, "backward": 0.6, "sm_clock": 1.98e9}
+    samples = {name: Samples(unit="s", values=(value,) * 3) for name, value in times.items()}
+    found = step_breakdown(on_gpu(samples={**samples, "grad_sync": Samples(unit="s", values=())}))
+    assert list(found) == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+    assert found[Phase.BACKWARD].median == 0.6
+    assert step_breakdown(on_gpu(samples={})) == {}

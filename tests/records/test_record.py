@@ -1,0 +1,202 @@
+"""Records cannot be changed, say nothing they were not told, and come back from plain values as they were."""
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from record_maker import ENVIRONMENT, a_record, seconds
+from trainstep.records.record import (
+    FORMAT,
+    Fact,
+    Failure,
+    Holder,
+    Record,
+    Samples,
+    record_from_plain,
+    record_to_plain,
+)
+
+FAILURE = Failure(
+    kind="out_of_memory",
+    phase="backward",
+    message="Asked for too much.",
+    asked_bytes=10,
+    holders=(Holder(name="weights", bytes=5),),
+    last_lines=("one", "two"),
+)
+
+
+def full_record(**changes) -> Record:
+    given = {
+        "config": {"model": {"name": "small", "sizes": [1, [2, 3]]}, "context": 256},
+        "samples": {"step": seconds([1, 2], warmups=(3.0,))},
+        "facts": {"loss": Fact(value=1.5), "shape": Fact(value={"layers": [1, 2]}, unit="count")},
+        "tables": {"kernels": {"name": ["a", "b"], "time": [1, 2]}},
+        "prediction": {"step_s": 0.9},
+        "failure": FAILURE,
+    }
+    return a_record(**{**given, **changes})
+
+
+def plain(**changes):
+    return {**json.loads(json.dumps(record_to_plain(full_record()))), **changes}
+
+
+# Immutability.
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Record)])
+def test_no_field_can_be_assigned(name):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(full_record(), name, None)
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        lambda record: record.config,
+        lambda record: record.config["model"],
+        lambda record: record.samples,
+        lambda record: record.facts,
+        lambda record: record.facts["shape"].value,
+        lambda record: record.tables,
+        lambda record: record.tables["kernels"],
+        lambda record: record.prediction,
+    ],
+)
+def test_no_mapping_inside_can_be_changed(mapping):
+    inside = mapping(full_record())
+    with pytest.raises(TypeError):
+        inside["new"] = 1
+    with pytest.raises(TypeError):
+        del inside[next(iter(inside))]
+    assert not hasattr(inside, "update")
+
+
+def test_no_list_inside_stays_a_list():
+    values, lines, holders = [1.0, 2.0], ["one"], [Holder(name="weights", bytes=5)]
+    record = full_record(
+        samples={"step": Samples(unit="s", values=values, warmups=values)},
+        failure=Failure(kind="crash", phase="build", message="No.", last_lines=lines, holders=holders),
+    )
+    for inside in (
+        record.samples["step"].values,
+        record.samples["step"].warmups,
+        record.config["model"]["sizes"],
+        record.config["model"]["sizes"][1],
+        record.facts["shape"].value["layers"],
+        record.tables["kernels"]["time"],
+        record.failure.last_lines,
+        record.failure.holders,
+    ):
+        assert isinstance(inside, tuple)
+
+
+def test_what_it_was_made_from_can_change_without_it():
+    config, values = {"context": 256}, [1.0, 2.0]
+    record = full_record(config=config, samples={"step": Samples(unit="s", values=values)})
+    config["context"] = 512
+    values.append(9.0)
+    assert record.config["context"] == 256
+    assert record.samples["step"].values == (1.0, 2.0)
+
+
+# What it refuses and answers.
+
+
+def test_a_key_that_is_no_string_is_refused_since_it_would_come_back_as_one():
+    with pytest.raises(ValueError, match="key 1 is no string"):
+        full_record(config={"by_rank": {1: "a"}})
+
+
+def test_unknown_kinds_of_failure_are_refused():
+    with pytest.raises(ValueError, match="'oops' is no kind of failure; known: out_of_memory"):
+        Failure(kind="oops", phase="build", message="No.")
+
+
+def test_fact_gives_the_value_or_the_default():
+    record = full_record(facts={"launch_bound": Fact(value=False)})
+    assert record.fact("launch_bound", True) is False
+    assert record.fact("absent") is None
+    assert record.fact("absent", 7) == 7
+
+
+def test_difference_names_the_first_field_that_differs_of_those_asked():
+    other = replace(ENVIRONMENT, cpu="another", torch="2.11.0")
+    assert ENVIRONMENT.difference(other, "torch", "cpu") == "torch 2.13.0 against 2.11.0"
+    assert ENVIRONMENT.difference(other, "python", "cpu") == "cpu a cpu against another"
+    assert ENVIRONMENT.difference(other, "python", "os") is None
+
+
+# Plain values and back.
+
+
+def test_an_empty_failure_is_not_taken_for_none():
+    with pytest.raises(ValueError, match=r"not a record.*kind"):
+        record_from_plain(plain(failure={}))
+
+
+def test_plain_values_are_json_and_come_back_as_the_same_record():
+    assert record_from_plain(plain()) == full_record()
+    assert record_to_plain(record_from_plain(plain())) == plain()
+    assert record_from_plain(plain(failure=None)) == full_record(failure=None)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+configs = st.dictionaries(st.text(), json_values, max_size=4)
+
+
+@settings(deadline=None)
+@given(config=configs, fact=json_values, values=st.lists(st.floats(allow_nan=False)))
+def test_any_json_inside_survives(config, fact, values):
+    record = full_record(
+        config=config,
+        facts={"any": Fact(value=fact)},
+        samples={"step": Samples(unit="s", values=values)},
+        prediction=config,
+    )
+    assert record_from_plain(json.loads(json.dumps(record_to_plain(record)))) == record
+
+
+@settings(deadline=None)
+@given(name=st.sampled_from([field.name for field in dataclasses.fields(Record)]), value=json_values)
+def test_any_other_field_gives_a_record_or_one_clear_error(name, value):
+    try:
+        record = record_from_plain(plain(**{name: value}))
+    except ValueError:
+        return
+    assert record_to_plain(record)[name] == value
+
+
+@settings(deadline=None)
+@given(json_values)
+def test_what_is_no_record_is_refused(value):
+    with pytest.raises(ValueError, match=r"not a record|format"):
+        record_from_plain(value)
+
+
+@pytest.mark.parametrize("name", ["workload", "key", "config", "environment", "started_at", "duration_s"])
+def test_a_record_without_what_it_needs_is_refused(name):
+    without = {key: value for key, value in plain().items() if key != name}
+    with pytest.raises(ValueError, match=f"not a record.*{name}"):
+        record_from_plain(without)
+
+
+@pytest.mark.parametrize("values", [["1.0"], [None], "123", [[1.0]]])
+def test_samples_that_are_no_numbers_are_refused(values):
+    with pytest.raises(ValueError, match="not all numbers"):
+        record_from_plain(plain(samples={"step": {"unit": "s", "values": values, "warmups": []}}))
+
+
+@pytest.mark.parametrize("newer", [FORMAT + 1, "2.0", None])
+def test_another_format_is_refused_by_its_number(newer):
+    with pytest.raises(ValueError, match=f"format {newer!r} of records is not known here.*format {FORMAT}.*update"):
+        record_from_plain(plain(format=newer, whatever="a later format may hold"))

@@ -1,0 +1,107 @@
+"""Charts: figures that plotly accepts, with the numbers of the records, failures as words, text that stays text."""
+
+import plotly.graph_objects as go
+import pytest
+
+from trainstep.report.charts import label, logarithmic, short_labels
+from trainstep.report.comparison_page import comparison_sections
+from trainstep.report.page import sections
+from trainstep.report.sweep_page import phases_chart
+
+
+def named(chart, name):
+    return [trace for trace in chart.data if trace["name"] == name]
+
+
+@pytest.mark.parametrize("fixture", ["end_to_end", "warmup_sweep", "precision_pair", "compile_sweep"])
+def test_plotly_accepts_every_figure(fixture, rows, request):
+    def without_themes(value):
+        if isinstance(value, dict):
+            return {name: without_themes(item) for name, item in value.items() if name != "horizontal"}
+        if isinstance(value, list):
+            return [without_themes(item) for item in value]
+        return "black" if isinstance(value, str) and value.startswith("theme:") else value
+
+    charts = [chart for section in sections(rows(request.getfixturevalue(fixture))) for chart in section.charts]
+    assert charts
+    for chart in charts:
+        go.Figure(without_themes({"data": list(chart.data), "layout": dict(chart.layout)}))
+
+
+def test_phases_are_stacked_by_size_and_context(rows, end_to_end):
+    chart = phases_chart(rows(end_to_end))
+    small, large = named(chart, "backward")
+    assert (small["x"], small["y"]) == (["256", "512"], pytest.approx([120, 240]))
+    assert large["y"] == [pytest.approx(660), None]
+    assert named(chart, "total step ± std")[0]["y"] == pytest.approx([200, 400])
+    assert named(chart, "total step ± std")[0]["error_y"]["array"] == pytest.approx([2, 0])
+    assert small["hovertext"][0] == "small 256<br>backward: 120.0 ± 1.2 ms"
+    assert chart.layout["barmode"] == "stack"
+    assert "(ms)" in chart.layout["yaxis"]["title"]["text"]
+
+
+def test_a_failed_cell_is_a_word_in_its_place(rows, end_to_end):
+    (failed,) = named(phases_chart(rows(end_to_end)), "failed")
+    assert (failed["x"], failed["text"]) == (["512"], ["<b>OOM</b>"])
+    assert "asked for 2.00 GiB" in failed["hovertext"][0]
+
+
+def test_precision_is_compared_with_its_first_value(rows, precision_pair):
+    (section,) = comparison_sections(rows(precision_pair))
+    assert "1 faster" in section.paragraphs[0]
+    (bars,) = section.charts[0].data
+    assert bars["y"] == pytest.approx([0.5])
+    assert bars["text"] == ["0.50"]
+    assert "faster" in bars["hovertext"][0]
+    titles = [column.title for column in section.tables[0].columns]
+    row = dict(zip(titles, (entry.text for entry in section.tables[0].entries[0]), strict=True))
+    assert (row["precision"], row["against"], row["ratio"], row["verdict"]) == (
+        "bf16_autocast",
+        "fp32",
+        "0.500",
+        "faster",
+    )
+    assert row["total step (ms)"].startswith("101.0")
+    assert row["was (ms)"].startswith("202.0")
+
+
+def test_a_timed_out_compile_is_shown_as_that(rows, compile_sweep):
+    (section,) = comparison_sections(rows(compile_sweep))
+    block, whole = section.charts[0].data
+    assert block["y"] == pytest.approx([0.8])
+    assert whole["text"] == ["<b>time-out</b>"]
+    assert [entry.text for entry in section.tables[0].entries[1]][4:7] == ["time-out"] * 3
+
+
+def test_a_failed_base_leaves_nothing_to_compare_with(rows, compile_sweep):
+    base_failed = [compile_sweep[2], compile_sweep[1]]
+    (section,) = comparison_sections(rows(base_failed))
+    assert section.charts == ()
+    assert "time-out" in section.tables[0].entries[0][4].text
+
+
+def test_contexts_and_warmups_are_not_compared(rows, end_to_end, warmup_sweep):
+    assert not comparison_sections(rows(end_to_end))
+    assert not comparison_sections(rows(warmup_sweep))
+
+
+def test_machines_are_not_compared(rows, make, cpu_record):
+    assert not comparison_sections(rows([make(model="tiny", context=64), cpu_record]))
+
+
+def test_labels_are_shown_as_they_stand():
+    assert label("<b>a</b>\n&amp; x") == "&lt;b&gt;a&lt;/b&gt; &amp;amp; x"
+
+
+def test_long_labels_stay_apart():
+    texts = ["a" * 20 + "x" * 50 + "b" * 20, "a" * 20 + "y" * 50 + "b" * 20, "short"]
+    shortened = short_labels(texts)
+    assert len(set(shortened)) == 3
+    assert max(map(len, shortened)) < 40
+    assert short_labels(["a_b", "a_b"]) == ["a_b", "a_b"]
+
+
+def test_logarithmic_ticks_are_plain_numbers():
+    axis = logarithmic([3.0, 1500.0])
+    assert axis["ticktext"][:4] == ["1", "2", "5", "10"]
+    assert "1,000" in axis["ticktext"]

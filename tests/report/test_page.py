@@ -1,0 +1,162 @@
+"""The page as a parser sees it: self-contained, every name inert, failures and provenance in their places."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from trainstep.records.record import Failure, Holder, Record
+from trainstep.report.page import page, script_json
+from trainstep.report.provenance import commands
+
+HOSTILE = '<script>alert(1)</script></script><!--"><img src=x onerror=document.title="taken">'
+FETCHING = {"src", "href", "action", "data", "poster", "srcset", "background", "formaction"}
+
+
+class Seen(HTMLParser):
+    """Elements with their attributes, and the text of scripts apart from the page's own."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.words: list[str] = []
+        self._in: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self._in = [tag] if tag in ("script", "style", "title") else []
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._in = []
+
+    def handle_data(self, data):
+        if self._in == ["script"]:
+            self.scripts[-1] += data
+        elif self._in != ["style"]:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture
+def everything(end_to_end, warmup_sweep, precision_pair, compile_sweep, cpu_record) -> list[Record]:
+    return [*end_to_end, *warmup_sweep, *precision_pair, *compile_sweep, cpu_record]
+
+
+@pytest.fixture
+def hostile(make) -> list[Record]:
+    """Every string of a record that a page shows, made of markup."""
+    record = make(warmups=(1.0, 0.3), step=(0.2, 0.21, 0.22), facts={"flops_convention": HOSTILE, "command": HOSTILE})
+    environment = dataclasses.replace(record.environment, gpu=HOSTILE, hostname=HOSTILE, commit=HOSTILE, torch=HOSTILE)
+    config = {**record.config, "model": {"function": HOSTILE}, "data": HOSTILE}
+    named = dataclasses.replace(record, environment=environment, config=config)
+    more = {**config, HOSTILE: HOSTILE, "precision": HOSTILE, "attention": HOSTILE}
+    holders = (Holder(name=HOSTILE, bytes=3),)
+    failure = Failure(kind="crash", phase=HOSTILE, message=HOSTILE, holders=holders, last_lines=(HOSTILE,))
+    failed = dataclasses.replace(named, key="other", config=more, samples={}, facts={}, failure=failure)
+    return [named, dataclasses.replace(named, key="third", config=more), failed]
+
+
+def test_nothing_is_fetched(rows, everything):
+    text = page(rows(everything))
+    seen = Seen(text)
+    for tag, attributes in seen.elements:
+        for name in FETCHING & attributes.keys():
+            assert (tag, name, attributes[name]) == ("link", "href", "data:,")
+    assert not {"iframe", "object", "embed", "img"} & {tag for tag, _ in seen.elements}
+    styles = text[text.index("<style>") : text.index("</style>")]
+    assert "url(" not in styles
+    assert "@import" not in styles
+    policy = next(one["content"] for one in seen.of("meta") if one.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none';")
+    assert "http" not in policy
+    assert text.count("plotly.js v") == 1
+
+
+def test_every_chart_has_its_place_its_description_and_a_table(rows, everything):
+    seen = Seen(page(rows(everything)))
+    places = [one for one in seen.of("div") if one.get("class") == "chart"]
+    charts = json.loads(seen.scripts[1])
+    assert len(places) == len(charts) >= 5
+    assert [one["id"] for one in places] == [f"chart-{number}" for number in range(len(charts))]
+    assert all("table below" in (one["aria-label"] or "") for one in places)
+    assert len(seen.of("table")) >= len(charts)
+
+
+def test_hostile_names_are_text(rows, hostile):
+    text = page(rows(hostile))
+    seen = Seen(text)
+    assert len(seen.scripts) == 3  # plotly, the charts' numbers, the page's own
+    assert not seen.of("img")
+    assert "onerror" not in {name for _, attributes in seen.elements for name in attributes}
+    assert HOSTILE in seen.text
+    for trace in json.loads(seen.scripts[1]):
+        assert "<script" not in json.dumps(trace)
+        assert "<img" not in json.dumps(trace)
+
+
+def test_json_cannot_end_its_script():
+    text = script_json({"a": "</script><!--&\N{LINE SEPARATOR}"})
+    assert not set("<>&\N{LINE SEPARATOR}") & set(text)
+    assert json.loads(text) == {"a": "</script><!--&\N{LINE SEPARATOR}"}
+
+
+def test_a_failure_is_a_cell_with_details(rows, end_to_end):
+    seen = Seen(page(rows(end_to_end)))
+    assert len([one for one in seen.of("details") if one.get("class") == "failure"]) == 1
+    for part in (
+        "OOM in backward: asked for 2.00 GiB",
+        "parameters 60.00 GiB",
+        "gradients 50.00 GiB",
+        "Tried to allocate",
+    ):
+        assert part in seen.text
+
+
+def test_provenance_at_the_foot(rows, end_to_end):
+    text = Seen(page(rows(end_to_end))).text
+    foot = text[text.index("Where these numbers come from") :]
+    for part in (
+        "abc1234, with uncommitted changes",
+        "node7",
+        "580.65",
+        "2026-11-21T08:00:00Z",
+        "runs/made.jsonl (4 records)",
+        "record format 1,",
+        "matmuls only",
+        "990 TFLOP/s in bf16 (NVIDIA H200 data sheet, dense)",
+        "trainstep bench --model small,2.7B --context 256,512",
+    ):
+        assert part in foot
+
+
+def test_mixed_machines_are_said(rows, everything, end_to_end):
+    assert "compare across them with care" in Seen(page(rows(everything))).text
+    assert "compare across them" not in Seen(page(rows(end_to_end))).text
+
+
+def test_the_command_names_what_differs_from_the_defaults(rows, make, precision_pair):
+    ((_, command),) = commands(rows(precision_pair))
+    assert command == (
+        "trainstep bench --model small --precision fp32,bf16_autocast --device cuda --warmups 0 --steps 20"
+    )
+    ((_, command),) = commands(rows([make(model="small", layers=6), make(model="large")]))
+    assert "--layers 6,36" in command
+    assert "a grid of 4 cells, of which 2 are here" in command
+
+
+def test_a_page_of_failures_alone(rows, end_to_end):
+    seen = Seen(page(rows([end_to_end[3]])))
+    assert "1 of 1 cells failed: 1 OOM" in seen.text
+    assert len(seen.of("table")) == 1

@@ -1,0 +1,71 @@
+"""`trainstep report` as a function and as a process: formats, files, errors, start-up."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainstep.cli.report import report
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from trainstep.cli.report import report
+report([Path(sys.argv[1])])
+print(sorted({"torch", "pandas", "plotly", "jinja2"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def test_a_table_without_colours_into_a_pipe(store, end_to_end, capsys):
+    report([store(end_to_end)])
+    printed = capsys.readouterr().out
+    assert "200.0 ± 2.0" in printed
+    assert "OOM" in printed
+    assert "\x1b" not in printed
+
+
+def test_html_is_the_default_files_name(store, end_to_end, tmp_path: Path, monkeypatch, capsys):
+    path = store(end_to_end)
+    monkeypatch.chdir(tmp_path)
+    report([path], format="html")
+    assert capsys.readouterr().out == "report.html\n"
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("a.csv", "workload,"), ("a.md", "| model"), ("a.tex", r"\begin{tabular}"), ("a.txt", "model")]
+)
+def test_the_files_name_chooses_the_format(store, end_to_end, tmp_path: Path, name, start):
+    report([store(end_to_end)], out=tmp_path / "new" / name)
+    assert (tmp_path / "new" / name).read_text().startswith(start)
+
+
+def test_json_to_standard_output(store, end_to_end, capsys):
+    report([store(end_to_end)], format="json")
+    assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(store, end_to_end, tmp_path: Path):
+    with pytest.raises(ValueError, match="cannot be written"):
+        report([store(end_to_end)], out=tmp_path, format="csv")
+
+
+def test_the_terminals_table_needs_neither_torch_nor_pandas_nor_plotly(store, end_to_end):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, store(end_to_end)], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_a_hundred_records_in_a_second(store, make):
+    path = store([make(context=16 * (i + 1), step=[0.2] * 10) for i in range(100)])
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", PROGRAM, path], capture_output=True, check=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) <= 1.0, "the best of five, since other work may share the machine"

@@ -1,0 +1,95 @@
+"""Rows: what is read, which fields vary, when machines are told apart."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from trainstep.records.store import Store
+from trainstep.report.notes import mixed_machines, notes, summary
+from trainstep.report.rows import machines, read_rows, varying
+
+
+def test_points_hold_model_context_and_what_varies(rows, precision_pair):
+    found = rows(precision_pair)
+    assert [dict(row.point) for row in found] == [
+        {"model": "small", "context": 256, "precision": "fp32"},
+        {"model": "small", "context": 256, "precision": "bf16_autocast"},
+    ]
+    assert varying(found) == ["precision"]
+    assert found[1].label() == "small 256 bf16_autocast"
+
+
+def test_a_models_shape_goes_with_its_name(rows, end_to_end, make):
+    assert set(rows(end_to_end)[0].point) == {"model", "context"}
+    changed = rows([make(model="small"), make(model="small", layers=6)])
+    assert [row.point["layers"] for row in changed] == [12, 6]
+
+
+def test_someones_own_model_is_named_by_its_function(rows, make):
+    (row,) = rows([make(model="mine.models:build")])
+    assert row.point["model"] == "mine.models:build"
+
+
+def test_the_last_record_of_a_key_counts_and_folders_are_searched(store, make, tmp_path: Path):
+    path = store([make(step=(1.0, 1.0, 1.0)), make(step=(2.0, 2.0, 2.0))])
+    Store(tmp_path / "runs" / "deeper" / "more.jsonl").append(make(context=512))
+    found = read_rows([tmp_path, path])
+    assert [row.point["context"] for row in found] == [512, 256]
+    assert found[1].record.samples["step"].values == (2.0, 2.0, 2.0)
+
+
+def test_the_same_cell_in_two_files_is_told_apart_by_file(make, tmp_path: Path):
+    for name in ("before", "after"):
+        Store(tmp_path / f"{name}.jsonl").append(make())
+    found = read_rows([tmp_path / "before.jsonl", tmp_path / "after.jsonl"])
+    assert [Path(row.point["file"]).name for row in found] == ["before.jsonl", "after.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "empty"])
+def test_nothing_to_read_is_one_sentence(tmp_path: Path, name: str):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=name):
+        read_rows([tmp_path / name])
+
+
+def test_an_empty_file_holds_no_records(tmp_path: Path):
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(ValueError, match="no records"):
+        read_rows([tmp_path / "a.jsonl"])
+
+
+def test_machines_are_told_apart_by_just_enough(rows, make, cpu_record):
+    one = make()
+    other = dataclasses.replace(make(context=512), environment=dataclasses.replace(one.environment, torch="2.12.0"))
+    found = rows([one, other, cpu_record])
+    assert list(machines(found)) == ["NVIDIA H200, torch 2.13.0", "NVIDIA H200, torch 2.12.0", "Ryzen 7840U"]
+    assert [row.point["machine"] for row in found] == list(machines(found))
+    (sentence,) = mixed_machines(found)
+    assert "3 different environments" in sentence
+    assert sentence in notes(found)
+
+
+def test_nodes_of_one_cluster_are_one_machine(rows, make):
+    one, other = make(), make(context=512)
+    there = dataclasses.replace(other, environment=dataclasses.replace(other.environment, hostname="node8"))
+    assert not mixed_machines(rows([one, there]))
+
+
+def test_summary_says_what_ran_where_and_what_failed(rows, end_to_end):
+    said = summary(rows(end_to_end))
+    for part in (
+        "4 cells",
+        "small and 2.7B",
+        "context 256 and 512",
+        "NVIDIA H200",
+        "torch 2.13.0",
+        "1 of 4 cells failed: 1 OOM",
+    ):
+        assert part in said
+
+
+def test_notes_state_mfus_convention_peak_and_source(rows, end_to_end):
+    said = " ".join(notes(rows(end_to_end)))
+    assert "matmuls only" in said
+    assert "990 TFLOP/s in bf16 (NVIDIA H200 data sheet, dense)" in said

@@ -1,0 +1,28 @@
+"""The pretend cluster is a real Slurm: it runs commands on its nodes, hands out its GPUs, and takes submitit's jobs."""
+
+import platform
+from pathlib import Path
+
+import pytest
+import submitit
+
+from slurm_cluster import GPUS_PER_NODE, NODES, SlurmCluster
+
+pytestmark = pytest.mark.slow
+
+
+def test_srun(slurm_cluster: SlurmCluster):
+    assert slurm_cluster.call("srun", "-N1", "hostname").strip() == platform.node()
+
+
+def test_two_nodes_with_gpus(slurm_cluster: SlurmCluster):
+    show = 'echo "$SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"'
+    told = slurm_cluster.call("srun", "-N2", "--gpus-per-node", str(GPUS_PER_NODE), "sh", "-c", show)
+    assert sorted(told.splitlines()) == [f"{node} 0,1" for node in NODES]
+
+
+def test_submitit(slurm_cluster: SlurmCluster, tmp_path: Path):
+    executor = submitit.AutoExecutor(folder=tmp_path, cluster="slurm")
+    executor.update_parameters(slurm_partition=slurm_cluster.partition, timeout_min=1, cpus_per_task=1)
+    job = executor.submit(pow, 2, 10)
+    assert job.result() == 1024

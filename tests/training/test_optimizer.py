@@ -1,0 +1,68 @@
+"""AdamW's three implementations against the paper's formula in fp64."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from numerics import assert_as_accurate_as
+from trainstep.config.run import ADAMWS
+from trainstep.training.optimizer import adamw
+
+RATE = 1e-2
+
+
+def gradients(steps: int, shapes: list[tuple[int, ...]]) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randn(*shape, generator=generator) for shape in shapes] for _ in range(steps)]
+
+
+def by_formula(start: Tensor, received: list[Tensor]) -> Tensor:
+    """Loshchilov 2019, algorithm 2, with torch's defaults: betas 0.9 and 0.999, eps 1e-8, decay 0.01."""
+    x = start.double()
+    first, second = torch.zeros_like(x), torch.zeros_like(x)
+    for t, gradient in enumerate(received, 1):
+        g = gradient.double()
+        first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
+        x = x * (1 - RATE * 0.01)
+        x = x - RATE * (first / (1 - 0.9**t)) / ((second / (1 - 0.999**t)).sqrt() + 1e-8)
+    return x
+
+
+def run(implementation: str, start: list[Tensor], received: list[list[Tensor]], device: str) -> list[Tensor]:
+    parameters = [nn.Parameter(tensor.clone().to(device)) for tensor in start]
+    optimizer = adamw(parameters, implementation=implementation, learning_rate=RATE)
+    for step in received:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.to(device)
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in parameters]
+
+
+def check(implementation: str, device: str) -> None:
+    shapes = [(5, 7), (13,), (1,)]
+    start, received = gradients(1, shapes)[0], gradients(4, shapes)
+    each = [by_formula(tensor, [step[index] for step in received]) for index, tensor in enumerate(start)]
+    result, same, truth, before = (
+        torch.cat([tensor.flatten() for tensor in tensors])
+        for tensors in (run(implementation, start, received, device), run("loop", start, received, device), each, start)
+    )
+    assert (truth - before).abs().mean() > RATE
+    assert_as_accurate_as(result, same, truth)
+
+
+@pytest.mark.parametrize("implementation", ADAMWS)
+def test_the_formula(implementation: str):
+    check(implementation, "cpu")
+
+
+@pytest.mark.parametrize("implementation", ADAMWS)
+def test_it_is_the_one_asked_for(implementation: str):
+    group = adamw([nn.Parameter(torch.ones(1))], implementation=implementation, learning_rate=RATE).param_groups[0]
+    assert (bool(group["foreach"]), bool(group["fused"])) == (implementation == "foreach", implementation == "fused")
+    assert group["lr"] == RATE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ADAMWS)
+def test_the_formula_on_a_gpu(implementation: str):
+    check(implementation, "cuda")

@@ -1,0 +1,83 @@
+"""A user's own model: found, called, checked; what is wrong is named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainstep.config.model import UserModel
+from trainstep.config.run import RunConfig
+from trainstep.training.user_model import blocks_of, build_user_model
+
+SOURCE = """
+import torch
+from torch import nn
+
+ASKED = []
+
+def good(run, device):
+    ASKED.append((run, device))
+    return nn.Linear(2, 1), lambda step: {"input": torch.ones(1, 2)}
+
+def alone(run, device):
+    return nn.Linear(2, 1)
+
+def no_module(run, device):
+    return "module", lambda step: {}
+
+def no_batches(run, device):
+    return nn.Linear(2, 1), [1]
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "someones").mkdir()
+    (tmp_path / "someones" / "__init__.py").touch()
+    (tmp_path / "someones" / "model.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "someones.model"
+
+
+def build(function: str) -> tuple[nn.Module, object]:
+    run = RunConfig(model=UserModel(function=function), context=3)
+    return build_user_model(function, run, torch.device("cpu"))
+
+
+def test_it_is_called_with_the_run_and_the_device(package: str):
+    module, next_batch = build(f"{package}:good")
+    assert isinstance(module, nn.Linear)
+    assert callable(next_batch)
+    import someones.model  # type: ignore[import-not-found]
+
+    (run, device) = someones.model.ASKED[-1]
+    assert (run.context, device) == (3, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["absent", "constant"])
+def test_no_such_function(package: str, name: str):
+    with pytest.raises(ImportError, match=f"model: {package} has no function '{name}'"):
+        build(f"{package}:{name}")
+
+
+def test_no_such_module():
+    with pytest.raises(ImportError, match="nobodys_package_at_all"):
+        build("nobodys_package_at_all:build")
+
+
+@pytest.mark.parametrize("name", ["alone", "no_module", "no_batches"])
+def test_what_it_must_return(package: str, name: str):
+    with pytest.raises(ValueError, match=r"must return \(module, next_batch\)"):
+        build(f"{package}:{name}")
+
+
+def test_blocks():
+    model = nn.Module()
+    model.short = nn.ModuleList([nn.Linear(1, 1)])
+    model.inner = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)]))
+    assert blocks_of(model) == list(model.inner[0])
+    with pytest.raises(ValueError, match=r"compile: block needs a model with its blocks in an nn\.ModuleList"):
+        blocks_of(nn.Sequential(nn.Linear(1, 1), nn.ModuleList()))

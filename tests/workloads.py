@@ -1,0 +1,202 @@
+"""Workloads without torch that sleep, compute, or go wrong in every way a cell can: `workloads:SLEEP` and so on.
+
+Config, all optional: `seconds` a step takes, `steps`, `act` (one of ACTS: what goes wrong, over the workload's own) and `where`
+it does (prepare, take, finish), `log` (a file that gets a line for each call, with `name`), `pid_file` for a grandchild's id,
+`alone` (a file that one process at a time can hold: memory for one), `work` (rounds of hashing a step).
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainstep.measure.workload import Findings, Measurement, Stage
+from trainstep.records.record import Fact, Samples
+
+Config = Mapping[str, Any]
+
+
+class Planted:
+    """A workload that does its act, unless the config names another."""
+
+    def __init__(self, act: str = "nothing", *, shares_worker: bool = False) -> None:
+        self.act = act
+        self.shares_worker = shares_worker
+
+    def prepare(self, config: Config, stage: Stage) -> Measurement:
+        stage("build")
+        return PlantedMeasurement({"act": self.act, **config}, stage)
+
+
+class PlantedMeasurement:
+    """Sleeps or computes its steps, notes each call, and acts where it is told to."""
+
+    def __init__(self, config: Config, stage: Stage) -> None:
+        self._config = config
+        self._stage = stage
+        self._times_s: list[float] = []
+        self._alone = _hold_alone(config)
+        self._called("prepare")
+        stage("steps")
+
+    def take(self, steps: int) -> None:
+        for _ in range(steps):
+            started_s = time.perf_counter()
+            time.sleep(self._config.get("seconds", 0))
+            _compute(self._config.get("work", 0))
+            self._times_s.append(time.perf_counter() - started_s)
+        self._called("take", steps)
+
+    def finish(self) -> Findings:
+        self._stage("afterwards")
+        self._called("finish")
+        score = Path("/proc/self/oom_score_adj")
+        facts = {
+            "pid": os.getpid(),
+            "oom_score_adj": int(score.read_text()) if score.exists() else None,
+            "memory_limit_bytes": resource.getrlimit(resource.RLIMIT_DATA)[0],
+            "typed": sys.stdin.read() if self._config.get("reads") else "",
+        }
+        if self._config["act"] == "nan":
+            facts["loss"] = float("nan")
+        times: Any = ("soon", "later") if self._config["act"] == "words" else self._times_s
+        return Findings(
+            samples={"step": Samples(unit="s", values=times)},
+            facts={name: Fact(value=value) for name, value in facts.items()},
+        )
+
+    def _called(self, what: str, steps: int | None = None) -> None:
+        if "log" in self._config:
+            with open(self._config["log"], "a") as log:
+                log.write(f"{self._config.get('name', '')} {what}{'' if steps is None else f' {steps}'}\n")
+        if self._config.get("where", "take") == what:
+            ACTS[self._config["act"]](self._config)
+
+
+def _hold_alone(config: Config) -> Any:
+    """The lock on the file `alone`, kept as long as this process lives; MemoryError where another one has it."""
+    if "alone" not in config:
+        return None
+    file = open(config["alone"], "w")  # noqa: SIM115  (held until the process ends)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise MemoryError("tried to allocate 77 bytes, but another process holds them") from None
+    return file
+
+
+def _compute(rounds: int) -> None:
+    """Hashing in native code: an interpreter's own loop is up to 8 % faster in one process than in its twin, for good."""
+    digest = b""
+    for _ in range(rounds):
+        digest = hashlib.sha256(digest + bytes(100_000)).digest()
+
+
+def _nothing(config: Config) -> None:
+    pass
+
+
+def _abort(config: Config) -> NoReturn:
+    os.abort()
+
+
+def _send(number: int) -> Callable[[Config], None]:
+    return lambda config: os.kill(os.getpid(), number)
+
+
+def _hang(config: Config) -> None:
+    time.sleep(600)
+
+
+def _hang_in_native_code(config: Config) -> None:
+    """With the interpreter's lock held: no other thread of this process runs."""
+    ctypes.PyDLL(None).sleep(600)
+
+
+def _raise(config: Config) -> NoReturn:
+    print("about to raise", file=sys.stderr)
+    raise RuntimeError(config.get("message", "this was planted"))
+
+
+def _leave(config: Config) -> NoReturn:
+    sys.exit("no more")
+
+
+def _leave_hard(config: Config) -> NoReturn:
+    os._exit(7)
+
+
+def _run_out(config: Config) -> NoReturn:
+    raise MemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+
+
+def _import(config: Config) -> None:
+    import a_package_that_is_nowhere  # noqa: F401
+
+
+def _interrupt(config: Config) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _spawn(config: Config) -> None:
+    """A grandchild that outlives this process unless the whole group is killed."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(config["pid_file"]).write_text(str(child.pid))
+    ACTS[config.get("then", "nothing")](config)
+
+
+def _fork(config: Config) -> None:
+    """Like `spawn`, but the grandchild holds this process's pipes open."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    Path(config["pid_file"]).write_text(str(child))
+    ACTS[config.get("then", "nothing")](config)
+
+
+def _be_noisy(config: Config) -> None:
+    print("a line on stdout")
+    os.write(1, b'{"event": "taken"}\n')
+    print("a line on stderr", file=sys.stderr)
+
+
+ACTS: dict[str, Callable[[Config], None]] = {
+    "nothing": _nothing,
+    "nan": _nothing,
+    "words": _nothing,
+    "abort": _abort,
+    "segfault": _send(signal.SIGSEGV),
+    "kill": _send(signal.SIGKILL),
+    "real_time_signal": _send(40),
+    "hang": _hang,
+    "hang_in_native_code": _hang_in_native_code,
+    "raise": _raise,
+    "exit": _leave,
+    "hard_exit": _leave_hard,
+    "run_out": _run_out,
+    "import": _import,
+    "interrupt": _interrupt,
+    "spawn": _spawn,
+    "fork": _fork,
+    "print": _be_noisy,
+}
+
+SLEEP = Planted()
+SHARED = Planted(shares_worker=True)
+CRASH = Planted("abort")
+SEGFAULT = Planted("segfault")
+HANG = Planted("hang")
+RAISE = Planted("raise")
+OOM = Planted("run_out")
+KILLED = Planted("kill")
+SPAWNS = Planted("spawn")
+NOISY = Planted("print", shares_worker=True)
