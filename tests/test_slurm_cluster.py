@@ -4,9 +4,10 @@ import platform
 from pathlib import Path
 
 import pytest
-import submitit
 
 from slurm_cluster import GPUS_PER_NODE, NODES, SlurmCluster
+
+submitit = pytest.importorskip("submitit", reason="submitit is not installed: pip install 'trainstep[slurm]'")
 
 pytestmark = pytest.mark.slow
 

@@ -35,11 +35,8 @@ def indices(folder: Path) -> list[int]:
 
 def reported(stderr: str) -> set[int]:
     """Which cells were reported done: whole lines only."""
-    return {
-        int(line.split()[1].rstrip(":"))
-        for line in stderr.splitlines(keepends=True)
-        if line.endswith("\n") and "done in" in line
-    }
+    lines = [line for line in stderr.splitlines(keepends=True) if line.endswith("\n") and "done in" in line]
+    return {int(line.split()[1].rstrip(":")) for line in lines}
 
 
 def sweep(folder: Path, *arguments: object) -> tuple[int, str, str]:
@@ -151,7 +148,7 @@ def test_every_failure_is_a_record(tmp_path: Path):
         "words",
         "nothing_known",
     ]
-    write_sweep(tmp_path, 1, head="timeout_s = 3", act=acts, where="prepare")
+    write_sweep(tmp_path, 1, head="timeout_s = 2", act=acts, where="prepare")
     code, out, err = sweep(tmp_path)
     assert code == 3
     assert "Traceback (most recent call last)" not in err.split("[11/11]")[0]

@@ -78,7 +78,7 @@ def test_on_a_gpu():
     facts = {name: fact.value for name, fact in watch.facts().items()}
     assert facts["peak_allocated_bytes"] == torch.cuda.memory_allocated() + held.nbytes
     assert facts["peak_allocated_bytes"] <= facts["peak_reserved_bytes"]
-    assert facts["allocation_retries"] == 0
+    assert facts["allocation_retries"] == torch.cuda.memory_stats()["num_alloc_retries"]
     assert watch.capacity_bytes() > facts["peak_reserved_bytes"]
     assert watch.allocated_bytes() == torch.cuda.memory_allocated() >= held.nbytes
 

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,15 @@ from trainstep.training.build import build_step
 pytestmark = pytest.mark.gpu
 
 GPU_MODEL = ModelConfig(d_model=256, d_ff=1024, layers=4, heads=4, vocab_size=1_000)
+
+
+@pytest.fixture(autouse=True)
+def empty_memory() -> Iterator[None]:
+    """As in a process of its own: nothing cached, and nothing that an error's frames still hold."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.set_float32_matmul_precision("highest")
 
 
 def on_gpu(**fields: Any) -> dict[str, Any]:
@@ -127,7 +137,6 @@ def test_cuda_is_well_after_running_out():
 )
 def test_more_of_it_on_a_gpu(fields: dict[str, Any]):
     assert math.isfinite(values_of(measured(**on_gpu(**fields)))["loss"])
-    torch.set_float32_matmul_precision("highest")
 
 
 def test_compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch):

@@ -132,7 +132,8 @@ def _leave() -> None:
 
 
 def _die_with_driver() -> None:
-    """Linux: have the kernel end this process with its driver, even while native code hangs and nothing reads stdin."""
+    """Linux: have the kernel end this process with the thread that started it, even while native code hangs and nothing
+    reads stdin."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
 
