@@ -85,7 +85,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("bench --sync 1", "sync: must be a whole number of at least 2"),
         ("bench --sync 3 --steps 10", "sync: windows of 3 steps do not divide steps 10"),
         ("bench --seed -1", "seed: "),
-        ("bench --cold-compile perhaps", "cold_compile: must be true or false"),
+        ("bench --cold-compile perhaps", "'perhaps'"),
         ("bench --device tpu", "device: 'tpu' is not known"),
         ("bench --device cpu,cuda", "device: "),
         ("bench --precision tf32 --device cpu", "precision: tf32 is a mode of NVIDIA matrix units; on a CPU take fp32"),

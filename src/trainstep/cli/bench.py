@@ -2,6 +2,9 @@
 
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from trainstep.cli.options import check_data, limits, this_machine, with_run_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
@@ -16,6 +19,7 @@ def bench(
     page: Path | None = None,
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
     **fields: str | None,
 ) -> int:
     """Time forward, backward and optimizer of a training step; each cell of the grid in a process of its own.
@@ -44,6 +48,8 @@ def bench(
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
         Memory a CPU cell may take; by default 90 % of the machine's.
+    json
+        Print the table as JSON: plain numbers, units in the names.
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     check_data(grid)
@@ -58,5 +64,5 @@ def bench(
 
     check_page(page)
     store = Store(out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
-    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here)
-    return show(records, store, page)
+    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
+    return show(records, store, page, compare=compare, as_json=json)

@@ -1,6 +1,7 @@
 """What `bench` and `sweep` share: run groups of cells into a store, show progress, then the table, and say where it all is."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,19 +23,28 @@ def run_cells(
     here: Environment | None,
     allow_mixed: bool = False,
     retry_failed: bool = False,
+    anew: bool = False,
 ) -> list[Record]:
-    """Run what the store does not hold yet; the records of all cells asked for, in their order."""
+    """Run what the store does not hold yet (or all, `anew`); the records of all cells asked for, in their order."""
+    from trainstep.measure.runner import with_facts
     from trainstep.measure.sweep import run_sweep
+
+    command = shlex.join(["trainstep", *sys.argv[1:]])
+
+    def execute_noting_command(waiting: Sequence[Sequence[Cell]]) -> Iterator[list[Record]]:
+        for records in execute(waiting, progress.tell):
+            yield [with_facts(record, command=command) for record in records]
 
     cells = [cell for group in groups for cell in group]
     with CellProgress(cells) as progress:
         steps = run_sweep(
             groups,
             store,
-            lambda waiting: execute(waiting, progress.tell),
+            execute_noting_command,
             here=here,
             allow_mixed=allow_mixed,
             retry_failed=retry_failed,
+            anew=anew,
         )
         for step in steps:
             progress.finished(step.done, step.of, step.records)
@@ -42,21 +52,32 @@ def run_cells(
     return [latest[cell.key] for cell in cells if cell.key in latest]
 
 
-def show(records: Sequence[Record], store: Store, page: Path | None) -> int:
-    """Print the table, the last words of what crashed, and where the records are; write the page. Returns the exit code."""
+def show(
+    records: Sequence[Record], store: Store, page: Path | None, *, compare: str | None = None, as_json: bool = False
+) -> int:
+    """Print the table, verdicts along a compared axis, the last words of what crashed, and where the records are; write
+    the page. Returns the exit code.
+    """
+    from trainstep.report.comparison_page import comparison_table
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
     from trainstep.report.tables import cell_tables
     from trainstep.report.terminal import print_tables
 
     rows = rows_of([(str(store.path), record) for record in records])
-    print_tables(cell_tables(rows), notes(rows), sys.stdout)
+    if as_json:
+        from trainstep.report.frames import json_text
+
+        sys.stdout.write(json_text(cell_tables(rows)))
+    else:
+        compared = comparison_table(compare, rows) if compare else None
+        print_tables([*cell_tables(rows), *([compared] if compared else [])], notes(rows), sys.stdout)
     faults = [(row, failure) for row in rows if (failure := row.record.failure) and failure.kind in _FAULTS]
     for row, failure in faults:
         print("\n    ".join([f"{row.label()}: {failure.message}", *failure.last_lines[-3:]]), file=sys.stderr)
-    print(f"records: {store.path}")
+    print(f"records: {store.path}", file=sys.stderr if as_json else sys.stdout)
     if page is not None:
-        write_page(records, store, page)
+        print(f"page: {write_page(records, store, page)}", file=sys.stderr if as_json else sys.stdout)
     return 3 if faults else 0
 
 
@@ -69,8 +90,8 @@ def check_page(page: Path | None) -> None:
         raise ValueError(f"page: {page} cannot be written; name a file in a folder that can be")
 
 
-def write_page(records: Sequence[Record], store: Store, page: Path) -> None:
-    """Write the records' page and print its path."""
+def write_page(records: Sequence[Record], store: Store, page: Path) -> Path:
+    """Write the records' page."""
     from trainstep.report.page import page as make_page
     from trainstep.report.rows import rows_of
 
@@ -79,4 +100,4 @@ def write_page(records: Sequence[Record], store: Store, page: Path) -> None:
         page.write_text(make_page(rows_of([(str(store.path), record) for record in records])), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"page: {page} cannot be written: {error.strerror}") from None
-    print(f"page: {page}")
+    return page

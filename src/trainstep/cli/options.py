@@ -41,8 +41,10 @@ def with_run_fields(verb: Verb) -> Verb:
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
             annotation=Annotated[
-                str | None,
-                Parameter(help=_help(name, field), group=_SHAPE if name in shape else _GRID, show_default=False),
+                bool | None if field.type in (bool, "bool") else str | None,
+                Parameter(
+                    help=_help(name, field), group=_SHAPE if name in shape else _GRID, show_default=False, negative=()
+                ),
             ],
         )
         for name, field in fields_of(RunConfig).items()

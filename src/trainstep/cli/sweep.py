@@ -30,6 +30,7 @@ def sweep(
     memory_limit_gib: float | None = None,
     allow_mixed: Annotated[bool, Parameter(negative=())] = False,
     retry_failed: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
     slurm: Annotated[str | None, Parameter(group=_SLURM)] = None,
     slurm_gpus: Annotated[int, Parameter(group=_SLURM)] = 1,
     slurm_time: Annotated[float | None, Parameter(group=_SLURM)] = None,
@@ -65,6 +66,8 @@ def sweep(
         Go on although the records there were made with another GPU, torch or commit.
     retry_failed
         Run cells again that crashed, timed out or could not be imported.
+    json
+        Print the table as JSON: plain numbers, units in the names.
     slurm
         Submit each cell (variants that take turns: together) as a job to this partition, and wait. The nodes must see
         this folder, the records' folder and this Python. Parts and logs are kept beside the records in NAME.slurm/.
@@ -98,7 +101,7 @@ def sweep(
         allow_mixed=allow_mixed,
         retry_failed=retry_failed,
     )
-    return show(records, store, page)
+    return show(records, store, page, compare=config.compare, as_json=json)
 
 
 def _executor(bounds: "Limits", request: "JobRequest | None", store: Store) -> "Execute":

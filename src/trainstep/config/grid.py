@@ -12,9 +12,9 @@ from trainstep.config.run import RunConfig
 Grid = Mapping[str, Sequence[Any]]
 
 
-def grid_from_text(options: Mapping[str, str | None]) -> dict[str, list[Any]]:
+def grid_from_text(options: Mapping[str, str | bool | None]) -> dict[str, list[Any]]:
     """{'context': '128,256'} -> {'context': [128, 256]}; options left at None are absent."""
-    given = {name: text for name, text in options.items() if text is not None}
+    given = {name: str(text) for name, text in options.items() if text is not None}
     for name, text in given.items():
         if not all(word.strip() for word in text.split(",")):
             raise ValueError(f"{name}: an empty value in {text!r}; write it as a,b,c")

@@ -1,5 +1,6 @@
 """One run of a training step: everything that decides what is computed and how it is timed."""
 
+import math
 from dataclasses import dataclass
 
 from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
@@ -44,9 +45,9 @@ class RunConfig:
         check_positive(self, "batch_size", "context", "accumulation", "steps")
         check_integer(self, "warmups", at_least=0)
         check_integer(self, "seed", at_least=0)
-        if not self.learning_rate > 0:
+        if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate: must be positive, not {self.learning_rate!r}")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+        if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < math.inf:
             raise ValueError(f"clip_grad_norm: must be positive or none, not {self.clip_grad_norm!r}")
         self._check_sync()
         self._check_device()

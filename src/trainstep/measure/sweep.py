@@ -41,16 +41,20 @@ def run_sweep(
     here: Environment | None,
     allow_mixed: bool = False,
     retry_failed: bool = False,
+    anew: bool = False,
 ) -> Iterator[Progress]:
     """Run what is pending. ValueError if the store holds records of another GPU, torch or code, unless `allow_mixed`.
+
+    `anew`: measure every cell, whatever the store holds.
 
     `here`: where cells will run; None if that shows only in their records: then each must be like the store's first.
     """
     with store.locked():
+        allow_mixed = allow_mixed or anew
         if here is not None and not allow_mixed:
             check_same_place(store, here)
         first = next(_places(store.latest().values()), None)
-        waiting = pending(groups, store, retry_failed=retry_failed)
+        waiting = [list(group) for group in groups] if anew else pending(groups, store, retry_failed=retry_failed)
         total = sum(map(len, groups))
         done = total - sum(map(len, waiting))
         yield Progress(done=done, of=total, records=())

@@ -52,5 +52,7 @@ _BUILT_IN = {
 def load_workload(name: str) -> Workload:
     """The workload of that name, imported now."""
     module, _, attribute = _BUILT_IN.get(name, name).partition(":")
-    workload: Workload = getattr(importlib.import_module(module), attribute)
+    workload: Workload | None = getattr(importlib.import_module(module), attribute, None)
+    if workload is None:
+        raise ImportError(f"workload: {module} has no {attribute!r}")
     return workload

@@ -89,8 +89,15 @@ def compare_records(
             raise ValueError(f"{quantity}: {side} holds no such quantity; it holds {known}")
     interleaving, turn_steps = _turns(a, b)
     together = interleaving != "none"
+    # A window of k steps has one `step` but k of each phase: a turn holds as many times more of those.
+    steps = len(a.samples["step"].values) if "step" in a.samples else 0
+    values_a_step = max(len(a.samples[quantity].values) // steps, 1) if steps else 1
     found = compare_samples(
-        a.samples[quantity], b.samples[quantity], minimum_effect=minimum_effect, turn_steps=turn_steps, paired=together
+        a.samples[quantity],
+        b.samples[quantity],
+        minimum_effect=minimum_effect,
+        turn_steps=turn_steps * values_a_step,
+        paired=together,
     )
     aside = "" if together else "; not interleaved, so what changed between the runs counts too"
     return replace(found, quantity=quantity, reason=found.reason + aside, interleaving=interleaving)

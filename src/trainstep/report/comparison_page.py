@@ -72,7 +72,13 @@ class _Ratio:
     failure: Failure | None = None
 
 
-def _comparison_section(axis: str, rows: Sequence[Row]) -> Section | None:
+def comparison_table(axis: str, rows: Sequence[Row]) -> Table | None:
+    """Ratios and verdicts against the axis's first value; None where no row differs along it."""
+    ratios = _ratios(axis, rows)
+    return _ratio_table(axis, ratios) if ratios else None
+
+
+def _ratios(axis: str, rows: Sequence[Row]) -> list[_Ratio]:
     first = rows[0].point.get(axis)
     groups: dict[Any, list[Row]] = {}
     for row in rows:
@@ -81,8 +87,14 @@ def _comparison_section(axis: str, rows: Sequence[Row]) -> Section | None:
     for group in groups.values():
         base = next((row for row in group if row.point.get(axis) == first), None)
         ratios += [_ratio(base, row) for row in group if base and row is not base]
+    return ratios
+
+
+def _comparison_section(axis: str, rows: Sequence[Row]) -> Section | None:
+    ratios = _ratios(axis, rows)
     if not ratios:
         return None
+    first = ratios[0].base.point.get(axis)
     verdicts = [ratio.found.verdict for ratio in ratios if ratio.found]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
     name = axis.replace("_", " ")

@@ -57,7 +57,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 def title(rows: Sequence[Row]) -> str:
     """`Training step: small, medium on NVIDIA H200`."""
-    models = list(dict.fromkeys(str(row.point["model"]) for row in rows if "model" in row.point))
+    models = list(dict.fromkeys(str(row.point.get("model")) for row in rows if "model" in row.point))
     chips = list(dict.fromkeys(row.record.environment.gpu or row.record.environment.cpu for row in rows))
     what = f"Training step: {', '.join(models[:5])}{'…' if len(models) > 5 else ''}" if models else "Measurements"
     return f"{what} on {' and '.join(chips)}" if len(chips) < 3 else f"{what} on {len(chips)} machines"

@@ -36,8 +36,8 @@ def phases_chart(rows: Sequence[Row]) -> Chart | None:
     steps = _with_most_warmups([row for row in rows if row.record.workload == "train_step"])
     if not any("step" in row.record.samples for row in steps):
         return None
-    models = list(dict.fromkeys(row.point["model"] for row in steps))[:MAXIMUM_PANELS]
-    by_model = [[row for row in steps if row.point["model"] == model] for model in models]
+    models = list(dict.fromkeys(row.point.get("model") for row in steps))[:MAXIMUM_PANELS]
+    by_model = [[row for row in steps if row.point.get("model") == model] for model in models]
     if len(models) > 1 and max(map(len, by_model)) == 1:
         return _models_chart(steps[: len(models)])
     bars = max(map(len, by_model))
@@ -69,7 +69,7 @@ def _models_chart(rows: Sequence[Row]) -> Chart:
     """One cell a model: one panel with the models side by side."""
     panels = Panels(titles=[""], columns=1, x_title="model", y_title="time of a step (ms)", x_axis={"type": "category"})
     panels.ranges[0] = (0.0, _headroom(rows))
-    for trace in _phase_traces(rows, short_labels([words(row.point["model"]) for row in rows]), labelled=True):
+    for trace in _phase_traces(rows, short_labels([words(row.point.get("model")) for row in rows]), labelled=True):
         panels.add(0, trace)
     return panels.chart("Time of a step by phase", _HOW_TO_READ, barmode="stack", bargap=0.5)
 

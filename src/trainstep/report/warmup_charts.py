@@ -40,17 +40,19 @@ def _name(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _by_model(rows: Sequence[Row]) -> list[Any]:
-    return list(dict.fromkeys(row.point["model"] for row in rows))[:MAXIMUM_PANELS]
+    return list(dict.fromkeys(row.point.get("model") for row in rows))[:MAXIMUM_PANELS]
 
 
 def _line_panels(rows: Sequence[Row], draw: Callable[[Panels, int, str, list[Row], int], None], panels: Panels) -> None:
     """Call `draw` for each group of rows with one name, a colour a name and a panel a model."""
-    name_of = {id(row): _name(row, [one for one in rows if one.point["model"] == row.point["model"]]) for row in rows}
+    name_of = {
+        id(row): _name(row, [one for one in rows if one.point.get("model") == row.point.get("model")]) for row in rows
+    }
     names = list(dict.fromkeys(name_of.values()))
     shown = short_labels(names)
     for panel, model in enumerate(_by_model(rows)):
         for index, name in enumerate(names):
-            mine = [row for row in rows if row.point["model"] == model and name_of[id(row)] == name]
+            mine = [row for row in rows if row.point.get("model") == model and name_of[id(row)] == name]
             if mine:
                 draw(panels, panel, shown[index], mine, index)
 
@@ -128,7 +130,7 @@ def by_w_chart(rows: Sequence[Row]) -> Chart | None:
         panels.add(panel, {**drawn, "mode": "lines+markers+text", "text": texts, "textposition": "middle right"})
 
     for panel, model in enumerate(models):
-        panels.ranges[panel] = _warmed_range([row for row in timed if row.point["model"] == model])
+        panels.ranges[panel] = _warmed_range([row for row in timed if row.point.get("model") == model])
     _line_panels(timed, draw, panels)
     return panels.chart(
         "Mean ± standard deviation against the number of warm-ups",
