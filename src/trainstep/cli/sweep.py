@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from trainstep.measure.runner import Limits
 
 _SLURM = Group("On a Slurm cluster", sort_key=3)
+_PARTITION_HELP = (
+    "Submit each cell (variants that take turns: together) as a job to this partition, and wait. The nodes must see this "
+    "folder, the records' folder and this Python. Parts and logs are kept beside the records in NAME.slurm/."
+)
+_ARGUMENTS_HELP = (
+    "More options of sbatch as key=value,key=value: account, qos, constraint, cpus_per_task, mem; exclusive=true."
+)
+
+
+def _on_slurm(help: str) -> Parameter:
+    return Parameter(group=_SLURM, help=help)
 
 
 @with_run_fields
@@ -31,11 +42,11 @@ def sweep(
     allow_mixed: Annotated[bool, Parameter(negative=())] = False,
     retry_failed: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
-    slurm: Annotated[str | None, Parameter(group=_SLURM)] = None,
-    slurm_gpus: Annotated[int, Parameter(group=_SLURM)] = 1,
-    slurm_time: Annotated[float | None, Parameter(group=_SLURM)] = None,
-    slurm_jobs: Annotated[int, Parameter(group=_SLURM)] = 16,
-    slurm_args: Annotated[str | None, Parameter(group=_SLURM)] = None,
+    slurm: Annotated[str | None, _on_slurm(_PARTITION_HELP)] = None,
+    slurm_gpus: Annotated[int, _on_slurm("GPUs of a job; 0: run on CPUs.")] = 1,
+    slurm_time: Annotated[float | None, _on_slurm("Minutes a job may take [its cells' time-outs and five].")] = None,
+    slurm_jobs: Annotated[int, _on_slurm("Jobs that may run at the same time.")] = 16,
+    slurm_args: Annotated[str | None, _on_slurm(_ARGUMENTS_HELP)] = None,
     **fields: str | None,
 ) -> int:
     """Run every cell of a sweep file that is not on disk yet. Kill it whenever you like: the same command goes on.
@@ -68,17 +79,6 @@ def sweep(
         Run cells again that crashed, timed out or could not be imported.
     json
         Print the table as JSON: plain numbers, units in the names.
-    slurm
-        Submit each cell (variants that take turns: together) as a job to this partition, and wait. The nodes must see
-        this folder, the records' folder and this Python. Parts and logs are kept beside the records in NAME.slurm/.
-    slurm_gpus
-        GPUs of a job; 0: run on CPUs.
-    slurm_time
-        Minutes a job may take; by default its cells' time-outs and five minutes.
-    slurm_jobs
-        Jobs that may run at the same time.
-    slurm_args
-        More options of sbatch as key=value,key=value: account, qos, constraint, cpus_per_task, mem; exclusive=true.
     """
     config = load_sweep(file)
     grid = {**config.grid, **grid_from_text({name: text for name, text in fields.items() if name != "device"})}
