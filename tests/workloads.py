@@ -1,8 +1,9 @@
 """Workloads without torch that sleep, compute, or go wrong in every way a cell can: `workloads:SLEEP` and so on.
 
 Config, all optional: `seconds` a step takes, `steps`, `act` (one of ACTS: what goes wrong, over the workload's own) and `where`
-it does (prepare, take, finish), `log` (a file that gets a line for each call, with `name`), `pid_file` for a grandchild's id,
-`alone` (a file that one process at a time can hold: memory for one), `work` (rounds of hashing a step).
+it does (prepare, settle, take, finish), `settles` (it has that method), `log` (a file that gets a line for each call, with
+`name`), `pid_file` for a grandchild's id, `alone` (a file that one process at a time can hold: memory for one), `work` (rounds
+of hashing a step).
 """
 
 import ctypes
@@ -22,6 +23,7 @@ from trainstep.measure.workload import Findings, Measurement, Stage
 from trainstep.records.record import Fact, Samples
 
 Config = Mapping[str, Any]
+COMPILE_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 class Planted:
@@ -33,7 +35,8 @@ class Planted:
 
     def prepare(self, config: Config, stage: Stage) -> Measurement:
         stage("build")
-        return PlantedMeasurement({"act": self.act, **config}, stage)
+        kind = SettlingMeasurement if config.get("settles") else PlantedMeasurement
+        return kind({"act": self.act, **config}, stage)
 
 
 class PlantedMeasurement:
@@ -63,6 +66,10 @@ class PlantedMeasurement:
             "pid": os.getpid(),
             "oom_score_adj": int(score.read_text()) if score.exists() else None,
             "memory_limit_bytes": resource.getrlimit(resource.RLIMIT_DATA)[0],
+            "device_order": os.environ.get("CUDA_DEVICE_ORDER"),
+            "compile_caches": " ".join(map(os.environ.get, COMPILE_CACHES))
+            if self._config.get("cold_compile")
+            else None,
             "typed": sys.stdin.read() if self._config.get("reads") else "",
         }
         if self._config["act"] == "nan":
@@ -79,6 +86,13 @@ class PlantedMeasurement:
                 log.write(f"{self._config.get('name', '')} {what}{'' if steps is None else f' {steps}'}\n")
         if self._config.get("where", "take") == what:
             ACTS[self._config["act"]](self._config)
+
+
+class SettlingMeasurement(PlantedMeasurement):
+    """Notes when it is asked to settle."""
+
+    def settle(self) -> None:
+        self._called("settle")
 
 
 def _hold_alone(config: Config) -> Any:
@@ -163,6 +177,23 @@ def _fork(config: Config) -> None:
     ACTS[config.get("then", "nothing")](config)
 
 
+def _return_twice(config: Config) -> None:
+    """Both processes go on to answer, the child first."""
+    if os.fork():
+        time.sleep(0.2)
+
+
+def _print_last_words(config: Config) -> NoReturn:
+    print(config["words"], file=sys.stderr, flush=True)
+    os.abort()
+
+
+def _fill_compile_cache(config: Config) -> None:
+    for folder in map(os.environ.get, COMPILE_CACHES):
+        os.makedirs(folder or "")
+    ACTS[config.get("then", "nothing")](config)
+
+
 def _be_noisy(config: Config) -> None:
     print("a line on stdout")
     os.write(1, b'{"event": "taken"}\n')
@@ -187,6 +218,9 @@ ACTS: dict[str, Callable[[Config], None]] = {
     "interrupt": _interrupt,
     "spawn": _spawn,
     "fork": _fork,
+    "return_twice": _return_twice,
+    "last_words": _print_last_words,
+    "compile": _fill_compile_cache,
     "print": _be_noisy,
 }
 

@@ -1,6 +1,7 @@
 """What every verb does with errors: one sentence on stderr, exit code 2, no traceback; and the other ways to end."""
 
 import errno
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("binary.jsonl").write_bytes(b"\xff\xfe\x00\n")
     Path("folder").mkdir()
     Path("empty_folder").mkdir()
+    Path("full_folder/in").mkdir(parents=True)
+    Path("full_folder/in/it.jsonl").write_text(line)
     for name, text in {
         "good": SWEEP,
         "not_toml": "[grid\n",
@@ -91,7 +94,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("bench --precision tf32 --device cpu", "precision: tf32 is a mode of NVIDIA matrix units; on a CPU take fp32"),
         ("bench --attention flex --device cpu", "attention: flex has no backward on a CPU"),
         ("bench --attention sdpa_cudnn --device cpu", "runs on CUDA only"),
-        ("bench --nvtx true --device cpu", "nvtx: ranges need a GPU"),
+        ("bench --nvtx --device cpu", "nvtx: ranges need a GPU"),
         ("bench --data nowhere.txt", "data: there is no file or folder 'nowhere.txt'"),
         ("bench --data stdlib --vocab-size 100", "vocab_size: "),
         ("bench --compare precision", "compare: the grid does not vary along 'precision'"),
@@ -108,6 +111,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("bench --out corrupt.jsonl", "corrupt.jsonl: line 2 is corrupt"),
         ("bench --out binary.jsonl", "binary.jsonl: line 1 is corrupt"),
         ("bench --out good.toml", "good.toml: "),
+        ("bench --out good.jsonl --page good.jsonl", "page: good.jsonl is the file of records"),
+        ("bench --out new.jsonl --page folder/../new.jsonl", "is the file of records"),
+        ("bench --rope-theta inf", "rope_theta: must be positive, not inf"),
+        ("bench --seed 9223372036854775808", "seed: must be at most"),
+        ("bench --steps 1000000000000000", "steps: must be at most"),
         ("bench --page folder", "page: folder cannot be written"),
         ("bench --page good.jsonl/page.html", "page: good.jsonl/page.html cannot be written"),
         ("sweep", "FILE requires an argument"),
@@ -138,6 +146,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("report corrupt.jsonl", "corrupt.jsonl: line 2 is corrupt"),
         ("report binary.jsonl", "binary.jsonl: line 1 is corrupt"),
         ("report good.jsonl --format pdf", '"pdf"'),
+        ("sweep good.toml --out s.jsonl --page s.jsonl", "page: s.jsonl is the file of records"),
+        ("report good.jsonl --out ./good.jsonl --format html", "out: good.jsonl is one of the files of records"),
+        ("report good.jsonl --out good.jsonl --format terminal", "out: good.jsonl is one of the files of records"),
+        ("report full_folder --out full_folder/in/it.jsonl --format csv", "is one of the files of records"),
         ("report good.jsonl --out folder", "out: folder cannot be written"),
         ("report good.jsonl --out good.toml/x.md", "out: good.toml/x.md cannot be written"),
         ("compare good.jsonl", "B requires an argument"),
@@ -245,3 +257,10 @@ def test_a_reader_that_leaves(folder: Path):
     environ = {"PYTHONPATH": import_path(), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+def test_the_switches_are_said_to_be_switches(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["bench", "--help"]) == 0
+    printed = " ".join(re.sub(r"[│─╭╮]", " ", capsys.readouterr().out).split())
+    assert printed.count("a switch: ") == 2
+    assert "commas make a grid, but of the two switches" in printed

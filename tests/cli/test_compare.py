@@ -89,3 +89,13 @@ def test_unlike_machines(before: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "gpu NVIDIA H200 against NVIDIA L4" in capsys.readouterr().err
     assert app.run(["compare", str(before), str(elsewhere), "--allow-mixed"]) == 0
     assert "faster" in capsys.readouterr().out
+
+
+def test_a_cell_without_the_quantity_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with_forward = replace(record(128, 1.0), samples={name: seconds([1.0] * 10) for name in ("step", "forward")})
+    path = write(tmp_path / "mixed.jsonl", with_forward, record(256, 2.0))
+    assert app.run(["compare", str(path), str(path), "--quantity", "forward"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "difference below the minimum effect" in lines[0]
+    assert lines[1].endswith("cannot tell: a holds no forward; it holds step")
+    assert app.run(["compare", str(path), str(path), "--quantity", "backward"]) == 2

@@ -246,6 +246,26 @@ def test_a_page_and_another_file(tmp_path: Path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("stream", ["stderr", "stdout"])
+def test_a_reader_that_leaves_ends_no_sweep(tmp_path: Path, stream: str):
+    """`trainstep sweep ... 2>&1 | head`: every cell runs, the page is written, and the exit code is that of the cells."""
+    write_sweep(tmp_path, 3)
+    process = start("sweep", "s.toml", "--page", "page.html", folder=tmp_path)
+    getattr(process, stream).close()
+    setattr(process, stream, None)
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert indices(tmp_path) == [0, 1, 2]
+    assert (tmp_path / "page.html").exists()
+
+
+def test_a_page_has_the_sweeps_title_and_description(tmp_path: Path):
+    write_sweep(tmp_path, 1, head='title = "Sleeping & waking"\ndescription = "How long it sleeps."')
+    assert sweep(tmp_path, "--page", "page.html")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<h1>Sleeping &amp; waking</h1>\n<p>How long it sleeps.</p>" in page
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parents[2] / "sweeps").glob("*.toml")))
 def test_published_sweeps_are_sound(name: str):
     """Each expands, on a GPU and on a CPU, into groups of one size."""

@@ -110,3 +110,14 @@ def test_keys():
     check_grid_keys({"workload": ["mine:IT"], "anything": [1]}, "here")
     with pytest.raises(ValueError, match=r"here: unknown key 'presision' \(did you mean precision\?\)"):
         check_grid_keys({"presision": ["fp32"]}, "here")
+
+
+def test_a_grid_of_millions_is_refused_before_it_is_expanded():
+    numbers = list(range(1, 10_001))
+    text = refusal({"context": numbers, "batch_size": numbers, "seed": numbers})
+    assert text.startswith("the grid has 1,000,000,000,000 cells, and 100,000 is the most")
+
+
+def test_switches_may_be_lists_in_a_sweep_file():
+    cells = expand({"cold_compile": [False, True], "nvtx": [False, True]}, {"device": "cuda"})
+    assert [(cell.config["cold_compile"], cell.config["nvtx"]) for cell in cells][1:3] == [(False, True), (True, False)]

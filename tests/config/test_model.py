@@ -31,7 +31,7 @@ def test_counts_must_be_positive(field: str, value: Any):
 
 
 @pytest.mark.parametrize("field", ["rope_theta", "norm_eps"])
-@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
 def test_positive_numbers(field: str, value: float):
     assert refusal(**{field: value}).startswith(f"{field}: must be positive, not ")
 
@@ -71,3 +71,10 @@ def test_a_model_of_ones_own(function: str):
 def test_a_name_that_cannot_be_imported(function: str):
     with pytest.raises(ValueError, match=r"must read package\.module:function"):
         UserModel(function=function)
+
+
+def test_absurd_widths_are_refused_at_once():
+    assert refusal(d_model=10**12, heads=7).endswith("; 8 would")
+    assert refusal(d_model=2 * (10**11 + 3), heads=10**6).endswith(" would")
+    for field in ("d_model", "d_ff", "layers", "heads", "vocab_size"):
+        assert refusal(**{field: 2**40 + 1}).startswith(f"{field}: must be at most 1099511627776")

@@ -1,6 +1,7 @@
 """Flat values to configs and back, and the hash that says whether a cell is done already."""
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import subprocess
@@ -174,3 +175,14 @@ def test_words(text: str, value: Any):
     parsed = parse_value(text)
     assert parsed == value
     assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), datetime.date(2026, 1, 1), [{"a": {1}}]], ids=str)
+def test_a_value_that_json_cannot_hold_is_refused_by_its_field(value: Any):
+    with pytest.raises(ValueError, match=r"^sides: .* is no value that a record can hold"):
+        config_hash("mine:IT", {"steps": 3, "sides": value})
+
+
+def test_a_whole_number_that_no_float_holds():
+    with pytest.raises(ValueError, match="learning_rate: must be positive, not inf"):
+        build_run({"learning_rate": 10**400})

@@ -112,3 +112,14 @@ def test_text_needs_a_vocabulary_of_bytes():
 
 def test_a_model_of_ones_own_brings_its_batches():
     assert refusal(model=UserModel(function="a:b"), data="stdlib").startswith("data: a model of your own brings")
+
+
+@pytest.mark.parametrize("field", ["batch_size", "context", "accumulation", "steps", "warmups", "sync"])
+@pytest.mark.parametrize("value", [2**40 + 1, 10**400])
+def test_absurd_counts(field: str, value: int):
+    assert refusal(**{field: value}).startswith(f"{field}: must be at most 1099511627776, not 1")
+
+
+def test_seeds_that_torch_takes():
+    assert RunConfig(model=TINY, seed=2**63 - 1).seed == 2**63 - 1
+    assert refusal(seed=2**63).startswith("seed: must be at most 9223372036854775807")

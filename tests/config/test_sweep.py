@@ -67,6 +67,12 @@ def test_the_published_sweeps(path: Path):
         ("timeout_s = true\n[grid]\ncontext = 8", "timeout_s: must be a positive number"),
         ("timeout_s = '1'\n[grid]\ncontext = 8", "timeout_s: must be a positive number of seconds, not '1'"),
         ("title = 3\n[grid]\ncontext = 8", "title: must be text, not 3"),
+        (
+            "[grid]\ncontext = 2026-01-01",
+            "[grid]: context: must be finite numbers, text or true and false, not 2026-01-01",
+        ),
+        ("[grid]\nworkload = 'mine:IT'\nsides = [1, {a = 2}]", "[grid]: sides: must be finite numbers"),
+        ("[grid]\nworkload = 'mine:IT'\nsides = [[1, nan]]", "[grid]: sides: must be finite numbers"),
         ("compare = ['a']\n[grid]\ncontext = 8", "compare: must be text, not ['a']"),
     ],
 )

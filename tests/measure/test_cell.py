@@ -192,8 +192,41 @@ def test_it_leaves_with_all_it_started_when_nobody_asks_any_more(
     assert wait_until(lambda: not is_alive(grandchild))
 
 
+def test_gpus_are_counted_as_the_driver_does(speak: Callable[..., Spoken], monkeypatch: pytest.MonkeyPatch):
+    """CUDA's own order is fastest first: its GPU 0 need not be the environment's."""
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    orders = []
+    for _ in range(2):
+        cell = speak()
+        cell.prepare()
+        cell.ask("take", steps=1)
+        orders.append(cell.ask("finish")[-1]["findings"]["facts"]["device_order"]["value"])
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert orders == ["PCI_BUS_ID", "FASTEST_FIRST"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"settle": False}, {"settle": True}])
+@pytest.mark.parametrize("settles", [False, True])
+def test_it_settles_where_it_can_and_is_asked(
+    speak: Callable[..., Spoken], tmp_path: Path, asked: dict[str, bool], settles: bool
+):
+    cell = speak()
+    cell.prepare(log=str(tmp_path / "log"), settles=settles)
+    assert cell.ask("take", steps=3, **asked) == [{"event": "taken"}]
+    called = (tmp_path / "log").read_text().split("\n")
+    assert (" settle" in called) == (settles and asked.get("settle", False))
+
+
+def test_words_that_no_file_takes(speak: Callable[..., Spoken]):
+    cell = speak()
+    cell.prepare(act="raise", message="no file \udc80")
+    failure = cell.ask("take", steps=1)[-1]["failure"]
+    assert failure["message"] == "RuntimeError: no file ?"
+    assert failure["last_lines"][-1] == "RuntimeError: no file ?"
+
+
 DRIVER = """
-import os, sys
+import json, os, sys
 from cell_maker import planted
 from trainstep.measure.connection import CellConnection
 from trainstep.measure.runner import CellRun, Limits
@@ -201,7 +234,7 @@ from trainstep.measure.runner import CellRun, Limits
 def tell(cell, stage):
     print(run.connection._process.pid, stage, flush=True)
 
-run = CellRun(planted(act=sys.argv[1]), Limits(), CellConnection(tell))
+run = CellRun(planted(**json.loads(sys.argv[1])), Limits(), CellConnection(tell))
 run.prepare()
 run.ask("take", steps=1)
 """
@@ -210,10 +243,26 @@ run.ask("take", steps=1)
 @linux
 @pytest.mark.parametrize("act", ["hang", "hang_in_native_code"])
 def test_it_dies_with_its_driver(act: str):
-    command = [sys.executable, "-c", DRIVER, act]
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
-    pid = next(int(line.split()[0]) for line in driver.stdout if "steps" in line)
+    driver, pid = drive(act=act)
     driver.kill()
     driver.communicate()
     assert wait_until(lambda: not is_alive(pid))
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_all_it_started_dies_with_its_driver(tmp_path: Path, number: signal.Signals):
+    child = tmp_path / "pid"
+    driver, _ = drive(act="spawn", where="take", then="hang_in_native_code", pid_file=str(child))
+    assert wait_until(lambda: child.exists() and child.read_text() != "")
+    driver.send_signal(number)
+    driver.communicate()
+    assert wait_until(lambda: not is_alive(int(child.read_text())))
+
+
+def drive(**config: Any) -> tuple[subprocess.Popen[str], int]:
+    """A driver whose cell is at its steps, and that cell's process."""
+    command = [sys.executable, "-c", DRIVER, json.dumps(config)]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    return driver, next(int(line.split()[0]) for line in driver.stdout if "steps" in line)

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch._dynamo.utils as dynamo
 
-from trainstep.measure.compilation import compilation_facts, empty_compile_cache
+from trainstep.measure.compilation import compilation_facts, use_compile_cache
 
 CODE = """
 import dataclasses, json
 from trainstep.config.presets import size
 from trainstep.config.run import RunConfig
-from trainstep.measure.compilation import compilation_facts, empty_compile_cache
+from trainstep.measure.compilation import compilation_facts, use_compile_cache
 from trainstep.training.build import build_step
-if {cold}:
-    empty_compile_cache()
+if {cold!r}:
+    use_compile_cache({cold!r})
 model = dataclasses.replace(size("tiny"), layers=1, d_model=16, d_ff=32)
 assembly = build_step(RunConfig(model=model, batch_size=1, context=4, compile="model"))
 assembly.step(assembly.micro_batches(0))
@@ -60,18 +60,14 @@ def test_warm_is_when_everything_was_there(
     assert facts_of(monkeypatch, inductor=inductor, autograd=autograd)["compile_cache"] == (state, "")
 
 
-def test_an_empty_cache(monkeypatch: pytest.MonkeyPatch):
+def test_caches_apart_in_the_folder_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     for name in names:
         monkeypatch.setenv(name, "before")
-    seen = []
-    for _ in range(2):
-        empty_compile_cache()
-        seen += [os.environ[name] for name in names]
-    assert len(set(seen)) == 4
-    for folder in map(Path, seen):
-        assert folder.parent.is_dir()
-        assert not folder.exists() or not any(folder.iterdir())
+    use_compile_cache(str(tmp_path))
+    seen = [Path(os.environ[name]) for name in names]
+    assert len(set(seen)) == 2
+    assert {folder.parent for folder in seen} == {tmp_path}
 
 
 @pytest.mark.slow
@@ -85,11 +81,10 @@ def test_cold_then_warm_then_cold_again(tmp_path: Path):
         "TMPDIR": str(tmp_path),
     }
     found = []
-    for cold in (False, False, True):
+    for cold in ("", "", str(tmp_path / "empty")):
         command = [sys.executable, "-c", CODE.format(cold=cold)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
     assert [facts["compile_cache"] for facts in found] == ["cold", "warm", "cold"]
     assert all(facts["compiled_graphs"] == 1 for facts in found)
     assert found[1]["compile_s"] < min(found[0]["compile_s"], found[2]["compile_s"])
-    assert not [*tmp_path.glob("trainstep-compile-cache-*")], "the process that made it takes it away"

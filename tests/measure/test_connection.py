@@ -117,6 +117,45 @@ def test_sigkill_beside_a_gpu_is_not(connect: Callable[..., CellConnection]):
     assert "SIGKILL" in failure.message
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "  what():  std::bad_alloc",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "LLVM ERROR: cannot allocate memory",
+        "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.",
+        "libgomp: Thread creation failed: Resource temporarily unavailable",
+    ],
+)
+def test_native_code_short_of_memory(connect: Callable[..., CellConnection], words: str):
+    failure = lost(connect(), planted(act="last_words", words=words))
+    assert (failure.kind, failure.phase) == ("out_of_memory", "steps")
+    assert failure.message == "ran out of memory in steps, and native code ended the process"
+    assert failure.last_lines[0] == words
+
+
+@pytest.mark.parametrize("config", [{"words": "an assertion failed"}, {"words": "std::bad_alloc", "device": "cuda"}])
+def test_other_last_words_are_a_crash(connect: Callable[..., CellConnection], config: dict[str, str]):
+    assert lost(connect(), planted(act="last_words", **config)).kind == "crash"
+
+
+def test_an_answer_to_something_else(connect: Callable[..., CellConnection]):
+    connection = connect()
+    failure = lost(connection, planted(act="return_twice", where="prepare"))
+    assert failure.kind == "crash"
+    assert "asked to take, the process answered 'ready'" in failure.message
+    assert not connection.alive
+
+
+def test_a_deleted_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(ValueError, match="the working directory was deleted"):
+        CellConnection(silent)
+
+
 def test_killed_while_it_waits_for_its_turn(connect: Callable[..., CellConnection]):
     connection = connect()
     ask(connection, planted(), "prepare")

@@ -104,11 +104,15 @@ def test_source_hash_sees_names_and_contents(package: Path):
     assert len(before) == 16
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "step.pyc").write_text("compiled")
+    for left_by_an_editor in (".step.py.swp", "step.py~", ".hidden.py", "#step.py#"):
+        (package / left_by_an_editor).write_text("draft")
     assert source_hash(package) == before
     (package / "step.py").rename(package / "other.py")
     renamed = source_hash(package)
     (package / "other.py").write_text("x = 2\n")
-    assert len({before, renamed, source_hash(package)}) == 3
+    changed = source_hash(package)
+    (package / "page.html").write_text("<p>")
+    assert len({before, renamed, changed, source_hash(package)}) == 4
 
 
 def test_git_clean_and_dirty(package: Path):

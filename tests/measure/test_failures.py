@@ -124,6 +124,12 @@ def test_a_sentence_stands_alone_and_anything_else_is_named():
     assert failure_of(RuntimeError("first\nsecond"), "build").message == "RuntimeError: first"
 
 
+def test_words_that_no_file_takes_are_cleaned():
+    for failure in (failure_of(OSError("\udc80"), "build"), failure_of(MemoryError("\udc80"), "build")):
+        assert str(failure).encode()
+        assert "?" in failure.last_lines[-1]
+
+
 def deep(levels: int) -> None:
     if levels == 0:
         raise RuntimeError("at the bottom")

@@ -68,6 +68,19 @@ def test_few_steps_make_as_many_turns(log: Path):
     assert called(log, "take") == ["a 1", "b 1", "b 1", "a 1", "a 1", "b 1"]
 
 
+def test_each_turn_begins_with_a_step_that_is_not_timed(log: Path):
+    settling, plain = variants(log, "a", steps=20, settles=True), variants(log, "b", steps=20)
+    records = run([*settling, *plain])
+    calls = [line for line in log.read_text().splitlines() if line.split()[1] in ("settle", "take")]
+    assert calls == ["a settle", "a take 2", "b take 2", "b take 2", "a settle", "a take 2"] * 5
+    assert [len(record.samples["step"].values) for record in records] == [20, 20]
+
+
+def test_one_that_is_lost_while_it_settles(log: Path):
+    records = run(variants(log, "a", steps=4, settles=True, act="abort", where="settle") + variants(log, "b", steps=4))
+    assert [record.failure.kind if record.failure else "" for record in records] == ["crash", ""]
+
+
 @pytest.mark.parametrize(("steps", "turn"), [(40, 4), (12, 4), (100, 8)])
 def test_turns_are_whole_windows(log: Path, steps: int, turn: int):
     records = run(variants(log, "a", "b", steps=steps, sync=4))

@@ -1,6 +1,8 @@
 """One cell to one record, whatever happens on the way."""
 
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +83,26 @@ def test_findings_that_are_none(alone: Run):
     assert record.failure is not None
     assert record.failure.kind == "crash"
     assert "not all numbers" in record.failure.message
+
+
+def test_a_build_that_returns_twice_is_a_crash(alone: Run):
+    record, again = alone(planted(act="return_twice", where="prepare"))
+    assert not again
+    assert record.failure is not None
+    assert record.failure.kind == "crash"
+
+
+@pytest.mark.parametrize("then", ["nothing", "abort", "hang"])
+def test_an_empty_compile_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = open_run(planted(act="compile", then=then, cold_compile=True), Limits(timeout_s=2.5), silent)
+    record, _ = run_alone(run)
+    assert (record.failure is None) == (then == "nothing")
+    if then == "nothing":
+        caches = record.fact("compile_caches").split()
+        assert [Path(cache).parent.parent for cache in caches] == [tmp_path, tmp_path]
+    run.connection.close()
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_only_a_cpu_cell_is_limited():

@@ -136,6 +136,22 @@ def test_no_mixing_unless_allowed(store: Store, changes: dict[str, str], words: 
     assert sweep(store, executor, here=here, allow_mixed=True)[-1].done == 5
 
 
+def test_code_that_changes_during_a_sweep(store: Store):
+    edited = replace(ENVIRONMENT, source="fff")
+
+    def execute(groups: Sequence[Sequence[Cell]]) -> Iterator[list[Record]]:
+        for index, group in enumerate(groups):
+            yield [done(cell, environment=edited if index >= 2 else ENVIRONMENT) for cell in group]
+
+    with pytest.raises(ValueError, match=r"the code changed during the sweep: .* source fff against abc"):
+        list(run_sweep(GROUPS, store, execute, here=ENVIRONMENT))
+    assert list(store.latest()) == [cell.key for cell in CELLS[:3]], (
+        "the record that shows it is kept, none after it made"
+    )
+    for options in ({"allow_mixed": True}, {"anew": True}):
+        assert list(run_sweep(GROUPS, store, execute, here=ENVIRONMENT, **options))[-1].done == 5
+
+
 @pytest.mark.parametrize("changes", [{"hostname": "other"}, {"dirty": True}, {"memory_bytes": 7}, {"driver": "580"}])
 def test_what_may_differ(store: Store, changes: dict[str, Any]):
     store.append(done(CELLS[0]))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from measured_step import PHASES, TINY, forget_compilations, lengths, measured, prepare, values_of
 from trainstep.config.model import UserModel
@@ -70,6 +71,12 @@ def out_in_backward_later(run, device):
 
 def crashes(run, device):
     return Model("forward", words="a shape is wrong"), next_batch
+
+def just_enough(run, device):
+    return Model(), [next_batch(step) for step in range(run.warmups + run.steps)].__getitem__
+
+def crashes_afterwards(run, device):
+    return Model("forward", at=run.warmups + run.steps, words="a shape is wrong"), next_batch
 
 def not_a_number(run, device):
     return Model("nan"), next_batch
@@ -216,17 +223,57 @@ def test_out_of_memory_in_build(users: str):
     assert (failed.kind, failed.phase, failed.asked_bytes, failed.holders) == ("out_of_memory", "build", 123, ())
 
 
-def test_out_of_memory_afterwards(monkeypatch: pytest.MonkeyPatch):
-    measurement = prepare()
+@pytest.mark.parametrize("mode", MODES)
+def test_what_fails_afterwards_loses_nothing(monkeypatch: pytest.MonkeyPatch, mode: str):
+    measurement = prepare(mode=mode)
     measurement.take(4)
 
     def refuse(*_: object) -> None:
         raise MemoryError
 
+    monkeypatch.setattr(measurement, "_look_at_device", refuse)
     monkeypatch.setattr("trainstep.measure.train_step.flops_facts", refuse)
-    with pytest.raises(CellFailed) as caught:
-        measurement.finish()
-    assert caught.value.failure.phase == "afterwards"
+    monkeypatch.setattr(measurement, "_device", torch.device("cuda"))
+    found = measurement.finish()
+    assert lengths(found)["step"] == (4, 2)
+    facts = values_of(found)
+    assert facts["tokens"] == 16
+    why = "ran out of memory in afterwards"
+    assert facts["afterwards_failed"] == f"device-busy time and a reallocated step: {why}; model FLOPs: {why}"
+
+
+def test_a_user_need_not_have_more_batches_than_steps(users: str):
+    found = measured(model=UserModel(function=f"{users}:just_enough"))
+    assert lengths(found)["step"] == (4, 2)
+    assert values_of(found)["model_flops"] == 2 * (2 * 4 * 3)
+    assert "afterwards_failed" not in found.facts
+
+
+def test_a_model_that_fails_once_the_steps_are_done(users: str):
+    found = measured(model=UserModel(function=f"{users}:crashes_afterwards"))
+    assert lengths(found)["step"] == (4, 2)
+    assert values_of(found)["afterwards_failed"] == "model FLOPs: RuntimeError: a shape is wrong"
+
+
+def test_settling_is_one_step_that_is_not_timed(users: str):
+    measurement = prepare(model=UserModel(function=f"{users}:good"))
+    asked = sys.modules[users].ASKED
+    calls = []
+    for _ in range(2):
+        before = measurement._assembly.module.calls  # type: ignore[attr-defined]
+        measurement.settle()  # type: ignore[attr-defined]
+        calls.append(measurement._assembly.module.calls - before)  # type: ignore[attr-defined]
+        measurement.take(2)
+    assert calls == [1, 1]
+    assert asked == list(range(6)), "of the last step's batches"
+    assert lengths(measurement.finish())["step"] == (4, 2)
+
+
+def test_nothing_to_settle_before_a_first_step():
+    measurement = prepare(warmups=0)
+    measurement.settle()  # type: ignore[attr-defined]
+    measurement.take(4)
+    assert lengths(measurement.finish())["step"] == (4, 0)
 
 
 def test_other_errors_stay_what_they_are(users: str):

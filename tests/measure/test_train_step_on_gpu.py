@@ -3,6 +3,7 @@
 import gc
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from trainstep.config.model import ModelConfig
 from trainstep.config.phases import Phase
 from trainstep.config.run import MODES, RunConfig
 from trainstep.measure.clock import EventClock
+from trainstep.measure.compilation import use_compile_cache
 from trainstep.measure.failures import CellFailed
 from trainstep.training.build import build_step
 
@@ -139,10 +141,11 @@ def test_more_of_it_on_a_gpu(fields: dict[str, Any]):
     assert math.isfinite(values_of(measured(**on_gpu(**fields)))["loss"])
 
 
-def test_compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     forget_compilations()
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "set anew below, put back afterwards")
+    use_compile_cache(str(tmp_path))
     found = measured(**on_gpu(compile="block", cold_compile=True))
     facts = values_of(found)
     assert facts["compile_s"] > 0

@@ -187,14 +187,14 @@ def test_turns_of_several_steps_are_paired_by_their_medians():
     speeds = np.repeat([1.0, 3.0, 2.0, 5.0, 1.5], 3)
     a = seconds(speeds * np.tile([1, 1, 7], 5))
     b = seconds(1.1 * speeds * np.tile([7, 1, 1], 5))
-    found = compare_samples(a, b, turn_steps=3)
+    found = compare_samples(a, b, turn_steps=(3, 3))
     assert (found.n, found.verdict) == (5, "slower")
     assert (found.ratio, found.low, found.high) == (pytest.approx(1.1),) * 3
     assert compare_samples(a, b).verdict == "cannot tell"
 
 
 def test_a_last_turn_cut_short_counts():
-    assert compare_samples(seconds([1.0] * 10), seconds([1.2] * 10), turn_steps=3).n == 4
+    assert compare_samples(seconds([1.0] * 10), seconds([1.2] * 10), turn_steps=(3, 3)).n == 4
 
 
 def test_cannot_tell_says_which_way():
@@ -237,7 +237,7 @@ def test_nonsense_options_are_refused():
     with pytest.raises(ValueError, match="minimum_effect"):
         compare_samples(a, a, minimum_effect=-0.1)
     with pytest.raises(ValueError, match="turn_steps"):
-        compare_samples(a, a, turn_steps=0)
+        compare_samples(a, a, turn_steps=(1, 0))
 
 
 # Records.
@@ -268,9 +268,19 @@ def test_records_that_did_not_take_turns_together_are_not_paired(facts):
     assert "not interleaved" in found.reason
 
 
-def test_turns_of_different_lengths_in_one_group_are_refused():
-    with pytest.raises(ValueError, match="turn_steps: 1 against 2"):
-        compare_records(of_steps([1] * 6, facts=turns()), of_steps([1] * 6, facts=turns(turn_steps=2)))
+def test_turns_counted_in_other_values_pair_all_the_same():
+    """`--compare sync`: a turn of four steps is four values with sync=step and one window with sync=4."""
+    speeds = [1.0, 3.0, 2.0, 5.0, 1.5]
+    a = of_steps(np.repeat(speeds, 4), facts=turns(turn_steps=4))
+    b = of_steps(1.1 * np.array(speeds), facts=turns(turn_steps=1))
+    for found, ratio in ((compare_records(a, b), 1.1), (compare_records(b, a), 1 / 1.1)):
+        assert (found.n, found.paired, found.ratio) == (5, True, pytest.approx(ratio))
+        assert found.low == pytest.approx(ratio)
+
+
+def test_a_length_of_turns_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="turn_steps: must be a whole number, not 'x'"):
+        compare_records(of_steps([1] * 6, facts=turns(turn_steps="x")), of_steps([1] * 6, facts=turns()))
 
 
 @pytest.mark.parametrize("field", ["gpu", "driver", "torch", "triton", "cuda", "cpu"])

@@ -34,7 +34,7 @@ def full_record(**changes) -> Record:
     given = {
         "config": {"model": {"name": "small", "sizes": [1, [2, 3]]}, "context": 256},
         "samples": {"step": seconds([1, 2], warmups=(3.0,))},
-        "facts": {"loss": Fact(value=1.5), "shape": Fact(value={"layers": [1, 2]}, unit="count")},
+        "facts": {"loss": Fact(value=1.5), "tokens": Fact(value=1024, unit="count")},
         "tables": {"kernels": {"name": ["a", "b"], "time": [1, 2]}},
         "prediction": {"step_s": 0.9},
         "failure": FAILURE,
@@ -62,7 +62,6 @@ def test_no_field_can_be_assigned(name):
         lambda record: record.config["model"],
         lambda record: record.samples,
         lambda record: record.facts,
-        lambda record: record.facts["shape"].value,
         lambda record: record.tables,
         lambda record: record.tables["kernels"],
         lambda record: record.prediction,
@@ -88,7 +87,6 @@ def test_no_list_inside_stays_a_list():
         record.samples["step"].warmups,
         record.config["model"]["sizes"],
         record.config["model"]["sizes"][1],
-        record.facts["shape"].value["layers"],
         record.tables["kernels"]["time"],
         record.failure.last_lines,
         record.failure.holders,
@@ -151,11 +149,12 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=10,
 )
+json_scalars = json_values.filter(lambda value: not isinstance(value, list | dict))
 configs = st.dictionaries(st.text(), json_values, max_size=4)
 
 
 @settings(deadline=None)
-@given(config=configs, fact=json_values, values=st.lists(st.floats(allow_nan=False)))
+@given(config=configs, fact=json_scalars, values=st.lists(st.floats(allow_nan=False, allow_infinity=False)))
 def test_any_json_inside_survives(config, fact, values):
     record = full_record(
         config=config,
@@ -194,6 +193,49 @@ def test_a_record_without_what_it_needs_is_refused(name):
 def test_samples_that_are_no_numbers_are_refused(values):
     with pytest.raises(ValueError, match="not all numbers"):
         record_from_plain(plain(samples={"step": {"unit": "s", "values": values, "warmups": []}}))
+
+
+BEYOND = float("inf")
+"""What JSON's 1e999 is read as."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workload": 1}, r"record\.workload cannot be of type int"),
+        ({"key": ["k"]}, r"record\.key cannot be of type list"),
+        ({"started_at": None}, r"record\.started_at cannot be None"),
+        ({"duration_s": "long"}, r"record\.duration_s cannot be 'long'"),
+        ({"duration_s": BEYOND}, r"record\.duration_s cannot be inf"),
+        ({"duration_s": True}, r"record\.duration_s cannot be True"),
+        ({"prediction": [1]}, "prediction is no mapping"),
+        ({"environment": 3}, "environment is no mapping"),
+        ({"environment": {**plain()["environment"], "cores": "2"}}, r"environment\.cores cannot be '2'"),
+        ({"environment": {**plain()["environment"], "cores": 1.5}}, r"environment\.cores cannot be 1\.5"),
+        ({"environment": {**plain()["environment"], "gpu": {}}}, r"environment\.gpu cannot be of type dict"),
+        ({"environment": {**plain()["environment"], "cpu": None}}, r"environment\.cpu cannot be None"),
+        ({"environment": {**plain()["environment"], "dirty": 1}}, r"environment\.dirty cannot be of type int"),
+        ({"facts": {"tokens": {"value": 1, "unit": 5}}}, r"facts\.tokens\.unit cannot be of type int"),
+        ({"facts": {"tokens": {"value": [1], "unit": ""}}}, "a fact is one value, not a list"),
+        ({"facts": {"tokens": {"value": BEYOND, "unit": ""}}}, r"facts\.tokens\.value is no finite number"),
+        ({"facts": {"tokens": {"value": "many", "unit": "count"}}}, r"facts\.tokens\.value is no finite number"),
+        (
+            {"samples": {"step": {"unit": "s", "values": [BEYOND], "warmups": []}}},
+            "samples of step are not all numbers",
+        ),
+        (
+            {"samples": {"step": {"unit": "s", "values": [10**400], "warmups": []}}},
+            "samples of step are not all numbers",
+        ),
+        ({"samples": {"step": {"unit": 1, "values": [], "warmups": []}}}, r"samples\.step\.unit cannot be of type int"),
+        ({"failure": {**plain()["failure"], "message": 1}}, r"failure\.message cannot be of type int"),
+        ({"failure": {**plain()["failure"], "last_lines": [1]}}, r"failure\.last_lines are not all text"),
+        ({"failure": {**plain()["failure"], "holders": [{"name": 1, "bytes": 1}]}}, r"failure\.holders\.name"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_name(changes, words):
+    with pytest.raises(ValueError, match=words):
+        record_from_plain(plain(**changes))
 
 
 @pytest.mark.parametrize("newer", [FORMAT + 1, "2.0", None])

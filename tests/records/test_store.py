@@ -59,7 +59,11 @@ def test_everything_comes_back(store):
             "step": seconds([0.1, 1e-300, 1.7976931348623157e308], warmups=(5.0,)),
             **{w: seconds([1]) for w in HOSTILE},
         },
-        facts={"loss": Fact(value=2.5), "words": Fact(value=list(HOSTILE)), "flops": Fact(value=2**80, unit="flops")},
+        facts={
+            "loss": Fact(value=2.5),
+            **{f"word {i}": Fact(value=word) for i, word in enumerate(HOSTILE)},
+            "flops": Fact(value=2**80, unit="flops"),
+        },
         tables={"kernels": {"name": list(HOSTILE), "time": [1.5] * len(HOSTILE)}},
         prediction={"step_s": 0.1},
         failure=Failure(
@@ -361,3 +365,21 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written"), Store(tmp_path / "file" / "r.jsonl").locked():
         pass
+
+
+def test_only_a_regular_file_is_locked(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match="cannot be written: it is no regular file"), Store(path).locked():
+            pass
+        assert path.exists()
+
+
+def test_an_empty_file_goes_only_if_the_lock_made_it(store):
+    with store.locked():
+        assert store.path.exists()
+    assert not store.path.exists()
+    store.path.touch()
+    with store.locked():
+        pass
+    assert store.path.exists()

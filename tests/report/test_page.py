@@ -160,3 +160,9 @@ def test_a_page_of_failures_alone(rows, end_to_end):
     seen = Seen(page(rows([end_to_end[3]])))
     assert "1 of 1 cells failed: 1 OOM" in seen.text
     assert len(seen.of("table")) == 1
+
+
+def test_a_title_and_description_come_first(rows, end_to_end):
+    text = page(rows(end_to_end), title="Sizes <b>", description="Why & how.")
+    assert "<h1>Sizes &lt;b&gt;</h1>\n<p>Why &amp; how.</p>\n" in text
+    assert "<h1>Training step" in page(rows(end_to_end))

@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cell_maker import finish, start
 from trainstep.cli.report import report
+from trainstep.records.record import Failure
 
 PROGRAM = """
 import sys
@@ -41,6 +44,24 @@ def test_html_is_the_default_files_name(store, end_to_end, tmp_path: Path, monke
 def test_the_files_name_chooses_the_format(store, end_to_end, tmp_path: Path, name, start):
     report([store(end_to_end)], out=tmp_path / "new" / name)
     assert (tmp_path / "new" / name).read_text().startswith(start)
+
+
+@pytest.mark.parametrize("format", ["terminal", "markdown", "latex", "csv", "json", "html"])
+def test_text_that_cannot_be_encoded_breaks_no_report(store, make, tmp_path: Path, format):
+    odd = "half a pair: \ud800"
+    record = make(facts={"flops_convention": odd, "throttle_reasons": odd})
+    crash = Failure(kind="crash", phase=odd, message=odd, last_lines=(odd,))
+    path = store([record, make(context=512, model="small", failure=crash)])
+    report([path], out=tmp_path / "report", format=format)
+    assert "crash" in (tmp_path / "report").read_text(encoding="utf-8")
+    code, _, err = finish(start("report", path, "--format", format, folder=tmp_path))
+    assert (code, err) == (0, "")
+
+
+def test_json_of_a_config_that_is_a_mapping(store, make, capsys):
+    records = [replace(make(), workload="mine:IT", key=str(i), config={"shape": {"sides": [1, i]}}) for i in range(2)]
+    report([store(records)], format="json")
+    assert [row["shape"] for row in json.loads(capsys.readouterr().out)] == [{"sides": [1, 0]}, {"sides": [1, 1]}]
 
 
 def test_json_to_standard_output(store, end_to_end, capsys):

@@ -33,6 +33,7 @@ def test_numbers_as_people_publish_them(table):
         "optimizer (ms)": "20.00 ± 0.20",
         "total step (ms)": "200.0 ± 2.0",
         "tokens/s": "5,120",
+        "TFLOP/s": "99",
         "MFU (%)": "10.0",
         "peak (GiB)": "3.00",
         "doubts": "few samples",
@@ -82,7 +83,7 @@ def test_markdown_and_latex_escape_names(rows, make):
 def test_latex(table):
     text = frames.latex([table])
     assert (
-        r"small & 256 & 60.00 $\pm$ 0.60 & 120.0 $\pm$ 1.2 & 20.00 $\pm$ 0.20 & 200.0 $\pm$ 2.0 & 5,120 & 10.0 & 3.00"
+        r"small & 256 & 60.00 $\pm$ 0.60 & 120.0 $\pm$ 1.2 & 20.00 $\pm$ 0.20 & 200.0 $\pm$ 2.0 & 5,120 & 99 & 10.0 & 3.00"
         in text
     )
     assert r"MFU (\%)" in text

@@ -41,6 +41,17 @@ def test_windows_and_failures_have_no_first_step(make, end_to_end):
     assert first_step(end_to_end[3]) is None
 
 
+def test_of_rounds_the_first_process_alone(make):
+    """Three rounds of whole processes stand end to end: every fourth warm-up is a first step."""
+    facts = {"interleaving": "rounds", "interleaving_group": "g", "turn_steps": 4}
+    record = make(warmups=(2.0, 0.3) * 3, step=[0.2, 0.2, 0.2, 0.21] * 3, facts=facts)
+    found = first_step(record)
+    assert found.steps_s == (2.0, 0.3, 0.2, 0.2, 0.2, 0.21)
+    assert (found.warmups, found.steady_s) == (2, 0.2)
+    assert first_step(make(warmups=(2.0,) * 3, facts={**facts, "turn_steps": "x"})) is None
+    assert first_step(make(warmups=(2.0,) * 3, step=[0.2] * 12, facts={**facts, "compile_s": 1.0})) is None
+
+
 def test_parts_that_exceed_the_extra_time_leave_a_negative_rest(make):
     record = make(warmups=(0.3, 0.2), facts={"reallocated_step_s": 0.5})
     found = first_step(record)

@@ -4,6 +4,7 @@ Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, 2 bad 
 out or could not be imported, 130 interrupted with every finished cell kept.
 """
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ def build_app(words: Sequence[str]) -> App:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and leave with its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is no text (a lone surrogate) must not cost the table
+        sys.stdout.reconfigure(errors="replace")
     sys.exit(run(arguments))
 
 

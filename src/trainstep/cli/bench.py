@@ -62,7 +62,7 @@ def bench(
     from trainstep.cli.cells import check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
 
-    check_page(page)
     store = Store(out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    check_page(page, store.path)
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
     return show(records, store, page, compare=compare, as_json=json)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from trainstep.cli.progress import CellProgress
+from trainstep.cli.progress import CellProgress, outliving_reader
 from trainstep.config.cell import Cell
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import Store
@@ -53,51 +53,69 @@ def run_cells(
 
 
 def show(
-    records: Sequence[Record], store: Store, page: Path | None, *, compare: str | None = None, as_json: bool = False
+    records: Sequence[Record],
+    store: Store,
+    page: Path | None,
+    *,
+    compare: str | None = None,
+    as_json: bool = False,
+    title: str | None = None,
+    description: str | None = None,
 ) -> int:
     """Print the table, verdicts along a compared axis, the last words of what crashed, and where the records are; write
-    the page. Returns the exit code.
+    the page, under the sweep's title and description. Returns the exit code.
     """
-    from trainstep.report.comparison_page import comparison_table
+    from trainstep.report.comparison_page import comparison_tables
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
     from trainstep.report.tables import cell_tables
     from trainstep.report.terminal import print_tables
 
     rows = rows_of([(str(store.path), record) for record in records])
-    if as_json:
-        from trainstep.report.frames import json_text
+    tables = [*cell_tables(rows), *(comparison_tables(rows, compare) if compare else [])]
+    with outliving_reader(sys.stdout):
+        if as_json:
+            from trainstep.report.frames import json_text
 
-        sys.stdout.write(json_text(cell_tables(rows)))
-    else:
-        compared = comparison_table(compare, rows) if compare else None
-        print_tables([*cell_tables(rows), *([compared] if compared else [])], notes(rows), sys.stdout)
+            sys.stdout.write(json_text(tables))
+        else:
+            print_tables(tables, notes(rows), sys.stdout)
+        sys.stdout.flush()
     faults = [(row, failure) for row in rows if (failure := row.record.failure) and failure.kind in _FAULTS]
-    for row, failure in faults:
-        print("\n    ".join([f"{row.label()}: {failure.message}", *failure.last_lines[-3:]]), file=sys.stderr)
-    print(f"records: {store.path}", file=sys.stderr if as_json else sys.stdout)
+    with outliving_reader(sys.stderr):
+        for row, failure in faults:
+            print("\n    ".join([f"{row.label()}: {failure.message}", *failure.last_lines[-3:]]), file=sys.stderr)
+    where = sys.stderr if as_json else sys.stdout
+    with outliving_reader(where):
+        print(f"records: {store.path}", file=where, flush=True)
     if page is not None:
-        print(f"page: {write_page(records, store, page)}", file=sys.stderr if as_json else sys.stdout)
+        write_page(records, store, page, title=title, description=description)
+        with outliving_reader(where):
+            print(f"page: {page}", file=where, flush=True)
     return 3 if faults else 0
 
 
-def check_page(page: Path | None) -> None:
-    """Refuse a page that cannot be written before hours of measuring, not after."""
+def check_page(page: Path | None, records: Path) -> None:
+    """Refuse a page that cannot be written, or that would overwrite the records, before hours of measuring, not after."""
     if page is None:
         return
+    if page.resolve() == records.resolve():
+        raise ValueError(f"page: {page} is the file of records; give the page another name")
     folder = next(folder for folder in page.absolute().parents if folder.exists())
     if page.is_dir() or not folder.is_dir() or not os.access(page if page.exists() else folder, os.W_OK):
         raise ValueError(f"page: {page} cannot be written; name a file in a folder that can be")
 
 
-def write_page(records: Sequence[Record], store: Store, page: Path) -> Path:
+def write_page(
+    records: Sequence[Record], store: Store, page: Path, *, title: str | None = None, description: str | None = None
+) -> None:
     """Write the records' page."""
     from trainstep.report.page import page as make_page
     from trainstep.report.rows import rows_of
 
+    text = make_page(rows_of([(str(store.path), record) for record in records]), title=title, description=description)
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(make_page(rows_of([(str(store.path), record) for record in records])), encoding="utf-8")
+        page.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"page: {page} cannot be written: {error.strerror}") from None
-    return page

@@ -52,8 +52,13 @@ def compare(
     matches = match_records(Store(a).read(), Store(b).read())
     if not matches.pairs:
         raise ValueError(f"{a} and {b} have no cell in common: they hold other configs")
+    held = any(quantity in record.samples for pair in matches.pairs for record in pair)
     found = [
-        (left, compare_records(left, right, quantity=quantity, minimum_effect=minimum_effect, allow_mixed=allow_mixed))
+        (
+            left,
+            (_lacking(left, right, quantity) if held else None)
+            or compare_records(left, right, quantity=quantity, minimum_effect=minimum_effect, allow_mixed=allow_mixed),
+        )
         for left, right in matches.pairs
     ]
     if json:
@@ -69,6 +74,17 @@ def compare(
     for name, only in ((a, matches.only_a), (b, matches.only_b)):
         if only:
             print(f"only in {name}: {len(only)} cell{'s' * (len(only) > 1)}")
+
+
+def _lacking(a: Record, b: Record, quantity: str) -> Comparison | None:
+    """'cannot tell' where one of two cells that ran did not measure what others did (no optimizer in mode forward)."""
+    for side, record in (("a", a), ("b", b)):
+        if record.failure is None and quantity not in record.samples:
+            known = ", ".join(record.samples) or "no samples at all"
+            return Comparison(
+                verdict="cannot tell", reason=f"{side} holds no {quantity}; it holds {known}", quantity=quantity
+            )
+    return None
 
 
 def _show(found: list[tuple[Record, Comparison]]) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainstep.records.record import Environment
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
-_GRID = Group("What to run (commas make a grid: --context 128,256)", sort_key=1)
+_GRID = Group("What to run (commas make a grid, but of the two switches)", sort_key=1)
 _SHAPE = Group("The built-in model's shape, over its size's", sort_key=2)
 _OWN_HELP = {
     "model": f"sizes: {', '.join(size_names())}; or your own: package.module:function",
@@ -59,6 +59,8 @@ def _help(name: str, field: dataclasses.Field[Any]) -> str:
         return _OWN_HELP[name]
     choices = field.metadata.get("choices", ())
     default = "" if field.default in (None, dataclasses.MISSING) else f" [{field.default}]"
+    if field.type in (bool, "bool"):
+        return f"a switch: {field.metadata['help']} (in a sweep file it may be a list)"
     return str(field.metadata["help"]) + (f": {', '.join(choices)}" if choices else "") + default
 
 

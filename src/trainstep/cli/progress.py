@@ -1,9 +1,12 @@
 """Progress of long work on stderr: a live line with the time left for a person, a line a cell for a log."""
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,12 +15,18 @@ from trainstep.config.cell import Cell
 from trainstep.records.record import Record
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the whole program."""
+        raise BrokenPipeError
+
+
 class CellProgress:
     """`with CellProgress(cells) as progress:` then `tell(cell, stage)` and `finished(done, of, records)` as they happen."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._labels = {cell.key: cell.label for cell in cells}
-        self._console = Console(stderr=True)
+        self._console = _Console(stderr=True)
         self._live = self._console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -34,20 +43,27 @@ class CellProgress:
         self._found_done: int | None = None
 
     def __enter__(self) -> "CellProgress":
-        self._bar.start()
+        with outliving_reader(sys.stderr):
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        with outliving_reader(sys.stderr):
+            self._bar.stop()
 
     def tell(self, cell: Cell, stage: str) -> None:
         """What is happening now."""
-        self._bar.update(self._task, description=f"{cell.label}: {stage}")
+        with outliving_reader(sys.stderr):
+            self._bar.update(self._task, description=f"{cell.label}: {stage}")
 
     def finished(self, done: int, of: int, records: Sequence[Record]) -> None:
         """Some cells are done; those done before this run are not counted in the rate."""
+        with outliving_reader(sys.stderr):
+            self._finished(done, of, records)
+
+    def _finished(self, done: int, of: int, records: Sequence[Record]) -> None:
         if self._found_done is None:
             self._found_done = done
             if done:
@@ -70,3 +86,12 @@ class CellProgress:
         if record.failure is not None:
             return f"{label}: {record.failure.message}"
         return f"{label}: done in {record.duration_s:.1f} s"
+
+
+@contextlib.contextmanager
+def outliving_reader(stream: TextIO) -> Iterator[None]:
+    """Whoever read the stream may leave (`2>&1 | head`): we go on, and what is said from then on goes nowhere."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 if TYPE_CHECKING:
     from trainstep.report.rows import Row
+    from trainstep.report.tables import Table
 
 Format = Literal["terminal", "markdown", "latex", "csv", "json", "html"]
 _BY_SUFFIX: dict[str, Format] = {
@@ -28,7 +29,15 @@ def report(
     format: Format | None = None,
     out: Path | None = None,
 ) -> None:
-    """Show records: every cell's times, rates, peak memory and doubts, or how it failed.
+    """Show records: every cell's times, rates, peak memory and doubts, or how it failed; ratios along compared axes.
+
+    Examples:
+
+        trainstep report runs/end_to_end.jsonl
+
+        trainstep report runs/ --format latex --out table.tex
+
+        trainstep report results/h200/warmup.jsonl --format html
 
     Parameters
     ----------
@@ -41,14 +50,15 @@ def report(
     """
     from trainstep.report.rows import read_rows
 
+    if out is not None and not out.is_dir() and out.resolve() in _record_files(paths):
+        raise ValueError(f"out: {out} is one of the files of records; give the report another name")
+    chosen = format or _format_of(out)
     rows = read_rows(paths)
-    chosen = format or _BY_SUFFIX.get(out.suffix.lower() if out else "", "terminal")
     if chosen == "terminal" and out is None:
         from trainstep.report.notes import notes
-        from trainstep.report.tables import cell_tables
         from trainstep.report.terminal import print_tables
 
-        print_tables(cell_tables(rows), notes(rows), sys.stdout)
+        print_tables(_tables(rows), notes(rows), sys.stdout)
         return
     text = _text(rows, chosen)
     target = out or (Path("report.html") if chosen == "html" else None)
@@ -57,7 +67,7 @@ def report(
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        target.write_text(text, encoding="utf-8", errors="replace")  # text of a record may hold a lone surrogate
     except OSError as error:
         raise ValueError(f"out: {target} cannot be written: {error.strerror}") from None
     print(target)
@@ -69,14 +79,11 @@ def _text(rows: "list[Row]", chosen: Format) -> str:
         from trainstep.report.page import page
 
         return page(rows)
-    from trainstep.report.notes import notes
-    from trainstep.report.tables import cell_tables
-
-    tables = cell_tables(rows)
     if chosen == "terminal":
+        from trainstep.report.notes import notes
         from trainstep.report.terminal import plain
 
-        return plain(tables, notes(rows))
+        return plain(_tables(rows), notes(rows))
     from trainstep.report import frames
 
     write: dict[str, Callable[..., str]] = {
@@ -85,4 +92,27 @@ def _text(rows: "list[Row]", chosen: Format) -> str:
         "csv": frames.csv,
         "json": frames.json_text,
     }
-    return write[chosen](tables)
+    return write[chosen](_tables(rows, compared=chosen != "csv"))  # a sheet holds one kind of row
+
+
+def _tables(rows: "list[Row]", *, compared: bool = True) -> "list[Table]":
+    from trainstep.report.comparison_page import comparison_tables
+    from trainstep.report.tables import cell_tables
+
+    return [*cell_tables(rows), *(comparison_tables(rows) if compared else [])]
+
+
+def _record_files(paths: list[Path]) -> set[Path]:
+    """What the report reads, and must not overwrite."""
+    from trainstep.report.rows import record_files
+
+    return {file.resolve() for path in paths for file in record_files(path)}
+
+
+def _format_of(out: Path | None) -> Format:
+    """As the file's name ends; text for .txt or no ending."""
+    suffix = out.suffix.lower() if out else ""
+    if suffix not in ("", ".txt", *_BY_SUFFIX):
+        known = ", ".join(_BY_SUFFIX)
+        raise ValueError(f"out: {suffix} is no format known here; end it in {known} or .txt, or give --format")
+    return _BY_SUFFIX.get(suffix, "terminal")

@@ -91,8 +91,8 @@ def sweep(
 
     from trainstep.cli.cells import check_page, run_cells, show
 
-    check_page(page)
     store = Store(out or Path("runs") / f"{config.name}.jsonl")
+    check_page(page, store.path)
     records = run_cells(
         groups,
         store,
@@ -101,7 +101,15 @@ def sweep(
         allow_mixed=allow_mixed,
         retry_failed=retry_failed,
     )
-    return show(records, store, page, compare=config.compare, as_json=json)
+    return show(
+        records,
+        store,
+        page,
+        compare=config.compare,
+        as_json=json,
+        title=config.title,
+        description=config.description or None,
+    )
 
 
 def _executor(bounds: "Limits", request: "JobRequest | None", store: Store) -> "Execute":

@@ -25,6 +25,7 @@ class CeilingConfig:
         check_choices(self)
         check_positive(self, "n", "mib", "steps", "peer")
         check_integer(self, "warmups", at_least=0)
+        check_integer(self, "seed", at_least=0, at_most=2**63 - 1)
         if self.device == "cpu" and self.kind not in ("matmul", "copy"):
             raise ValueError(f"kind: {self.kind} needs a GPU; on a CPU take matmul or copy")
         if self.device == "cpu" and self.dtype == "tf32":

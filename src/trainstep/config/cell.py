@@ -9,7 +9,7 @@ from trainstep.config.parsing import config_hash
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """`workload`: `train_step`, `ceiling`, or package.module:function for one's own. `config`: plain JSON values, validated.
+    """`workload`: `train_step`, `ceiling`, or package.module:object for one's own. `config`: plain JSON values, validated.
 
     `point`: the flat values the grid gave it, for progress lines and for finding the cells that differ along one axis.
     """

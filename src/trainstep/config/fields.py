@@ -22,21 +22,27 @@ def check_choices(config: Any) -> None:
             )
 
 
+MOST = 2**40
+"""More of anything than a machine holds or a person waits for: larger numbers are mistakes, and overflow further on."""
+
+
 def check_positive(config: Any, *names: str) -> None:
     """Raise ValueError naming the first of these integer fields that is not at least 1."""
     for name in names:
         check_integer(config, name, at_least=1)
 
 
-def check_integer(config: Any, name: str, at_least: int) -> None:
-    """Raise ValueError unless the field is an int (not a bool) of at least `at_least`."""
+def check_integer(config: Any, name: str, at_least: int, at_most: int = MOST) -> None:
+    """Raise ValueError unless the field is an int (not a bool) of at least `at_least` and at most `at_most`."""
     value = getattr(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"{name}: must be a whole number of at least {at_least}, not {value!r}")
+    if value > at_most:
+        raise ValueError(f"{name}: must be at most {at_most}, not {value}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' for the known word closest to this one, or nothing."""
+    """' (did you mean X?)' for the known word closest to this one, or nothing."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 

@@ -1,6 +1,7 @@
 """Lists make a grid: commas on the command line and lists in TOML expand alike, first field outermost."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from trainstep.config.parsing import build_ceiling, build_run, fields_of, parse_
 from trainstep.config.run import RunConfig
 
 Grid = Mapping[str, Sequence[Any]]
+_MOST_CELLS = 100_000
 
 
 def grid_from_text(options: Mapping[str, str | bool | None]) -> dict[str, list[Any]]:
@@ -29,6 +31,9 @@ def expand(grid: Grid, defaults: Mapping[str, Any]) -> list[Cell]:
     for name, values in grid.items():
         if not values:
             raise ValueError(f"{name}: an empty list makes an empty grid")
+    count = math.prod(map(len, grid.values()))
+    if count > _MOST_CELLS:
+        raise ValueError(f"the grid has {count:,} cells, and {_MOST_CELLS:,} is the most; give its fields fewer values")
     varied = [name for name, values in grid.items() if len(values) > 1]
     cells: dict[str, Cell] = {}
     for combination in itertools.product(*grid.values()):
@@ -76,7 +81,7 @@ def _cell(values: Mapping[str, Any], defaults: Mapping[str, Any], point: Mapping
     elif isinstance(workload, str) and ":" in workload:
         config = {**defaults, **fields}
     else:
-        raise ValueError(f"workload: {workload!r} is not known; known: train_step, ceiling, or package.module:function")
+        raise ValueError(f"workload: {workload!r} is not known; known: train_step, ceiling, or package.module:object")
     return Cell(workload=workload, config=config, point=point or {"workload": workload})
 
 

@@ -1,8 +1,12 @@
 """What model to run: the built-in Transformer's shape, or a function of the user's that builds one."""
 
+import math
 from dataclasses import dataclass
 
 from trainstep.config.fields import check_integer, check_positive, described
+
+_HEADS_SOUGHT = 10_000
+"""How far off a number of heads is still worth suggesting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +31,20 @@ class ModelConfig:
         if self.d_model % 2:
             raise ValueError(f"d_model: RoPE turns pairs in each head, so it must be even, not {self.d_model}")
         if self.d_model % self.heads:
-            divisors = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0 and (self.d_model // h) % 2 == 0]
-            close = min(divisors, key=lambda h: abs(h - self.heads))
-            raise ValueError(f"heads: {self.heads} does not divide d_model {self.d_model}; {close} would")
+            raise ValueError(
+                f"heads: {self.heads} does not divide d_model {self.d_model}; {self._nearest_heads()} would"
+            )
         if self.head_dim % 2:
             raise ValueError(f"heads: d_model / heads is {self.head_dim}, and RoPE turns pairs: it must be even")
         for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: must be positive, not {getattr(self, name)!r}")
+
+    def _nearest_heads(self) -> int:
+        """The closest number of heads of even width, sought outward; 1, which always does, where none is near."""
+        start = min(self.heads, self.d_model // 2)
+        outward = (heads for off in range(_HEADS_SOUGHT) for heads in (start - off, start + off) if heads > 0)
+        return next((heads for heads in outward if self.d_model % (2 * heads) == 0), 1)
 
     @property
     def head_dim(self) -> int:

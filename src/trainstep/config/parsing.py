@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
@@ -60,9 +61,28 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 
 def config_hash(workload: str, plain: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits that identify a workload and its config, whatever the order of keys."""
-    canonical = json.dumps([workload, plain], sort_keys=True, separators=(",", ":"))
+    """16 hexadecimal digits that identify a workload and its config, whatever the order of keys.
+
+    ValueError naming the field that JSON cannot hold: not a number, infinite, a date.
+    """
+    try:
+        canonical = _canonical([workload, plain])
+    except (TypeError, ValueError) as error:
+        name = next((name for name, value in plain.items() if not _is_json(value)), "config")
+        raise ValueError(f"{name}: {plain.get(name)!r} is no value that a record can hold ({error})") from None
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        _canonical(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def parse_value(text: str) -> Any:
@@ -86,7 +106,7 @@ def _typed(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
         if value is None and hint is str:
             value = "none"
         if isinstance(value, int) and not isinstance(value, bool) and hint in (float, float | None):
-            value = float(value)
+            value = float(value) if abs(value) < 10**300 else math.inf
         wrong = not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
         if wrong:
             raise ValueError(f"{name}: must be {_in_words(hint)}, not {value!r}")

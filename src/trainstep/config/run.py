@@ -44,7 +44,7 @@ class RunConfig:
         check_choices(self)
         check_positive(self, "batch_size", "context", "accumulation", "steps")
         check_integer(self, "warmups", at_least=0)
-        check_integer(self, "seed", at_least=0)
+        check_integer(self, "seed", at_least=0, at_most=2**63 - 1)
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate: must be positive, not {self.learning_rate!r}")
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < math.inf:

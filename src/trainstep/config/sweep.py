@@ -1,5 +1,6 @@
 """A sweep file: a published table as TOML, read and checked."""
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -
         raise ValueError(f"{where}: needs a table [grid] with at least one field")
     lists = {field: value if isinstance(value, list) else [value] for field, value in grid.items()}
     check_grid_keys(lists, f"{where} [grid]")
+    for field, values in lists.items():
+        for value in values:
+            _check_value(value, f"{where} [grid]: {field}")
     timeout_s = document.get("timeout_s", 600.0)
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not timeout_s > 0:
         raise ValueError(f"{where}: timeout_s: must be a positive number of seconds, not {timeout_s!r}")
@@ -64,3 +68,12 @@ def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -
         compare=document.get("compare"),
         timeout_s=float(timeout_s),
     )
+
+
+def _check_value(value: Any, where: str) -> None:
+    """Refuse what TOML knows and a config does not: dates, tables, nan and inf. Lists are for workloads of one's own."""
+    if isinstance(value, list):
+        for item in value:
+            _check_value(item, where)
+    elif not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"{where}: must be finite numbers, text or true and false, not {value!s}")

@@ -1,11 +1,16 @@
 """A cell's own process: `python -m trainstep.measure.cell`, spoken to in JSON lines on stdin, answering on stdout.
 
-    {"do": "prepare", "workload": …, "config": …, "memory_limit_bytes": …}   -> ready, or finished with a failure
-    {"do": "take", "steps": 5}                                                -> taken
-    {"do": "finish"}                                                          -> finished, with the record's parts
+    {"do": "prepare", "workload": …, "config": …, "memory_limit_bytes": …, "compile_cache": folder or null}
+                                              -> ready, or finished with a failure
+    {"do": "take", "steps": 5, "settle": true}   -> taken; `settle`: after a step that is not timed
+    {"do": "finish"}                             -> finished, with the record's parts
 
 `{"event": "stage", …}` comes between, so that the other side knows where a process was that died. What the workload itself
 prints goes to stderr. When stdin closes, the process ends its group and so itself at once: no orphan holds a GPU.
+
+[Note: the guard]
+A driver that is killed takes the process with it by the kernel's hand, too fast for the process to end what it started
+itself. A second process of its group, forked before anything else, sees stdin hang up and ends the group.
 """
 
 import ctypes
@@ -13,6 +18,7 @@ import json
 import os
 import queue
 import resource
+import select
 import signal
 import sys
 import threading
@@ -23,9 +29,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainstep.measure.compilation import use_compile_cache
 from trainstep.measure.environment import environment
-from trainstep.measure.failures import failure_of
-from trainstep.measure.workload import Findings, Measurement, load_workload
+from trainstep.measure.failures import failure_of, storable
+from trainstep.measure.workload import Findings, Measurement, Settling, load_workload
 from trainstep.records.record import Fact
 
 _KILL_WITH_PARENT = 1
@@ -76,6 +83,8 @@ class CellProcess:
             elif self._measurement is None:
                 raise RuntimeError(f"asked to {request['do']} with nothing prepared")
             elif request["do"] == "take":
+                if request.get("settle") and isinstance(self._measurement, Settling):
+                    self._measurement.settle()
                 self._measurement.take(request["steps"])
                 self.conversation.tell("taken")
             else:
@@ -91,6 +100,8 @@ class CellProcess:
         # Now, while there is memory to look around with.
         self._environment = self._environment or asdict(environment(visible_devices=self._visible_devices))
         _limit_memory(request.get("memory_limit_bytes"))
+        if request.get("compile_cache"):
+            use_compile_cache(request["compile_cache"])
         started_s = time.perf_counter()
         workload = load_workload(request["workload"])
         self._extra_facts = {"import_s": Fact(value=time.perf_counter() - started_s, unit="s")}
@@ -98,8 +109,8 @@ class CellProcess:
         self._measurement = workload.prepare(request["config"], self._tell_stage)
 
     def _tell_stage(self, stage: str) -> None:
-        self._stage = stage
-        self.conversation.tell("stage", stage=stage)
+        self._stage = storable(stage)
+        self.conversation.tell("stage", stage=self._stage)
 
     def _finished(self, **fields: Any) -> None:
         self.conversation.tell("finished", environment=self._environment, **fields)
@@ -138,10 +149,25 @@ def _die_with_driver() -> None:
         ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
 
 
+def _guard_group() -> None:
+    """Leave a process in this group that ends the group when stdin hangs up. [Note: the guard]"""
+    if os.getpgrp() != os.getpid() or os.fork():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.closerange(1, 3)
+    stdin = select.poll()
+    stdin.register(0, 0)  # hanging up is always told; no request is taken from the pipe
+    stdin.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Serve requests until stdin closes. They and the answers keep the real stdin and stdout; what the workload itself
     reads is empty, and what it prints goes to stderr."""
+    _guard_group()
     _die_with_driver()
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's: the environment's GPU is the one that CUDA takes
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

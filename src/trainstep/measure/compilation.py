@@ -1,9 +1,6 @@
 """What torch.compile cost a process, and whether its on-disk cache had the answer already."""
 
-import atexit
 import os
-import shutil
-import tempfile
 
 from trainstep.records.record import Fact
 
@@ -11,10 +8,8 @@ _FORWARD, _BACKWARD = "_compile.compile_inner", "backward._backward_impl"
 """The timers that cover a whole graph's compilation; the backward graph's runs in the first backward."""
 
 
-def empty_compile_cache() -> None:
-    """Point Inductor and Triton at new empty folders, removed when the process ends in order."""
-    folder = tempfile.mkdtemp(prefix="trainstep-compile-cache-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+def use_compile_cache(folder: str) -> None:
+    """Point Inductor and Triton there, before either is imported. The folder is the caller's to remove."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
     os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
 

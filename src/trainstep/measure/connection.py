@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,12 @@ _LAST_LINES = 20
 _STDERR_TAIL_BYTES = 16_384
 _DRAIN_S = 2.0
 """For what a dead process still had in its pipe to arrive."""
+_ANSWERS = {"prepare": "ready", "take": "taken", "finish": "finished"}
+_OUT_OF_MEMORY = re.compile(
+    r"bad_alloc|annot allocate memory|Memory allocation still failed"
+    r"|Thread creation failed: Resource temporarily unavailable"
+)
+"""Last words of native code that met the limit of a process's memory and aborted."""
 
 Answer = Mapping[str, Any]
 Tell = Callable[[Cell, str], None]
@@ -39,8 +46,10 @@ class CellConnection:
     """One process of `trainstep.measure.cell`, in a session of its own so that all it starts can be killed with it."""
 
     def __init__(self, tell: Tell) -> None:
+        _check_folder()
         self._tell = tell
         self._stage = "start"
+        self._compile_cache: tempfile.TemporaryDirectory[str] | None = None
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         self._said_before = 0
         self._process = subprocess.Popen(
@@ -65,9 +74,15 @@ class CellConnection:
         self._stage = "start"
         self._said_before = os.fstat(self._stderr.fileno()).st_size
 
+    def empty_compile_cache(self) -> str:
+        """A new folder, removed with the process: that one is always killed, and never cleans up."""
+        self._remove_compile_cache()
+        self._compile_cache = tempfile.TemporaryDirectory(prefix="trainstep-compile-cache-", ignore_cleanup_errors=True)
+        return self._compile_cache.name
+
     def ask(self, cell: Cell, request: Mapping[str, Any], *, timeout_s: float, limit_s: float) -> Answer:
-        """Send a request and wait for its answer. Raises CellLost on death, or after `timeout_s`, the process killed:
-        what was left of the cell's `limit_s`."""
+        """Send a request and wait for its answer. Raises CellLost on death, or, the process killed, on an answer to
+        something else or after `timeout_s`: what was left of the cell's `limit_s`."""
         deadline_s = time.monotonic() + timeout_s
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -81,8 +96,11 @@ class CellConnection:
                 raise CellLost(self._timed_out(limit_s)) from None
             if event is None:
                 raise CellLost(self._died(cell))
-            if event["event"] != "stage":
+            if event["event"] in (_ANSWERS[request["do"]], "finished"):
                 return event
+            if event["event"] != "stage":
+                self.kill()
+                raise CellLost(self._answered(event["event"], request["do"]))
             self._stage = event["stage"]
             self._tell(cell, self._stage)
 
@@ -95,12 +113,19 @@ class CellConnection:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self.kill()
+        self._remove_compile_cache()
         self._stderr.close()
 
     def kill(self) -> None:
         """End the process and whatever it started, now."""
         self._kill_group()
         self._process.wait()
+        self._remove_compile_cache()
+
+    def _remove_compile_cache(self) -> None:
+        if self._compile_cache is not None:
+            self._compile_cache.cleanup()
+            self._compile_cache = None
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -128,11 +153,20 @@ class CellConnection:
             last_lines=self._last_lines(),
         )
 
+    def _answered(self, event: str, asked: str) -> Failure:
+        message = (
+            f"asked to {asked}, the process answered {event!r} in {self._stage}: did its code fork and return twice?"
+        )
+        return Failure(kind="crash", phase=self._stage, message=message, last_lines=self._last_lines())
+
     def _died(self, cell: Cell) -> Failure:
         code = self._process.wait()
         lines = self._last_lines()
-        if code == -signal.SIGKILL and cell.config.get("device") == "cpu":
-            message = f"killed by the kernel in {self._stage}: the machine ran out of memory"
+        by_kernel = code == -signal.SIGKILL
+        if cell.config.get("device") == "cpu" and (by_kernel or any(map(_OUT_OF_MEMORY.search, lines))):
+            message = f"ran out of memory in {self._stage}, and native code ended the process"
+            if by_kernel:
+                message = f"killed by the kernel in {self._stage}: the machine ran out of memory"
             asked = next(filter(None, map(asked_bytes, reversed(lines))), None)
             return Failure(
                 kind="out_of_memory", phase=self._stage, message=message, asked_bytes=asked, last_lines=lines
@@ -147,6 +181,14 @@ class CellConnection:
         end = os.fstat(descriptor).st_size
         start = max(self._said_before, end - _STDERR_TAIL_BYTES)
         return tuple(os.pread(descriptor, end - start, start).decode(errors="replace").splitlines()[-_LAST_LINES:])
+
+
+def _check_folder() -> None:
+    """A cell starts where its driver is. ValueError if that folder was deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the working directory was deleted; change to a folder that exists") from None
 
 
 def _signal_name(number: int) -> str:

@@ -15,6 +15,7 @@ from trainstep.measure.nvml import Driver, read_driver
 from trainstep.records.record import Environment
 
 PACKAGE = Path(trainstep.__file__).parent
+_SOURCES = frozenset((".py", ".js", ".css", ".html", ".typed"))
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -63,10 +64,11 @@ def torch_build() -> tuple[str | None, str | None]:
 
 
 def source_hash(package: Path) -> str:
-    """16 hexadecimal digits over the names and contents of a package's files."""
+    """16 hexadecimal digits over the names and contents of a package's sources; what an editor leaves there is none."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
+        hidden = any(part.startswith(".") for part in path.relative_to(package).parts)
+        if path.suffix in _SOURCES and not hidden and path.is_file():
             content = path.read_bytes()
             digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
             digest.update(content)

@@ -66,7 +66,7 @@ def failure_of(error: BaseException, phase: str) -> Failure:
         return error.failure
     if is_out_of_memory(error):
         return out_of_memory(error, phase)
-    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    lines = storable("".join(traceback.format_exception(error))).rstrip().splitlines()
     kind = "import_error" if isinstance(error, ImportError) and phase in ("start", "build") else "crash"
     name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return Failure(kind=kind, phase=phase, message=name + _first_line(error), last_lines=tuple(lines[-_LAST_LINES:]))
@@ -78,5 +78,10 @@ def asked_bytes(text: str) -> int | None:
     return round(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
+def storable(text: str) -> str:
+    """The text without lone surrogates (a file name that is not UTF-8 has them), which no file takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return next(iter(storable(str(error)).splitlines()), "") or type(error).__name__

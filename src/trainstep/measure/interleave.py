@@ -3,7 +3,8 @@
 [Note: why turns]
 Machines drift by more than the differences looked for: clocks, heat, neighbours. Turn i of one variant runs next to turn i
 of the other, the order reversed each turn, so drift falls on both and pairs cancel it. Processes that wait for their turn
-block on a pipe and use neither device nor core.
+block on a pipe and use neither device nor core. Each turn begins with a step that is not timed, where a workload has one:
+the other's turn left the caches cold.
 """
 
 import hashlib
@@ -48,7 +49,10 @@ def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell) -> list[Rec
             run.connection.kill()
             run.connection.close()
     # The driver's figure is the whole device's: with several processes alive it is nobody's.
-    return [with_facts(ended[cell.key], **_facts("live", cells, cell, turn), driver_bytes=None) for cell in cells]
+    return [
+        with_facts(ended[cell.key], **_facts("live", cells, cell, turn), driver_bytes=None, power_w=None)
+        for cell in cells
+    ]
 
 
 def _take_turns(runs: Sequence[CellRun], ended: dict[str, Record], turn: int) -> None:
@@ -60,7 +64,7 @@ def _take_turns(runs: Sequence[CellRun], ended: dict[str, Record], turn: int) ->
             steps = min(turn, left[run.cell.key])
             left[run.cell.key] -= steps
             if steps:
-                _advance(run, "take", runs, ended, steps=steps)
+                _advance(run, "take", runs, ended, steps=steps, settle=True)
         order.reverse()
 
 

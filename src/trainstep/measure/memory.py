@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class MemoryWatch:
         self._driver_before = self._driver_bytes()
 
     def start(self) -> None:
-        """Peaks count from here; what is held already is part of them."""
+        """Peaks on a GPU count from here, with what is held already; a CPU's from the start of the process."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
@@ -48,8 +49,8 @@ class MemoryWatch:
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_device_alloc", 0))
 
     def allocated_bytes(self) -> int:
-        """Held now by torch's allocator on a GPU; on a CPU by the process at its peak, which running out is."""
-        return torch.cuda.memory_allocated() if self._device.type == "cuda" else _peak_resident_bytes()
+        """Held now by torch's allocator on a GPU; on a CPU, what counts towards the process's limit."""
+        return torch.cuda.memory_allocated() if self._device.type == "cuda" else _data_bytes()
 
     def capacity_bytes(self) -> int:
         """All there is: the GPU's memory, or what this process may use of the host's."""
@@ -81,6 +82,14 @@ class MemoryWatch:
             return torch.cuda.device_memory_used(self._device)  # through NVML: creates no context
         except (RuntimeError, ModuleNotFoundError):
             return None
+
+
+def _data_bytes() -> int:
+    """VmData, which RLIMIT_DATA limits; where there is no /proc, the peak resident set."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    found = next((line.split()[1] for line in lines if line.startswith("VmData:")), None)
+    return _peak_resident_bytes() if found is None else int(found) * 1024
 
 
 def _peak_resident_bytes() -> int:

@@ -59,6 +59,7 @@ class CellRun:
             workload=self.cell.workload,
             config=dict(self.cell.config),
             memory_limit_bytes=self._limits.memory_for(self.cell),
+            compile_cache=self.connection.empty_compile_cache() if self.cell.config.get("cold_compile") else None,
         )
 
     def record(self, answer: Answer, **facts: Any) -> Record:

@@ -43,7 +43,8 @@ def run_sweep(
     retry_failed: bool = False,
     anew: bool = False,
 ) -> Iterator[Progress]:
-    """Run what is pending. ValueError if the store holds records of another GPU, torch or code, unless `allow_mixed`.
+    """Run what is pending. ValueError if the store holds records of another GPU, torch or code, unless `allow_mixed`;
+    also, once a record is stored, if these changed during the sweep.
 
     `anew`: measure every cell, whatever the store holds.
 
@@ -66,6 +67,8 @@ def run_sweep(
                 store.append(record)
             done += len(records)
             yield Progress(done=done, of=total, records=tuple(records))
+            if here is not None and not allow_mixed:
+                check_unchanged(store, here, records)
 
 
 def check_same_place(store: Store, here: Environment) -> None:
@@ -76,6 +79,17 @@ def check_same_place(store: Store, here: Environment) -> None:
             raise ValueError(
                 f"{store.path}: holds records made with {difference} (here against there); "
                 "resume with --allow-mixed, or give --out another file"
+            )
+
+
+def check_unchanged(store: Store, here: Environment, records: Sequence[Record]) -> None:
+    """Refuse to go on after records, stored already, of other code than the sweep began with."""
+    for place in _places(records):
+        difference = place.difference(here, *_MUST_MATCH)
+        if difference is not None:
+            raise ValueError(
+                f"{store.path}: the code changed during the sweep: its last record was made with {difference} at the start; "
+                "it is kept: go on with --allow-mixed, or give --out another file"
             )
 
 

@@ -6,11 +6,12 @@ samples  forward backward grad_sync optimizer [s]: device time between CUDA even
          step [s]: host clock around synchronised steps; enqueue [s]: until the last work was issued (GPU)
          sm_clock [Hz], device_allocations [count] (GPU): read after each window; the second counts calls of cudaMalloc
 facts    tokens, parameters, model_flops (with source and convention), memory peaks, device_busy_s and launch_bound,
-         compile_s and compile_cache, context_s, build_s, reallocated_step_s, clocks, power, throttle reasons, loss
+         compile_s and compile_cache, context_s, build_s, reallocated_step_s, clocks, power, throttle reasons, loss,
+         afterwards_failed (what could not be looked at once the steps were timed)
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -19,15 +20,16 @@ import torch
 from trainstep.config.parsing import run_from_plain
 from trainstep.config.run import RunConfig
 from trainstep.measure.clock import Window, clock_for
-from trainstep.measure.compilation import compilation_facts, empty_compile_cache
+from trainstep.measure.compilation import compilation_facts
 from trainstep.measure.device_time import device_busy_s
-from trainstep.measure.failures import CellFailed, is_out_of_memory, out_of_memory
+from trainstep.measure.failures import CellFailed, failure_of, is_out_of_memory, out_of_memory
 from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.model_flops import flops_facts
 from trainstep.measure.nvml import GpuState
 from trainstep.measure.workload import Findings, Measurement, Stage
 from trainstep.records.record import Fact, Samples
 from trainstep.spans import nvtx_spans
+from trainstep.training.batches import Batch
 from trainstep.training.build import Assembly, build_step, parameter_count
 
 _BUSY_SHARE, _ENQUEUE_SHARE = 0.7, 0.9
@@ -66,14 +68,13 @@ class TrainStepMeasurement:
         self._throttle_reasons: set[str] = set()
         self._facts: dict[str, Fact] = {}
         self._next_step = 0
+        self._last_batches: list[Batch] = []
         self._told_s = 0.0
         self._loss: torch.Tensor | None = None
 
     def prepare(self) -> None:
         with _FailsWithMemory(self):
             self._tell("build")
-            if self._run.cold_compile:
-                empty_compile_cache()
             self._open_device()
             started_s = time.perf_counter()
             self._assembly = build_step(self._run)
@@ -95,8 +96,16 @@ class TrainStepMeasurement:
                 self._tell_progress(done + size, steps)
             self._read_gpu()
 
+    def settle(self) -> None:
+        """The last step once more, untimed. Before the first step there is none, and the first is meant to be cold."""
+        if self._last_batches:
+            with _FailsWithMemory(self):
+                self._run_step_unmarked()
+                self._synchronize()
+
     def finish(self) -> Findings:
-        """Everything that is looked at once, after the timed steps: extra steps run here touch no sample."""
+        """Everything that is looked at once, after the timed steps: extra steps run here touch no sample, nor can they
+        lose one by failing."""
         with _FailsWithMemory(self):
             self._tell("afterwards")
             assert self._assembly is not None and self._loss is not None
@@ -109,8 +118,8 @@ class TrainStepMeasurement:
             if self._run.compile != "none":
                 self._facts.update(compilation_facts())
             if self._device.type == "cuda":
-                self._look_at_device()
-            self._facts.update(flops_facts(self._run, lambda: self._window(1)))
+                self._try_afterwards("device-busy time and a reallocated step", self._look_at_device)
+            self._try_afterwards("model FLOPs", self._count_flops)
         return Findings(samples=self._samples(), facts=self._facts)
 
     @property
@@ -131,20 +140,25 @@ class TrainStepMeasurement:
 
     def _window(self, steps: int) -> Window:
         assert self._assembly is not None
+        self._last_batches = []  # frees them before the next are made
         batches = [self._assembly.micro_batches(self._next_step + index) for index in range(steps)]
         allocations_before = self._memory.device_allocations()
-        self._clock.start_window()
-        for micro_batches in batches:
-            self._clock.start_step()
-            self._loss = self._run_step(micro_batches)
-        window = self._clock.stop_window()
+        window = self._timed(batches)
         if self._gpu is not None:
             allocations = self._memory.device_allocations() - allocations_before
             self._readings.append((self._gpu.sm_clock_hz(), allocations))
         self._next_step += steps
+        self._last_batches = batches[-1]
         return window
 
-    def _run_step(self, micro_batches: Any) -> torch.Tensor:
+    def _timed(self, batches: Sequence[list[Batch]]) -> Window:
+        self._clock.start_window()
+        for micro_batches in batches:
+            self._clock.start_step()
+            self._loss = self._run_step(micro_batches)
+        return self._clock.stop_window()
+
+    def _run_step(self, micro_batches: list[Batch]) -> torch.Tensor:
         assert self._assembly is not None
         step = self._assembly.step
         if self._run.nvtx:
@@ -167,28 +181,42 @@ class TrainStepMeasurement:
         self._facts["context_s"] = Fact(value=time.perf_counter() - started_s, unit="s")
         self._gpu = GpuState(str(torch.cuda.get_device_properties(self._device).uuid))
 
+    def _try_afterwards(self, what: str, look: Callable[[], None]) -> None:
+        """Look, or say in the fact `afterwards_failed` why that could not be: what is there already is kept."""
+        assert self._assembly is not None
+        try:
+            look()
+        except Exception as error:  # noqa: BLE001  (a user's model may raise anything)
+            self._assembly.step.clear_gradients()
+            before = self._facts.get("afterwards_failed")
+            sentence = f"{what}: {failure_of(error, self._stage).message}"
+            self._facts["afterwards_failed"] = Fact(value=f"{before.value}; {sentence}" if before else sentence)
+
+    def _count_flops(self) -> None:
+        self._facts.update(flops_facts(self._run, self._run_step_unmarked))
+
     def _look_at_device(self) -> None:
         """Device-busy time of one profiled step; then one step after emptying the allocator's cache: what cudaMalloc costs."""
-        batches = self._assembly.micro_batches(self._next_step) if self._assembly else []
         started_s = time.perf_counter()
-        busy_s = device_busy_s(lambda: self._run_step_unmarked(batches))
+        busy_s = device_busy_s(self._run_step_unmarked)
         if busy_s:
             self._facts["device_busy_s"] = Fact(value=busy_s, unit="s")
             self._facts["profiling_s"] = Fact(value=time.perf_counter() - started_s, unit="s")
             if self._run.sync != "phase":  # which takes the host's lead away
                 self._facts["launch_bound"] = Fact(value=self._is_launch_bound(busy_s))
-        self._run_step_unmarked(batches)
+        self._run_step_unmarked()
         torch.cuda.empty_cache()
-        self._facts["reallocated_step_s"] = Fact(value=self._window(1).step_s, unit="s")
+        self._facts["reallocated_step_s"] = Fact(value=self._timed([self._last_batches]).step_s, unit="s")
 
     def _is_launch_bound(self, busy_s: float) -> bool:
         step_s = median(window.step_s for window in self._windows)
         enqueue_s = median(window.enqueue_s or 0.0 for window in self._windows)
         return busy_s < _BUSY_SHARE * step_s and enqueue_s > _ENQUEUE_SHARE * step_s
 
-    def _run_step_unmarked(self, micro_batches: Any) -> None:
+    def _run_step_unmarked(self) -> None:
+        """The last step's batches again: of a user's there may be no more."""
         assert self._assembly is not None
-        self._assembly.step(micro_batches)
+        self._assembly.step(self._last_batches)
         if self._run.mode == "forward_backward":
             self._assembly.step.clear_gradients()
 

@@ -7,7 +7,7 @@ interleave), and `finish`. One's own workload is any importable object with thes
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from trainstep.records.record import Fact, Samples
 
@@ -32,6 +32,14 @@ class Measurement(Protocol):
 
     def finish(self) -> Findings:
         """Look once at what is only seen afterwards (memory peaks, one profiled step) and hand everything over."""
+
+
+@runtime_checkable
+class Settling(Protocol):
+    """A Measurement that has this method too settles down before its turns; one without is timed at once."""
+
+    def settle(self) -> None:
+        """Run one step that is not timed; called before each turn when variants take turns: another's left caches cold."""
 
 
 class Workload(Protocol):

@@ -1,4 +1,4 @@
-"""The reference of each op in plain PyTorch, any device, any dtype: what the model runs by default and what kernels are held to.
+"""The reference of each op in plain PyTorch, any device, any dtype: what models run and kernels are held to.
 
 Shapes: B batch, H heads, S positions, D head width, C channels.
 """

@@ -4,10 +4,14 @@ Format 1 (2026-11): the first.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
+
+Kind = TypeVar("Kind")
 
 FORMAT = 1
 FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error")
@@ -34,7 +38,10 @@ class Fact:
     unit: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", _freeze(self.value))
+        if isinstance(self.value, Mapping | list | tuple):
+            raise ValueError(
+                f"a fact is one value, not a {type(self.value).__name__}; what has parts goes into a table"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,33 +150,85 @@ def record_from_plain(plain: Mapping[str, Any]) -> Record:
     if plain["format"] != FORMAT:
         known = f"this trainstep knows format {FORMAT}"
         raise ValueError(f"format {plain['format']!r} of records is not known here ({known}): update trainstep")
-    for name in ("config", "tables"):
-        if not isinstance(plain.get(name, {}), dict):
+    for name in ("config", "tables", "prediction"):
+        value = plain.get(name, {})
+        if not isinstance(value, dict) and (name != "prediction" or value is not None):
             raise ValueError(f"not a record: its {name} is no mapping")
     try:
         failure = plain.get("failure")
-        return Record(
-            **{
+        return _built(
+            Record,
+            {
                 **plain,
-                "environment": Environment(**plain["environment"]),
-                "samples": {name: _samples(value) for name, value in plain.get("samples", {}).items()},
-                "facts": {name: Fact(**value) for name, value in plain.get("facts", {}).items()},
+                "environment": _built(Environment, plain["environment"], "environment"),
+                "samples": {name: _samples(value, name) for name, value in plain.get("samples", {}).items()},
+                "facts": {name: _fact(value, name) for name, value in plain.get("facts", {}).items()},
                 "failure": None if failure is None else _failure(failure),
-            }
+            },
+            "record",
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a record: {error}") from None
 
 
-def _samples(plain: Mapping[str, Any]) -> Samples:
-    if not all(isinstance(value, int | float) for value in (*plain["values"], *plain["warmups"])):
-        raise ValueError("not a record: its samples are not all numbers")
-    return Samples(unit=plain["unit"], values=tuple(plain["values"]), warmups=tuple(plain["warmups"]))
+def _samples(plain: Mapping[str, Any], name: str) -> Samples:
+    if not all(_is_number(value) for value in (*plain["values"], *plain["warmups"])):
+        raise ValueError(f"not a record: its samples of {name} are not all numbers")
+    return _built(Samples, plain, f"samples.{name}")
+
+
+def _fact(plain: Mapping[str, Any], name: str) -> Fact:
+    fact = _built(Fact, plain, f"facts.{name}")
+    number = isinstance(fact.value, int | float) and not isinstance(fact.value, bool)
+    if (fact.unit or number) and not _is_number(fact.value):
+        raise ValueError(f"not a record: facts.{name}.value is no finite number")
+    return fact
 
 
 def _failure(plain: Mapping[str, Any]) -> Failure:
-    holders = tuple(Holder(**holder) for holder in plain.get("holders", ()))
-    return Failure(**{**plain, "holders": holders, "last_lines": tuple(plain.get("last_lines", ()))})
+    holders = tuple(_built(Holder, holder, "failure.holders") for holder in plain.get("holders", ()))
+    lines = tuple(plain.get("last_lines", ()))
+    if not all(isinstance(line, str) for line in lines):
+        raise ValueError("not a record: failure.last_lines are not all text")
+    return _built(Failure, {**plain, "holders": holders, "last_lines": lines}, "failure")
+
+
+def _built(kind: Callable[..., Kind], plain: Mapping[str, Any], where: str) -> Kind:
+    """An object of that class. ValueError naming the first text, number or switch that is not what its field holds."""
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"not a record: its {where} is no mapping")
+    for name, allowed in _plain_fields(kind).items():
+        if name in plain and not _is_one_of(plain[name], allowed):
+            raise ValueError(f"not a record: {where}.{name} cannot be {_short(plain[name])}")
+    return kind(**plain)
+
+
+@functools.cache
+def _plain_fields(kind: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
+    """Field -> the types its value may have, of the fields that hold text, numbers or switches."""
+    types = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
+    known = (str, int, float, bool, type(None))
+    return {name: allowed for name, allowed in types.items() if all(one in known for one in allowed)}
+
+
+def _is_one_of(value: Any, allowed: tuple[type, ...]) -> bool:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _is_number(value) and (float in allowed or (int in allowed and isinstance(value, int)))
+    return type(value) in allowed
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite number that floating point can hold."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and -sys.float_info.max <= value <= sys.float_info.max
+
+
+def _short(value: Any) -> str:
+    return (
+        repr(value)
+        if isinstance(value, str | float | bool | None) and len(repr(value)) < 80
+        else f"of type {type(value).__name__}"
+    )
 
 
 def _freeze(value: Any) -> Any:

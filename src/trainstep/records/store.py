@@ -74,7 +74,10 @@ class Store:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the store for writing. ValueError if another process does."""
+        """Hold the store for writing. ValueError if another process does, or if the path is no regular file."""
+        existed = self.path.exists()
+        if existed and not self.path.is_file():
+            raise ValueError(f"{self.path}: cannot be written: it is no regular file")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = open(self.path, "ab")  # noqa: SIM115  (closed below)
@@ -88,7 +91,7 @@ class Store:
             try:
                 yield
             finally:
-                if self.path.exists() and not self.path.stat().st_size:
+                if not existed and self.path.exists() and not self.path.stat().st_size:
                     self.path.unlink()  # nothing was finished: leave nothing behind
 
     def _parse(self, line: bytes, number: int) -> Record:

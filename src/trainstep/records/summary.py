@@ -17,7 +17,7 @@ DRIFT_SHARE = 0.02
 _DRIFT_Z = 2.58
 """Two-sided 1 % point of the normal distribution: one steady run in a hundred would look like drift by its order alone."""
 _RESAMPLES = 2000
-_HARMLESS_THROTTLING = ("none", "gpu_idle", "applications_clocks_setting")
+_HARMLESS_THROTTLING = ("application clocks",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,10 +72,12 @@ class _Ratio:
     failure: Failure | None = None
 
 
-def comparison_table(axis: str, rows: Sequence[Row]) -> Table | None:
-    """Ratios and verdicts against the axis's first value; None where no row differs along it."""
-    ratios = _ratios(axis, rows)
-    return _ratio_table(axis, ratios) if ratios else None
+def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Table]:
+    """Ratios and verdicts against the first value of each compared axis (or of `axis` alone), a table each."""
+    steps = [row for row in rows if row.record.workload == "train_step"]
+    axes = [axis] if axis else [name for name in varying(steps) if name not in NOT_COMPARED]
+    found = ((name, _ratios(name, steps)) for name in axes)
+    return [_ratio_table(name, ratios) for name, ratios in found if ratios]
 
 
 def _ratios(axis: str, rows: Sequence[Row]) -> list[_Ratio]:
@@ -219,7 +221,24 @@ def _ratio_table(axis: str, ratios: Sequence[_Ratio]) -> Table:
         entries.append((*start, *names, *_ratio_entries(ratio)))
     title = f"Total step against {axis.replace('_', ' ')} {words(ratios[0].base.point.get(axis))}"
     note = "In the reasons, a is the cell compared against and b the row's own."
-    return Table(title=title, columns=tuple(columns), entries=tuple(entries), note=note)
+    raw = tuple(_ratio_numbers(axis, ratio) for ratio in ratios)
+    return Table(title=title, columns=tuple(columns), entries=tuple(entries), note=note, raw=raw)
+
+
+def _ratio_numbers(axis: str, ratio: _Ratio) -> dict[str, Any]:
+    """What a program reads of a comparison; the row's own key says which cell it is."""
+    found = ratio.found
+    return {
+        **ratio.row.point,
+        "compared_along": axis,
+        "against": ratio.base.point.get(axis),
+        "ratio": found and found.ratio,
+        "ratio_low": found and found.low,
+        "ratio_high": found and found.high,
+        "verdict": found.verdict if found else "cannot tell",
+        "reason": found.reason if found else ratio.trouble,
+        "key": ratio.row.record.key,
+    }
 
 
 def _ratio_entries(ratio: _Ratio) -> list[Entry]:

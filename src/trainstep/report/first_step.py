@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainstep.records.record import Record
+from trainstep.records.record import Record, Samples
 
 PARTS = {
     "compile_s": "compiling",
@@ -69,9 +69,14 @@ class FirstStep:
 
 
 def first_step(record: Record) -> FirstStep | None:
-    """The split, or None where single steps from the first on are not known (failed, windows of k steps, too few)."""
-    samples = record.samples.get("step")
+    """The split, or None where single steps from the first on are not known (failed, windows of k steps, too few).
+
+    Of several rounds the first; none where they compiled, since the time told is that of the last, with its warm cache.
+    """
+    samples = _process(record, "step")
     if record.failure is not None or samples is None or isinstance(record.config.get("sync"), int):
+        return None
+    if record.fact("interleaving") == "rounds" and "compile_s" in record.facts:
         return None
     steps = (*samples.warmups, *samples.values)
     after_first = steps[max(len(samples.warmups), 1) :]
@@ -100,6 +105,19 @@ def _clock_s(clocks: Sequence[float], warmups: int, steady_s: float) -> float | 
     return steady_s * max(0.0, statistics.median(after_first) / clocks[0] - 1)
 
 
-def _series(record: Record, name: str) -> tuple[float, ...]:
+def _process(record: Record, name: str) -> Samples | None:
+    """A series as one process saw it: rounds of whole processes stand end to end, and only the first of them is taken."""
     samples = record.samples.get(name)
+    if samples is None or record.fact("interleaving") != "rounds":
+        return samples
+    turn = record.fact("turn_steps")
+    if not isinstance(turn, int) or turn < 1:
+        return None
+    rounds = max(-(-len(samples.values) // turn), 1)
+    warmups = samples.warmups[: len(samples.warmups) // rounds]
+    return Samples(unit=samples.unit, values=samples.values[:turn], warmups=warmups)
+
+
+def _series(record: Record, name: str) -> tuple[float, ...]:
+    samples = _process(record, name)
     return (*samples.warmups, *samples.values) if samples else ()

@@ -45,7 +45,7 @@ def json_text(tables: Sequence[Table]) -> str:
     """A list of objects, one a cell, null where a number is absent."""
     frame = pd.DataFrame(_raw(tables), dtype=object)
     rows = frame.where(frame.notna(), None).to_dict(orient="records")
-    return json.dumps(rows, indent=1, allow_nan=False) + "\n"
+    return json.dumps(rows, indent=1, allow_nan=False, default=dict) + "\n"  # a record's frozen mappings
 
 
 def _people(table: Table) -> pd.DataFrame:

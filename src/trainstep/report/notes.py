@@ -13,9 +13,14 @@ _SUMMARISED = ("batch_size", "precision", "attention", "compile", "mode")
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """Mixed machines, failures' count, what peak memory means, MFU's convention and peaks."""
-    found = [*mixed_machines(rows), *_clocks(rows), *_peak_memory(rows), *mfu_conventions(rows)]
+    found = [*mixed_machines(rows), *_clocks(rows), *_rates(rows), *_peak_memory(rows), *mfu_conventions(rows)]
     failures = failure_counts(rows)
     return [f"{failures}.", *found] if failures else found
+
+
+def _rates(rows: Sequence[Row]) -> list[str]:
+    timed = any("step" in row.record.samples and "tokens" in row.record.facts for row in rows)
+    return ["Times are means, rates (tokens/s, TFLOP/s, MFU) are over the median step."] if timed else []
 
 
 def mixed_machines(rows: Sequence[Row]) -> list[str]:

@@ -18,8 +18,8 @@ from trainstep.report.tables import byte_words, cell_tables, failure_sentence, f
 from trainstep.report.warmup_page import warmup_section
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The page of these rows as text."""
+def page(rows: Sequence[Row], *, title: str | None = None, description: str | None = None) -> str:
+    """The page of these rows as text. `title` and `description`: the heading and the first paragraph, as a sweep has them."""
     found = sections(rows)
     charts = [chart for section in found for chart in section.charts]
     drawn = [{"data": list(chart.data), "layout": dict(chart.layout)} for chart in charts]
@@ -29,7 +29,8 @@ def page(rows: Sequence[Row]) -> str:
         _environment()
         .get_template("template.html")
         .render(
-            title=title(rows),
+            title=title or title_of(rows),
+            description=description,
             summary=summary(rows),
             warnings=warnings,
             sections=found,
@@ -55,7 +56,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     return [overview, *comparison_sections(rows), *([warmup] if warmup else [])]
 
 
-def title(rows: Sequence[Row]) -> str:
+def title_of(rows: Sequence[Row]) -> str:
     """`Training step: small, medium on NVIDIA H200`."""
     models = list(dict.fromkeys(str(row.point.get("model")) for row in rows if "model" in row.point))
     chips = list(dict.fromkeys(row.record.environment.gpu or row.record.environment.cpu for row in rows))

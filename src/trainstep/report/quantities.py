@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainstep.config.phases import Phase
-from trainstep.records.derive import mfu, tokens_per_s
+from trainstep.records.derive import mfu, model_flops_per_s, tokens_per_s
 from trainstep.records.record import Record
 from trainstep.records.summary import doubts, summarize
 from trainstep.report.rows import Row
@@ -82,6 +82,8 @@ def _times(record: Record) -> dict[str, Any]:
         found[f"{name}_mean_{unit}"] = summary.mean
         found[f"{name}_std_{unit}"] = summary.std if summary.n > 1 else None
         found[f"{name}_median_{unit}"] = summary.median
+        found |= {f"{name}_{part}_{unit}": getattr(summary, part) for part in ("p05", "p95")}
+        found |= {f"{name}_median_{part}_{unit}": getattr(summary, part) for part in ("low", "high")}
         found[f"{name}_samples_count"] = summary.n
     return found
 
@@ -90,6 +92,9 @@ def _derived(record: Record) -> tuple[dict[str, Any], list[str]]:
     """Rates of a step, and what is wrong with them: an MFU over 100 % is no number, its error is a doubt."""
     tokens = tokens_per_s(record)
     found: dict[str, Any] = {} if tokens is None else {"tokens_per_s": tokens}
+    flops = model_flops_per_s(record)
+    if flops is not None:
+        found["model_flops_per_s"] = flops
     try:
         utilisation = mfu(record)
     except ValueError as error:

@@ -39,12 +39,22 @@ class Row:
 def read_rows(paths: Sequence[Path]) -> list[Row]:
     """The last record of each cell in these files; a folder means every *.jsonl under it. ValueError if there is none."""
     found: list[tuple[str, Record]] = []
-    for file in dict.fromkeys(file for path in paths for file in _files(path)):
+    for file in dict.fromkeys(file for path in paths for file in record_files(path)):
         latest = {record.key: record for record in Store(file).read()}
         found += [(str(file), record) for record in latest.values()]
     if not found:
         raise ValueError(f"{', '.join(map(str, paths))}: holds no records")
     return rows_of(found)
+
+
+def record_files(path: Path) -> list[Path]:
+    """The file, or every *.jsonl under the folder. ValueError for a folder without any."""
+    if path.is_dir():
+        files = sorted(path.rglob("*.jsonl"))
+        if not files:
+            raise ValueError(f"{path}: a folder without any *.jsonl in it")
+        return files
+    return [path]
 
 
 def rows_of(found: Sequence[tuple[str, Record]]) -> list[Row]:
@@ -84,15 +94,6 @@ def words(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(path.rglob("*.jsonl"))
-        if not files:
-            raise ValueError(f"{path}: a folder without any *.jsonl in it")
-        return files
-    return [path]
 
 
 def _points(pairs: Sequence[tuple[str, Record]]) -> list[dict[str, Any]]:

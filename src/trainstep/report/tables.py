@@ -59,12 +59,13 @@ def in_percent(share: float) -> float:
 
 
 def milliseconds(seconds: float, std_s: float | None = None) -> str:
-    """`62.10 ± 0.31`: four digits of the mean, as many decimals for the standard deviation."""
+    """`62.10 ± 0.31`: four digits of the mean, or more where the standard deviation needs them for one of its own."""
     decimals = _decimals(in_ms(seconds))
-    mean = f"{in_ms(seconds):,.{decimals}f}".replace("-", MINUS)
     if std_s is None or not math.isfinite(std_s):
-        return mean
-    return f"{mean} ± {in_ms(std_s):,.{decimals}f}"
+        return f"{in_ms(seconds):,.{decimals}f}".replace("-", MINUS)
+    if 0 < in_ms(std_s) < 0.5 * 10.0**-decimals:
+        decimals = min(4, -math.floor(math.log10(in_ms(std_s))))
+    return f"{in_ms(seconds):,.{decimals}f} ± {in_ms(std_s):,.{decimals}f}".replace("-", MINUS)
 
 
 def seconds_words(seconds: float) -> str:
@@ -223,6 +224,8 @@ _MEASURED: list[tuple[Column, Callable[[Numbers], Entry | None]]] = [
     (Column(title="a call (ms)", number=True), _time("time")),
     (Column(title="rate", number=True), _rate),
     (Column(title="tokens/s", number=True), _number("tokens_per_s", lambda value: f"{value:,.0f}")),
+    (Column(title="TFLOP/s", number=True), _number("model_flops_per_s", lambda value: f"{value / 1e12:,.4g}")),
     (Column(title="MFU (%)", number=True), _number("mfu_ratio", percent)),
+    (Column(title="compile (s)", number=True), _number("compile_s", lambda value: f"{value:,.1f}")),
     (Column(title="peak (GiB)", number=True), _peak),
 ]

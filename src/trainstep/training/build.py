@@ -19,7 +19,7 @@ from trainstep.training.user_model import blocks_of, build_user_model
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """A step and what feeds it. `module` is the model before compilation wrapped it."""
+    """A step and what feeds it. `module`: the model; compilation is in place, so its parameters keep their names."""
 
     run: RunConfig
     device: torch.device
@@ -28,7 +28,7 @@ class Assembly:
     next_batch: NextBatch
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """The batches of that step, on the device."""
+        """The batches of that step, on the device. `next_batch` is asked for micro-batch number step x accumulation + i."""
         first = step * self.run.accumulation
         return [self.next_batch(first + index) for index in range(self.run.accumulation)]
 

@@ -84,9 +84,8 @@ class TrainStep:
             output = self.module(**batch)
         loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(
-                f"model: its forward must return a scalar loss or an object with .loss, not {type(output).__name__}"
-            )
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+            raise ValueError(f"model: its forward must return a scalar loss or an object with .loss, not {got}")
         return loss
 
     def _backward(self, loss: Tensor, micro_batches: int) -> None:
