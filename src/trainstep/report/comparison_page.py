@@ -74,9 +74,11 @@ class _Ratio:
 
 def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Table]:
     """Ratios and verdicts against the first value of each compared axis (or of `axis` alone), a table each."""
-    steps = [row for row in rows if row.record.workload == "train_step"]
-    axes = [axis] if axis else [name for name in varying(steps) if name not in NOT_COMPARED]
-    found = ((name, _ratios(name, steps)) for name in axes)
+    if axis is not None:
+        found = [(axis, _ratios(axis, rows))]
+    else:
+        steps = [row for row in rows if row.record.workload == "train_step"]
+        found = [(name, _ratios(name, steps)) for name in varying(steps) if name not in NOT_COMPARED]
     return [_ratio_table(name, ratios) for name, ratios in found if ratios]
 
 

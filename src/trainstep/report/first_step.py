@@ -10,7 +10,7 @@ PARTS = {
     "compile_s": "compiling",
     "allocation_s": "device memory (cudaMalloc)",
     "clock_s": "SM clock still climbing",
-    "rest_s": "lazy loading of kernels and libraries",
+    "rest_s": "the rest: lazy loading of kernels and libraries",
 }
 """Part -> its name. The last is what the others leave; on a CPU also pages of memory touched for the first time."""
 _TOLERANCE = 0.02
