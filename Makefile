@@ -6,13 +6,14 @@ VENV := .venv
 RUN := $(VENV)/bin/python -m
 PYTEST ?=
 
-.PHONY: help demo test test-slow test-gpu check clean
+.PHONY: help demo test test-slow test-gpu compile-all check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       measure a small model on this machine and write report.html"
 	@echo "make test       the fast tests                make check    lint, format, types, layers"
 	@echo "make test-slow  the slow ones, Slurm too      make test-gpu the tests that need a GPU"
+	@echo "make compile-all  every attention kernel for four GPU architectures, none needed (long)"
 	@echo "make clean      remove .venv and caches"
 
 $(VENV)/ready: pyproject.toml constraints.txt scripts/setup_venv.py
@@ -31,6 +32,9 @@ test-slow: $(VENV)/ready
 
 test-gpu: $(VENV)/ready
 	$(RUN) pytest -m "gpu or multigpu" $(PYTEST)
+
+compile-all: $(VENV)/ready
+	PYTHONPATH=tests $(VENV)/bin/python tests/ops/flash_attention/test_compilation.py
 
 check: $(VENV)/ready
 	$(RUN) ruff check .

@@ -1,4 +1,4 @@
-"""The references against torch's own ops, hand-written fp64 and their algebra."""
+"""RMSNorm, RoPE and SwiGLU against torch's own ops, fp64 and their algebra; attention is in test_reference_attention.py."""
 
 import math
 
@@ -11,51 +11,10 @@ from trainstep.ops import reference
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-POSITIONS = [1, 2, 17]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Query by query, key by key, in fp64."""
-    q, k, v = q.double(), k.double(), v.double()
-    rows = []
-    for i in range(q.shape[2]):
-        last = i + 1 if causal else k.shape[2]
-        weights = torch.stack([(q[:, :, i] * k[:, :, j]).sum(-1) * scale for j in range(last)]).exp()
-        rows.append((weights.unsqueeze(-1) * v[:, :, :last].movedim(2, 0)).sum(0) / weights.sum(0).unsqueeze(-1))
-    return torch.stack(rows, dim=2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_attention(dtype: torch.dtype, causal: bool, positions: int):
-    q, k, v = (normal(2, 3, positions, 6, dtype=dtype, seed=seed) for seed in range(3))
-    ours = reference.attention(q, k, v, causal=causal)
-    torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    assert_as_accurate_as(ours, torchs, attention_by_hand(q, k, v, causal=causal, scale=6**-0.5))
-
-
-def test_attention_with_a_scale_of_ones_own():
-    q, k, v = (normal(1, 1, 5, 4, seed=seed) for seed in range(3))
-    ours = reference.attention(q, k, v, causal=True, scale=0.1)
-    torch.testing.assert_close(ours.double(), attention_by_hand(q, k, v, causal=True, scale=0.1))
-
-
-def test_causal_attention_is_aligned_at_the_top_left():
-    """Query i sees keys 0..i even where there are more keys than queries."""
-    q, k, v = normal(1, 1, 2, 4), normal(1, 1, 5, 4, seed=1), normal(1, 1, 5, 4, seed=2)
-    torch.testing.assert_close(reference.attention(q, k, v, causal=True)[:, :, 0], v[:, :, 0])
-
-
-def test_a_constant_value_comes_through_attention():
-    """Probabilities of a row sum to one."""
-    q, k = normal(1, 2, 9, 4), normal(1, 2, 9, 4, seed=1)
-    out = reference.attention(100 * q, k, torch.full((1, 2, 9, 4), 3.0), causal=True)
-    torch.testing.assert_close(out, torch.full_like(out, 3.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

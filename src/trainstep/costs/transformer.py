@@ -6,6 +6,8 @@ counts all S^2; FlashAttention halves as here). Backward is twice forward. Recom
 optimizer are not model FLOPs.
 """
 
+from trainstep.costs.attention import attention_flops
+
 CONVENTION = "matmuls only, head in, embedding out, causal attention halved, backward = 2 x forward, no recomputation"
 
 PASSES = {"forward": 1, "forward_no_grad": 1, "forward_backward": 3, "step": 3}
@@ -23,12 +25,6 @@ def forward_flops(
         "mlp": layers * 3 * 2 * tokens * d_model * d_ff,
         "head": 2 * tokens * d_model * vocab_size,
     }
-
-
-def attention_flops(batch_heads: int, queries: int, keys: int, head_dim: int, *, causal: bool) -> int:
-    """FLOPs of scores and values: 2 x 2 x queries x keys x head_dim a head, halved when causal."""
-    full = 4 * batch_heads * queries * keys * head_dim
-    return full // 2 if causal else full
 
 
 def step_flops(mode: str, accumulation: int = 1, **shape: int) -> int:

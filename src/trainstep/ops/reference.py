@@ -11,21 +11,61 @@ from torch import Tensor
 from trainstep.spans import span
 
 
-def attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
+def attention(
+    q_BHSD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+) -> Tensor:
     """softmax(scale q k^T + mask) v with the S x S matrix written out; scale defaults to 1 / sqrt(D).
 
-    Causal: query i sees keys 0..i (top-left aligned). Returns (B, H, S, D) in v's dtype.
+    Causal: query i sees keys 0..i (top_left), or 0..i + keys - queries (bottom_right: the last query sees every key). A query
+    that sees no key gives 0. With fewer heads in k and v, each serves a run of neighbouring query heads. Returns v's dtype.
     """
-    scale = scale if scale is not None else 1 / math.sqrt(q_BHSD.shape[-1])
+    blind = None
     with span("attention scores"):
-        scores = (q_BHSD @ k_BHSD.transpose(-2, -1)) * scale
+        scores = _scores(q_BHSD, _repeat_heads(k_BHSD, q_BHSD), scale)
         if causal:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            scores = scores.masked_fill(~seen, float("-inf"))
+            hidden = _hidden_pairs(q_BHSD, k_BHSD, causal_alignment)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if causal_alignment == "bottom_right":
+                blind = hidden.all(dim=-1, keepdim=True)
+                scores = scores.masked_fill(blind, 0.0)  # softmax of nothing would be NaN, and so would its gradient
     with span("attention softmax"):
         probabilities = torch.softmax(scores, dim=-1)
+        if blind is not None:
+            probabilities = probabilities.masked_fill(blind, 0.0)
     with span("attention values"):
-        return (probabilities.to(v_BHSD.dtype) @ v_BHSD).to(v_BHSD.dtype)
+        return (probabilities.to(v_BHSD.dtype) @ _repeat_heads(v_BHSD, q_BHSD)).to(v_BHSD.dtype)
+
+
+def attention_lse(
+    q_BHSD: Tensor, k_BHSD: Tensor, *, causal: bool, scale: float | None = None, causal_alignment: str = "top_left"
+) -> Tensor:
+    """log(sum(exp(scores))) of each query, (B, H, S), natural, in fp32 or wider; -inf for a query that sees no key."""
+    scores = _scores(q_BHSD, _repeat_heads(k_BHSD, q_BHSD), scale)
+    if causal:
+        scores = scores.masked_fill(_hidden_pairs(q_BHSD, k_BHSD, causal_alignment), float("-inf"))
+    return torch.logsumexp(_wide(scores), dim=-1)
+
+
+def _scores(q_BHSD: Tensor, k_BHSD: Tensor, scale: float | None) -> Tensor:
+    return (q_BHSD @ k_BHSD.transpose(-2, -1)) * (scale if scale is not None else 1 / math.sqrt(q_BHSD.shape[-1]))
+
+
+def _repeat_heads(x_BHSD: Tensor, q_BHSD: Tensor) -> Tensor:
+    repeats = q_BHSD.shape[-3] // x_BHSD.shape[-3]
+    return x_BHSD if repeats == 1 else x_BHSD.repeat_interleave(repeats, dim=-3)
+
+
+def _hidden_pairs(q_BHSD: Tensor, k_BHSD: Tensor, causal_alignment: str) -> Tensor:
+    """(queries, keys), true where the query must not see the key."""
+    queries, keys = q_BHSD.shape[-2], k_BHSD.shape[-2]
+    offset = keys - queries if causal_alignment == "bottom_right" else 0
+    return ~torch.ones(queries, keys, dtype=torch.bool, device=q_BHSD.device).tril(offset)
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:

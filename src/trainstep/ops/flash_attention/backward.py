@@ -1,0 +1,280 @@
+"""The backward kernels: algorithm.backward in two passes, so that no two programs add to one place and every bit repeats.
+
+`delta_kernel`: rowsum(do o). `key_gradients_kernel`: one program a tile of keys, over the query tiles, and over the query heads
+that share a key head, gives dk and dv. `query_gradients_kernel`: one program a tile of queries, over the key tiles, gives dq.
+Both compute the scores again, transposed in the first: 7 matmuls where one pass with atomics does 5. Masked tiles go first.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, device_of, strides
+from trainstep.ops.flash_attention.tile_access import SIZES, load_row, load_tile, program_tile, store_tile
+from trainstep.ops.flash_attention.tiles import Pass, TileConfig, choose_row, padded
+
+DELTA_BLOCK_Q = 64
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_kernel(
+    o_ptr, do_ptr, delta_ptr, stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """stride_g*: of the output's gradient, here and below."""
+    batch_head = tl.program_id(0) // tiles
+    first_q = tl.program_id(0) % tiles * BLOCK_Q
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    o_base = o_ptr + batch * stride_ob + head * stride_oh
+    do_base = do_ptr + batch * stride_gb + head * stride_gh
+    o = load_tile(o_base, stride_os, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    do = load_tile(do_base, stride_gs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    q_index = first_q + tl.arange(0, BLOCK_Q)
+    tl.store(delta_ptr + batch_head.to(tl.int64) * queries + q_index, tl.sum(o * do, 1), mask=q_index < queries)
+
+
+@triton.jit
+def _add_key_gradients(
+    dk, dv, k, v, q_base, do_base, lse_base, delta_base, stride_qs, stride_gs, first_k, begin, end, queries, offset,
+    scale_log2,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED_Q: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries begin..end of one key tile. Scores are (keys, queries); queries beyond the last have q = do = 0 and add nothing."""
+    for first_q in tl.range(begin, end, BLOCK_Q):
+        q = load_tile(q_base, stride_qs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED_Q)
+        q_index = first_q + tl.arange(0, BLOCK_Q)
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        lse = load_row(lse_base, q_index, queries, RAGGED_Q)
+        p = tl.exp2(scores * scale_log2 - (lse * LOG2_E)[None, :])
+        if MASKED:
+            k_index = first_k + tl.arange(0, BLOCK_K)[:, None]
+            p = tl.where(k_index <= q_index[None, :] + offset, p, 0.0)
+        do = load_tile(do_base, stride_gs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED_Q)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        delta = load_row(delta_base, q_index, queries, RAGGED_Q)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES)
+def key_gradients_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gs, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
+    tiles, batch_key_heads, heads_together, key_heads, queries, keys, offset, scale, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED_Q: tl.constexpr, HEADS_PER_KEY_HEAD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, batch_key_head = program_tile(tiles, batch_key_heads, heads_together)
+    batch = (batch_key_head // key_heads).to(tl.int64)
+    key_head = (batch_key_head % key_heads).to(tl.int64)
+    first_k = tile * BLOCK_K
+    k_base = k_ptr + batch * stride_kb + key_head * stride_kh
+    v_base = v_ptr + batch * stride_vb + key_head * stride_vh
+    k = load_tile(k_base, stride_ks, first_k, keys, BLOCK_K, HEAD_DIM, BLOCK_D, True)
+    v = load_tile(v_base, stride_vs, first_k, keys, BLOCK_K, HEAD_DIM, BLOCK_D, True)
+
+    begin = 0
+    begin_full = 0
+    if CAUSAL:  # the first query that sees any of these keys, and the first that sees them all, rounded to tiles
+        last_k = tl.minimum(first_k + BLOCK_K, keys) - 1
+        begin = tl.maximum(first_k - offset, 0) // BLOCK_Q * BLOCK_Q
+        begin_full = (tl.maximum(last_k - offset, 0) + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q
+
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    for member in range(HEADS_PER_KEY_HEAD):
+        head = key_head * HEADS_PER_KEY_HEAD + member
+        q_base = q_ptr + batch * stride_qb + head * stride_qh
+        do_base = do_ptr + batch * stride_gb + head * stride_gh
+        row = (batch * key_heads * HEADS_PER_KEY_HEAD + head) * queries
+        if CAUSAL:
+            dk, dv = _add_key_gradients(
+                dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, stride_qs, stride_gs, first_k,
+                begin, tl.minimum(begin_full, queries), queries, offset, scale_log2,
+                BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, True, RAGGED_Q, PRECISION,
+            )  # fmt: skip
+        dk, dv = _add_key_gradients(
+            dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, stride_qs, stride_gs, first_k,
+            begin_full, queries, queries, offset, scale_log2,
+            BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, False, RAGGED_Q, PRECISION,
+        )  # fmt: skip
+    dk_base = dk_ptr + batch * stride_dkb + key_head * stride_dkh
+    dv_base = dv_ptr + batch * stride_dvb + key_head * stride_dvh
+    store_tile(dk_base, stride_dks, first_k, keys, dk * scale, BLOCK_K, HEAD_DIM, BLOCK_D)
+    store_tile(dv_base, stride_dvs, first_k, keys, dv, BLOCK_K, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _add_query_gradients(
+    dq, q, do, lse_log2, delta, k_base, v_base, stride_ks, stride_vs, first_q, begin, end, keys, offset, scale_log2,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys begin..end of one query tile."""
+    for first_k in tl.range(begin, end, BLOCK_K):
+        k = load_tile(k_base, stride_ks, first_k, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+        v = load_tile(v_base, stride_vs, first_k, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
+        if MASKED:
+            k_index = first_k + tl.arange(0, BLOCK_K)[None, :]
+            seen = k_index < keys
+            if CAUSAL:
+                seen = seen & (k_index <= first_q + tl.arange(0, BLOCK_Q)[:, None] + offset)
+            p = tl.where(seen, p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=SIZES)
+def query_gradients_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs,
+    tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset, scale, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, batch_head = program_tile(tiles, batch_heads, heads_together)
+    if CAUSAL:
+        tile = tiles - 1 - tile  # the longest rows first
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    key_head = head // heads_per_key_head
+    k_base = k_ptr + batch * stride_kb + key_head * stride_kh
+    v_base = v_ptr + batch * stride_vb + key_head * stride_vh
+    q_base = q_ptr + batch * stride_qb + head * stride_qh
+    do_base = do_ptr + batch * stride_gb + head * stride_gh
+    first_q = tile * BLOCK_Q
+    q = load_tile(q_base, stride_qs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    do = load_tile(do_base, stride_gs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    q_index = first_q + tl.arange(0, BLOCK_Q)
+    row = batch_head.to(tl.int64) * queries + q_index
+    lse_log2 = tl.load(lse_ptr + row, mask=q_index < queries, other=0.0) * LOG2_E
+    delta = tl.load(delta_ptr + row, mask=q_index < queries, other=0.0)
+
+    seen_by_any = keys
+    seen_by_all = keys
+    if CAUSAL:
+        seen_by_any = tl.minimum(tl.maximum(tl.minimum(first_q + BLOCK_Q, queries) + offset, 0), keys)
+        seen_by_all = tl.minimum(tl.maximum(first_q + 1 + offset, 0), keys)
+    end_full = seen_by_all // BLOCK_K * BLOCK_K
+
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    if CAUSAL or RAGGED_K:
+        dq = _add_query_gradients(
+            dq, q, do, lse_log2, delta, k_base, v_base, stride_ks, stride_vs, first_q, end_full, seen_by_any, keys,
+            offset, scale_log2, BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, True, CAUSAL, PRECISION,
+        )  # fmt: skip
+    dq = _add_query_gradients(
+        dq, q, do, lse_log2, delta, k_base, v_base, stride_ks, stride_vs, first_q, 0, end_full, keys, offset, scale_log2,
+        BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, False, CAUSAL, PRECISION,
+    )  # fmt: skip
+    dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh
+    store_tile(dq_base, stride_dqs, first_q, queries, dq * scale, BLOCK_Q, HEAD_DIM, BLOCK_D)
+
+
+def launch_backward(
+    do_BHSD: Tensor, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, o_BHSD: Tensor, lse_BHS: Tensor,
+    problem: Problem, key_config: TileConfig | None = None, query_config: TileConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, laid out as q, k, v are. The last stride of each is 1."""
+    dq, dk, dv = torch.empty_like(q_BHSD), torch.empty_like(k_BGSD), torch.empty_like(v_BGSD)
+    delta = torch.empty_like(lse_BHS)
+    bound = bind_backward(
+        q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), o_BHSD.stride(),
+        do_BHSD.stride(), dq.stride(), dk.stride(), dv.stride(), q_BHSD.dtype, q_BHSD.device, problem,
+        key_config, query_config,
+    )  # fmt: skip
+    bound["delta"](o_BHSD, do_BHSD, delta)
+    bound["key_gradients"](q_BHSD, k_BGSD, v_BGSD, do_BHSD, lse_BHS, delta, dk, dv)
+    bound["query_gradients"](q_BHSD, k_BGSD, v_BGSD, do_BHSD, lse_BHS, delta, dq)
+    return dq, dk, dv
+
+
+@functools.lru_cache(maxsize=PROBLEMS_KEPT)
+def bind_backward(
+    q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
+    v_stride: tuple[int, ...], o_stride: tuple[int, ...], do_stride: tuple[int, ...], dq_stride: tuple[int, ...],
+    dk_stride: tuple[int, ...], dv_stride: tuple[int, ...], _dtype: torch.dtype, device: torch.device,
+    problem: Problem, key_config: TileConfig | None, query_config: TileConfig | None,
+) -> dict[str, BoundKernel]:  # fmt: skip
+    """The three kernels of one problem by name; a tuner times them one by one."""
+    batch, heads, queries, head_dim = q_shape
+    key_heads, keys = k_shape[1], k_shape[2]
+    shape = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "queries": queries}
+    both = (
+        shape
+        | strides(q=q_stride, k=k_stride, v=v_stride, g=do_stride)
+        | {
+            "keys": keys,
+            "offset": problem.offset(queries, keys),
+            "scale": problem.scale,
+            "scale_log2": problem.scale * LOG2_E.value,
+            "CAUSAL": problem.causal,
+            "PRECISION": problem.arithmetic.dot_precision,
+        }
+    )
+    gpu = device_of(device)._asdict()
+    key_config = key_config or _chosen(Pass.KEY_GRADIENTS, head_dim, problem, gpu)
+    query_config = query_config or _chosen(Pass.QUERY_GRADIENTS, head_dim, problem, gpu)
+    key_arguments = {
+        **both,
+        **strides(dk=dk_stride, dv=dv_stride),
+        "key_heads": key_heads,
+        "HEADS_PER_KEY_HEAD": heads // key_heads,
+        "RAGGED_Q": queries % key_config.block_q != 0,
+    }
+    query_arguments = {
+        **both,
+        **strides(dq=dq_stride),
+        "heads": heads,
+        "heads_per_key_head": heads // key_heads,
+        "RAGGED_K": keys % query_config.block_k != 0,
+    }
+    delta_tiles = triton.cdiv(queries, DELTA_BLOCK_Q)
+    delta_arguments = {**shape, **strides(o=o_stride, g=do_stride), "heads": heads, "BLOCK_Q": DELTA_BLOCK_Q}
+    return {
+        "delta": BoundKernel(
+            delta_kernel, delta_tiles * batch * heads, {**delta_arguments, "tiles": delta_tiles}, num_warps=4
+        ),
+        "key_gradients": _tiled(
+            key_gradients_kernel, triton.cdiv(keys, key_config.block_k), batch * key_heads, "batch_key_heads",
+            key_arguments, key_config,
+        ),
+        "query_gradients": _tiled(
+            query_gradients_kernel, triton.cdiv(queries, query_config.block_q), batch * heads, "batch_heads",
+            query_arguments, query_config,
+        ),
+    }  # fmt: skip
+
+
+def _chosen(pass_: Pass, head_dim: int, problem: Problem, gpu: dict[str, Any]) -> TileConfig:
+    return choose_row(pass_, head_dim=head_dim, arithmetic=problem.arithmetic, **gpu).config
+
+
+def _tiled(
+    kernel: Any, tiles: int, all_heads: int, heads_name: str, arguments: dict[str, Any], config: TileConfig
+) -> BoundKernel:
+    """A kernel that runs one program a tile and head."""
+    arguments = {
+        **arguments,
+        heads_name: all_heads,
+        "tiles": tiles,
+        "heads_together": config.heads_together,
+        "BLOCK_Q": config.block_q,
+        "BLOCK_K": config.block_k,
+    }
+    return BoundKernel(kernel, tiles * all_heads, arguments, num_warps=config.num_warps, num_stages=config.num_stages)

@@ -1,0 +1,153 @@
+"""The forward kernel: algorithm.forward, one program a tile of queries.
+
+Key tiles that the causal diagonal cuts, and a ragged last one, go through a masked loop; those that every query of the tile sees
+through a second loop without masks; tiles hidden whole are never visited. The masked loop comes first because ptxas for Hopper
+serialises every wgmma of a kernel (C7515) where it comes second. Exponentials are base 2 with the scale folded in, so that a score
+costs one multiply-add and one exp2. The log-sum-exp is stored natural.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, device_of, strides
+from trainstep.ops.flash_attention.tile_access import SIZES, load_tile, program_tile, store_tile
+from trainstep.ops.flash_attention.tiles import Pass, TileConfig, choose_row, padded
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _attend(
+    acc, row_sum, row_max, q, k_base, v_base, stride_ks, stride_vs, first_q, begin, end, keys, offset, scale_log2,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys begin..end of one query tile. row_max is in units of log2."""
+    for first_k in tl.range(begin, end, BLOCK_K):
+        k = load_tile(k_base, stride_ks, first_k, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            k_index = first_k + tl.arange(0, BLOCK_K)[None, :]
+            seen = k_index < keys
+            if CAUSAL:
+                seen = seen & (k_index <= first_q + tl.arange(0, BLOCK_Q)[:, None] + offset)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        finite_max = new_max
+        if MASKED:  # a row may have seen no key yet
+            finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(scores * scale_log2 - finite_max[:, None])
+        shrink = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v = load_tile(v_base, stride_vs, first_k, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        row_max = new_max
+    return acc, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
+    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
+    tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, batch_head = program_tile(tiles, batch_heads, heads_together)
+    if CAUSAL:
+        tile = tiles - 1 - tile  # the longest rows first
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    key_head = head // heads_per_key_head
+    k_base = k_ptr + batch * stride_kb + key_head * stride_kh
+    v_base = v_ptr + batch * stride_vb + key_head * stride_vh
+    first_q = tile * BLOCK_Q
+    q = load_tile(
+        q_ptr + batch * stride_qb + head * stride_qh, stride_qs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True
+    )
+
+    seen_by_any = keys
+    seen_by_all = keys
+    if CAUSAL:
+        seen_by_any = tl.minimum(tl.maximum(tl.minimum(first_q + BLOCK_Q, queries) + offset, 0), keys)
+        seen_by_all = tl.minimum(tl.maximum(first_q + 1 + offset, 0), keys)
+    end_full = seen_by_all // BLOCK_K * BLOCK_K
+
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
+    row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    if CAUSAL or RAGGED_K:
+        acc, row_sum, row_max = _attend(
+            acc, row_sum, row_max, q, k_base, v_base, stride_ks, stride_vs, first_q, end_full, seen_by_any, keys, offset,
+            scale_log2, BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, True, CAUSAL, PRECISION,
+        )  # fmt: skip
+    acc, row_sum, row_max = _attend(
+        acc, row_sum, row_max, q, k_base, v_base, stride_ks, stride_vs, first_q, 0, end_full, keys, offset, scale_log2,
+        BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, False, CAUSAL, PRECISION,
+    )  # fmt: skip
+
+    lse = (row_max + tl.log2(row_sum)) * LN_2
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    q_index = first_q + tl.arange(0, BLOCK_Q)
+    tl.store(lse_ptr + batch_head.to(tl.int64) * queries + q_index, lse, mask=q_index < queries)
+    o_base = o_ptr + batch * stride_ob + head * stride_oh
+    store_tile(o_base, stride_os, first_q, queries, acc, BLOCK_Q, HEAD_DIM, BLOCK_D)
+
+
+def launch_forward(
+    q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, problem: Problem, config: TileConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """o, laid out as q is, and lse (B, H, S) in fp32. The last stride of each is 1."""
+    o = torch.empty_like(q_BHSD)
+    lse = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
+    bound = _bind_forward(
+        q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), o.stride(),
+        q_BHSD.dtype, q_BHSD.device, problem, config,
+    )  # fmt: skip
+    bound(q_BHSD, k_BGSD, v_BGSD, o, lse)
+    return o, lse
+
+
+@functools.lru_cache(maxsize=PROBLEMS_KEPT)
+def _bind_forward(
+    q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
+    v_stride: tuple[int, ...], o_stride: tuple[int, ...], _dtype: torch.dtype, device: torch.device, problem: Problem,
+    config: TileConfig | None,
+) -> BoundKernel:  # fmt: skip
+    batch, heads, queries, head_dim = q_shape
+    key_heads, keys = k_shape[1], k_shape[2]
+    config = (
+        config
+        or choose_row(
+            Pass.FORWARD, head_dim=head_dim, arithmetic=problem.arithmetic, **device_of(device)._asdict()
+        ).config
+    )
+    tiles = triton.cdiv(queries, config.block_q)
+    arguments = strides(q=q_stride, k=k_stride, v=v_stride, o=o_stride) | {
+        "tiles": tiles,
+        "batch_heads": batch * heads,
+        "heads_together": config.heads_together,
+        "heads": heads,
+        "heads_per_key_head": heads // key_heads,
+        "queries": queries,
+        "keys": keys,
+        "offset": problem.offset(queries, keys),
+        "scale_log2": problem.scale * LOG2_E.value,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_Q": config.block_q,
+        "BLOCK_K": config.block_k,
+        "CAUSAL": problem.causal,
+        "RAGGED_K": keys % config.block_k != 0,
+        "PRECISION": problem.arithmetic.dot_precision,
+    }
+    return BoundKernel(
+        forward_kernel, tiles * batch * heads, arguments, num_warps=config.num_warps, num_stages=config.num_stages
+    )

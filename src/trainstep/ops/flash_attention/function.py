@@ -1,0 +1,334 @@
+"""`flash_attention`: checks, choice of kernel, and what makes it an operator torch knows: autograd, compile, FLOPs.
+
+Registered with torch.library's Library, an implementation a dispatch key, because that costs the host less than custom_op does.
+On CUDA devices the Triton kernels run, anywhere else algorithm.py. Memory kept for backward is linear in S: q, k, v, the output and
+the log-sum-exp. The gradient has no gradient of its own.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from trainstep.costs.attention import attention_backward_flops, attention_flops
+from trainstep.ops.flash_attention import algorithm
+from trainstep.ops.flash_attention.launch import Problem
+from trainstep.ops.flash_attention.tiles import MOST_HEAD_DIM, Arithmetic, TileConfig
+from trainstep.spans import span
+
+try:
+    from trainstep.ops.flash_attention.backward import launch_backward
+    from trainstep.ops.flash_attention.forward import launch_forward
+except ImportError:  # no triton for this platform: no GPU it could drive either
+    launch_backward = launch_forward = None  # type: ignore[assignment]
+
+LAYOUTS = ("BHSD", "BSHD")
+ALIGNMENTS = ("top_left", "bottom_right")
+PRECISIONS = (None, "ieee", "tf32", "tf32x3")
+LEAST_HEAD_DIM = 8
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
+
+_SETTINGS = "float scale, bool causal, bool bottom_right, str? fp32_precision, int[]? tiles"
+_library = torch.library.Library("trainstep", "FRAGMENT")
+_library.define(f"flash_attention(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)")
+_library.define(
+    "flash_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+)
+_forward_op = torch.ops.trainstep.flash_attention.default
+_backward_op = torch.ops.trainstep.flash_attention_backward.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Tiles of all three kernels in place of the table's, for whoever tunes them."""
+
+    forward: TileConfig
+    key_gradients: TileConfig
+    query_gradients: TileConfig
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+    layout: str = "BHSD",
+    fp32_precision: str | None = None,
+    return_lse: bool = False,
+    tiles: Tiles | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v without the S x S matrix; called as torch's scaled_dot_product_attention is.
+
+    q (B, H, S, D), k and v (B, G, S', D); with layout="BSHD" (B, S, H, D); or all (B, S, D). fp32, fp16, bf16; autocast applies.
+    D is 8 to 256. S and S' are any; H is a multiple of G with enable_gqa. A tensor whose last stride is not 1 is copied once;
+    all others are read as they lie. The output is laid out as q is.
+
+    is_causal: query i sees keys 0..i, as in torch; with causal_alignment="bottom_right" the last query sees all keys, and a query
+    that sees none gives 0. fp32_precision: "ieee", "tf32" or "tf32x3" (three TF32 products, about fp32's error) for fp32 tensors on
+    a GPU; by default as torch's matmuls are set. return_lse: also log(sum(exp(scores))), (B, H, S) or (B, S), in fp32; it carries
+    no gradient. CPU tensors go through algorithm.py, the same algorithm in PyTorch.
+    """
+    _refuse(attn_mask, dropout_p, causal_alignment, layout, fp32_precision)
+    q_BHSD, k_BHSD, v_BHSD = [_as_BHSD(x, layout) for x in _autocast(q, k, v)]
+    _check(q_BHSD, k_BHSD, v_BHSD, enable_gqa)
+    scale = 1 / math.sqrt(q_BHSD.shape[-1]) if scale is None else scale
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale} must be positive and finite: negate q instead")
+    with span("attention"):
+        o_BHSD, lse = _forward_op(
+            q_BHSD, k_BHSD, v_BHSD, scale, is_causal, causal_alignment == "bottom_right", fp32_precision, _flat(tiles)
+        )
+    o = o_BHSD.squeeze(1) if q.dim() == 3 else o_BHSD.transpose(1, 2) if layout == "BSHD" else o_BHSD
+    if not return_lse:
+        return o  # type: ignore[no-any-return]
+    return o, (lse.squeeze(1) if q.dim() == 3 else lse)
+
+
+def _refuse(
+    attn_mask: object, dropout_p: float, causal_alignment: str, layout: str, fp32_precision: str | None
+) -> None:
+    if attn_mask is not None:
+        raise ValueError(f"flash_attention takes no attn_mask: use {SDPA}, or torch's flex_attention for masks by rule")
+    if dropout_p:
+        raise ValueError(f"flash_attention has no dropout: pass dropout_p=0.0, or use {SDPA}")
+    if causal_alignment not in ALIGNMENTS or layout not in LAYOUTS or fp32_precision not in PRECISIONS:
+        raise ValueError(
+            f"causal_alignment={causal_alignment!r} is one of {ALIGNMENTS}, layout={layout!r} of {LAYOUTS}, "
+            f"fp32_precision={fp32_precision!r} of {PRECISIONS}: one of them is not"
+        )
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As torch's own matmuls under autocast: all but fp64 in its dtype."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _as_BHSD(x: Tensor, layout: str) -> Tensor:
+    if x.dim() == 3:
+        x = x.unsqueeze(1)
+    elif layout == "BSHD":
+        x = x.transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """ValueError for what the kernels would get wrong."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions: all 4, or all 3 (B, S, D), please")
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise ValueError(
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: make them alike"
+        )
+    batch, heads, _, head_dim = q.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree, and with q {tuple(q.shape)} in batch and head width; "
+            f"{SDPA} takes a v of another width"
+        )
+    if heads != k.shape[1] and not (enable_gqa and heads % k.shape[1] == 0):
+        raise ValueError(
+            f"{heads} query heads and {k.shape[1]} key heads: pass enable_gqa=True, with a multiple of the key heads in q"
+        )
+    if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM:
+        raise ValueError(f"heads are {head_dim} wide, and {LEAST_HEAD_DIM} to {MOST_HEAD_DIM} is what fits: use {SDPA}")
+    if not (q.numel() and k.numel()):
+        raise ValueError(f"q {tuple(q.shape)} or k {tuple(k.shape)} is empty: there is nothing to attend to")
+    if q.device.type == "cuda" and q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"the kernels take float32, float16 and bfloat16, not {q.dtype}: use {SDPA}")
+
+
+def _flat(tiles: Tiles | None) -> list[int] | None:
+    """As an operator's schema can carry them."""
+    if tiles is None:
+        return None
+    return [
+        number for config in (tiles.forward, tiles.key_gradients, tiles.query_gradients) for number in astuple(config)
+    ]
+
+
+def _unflat(tiles: list[int] | None) -> tuple[TileConfig | None, TileConfig | None, TileConfig | None]:
+    if tiles is None:
+        return None, None, None
+    names = [field.name for field in fields(TileConfig)]
+    starts = range(0, len(tiles), len(names))
+    forward, keys, queries = (TileConfig(**dict(zip(names, tiles[i:], strict=False))) for i in starts)
+    return forward, keys, queries
+
+
+# What runs where: on CUDA the kernels, else the algorithm ----------------------------------------------------------------------
+
+
+def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    *_, tiles = settings
+    with _current(q.device):
+        return launch_forward(q, k, v, _problem(q.dtype, *settings), _unflat(tiles)[0])
+
+
+def _backward_cuda(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, tiles = settings
+    _, key_config, query_config = _unflat(tiles)
+    if do.stride(-1) != 1:  # out.sum() hands back one number, expanded
+        do = do.contiguous()
+    with _current(q.device):
+        return launch_backward(do, q, k, v, o, lse, _problem(q.dtype, *settings), key_config, query_config)
+
+
+def _problem(
+    dtype: torch.dtype, scale: float, causal: bool, bottom_right: bool, fp32_precision: str | None, _tiles: object
+) -> Problem:
+    arithmetic = Arithmetic.HALF if dtype != torch.float32 else Arithmetic(fp32_precision or _matmul_precision())
+    return Problem(scale, causal, bottom_right, arithmetic)
+
+
+def _matmul_precision() -> str:
+    """How torch multiplies fp32 on a GPU. torch.get_float32_matmul_precision raises for who has used the newer setting."""
+    setting = torch.backends.cuda.matmul.fp32_precision
+    if setting == "none":
+        setting = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return "tf32" if setting == "tf32" else "ieee"
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def _forward_anywhere(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bottom_right: bool, *_gpu_settings: Any
+) -> tuple[Tensor, Tensor]:
+    return algorithm.forward(q, k, v, _mask(q, k, causal, bottom_right), scale)
+
+
+def _backward_anywhere(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    scale: float, causal: bool, bottom_right: bool, *_gpu_settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return algorithm.backward(do, q, k, v, o, lse, _mask(q, k, causal, bottom_right), scale)
+
+
+def _mask(q: Tensor, k: Tensor, causal: bool, bottom_right: bool) -> algorithm.Mask:
+    return algorithm.Mask(causal=causal, offset=k.shape[2] - q.shape[2] if bottom_right else 0)
+
+
+def _forward_fake(q: Tensor, _k: Tensor, _v: Tensor, *_settings: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+def _backward_fake(_do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# Autograd ----------------------------------------------------------------------------------------------------------------------
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            o, lse = _forward_op(q, k, v, *settings)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.settings = settings
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+        none = (None,) * len(ctx.settings)
+        if do is None:
+            return None, None, None, *none
+        saved = ctx.saved_tensors  # before the guard below: checkpointing runs the forward again here
+        if torch.is_grad_enabled():  # create_graph=True
+            return *_backward_op(do, *saved, *ctx.settings), *none
+        with torch._C._AutoDispatchBelowAutograd():  # one turn through the dispatcher less
+            return *_backward_op(do, *saved, *ctx.settings), *none
+
+
+class _FlashAttentionBackward(torch.autograd.Function):
+    """The backward pass as something that was asked to be differentiated, which it cannot be."""
+
+    @staticmethod
+    def forward(_ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            gradients: tuple[Tensor, Tensor, Tensor] = _backward_op(*arguments)
+        return gradients
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> None:
+        raise RuntimeError(
+            f"flash_attention has no second derivative: use {SDPA} under sdpa_kernel(SDPBackend.MATH) where you need one"
+        )
+
+
+def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _FlashAttention.apply(q, k, v, *settings)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(q, k, v, *settings)
+
+
+def _backward_autograd(*arguments: Any) -> Any:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments if isinstance(x, Tensor)):
+        return _FlashAttentionBackward.apply(*arguments)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_op(*arguments)
+
+
+def _register(name: str, *, cuda: Any, anywhere: Any, fake: Any, autograd: Any) -> None:
+    if launch_forward is not None:
+        _library.impl(name, cuda, "CUDA")
+    _library.impl(name, anywhere, "CompositeExplicitAutograd")
+    _library.impl(name, fake, "Meta")
+    _library.impl(name, autograd, "Autograd")
+
+
+_register(
+    "flash_attention",
+    cuda=_forward_cuda,
+    anywhere=_forward_anywhere,
+    fake=_forward_fake,
+    autograd=_forward_autograd,
+)
+_register(
+    "flash_attention_backward",
+    cuda=_backward_cuda,
+    anywhere=_backward_anywhere,
+    fake=_backward_fake,
+    autograd=_backward_autograd,
+)
+
+
+# FLOPs, for torch.utils.flop_counter ----------------------------------------------------------------------------------------------
+
+
+@register_flop_formula(torch.ops.trainstep.flash_attention)
+def _forward_flops(
+    q: torch.Size, k: torch.Size, _v: torch.Size, _scale: float, causal: bool, bottom_right: bool, *_: Any, **__: Any
+) -> int:
+    return attention_flops(q[0] * q[1], q[2], k[2], q[3], causal=causal, bottom_right=bottom_right)
+
+
+@register_flop_formula(torch.ops.trainstep.flash_attention_backward)
+def _backward_flops(
+    _do: torch.Size, q: torch.Size, k: torch.Size, _v: torch.Size, _o: torch.Size, _lse: torch.Size,
+    _scale: float, causal: bool, bottom_right: bool, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    return attention_backward_flops(q[0] * q[1], q[2], k[2], q[3], causal=causal, bottom_right=bottom_right)

@@ -1,0 +1,79 @@
+"""From tensors to a running kernel, at little host cost: what depends on shapes alone is worked out once and kept.
+
+Triton's own launch binds and specialises every argument on every call, about as long as a short kernel runs. Here the first call of
+a shape goes that way; later ones, with tensors aligned to 16 bytes as then, start the compiled kernel directly.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainstep.ops.flash_attention.tiles import Arithmetic
+
+PROBLEMS_KEPT = 1024
+"""Shapes whose launches are kept; the least recently used goes first."""
+
+
+class Problem(NamedTuple):
+    """What a call asks for beside its tensors."""
+
+    scale: float
+    causal: bool
+    bottom_right: bool
+    arithmetic: Arithmetic
+
+    def offset(self, queries: int, keys: int) -> int:
+        """Under a causal mask query i sees keys 0..i + offset."""
+        return keys - queries if self.bottom_right else 0
+
+
+class Device(NamedTuple):
+    """What tile choices need to know of a GPU."""
+
+    architecture: str
+    shared_memory_bytes: int
+
+
+@cache
+def device_of(device: torch.device) -> Device:
+    """Of a CPU, which runs kernels in Triton's interpreter: the least any GPU has."""
+    if device.type != "cuda":
+        return Device("any", 65_536)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Device(str(properties.gcnArchName).split(":")[0], 65_536)
+    return Device(f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+class BoundKernel:
+    """A kernel, its grid and every argument that is no tensor."""
+
+    def __init__(
+        self, kernel: Any, programs: int, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 1
+    ) -> None:
+        names = kernel.arg_names
+        self._kernel = kernel
+        self._grid = (programs, 1, 1)
+        self._arguments = tuple(arguments[name] for name in names[len(names) - len(arguments) :])
+        self._options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        self._start: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        addresses = 0
+        for tensor in tensors:
+            addresses |= tensor.data_ptr()
+        aligned = addresses % 16 == 0
+        if aligned and self._start is not None:
+            self._start(*tensors, *self._arguments)
+            return
+        compiled = self._kernel[self._grid](*tensors, *self._arguments, **self._options)
+        if aligned and compiled is not None:  # the interpreter compiles nothing
+            self._start = compiled[self._grid]
+
+
+def strides(**by_letter: tuple[int, ...]) -> dict[str, int]:
+    """Arguments stride_<letter>b, h and s from (batch, head, position, 1) strides."""
+    return {f"stride_{letter}{axis}": stride[i] for letter, stride in by_letter.items() for i, axis in enumerate("bhs")}

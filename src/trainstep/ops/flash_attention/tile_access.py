@@ -1,0 +1,62 @@
+"""What the attention kernels share: which tile a program owns, and loads and stores of (rows, head) tiles of any strides.
+
+Pointer arithmetic: within a tile in 32 bits, to a tile in 64, so that tensors of more than 2^31 elements work. HEAD_DIM is the
+true width, BLOCK_D the power of two that holds it; what lies beyond reads as 0.
+"""
+
+import triton
+import triton.language as tl
+
+SIZES = (
+    *("tiles", "batch_heads", "batch_key_heads", "heads_together", "heads", "key_heads", "heads_per_key_head"),
+    *("queries", "keys", "offset"),
+)
+"""Arguments that change no address's alignment: Triton compiles no variant for the values they take."""
+
+
+@triton.jit
+def program_tile(tiles, heads, heads_together):
+    """(tile, head) of this program. Programs go head by head, or tile by tile over `heads_together` heads at a time.
+
+    Then the longest tiles of all those heads start first, and the last to finish are short.
+    """
+    program = tl.program_id(0)
+    programs_together = tiles * heads_together
+    first_head = program // programs_together * heads_together
+    width = tl.minimum(heads - first_head, heads_together)
+    within = program % programs_together
+    return within // width, first_head + within % width
+
+
+@triton.jit
+def load_tile(
+    base, stride, first, limit, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr
+):
+    """Rows first..first + BLOCK. CHECK: rows at or beyond `limit` read as 0."""
+    rows = tl.arange(0, BLOCK)[:, None]
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + columns
+    if CHECK:
+        if HEAD_DIM == BLOCK_D:
+            tile = tl.load(pointers, mask=first + rows < limit, other=0.0)
+        else:
+            tile = tl.load(pointers, mask=(first + rows < limit) & (columns < HEAD_DIM), other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=columns < HEAD_DIM, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(base, stride, first, limit, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows = tl.arange(0, BLOCK)[:, None]
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + columns
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=(first + rows < limit) & (columns < HEAD_DIM))
+
+
+@triton.jit
+def load_row(base, index, limit, CHECK: tl.constexpr):
+    """One number a query; CHECK: 0 at or beyond `limit`."""
+    return tl.load(base + index, mask=index < limit, other=0.0) if CHECK else tl.load(base + index)

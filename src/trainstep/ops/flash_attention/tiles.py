@@ -1,0 +1,193 @@
+"""Which tiles a kernel runs with: a table chosen offline, a row with the record that chose it, and one predicate of what can run.
+
+Nothing is tuned at run time, so that ranks agree and the first step is like the others. The first row that fits head width,
+precision, pass, architecture and shared memory is taken; architecture "any" is for GPUs nobody has measured.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+UNTUNED = "untuned: estimate from compiled registers and shared memory"
+MOST_HEAD_DIM = 256
+
+
+class Pass(StrEnum):
+    """One kernel each."""
+
+    FORWARD = "forward"
+    KEY_GRADIENTS = "key_gradients"
+    QUERY_GRADIENTS = "query_gradients"
+
+
+class Arithmetic(StrEnum):
+    """How tiles are multiplied: 16-bit operands, or fp32 ones as torch's fp32_precision names it, or by three TF32 products."""
+
+    HALF = "half"
+    IEEE = "ieee"
+    TF32 = "tf32"
+    TF32X3 = "tf32x3"
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self is Arithmetic.HALF else 4
+
+    @property
+    def dot_precision(self) -> str:
+        """tl.dot's input_precision, which 16-bit operands ignore."""
+        return "ieee" if self is Arithmetic.HALF else str(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """How one kernel cuts its work."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    """Tiles in flight in a loop."""
+    heads_together: int = 1
+    """Heads whose longest tiles start before any of their shorter ones: evens out the end, shares the cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table: `config` for heads up to `most_head_dim` wide."""
+
+    architecture: str
+    arithmetic: Arithmetic
+    pass_: Pass
+    most_head_dim: int
+    config: TileConfig
+    record: str = UNTUNED
+
+
+def padded(head_dim: int) -> int:
+    """The tile's width: a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def shared_bytes(config: TileConfig, *, pass_: Pass, head_dim: int, arithmetic: Arithmetic) -> int:
+    """Shared memory a block takes, from above: tiles that stay, tiles in flight; fp32 lays operands out again."""
+    width = padded(head_dim) * arithmetic.element_bytes
+    stays, streams = config.block_q, config.block_k
+    if pass_ is Pass.KEY_GRADIENTS:
+        stays, streams = streams, stays
+    staying = stays * (1 if pass_ is Pass.FORWARD else 2)
+    in_flight = 2 * streams * config.num_stages
+    again = {Arithmetic.HALF: 0, Arithmetic.IEEE: streams}.get(arithmetic, staying)
+    return (staying + in_flight + again) * width + 8 * streams * config.num_stages
+
+
+def accumulator_registers(config: TileConfig, *, pass_: Pass, head_dim: int) -> int:
+    """Registers of each thread that hold fp32 accumulators and scores."""
+    width, q, k = padded(head_dim), config.block_q, config.block_k
+    floats = {
+        Pass.FORWARD: q * (width + k),
+        Pass.KEY_GRADIENTS: 2 * k * (width + q),
+        Pass.QUERY_GRADIENTS: q * (width + 2 * k),
+    }[pass_]
+    return floats // (32 * config.num_warps)
+
+
+def why_illegal(
+    config: TileConfig, *, pass_: Pass, head_dim: int, arithmetic: Arithmetic, shared_memory_bytes: int
+) -> str | None:
+    """Why this tile cannot run, or None. `shared_memory_bytes`: what a block may have on the device."""
+    for name in ("block_q", "block_k"):
+        size = getattr(config, name)
+        if size < 16 or size & (size - 1):
+            return f"{name}={size} is not a power of two of at least 16"
+    if config.num_warps not in (1, 2, 4, 8, 16):
+        return f"num_warps={config.num_warps} is not 1, 2, 4, 8 or 16"
+    if min(config.num_stages, config.heads_together) < 1:
+        return "num_stages and heads_together start at 1"
+    needed = shared_bytes(config, pass_=pass_, head_dim=head_dim, arithmetic=arithmetic)
+    if needed > shared_memory_bytes:
+        return f"needs {needed} bytes of shared memory, the device has {shared_memory_bytes}"
+    registers = accumulator_registers(config, pass_=pass_, head_dim=head_dim)
+    return f"needs {registers} registers a thread for accumulators alone" if registers > 192 else None
+
+
+def is_legal(
+    config: TileConfig, *, pass_: Pass, head_dim: int, arithmetic: Arithmetic, shared_memory_bytes: int
+) -> bool:
+    """Whether the tile can run: `why_illegal` has the reason."""
+    return not why_illegal(
+        config, pass_=pass_, head_dim=head_dim, arithmetic=arithmetic, shared_memory_bytes=shared_memory_bytes
+    )
+
+
+def choose_row(
+    pass_: Pass, *, head_dim: int, arithmetic: Arithmetic, architecture: str, shared_memory_bytes: int
+) -> Row:
+    """The table's first row that fits."""
+    for row in TABLE:
+        if (
+            row.pass_ is pass_
+            and row.arithmetic is arithmetic
+            and row.architecture in (architecture, "any")
+            and head_dim <= row.most_head_dim
+            and is_legal(
+                row.config,
+                pass_=pass_,
+                head_dim=head_dim,
+                arithmetic=arithmetic,
+                shared_memory_bytes=shared_memory_bytes,
+            )
+        ):
+            return row
+    raise ValueError(
+        f"no {pass_} tile of head width {head_dim} fits {shared_memory_bytes} bytes of shared memory ({architecture}): "
+        "use torch.nn.functional.scaled_dot_product_attention"
+    )
+
+
+def _rows(
+    architecture: str, arithmetic: Arithmetic, pass_: Pass, by_head_dim: dict[int, tuple[int, int, int, int]]
+) -> list[Row]:
+    """Rows from {most_head_dim: (block_q, block_k, num_warps, num_stages)}."""
+    return [
+        Row(
+            architecture=architecture,
+            arithmetic=arithmetic,
+            pass_=pass_,
+            most_head_dim=most,
+            config=TileConfig(block_q=block_q, block_k=block_k, num_warps=warps, num_stages=stages),
+        )
+        for most, (block_q, block_k, warps, stages) in by_head_dim.items()
+    ]
+
+
+_HALF, _IEEE, _TF32, _TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
+_FORWARD, _KEYS, _QUERIES = Pass.FORWARD, Pass.KEY_GRADIENTS, Pass.QUERY_GRADIENTS
+
+TABLE: tuple[Row, ...] = (
+    *_rows("sm_90", _HALF, _FORWARD, {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}),
+    *_rows("sm_90", _HALF, _KEYS, {64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)}),
+    *_rows("sm_90", _HALF, _QUERIES, {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)}),
+    *_rows("sm_100", _HALF, _FORWARD, {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}),
+    *_rows("sm_100", _HALF, _KEYS, {64: (64, 128, 8, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)}),
+    *_rows("sm_100", _HALF, _QUERIES, {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}),
+    *_rows("sm_80", _HALF, _FORWARD, {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)}),
+    *_rows("sm_80", _HALF, _KEYS, {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 8, 2)}),
+    *_rows("sm_80", _HALF, _QUERIES, {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 8, 2)}),
+    *_rows("any", _HALF, _FORWARD, {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 16, 4, 2)}),
+    *_rows("any", _HALF, _KEYS, {64: (32, 64, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 2)}),
+    *_rows("any", _HALF, _QUERIES, {64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 2)}),
+    *_rows("sm_90", _TF32, _FORWARD, {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)}),
+    *_rows("sm_90", _TF32, _KEYS, {64: (64, 64, 8, 2), 128: (32, 64, 8, 2)}),
+    *_rows("sm_90", _TF32, _QUERIES, {64: (64, 64, 8, 2), 128: (64, 32, 8, 2)}),
+    *_rows("sm_90", _TF32X3, _FORWARD, {64: (128, 32, 8, 2), 128: (64, 32, 4, 2)}),
+    *_rows("sm_90", _TF32X3, _KEYS, {64: (32, 64, 8, 2), 128: (32, 32, 4, 1)}),
+    *_rows("sm_90", _TF32X3, _QUERIES, {64: (64, 32, 4, 2), 128: (32, 32, 4, 1)}),
+    *_rows("any", _IEEE, _FORWARD, {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)}),
+    *_rows("any", _IEEE, _KEYS, {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)}),
+    *_rows("any", _IEEE, _QUERIES, {64: (32, 32, 8, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)}),
+    *(
+        row
+        for arithmetic in (_TF32, _TF32X3)
+        for pass_ in Pass
+        for row in _rows("any", arithmetic, pass_, {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)})
+    ),
+)

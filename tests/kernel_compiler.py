@@ -1,0 +1,88 @@
+"""Compile one Triton kernel for a GPU that is not there, and say what it takes: shared memory, registers, spills.
+
+Run in a process of its own, without the interpreter: `python kernel_compiler.py` reads a JSON list of requests on standard input
+and prints one JSON object a line.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
+"""A block's most, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+
+
+def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
+    """request: module, kernel, constants, element (bf16...), architecture (90...), num_warps, num_stages."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(request["module"]), request["kernel"])
+    constants = request["constants"]
+    signature = {
+        name: "constexpr" if name in constants else argument_type(name, request["element"]) for name in kernel.arg_names
+    }
+    aligned = {
+        (position,): [["tt.divisibility", 16]]
+        for position, name in enumerate(kernel.arg_names)
+        if name.endswith("_ptr") or name.startswith("stride") or name in ("queries", "keys")
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", request["architecture"], 32),
+        options={"num_warps": request["num_warps"], "num_stages": request["num_stages"]},
+    )
+    registers, spilled_bytes, warnings = assemble(compiled.asm["ptx"], Path(triton.__file__).parent)
+    return {
+        "shared_bytes": compiled.metadata.shared,
+        "registers": registers,
+        "spilled_bytes": spilled_bytes,
+        "warnings": warnings,
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "mma": len(re.findall(r"\bmma\.sync|tcgen05\.mma", compiled.asm["ptx"])),
+    }
+
+
+def argument_type(name: str, element: str) -> str:
+    if name in ("lse_ptr", "delta_ptr"):
+        return "*fp32"
+    if name.endswith("_ptr"):
+        return f"*{element}"
+    return "fp32" if name.startswith("scale") else "i32"
+
+
+def assemble(ptx: str, triton_folder: Path) -> tuple[int, int, list[str]]:
+    """Registers and spilled bytes as ptxas reports them, and what it warns of."""
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    assert target
+    tools = triton_folder / "backends" / "nvidia" / "bin"
+    newer = re.search(r"^\.version 9|\.target sm_1", ptx, re.MULTILINE) is not None  # what the older assembler refuses
+    tool = tools / ("ptxas-blackwell" if newer and (tools / "ptxas-blackwell").exists() else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [str(tool), "-v", f"--gpu-name={target[1]}", str(source), "-o", str(Path(folder) / "kernel.o")]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers
+    spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill", log))
+    return int(registers[1]), spilled, [line for line in log.splitlines() if re.search(r"C75\d\d|warning", line)]
+
+
+def main() -> None:
+    for request in json.load(sys.stdin):
+        try:
+            result = compile_kernel(request)
+        except Exception as error:  # noqa: BLE001 - a compiler fails in many ways; the next request goes on
+            result = {"error": f"{type(error).__name__}: {str(error)[-300:]}"}
+        print(json.dumps({**request, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

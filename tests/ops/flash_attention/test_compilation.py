@@ -1,0 +1,171 @@
+"""Kernels compile for GPUs that are not there, and fit them: shared memory within each one's limit, registers without great spills.
+
+A covering set of what the table offers, each value at least once an architecture; compiled in processes of their own, without
+the interpreter. `make compile-all` runs this file: every variant, one line each.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernel_compiler import SHARED_MEMORY_BYTES
+from trainstep.ops.flash_attention.tiles import Arithmetic, Pass, choose_row, padded
+
+HALF, IEEE, TF32, TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
+VARIANTS = [  # element, arithmetic, head width, causal, ragged
+    ("bf16", HALF, 64, True, False),
+    ("bf16", HALF, 128, True, False),
+    ("fp16", HALF, 256, False, True),
+    ("bf16", HALF, 80, True, True),
+    ("fp32", TF32, 128, False, False),
+    ("fp32", [TF32X3, IEEE], 32, True, True),  # in turn
+]
+KERNELS = {
+    Pass.FORWARD: ("forward", "forward_kernel", "RAGGED_K"),
+    Pass.KEY_GRADIENTS: ("backward", "key_gradients_kernel", "RAGGED_Q"),
+    Pass.QUERY_GRADIENTS: ("backward", "query_gradients_kernel", "RAGGED_K"),
+}
+MOST = 80
+SPILLED_BYTES = 4096
+"""A thread's; more means that a tile is far too large."""
+PROCESSES = 2
+
+
+def request(architecture: int, pass_: Pass, element: str, arithmetic: Arithmetic, *shape: Any) -> dict[str, Any]:
+    head_dim, causal, ragged = shape
+    config = choose_row(
+        pass_,
+        head_dim=head_dim,
+        arithmetic=arithmetic,
+        architecture=f"sm_{architecture}",
+        shared_memory_bytes=SHARED_MEMORY_BYTES[architecture],
+    ).config
+    module, kernel, ragged_name = KERNELS[pass_]
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_Q": config.block_q,
+        "BLOCK_K": config.block_k,
+    }
+    constants |= {"CAUSAL": causal, ragged_name: ragged, "PRECISION": arithmetic.dot_precision}
+    if pass_ is Pass.KEY_GRADIENTS:
+        constants["HEADS_PER_KEY_HEAD"] = 4 if ragged else 1
+    return {
+        "module": f"trainstep.ops.flash_attention.{module}",
+        "kernel": kernel,
+        "constants": constants,
+        "element": element,
+        "architecture": architecture,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def delta_request(architecture: int) -> dict[str, Any]:
+    return {
+        "module": "trainstep.ops.flash_attention.backward",
+        "kernel": "delta_kernel",
+        "constants": {"HEAD_DIM": 80, "BLOCK_D": 128, "BLOCK_Q": 64},
+        "element": "bf16",
+        "architecture": architecture,
+        "num_warps": 4,
+        "num_stages": 1,
+    }
+
+
+def covering_set() -> list[dict[str, Any]]:
+    requests = [delta_request(architecture) for architecture in SHARED_MEMORY_BYTES]
+    for turn, architecture in enumerate(SHARED_MEMORY_BYTES):
+        for pass_turn, pass_ in enumerate(Pass):
+            for element, arithmetic, *shape in VARIANTS:
+                if isinstance(arithmetic, list):
+                    arithmetic = arithmetic[(turn + pass_turn) % 2]
+                requests.append(request(architecture, pass_, element, arithmetic, *shape))
+    return requests
+
+
+def every_variant() -> list[dict[str, Any]]:
+    elements = [("bf16", HALF), ("fp16", HALF), ("fp32", IEEE), ("fp32", TF32), ("fp32", TF32X3)]
+    shapes = itertools.product((64, 80, 128, 256), (True, False), (True, False))
+    variants = itertools.product(SHARED_MEMORY_BYTES, Pass, elements, shapes)
+    requests = [request(architecture, pass_, *element, *shape) for architecture, pass_, element, shape in variants]
+    return [*map(delta_request, SHARED_MEMORY_BYTES), *requests]
+
+
+def compile_all(requests: list[dict[str, Any]], cache: Path) -> list[dict[str, Any]]:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    compiler = Path(__file__).parents[2] / "kernel_compiler.py"
+
+    def run(share: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, str(compiler)],
+            input=json.dumps(share),
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        shares = list(pool.map(run, [requests[i::PROCESSES] for i in range(PROCESSES)]))
+    return [result for share in shares for result in share]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_covering_set(tmp_path: Path, record_property: Any):
+    pytest.importorskip("triton")
+    requests = covering_set()
+    assert len(requests) <= MOST
+    results = compile_all(requests, tmp_path)
+    assert len(results) == len(requests)
+    record_property("compiled", json.dumps(results))
+    complaints = [complaint for result in results for complaint in complaints_about(result)]
+    assert not complaints
+
+
+def name_of(result: dict[str, Any]) -> str:
+    return f"{result['kernel']} {result['element']} {result['constants']} sm_{result['architecture']}"
+
+
+def complaints_about(result: dict[str, Any]) -> list[str]:
+    name = name_of(result)
+    if "error" in result:
+        return [f"{name}: {result['error']}"]
+    found = []
+    if result["shared_bytes"] > SHARED_MEMORY_BYTES[result["architecture"]]:
+        found.append(f"{name}: {result['shared_bytes']} bytes of shared memory")
+    if result["spilled_bytes"] > SPILLED_BYTES:
+        found.append(f"{name}: {result['spilled_bytes']} bytes spilled")
+    if result["architecture"] == 90 and any("C75" in warning for warning in result["warnings"]):
+        found.append(f"{name}: {result['warnings']}")
+    return found
+
+
+def main() -> None:
+    """Lines `ok` or what is wrong, a variant each; exit status 1 if anything is."""
+    wrong = 0
+    with tempfile.TemporaryDirectory() as cache:
+        requests = every_variant()
+        for first in range(0, len(requests), MOST):
+            for result in compile_all(requests[first : first + MOST], Path(cache)):
+                complaints = complaints_about(result)
+                wrong += bool(complaints)
+                taken = {name: result.get(name) for name in ("registers", "spilled_bytes", "shared_bytes")}
+                print(*(complaints or [f"ok {name_of(result)}: {taken}"]), sep="\n", flush=True)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

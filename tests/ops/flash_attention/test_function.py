@@ -1,0 +1,162 @@
+"""The public function on the CPU: what it accepts and refuses, and that torch knows it as an operator."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention_cases import Case, check, random_case
+from trainstep.ops import flash_attention
+from trainstep.ops.flash_attention.function import _matmul_precision
+
+
+def qkv(**changes: object) -> list[Tensor]:
+    case = Case(**({"batch": 2, "heads": 4, "key_heads": 4, "queries": 20, "keys": 20, "head_dim": 16} | changes))  # type: ignore[arg-type]
+    return [x.requires_grad_() for x in case.tensors()[:3]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shapes(seed: int):
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, causal_alignment: str) -> tuple[Tensor, Tensor]:
+        mask = {"is_causal": causal, "causal_alignment": causal_alignment}
+        return flash_attention(q, k, v, **mask, enable_gqa=True, return_lse=True)  # type: ignore[return-value, arg-type]
+
+    check(attend, random_case(1000 + seed, longest=200, dtypes=[torch.float32, torch.bfloat16], most_pairs=2e5))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_called_as_torch(causal: bool):
+    q, k, v = qkv(key_heads=2)
+    ours, theirs = (
+        attend(q, k, v, None, 0.0, causal, scale=0.2, enable_gqa=True)
+        for attend in (flash_attention, scaled_dot_product_attention)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_layouts():
+    q, k, v = qkv(key_heads=2)
+    o, lse = flash_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True)
+    moved = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    o_BSHD, lse_BSHD = flash_attention(*moved, is_causal=True, enable_gqa=True, return_lse=True, layout="BSHD")
+    assert torch.equal(o_BSHD.transpose(1, 2), o)
+    assert torch.equal(lse_BSHD, lse)
+    assert o_BSHD.is_contiguous()
+    o_BSD, lse_BSD = flash_attention(q[:, 1], k[:, 0], v[:, 0], is_causal=True, return_lse=True)
+    torch.testing.assert_close(o_BSD, o[:, 1])
+    torch.testing.assert_close(lse_BSD, lse[:, 1])
+
+
+def test_last_stride():
+    q, k, v = qkv()
+    apart = [torch.stack((x, x), dim=-1)[..., 0] for x in (q, k, v)]
+    assert apart[0].stride(-1) == 2
+    assert torch.equal(flash_attention(*apart), flash_attention(q, k, v))
+
+
+def test_autocast():
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        o = flash_attention(q, k, v)
+    assert o.dtype == torch.bfloat16
+    o.sum().backward()
+    assert q.grad is not None
+    assert q.grad.dtype == torch.float32
+
+
+def test_lse_carries_no_gradient():
+    _, lse = flash_attention(*qkv(), return_lse=True)
+    assert not lse.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"attn_mask": torch.ones(20, 20)}, "flex_attention"),
+        ({"dropout_p": 0.1}, "no dropout"),
+        ({"layout": "SBHD"}, "'BSHD'"),
+        ({"causal_alignment": "bottom"}, "'bottom_right'"),
+        ({"fp32_precision": "high"}, "'tf32x3'"),
+        ({"scale": -1.0}, "negate q"),
+    ],
+)
+def test_refused_options(changes: dict[str, object], word: str):
+    with pytest.raises(ValueError, match=word):
+        flash_attention(*qkv(), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "word"),
+    [
+        ([(2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16)], "enable_gqa"),
+        ([(2, 4, 9, 16), (2, 4, 9, 16), (2, 4, 9, 32)], "another width"),
+        ([(2, 4, 9, 16), (1, 4, 9, 16), (1, 4, 9, 16)], "in batch"),
+        ([(2, 4, 9, 4)] * 3, "8 to 256"),
+        ([(2, 4, 9, 512)] * 3, "8 to 256"),
+        ([(2, 4, 0, 16)] * 3, "empty"),
+        ([(9, 16)] * 3, "dimensions"),
+    ],
+)
+def test_refused_shapes(shapes: list[tuple[int, ...]], word: str):
+    with pytest.raises(ValueError, match=word):
+        flash_attention(*(torch.randn(shape) for shape in shapes))
+
+
+def test_refused_mixtures():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="make them alike"):
+        flash_attention(q, k.half(), v)
+
+
+def test_opcheck():
+    for alignment in (False, True):
+        arguments = (*qkv(key_heads=2, queries=9, strided="fused"), 0.25, True, alignment, None, None)
+        torch.library.opcheck(torch.ops.trainstep.flash_attention.default, arguments)
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_compiles_whole(layout: str):
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q.sin(), k, v, is_causal=True, enable_gqa=True, layout=layout).square().sum()
+
+    q, k, v = qkv()
+    expected = torch.autograd.grad(loss(q, k, v), [q, k, v])
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for ours, wanted in zip(torch.autograd.grad(compiled(q, k, v), [q, k, v]), expected, strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_double_backward_says_so():
+    q, k, v = qkv()
+    (dq,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_under_checkpointing():
+    q, k, v = qkv()
+    plain = torch.autograd.grad(flash_attention(q, k, v, is_causal=True).square().sum(), [q, k, v])
+    o = checkpoint(lambda *x: flash_attention(*x, is_causal=True), q, k, v, use_reentrant=False)
+    again = torch.autograd.grad(o.square().sum(), [q, k, v])
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_flops():
+    q, k, v = qkv(key_heads=2)
+    with FlopCounterMode(display=False) as counter:
+        flash_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+    forward = 2 * 2 * 4 * 20 * 20 * 16
+    assert counter.get_total_flops() == forward + 2.5 * forward
+
+
+def test_precision_follows_torch():
+    """What the kernels would be asked for, without a GPU to ask."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        for setting, precision in (("high", "tf32"), ("medium", "tf32"), ("highest", "ieee")):
+            torch.set_float32_matmul_precision(setting)
+            assert _matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,242 @@
+"""The Triton kernels: on a GPU through the public function; in Triton's interpreter, without one, straight from their launchers.
+
+test_interpreter.py runs this file with TRITON_INTERPRET=1 in a process of its own; by itself, without a GPU, it skips.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_cases import Case, check, random_case
+from trainstep.ops import flash_attention
+from trainstep.ops.flash_attention.function import Tiles
+from trainstep.ops.flash_attention.launch import Problem
+from trainstep.ops.flash_attention.tiles import Arithmetic, TileConfig
+
+pytest.importorskip("triton")
+from trainstep.ops.flash_attention.backward import launch_backward
+from trainstep.ops.flash_attention.forward import launch_forward
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SMALL = TileConfig(block_q=64, block_k=32, num_warps=4, num_stages=2, heads_together=2)
+"""Small, so that short sequences have full, cut and hidden tiles; two heads together, so that the last group is smaller."""
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA GPU, or TRITON_INTERPRET=1"
+)
+
+
+class _Interpreted(torch.autograd.Function):
+    """What function.py does on a GPU."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, problem: Problem):  # type: ignore[no-untyped-def]
+        o, lse = launch_forward(q, k, v, problem, SMALL)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.problem = problem
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do: Tensor, _dlse: Tensor):  # type: ignore[no-untyped-def]
+        q, k, v, o, lse = ctx.saved_tensors
+        return *launch_backward(do.contiguous(), q, k, v, o, lse, ctx.problem, SMALL, SMALL), None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, causal_alignment: str = "top_left", precision: str = "ieee"
+) -> tuple[Tensor, Tensor]:
+    if INTERPRETED:
+        arithmetic = Arithmetic.IEEE if q.dtype == torch.float32 else Arithmetic.HALF
+        problem = Problem(q.shape[-1] ** -0.5, causal, causal_alignment == "bottom_right", arithmetic)
+        return _Interpreted.apply(q, k, v, problem)  # type: ignore[no-any-return, no-untyped-call]
+    return flash_attention(  # type: ignore[return-value]
+        q, k, v, is_causal=causal, causal_alignment=causal_alignment, enable_gqa=True, fp32_precision=precision,
+        return_lse=True,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the larger shapes below")
+@pytest.mark.parametrize("seed", range(60))
+def test_small_random_shapes(seed: int):
+    check(attend, random_case(seed, longest=200, dtypes=[torch.float32, torch.float16], most_pairs=2e5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(320), ids=lambda seed: f"part{seed % 8}-{seed}")
+def test_random_shapes(seed: int):
+    """Split over processes by `-k part0-` to `part7-`: most of the time is compiling."""
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    check(attend, random_case(seed, longest=3000, dtypes=dtypes, most_pairs=3e7), device=DEVICE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(40))
+def test_three_tf32_products(seed: int):
+    case = random_case(5000 + seed, longest=2000, dtypes=[torch.float32], most_pairs=3e7)
+    check(lambda *x, **mask: attend(*x, **mask, precision="tf32x3"), case, device=DEVICE, times=4)
+
+
+@pytest.mark.gpu
+def test_a_long_sequence():
+    """Tiles and scheduling as in use: every tile full but the diagonal's, heads sharing keys."""
+    for head_dim in (64, 80, 128):
+        case = Case(heads=4, key_heads=2, queries=4096, keys=4096, head_dim=head_dim, dtype=torch.bfloat16)
+        check(attend, case, device=DEVICE)
+
+
+def inputs(**changes: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = {"heads": 2, "key_heads": 1, "queries": 77, "keys": 50, "head_dim": 24, "dtype": torch.float16}
+    return Case(**(shape | changes)).tensors(DEVICE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_sum_to_one(causal: bool):
+    q, k, v, _ = inputs()
+    o, _ = attend(q, k, torch.ones_like(v), causal=causal)
+    assert (o - 1).abs().max() <= torch.finfo(torch.float16).eps
+
+
+def test_large_logits_stay_finite():
+    q, k, v, do = inputs(dtype=torch.float32, magnitude=1e4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, lse = attend(*leaves, causal=True)
+    assert lse.abs().max() > 1e4
+    for x in (o, lse, *torch.autograd.grad(o, leaves, do)):
+        assert x.isfinite().all()
+
+
+def test_queries_that_see_nothing():
+    q, k, v, do = inputs(queries=77, keys=13)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, lse = attend(*leaves, causal=True, causal_alignment="bottom_right")
+    dq, dk, dv = torch.autograd.grad(o, leaves, do)
+    assert not o[:, :, :64].any()
+    assert not dq[:, :, :64].any()
+    assert torch.equal(lse == float("-inf"), (torch.arange(77, device=DEVICE) < 64).expand_as(lse))
+    assert dk.isfinite().all()
+    assert dv.isfinite().all()
+
+
+def test_hidden_keys_are_not_read():
+    q, k, v, _ = inputs(queries=64, keys=256)
+    k[:, :, 128:], v[:, :, 128:] = float("nan"), float("nan")
+    o, lse = attend(q, k, v, causal=True)
+    assert o.isfinite().all()
+    assert lse.isfinite().all()
+
+
+def test_every_bit_repeats():
+    q, k, v, do = inputs(heads=4, queries=150, keys=150)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    runs = []
+    for _ in range(2 if INTERPRETED else 20):
+        o, lse = attend(*leaves, causal=True)
+        runs.append((o, lse, *torch.autograd.grad(o, leaves, do)))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.gpu
+def test_as_the_algorithm():
+    """Kernel and readable algorithm on one problem, differences in rounding alone."""
+    q, k, v, _ = inputs(dtype=torch.float32, queries=300, keys=300, head_dim=64)
+    on_gpu, _ = attend(q, k, v, causal=True)
+    on_cpu = flash_attention(q.cpu(), k.cpu(), v.cpu(), is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(on_gpu.cpu(), on_cpu)
+
+
+@pytest.mark.gpu
+def test_given_tiles():
+    q, k, v, do = inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    tiles = Tiles(forward=SMALL, key_gradients=SMALL, query_gradients=SMALL)
+    o = flash_attention(*leaves, is_causal=True, enable_gqa=True, tiles=tiles)
+    wanted, _ = attend(*leaves, causal=True)
+    torch.testing.assert_close(o, wanted, atol=2e-3, rtol=2e-3)
+    torch.autograd.grad(o, leaves, do)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph():
+    q, k, v, do = (x.bfloat16() for x in inputs(queries=256, keys=256, head_dim=64))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> tuple[Tensor, ...]:
+        o, _ = attend(*leaves, causal=True)
+        return (o, *torch.autograd.grad(o, leaves, do))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        wanted = [x.clone() for x in step()]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for x in captured:
+        x.detach().zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
+
+
+@pytest.mark.gpu
+def test_on_another_stream():
+    q, k, v, _ = inputs(queries=512, keys=512)
+    wanted, _ = attend(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        late = q + 0  # a kernel on the default stream would read this too early
+        o, _ = attend(late, k, v, causal=True)
+    side.synchronize()
+    assert torch.equal(o, wanted)
+
+
+@pytest.mark.multigpu
+def test_on_another_device():
+    q, k, v, do = (x.to("cuda:1") for x in inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    assert torch.cuda.current_device() == 0
+    o, _ = attend(*leaves, causal=True)
+    for x in (o, *torch.autograd.grad(o, leaves, do)):
+        assert x.device == torch.device("cuda:1")
+        assert x.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_compiled_by_inductor():
+    q, k, v, do = inputs(dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q * 2, k, v, is_causal=True, enable_gqa=True)  # type: ignore[return-value]
+
+    compiled = torch.compile(run, fullgraph=True)
+    ours = torch.autograd.grad(compiled(*leaves), leaves, do)
+    for a, b in zip(ours, torch.autograd.grad(run(*leaves), leaves, do), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_autocast_on_a_gpu():
+    q, k, v, _ = inputs(dtype=torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert flash_attention(q, k, v, enable_gqa=True).dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+def test_memory_is_linear_in_length():
+    held = []
+    for queries in (2048, 4096):
+        q, k, v, _ = inputs(dtype=torch.bfloat16, queries=queries, keys=queries, head_dim=64)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        before = torch.cuda.memory_allocated()
+        o, _ = attend(*leaves, causal=True)
+        held.append(torch.cuda.memory_allocated() - before)
+        del o
+    assert held[1] <= 2.1 * held[0]

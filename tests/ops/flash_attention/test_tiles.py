@@ -1,0 +1,84 @@
+"""The table: a legal row for everything the function accepts, on every GPU; with 64 KiB of shared memory fp32 ends at width 128."""
+
+import pytest
+
+from kernel_compiler import SHARED_MEMORY_BYTES
+from trainstep.ops.flash_attention.tiles import (
+    TABLE,
+    Arithmetic,
+    Pass,
+    TileConfig,
+    choose_row,
+    is_legal,
+    padded,
+    shared_bytes,
+    why_illegal,
+)
+
+GPUS = {f"sm_{capability}": limit for capability, limit in SHARED_MEMORY_BYTES.items()} | {
+    "sm_75": 65_536,
+    "gfx942": 65_536,
+}
+
+
+@pytest.mark.parametrize("architecture", GPUS)
+@pytest.mark.parametrize("arithmetic", Arithmetic)
+@pytest.mark.parametrize("pass_", Pass)
+def test_a_row_for_everything(architecture: str, arithmetic: Arithmetic, pass_: Pass):
+    wide = [129, 256] if arithmetic is Arithmetic.HALF or GPUS[architecture] > 65_536 else []
+    for head_dim in (8, 16, 64, 65, 80, 96, 128, *wide):
+        row = choose_row(
+            pass_,
+            head_dim=head_dim,
+            arithmetic=arithmetic,
+            architecture=architecture,
+            shared_memory_bytes=GPUS[architecture],
+        )
+        assert head_dim <= row.most_head_dim
+        assert row.architecture in (architecture, "any")
+
+
+def test_each_row_says_who_chose_it():
+    assert all(row.record for row in TABLE)
+
+
+def test_unknown_gpus_are_told():
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        choose_row(
+            Pass.FORWARD, head_dim=256, arithmetic=Arithmetic.IEEE, architecture="sm_0", shared_memory_bytes=1024
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"block_q": 48}, "power of two"),
+        ({"block_k": 8}, "power of two"),
+        ({"num_warps": 3}, "num_warps"),
+        ({"num_stages": 0}, "start at 1"),
+        ({"num_stages": 9}, "shared memory"),
+        ({"block_q": 256}, "registers"),
+    ],
+)
+def test_illegal(changes: dict[str, int], word: str):
+    good = {"block_q": 128, "block_k": 128, "num_warps": 8, "num_stages": 2}
+    where = {"head_dim": 128, "arithmetic": Arithmetic.HALF, "shared_memory_bytes": 232_448, "pass_": Pass.FORWARD}
+    assert is_legal(TileConfig(**good), **where)  # type: ignore[arg-type]
+    assert word in (why_illegal(TileConfig(**good | changes), **where) or "")  # type: ignore[arg-type]
+
+
+def test_shared_memory_as_compiled():
+    """What triton 3.6.0 and 3.9.0 take on sm_90, bf16, head width 128."""
+    compiled = {
+        Pass.FORWARD: ((128, 128, 8, 2), 163_840),
+        Pass.KEY_GRADIENTS: ((64, 128, 8, 2), 131_584),
+        Pass.QUERY_GRADIENTS: ((128, 64, 8, 2), 131_072),
+    }
+    for pass_, ((block_q, block_k, num_warps, num_stages), taken) in compiled.items():
+        config = TileConfig(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
+        estimate = shared_bytes(config, pass_=pass_, head_dim=128, arithmetic=Arithmetic.HALF)
+        assert taken <= estimate <= taken + 4096
+
+
+def test_padding():
+    assert [padded(width) for width in (8, 16, 17, 80, 128, 200)] == [16, 16, 32, 128, 128, 256]
