@@ -260,4 +260,5 @@ def test_no_span_breaks_a_graph():
 @pytest.mark.gpu
 def test_nvtx_on_a_gpu():
     with nvtx_spans():
+        assert type(span("named")) is not type(nullcontext()), "a range, where ranges are asked for"
         one_step(device="cuda", nvtx=True)()

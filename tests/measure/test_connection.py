@@ -182,3 +182,4 @@ def test_closing_twice_is_no_harm(connect: Callable[..., CellConnection]):
     connection.kill()
     connection.close()
     connection.close()
+    assert not connection.alive

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainstep.measure.host import memory_bytes
-from trainstep.measure.memory import MemoryWatch
+from trainstep.measure.memory import MemoryWatch, held_bytes
 
 CPU = torch.device("cpu")
 
@@ -93,3 +93,9 @@ def test_holders_on_a_gpu():
     held = MemoryWatch(torch.device("cuda")).holders(module, optimizer)
     assert (held["parameters"], held["gradients"]) == (35 * 4, 35 * 4)
     assert held["activations and temporaries"] >= other.nbytes
+
+
+def test_bytes_of_shared_storage_count_once():
+    base = torch.zeros(10)
+    assert held_bytes([base, base[2:4], base.view(2, 5), torch.zeros(3, dtype=torch.float64)]) == 40 + 24
+    assert held_bytes([]) == 0

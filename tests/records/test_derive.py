@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from record_maker import ENVIRONMENT, a_record, seconds
-from trainstep.config.phases import Phase
-from trainstep.records.derive import mfu, model_flops_per_s, step_breakdown, step_s, tokens_per_s
-from trainstep.records.record import Fact, Failure, Record, Samples
+from trainstep.records.derive import mfu, model_flops_per_s, step_s, tokens_per_s
+from trainstep.records.record import Fact, Failure, Record
 
 FACTS = {"tokens": 1024, "model_flops": 99e12, "flops_dtype": "bf16", "flops_convention": "matmuls only"}
 
@@ -76,12 +75,3 @@ def test_rates_are_none_where_there_is_no_step_or_no_amount():
     for record in (on_gpu(samples={}), on_gpu(step=()), on_gpu(step=(0.0, 0.0)), failed):
         assert (tokens_per_s(record), model_flops_per_s(record)) == (None, None)
     assert tokens_per_s(on_gpu(facts={"tokens": None})) is None
-
-
-def test_breakdown_has_the_timed_phases_in_the_steps_order():
-    times = {"optimizer": 0.1, "step": 1.0, "forward": 0.3, "backward": 0.6, "sm_clock": 1.98e9}
-    samples = {name: Samples(unit="s", values=(value,) * 3) for name, value in times.items()}
-    found = step_breakdown(on_gpu(samples={**samples, "grad_sync": Samples(unit="s", values=())}))
-    assert list(found) == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
-    assert found[Phase.BACKWARD].median == 0.6
-    assert step_breakdown(on_gpu(samples={})) == {}

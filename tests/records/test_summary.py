@@ -35,7 +35,6 @@ def test_the_numbers_of_a_known_sample():
     assert (found.n, found.mean, found.median) == (5, 3, 3)
     assert found.std == pytest.approx(2.5**0.5)  # squares 4 + 1 + 0 + 1 + 4 over n - 1 = 4
     assert (found.p05, found.p25, found.p75, found.p95) == pytest.approx((1.2, 2, 4, 4.8))
-    assert found.mean_and_std == (found.mean, found.std)
     assert found.spread == pytest.approx(2 / 3)
 
 

@@ -14,7 +14,7 @@ from numerics import assert_as_accurate_as
 from trainstep.config.model import UserModel
 from trainstep.config.presets import size
 from trainstep.config.run import COMPILES, MODES, RunConfig
-from trainstep.training.build import Assembly, build_step, held_bytes, parameter_count
+from trainstep.training.build import Assembly, build_step, parameter_count
 
 TINY = dataclasses.replace(size("tiny"), layers=1, d_model=32, d_ff=64)
 SOURCE = """
@@ -125,12 +125,6 @@ def test_frozen_weights_stay(users: UserModel):
     assembly.step(assembly.micro_batches(1))
     changed = {n for n, parameter in assembly.module.named_parameters() if not torch.equal(parameter, before[n])}
     assert changed == {"second.bias", "first.weight"}
-
-
-def test_bytes_of_shared_storage_count_once():
-    base = torch.zeros(10)
-    assert held_bytes([base, base[2:4], base.view(2, 5), torch.zeros(3, dtype=torch.float64)]) == 40 + 24
-    assert held_bytes([]) == 0
 
 
 def compiled_against_eager(compile: str, device: str, layers: int = 1, **fields: object) -> None:

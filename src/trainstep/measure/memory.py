@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from trainstep.measure.host import memory_bytes
 from trainstep.records.record import Fact
-from trainstep.training.build import held_bytes
 
 
 class MemoryWatch:
@@ -95,3 +94,9 @@ def _data_bytes() -> int:
 def _peak_resident_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def held_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of distinct storages behind these tensors."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

@@ -74,8 +74,7 @@ def run_sweep(
 def check_same_place(store: Store, here: Environment) -> None:
     """Refuse to add to records made elsewhere or by other code, naming the difference."""
     for place in _places(store.latest().values()):
-        difference = here.difference(place, *_MUST_MATCH)
-        if difference is not None:
+        if difference := here.difference(place, *_MUST_MATCH):
             raise ValueError(
                 f"{store.path}: holds records made with {difference} (here against there); "
                 "resume with --allow-mixed, or give --out another file"
@@ -84,24 +83,27 @@ def check_same_place(store: Store, here: Environment) -> None:
 
 def check_unchanged(store: Store, here: Environment, records: Sequence[Record]) -> None:
     """Refuse to go on after records, stored already, of other code than the sweep began with."""
-    for place in _places(records):
-        difference = place.difference(here, *_MUST_MATCH)
-        if difference is not None:
-            raise ValueError(
-                f"{store.path}: the code changed during the sweep: its last record was made with {difference} at the start; "
-                "it is kept: go on with --allow-mixed, or give --out another file"
-            )
+    for _, difference in _unlike(records, here):
+        raise ValueError(
+            f"{store.path}: the code changed during the sweep: its last record was made with {difference} at the start; "
+            "it is kept: go on with --allow-mixed, or give --out another file"
+        )
 
 
 def check_like_first(store: Store, first: Environment, records: Sequence[Record]) -> None:
     """Refuse records from a machine or code unlike the first's. They stay with the executor that brought them."""
+    for place, difference in _unlike(records, first):
+        raise ValueError(
+            f"{store.path}: a cell was measured on {place.hostname} with {difference} of the records there; it is kept: "
+            "take it with --allow-mixed, or give --out another file and ask for nodes alike"
+        )
+
+
+def _unlike(records: Iterable[Record], known: Environment) -> Iterator[tuple[Environment, str]]:
+    """Where records were made, if not as the known ones were, with what differs."""
     for place in _places(records):
-        difference = place.difference(first, *_MUST_MATCH)
-        if difference is not None:
-            raise ValueError(
-                f"{store.path}: a cell was measured on {place.hostname} with {difference} of the records there; it is kept: "
-                "take it with --allow-mixed, or give --out another file and ask for nodes alike"
-            )
+        if difference := place.difference(known, *_MUST_MATCH):
+            yield place, difference
 
 
 def _places(records: Iterable[Record]) -> Iterator[Environment]:

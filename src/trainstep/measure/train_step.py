@@ -197,11 +197,9 @@ class TrainStepMeasurement:
 
     def _look_at_device(self) -> None:
         """Device-busy time of one profiled step; then one step after emptying the allocator's cache: what cudaMalloc costs."""
-        started_s = time.perf_counter()
         busy_s = device_busy_s(self._run_step_unmarked)
         if busy_s:
             self._facts["device_busy_s"] = Fact(value=busy_s, unit="s")
-            self._facts["profiling_s"] = Fact(value=time.perf_counter() - started_s, unit="s")
             if self._run.sync != "phase":  # which takes the host's lead away
                 self._facts["launch_bound"] = Fact(value=self._is_launch_bound(busy_s))
         self._run_step_unmarked()

@@ -1,11 +1,10 @@
-"""What follows from a record: tokens and FLOPs per second, the share of the machine's peak, the step by phase."""
+"""What follows from a record: tokens and FLOPs per second, and the share of the machine's peak."""
 
 from dataclasses import dataclass
 
 from trainstep.config.machine import machine_spec
-from trainstep.config.phases import Phase
 from trainstep.records.record import Record
-from trainstep.records.summary import Summary, summarize
+from trainstep.records.summary import summarize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +25,6 @@ def step_s(record: Record) -> float | None:
     if record.failure is not None or samples is None or not samples.values:
         return None
     return summarize(samples).median
-
-
-def step_breakdown(record: Record) -> dict[Phase, Summary]:
-    """Each phase that was timed, in the step's order."""
-    timed = [phase for phase in Phase if phase in record.samples and record.samples[phase].values]
-    return {phase: summarize(record.samples[phase]) for phase in timed}
 
 
 def tokens_per_s(record: Record) -> float | None:

@@ -37,11 +37,6 @@ class Summary:
     high: float
 
     @property
-    def mean_and_std(self) -> tuple[float, float]:
-        """What published tables print."""
-        return self.mean, self.std
-
-    @property
     def spread(self) -> float:
         """(p75 - p25) / median: unmoved by a few outliers, unlike std / mean."""
         return (self.p75 - self.p25) / self.median if self.median else 0.0

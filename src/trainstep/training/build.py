@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainstep.config.model import ModelConfig
 from trainstep.config.run import RunConfig
@@ -103,9 +103,3 @@ def _compiled(module: nn.Module, run: RunConfig) -> nn.Module:
 def parameter_count(module: nn.Module) -> int:
     """Parameters, a tied one counted once."""
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def held_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of distinct storages behind these tensors."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
