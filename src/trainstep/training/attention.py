@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainstep.ops import reference
+from trainstep.ops import flash_attention, reference
 from trainstep.spans import span
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,6 +28,8 @@ def attention_named(name: str, context: int, device: torch.device) -> Attention:
         return _sdpa
     if name == "flex":
         return _flex(context, device)
+    if name == "flash":
+        return _flash
     return _sdpa_on(_SDPA_BACKENDS[name])
 
 
@@ -38,6 +40,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with span("attention"):
         return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    output: Tensor = flash_attention(q, k, v, is_causal=True)  # type: ignore[assignment]
+    return output
 
 
 def _sdpa_on(backend: SDPBackend) -> Attention:
