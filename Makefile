@@ -6,7 +6,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python -m
 PYTEST ?=
 
-.PHONY: help demo test test-slow test-gpu compile-all check clean
+# The oldest triton of pyproject.toml, beside the installed one: kernels must compile with both
+OLDEST_TRITON := $(VENV)/triton-3.6.0
+
+.PHONY: help demo test test-slow test-gpu compile-all oldest-triton check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +17,7 @@ help:
 	@echo "make test       the fast tests                make check    lint, format, types, layers"
 	@echo "make test-slow  the slow ones, Slurm too      make test-gpu the tests that need a GPU"
 	@echo "make compile-all  every attention kernel for four GPU architectures, none needed (long)"
+	@echo "make oldest-triton  200 MB: lets test-slow compile the kernels with the oldest triton too"
 	@echo "make clean      remove .venv and caches"
 
 $(VENV)/ready: pyproject.toml constraints.txt scripts/setup_venv.py
@@ -28,13 +32,20 @@ test: $(VENV)/ready
 	$(RUN) pytest $(PYTEST)
 
 test-slow: $(VENV)/ready
-	$(RUN) pytest -m "slow and not gpu and not multigpu" $(PYTEST)
+	TRAINSTEP_OLDEST_TRITON=$(wildcard $(OLDEST_TRITON)) $(RUN) pytest -m "slow and not gpu and not multigpu" $(PYTEST)
 
 test-gpu: $(VENV)/ready
 	$(RUN) pytest -m "gpu or multigpu" $(PYTEST)
 
 compile-all: $(VENV)/ready
 	PYTHONPATH=tests $(VENV)/bin/python tests/ops/flash_attention/test_compilation.py
+
+oldest-triton: $(OLDEST_TRITON)
+
+$(OLDEST_TRITON): | $(VENV)/ready
+	@rm -rf $@.part
+	$(RUN) pip install -q --disable-pip-version-check --no-deps --target $@.part triton==3.6.0
+	@mv $@.part $@
 
 check: $(VENV)/ready
 	$(RUN) ruff check .

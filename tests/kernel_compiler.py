@@ -40,6 +40,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     )
     registers, spilled_bytes, warnings = assemble(compiled.asm["ptx"], Path(triton.__file__).parent)
     return {
+        "triton": triton.__version__,
         "shared_bytes": compiled.metadata.shared,
         "registers": registers,
         "spilled_bytes": spilled_bytes,

@@ -1,8 +1,13 @@
-"""Attention's FLOPs, counted by hand and as the area under the diagonal."""
+"""Attention's FLOPs, counted by hand and as the area under the diagonal; its bytes, by hand."""
 
 import pytest
 
-from trainstep.costs.attention import attention_backward_flops, attention_flops
+from trainstep.costs.attention import (
+    AttentionShape,
+    attention_backward_flops,
+    attention_bytes,
+    attention_flops,
+)
 
 
 def test_two_matmuls():
@@ -31,3 +36,33 @@ def test_square():
 )
 def test_cross_length(queries: int, keys: int, bottom_right: bool, pairs: int):
     assert attention_flops(1, queries, keys, 64, causal=True, bottom_right=bottom_right) == 4 * 64 * pairs
+
+
+SHAPE = AttentionShape(batch=2, heads=6, key_heads=3, queries=5, keys=7, head_dim=4)
+QUERIES, KEYS, MATRIX = 2 * 6 * 5 * 4, 2 * 3 * 7 * 4, 2 * 6 * 5 * 7
+"""Numbers in q, in k, and in the matrix of scores."""
+
+
+def test_bytes_written_out():
+    forward = attention_bytes(SHAPE, element_bytes=4, written_out=True, backward=False)
+    assert forward.inputs == 4 * (QUERIES + 2 * KEYS) == 2304
+    assert forward.scores == forward.softmax == 4 * MATRIX == 1680
+    assert (forward.lse, forward.output, forward.gradients) == (0, 4 * QUERIES, 0)
+    assert forward.needed == 2304 + 2 * 1680 + 960
+    both = attention_bytes(SHAPE, element_bytes=4, written_out=True, backward=True)
+    assert both.gradients == 4 * (QUERIES + QUERIES + 2 * KEYS + MATRIX), "of the output, q, k, v and the softmax"
+
+
+def test_bytes_without_the_matrix():
+    both = attention_bytes(SHAPE, element_bytes=2, written_out=False, backward=True)
+    assert (both.scores, both.softmax) == (0, 0)
+    assert both.lse == 4 * 2 * 6 * 5, "in fp32, whatever the dtype"
+    assert both.gradients == 2 * (2 * QUERIES + 2 * KEYS)
+    assert both.needed == 2 * (QUERIES + 2 * KEYS) + 240 + 2 * QUERIES + 2 * (2 * QUERIES + 2 * KEYS)
+
+
+def test_what_a_long_context_needs():
+    """16 heads of 65536 in bf16: 128 GiB a matrix, or 4 MiB of log-sum-exp."""
+    shape = AttentionShape(batch=1, heads=16, key_heads=16, queries=65536, keys=65536, head_dim=64)
+    assert attention_bytes(shape, element_bytes=2, written_out=True, backward=False).scores == 128 * 2**30
+    assert attention_bytes(shape, element_bytes=2, written_out=False, backward=False).lse == 4 * 2**20

@@ -1,12 +1,14 @@
 """Kernels compile for GPUs that are not there, and fit them: shared memory within each one's limit, registers without great spills.
 
 A covering set of what the table offers, each value at least once an architecture; compiled in processes of their own, without
-the interpreter. `make compile-all` runs this file: every variant, one line each.
+the interpreter, by the installed triton and by the oldest that pyproject.toml allows, which `make oldest-triton` puts into a folder
+of its own: TRAINSTEP_OLDEST_TRITON names it. `make compile-all` runs this file: every variant, one line each.
 """
 
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from kernel_compiler import SHARED_MEMORY_BYTES
+from sources import ROOT
 from trainstep.ops.flash_attention.tiles import Arithmetic, Pass, choose_row, padded
 
 HALF, IEEE, TF32, TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
@@ -100,9 +103,12 @@ def every_variant() -> list[dict[str, Any]]:
     return [*map(delta_request, SHARED_MEMORY_BYTES), *requests]
 
 
-def compile_all(requests: list[dict[str, Any]], cache: Path) -> list[dict[str, Any]]:
+def compile_all(requests: list[dict[str, Any]], cache: Path, triton_folder: str = "") -> list[dict[str, Any]]:
+    """A result a request, by the triton in that folder or else the installed one."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
+    if triton_folder:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (triton_folder, environment.get("PYTHONPATH"))))
     compiler = Path(__file__).parents[2] / "kernel_compiler.py"
 
     def run(share: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,14 +131,29 @@ def compile_all(requests: list[dict[str, Any]], cache: Path) -> list[dict[str, A
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_covering_set(tmp_path: Path, record_property: Any):
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    check_covering_set(tmp_path, record_property, triton.__version__)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_covering_set_with_the_oldest_triton(tmp_path: Path, record_property: Any):
+    folder = os.environ.get("TRAINSTEP_OLDEST_TRITON")
+    if not folder:
+        refuse = pytest.fail if os.environ.get("TRAINSTEP_REQUIRE_OLDEST_TRITON") == "1" else pytest.skip
+        refuse("needs TRAINSTEP_OLDEST_TRITON: make oldest-triton")
+    (version,) = re.findall(r'"triton>=([\d.]+);', (ROOT / "pyproject.toml").read_text())
+    check_covering_set(tmp_path, record_property, f"{version}.0", str(Path(folder).resolve()))
+
+
+def check_covering_set(cache: Path, record_property: Any, version: str, triton_folder: str = "") -> None:
     requests = covering_set()
     assert len(requests) <= MOST
-    results = compile_all(requests, tmp_path)
+    results = compile_all(requests, cache, triton_folder)
     assert len(results) == len(requests)
     record_property("compiled", json.dumps(results))
-    complaints = [complaint for result in results for complaint in complaints_about(result)]
-    assert not complaints
+    assert not [complaint for result in results for complaint in complaints_about(result)]
+    assert {result["triton"] for result in results} == {version}
 
 
 def name_of(result: dict[str, Any]) -> str:

@@ -160,3 +160,28 @@ def test_precision_follows_torch():
             assert _matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [True, False])
+def test_whoever_listens_hears_the_operator(training: bool):
+    """Eager calls go past the dispatcher to the kernels, but not past a FLOP counter or a profiler; the result is the same."""
+    q, k, v = (x.detach().cuda().requires_grad_(training) for x in qkv())
+
+    def step() -> list[Tensor]:
+        o = flash_attention(q, k, v, is_causal=True)
+        return [o, *torch.autograd.grad(o.square().sum(), [q, k, v])] if training else [o]  # type: ignore[list-item, union-attr]
+
+    alone = step()
+    with FlopCounterMode(display=False) as counter:
+        counted = step()
+    forward = 2 * 2 * 4 * 20 * 20 * 16
+    assert counter.get_total_flops() == forward * (3.5 if training else 1)
+    with torch.profiler.profile() as profile:
+        profiled = step()
+    seen = {event.key for event in profile.key_averages()}
+    assert "trainstep::flash_attention" in seen
+    assert not training or "trainstep::flash_attention_backward" in seen
+    for ours, other, another in zip(alone, counted, profiled, strict=True):
+        assert torch.equal(ours, other)
+        assert torch.equal(ours, another)

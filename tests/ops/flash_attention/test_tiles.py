@@ -82,3 +82,24 @@ def test_shared_memory_as_compiled():
 
 def test_padding():
     assert [padded(width) for width in (8, 16, 17, 80, 128, 200)] == [16, 16, 32, 128, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("pass_", "block_q", "block_k", "num_warps", "legal"),
+    [
+        (Pass.KEY_GRADIENTS, 16, 64, 8, False),  # faulted on an H200
+        (Pass.KEY_GRADIENTS, 16, 64, 4, True),
+        (Pass.KEY_GRADIENTS, 32, 64, 8, True),
+        (Pass.KEY_GRADIENTS, 16, 128, 8, True),
+        (Pass.FORWARD, 64, 16, 8, False),
+        (Pass.FORWARD, 16, 64, 8, True),  # 32 rows or fewer stay: warps split otherwise
+        (Pass.QUERY_GRADIENTS, 64, 32, 16, False),
+        (Pass.QUERY_GRADIENTS, 64, 32, 8, True),
+    ],
+)
+def test_no_part_of_less_than_16_columns(pass_: Pass, block_q: int, block_k: int, num_warps: int, legal: bool):
+    config = TileConfig(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=1)
+    for arithmetic in Arithmetic:
+        why = why_illegal(config, pass_=pass_, head_dim=64, arithmetic=arithmetic, shared_memory_bytes=232_448)
+        assert (why is None) == (legal or arithmetic is Arithmetic.IEEE), arithmetic
+        assert why is None or "parts of less than 16" in why

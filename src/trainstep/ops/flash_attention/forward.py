@@ -106,8 +106,9 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """o, laid out as q is, and lse (B, H, S) in fp32. The last stride of each is 1."""
     o = torch.empty_like(q_BHSD)
-    lse = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
-    bound = _bind_forward(
+    batch, heads, queries, _ = q_BHSD.shape
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q_BHSD.device)
+    bound = bind_forward(
         q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), o.stride(),
         q_BHSD.dtype, q_BHSD.device, problem, config,
     )  # fmt: skip
@@ -116,11 +117,12 @@ def launch_forward(
 
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
-def _bind_forward(
+def bind_forward(
     q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
     v_stride: tuple[int, ...], o_stride: tuple[int, ...], _dtype: torch.dtype, device: torch.device, problem: Problem,
     config: TileConfig | None,
 ) -> BoundKernel:  # fmt: skip
+    """The kernel of one problem; a tuner times it without its launcher."""
     batch, heads, queries, head_dim = q_shape
     key_heads, keys = k_shape[1], k_shape[2]
     config = (

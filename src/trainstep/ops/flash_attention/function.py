@@ -85,8 +85,10 @@ def flash_attention(
     scale = 1 / math.sqrt(q_BHSD.shape[-1]) if scale is None else scale
     if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale} must be positive and finite: negate q instead")
+    # torch.compile has to see the operator; else its autograd half is called as the dispatcher would, at less cost
+    attend = _forward_op if torch.compiler.is_compiling() else _forward_autograd
     with span("attention"):
-        o_BHSD, lse = _forward_op(
+        o_BHSD, lse = attend(
             q_BHSD, k_BHSD, v_BHSD, scale, is_causal, causal_alignment == "bottom_right", fp32_precision, _flat(tiles)
         )
     o = o_BHSD.squeeze(1) if q.dim() == 3 else o_BHSD.transpose(1, 2) if layout == "BSHD" else o_BHSD
@@ -130,25 +132,26 @@ def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     """ValueError for what the kernels would get wrong."""
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions: all 4, or all 3 (B, S, D), please")
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+    if q.dtype is not k.dtype or q.dtype is not v.dtype or q.device != k.device or q.device != v.device:
         raise ValueError(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: make them alike"
         )
-    batch, heads, _, head_dim = q.shape
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim:
+    batch, heads, queries, head_dim = q.shape
+    key_batch, key_heads, keys, key_dim = k.shape
+    if key_batch != batch or key_dim != head_dim or k.shape != v.shape:
         raise ValueError(
             f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree, and with q {tuple(q.shape)} in batch and head width; "
             f"{SDPA} takes a v of another width"
         )
-    if heads != k.shape[1] and not (enable_gqa and heads % k.shape[1] == 0):
+    if not (batch and heads and queries and key_heads and keys):
+        raise ValueError(f"q {tuple(q.shape)} or k {tuple(k.shape)} is empty: there is nothing to attend to")
+    if heads != key_heads and not (enable_gqa and heads % key_heads == 0):
         raise ValueError(
-            f"{heads} query heads and {k.shape[1]} key heads: pass enable_gqa=True, with a multiple of the key heads in q"
+            f"{heads} query heads and {key_heads} key heads: pass enable_gqa=True, with a multiple of the key heads in q"
         )
     if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM:
         raise ValueError(f"heads are {head_dim} wide, and {LEAST_HEAD_DIM} to {MOST_HEAD_DIM} is what fits: use {SDPA}")
-    if not (q.numel() and k.numel()):
-        raise ValueError(f"q {tuple(q.shape)} or k {tuple(k.shape)} is empty: there is nothing to attend to")
-    if q.device.type == "cuda" and q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if q.is_cuda and q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"the kernels take float32, float16 and bfloat16, not {q.dtype}: use {SDPA}")
 
 
@@ -207,7 +210,10 @@ def _matmul_precision() -> str:
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device."""
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    return _NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def _forward_anywhere(
@@ -236,14 +242,43 @@ def _backward_fake(_do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) ->
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+def _forward_below_autograd(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    if _nobody_between(q, k, v):
+        return _forward_cuda(q, k, v, *settings)
+    with torch._C._AutoDispatchBelowAutograd():
+        o, lse = _forward_op(q, k, v, *settings)
+    return o, lse
+
+
+def _backward_below_autograd(do: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if _nobody_between(do, q, k):
+        return _backward_cuda(do, q, k, *rest)
+    with torch._C._AutoDispatchBelowAutograd():
+        dq, dk, dv = _backward_op(do, q, k, *rest)
+    return dq, dk, dv
+
+
+def _nobody_between(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the dispatcher, a tenth of the host's cost, would only call the CUDA implementation.
+
+    No mode is on (FLOP counter, fake tensors, selective checkpointing), no profiler that should see the operator, no subclass.
+    """
+    return (
+        q.is_cuda
+        and launch_forward is not None
+        and type(q) is type(k) is type(v) is Tensor
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
 # Autograd ----------------------------------------------------------------------------------------------------------------------
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            o, lse = _forward_op(q, k, v, *settings)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        o, lse = _forward_below_autograd(q, k, v, *settings)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.settings = settings
         ctx.mark_non_differentiable(lse)
@@ -252,14 +287,11 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        none = (None,) * len(ctx.settings)
         if do is None:
-            return None, None, None, *none
-        saved = ctx.saved_tensors  # before the guard below: checkpointing runs the forward again here
-        if torch.is_grad_enabled():  # create_graph=True
-            return *_backward_op(do, *saved, *ctx.settings), *none
-        with torch._C._AutoDispatchBelowAutograd():  # one turn through the dispatcher less
-            return *_backward_op(do, *saved, *ctx.settings), *none
+            return None, None, None, None
+        saved = ctx.saved_tensors  # not below autograd: checkpointing runs the forward again here
+        backward = _backward_op if torch.is_grad_enabled() else _backward_below_autograd  # create_graph=True or not
+        return *backward(do, *saved, *ctx.settings), None
 
 
 class _FlashAttentionBackward(torch.autograd.Function):
@@ -267,9 +299,7 @@ class _FlashAttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            gradients: tuple[Tensor, Tensor, Tensor] = _backward_op(*arguments)
-        return gradients
+        return _backward_below_autograd(*arguments)
 
     @staticmethod
     def backward(_ctx: Any, *_gradients: Tensor) -> None:
@@ -280,16 +310,14 @@ class _FlashAttentionBackward(torch.autograd.Function):
 
 def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _FlashAttention.apply(q, k, v, *settings)  # type: ignore[no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(q, k, v, *settings)
+        return _FlashAttention.apply(q, k, v, settings)  # type: ignore[no-untyped-call]
+    return _forward_below_autograd(q, k, v, *settings)
 
 
 def _backward_autograd(*arguments: Any) -> Any:
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments if isinstance(x, Tensor)):
         return _FlashAttentionBackward.apply(*arguments)  # type: ignore[no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _backward_op(*arguments)
+    return _backward_below_autograd(*arguments)
 
 
 def _register(name: str, *, cuda: Any, anywhere: Any, fake: Any, autograd: Any) -> None:

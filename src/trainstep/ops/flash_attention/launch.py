@@ -60,6 +60,8 @@ class BoundKernel:
         self._arguments = tuple(arguments[name] for name in names[len(names) - len(arguments) :])
         self._options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         self._start: Callable[..., None] | None = None
+        self.compiled: Any = None
+        """Triton's compiled kernel, once it has run."""
 
     def __call__(self, *tensors: Tensor) -> None:
         addresses = 0
@@ -69,9 +71,9 @@ class BoundKernel:
         if aligned and self._start is not None:
             self._start(*tensors, *self._arguments)
             return
-        compiled = self._kernel[self._grid](*tensors, *self._arguments, **self._options)
-        if aligned and compiled is not None:  # the interpreter compiles nothing
-            self._start = compiled[self._grid]
+        self.compiled = self._kernel[self._grid](*tensors, *self._arguments, **self._options)
+        if aligned and self.compiled is not None:  # the interpreter compiles nothing
+            self._start = self.compiled[self._grid]
 
 
 def strides(**by_letter: tuple[int, ...]) -> dict[str, int]:

@@ -4,7 +4,7 @@ Nothing is tuned at run time, so that ranks agree and the first step is like the
 precision, pass, architecture and shared memory is taken; architecture "any" is for GPUs nobody has measured.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 UNTUNED = "untuned: estimate from compiled registers and shared memory"
@@ -50,6 +50,9 @@ class TileConfig:
     """Heads whose longest tiles start before any of their shorter ones: evens out the end, shares the cache."""
 
 
+TILE_FIELDS = tuple(field.name for field in fields(TileConfig))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A line of the table: `config` for heads up to `most_head_dim` wide."""
@@ -67,12 +70,16 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def staying_and_streaming(config: TileConfig, pass_: Pass) -> tuple[int, int]:
+    """The tile's side that a program keeps, and the one it runs over."""
+    sides = (config.block_q, config.block_k)
+    return sides[::-1] if pass_ is Pass.KEY_GRADIENTS else sides
+
+
 def shared_bytes(config: TileConfig, *, pass_: Pass, head_dim: int, arithmetic: Arithmetic) -> int:
     """Shared memory a block takes, from above: tiles that stay, tiles in flight; fp32 lays operands out again."""
     width = padded(head_dim) * arithmetic.element_bytes
-    stays, streams = config.block_q, config.block_k
-    if pass_ is Pass.KEY_GRADIENTS:
-        stays, streams = streams, stays
+    stays, streams = staying_and_streaming(config, pass_)
     staying = stays * (1 if pass_ is Pass.FORWARD else 2)
     in_flight = 2 * streams * config.num_stages
     again = {Arithmetic.HALF: 0, Arithmetic.IEEE: streams}.get(arithmetic, staying)
@@ -106,7 +113,21 @@ def why_illegal(
     if needed > shared_memory_bytes:
         return f"needs {needed} bytes of shared memory, the device has {shared_memory_bytes}"
     registers = accumulator_registers(config, pass_=pass_, head_dim=head_dim)
-    return f"needs {registers} registers a thread for accumulators alone" if registers > 192 else None
+    if registers > 192:
+        return f"needs {registers} registers a thread for accumulators alone"
+    return None if arithmetic is Arithmetic.IEEE else _why_too_narrow(config, pass_)
+
+
+def _why_too_narrow(config: TileConfig, pass_: Pass) -> str | None:
+    """Matrix units only: warps beyond one for 16 rows of what stays split what streams, and 16 columns are the least a part has.
+
+    Narrower parts compile with triton 3.6.0, and on an H200 (TF32x3, key_gradients, 16 x 64, 8 warps) read beyond their memory.
+    """
+    stays, streams = staying_and_streaming(config, pass_)
+    parts = 16 * config.num_warps // stays if stays >= 64 else 1
+    if parts > 1 and streams // parts < 16:
+        return f"{config.num_warps} warps split the streamed side of {streams} into {parts} parts of less than 16"
+    return None
 
 
 def is_legal(
@@ -144,18 +165,26 @@ def choose_row(
 
 
 def _rows(
-    architecture: str, arithmetic: Arithmetic, pass_: Pass, by_head_dim: dict[int, tuple[int, int, int, int]]
+    architecture: str,
+    arithmetic: Arithmetic,
+    pass_: Pass,
+    by_head_dim: dict[int, tuple[int, ...]],
+    record: str = UNTUNED,
 ) -> list[Row]:
-    """Rows from {most_head_dim: (block_q, block_k, num_warps, num_stages)}."""
+    """Rows from {most_head_dim: (block_q, block_k, num_warps, num_stages, heads_together or nothing for 1)}.
+
+    `record`: the file of `trainstep tune` that chose them, from the repository's root.
+    """
     return [
         Row(
             architecture=architecture,
             arithmetic=arithmetic,
             pass_=pass_,
             most_head_dim=most,
-            config=TileConfig(block_q=block_q, block_k=block_k, num_warps=warps, num_stages=stages),
+            config=TileConfig(**dict(zip(TILE_FIELDS, numbers, strict=False))),
+            record=record,
         )
-        for most, (block_q, block_k, warps, stages) in by_head_dim.items()
+        for most, numbers in by_head_dim.items()
     ]
 
 
