@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from attention_records import attention
 from record_maker import ENVIRONMENT, a_record, seconds
 from trainstep.cli import app
 from trainstep.config.parsing import build_run, config_hash, to_plain
@@ -99,3 +100,13 @@ def test_a_cell_without_the_quantity_cannot_tell(tmp_path: Path, capsys: pytest.
     assert "difference below the minimum effect" in lines[0]
     assert lines[1].endswith("cannot tell: a holds no forward; it holds step")
     assert app.run(["compare", str(path), str(path), "--quantity", "backward"]) == 2
+
+
+def test_attention_is_compared_by_its_own_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    slow, fast = (attention(time_s=[time_s] * 10) for time_s in (0.002, 0.001))
+    files = [str(write(tmp_path / f"{name}.jsonl", one)) for name, one in (("a", slow), ("b", fast))]
+    assert app.run(["compare", *files]) == 0
+    assert capsys.readouterr().out.startswith("trainstep 1024 64  ")
+    assert app.run(["compare", *files, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["quantity"], found["verdict"], round(found["ratio"], 6)) == ("time_s", "faster", 0.5)

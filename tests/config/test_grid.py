@@ -71,7 +71,7 @@ def test_other_workloads():
     assert (matmul.workload, matmul.config) == ("ceiling", to_plain(build_ceiling({"kind": "matmul"})))
     (own,) = expand({"workload": ["mine.work:IT"], "anything": [[1, 2]]}, {"device": "cpu"})
     assert (own.workload, own.config) == ("mine.work:IT", {"anything": [1, 2], "device": "cpu"})
-    assert "workload: 'train' is not known; known: train_step, ceiling, or package" in refusal({"workload": ["train"]})
+    assert "workload: 'train' is not known; known: train_step, " in refusal({"workload": ["train"]})
 
 
 def test_a_bad_cell_is_named():

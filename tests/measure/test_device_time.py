@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainstep.measure.device_time import device_busy_s, union_s
+from trainstep.measure.device_time import device_busy_s
 from trainstep.spans import span
+from trainstep.traces.intervals import union_s
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 

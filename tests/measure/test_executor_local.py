@@ -87,6 +87,15 @@ def test_groups_take_turns_between_single_cells(tmp_path: Path):
     assert "a take 1\nb take 1\nb take 1\na take 1\n" in log.read_text()
 
 
+def test_variants_share_processes_with_those_of_the_next_group():
+    """A process a variant, for all groups: starting one costs as much as hundreds of kernels."""
+    groups = [[shared(0), shared(1)], [shared(2), shared(3), shared(4)], [shared(5)], [shared(6), shared(7)]]
+    found = [pids(records) for records in run_groups(groups, Limits(), silent)]
+    assert all(len(set(group)) == len(group) for group in found), "each variant in its own"
+    assert {pid for group in found for pid in group} == set(found[1])
+    assert wait_until(lambda: not any(is_alive(pid) for pid in found[1] if pid))
+
+
 @linux
 @pytest.mark.parametrize("name", ["SLEEP", "SHARED"])
 def test_closing_ends_what_runs(tmp_path: Path, name: str):

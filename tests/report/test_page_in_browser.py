@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from attention_records import lengths, tiles
 from trainstep.records.record import Failure, Record
 from trainstep.report.page import page
 
@@ -71,6 +72,16 @@ def test_charts_are_drawn_and_the_console_is_silent(
     ink = {LIGHT: "rgb(27, 31, 36)", DARK: "rgb(232, 234, 237)"}
     assert ink[scheme] in document
     assert ink[1 - scheme] not in document
+
+
+def test_attention_is_drawn_and_the_console_is_silent(rows, open_page: Open):
+    made = [*lengths(seqs=(256, 4096, 65536), dtypes=("bf16",)), *tiles([1024, 4096])]
+    document, said = open_page(page(rows(made)))
+    assert said == []
+    elements = Elements(document)
+    assert elements.count("div", "chart js-plotly-plot") == 6
+    assert "OOM (needs " in document
+    assert document.count("illegal tile</span>") == 2
 
 
 def test_a_request_would_have_been_heard(rows, end_to_end, open_page: Open):

@@ -15,7 +15,12 @@ import trainstep
 
 _VERBS = {
     "bench": "Time the step of one model, or of a grid of them.",
+    "attention": "Which attention is fastest here, and is it right.",
+    "profile": "Where the time of a step goes: kernels by phase, classes, what the host does, and what limits it.",
+    "numerics": "What each precision does to the numbers of a model, beside what it costs.",
+    "memory": "Where the memory of a step goes, what peaks when, what fits.",
     "sweep": "Run a whole table from a TOML file; kill and resume it at will.",
+    "tune": "Find the fastest tiles of the attention kernels on this GPU.",
     "report": "Show records as tables, or as one page.",
     "compare": "Did it get faster? Two files of records, cell by cell.",
     "doctor": "Show this machine, what it can do, and what is missing.",

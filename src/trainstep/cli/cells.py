@@ -65,14 +65,14 @@ def show(
     """Print the table, verdicts along a compared axis, the last words of what crashed, and where the records are; write
     the page, under the sweep's title and description. Returns the exit code.
     """
+    from trainstep.report.all_tables import all_tables
     from trainstep.report.comparison_page import comparison_tables
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
-    from trainstep.report.tables import cell_tables
     from trainstep.report.terminal import print_tables
 
     rows = rows_of([(str(store.path), record) for record in records])
-    tables = [*cell_tables(rows), *(comparison_tables(rows, compare) if compare else [])]
+    tables = [*all_tables(rows), *(comparison_tables(rows, compare) if compare else [])]
     with outliving_reader(sys.stdout):
         if as_json:
             from trainstep.report.frames import json_text

@@ -1,6 +1,7 @@
 """`trainstep compare`: did it get faster? Two files of records, cell by cell, with intervals and verdicts."""
 
 import json as json_text
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,7 @@ def compare(
     b: Path,
     /,
     *,
-    quantity: str = "step",
+    quantity: str | None = None,
     minimum_effect: float = 0.02,
     allow_mixed: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -39,7 +40,7 @@ def compare(
     b
         File of records: what is judged.
     quantity
-        step, forward, backward, optimizer, enqueue.
+        step, forward, backward, optimizer, enqueue; by default step, or the first that the cells hold (attention: time_s).
     minimum_effect
         Differences below this share are 'cannot tell'.
     allow_mixed
@@ -52,6 +53,7 @@ def compare(
     matches = match_records(Store(a).read(), Store(b).read())
     if not matches.pairs:
         raise ValueError(f"{a} and {b} have no cell in common: they hold other configs")
+    quantity = quantity or _first_quantity([record for pair in matches.pairs for record in pair])
     held = any(quantity in record.samples for pair in matches.pairs for record in pair)
     found = [
         (
@@ -74,6 +76,12 @@ def compare(
     for name, only in ((a, matches.only_a), (b, matches.only_b)):
         if only:
             print(f"only in {name}: {len(only)} cell{'s' * (len(only) > 1)}")
+
+
+def _first_quantity(records: Sequence[Record]) -> str:
+    """`step` where any has it, as training steps do; else what the first that ran timed first."""
+    held = [name for record in records for name in record.samples]
+    return "step" if "step" in held else next(iter(held), "step")
 
 
 def _lacking(a: Record, b: Record, quantity: str) -> Comparison | None:

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
+from trainstep.config.attention import AttentionConfig
+from trainstep.config.attention_tiles import AttentionTilesConfig
+from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
+from trainstep.config.numerics import NumericsConfig
 from trainstep.config.parsing import fields_of
 from trainstep.config.presets import size_names
+from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 _GRID = Group("What to run (commas make a grid, but of the two switches)", sort_key=1)
+_ALL_GRID = Group("What to run (commas make a grid)", sort_key=1)
 _SHAPE = Group("The built-in model's shape, over its size's", sort_key=2)
 _OWN_HELP = {
     "model": f"sizes: {', '.join(size_names())}; or your own: package.module:function",
@@ -32,9 +38,38 @@ _LONGEST = 1e9
 
 def with_run_fields(verb: Verb) -> Verb:
     """Give a verb, in place of its **fields, a text option for each field of RunConfig and ModelConfig."""
+    return _with_fields(verb, RunConfig)
+
+
+def with_attention_fields(verb: Verb) -> Verb:
+    """Give a verb, in place of its **fields, a text option for each field of AttentionConfig."""
+    return _with_fields(verb, AttentionConfig)
+
+
+def with_attention_tiles_fields(verb: Verb) -> Verb:
+    """Give a verb, in place of its **fields, a text option for each field of AttentionTilesConfig."""
+    return _with_fields(verb, AttentionTilesConfig)
+
+
+def with_numerics_fields(verb: Verb) -> Verb:
+    """Give a verb, in place of its **fields, a text option for each field of NumericsConfig and ModelConfig."""
+    return _with_fields(verb, NumericsConfig)
+
+
+def with_memory_fields(verb: Verb) -> Verb:
+    """Give a verb, in place of its **fields, a text option for each field of MemoryConfig and ModelConfig."""
+    return _with_fields(verb, MemoryConfig)
+
+
+def with_profile_fields(verb: Verb) -> Verb:
+    """Give a verb, in place of its **fields, a text option for each field of ProfileConfig and ModelConfig."""
+    return _with_fields(verb, ProfileConfig)
+
+
+def _with_fields(verb: Verb, config_class: type) -> Verb:
     signature = inspect.signature(verb)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    shape = ModelConfig.__dataclass_fields__
+    shape = ModelConfig.__dataclass_fields__ if "model" in fields_of(config_class) else {}
     options = [
         inspect.Parameter(
             name,
@@ -43,11 +78,14 @@ def with_run_fields(verb: Verb) -> Verb:
             annotation=Annotated[
                 bool | None if field.type in (bool, "bool") else str | None,
                 Parameter(
-                    help=_help(name, field), group=_SHAPE if name in shape else _GRID, show_default=False, negative=()
+                    help=_help(name, field),
+                    group=_SHAPE if name in shape else _GRID if issubclass(config_class, RunConfig) else _ALL_GRID,
+                    show_default=False,
+                    negative=(),
                 ),
             ],
         )
-        for name, field in fields_of(RunConfig).items()
+        for name, field in fields_of(config_class).items()
     ]
     verb.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     verb.__annotations__.update({option.name: option.annotation for option in options})
@@ -55,6 +93,8 @@ def with_run_fields(verb: Verb) -> Verb:
 
 
 def _help(name: str, field: dataclasses.Field[Any]) -> str:
+    if name == "model" and "help" in field.metadata:
+        return str(field.metadata["help"])
     if name in _OWN_HELP:
         return _OWN_HELP[name]
     choices = field.metadata.get("choices", ())

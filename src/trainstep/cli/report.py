@@ -96,10 +96,10 @@ def _text(rows: "list[Row]", chosen: Format) -> str:
 
 
 def _tables(rows: "list[Row]", *, compared: bool = True) -> "list[Table]":
+    from trainstep.report.all_tables import all_tables
     from trainstep.report.comparison_page import comparison_tables
-    from trainstep.report.tables import cell_tables
 
-    return [*cell_tables(rows), *(comparison_tables(rows) if compared else [])]
+    return [*all_tables(rows, compared=compared), *(comparison_tables(rows) if compared else [])]
 
 
 def _record_files(paths: list[Path]) -> set[Path]:

@@ -9,9 +9,10 @@ from trainstep.config.parsing import config_hash
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """`workload`: `train_step`, `ceiling`, or package.module:object for one's own. `config`: plain JSON values, validated.
+    """`workload`: `train_step`, `attention`, `ceiling`, or package.module:object for one's own.
 
-    `point`: the flat values the grid gave it, for progress lines and for finding the cells that differ along one axis.
+    `config`: plain JSON values, validated. `point`: the flat values the grid gave it, for progress lines
+    and for finding the cells that differ along one axis.
     """
 
     workload: str

@@ -5,13 +5,37 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainstep.config.attention import AttentionConfig
+from trainstep.config.ceiling import CeilingConfig
 from trainstep.config.cell import Cell
 from trainstep.config.fields import check_known
-from trainstep.config.parsing import build_ceiling, build_run, fields_of, parse_value, to_plain
+from trainstep.config.memory import MemoryConfig
+from trainstep.config.numerics import NumericsConfig
+from trainstep.config.parsing import (
+    build_attention,
+    build_attention_tiles,
+    build_ceiling,
+    build_memory,
+    build_numerics,
+    build_profile,
+    build_run,
+    fields_of,
+    parse_value,
+    to_plain,
+)
+from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
 
 Grid = Mapping[str, Sequence[Any]]
 _MOST_CELLS = 100_000
+_CONFIGS = {
+    "train_step": RunConfig,
+    "attention": AttentionConfig,
+    "ceiling": CeilingConfig,
+    "numerics": NumericsConfig,
+    "profile": ProfileConfig,
+    "memory": MemoryConfig,
+}
 
 
 def grid_from_text(options: Mapping[str, str | bool | None]) -> dict[str, list[Any]]:
@@ -78,15 +102,28 @@ def _cell(values: Mapping[str, Any], defaults: Mapping[str, Any], point: Mapping
         config = to_plain(build_run({**defaults, **fields}))
     elif workload == "ceiling":
         config = to_plain(build_ceiling({**defaults, **fields}))
+    elif workload == "attention":
+        config = to_plain(build_attention({**defaults, **fields}))
+    elif workload == "attention_tiles":
+        config = to_plain(build_attention_tiles({**defaults, **fields}))
+    elif workload == "memory":
+        config = to_plain(build_memory({**defaults, **fields}))
+    elif workload == "numerics":
+        config = to_plain(build_numerics({**defaults, **fields}))
+    elif workload == "profile":
+        config = to_plain(build_profile({**defaults, **fields}))
     elif isinstance(workload, str) and ":" in workload:
         config = {**defaults, **fields}
     else:
-        raise ValueError(f"workload: {workload!r} is not known; known: train_step, ceiling, or package.module:object")
+        raise ValueError(
+            f"workload: {workload!r} is not known; "
+            "known: train_step, attention, attention_tiles, ceiling, memory, numerics, profile, or package.module:object"
+        )
     return Cell(workload=workload, config=config, point=point or {"workload": workload})
 
 
 def check_grid_keys(grid: Grid, where: str) -> None:
     """Refuse a key that is no field, naming the nearest, unless a workload of the user's own may know it."""
     workloads = [str(name) for name in grid.get("workload", ["train_step"])]
-    if all(name == "train_step" for name in workloads):
-        check_known(grid, ["workload", *fields_of(RunConfig)], where)
+    if all(name in _CONFIGS for name in workloads):
+        check_known(grid, ["workload", *(field for name in workloads for field in fields_of(_CONFIGS[name]))], where)

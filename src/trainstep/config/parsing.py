@@ -7,10 +7,15 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
+from trainstep.config.attention import AttentionConfig
+from trainstep.config.attention_tiles import AttentionTilesConfig
 from trainstep.config.ceiling import CeilingConfig
 from trainstep.config.fields import check_known
+from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig, UserModel
+from trainstep.config.numerics import NumericsConfig, ToyModel
 from trainstep.config.presets import size
+from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
 
 _WORD_VALUES = {"true": True, "false": False, "none": None}
@@ -19,7 +24,7 @@ _WORD_VALUES = {"true": True, "false": False, "none": None}
 def fields_of(config_class: type) -> dict[str, dataclasses.Field[Any]]:
     """The fields a person may set, flat: for a run, the model's shape stands beside the run's own fields."""
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    if config_class is RunConfig:
+    if config_class in (RunConfig, ProfileConfig, NumericsConfig, MemoryConfig):
         shape = {field.name: field for field in dataclasses.fields(ModelConfig) if field.name != "name"}
         fields = {**fields, **shape}
     return fields
@@ -28,6 +33,25 @@ def fields_of(config_class: type) -> dict[str, dataclasses.Field[Any]]:
 def build_run(values: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from flat values (`model` a size's name or package.module:function, any field of either class)."""
     check_known(values, fields_of(RunConfig), "run")
+    model, rest = _model_and_rest(values)
+    return RunConfig(model=model, **_typed(RunConfig, rest))
+
+
+def build_numerics(values: Mapping[str, Any]) -> NumericsConfig:
+    """A NumericsConfig from flat values; `model` may also be `toy`."""
+    check_known(values, fields_of(NumericsConfig), "numerics")
+    if values.get("model") != ToyModel().name:
+        model, rest = _model_and_rest(values)
+        return NumericsConfig(model=model, **_typed(NumericsConfig, rest))
+    rest = {name: value for name, value in values.items() if name != "model"}
+    own = {field.name for field in dataclasses.fields(NumericsConfig)}
+    if shaped := next((name for name in rest if name not in own), None):
+        raise ValueError(f"{shaped}: belongs to the built-in model; the toy has its own shape")
+    return NumericsConfig(model=ToyModel(), **_typed(NumericsConfig, rest))
+
+
+def _model_and_rest(values: Mapping[str, Any]) -> tuple[ModelConfig | UserModel, dict[str, Any]]:
+    """The model that flat values name and shape, and the values that say nothing of it."""
     shape_names = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
     shape = {name: value for name, value in values.items() if name in shape_names}
     rest = {name: value for name, value in values.items() if name not in shape_names}
@@ -37,9 +61,22 @@ def build_run(values: Mapping[str, Any]) -> RunConfig:
     if ":" in name:
         if shape:
             raise ValueError(f"{next(iter(shape))}: belongs to the built-in model; {name} decides its own shape")
-        return RunConfig(model=UserModel(function=name), **_typed(RunConfig, rest))
-    model = dataclasses.replace(size(name), **_typed(ModelConfig, shape)) if shape else size(name)
-    return RunConfig(model=model, **_typed(RunConfig, rest))
+        return UserModel(function=name), rest
+    return dataclasses.replace(size(name), **_typed(ModelConfig, shape)) if shape else size(name), rest
+
+
+def build_memory(values: Mapping[str, Any]) -> MemoryConfig:
+    """A MemoryConfig from flat values."""
+    check_known(values, fields_of(MemoryConfig), "memory")
+    model, rest = _model_and_rest(values)
+    return MemoryConfig(model=model, **_typed(MemoryConfig, rest))
+
+
+def build_profile(values: Mapping[str, Any]) -> ProfileConfig:
+    """A ProfileConfig from flat values."""
+    check_known(values, fields_of(ProfileConfig), "profile")
+    model, rest = _model_and_rest(values)
+    return ProfileConfig(model=model, **_typed(ProfileConfig, rest))
 
 
 def build_ceiling(values: Mapping[str, Any]) -> CeilingConfig:
@@ -48,11 +85,42 @@ def build_ceiling(values: Mapping[str, Any]) -> CeilingConfig:
     return CeilingConfig(**_typed(CeilingConfig, values))
 
 
+def build_attention(values: Mapping[str, Any]) -> AttentionConfig:
+    """An AttentionConfig from flat values."""
+    check_known(values, fields_of(AttentionConfig), "attention")
+    return AttentionConfig(**_typed(AttentionConfig, values))
+
+
+def build_attention_tiles(values: Mapping[str, Any]) -> AttentionTilesConfig:
+    """An AttentionTilesConfig from flat values."""
+    check_known(values, fields_of(AttentionTilesConfig), "attention_tiles")
+    return AttentionTilesConfig(**_typed(AttentionTilesConfig, values))
+
+
 def run_from_plain(plain: Mapping[str, Any]) -> RunConfig:
     """The inverse of `to_plain` for a run: what a record or a request between processes carries."""
     model_plain = plain["model"]
     model = UserModel(**model_plain) if "function" in model_plain else ModelConfig(**model_plain)
     return RunConfig(**{**plain, "model": model})
+
+
+def memory_from_plain(plain: Mapping[str, Any]) -> MemoryConfig:
+    """The inverse of `to_plain` for a cell of memory."""
+    model = plain["model"]
+    return MemoryConfig(**{**plain, "model": UserModel(**model) if "function" in model else ModelConfig(**model)})
+
+
+def profile_from_plain(plain: Mapping[str, Any]) -> ProfileConfig:
+    """The inverse of `to_plain` for a cell of a profile."""
+    model = plain["model"]
+    return ProfileConfig(**{**plain, "model": UserModel(**model) if "function" in model else ModelConfig(**model)})
+
+
+def numerics_from_plain(plain: Mapping[str, Any]) -> NumericsConfig:
+    """The inverse of `to_plain` for a cell of numerics."""
+    kinds: tuple[tuple[type, str], ...] = ((UserModel, "function"), (ModelConfig, "d_model"), (ToyModel, "name"))
+    kind = next(kind for kind, field in kinds if field in plain["model"])
+    return NumericsConfig(**{**plain, "model": kind(**plain["model"])})
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ PRECISIONS = ("fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16")
 ATTENTIONS = ("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "flash")
 COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused")
+RECOMPUTES = ("none", "block")
 DEVICES = ("cpu", "cuda")
 
 
@@ -25,6 +26,9 @@ class RunConfig:
     precision: str = described("arithmetic of the step", "fp32", PRECISIONS)
     attention: str = described("attention of the built-in model", "sdpa", ATTENTIONS)
     compile: str = described("what torch.compile wraps", "none", COMPILES)
+    recompute: str = described(
+        "whose activations backward computes again instead of keeping them", "none", RECOMPUTES
+    )
     adamw: str = described("implementation of AdamW", "fused", ADAMWS)
     learning_rate: float = described("AdamW's learning rate", 3e-4)
     clip_grad_norm: float | None = described("clip the gradient's 2-norm to this", None)
@@ -49,6 +53,8 @@ class RunConfig:
             raise ValueError(f"learning_rate: must be positive, not {self.learning_rate!r}")
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < math.inf:
             raise ValueError(f"clip_grad_norm: must be positive or none, not {self.clip_grad_norm!r}")
+        if self.recompute == "block" and self.compile == "block":
+            raise ValueError("recompute: a compiled block is not run again by block; take compile model or none")
         self._check_sync()
         self._check_device()
         if self.data != "random" and isinstance(self.model, ModelConfig) and self.model.vocab_size < 256:

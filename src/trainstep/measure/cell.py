@@ -31,7 +31,7 @@ from typing import Any, TextIO
 
 from trainstep.measure.compilation import use_compile_cache
 from trainstep.measure.environment import environment
-from trainstep.measure.failures import failure_of, storable
+from trainstep.measure.failures import CellFailed, failure_of, storable
 from trainstep.measure.workload import Findings, Measurement, Settling, load_workload
 from trainstep.records.record import Fact
 
@@ -93,7 +93,13 @@ class CellProcess:
                 self._finished(findings=_plain_findings(findings, self._extra_facts), again=self._again)
         except BaseException as error:  # noqa: BLE001  (any failure of a workload is a result, sys.exit included)
             self._measurement = None
-            self._finished(failure=asdict(failure_of(error, self._stage)), again=False)
+            failure = failure_of(error, self._stage)
+            told = error.facts if isinstance(error, CellFailed) else {}
+            self._finished(
+                failure=asdict(failure),
+                again=self._again and failure.kind == "unsupported",  # nothing of it ran, so nothing is spoiled
+                **({"findings": _plain_findings(Findings(samples={}, facts=told), {})} if told else {}),
+            )
 
     def _prepare(self, request: Mapping[str, Any]) -> None:
         self._tell_stage("start")

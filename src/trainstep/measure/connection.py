@@ -183,6 +183,36 @@ class CellConnection:
         return tuple(os.pread(descriptor, end - start, start).decode(errors="replace").splitlines()[-_LAST_LINES:])
 
 
+class IdleProcesses:
+    """Processes that said they can measure another cell of their workload, the longest idle first."""
+
+    def __init__(self) -> None:
+        self._idle: list[tuple[str, CellConnection]] = []
+
+    def take(self, workload: str, tell: Tell) -> CellConnection:
+        """One of that workload, or a fresh one; those of other workloads, and the dead, leave."""
+        while self._idle:
+            known, connection = self._idle.pop(0)
+            if known == workload and connection.alive:
+                return connection
+            connection.close()
+        return CellConnection(tell)
+
+    def give(self, workload: str, connection: CellConnection) -> None:
+        """Keep one that its cell is done with."""
+        self._idle.append((workload, connection))
+
+    def close(self) -> None:
+        """Let them all leave."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    def kill(self) -> None:
+        """End them all, now."""
+        while self._idle:
+            self._idle.pop()[1].kill()
+
+
 def _check_folder() -> None:
     """A cell starts where its driver is. ValueError if that folder was deleted."""
     try:

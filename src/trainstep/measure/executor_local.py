@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from trainstep.config.cell import Cell
-from trainstep.measure.connection import CellConnection, Tell
+from trainstep.measure.connection import IdleProcesses, Tell
 from trainstep.measure.interleave import run_interleaved
 from trainstep.measure.runner import CellRun, Limits, run_alone
 from trainstep.records.record import Record
@@ -12,27 +12,26 @@ from trainstep.records.record import Record
 def run_groups(groups: Sequence[Sequence[Cell]], limits: Limits, tell: Tell) -> Iterator[list[Record]]:
     """A group of one is a cell on its own, several are variants that take turns.
 
-    A process that says it can measure another cell gets the next single one of its workload; after any failure the
-    next cell has a fresh process. Closing the iterator ends whatever runs.
+    A process that says it can measure another cell gets the next one of its workload, single or a variant among others; after
+    any failure the next cell has a fresh process. Closing the iterator ends whatever runs.
     """
-    kept: CellConnection | None = None
-    kept_workload = ""
+    idle = IdleProcesses()
     try:
         for group in groups:
-            if kept is not None and (len(group) > 1 or group[0].workload != kept_workload or not kept.alive):
-                kept.close()
-                kept = None
             if len(group) > 1:
-                yield run_interleaved(group, limits, tell)
+                yield run_interleaved(group, limits, tell, idle)
                 continue
             [cell] = group
-            run = CellRun(cell, limits, kept or CellConnection(tell))
-            kept, kept_workload = run.connection, cell.workload
-            record, again = run_alone(run)
-            yield [record]
-            if not again:
-                kept.close()
-                kept = None
+            run = CellRun(cell, limits, idle.take(cell.workload, tell))
+            try:
+                record, again = run_alone(run)
+                yield [record]
+            except BaseException:
+                run.connection.kill()
+                raise
+            if again:
+                idle.give(cell.workload, run.connection)
+            else:
+                run.connection.close()
     finally:
-        if kept is not None:
-            kept.kill()
+        idle.kill()

@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Mapping
 
-from trainstep.records.record import Failure, Holder
+from trainstep.records.record import Fact, Failure, Holder
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ASKED = re.compile(r"(?:tried|unable) to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
@@ -15,11 +15,12 @@ _LAST_LINES = 20
 
 
 class CellFailed(Exception):
-    """Raised by a workload that knows how it failed."""
+    """Raised by a workload that knows how it failed. `facts`: what its record tells all the same."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, facts: Mapping[str, Fact] | None = None) -> None:
         super().__init__(failure.message)
         self.failure = failure
+        self.facts = facts or {}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

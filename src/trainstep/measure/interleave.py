@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trainstep.config.cell import Cell
-from trainstep.measure.connection import CellLost, Tell
+from trainstep.measure.connection import CellLost, IdleProcesses, Tell
 from trainstep.measure.runner import CellRun, Limits, open_run, run_alone, steps_of, with_facts
 from trainstep.records.record import Fact, Record, Samples
 
@@ -25,29 +25,41 @@ class DoNotFit(Exception):
     """The variants are too large to be alive at the same time."""
 
 
-def run_interleaved(cells: Sequence[Cell], limits: Limits, tell: Tell) -> list[Record]:
-    """The records of cells that are compared, in the cells' order: taking turns if all fit, else in rounds."""
+def run_interleaved(
+    cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None
+) -> list[Record]:
+    """The records of cells that are compared, in the cells' order: taking turns if all fit, else in rounds.
+
+    `idle`: where processes come from and go to that can measure more than one cell; without it each cell has a fresh one.
+    """
     try:
-        return _run_in_turns(cells, limits, tell)
+        return _run_in_turns(cells, limits, tell, idle)
     except DoNotFit:
+        if idle is not None:
+            idle.close()  # they hold memory too
         return _run_in_rounds(cells, limits, tell)
 
 
-def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell) -> list[Record]:
+def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None) -> list[Record]:
+    processes = idle or IdleProcesses()
     runs: list[CellRun] = []
     ended: dict[str, Record] = {}
     try:
         for cell in cells:
-            runs.append(open_run(cell, limits, tell))
-            _advance(runs[-1], "prepare", runs, ended)
+            runs.append(CellRun(cell, limits, processes.take(cell.workload, tell)))
+            if _advance(runs[-1], "prepare", runs, ended):
+                processes.give(cell.workload, runs[-1].connection)
         turn = _turn_steps(cells)
         _take_turns(runs, ended, turn)
         for run in _alive(runs, ended):
-            _advance(run, "finish", runs, ended)
+            if _advance(run, "finish", runs, ended):
+                processes.give(run.cell.workload, run.connection)
     finally:
         for run in _alive(runs, ended):
             run.connection.kill()
             run.connection.close()
+        if idle is None:
+            processes.close()
     # The driver's figure is the whole device's: with several processes alive it is nobody's.
     return [
         with_facts(ended[cell.key], **_facts("live", cells, cell, turn), driver_bytes=None, power_w=None)
@@ -72,24 +84,30 @@ def _alive(runs: Sequence[CellRun], ended: Mapping[str, Record]) -> list[CellRun
     return [run for run in runs if run.cell.key not in ended]
 
 
-def _advance(run: CellRun, do: str, runs: Sequence[CellRun], ended: dict[str, Record], **fields: int) -> None:
+def _advance(run: CellRun, do: str, runs: Sequence[CellRun], ended: dict[str, Record], **fields: int) -> bool:
     """Ask; a final answer or a lost process ends the run and its process, which makes room for the others.
+
+    True if the run ended and its process can take another cell: then it is left alive.
 
     Memory running out beside live others says that they do not fit.
     """
     others = len(_alive(runs, ended)) - 1
+    again = False
     try:
         answer = run.prepare() if do == "prepare" else run.ask(do, **fields)
     except CellLost as lost:
         record = run.failed(lost.failure)
     else:
         if answer["event"] != "finished":
-            return
+            return False
         record = run.record(answer)
+        again = bool(answer["again"]) and do != "take"
     if others and record.failure is not None and record.failure.kind == "out_of_memory":
         raise DoNotFit
     ended[run.cell.key] = record
-    run.connection.close()
+    if not again:
+        run.connection.close()
+    return again
 
 
 def _run_in_rounds(cells: Sequence[Cell], limits: Limits, tell: Tell) -> list[Record]:

@@ -11,6 +11,8 @@ Executor = Callable[[Sequence[Sequence[Cell]]], Iterator[list[Record]]]
 
 QUEUED = "queued"
 """Phase of a failure that came before the cell had a machine: its record's environment is merely the driver's."""
+_RESULTS = ("out_of_memory", "unsupported")
+"""Failures that come again: `retry_failed` leaves them."""
 _MUST_MATCH = ("gpu", "torch", "commit", "source")
 
 
@@ -28,7 +30,7 @@ def pending(groups: Sequence[Sequence[Cell]], store: Store, *, retry_failed: boo
     done = {
         key
         for key, record in store.latest().items()
-        if record.failure is None or (record.failure.kind == "out_of_memory" or not retry_failed)
+        if record.failure is None or (record.failure.kind in _RESULTS or not retry_failed)
     }
     return [list(group) for group in groups if any(cell.key not in done for cell in group)]
 

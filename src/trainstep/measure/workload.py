@@ -53,7 +53,13 @@ class Workload(Protocol):
 
 _BUILT_IN = {
     "train_step": "trainstep.measure.train_step:WORKLOAD",
+    "attention": "trainstep.measure.attention:WORKLOAD",
     "ceiling": "trainstep.measure.ceilings:WORKLOAD",
+    "memory": "trainstep.measure.step_memory:WORKLOAD",
+    "numerics": "trainstep.measure.numerics:WORKLOAD",
+    "profile": "trainstep.measure.profile:WORKLOAD",
+    "attention_tiles": "trainstep.measure.attention_tiles:WORKLOAD",
+    "tile_check": "trainstep.measure.tile_check:WORKLOAD",
 }
 
 

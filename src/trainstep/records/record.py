@@ -14,7 +14,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 Kind = TypeVar("Kind")
 
 FORMAT = 1
-FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error")
+FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error", "unsupported")
+"""`unsupported`: refused before it ran, as any run of it would be; no fault, and nothing was spoiled."""
 
 
 @dataclass(frozen=True, kw_only=True)

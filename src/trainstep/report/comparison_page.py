@@ -116,10 +116,16 @@ def _ratio(base: Row, row: Row) -> _Ratio:
     if failure is not None:
         return _Ratio(base=base, row=row, found=None, trouble=failure_word(failure), failure=failure)
     try:
-        found = compare_records(base.record, row.record)
+        found = compare_records(base.record, row.record, quantity=_timed(row))
     except ValueError as error:
         return _Ratio(base=base, row=row, found=None, trouble=str(error))
     return _Ratio(base=base, row=row, found=found, trouble="" if found.ratio else found.reason)
+
+
+def _timed(row: Row) -> str:
+    """The quantity that is compared: a step's time, or what another workload times first."""
+    samples = row.record.samples
+    return "step" if "step" in samples else next(iter(samples), "step")
 
 
 def _ratio_chart(axis: str, ratios: Sequence[_Ratio]) -> Chart:
@@ -212,16 +218,15 @@ def _ratio_table(axis: str, ratios: Sequence[_Ratio]) -> Table:
     points = point_columns([ratio.row for ratio in ratios], without=[axis])
     columns = [column for column, _ in points]
     columns += [Column(title=axis), Column(title="against")]
-    columns += [
-        Column(title=title, number=True) for title in ("ratio", "99 % from", "to", "total step (ms)", "was (ms)")
-    ]
+    timed = "total step" if all(_timed(ratio.row) == "step" for ratio in ratios) else "time"
+    columns += [Column(title=title, number=True) for title in ("ratio", "99 % from", "to", f"{timed} (ms)", "was (ms)")]
     columns += [Column(title="verdict"), Column(title="why")]
     entries = []
     for ratio in ratios:
         start = [make(ratio.row) for _, make in points]
         names = [Entry(text=words(one.point.get(axis))) for one in (ratio.row, ratio.base)]
         entries.append((*start, *names, *_ratio_entries(ratio)))
-    title = f"Total step against {axis.replace('_', ' ')} {words(ratios[0].base.point.get(axis))}"
+    title = f"{timed.capitalize()} against {axis.replace('_', ' ')} {words(ratios[0].base.point.get(axis))}"
     note = "In the reasons, a is the cell compared against and b the row's own."
     raw = tuple(_ratio_numbers(axis, ratio) for ratio in ratios)
     return Table(title=title, columns=tuple(columns), entries=tuple(entries), note=note, raw=raw)
@@ -250,6 +255,6 @@ def _ratio_entries(ratio: _Ratio) -> list[Entry]:
         said = failure_sentence(ratio.failure) if ratio.failure else ratio.trouble
         return [missing] * 5 + [Entry(text="cannot tell"), Entry(text=said, failure=ratio.failure)]
     numbers = [Entry(text=ratio_words(one), sort=one) for one in (found.ratio, found.low, found.high)]
-    times = [time_of(quantities(one), "step") for one in (ratio.row, ratio.base)]
+    times = [time_of(quantities(one), _timed(one)) for one in (ratio.row, ratio.base)]
     numbers += [Entry(text=milliseconds(*time), sort=in_ms(time[0])) if time else Entry(text=ABSENT) for time in times]
     return [*numbers, Entry(text=found.verdict), Entry(text=found.reason)]

@@ -9,7 +9,7 @@ import pandas as pd
 
 from trainstep.report.tables import Table
 
-_PLUS_MINUS = {"±": r"$\pm$", "\N{MINUS SIGN}": "$-$", "–": "--"}
+_PLUS_MINUS = {"±": r"$\pm$", "\N{MINUS SIGN}": "$-$", "–": "--", "≥": r"$\ge$", "…": r"\dots{}"}
 
 
 def markdown(tables: Sequence[Table]) -> str:
@@ -20,19 +20,20 @@ def markdown(tables: Sequence[Table]) -> str:
         body.columns = [_for_markdown(title) for title in body.columns]
         sides = ["right" if column.number else "left" for column in table.columns]
         heading = f"### {_for_markdown(table.title)}\n\n" if len(tables) > 1 else ""
-        parts.append(heading + str(body.to_markdown(index=False, disable_numparse=True, colalign=sides)))
+        text = str(body.to_markdown(index=False, disable_numparse=True, colalign=sides))
+        parts.append(heading + text + (f"\n\n{_for_markdown(table.note)}" if table.note else ""))
     return "\n\n".join(parts) + "\n"
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """`tabular`s that need the package booktabs."""
+    """`tabular`s that need the package booktabs; what stands under a table follows as a comment."""
     parts = []
     for table in tables:
         sides = "".join("r" if column.number else "l" for column in table.columns)
         text = _people(table).to_latex(index=False, escape=True, column_format=sides)
         for character, command in _PLUS_MINUS.items():
             text = text.replace(character, command)
-        parts.append(text)
+        parts.append(text + (f"% {' '.join(table.note.split())}\n" if table.note else ""))
     return "\n".join(parts)
 
 

@@ -9,6 +9,7 @@ from trainstep.report.rows import Row, flat_config, machines, words
 from trainstep.report.tables import failure_word, rate_words
 
 _SUMMARISED = ("batch_size", "precision", "attention", "compile", "mode")
+_ATTENTION = ("direction", "mask", "dtype", "head_dim", "seq")
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -70,6 +71,11 @@ def _what(workload: str, rows: Sequence[Row]) -> str:
     mine = [row for row in rows if row.record.workload == workload]
     configs = [flat_config(row.record) for row in mine]
     cells = f"{len(mine)} cell{'s' if len(mine) > 1 else ''}"
+    if workload == "attention":
+        by_name = [
+            f"{name.replace('_', ' ')} {_values(name, configs)}" for name in _ATTENTION if _values(name, configs)
+        ]
+        return f"{cells} of attention ({_values('implementation', configs)}): {', '.join(by_name)}"
     if workload != "train_step":
         return f"{cells} of {workload}"
     said = [f"{cells} of a training step: {_values('model', configs)} at context {_values('context', configs)}"]

@@ -8,13 +8,20 @@ from typing import Any
 import jinja2
 from plotly.offline import get_plotlyjs
 
+from trainstep.report.attention_page import attention_sections
+from trainstep.report.attention_rows import WORKLOAD as ATTENTION
 from trainstep.report.comparison_page import comparison_sections
+from trainstep.report.memory_page import memory_sections
+from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.notes import mfu_conventions, mixed_machines, notes, summary
+from trainstep.report.numerics_page import numerics_sections
+from trainstep.report.numerics_tables import WORKLOAD as NUMERICS
 from trainstep.report.provenance import environments, provenance
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
 from trainstep.report.sweep_page import ceilings_charts, phases_chart
 from trainstep.report.tables import byte_words, cell_tables, failure_sentence, failure_word
+from trainstep.report.tiles_page import tile_sections
 from trainstep.report.warmup_page import warmup_section
 
 
@@ -47,21 +54,35 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
 def sections(rows: Sequence[Row]) -> list[Section]:
     """What the page shows, by what varies."""
     phases = phases_chart(rows)
+    others = [row for row in rows if row.record.workload not in (ATTENTION, MEMORY, NUMERICS)]
     overview = Section(
         title="All cells",
         charts=(*([phases] if phases else []), *ceilings_charts(rows)),
-        tables=tuple(cell_tables(rows)),
+        tables=tuple(cell_tables(others)),
     )
     warmup = warmup_section(rows)
-    return [overview, *comparison_sections(rows), *([warmup] if warmup else [])]
+    return [
+        *([overview] if others else []),
+        *attention_sections(rows),
+        *tile_sections(rows),
+        *numerics_sections(rows),
+        *memory_sections(rows),
+        *comparison_sections(rows),
+        *([warmup] if warmup else []),
+    ]
 
 
 def title_of(rows: Sequence[Row]) -> str:
     """`Training step: small, medium on NVIDIA H200`."""
     models = list(dict.fromkeys(str(row.point.get("model")) for row in rows if "model" in row.point))
     chips = list(dict.fromkeys(row.record.environment.gpu or row.record.environment.cpu for row in rows))
-    what = f"Training step: {', '.join(models[:5])}{'…' if len(models) > 5 else ''}" if models else "Measurements"
+    step = "Numerics" if {row.record.workload for row in rows} == {NUMERICS} else "Training step"
+    what = f"{step}: {', '.join(models[:5])}{'…' if len(models) > 5 else ''}" if models else _other_title(rows)
     return f"{what} on {' and '.join(chips)}" if len(chips) < 3 else f"{what} on {len(chips)} machines"
+
+
+def _other_title(rows: Sequence[Row]) -> str:
+    return "Attention" if {row.record.workload for row in rows} == {ATTENTION} else "Measurements"
 
 
 def script_json(value: Any) -> str:

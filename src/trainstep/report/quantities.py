@@ -32,6 +32,19 @@ _FACTS = (
     "launch_bound",
     "power_w",
     "throttle_reasons",
+    "peak_bytes",
+    "held_bytes",
+    "error_output",
+    "error_dq",
+    "error_dk",
+    "error_dv",
+    "error_lse",
+    "error_same_dtype",
+    "has_nan",
+    "deterministic",
+    "which_ran",
+    "error_checked",
+    "afterwards_failed",
 )
 
 
@@ -74,11 +87,12 @@ def time_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None]
 
 def _times(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, samples in record.samples.items():
+    for named, samples in record.samples.items():
         if not samples.values:
             continue
         summary = summarize(samples)
         unit = _UNIT_SUFFIX.get(samples.unit, samples.unit)
+        name = named.removesuffix(f"_{unit}")  # time_s: its unit goes to the end
         found[f"{name}_mean_{unit}"] = summary.mean
         found[f"{name}_std_{unit}"] = summary.std if summary.n > 1 else None
         found[f"{name}_median_{unit}"] = summary.median

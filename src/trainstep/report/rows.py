@@ -10,7 +10,7 @@ from trainstep.config.model import ModelConfig
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import Store
 
-ALWAYS = ("model", "context", "kind")
+ALWAYS = ("model", "context", "kind", "implementation", "seq", "head_dim")
 _SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
 _MACHINE = ("torch", "commit", "driver", "cuda", "triton", "gpu_count", "cpu", "trainstep", "source")
 """What tells environments with the same chip apart; not the host's name, since the nodes of a cluster are alike."""

@@ -9,10 +9,22 @@ from trainstep.records.record import Failure
 from trainstep.report.quantities import TIMES, quantities, time_of
 from trainstep.report.rows import Row, words
 
-FAILURES = {"out_of_memory": "OOM", "timeout": "time-out", "crash": "crash", "import_error": "import error"}
+FAILURES = {
+    "out_of_memory": "OOM",
+    "timeout": "time-out",
+    "crash": "crash",
+    "import_error": "import error",
+    "unsupported": "unsupported",
+}
 ABSENT = "–"
 MINUS = "\N{MINUS SIGN}"
-_WORKLOADS = {"train_step": "Training step", "ceiling": "Ceilings"}
+_WORKLOADS = {
+    "train_step": "Training step",
+    "ceiling": "Ceilings",
+    "attention": "Attention",
+    "attention_tiles": "Attention tiles",
+    "profile": "Profiled steps",
+}
 TITLES = {"grad_sync": "grad sync", "step": "total step"}
 
 
@@ -27,10 +39,11 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """`number`: its entries are set right and sort by value."""
+    """`number`: its entries are set right and sort by value. `help`: what it means, shown on the page under the pointer."""
 
     title: str
     number: bool = False
+    help: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +98,18 @@ def gibibytes(byte_count: float) -> str:
 def byte_words(byte_count: float) -> str:
     """`2.00 GiB` or `15.3 MiB`, for a sentence."""
     return f"{gibibytes(byte_count)} GiB" if byte_count >= 2**29 else f"{byte_count / 2**20:,.1f} MiB"
+
+
+def needed_words(byte_count: float) -> str:
+    """`68.7 GiB`, `1,024 GiB` or `15.3 MiB`: three digits, for a cell."""
+    scaled, unit = (in_gib(byte_count), "GiB") if byte_count >= 2**29 else (byte_count / 2**20, "MiB")
+    return f"{three_digits(scaled)} {unit}"
+
+
+def three_digits(value: float) -> str:
+    """`68.7`, `0.00391`, `1,024`: three digits or all before the point, for columns whose numbers span many powers of ten."""
+    decimals = max(0, min(9, 2 - math.floor(math.log10(abs(value))))) if value else 0
+    return f"{value:,.{decimals}f}"
 
 
 def percent(share: float) -> str:

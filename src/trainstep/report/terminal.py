@@ -30,6 +30,8 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], stream: TextIO) 
         made = _rich(table, titled=len(tables) > 1)
         console.width = max(width, console.measure(made, options=console.options.update(max_width=_UNLIMITED)).minimum)
         console.print(made)
+        if table.note:
+            console.print(Text(printable(table.note), style="dim"))
     console.width = width
     for note in notes:
         console.print(Text(printable(note), style="dim"))
@@ -43,7 +45,8 @@ def plain(tables: Sequence[Table], notes: Sequence[str] = ()) -> str:
         sides = ["right" if column.number else "left" for column in table.columns]
         titles = [printable(column.title) for column in table.columns]
         body = tabulate.tabulate(texts, headers=titles, tablefmt="simple", colalign=sides, disable_numparse=True)
-        parts.append((f"{printable(table.title)}\n" if len(tables) > 1 else "") + body)
+        note = f"\n{printable(table.note)}" if table.note else ""
+        parts.append((f"{printable(table.title)}\n" if len(tables) > 1 else "") + body + note)
     return "\n\n".join([*parts, *map(printable, notes)]) + "\n"
 
 

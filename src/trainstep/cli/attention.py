@@ -1,0 +1,113 @@
+"""`trainstep attention`: which attention is fastest here, what it holds in memory, and whether it is right."""
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from trainstep.cli.options import limits, this_machine, with_attention_fields
+from trainstep.config.attention import IMPLEMENTATIONS, TILE_FIELDS
+from trainstep.config.cell import Cell
+from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.parsing import build_attention
+from trainstep.records.store import Store
+
+_ON_A_CPU = "On a CPU trainstep's attention is algorithm.py, its kernels' algorithm in PyTorch: no measure of the kernels."
+_SLOW_TO_COMPILE = ("plain_compiled",)
+"""Left out on a CPU unless asked for: a compiler of C++ takes longer than everything else."""
+
+
+@with_attention_fields
+def attention(
+    *,
+    compare: str | None = None,
+    out: Path | None = None,
+    page: Path | None = None,
+    timeout_s: float = 600.0,
+    memory_limit_gib: float | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    **fields: str | None,
+) -> int:
+    """Time implementations of attention on the same inputs, with their memory, their error, and what really ran.
+
+    Without options: every implementation that runs here, forward and backward, at two lengths. One that does not take a case,
+    or runs out of memory, is a cell with its reason; the table of what memory is needed stands below.
+
+    Examples:
+
+        trainstep attention --seq 1024,16384 --head-dim 64,128 --dtype bf16
+
+        trainstep attention --implementation plain,trainstep --direction forward,backward --mask causal,full
+
+        trainstep attention --compare implementation --implementation sdpa_flash,trainstep --steps 40
+
+        trainstep attention --block-q 64,128 --block-k 32,64,128 --direction forward
+
+    Parameters
+    ----------
+    compare
+        The option whose values are compared: their processes take turns, so that drift falls on all alike.
+    out
+        File of records to append to; by default a new one under ./runs/.
+    page
+        Also write the page here.
+    timeout_s
+        Seconds after which a cell is killed and recorded as a time-out.
+    memory_limit_gib
+        Memory a CPU cell may take; by default 90 % of the machine's.
+    json
+        Print the table as JSON: plain numbers, units in the names.
+    """
+    grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
+    bounds = limits(timeout_s, memory_limit_gib)
+    here, device = this_machine(fields.get("device"))
+    cells = expand({"workload": ["attention"], **with_defaults(grid, device)}, {"device": device})
+    groups = groups_along(cells, compare)
+
+    from trainstep.cli.cells import check_page, run_cells, show
+    from trainstep.measure.executor_local import run_groups
+
+    store = Store(out or Path("runs") / f"attention-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    check_page(page, store.path)
+    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
+    code = show(records, store, page, compare=compare, as_json=json)
+    if _runs_algorithm(cells):
+        print(_ON_A_CPU, file=sys.stderr if json else sys.stdout)
+    return code
+
+
+def with_defaults(grid: Mapping[str, list[Any]], device: str) -> dict[str, list[Any]]:
+    """The grid with what it leaves open: something small on a CPU, published sizes on a GPU."""
+    if device == "cuda":
+        open_fields: dict[str, list[Any]] = {"seq": [1024, 4096], "dtype": ["bf16"]}
+    else:
+        open_fields = {"seq": [128, 512], "batch": [1], "heads": [4], "steps": [10]}
+    if grid.get("layout") == ["BSD"]:
+        open_fields["heads"] = [1]
+    full = {**open_fields, **grid}
+    return {**full, "implementation": grid.get("implementation") or runnable(full, device)}
+
+
+def runnable(grid: Mapping[str, list[Any]], device: str) -> list[str]:
+    """Implementations that take at least one of the grid's dtypes here; trainstep alone where its tiles are set."""
+    if any(name in grid for name in TILE_FIELDS):
+        return ["trainstep"]
+    absent = [] if importlib.util.find_spec("flash_attn") else ["flash_attn"]
+    left_out = [*absent, *(_SLOW_TO_COMPILE if device == "cpu" else ())]
+    known = [name for name in IMPLEMENTATIONS if name not in left_out]
+    return [
+        name
+        for name in known
+        if any(
+            build_attention({"implementation": name, "dtype": dtype, "device": device}).refusal is None
+            for dtype in grid.get("dtype", ["fp32"])
+        )
+    ]
+
+
+def _runs_algorithm(cells: Sequence[Cell]) -> bool:
+    return any((cell.config["device"], cell.config["implementation"]) == ("cpu", "trainstep") for cell in cells)

@@ -1,0 +1,114 @@
+"""One attention kernel by itself, to be launched with any tile: the tensors it reads and writes, and what they should be.
+
+`kernel = LoneKernel(config, problem_tensors)`, `bound = kernel.bind(tile)`, `kernel.run(bound)`, then `kernel.outputs`.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainstep.config.attention_tiles import AttentionTilesConfig
+from trainstep.ops import reference
+from trainstep.ops.flash_attention.launch import BoundKernel, Problem
+from trainstep.ops.flash_attention.tiles import Arithmetic, Pass, TileConfig
+
+try:
+    from trainstep.ops.flash_attention.backward import bind_backward
+    from trainstep.ops.flash_attention.forward import bind_forward, launch_forward
+except ImportError:  # no triton for this platform: no GPU it could drive either
+    bind_backward = bind_forward = launch_forward = None  # type: ignore[assignment]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Shape = tuple[int, int, int, int]
+
+
+class Operands(NamedTuple):
+    """What kernels read: `o` and `lse` are the forward kernel's, which backward's read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    o: Tensor
+    lse: Tensor
+
+
+def arithmetic_of(config: AttentionTilesConfig) -> Arithmetic:
+    return Arithmetic.HALF if config.arithmetic in _DTYPES else Arithmetic(config.arithmetic)
+
+
+def problem_of(config: AttentionTilesConfig) -> Problem:
+    return Problem(config.head_dim**-0.5, config.mask == "causal", False, arithmetic_of(config))
+
+
+def normal_tensors(
+    config: AttentionTilesConfig, q_shape: Shape, k_shape: Shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the output's gradient: random normal, in the config's dtype."""
+    generator = torch.Generator(config.device).manual_seed(config.seed)
+    dtype = _DTYPES.get(config.arithmetic, torch.float32)
+    q, k, v, do = (
+        torch.randn(shape, device=config.device, generator=generator).to(dtype)
+        for shape in (q_shape, k_shape, k_shape, q_shape)
+    )
+    return q, k, v, do
+
+
+def operands_of(config: AttentionTilesConfig) -> Operands:
+    """The whole problem's, with what the forward kernel makes of it by the table's tile."""
+    batch, heads, positions = config.sizes
+    shape = (batch, heads, positions, config.head_dim)
+    q, k, v, do = normal_tensors(config, shape, shape)
+    return Operands(q, k, v, do, *launch_forward(q, k, v, problem_of(config)))
+
+
+def reference_outputs(
+    config: AttentionTilesConfig, tensors: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """o, lse, dq, dk and dv by ops/reference.py in a dtype."""
+    q, k, v, do = (x.to(dtype) for x in tensors)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    causal = config.mask == "causal"
+    o = reference.attention(*leaves, causal=causal)
+    dq, dk, dv = torch.autograd.grad(o, leaves, do)
+    lse = reference.attention_lse(q, k, causal=causal)
+    return {"o": o.detach(), "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+class LoneKernel:
+    """The config's kernel on these operands."""
+
+    def __init__(self, config: AttentionTilesConfig, operands: Operands) -> None:
+        self._pass = Pass(config.kernel)
+        self._problem = problem_of(config)
+        self._operands = operands
+        q, k, v, do, o, lse = operands
+        if self._pass is Pass.FORWARD:
+            self.outputs: Mapping[str, Tensor] = {"o": torch.empty_like(q), "lse": torch.empty_like(lse)}
+            inputs: tuple[Tensor, ...] = (q, k, v)
+        else:
+            read = (q,) if self._pass is Pass.QUERY_GRADIENTS else (k, v)
+            names = ("dq",) if self._pass is Pass.QUERY_GRADIENTS else ("dk", "dv")
+            self.outputs = {name: torch.empty_like(like) for name, like in zip(names, read, strict=True)}
+            inputs = (q, k, v, do, lse, (o.float() * do.float()).sum(-1))
+        self._arguments = (*inputs, *self.outputs.values())
+
+    def bind(self, tile: TileConfig) -> BoundKernel:
+        """The kernel with this tile."""
+        q, k, v, do, o, _ = self._operands
+        if self._pass is Pass.FORWARD:
+            return bind_forward(
+                q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), q.dtype, q.device, self._problem, tile
+            )
+        both = bind_backward(
+            q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), q.stride(), k.stride(),
+            v.stride(), q.dtype, q.device, self._problem, tile, tile,
+        )  # fmt: skip
+        return both[self._pass]
+
+    def run(self, bound: BoundKernel) -> None:
+        """Launch it; the outputs are there once the device is done."""
+        bound(*self._arguments)

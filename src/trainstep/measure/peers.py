@@ -1,0 +1,238 @@
+"""Implementations of attention by name, each a callable (q, k, v) -> output on tensors laid out as the config says.
+
+`attend_named(config)` builds one, or raises CellFailed where it is not installed or its tile cannot run; `why_refused` turns
+what its first call raised into a sentence where that is a refusal and no fault. What is known without trying stands in
+AttentionConfig.refusal.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainstep.config.attention import TILE_FIELDS, AttentionConfig
+from trainstep.measure.failures import CellFailed
+from trainstep.ops import reference
+from trainstep.ops.flash_attention import Tiles, flash_attention
+from trainstep.ops.flash_attention.launch import device_of
+from trainstep.ops.flash_attention.tiles import Arithmetic, Pass, TileConfig, choose_row, why_illegal
+from trainstep.records.record import Failure
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_SDPA_BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
+_FLASH_ATTN_MODULES = ("flash_attn.cute", "flash_attn")
+"""flash-attn-4 first: it is the faster one where both are installed."""
+_SMALL_TILE = 64 * 64
+_REASONS_TOLD = 2
+
+
+def attend_named(config: AttentionConfig) -> Attend:
+    """The implementation that the config names."""
+    name = config.implementation
+    if name == "trainstep":
+        return _trainstep(config)
+    if name == "flash_attn":
+        return _flash_attn(config)
+    if name in ("plain_compiled", "flex"):
+        # A process measures many cells, and after some recompilations of one function torch would run it eagerly.
+        torch.compiler.reset()
+    if name == "flex":
+        return _on_heads(config, _flex(config))
+    plain = _on_heads(config, _plain(config))
+    if name == "plain":
+        return plain
+    return torch.compile(plain, dynamic=False) if name == "plain_compiled" else _on_heads(config, _sdpa(config))
+
+
+def as_BHSD(x: Tensor, layout: str) -> Tensor:
+    """A view with heads second, whatever the layout."""
+    return x.unsqueeze(1) if layout == "BSD" else x.transpose(1, 2) if layout == "BSHD" else x
+
+
+def refused(message: str, kind: str = "unsupported") -> CellFailed:
+    """The failure of a cell that was never run."""
+    return CellFailed(Failure(kind=kind, phase="build", message=" ".join(message.split())))
+
+
+def why_refused(config: AttentionConfig, error: Exception, warnings: Sequence[str]) -> str | None:
+    """A sentence where the first call's error says that this case is not taken; None for a fault.
+
+    `warnings`: what was said meanwhile: torch tells there why a backend of its own declined.
+    """
+    name = config.implementation
+    if name.startswith("sdpa_") and "No available kernel" in str(error):
+        reasons = [text.partition(" (Triggered internally")[0].strip() for text in warnings]
+        told = [text.rstrip(".") for text in reasons if text and "not used because" not in text]
+        because = "; ".join(dict.fromkeys(told[:_REASONS_TOLD])) or "torch gives no reason"
+        return f"implementation: {name} does not take this case: {because}"
+    if name == "trainstep" and isinstance(error, ValueError):
+        return f"implementation: {name} does not take this case: {error}"
+    if type(error).__name__ == "OutOfResources":  # Triton's, of a block's shared memory
+        return f"implementation: {name} does not fit this GPU: {error}"
+    return None
+
+
+def _on_heads(config: AttentionConfig, attend: Attend) -> Attend:
+    """The same on tensors of the config's layout."""
+    layout = config.layout
+    if layout == "BHSD":
+        return attend
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o_BHSD = attend(as_BHSD(q, layout), as_BHSD(k, layout), as_BHSD(v, layout))
+        return o_BHSD.squeeze(1) if layout == "BSD" else o_BHSD.transpose(1, 2)
+
+    return run
+
+
+def _plain(config: AttentionConfig) -> Attend:
+    causal, alignment = config.causal, config.causal_alignment
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attention(q, k, v, causal=causal, causal_alignment=alignment)
+
+    return run
+
+
+def _sdpa(config: AttentionConfig) -> Attend:
+    backend, causal = _SDPA_BACKENDS[config.implementation], config.causal
+    shares_keys = config.group_heads != config.heads
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shares_keys)
+
+    return run
+
+
+def _flex(config: AttentionConfig) -> Attend:
+    """FlexAttention, compiled; so is the making of its block mask, which eagerly would write out the S x S matrix."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # it imports the compiler: 1.5 s
+
+    offset = config.key_count - config.seq if config.bottom_right else 0
+    shares_keys = config.group_heads != config.heads
+    mask = None
+    if config.causal:
+        make_mask = torch.compile(create_block_mask, dynamic=False)
+        mask = make_mask(
+            lambda _b, _h, q, k: q + offset >= k, None, None, config.seq, config.key_count, device=config.device
+        )
+    run_flex = torch.compile(flex_attention, dynamic=False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output: Tensor = run_flex(q, k, v, block_mask=mask, enable_gqa=shares_keys)
+        return output
+
+    return run
+
+
+def _flash_attn(config: AttentionConfig) -> Attend:
+    """The package flash-attn, on (batch, seq, heads, head_dim)."""
+    functions = (_function_of(module, "flash_attn_func") for module in _FLASH_ATTN_MODULES)
+    attend = next(filter(None, functions), None)
+    if attend is None:
+        raise refused("implementation: flash_attn is not installed; pip install flash-attn-4", "import_error")
+    causal, layout = config.causal, config.layout
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        tensors = (x if layout == "BSHD" else as_BHSD(x, layout).transpose(1, 2) for x in (q, k, v))
+        found = attend(*tensors, causal=causal)
+        o_BSHD: Tensor = found[0] if isinstance(found, tuple) else found  # with the log-sum-exp in flash-attn-4
+        if layout == "BSHD":
+            return o_BSHD
+        return o_BSHD.squeeze(2) if layout == "BSD" else o_BSHD.transpose(1, 2)
+
+    return run
+
+
+def _function_of(module: str, name: str) -> Callable[..., Tensor | tuple[Tensor, ...]] | None:
+    """The function, or None where the module or anything it needs is absent."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _trainstep(config: AttentionConfig) -> Attend:
+    tiles = own_tiles(config) if config.has_own_tile else None
+    layout = "BSHD" if config.layout == "BSHD" else "BHSD"
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output: Tensor = flash_attention(  # type: ignore[assignment]
+            q,
+            k,
+            v,
+            is_causal=config.causal,
+            enable_gqa=True,
+            causal_alignment=config.causal_alignment,
+            layout=layout,
+            fp32_precision=config.fp32_precision,
+            tiles=tiles,
+        )
+        return output
+
+    return run
+
+
+def own_tiles(config: AttentionConfig) -> Tiles:
+    """The config's tile for every kernel of its direction. CellFailed, with the reason, where one cannot run."""
+    device = device_of(torch.device(config.device))
+    arithmetic = Arithmetic(config.fp32_precision or "ieee") if config.dtype == "fp32" else Arithmetic.HALF
+    tiles = {}
+    for pass_ in Pass:
+        try:
+            row = choose_row(
+                pass_,
+                head_dim=config.head_dim,
+                arithmetic=arithmetic,
+                architecture=device.architecture,
+                shared_memory_bytes=device.shared_memory_bytes,
+            )
+        except ValueError as error:
+            raise refused(f"implementation: {error}") from None
+        tiles[pass_] = row.config
+        if config.direction == "forward" and pass_ is not Pass.FORWARD:
+            continue  # never launched: the table's will do
+        tile = tiles[pass_] = _own_tile(config, row.config)
+        reason = why_illegal(
+            tile,
+            pass_=pass_,
+            head_dim=config.head_dim,
+            arithmetic=arithmetic,
+            shared_memory_bytes=device.shared_memory_bytes,
+        )
+        if reason:
+            shape = f"{tile.block_q} x {tile.block_k}, {tile.num_warps} warps, {tile.num_stages} stages"
+            given = next(name for name in TILE_FIELDS if getattr(config, name) is not None)
+            raise refused(f"{given}: illegal tile: {reason} ({pass_}, {shape})")
+    if config.device == "cpu":
+        raise refused("device: not for a CPU: algorithm.py, which runs there, has tiles of its own")
+    return Tiles(
+        forward=tiles[Pass.FORWARD],
+        key_gradients=tiles[Pass.KEY_GRADIENTS],
+        query_gradients=tiles[Pass.QUERY_GRADIENTS],
+    )
+
+
+def _own_tile(config: AttentionConfig, from_table: TileConfig) -> TileConfig:
+    """What the config gives, the rest from the table; warps by the tile's size, since the table's go with its own."""
+    block_q, block_k = config.blocks
+    if block_q is None and block_k is None:
+        num_warps = from_table.num_warps
+    else:
+        num_warps = 4 if (block_q or from_table.block_q) * (block_k or from_table.block_k) <= _SMALL_TILE else 8
+    return TileConfig(
+        block_q=block_q or from_table.block_q,
+        block_k=block_k or from_table.block_k,
+        num_warps=config.num_warps or num_warps,
+        num_stages=config.num_stages or from_table.num_stages,
+    )

@@ -1,0 +1,48 @@
+"""The largest batch or context that fits: trials in fresh processes, doubling until one runs out of memory, then halving the gap.
+
+    for record in largest_fit(cell, "batch_size", run): ...     # every trial's record, as soon as it is there
+
+Found by trial alone: no formula knows the allocator's fragmentation or a library's workspaces. A trial that fails otherwise
+(a time-out, a crash) ends the search, since it says nothing of memory.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from trainstep.config.cell import Cell
+from trainstep.config.fields import MOST
+from trainstep.config.parsing import memory_from_plain, to_plain
+from trainstep.records.record import Record
+
+FIELDS = ("batch_size", "context")
+_RESOLUTION = 64
+"""The gap left is at most this part of the value: exact below twice that."""
+
+
+def largest_fit(cell: Cell, field: str, run: Callable[[Cell], Record]) -> Iterator[Record]:
+    """Records of all trials, from the cell's own value on."""
+    fits, fails = 0, MOST + 1
+    value = int(cell.config[field])
+    while value <= MOST and fails - fits > max(1, fits // _RESOLUTION):
+        record = run(at(cell, field, value))
+        yield record
+        if record.failure is not None and record.failure.kind != "out_of_memory":
+            return
+        if record.failure is None:
+            fits = value
+        else:
+            fails = value
+        if fails > MOST:
+            value = 2 * fits
+        elif not fits:
+            value = fails // 2
+        else:
+            value = (fits + fails) // 2
+        if value < 1:
+            return
+
+
+def at(cell: Cell, field: str, value: int) -> Cell:
+    """The cell with another value there, checked like any."""
+    config = to_plain(dataclasses.replace(memory_from_plain(cell.config), **{field: value}))
+    return Cell(workload=cell.workload, config=config, point={**cell.point, field: value})

@@ -1,0 +1,28 @@
+"""Every table of a report: attention's own, one of cells for each other workload."""
+
+from collections.abc import Sequence
+
+from trainstep.report.attention_rows import WORKLOAD
+from trainstep.report.attention_tables import attention_tables
+from trainstep.report.memory_tables import WORKLOAD as MEMORY
+from trainstep.report.memory_tables import memory_tables
+from trainstep.report.numerics_tables import WORKLOAD as NUMERICS
+from trainstep.report.numerics_tables import numerics_tables
+from trainstep.report.profile_tables import profile_tables
+from trainstep.report.rows import Row
+from trainstep.report.tables import Table, cell_tables
+from trainstep.report.tiles_page import summary_table, tile_tables
+
+
+def all_tables(rows: Sequence[Row], *, compared: bool = True) -> list[Table]:
+    """Tables of cells; `compared`: with the ratios that a workload's implementations always have against each other."""
+    others = [row for row in rows if row.record.workload not in (WORKLOAD, MEMORY, NUMERICS)]
+    tiles = [*summary_table(rows), *tile_tables(rows)] if compared else []
+    return [
+        *cell_tables(others),
+        *attention_tables(rows, compared=compared),
+        *numerics_tables(rows),
+        *memory_tables(rows),
+        *(profile_tables(rows) if compared else []),
+        *tiles,
+    ]

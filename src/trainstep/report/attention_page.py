@@ -1,0 +1,97 @@
+"""What a page shows of attention: which is fastest and right, in sentences made from the numbers, then charts and tables."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from trainstep.report.attention_charts import attention_charts, ratio_charts
+from trainstep.report.attention_panels import MAXIMUM_GROUPS, groups_left_out
+from trainstep.report.attention_ratios import Ratio, geometric_mean, ratio_tables, ratios
+from trainstep.report.attention_rows import (
+    OURS,
+    Configuration,
+    attention_rows,
+    configurations,
+    flag,
+    implementation,
+    implementations,
+    time_summary,
+)
+from trainstep.report.attention_tables import accounting_tables, cells_table, side_by_side
+from trainstep.report.attention_tile_map import tile_chart, tile_tables
+from trainstep.report.rows import Row
+from trainstep.report.section import Section
+from trainstep.report.tables import times_words
+
+
+def attention_sections(rows: Sequence[Row]) -> list[Section]:
+    """Side by side, ours against each, tiles, every cell: those that these rows have."""
+    mine = attention_rows(rows)
+    if not mine:
+        return []
+    found = configurations(mine)
+    against = ratios(found)
+    tiles = tile_chart(mine)
+    # Of ours alone at many tiles, lines against the length would show one tile each time.
+    overview = tiles is None or len(implementations(mine)) > 1
+    made = [
+        Section(
+            title="Attention",
+            paragraphs=(*_fastest(found), *_wrong(mine), *_left_out(found)),
+            charts=tuple(attention_charts(found)) if overview else (),
+            tables=tuple(side_by_side(found)),
+        )
+    ]
+    if against:
+        title = "Attention: ours against each"
+        charts, tables = tuple(ratio_charts(against)), tuple(ratio_tables(against))
+        made.append(Section(title=title, paragraphs=tuple(_against(against)), charts=charts, tables=tables))
+    if tiles:
+        made.append(Section(title="Attention: tiles", charts=(tiles,), tables=tuple(tile_tables(mine))))
+    tables = (cells_table(mine), *accounting_tables(mine))
+    made.append(Section(title="Attention: every cell", tables=tables))
+    return [section for section in made if section.paragraphs or section.charts or section.tables]
+
+
+def _fastest(found: Sequence[Configuration]) -> list[str]:
+    """Who has the smallest median time, in how many configurations where there was a choice."""
+    winners: Counter[str] = Counter()
+    for one in found:
+        times = {name: time.median for name, row in one.cells.items() if (time := time_summary(row.record))}
+        if len(times) > 1:
+            winners[min(times, key=lambda name: times[name])] += 1
+    if not winners:
+        return []
+    said = ", ".join(f"{name} in {count}" for name, count in winners.most_common())
+    return [f"Of {winners.total()} configurations in which several implementations ran, fastest by the median: {said}."]
+
+
+def _wrong(rows: Sequence[Row]) -> list[str]:
+    """Cells whose result a reader should not trust, by implementation."""
+    kinds = {
+        "gave NaN or infinity": [row for row in rows if flag(row.record, "has_nan")],
+        "gave other bits when run again": [row for row in rows if flag(row.record, "deterministic") is False],
+    }
+    return [f"{len(wrong)} of {len(rows)} cells {what}: {_counted(wrong)}." for what, wrong in kinds.items() if wrong]
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    counts = Counter(map(implementation, rows))
+    return ", ".join(f"{name} {counts[name]}" for name in implementations(rows))
+
+
+def _against(found: Sequence[Ratio]) -> list[str]:
+    """A sentence a peer: the geometric mean over all configurations where both ran."""
+    said = []
+    for peer in implementations([one.theirs for one in found]):
+        mine = [one for one in found if one.peer == peer and one.found and one.found.ratio]
+        mean = geometric_mean(mine)
+        if mean:
+            said.append(f"{times_words(1 / mean)} as fast as {peer} ({len(mine)} configurations)")
+    return [f"{OURS} is, in the geometric mean, {'; '.join(said)}."] if said else []
+
+
+def _left_out(found: Sequence[Configuration]) -> list[str]:
+    left = groups_left_out(found)
+    if not left:
+        return []
+    return [f"Charts show the first {MAXIMUM_GROUPS} of {MAXIMUM_GROUPS + left} groups; tables have all."]

@@ -1,0 +1,128 @@
+"""`trainstep attention`: from nothing to a table on a CPU, refusals as cells, and bad input as one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cell_maker import finish, start
+from sources import ROOT
+from trainstep.cli import app
+from trainstep.cli.attention import runnable, with_defaults
+from trainstep.config.grid import expand
+from trainstep.config.sweep import load_sweep
+from trainstep.records.record import Record
+from trainstep.records.store import Store
+
+QUICK = ["--device", "cpu", "--seq", 32, "--heads", 2, "--steps", 3, "--warmups", 1]
+
+
+def attention(folder: Path, *arguments: object) -> tuple[int, str, str, list[Record]]:
+    """Exit code, stdout, stderr and records of `trainstep attention` in a folder."""
+    code, out, err = finish(start("attention", *arguments, folder=folder), timeout_s=100)
+    assert "Traceback" not in err
+    told = [line.removeprefix("records: ") for line in (out + err).splitlines() if line.startswith("records: ")]
+    return code, out, err, Store(folder / told[0]).read()
+
+
+def test_implementations_side_by_side(tmp_path: Path):
+    names = ["plain", "sdpa_cudnn", "trainstep"]
+    code, out, err, records = attention(tmp_path, *QUICK, "--implementation", ",".join(names), "--direction", "forward")
+    assert code == 0, "what a peer does not take is a result"
+    assert [record.config["implementation"] for record in records] == names
+    assert [record.failure and record.failure.kind for record in records] == [None, "unsupported", None]
+    assert "runs on GPUs only" in out
+    assert "algorithm.py (tiled PyTorch)" in out
+    assert "memory accounting" in out
+    assert "On a CPU trainstep's attention is algorithm.py" in out
+    assert "[1/3] plain: done in" in err
+    [path] = (tmp_path / "runs").iterdir()
+    assert path.name.startswith("attention-")
+
+
+def test_compared_as_json(tmp_path: Path):
+    options = ["--implementation", "plain,trainstep", "--compare", "implementation", "--json", "--out", "a.jsonl"]
+    code, out, err, records = attention(tmp_path, *QUICK, *options)
+    assert code == 0
+    assert [record.fact("interleaving") for record in records] == ["live", "live"]
+    assert len({record.fact("interleaving_group") for record in records}) == 1
+    rows = json.loads(out)
+    assert any(row.get("compared_along") == "implementation" and row["ratio"] for row in rows)
+    assert "On a CPU trainstep's attention is algorithm.py" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_peer_that_is_not_installed(tmp_path: Path):
+    code, out, _, [record] = attention(tmp_path, *QUICK, "--implementation", "flash_attn")
+    assert code == 0
+    assert record.failure is not None
+    assert "runs on GPUs only" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--implementation nope", "implementation: 'nope' is not known"),
+        ("--seq 0", "seq: must be a whole number of at least 1, not 0"),
+        ("--seq long", "seq: must be a whole number, not 'long'"),
+        ("--seq 1,,2", "seq: an empty value in '1,,2'"),
+        ("--layout BSD --heads 4", "heads: layout BSD has none to hold 4"),
+        ("--block-q 64 --implementation plain", "block_q: tiles are trainstep's"),
+        ("--fp32-precision tf32", "fp32_precision: tf32 is of NVIDIA matrix units"),
+        ("--l2 cold", "l2: cold is a GPU's cache"),
+        ("--compare seq --seq 16", "compare: the grid does not vary along 'seq'"),
+        ("--timeout-s 0", "timeout_s: must be a positive number"),
+        ("--page . --seq 16", "page: . cannot be written"),
+        ("--sek 3", "Unknown option"),
+    ],
+)
+def test_bad_input(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["attention", "--device", "cpu", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"trainstep: {sentence}")
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_left_open():
+    on_a_cpu = with_defaults({}, "cpu")
+    assert (
+        on_a_cpu["implementation"] == ["sdpa_flash", "sdpa_math", "trainstep"]
+        or on_a_cpu["implementation"][0] == "plain"
+    )
+    assert {"plain", "trainstep"} <= set(on_a_cpu["implementation"])
+    assert not {"plain_compiled", "flex", "sdpa_cudnn"} & set(on_a_cpu["implementation"])
+    on_a_gpu = with_defaults({}, "cuda")
+    assert (on_a_gpu["seq"], on_a_gpu["dtype"]) == ([1024, 4096], ["bf16"])
+    assert {"flex", "sdpa_cudnn", "plain_compiled"} <= set(on_a_gpu["implementation"])
+    assert with_defaults({"layout": ["BSD"]}, "cuda")["heads"] == [1]
+    assert with_defaults({"block_q": [64]}, "cuda")["implementation"] == ["trainstep"]
+    assert with_defaults({"implementation": ["flex"]}, "cpu")["implementation"] == ["flex"], "as asked"
+
+
+def test_runnable_by_dtype():
+    assert "sdpa_flash" not in runnable({"dtype": ["fp32"]}, "cuda")
+    assert "sdpa_flash" in runnable({"dtype": ["fp32", "bf16"]}, "cuda")
+
+
+@pytest.mark.parametrize(("name", "cells"), [("attention", 80), ("flash", 600), ("tiles", 50)])
+def test_the_sweeps(name: str, cells: int):
+    config = load_sweep(ROOT / "sweeps" / f"{name}.toml")
+    assert len(expand(config.grid, {"device": "cuda"})) == cells
+    assert len(expand(config.grid, {"device": "cpu"})) == cells, "and on a CPU"
+
+
+def test_a_sweep_resumes_over_refusals(tmp_path: Path):
+    grid: dict[str, Any] = {"block_q": '[24, "rule"]', "seq": 32, "heads": 2, "steps": 2}
+    lines = "\n".join(f"{name} = {value}" for name, value in grid.items())
+    (tmp_path / "t.toml").write_text(f'[grid]\nworkload = "attention"\nimplementation = "trainstep"\n{lines}\n')
+    for _ in range(2):
+        code, out, err = finish(
+            start("sweep", "t.toml", "--device", "cpu", "--retry-failed", folder=tmp_path), timeout_s=100
+        )
+        assert (code, "illegal tile" in out) == (0, True), err
+    assert len(Store(tmp_path / "runs" / "t.jsonl").read()) == 2, "the second time nothing was run"

@@ -1,0 +1,107 @@
+"""The reference in chunks is the reference: against it whole, for every mask, and errors are seen where there are some."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainstep.config.attention import AttentionConfig
+from trainstep.measure import attention_checks
+from trainstep.measure.attention_checks import check_values, chosen_key_heads, query_chunks, reference_values
+from trainstep.measure.attention_inputs import Tensors, random_tensors
+from trainstep.measure.peers import attend_named
+from trainstep.ops import reference
+
+SMALL = {"batch": 2, "heads": 6, "key_heads": 3, "seq": 50, "head_dim": 8}
+CPU = torch.device("cpu")
+
+
+def a_config(**fields: Any) -> AttentionConfig:
+    return AttentionConfig(**{**SMALL, **fields})
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("keys", [20, 50, 80])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_chunks_cover_every_query_that_sees_a_key(mask: str, keys: int, alignment: str, rows: int):
+    config = a_config(mask=mask, keys=keys, causal_alignment=alignment)
+    offset = keys - 50 if alignment == "bottom_right" else 0
+    seen = [min(max(query + 1 + offset, 0), keys) if mask == "causal" else keys for query in range(50)]
+    found = [0] * 50
+    for first, end, most, masked in query_chunks(config, rows):
+        assert end - first <= rows
+        for query in range(first, end):
+            assert found[query] == 0, "once"
+            found[query] = most - (end - 1 - query) if masked else most
+    assert found == seen
+
+
+@pytest.mark.parametrize("chunk_pairs", [1, 3000, 10**9])
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("keys", [20, 50, 80])
+def test_chunks_against_the_whole(keys: int, alignment: str, chunk_pairs: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention_checks, "_CHUNK_PAIRS", {"cpu": chunk_pairs})
+    config = a_config(keys=keys, causal_alignment=alignment, layout="BSHD")
+    tensors = random_tensors(config, CPU)
+    found = reference_values(config, tensors, list(range(6)), torch.float64)
+    leaves = [x.detach().transpose(1, 2).double().requires_grad_() for x in tensors.leaves]
+    o = reference.attention(*leaves, causal=True, causal_alignment=alignment)
+    gradients = torch.autograd.grad(o, leaves, tensors.do.transpose(1, 2).double())
+    lse = reference.attention_lse(*(x.detach() for x in leaves[:2]), causal=True, causal_alignment=alignment)
+    whole = {"output": o.detach(), "lse": lse[..., None], **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    for name, value in whole.items():
+        torch.testing.assert_close(
+            found[name], value.reshape(found[name].shape), msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_heads_are_chosen_by_what_they_cost(monkeypatch: pytest.MonkeyPatch):
+    pairs_of_one = 50 * 50 * 2  # two query heads read a key head
+    for paid, count in ((0, 1), (pairs_of_one, 1), (3 * pairs_of_one, 3), (100 * pairs_of_one, 6)):
+        monkeypatch.setattr(attention_checks, "_PAIRS", {"cpu": paid})
+        chosen = chosen_key_heads(a_config())
+        assert len(set(chosen)) == count
+        assert set(chosen) <= set(range(6))
+
+
+def values_of(attend: Any, **fields: Any) -> dict[str, Any]:
+    config = a_config(**fields)
+    facts = check_values(config, random_tensors(config, CPU), attend)
+    return {name: fact.value for name, fact in facts.items()}
+
+
+def test_an_error_is_seen():
+    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 1.01 * reference.attention(q, k, v, causal=True)
+
+    found = values_of(wrong, implementation="plain")
+    for name in ("output", "dq", "dk", "dv"):
+        assert found[f"error_{name}"] == pytest.approx(0.01, rel=0.01)
+    assert found["error_same_dtype"] < 1e-5
+    assert found["has_nan"] == 0
+
+
+def test_nan_and_chance_are_seen():
+    def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attention(q, k, v, causal=True) / 0.0
+
+    found = values_of(broken, implementation="plain")
+    assert found["has_nan"] == 1
+    assert "error_output" not in found, "no number, rather than one that JSON cannot hold"
+
+    def by_chance(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attention(q, k, v, causal=True) + 1e-3 * torch.rand(())
+
+    assert values_of(by_chance, implementation="plain")["deterministic"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sixteen_bits_beside_plain_in_the_same(dtype: str):
+    config = a_config(implementation="trainstep", dtype=dtype)
+    tensors: Tensors = random_tensors(config, CPU)
+    facts = check_values(config, tensors, attend_named(config))
+    assert facts["error_checked"].value.endswith("against float32")
+    assert 1e-4 < facts["error_same_dtype"].value < 2e-2
+    assert facts["error_output"].value <= 2 * facts["error_same_dtype"].value

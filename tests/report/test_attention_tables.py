@@ -1,0 +1,244 @@
+"""Attention's tables in every format: numbers worked out by hand, failures as short cells with their reasons below."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attention_records import OURS, attention, lengths, tiles
+from trainstep.cli.report import report
+from trainstep.records.record import Failure, Record
+from trainstep.records.store import Store
+from trainstep.report import frames
+from trainstep.report.all_tables import all_tables
+from trainstep.report.attention_rows import configurations, failure_cell
+from trainstep.report.tables import Table, three_digits
+from trainstep.report.terminal import plain
+
+GIB = 2**30
+OOM = Failure(kind="out_of_memory", phase="forward", message="ran out of memory", asked_bytes=2 * GIB)
+TAKES = {"interleaving": "live", "turn_steps": 1, "interleaving_group": "g"}
+
+
+def by_title(tables: list[Table]) -> dict[str, Table]:
+    return {table.title.removeprefix("Attention: "): table for table in tables}
+
+
+def texts(table: Table) -> list[dict[str, str]]:
+    titles = [column.title for column in table.columns]
+    return [dict(zip(titles, (entry.text for entry in row), strict=True)) for row in table.entries]
+
+
+@pytest.fixture
+def pair(rows):
+    """SDPA takes 4 ms and ours 2 ms with 8e9 FLOPs; plain ran out of memory; cuDNN refused."""
+    refused = Failure(kind="unsupported", phase="build", message="implementation: sdpa_cudnn does not take float32")
+    facts = {"flops": 8_000_000_000, "peak_bytes": 3 * GIB, "held_bytes": GIB // 2, **TAKES}
+    return rows(
+        [
+            attention(implementation="plain", failure=OOM, facts={"needed_bytes": round(68.7 * GIB)}),
+            attention(implementation="sdpa_flash", time_s=[0.004] * 6, facts=facts),
+            attention(implementation="sdpa_cudnn", failure=refused),
+            attention(implementation=OURS, time_s=[0.001, 0.002, 0.002, 0.002, 0.002, 0.009], facts=facts),
+        ]
+    )
+
+
+def test_implementations_stand_side_by_side(pair):
+    tables = by_title(all_tables(pair))
+    (times,), (rates,) = texts(tables["time (ms)"]), texts(tables["TFLOP/s"])
+    assert times["sdpa_flash"] == "4.000 ± 0.000"
+    assert times[OURS] == "2.000 ± 2.966"  # the median, which one slow call does not move
+    assert (rates["sdpa_flash"], rates[OURS]) == ("2.00", "4.00")
+    assert texts(tables["peak memory (GiB)"])[0][OURS] == "3.00"
+    assert texts(tables["memory held before backward (GiB)"])[0][OURS] == "0.500"
+    assert list(times)[-4:] == [OURS, "plain", "sdpa_flash", "sdpa_cudnn"]
+
+
+def test_failures_are_cells_of_every_table_with_reasons_below(pair):
+    for title in ("time (ms)", "TFLOP/s", "peak memory (GiB)", "Ours against each: ratio of times"):
+        table = by_title(all_tables(pair))[title]
+        cells = [entry.text for entry in table.entries[0]]
+        assert "OOM (needs 68.7 GiB)" in cells
+        assert "does not take float32" in cells
+    times = by_title(all_tables(pair))["time (ms)"]
+    assert times.note.count("OOM (needs …): out of memory; ") == 1
+    for write in (plain, frames.markdown, frames.latex):
+        assert "sdpa_cudnn does not take float32." in write([times]).replace("\\_", "_")
+
+
+def test_ours_against_each_has_an_interval(pair):
+    tables = by_title(all_tables(pair))
+    (ratio,) = texts(tables["Ours against each: ratio of times"])
+    assert ratio["ours / sdpa_flash"].startswith("0.500 [")
+    (mean,) = texts(tables["Ours against each: geometric means"])
+    assert (mean["against"], mean["configurations"], mean["time, ours / theirs"]) == ("sdpa_flash", "1", "0.500")
+    assert mean["speed, ours / theirs"] == "2.000"
+    assert [one["against"] for one in tables["Ours against each: ratio of times"].raw] == [
+        "plain",
+        "sdpa_flash",
+        "sdpa_cudnn",
+    ]
+
+
+def test_geometric_means_over_all_and_over_long_lengths(rows):
+    records = []
+    for seq, ratio in ((1024, 2.0), (4096, 0.5), (16384, 0.125)):
+        records += [attention(implementation="flex", seq=seq, time_s=[1.0] * 5)]
+        records += [attention(seq=seq, time_s=[ratio] * 5)]
+    found = texts(by_title(all_tables(rows(records)))["Ours against each: geometric means"])
+    assert [(one["lengths"], one["time, ours / theirs"]) for one in found] == [("all", "0.500"), ("≥ 4,096", "0.250")]
+    assert (found[0]["faster"], found[0]["slower"]) == ("2", "1")
+
+
+def test_no_ratio_across_machines_nor_of_too_few_values(rows):
+    peer, ours = attention(implementation="flex"), attention()
+    other = replace(ours, environment=replace(ours.environment, triton="3.9.9"))
+    assert not any("Ours" in table.title for table in all_tables(rows([peer, other])))
+    few = attention(time_s=[1.0, 1.0])
+    (table,) = [table for table in all_tables(rows([peer, few])) if "Ours" in table.title]
+    assert texts(table)[0]["ours / flex"] == "no ratio"
+    assert "No ratio: too few values: 2, and at least 3 are needed" in table.note
+
+
+def test_every_cell_has_its_doubts_beside_its_time(rows):
+    facts = {
+        "error_output": 0.0021,
+        "error_dq": 0.004,
+        "has_nan": 1,
+        "deterministic": 0,
+        "afterwards_failed": "memory held: no",
+        "launch_bound": True,
+    }
+    records = [attention(facts={**facts, "which_ran": "triton_fwd"}), attention(implementation="plain", failure=OOM)]
+    ran, failed = texts(by_title(all_tables(rows(records)))["every cell"])
+    assert ran["error of output"] == "2.1e-03"
+    assert ran["of dq"] == "4.0e-03"
+    assert (ran["NaN"], ran["deterministic"], ran["which ran"], ran["launch-bound"]) == (
+        "yes",
+        "no",
+        "triton_fwd",
+        "yes",
+    )
+    assert ran["host (ms)"] == "0.0310 ± 0.0000"
+    assert ran["doubts"].startswith("NaN or infinity; not seen: memory held: no; ")
+    assert failed["time (ms)"].startswith("OOM (needs ")
+    assert failed["TFLOP/s"] == "–"
+    assert failed["doubts"] == "OOM in forward: asked for 2.00 GiB"
+
+
+def test_facts_may_be_missing(rows):
+    bare = [replace(one, facts={}) for one in (attention(), attention(implementation="plain"))]
+    tables = by_title(all_tables(rows(bare)))
+    assert "TFLOP/s" not in tables
+    assert "memory accounting" not in tables
+    assert "error of output" not in texts(tables["every cell"])[0]
+
+
+def test_what_memory_is_made_of(rows):
+    parts = {"inputs_bytes": GIB, "scores_bytes": 64 * GIB, "needed_bytes": 130 * GIB}
+    records = [attention(), attention(implementation="plain", failure=OOM, facts=parts)]
+    plain_row = texts(by_title(all_tables(rows(records)))["memory accounting"])[1]
+    assert (plain_row["inputs (GiB)"], plain_row["scores (GiB)"], plain_row["needed (GiB)"]) == ("1.00", "64.0", "130")
+    assert plain_row["peak seen (GiB)"] == "OOM (needs 130 GiB)"
+
+
+def test_tiles_have_a_row_a_query_tile_and_illegal_ones_a_reason(rows):
+    rule = attention(seq=1024, block_q="rule", block_k="rule", time_s=[0.5] * 5)
+    table = by_title(all_tables(rows([*tiles([1024]), rule])))["time by tile (ms)"]
+    found = {row["query tile"]: row for row in texts(table)}
+    assert list(found) == ["16", "32", "64", "128", "rule"]
+    assert found["128"]["key tile 128"] == "illegal tile"
+    assert found["rule"]["key tile rule"] == "500.0"
+    assert found["rule"]["key tile 16"] == "–"
+    assert "illegal tile: 128 x 128 needs 196,608 bytes of shared memory" in table.note
+
+
+def test_of_many_tiles_the_default_else_the_fastest_stands_side_by_side(rows):
+    tiled = [attention(block_q=64, block_k=key, time_s=[s] * 5) for key, s in ((32, 0.003), (64, 0.001))]
+    (one,) = configurations(rows(tiled))
+    assert one.cells[OURS].record.config["block_k"] == 64
+    assert one.left_aside == 1
+    (one,) = configurations(rows([*tiled, attention(time_s=[0.002] * 5)]))
+    assert one.cells[OURS].record.config["block_k"] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "cell"),
+    [
+        ("unsupported", "block_q: illegal tile: 128 x 128 (forward, 1 x 2)", "illegal tile: 128 x 128"),
+        ("unsupported", "implementation: flex is not for fp32; take bf16", "not for fp32"),
+        ("import_error", "implementation: flash_attn is not installed; pip install it", "import error"),
+        ("import_error", "implementation: flex is not installed; pip install it", "not installed"),
+        ("import_error", "ModuleNotFoundError: No module named 'x'", "import error"),
+        ("crash", "RuntimeError: CUDA error: an illegal memory access was encountered", "crash"),
+        ("timeout", "not done after 300 s", "time-out"),
+        ("unsupported", "w" * 90, "w" * 43 + "…"),
+    ],
+)
+def test_short_words_of_failures(kind, message, cell):
+    failure = Failure(kind=kind, phase="build", message=message)
+    assert failure_cell(attention(implementation="flex", failure=failure)) == cell
+
+
+def test_out_of_memory_without_what_it_needs():
+    bare = replace(attention(failure=OOM), facts={})
+    assert failure_cell(bare) == "OOM (asked for 2.00 GiB)"
+    assert failure_cell(replace(bare, failure=replace(OOM, asked_bytes=None))) == "OOM"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    path = tmp_path / "attention.jsonl"
+    for record in [*lengths(seqs=(256, 65536), head_dims=(64,)), *tiles([1024])]:
+        Store(path).append(record)
+    return path
+
+
+@pytest.mark.parametrize("format", ["terminal", "markdown", "latex", "csv", "json", "html"])
+def test_every_format_holds_every_kind_of_cell(store: Path, tmp_path: Path, format):
+    report([store], out=tmp_path / "out", format=format)
+    text = (tmp_path / "out").read_text(encoding="utf-8").replace(r"\_", "_")
+    told = ("out_of_memory", "unsupported") if format in ("csv", "json") else ("OOM (needs ", "does not take float32")
+    for part in (*told, "illegal tile", "plain_compiled", OURS):
+        assert part in text
+
+
+def test_csv_and_json_are_raw_with_the_whole_config(pair):
+    sheet = list(csv.DictReader(io.StringIO(frames.csv(all_tables(pair, compared=False)))))
+    assert len(sheet) == 4
+    ours = sheet[3]
+    assert float(ours["time_median_s"]) == 0.002
+    assert float(ours["flops_per_s"]) == 4e12
+    assert (ours["heads"], ours["mask"], ours["peak_bytes"]) == ("16", "causal", str(3 * GIB))
+    assert float(sheet[0]["needed_bytes"]) == round(68.7 * GIB)
+    values = json.loads(frames.json_text(all_tables(pair)))
+    assert [one["ratio"] for one in values if one.get("against") == "sdpa_flash"] == [pytest.approx(0.5)]
+
+
+def test_other_workloads_keep_their_own_table(rows, make):
+    tables = all_tables(rows([make(), attention(), attention(implementation="flex")]))
+    assert tables[0].title == "Training step"
+    assert len(tables[0].entries) == 1
+
+
+def test_three_digits():
+    assert [three_digits(value) for value in (68.72, 0.003906, 1024, 0, 12.3456)] == [
+        "68.7",
+        "0.00391",
+        "1,024",
+        "0",
+        "12.3",
+    ]
+
+
+def test_a_name_is_text_in_markdown_and_on_a_terminal(rows):
+    sly = attention()
+    config = {**sly.config, "implementation": "a|b\x1b[31m<i>"}
+    text = frames.markdown(all_tables(rows([Record(**{**vars(sly), "config": config}), attention(seq=64)])))
+    assert r"a\|b" in text
+    assert "<i>" not in text
+    assert "\x1b" not in plain(all_tables(rows([Record(**{**vars(sly), "config": config}), attention(seq=64)])))
