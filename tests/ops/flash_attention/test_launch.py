@@ -2,26 +2,39 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from trainstep.ops.flash_attention.launch import BoundKernel, Problem, device_of, strides
 from trainstep.ops.flash_attention.tiles import Arithmetic
 
 
+knobs = pytest.importorskip("triton").knobs
+
+
 class FakeKernel:
-    """Counts calls through Triton's own launch, and those that start the compiled kernel."""
+    """Keeps calls through Triton's own launch, those of the compiled kernel with hooks, and those that start it directly."""
 
     arg_names = ("x_ptr", "rows", "BLOCK")
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self) -> None:
-        self.bound, self.started = [], []
+        self.bound, self.hooked, self.started = [], [], []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **options: Any) -> "FakeKernel":
-            (self.bound if options else self.started).append((grid, arguments, options))
+            (self.bound if options else self.hooked).append((grid, arguments, options))
             return self
 
         return launch
+
+    def run(self, *arguments: Any) -> None:
+        self.started.append(arguments)
+
+
+@pytest.fixture(autouse=True)
+def stream_77(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 77, raising=False)
 
 
 def test_later_calls_start_the_compiled_kernel():
@@ -35,7 +48,24 @@ def test_later_calls_start_the_compiled_kernel():
     assert grid == (7, 1, 1)
     assert arguments == (x, 3, 64)
     assert options["num_warps"] == 4
-    assert [arguments for _, arguments, _ in kernel.started] == [(x, 3, 64)] * 2
+    assert kernel.started == [(7, 1, 1, 77, "function", "metadata", None, None, None, x.data_ptr(), 3, 64)] * 2
+    assert not kernel.hooked
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_called(hook: str):
+    kernel = FakeKernel()
+    bound = BoundKernel(kernel, 7, {"BLOCK": 64, "rows": 3}, num_warps=4)
+    x = torch.empty(8)
+    bound(x)
+    listening = getattr(knobs.runtime, hook)
+    listening.add(print)
+    try:
+        bound(x)
+    finally:
+        listening.remove(print)
+    assert kernel.hooked == [((7, 1, 1), (x.data_ptr(), 3, 64), {})]
+    assert not kernel.started
 
 
 def test_unaligned_tensors_are_bound_each_time():

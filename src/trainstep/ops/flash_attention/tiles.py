@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 UNTUNED = "untuned: estimate from compiled registers and shared memory"
+H200 = "results/h200/attention_tiles.jsonl"
 MOST_HEAD_DIM = 256
 
 
@@ -20,12 +21,16 @@ class Pass(StrEnum):
 
 
 class Arithmetic(StrEnum):
-    """How tiles are multiplied: 16-bit operands, or fp32 ones as torch's fp32_precision names it, or by three TF32 products."""
+    """How tiles are multiplied: 16-bit operands, or fp32 ones as torch's fp32_precision names it, or by products of their parts.
+
+    Three products of two TF32 parts, six of three bf16 parts: what is left out is as small as fp32's rounding.
+    """
 
     HALF = "half"
     IEEE = "ieee"
     TF32 = "tf32"
     TF32X3 = "tf32x3"
+    BF16X6 = "bf16x6"
 
     @property
     def element_bytes(self) -> int:
@@ -188,13 +193,32 @@ def _rows(
     ]
 
 
-_HALF, _IEEE, _TF32, _TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
+_HALF, _IEEE = Arithmetic.HALF, Arithmetic.IEEE
+_TF32, _TF32X3, _BF16X6 = Arithmetic.TF32, Arithmetic.TF32X3, Arithmetic.BF16X6
 _FORWARD, _KEYS, _QUERIES = Pass.FORWARD, Pass.KEY_GRADIENTS, Pass.QUERY_GRADIENTS
 
 TABLE: tuple[Row, ...] = (
-    *_rows("sm_90", _HALF, _FORWARD, {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}),
-    *_rows("sm_90", _HALF, _KEYS, {64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)}),
-    *_rows("sm_90", _HALF, _QUERIES, {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)}),
+    *_rows(
+        "sm_90",
+        _HALF,
+        _FORWARD,
+        {32: (64, 64, 4, 3, 48), 64: (128, 64, 8, 3, 24), 128: (64, 64, 4, 3, 12), 256: (128, 32, 8, 3, 6)},
+        H200,
+    ),
+    *_rows(
+        "sm_90",
+        _HALF,
+        _KEYS,
+        {32: (128, 64, 4, 3, 48), 64: (128, 64, 4, 2, 24), 128: (64, 128, 8, 3, 12), 256: (32, 64, 8, 3, 6)},
+        H200,
+    ),
+    *_rows(
+        "sm_90",
+        _HALF,
+        _QUERIES,
+        {32: (64, 64, 4, 3, 48), 64: (64, 64, 4, 3, 24), 128: (128, 64, 8, 3, 12), 256: (128, 32, 8, 3, 6)},
+        H200,
+    ),
     *_rows("sm_100", _HALF, _FORWARD, {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}),
     *_rows("sm_100", _HALF, _KEYS, {64: (64, 128, 8, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)}),
     *_rows("sm_100", _HALF, _QUERIES, {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}),
@@ -207,15 +231,21 @@ TABLE: tuple[Row, ...] = (
     *_rows("sm_90", _TF32, _FORWARD, {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)}),
     *_rows("sm_90", _TF32, _KEYS, {64: (64, 64, 8, 2), 128: (32, 64, 8, 2)}),
     *_rows("sm_90", _TF32, _QUERIES, {64: (64, 64, 8, 2), 128: (64, 32, 8, 2)}),
-    *_rows("sm_90", _TF32X3, _FORWARD, {64: (128, 32, 8, 2), 128: (64, 32, 4, 2)}),
-    *_rows("sm_90", _TF32X3, _KEYS, {64: (32, 64, 8, 2), 128: (32, 32, 4, 1)}),
-    *_rows("sm_90", _TF32X3, _QUERIES, {64: (64, 32, 4, 2), 128: (32, 32, 4, 1)}),
+    *_rows("sm_90", _TF32X3, _FORWARD, {64: (32, 64, 4, 2), 128: (32, 64, 4, 2)}, H200),
+    *_rows("sm_90", _TF32X3, _KEYS, {64: (64, 32, 4, 1), 128: (64, 32, 8, 1)}, H200),
+    *_rows("sm_90", _TF32X3, _QUERIES, {64: (32, 64, 4, 2), 128: (32, 64, 8, 1)}, H200),
+    *_rows("sm_90", _BF16X6, _FORWARD, {64: (64, 64, 4, 1), 128: (64, 32, 4, 1)}),
+    *_rows("sm_90", _BF16X6, _KEYS, {64: (32, 64, 4, 1), 128: (32, 64, 4, 1)}),
+    *_rows("sm_90", _BF16X6, _QUERIES, {64: (64, 32, 4, 1), 128: (64, 32, 4, 1)}),
+    *_rows("sm_90", _IEEE, _FORWARD, {64: (32, 64, 4, 2), 128: (32, 64, 8, 1)}, H200),
+    *_rows("sm_90", _IEEE, _KEYS, {64: (64, 32, 4, 2), 128: (64, 32, 8, 1)}, H200),
+    *_rows("sm_90", _IEEE, _QUERIES, {64: (32, 64, 4, 2), 128: (32, 64, 8, 1)}, H200),
     *_rows("any", _IEEE, _FORWARD, {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)}),
     *_rows("any", _IEEE, _KEYS, {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)}),
     *_rows("any", _IEEE, _QUERIES, {64: (32, 32, 8, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)}),
     *(
         row
-        for arithmetic in (_TF32, _TF32X3)
+        for arithmetic in (_TF32, _TF32X3, _BF16X6)
         for pass_ in Pass
         for row in _rows("any", arithmetic, pass_, {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)})
     ),
