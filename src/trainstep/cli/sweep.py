@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from trainstep.cli.options import check_data, chosen_device, limits, this_machine, with_run_fields
-from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.grid import expand_all, grid_from_text, groups_along
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
 
@@ -64,7 +64,8 @@ def sweep(
     Parameters
     ----------
     file
-        The sweep: TOML with title, description, compare, timeout_s and a table [grid] of fields to lists.
+        The sweep: TOML with title, description, compare, timeout_s and a table [grid] of fields to lists; tables
+        [[rows]] of fields that go together.
     out
         File of records; by default runs/NAME.jsonl, NAME being the sweep file's.
     page
@@ -81,13 +82,14 @@ def sweep(
         Print the table as JSON: plain numbers, units in the names.
     """
     config = load_sweep(file)
-    grid = {**config.grid, **grid_from_text({name: text for name, text in fields.items() if name != "device"})}
-    check_data(grid)
+    grids = config.grids(grid_from_text({name: text for name, text in fields.items() if name != "device"}))
+    for grid in grids:
+        check_data(grid)
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib)
     request = None if slurm is None else _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
-    asked = chosen_device(fields.get("device"), grid)
+    asked = chosen_device(fields.get("device"), grids[0])
     here, device = this_machine(asked) if slurm is None else (None, _device_of_jobs(asked, slurm_gpus))
-    groups = groups_along(expand(grid, {"device": device}), config.compare)
+    groups = groups_along(expand_all(grids, {"device": device}), config.compare)
 
     from trainstep.cli.cells import check_page, run_cells, show
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trainstep.config.attention import AttentionConfig
@@ -47,10 +47,19 @@ def grid_from_text(options: Mapping[str, str | bool | None]) -> dict[str, list[A
     return {name: [parse_value(word.strip()) for word in text.split(",")] for name, text in given.items()}
 
 
-def expand(grid: Grid, defaults: Mapping[str, Any]) -> list[Cell]:
+def expand_all(grids: Sequence[Grid], defaults: Mapping[str, Any]) -> list[Cell]:
+    """The cells of several grids, in order; what differs between the grids is part of each cell's point."""
+    names = dict.fromkeys(name for grid in grids for name in grid)
+    differing = {name for name in names if any(grid.get(name) != grids[0].get(name) for grid in grids)}
+    cells = [cell for grid in grids for cell in expand(grid, defaults, named=differing)]
+    return list({cell.key: cell for cell in cells}.values())
+
+
+def expand(grid: Grid, defaults: Mapping[str, Any], *, named: Collection[str] = ()) -> list[Cell]:
     """Every combination of the grid's values as a validated cell; `defaults` fill fields the grid does not name.
 
-    The key `workload` chooses what is measured (default train_step). Raises ValueError naming the field and the cell.
+    The key `workload` chooses what is measured (default train_step). A cell's point has the fields of several values, and those
+    `named`. Raises ValueError naming the field and the cell.
     """
     for name, values in grid.items():
         if not values:
@@ -58,7 +67,7 @@ def expand(grid: Grid, defaults: Mapping[str, Any]) -> list[Cell]:
     count = math.prod(map(len, grid.values()))
     if count > _MOST_CELLS:
         raise ValueError(f"the grid has {count:,} cells, and {_MOST_CELLS:,} is the most; give its fields fewer values")
-    varied = [name for name, values in grid.items() if len(values) > 1]
+    varied = [name for name, values in grid.items() if len(values) > 1 or name in named]
     cells: dict[str, Cell] = {}
     for combination in itertools.product(*grid.values()):
         chosen = dict(zip(grid, combination, strict=True))

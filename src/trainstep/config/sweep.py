@@ -10,12 +10,15 @@ from typing import Any
 from trainstep.config.fields import check_known
 from trainstep.config.grid import check_grid_keys
 
-_KEYS = ("title", "description", "compare", "timeout_s", "grid")
+_KEYS = ("title", "description", "compare", "timeout_s", "grid", "rows")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
     """`grid`: field -> values, of any workload. `compare`: the axis whose cells take turns in live processes.
+
+    `rows`: fields that go together, as the sizes of a published table's rows do: each adds to the grid, or takes the place of
+    its fields. None: the grid alone.
 
     `timeout_s`: seconds after which a cell that has not finished is killed and recorded as a time-out.
     """
@@ -23,9 +26,19 @@ class SweepConfig:
     name: str
     title: str
     grid: Mapping[str, list[Any]]
+    rows: tuple[Mapping[str, list[Any]], ...] = ()
     description: str = ""
     compare: str | None = None
     timeout_s: float = 600.0
+
+    def grids(self, overrides: Mapping[str, list[Any]]) -> list[dict[str, list[Any]]]:
+        """The grid of each row, under `overrides`; rows that these make alike count once."""
+        found: list[dict[str, list[Any]]] = []
+        for row in self.rows or ({},):
+            grid = {**self.grid, **row, **overrides}
+            if grid not in found:
+                found.append(grid)
+        return found
 
 
 def load_sweep(path: Path) -> SweepConfig:
@@ -49,11 +62,12 @@ def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -
     grid = document.get("grid")
     if not isinstance(grid, dict) or not grid:
         raise ValueError(f"{where}: needs a table [grid] with at least one field")
-    lists = {field: value if isinstance(value, list) else [value] for field, value in grid.items()}
-    check_grid_keys(lists, f"{where} [grid]")
-    for field, values in lists.items():
-        for value in values:
-            _check_value(value, f"{where} [grid]: {field}")
+    lists = _lists(grid, f"{where} [grid]")
+    rows = document.get("rows", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
+        raise ValueError(f"{where}: rows: must be tables [[rows]] of fields")
+    for row in rows or [{}]:
+        check_grid_keys(grid | row, f"{where} [grid]" + (" with [[rows]]" if row else ""))
     timeout_s = document.get("timeout_s", 600.0)
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not timeout_s > 0:
         raise ValueError(f"{where}: timeout_s: must be a positive number of seconds, not {timeout_s!r}")
@@ -65,9 +79,19 @@ def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -
         title=document.get("title", name),
         description=document.get("description", ""),
         grid=lists,
+        rows=tuple(_lists(row, f"{where} [[rows]]") for row in rows),
         compare=document.get("compare"),
         timeout_s=float(timeout_s),
     )
+
+
+def _lists(fields: Mapping[str, Any], where: str) -> dict[str, list[Any]]:
+    """A scalar is a list of one."""
+    lists = {field: value if isinstance(value, list) else [value] for field, value in fields.items()}
+    for field, values in lists.items():
+        for value in values:
+            _check_value(value, f"{where}: {field}")
+    return lists
 
 
 def _check_value(value: Any, where: str) -> None:
