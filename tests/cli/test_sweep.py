@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cell_maker import finish, is_alive, marked, start, wait_until
-from trainstep.config.grid import expand, groups_along
+from trainstep.config.grid import expand_all, groups_along
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
 
@@ -271,6 +271,6 @@ def test_published_sweeps_are_sound(name: str):
     """Each expands, on a GPU and on a CPU, into groups of one size."""
     config = load_sweep(Path(__file__).parents[2] / "sweeps" / name)
     for device in ("cuda", "cpu"):
-        groups = groups_along(expand(config.grid, {"device": device}), config.compare)
+        groups = groups_along(expand_all(config.grids({}), {"device": device}), config.compare)
         assert all(len(group) == len(groups[0]) for group in groups)
     assert config.description

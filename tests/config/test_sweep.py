@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sources import ROOT
-from trainstep.config.grid import expand, groups_along
+from trainstep.config.grid import expand_all, groups_along
 from trainstep.config.sweep import load_sweep, sweep_from_document
 
 WHOLE = """
@@ -49,7 +49,7 @@ def test_defaults():
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_published_sweeps(path: Path):
     sweep = load_sweep(path)
-    assert groups_along(expand(sweep.grid, {"device": "cuda"}), sweep.compare)
+    assert groups_along(expand_all(sweep.grids({}), {"device": "cuda"}), sweep.compare)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,33 @@ def test_no_such_file(tmp_path: Path):
 def test_own_workloads_know_their_own_keys():
     document: dict[str, Any] = {"grid": {"workload": "mine:IT", "anything": [1]}}
     assert sweep_from_document(document, name="it", where="it.toml").grid["anything"] == [1]
+
+
+def test_rows_add_to_the_grid():
+    document = {
+        "grid": {"context": [8, 16], "seed": 3},
+        "rows": [{"batch_size": 1}, {"batch_size": [2, 4], "context": 32}],
+    }
+    sweep = sweep_from_document(document, name="it", where="it.toml")
+    assert sweep.grids({}) == [
+        {"context": [8, 16], "seed": [3], "batch_size": [1]},
+        {"context": [32], "seed": [3], "batch_size": [2, 4]},
+    ]
+    points = [cell.point for cell in expand_all(sweep.grids({}), {"device": "cpu"})]
+    assert points == [{"context": c, "batch_size": b} for c, b in ((8, 1), (16, 1), (32, 2), (32, 4))]
+    assert sweep.grids({"context": [8], "batch_size": [1]}) == [{"context": [8], "seed": [3], "batch_size": [1]}]
+
+
+@pytest.mark.parametrize("rows", [{"context": 8}, [], [{}], [3]])
+def test_rows_are_tables(rows: object):
+    document = {"grid": {"seed": 3}, "rows": rows}
+    if rows == []:
+        assert not sweep_from_document(document, name="it", where="it.toml").rows
+        return
+    with pytest.raises(ValueError, match=r"it.toml: rows: must be tables \[\[rows\]\] of fields"):
+        sweep_from_document(document, name="it", where="it.toml")
+
+
+def test_a_row_of_an_unknown_field():
+    with pytest.raises(ValueError, match=r"\[grid\] with \[\[rows\]\]: unknown key 'contxt' \(did you mean context"):
+        sweep_from_document({"grid": {"seed": 3}, "rows": [{"contxt": 8}]}, name="it", where="it.toml")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trainstep.config.fields import check_choices, check_integer, check_positive, described
 
 KERNELS = ("forward", "key_gradients", "query_gradients")
-ARITHMETICS = ("bf16", "fp16", "ieee", "tf32", "tf32x3", "bf16x6")
+ARITHMETICS = ("bf16", "fp16", "ieee", "tf32", "tf32x3")
 MASKS = ("causal", "full")
 GENERATED = "generated"
 _TILE_FORM = "block_q x block_k x num_warps x num_stages [x heads_together], as 128x64x8x3"

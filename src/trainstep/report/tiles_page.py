@@ -18,7 +18,7 @@ WORKLOAD = "attention_tiles"
 _TILE = ("block_q", "block_k", "num_warps", "num_stages", "heads_together")
 _LABEL = ("kernel", "arithmetic", "head_dim", "mask", "shape")
 _ROW_NAMES = {"forward": "_FORWARD", "key_gradients": "_KEYS", "query_gradients": "_QUERIES"}
-_ARITHMETICS = {"bf16": "_HALF", "fp16": "_HALF", "ieee": "_IEEE", "tf32": "_TF32", "tf32x3": "_TF32X3", "bf16x6": "_BF16X6"}
+_ARITHMETICS = {"bf16": "_HALF", "fp16": "_HALF", "ieee": "_IEEE", "tf32": "_TF32", "tf32x3": "_TF32X3"}
 
 Tile = tuple[int, ...]
 Seen = Mapping[str, Any]

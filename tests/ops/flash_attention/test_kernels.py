@@ -74,11 +74,10 @@ def test_random_shapes(seed: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
 @pytest.mark.parametrize("seed", range(40))
-def test_products_of_parts(seed: int, precision: str):
+def test_three_tf32_products(seed: int):
     case = random_case(5000 + seed, longest=2000, dtypes=[torch.float32], most_pairs=3e7)
-    check(lambda *x, **mask: attend(*x, **mask, precision=precision), case, device=DEVICE, times=4)
+    check(lambda *x, **mask: attend(*x, **mask, precision="tf32x3"), case, device=DEVICE, times=4)
 
 
 @pytest.mark.gpu

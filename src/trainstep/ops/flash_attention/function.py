@@ -28,7 +28,7 @@ except ImportError:  # no triton for this platform: no GPU it could drive either
 
 LAYOUTS = ("BHSD", "BSHD")
 ALIGNMENTS = ("top_left", "bottom_right")
-PRECISIONS = (None, "ieee", "tf32", "tf32x3", "bf16x6")
+PRECISIONS = (None, "ieee", "tf32", "tf32x3")
 LEAST_HEAD_DIM = 8
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 

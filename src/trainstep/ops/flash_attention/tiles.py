@@ -21,16 +21,12 @@ class Pass(StrEnum):
 
 
 class Arithmetic(StrEnum):
-    """How tiles are multiplied: 16-bit operands, or fp32 ones as torch's fp32_precision names it, or by products of their parts.
-
-    Three products of two TF32 parts, six of three bf16 parts: what is left out is as small as fp32's rounding.
-    """
+    """How tiles are multiplied: 16-bit operands, or fp32 ones as torch's fp32_precision names it, or by three TF32 products."""
 
     HALF = "half"
     IEEE = "ieee"
     TF32 = "tf32"
     TF32X3 = "tf32x3"
-    BF16X6 = "bf16x6"
 
     @property
     def element_bytes(self) -> int:
@@ -193,8 +189,7 @@ def _rows(
     ]
 
 
-_HALF, _IEEE = Arithmetic.HALF, Arithmetic.IEEE
-_TF32, _TF32X3, _BF16X6 = Arithmetic.TF32, Arithmetic.TF32X3, Arithmetic.BF16X6
+_HALF, _IEEE, _TF32, _TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
 _FORWARD, _KEYS, _QUERIES = Pass.FORWARD, Pass.KEY_GRADIENTS, Pass.QUERY_GRADIENTS
 
 TABLE: tuple[Row, ...] = (
@@ -234,9 +229,6 @@ TABLE: tuple[Row, ...] = (
     *_rows("sm_90", _TF32X3, _FORWARD, {64: (32, 64, 4, 2), 128: (32, 64, 4, 2)}, H200),
     *_rows("sm_90", _TF32X3, _KEYS, {64: (64, 32, 4, 1), 128: (64, 32, 8, 1)}, H200),
     *_rows("sm_90", _TF32X3, _QUERIES, {64: (32, 64, 4, 2), 128: (32, 64, 8, 1)}, H200),
-    *_rows("sm_90", _BF16X6, _FORWARD, {64: (64, 64, 4, 1), 128: (64, 32, 4, 1)}),
-    *_rows("sm_90", _BF16X6, _KEYS, {64: (32, 64, 4, 1), 128: (32, 64, 4, 1)}),
-    *_rows("sm_90", _BF16X6, _QUERIES, {64: (64, 32, 4, 1), 128: (64, 32, 4, 1)}),
     *_rows("sm_90", _IEEE, _FORWARD, {64: (32, 64, 4, 2), 128: (32, 64, 8, 1)}, H200),
     *_rows("sm_90", _IEEE, _KEYS, {64: (64, 32, 4, 2), 128: (64, 32, 8, 1)}, H200),
     *_rows("sm_90", _IEEE, _QUERIES, {64: (32, 64, 4, 2), 128: (32, 64, 8, 1)}, H200),
@@ -245,7 +237,7 @@ TABLE: tuple[Row, ...] = (
     *_rows("any", _IEEE, _QUERIES, {64: (32, 32, 8, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)}),
     *(
         row
-        for arithmetic in (_TF32, _TF32X3, _BF16X6)
+        for arithmetic in (_TF32, _TF32X3)
         for pass_ in Pass
         for row in _rows("any", arithmetic, pass_, {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)})
     ),
