@@ -157,6 +157,7 @@ def test_every_extra_exists():
 
 def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(monkeypatch)
+    monkeypatch.setattr(inspection, "installed_version", lambda name: None if name == "transformers" else "1.0")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     verb.doctor()
     printed = capsys.readouterr().out

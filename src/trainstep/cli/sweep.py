@@ -64,8 +64,7 @@ def sweep(
     Parameters
     ----------
     file
-        The sweep: TOML with title, description, compare, timeout_s and a table [grid] of fields to lists; tables
-        [[rows]] of fields that go together.
+        The sweep: TOML with title, description, compare, timeout_s, a table [grid] of fields to lists, tables [[rows]].
     out
         File of records; by default runs/NAME.jsonl, NAME being the sweep file's.
     page

@@ -32,6 +32,7 @@ _SDPA_BACKENDS = {
 _FLASH_ATTN_MODULES = ("flash_attn.cute", "flash_attn")
 """flash-attn-4 first: it is the faster one where both are installed."""
 _SMALL_TILE = 64 * 64
+_MASK_BYTES = 1 << 30
 _REASONS_TOLD = 2
 
 
@@ -115,14 +116,15 @@ def _sdpa(config: AttentionConfig) -> Attend:
 
 
 def _flex(config: AttentionConfig) -> Attend:
-    """FlexAttention, compiled; so is the making of its block mask, which eagerly would write out the S x S matrix."""
+    """FlexAttention, compiled. Making its block mask eagerly writes out an S x S matrix of bools, compiling that takes 10 s."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # it imports the compiler: 1.5 s
 
     offset = config.key_count - config.seq if config.bottom_right else 0
     shares_keys = config.group_heads != config.heads
     mask = None
     if config.causal:
-        make_mask = torch.compile(create_block_mask, dynamic=False)
+        small = config.seq * config.key_count <= _MASK_BYTES
+        make_mask = create_block_mask if small else torch.compile(create_block_mask, dynamic=False)
         mask = make_mask(
             lambda _b, _h, q, k: q + offset >= k, None, None, config.seq, config.key_count, device=config.device
         )

@@ -8,7 +8,6 @@ import torch
 from trainstep.ops.flash_attention.launch import BoundKernel, Problem, device_of, strides
 from trainstep.ops.flash_attention.tiles import Arithmetic
 
-
 knobs = pytest.importorskip("triton").knobs
 
 
