@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from trainstep.config.attention import DIRECTIONS, AttentionConfig
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand
 from trainstep.config.parsing import to_plain
-from trainstep.measure.attention import WORKLOAD
-from trainstep.measure.attention_looks import main_kernels
+from trainstep.measure import attention_looks
+from trainstep.measure.attention import WORKLOAD, AttentionMeasurement
+from trainstep.measure.attention_looks import device_facts, main_kernels
 from trainstep.measure.device_time import DeviceEvent
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.failures import CellFailed
@@ -206,6 +207,77 @@ def test_variants_take_turns():
     [records] = run_groups([cells], Limits(), silent)
     assert [record.fact("interleaving") for record in records] == ["live", "live"]
     assert [len(record.samples["time_s"].values) for record in records] == [3, 3]
+
+
+class FakeEvent:
+    """Notes when it is recorded; a quarter of a second lies between the two of each pass."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.log.append("event")
+
+    def synchronize(self) -> None:
+        self.log.append("wait for it")
+
+    def elapsed_time(self, _end: "FakeEvent") -> float:
+        return 250.0
+
+
+class FakeCache:
+    """What is filled to make the cache cold."""
+
+    def zero_(self) -> None:
+        FakeEvent.log.append("fill the cache")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_pass_on_a_gpu_begins_idle_and_behind_what_is_not_timed(direction: str, monkeypatch: pytest.MonkeyPatch):
+    config = AttentionConfig(**{**SMALL, "implementation": "plain", "direction": direction})
+    measurement = AttentionMeasurement(config, lambda stage: None)
+    measurement.prepare()
+    real_attend, real_grad = measurement._attend, torch.autograd.grad
+    assert real_attend is not None
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        log.append("forward")
+        return real_attend(*inputs)
+
+    def grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        log.append("backward")
+        return real_grad(*arguments)
+
+    log = FakeEvent.log
+    log.clear()
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    monkeypatch.setattr(measurement, "_device", torch.device("cuda"))
+    monkeypatch.setattr(measurement, "_attend", attend)
+    monkeypatch.setattr(measurement, "_cold_cache", FakeCache())
+    time_s, host_s = measurement._timed()
+    assert (time_s, host_s > 0) == (0.25, True)
+    untimed = ["forward"] if direction == "backward" else []
+    timed = {"forward": ["forward"], "backward": ["backward"], "both": ["forward", "backward"]}[direction]
+    assert log == [*untimed, "fill the cache", "synchronize", "event", *timed, "event", "wait for it"]
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "host_s", "launch_bound"), [(0.5, 0.95, True), (0.8, 0.95, False), (0.5, 0.5, False)]
+)
+def test_launch_bound(busy_s: float, host_s: float, launch_bound: bool, monkeypatch: pytest.MonkeyPatch):
+    events = [DeviceEvent("kernel", 0, round(busy_s * 1e9)), DeviceEvent("another", 0, 10)]
+    monkeypatch.setattr(attention_looks, "device_events", lambda run, before: events)
+    config = AttentionConfig(device="cuda", dtype="bf16")
+    facts = device_facts(config, lambda output: (), before=lambda: None, times=[(1.0, host_s), (1.0, host_s)])
+    assert {name: fact.value for name, fact in facts.items()} == {
+        "which_ran": "kernel, another",
+        "device_busy_s": busy_s,
+        "launch_bound": launch_bound,
+    }
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.parsing import build_attention
 from trainstep.records.store import Store
 
-_ON_A_CPU = "On a CPU trainstep's attention is algorithm.py, its kernels' algorithm in PyTorch: no measure of the kernels."
+_ON_A_CPU = (
+    "On a CPU trainstep's attention is algorithm.py, its kernels' algorithm in PyTorch: no measure of the kernels."
+)
 _SLOW_TO_COMPILE = ("plain_compiled",)
 """Left out on a CPU unless asked for: a compiler of C++ takes longer than everything else."""
 

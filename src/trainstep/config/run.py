@@ -26,9 +26,7 @@ class RunConfig:
     precision: str = described("arithmetic of the step", "fp32", PRECISIONS)
     attention: str = described("attention of the built-in model", "sdpa", ATTENTIONS)
     compile: str = described("what torch.compile wraps", "none", COMPILES)
-    recompute: str = described(
-        "whose activations backward computes again instead of keeping them", "none", RECOMPUTES
-    )
+    recompute: str = described("whose activations backward computes again instead of keeping them", "none", RECOMPUTES)
     adamw: str = described("implementation of AdamW", "fused", ADAMWS)
     learning_rate: float = described("AdamW's learning rate", 3e-4)
     clip_grad_norm: float | None = described("clip the gradient's 2-norm to this", None)

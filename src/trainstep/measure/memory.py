@@ -36,10 +36,14 @@ class MemoryWatch:
             "peak_reserved_bytes": Fact(value=torch.cuda.max_memory_reserved(), unit="bytes"),
             "allocation_retries": Fact(value=torch.cuda.memory_stats().get("num_alloc_retries", 0), unit="count"),
         }
-        driver_now = self._driver_bytes()
-        if driver_now is not None and self._driver_before is not None:
-            facts["driver_bytes"] = Fact(value=driver_now - self._driver_before, unit="bytes")
+        if (driver := self.driver_bytes()) is not None:
+            facts["driver_bytes"] = Fact(value=driver, unit="bytes")
         return facts
+
+    def driver_bytes(self) -> int | None:
+        """What the driver sees in use over what it saw before this process's context; None where it cannot be asked."""
+        now = self._driver_bytes()
+        return None if now is None or self._driver_before is None else now - self._driver_before
 
     def device_allocations(self) -> int:
         """Calls of cudaMalloc so far. Read between steps: the flat form of these figures would cost six times as much."""

@@ -6,7 +6,6 @@ Found by trial alone: no formula knows the allocator's fragmentation or a librar
 (a time-out, a crash) ends the search, since it says nothing of memory.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 from trainstep.config.cell import Cell
@@ -44,5 +43,5 @@ def largest_fit(cell: Cell, field: str, run: Callable[[Cell], Record]) -> Iterat
 
 def at(cell: Cell, field: str, value: int) -> Cell:
     """The cell with another value there, checked like any."""
-    config = to_plain(dataclasses.replace(memory_from_plain(cell.config), **{field: value}))
+    config = to_plain(memory_from_plain({**cell.config, field: value}))
     return Cell(workload=cell.workload, config=config, point={**cell.point, field: value})

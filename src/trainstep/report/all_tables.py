@@ -6,7 +6,7 @@ from trainstep.report.attention_rows import WORKLOAD
 from trainstep.report.attention_tables import attention_tables
 from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.memory_tables import memory_tables
-from trainstep.report.numerics_tables import WORKLOAD as NUMERICS
+from trainstep.report.numerics_rows import WORKLOAD as NUMERICS
 from trainstep.report.numerics_tables import numerics_tables
 from trainstep.report.profile_tables import profile_tables
 from trainstep.report.rows import Row

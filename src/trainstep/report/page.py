@@ -15,7 +15,8 @@ from trainstep.report.memory_page import memory_sections
 from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.notes import mfu_conventions, mixed_machines, notes, summary
 from trainstep.report.numerics_page import numerics_sections
-from trainstep.report.numerics_tables import WORKLOAD as NUMERICS
+from trainstep.report.numerics_rows import WORKLOAD as NUMERICS
+from trainstep.report.profile_page import profile_sections
 from trainstep.report.provenance import environments, provenance
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
@@ -66,6 +67,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         *attention_sections(rows),
         *tile_sections(rows),
         *numerics_sections(rows),
+        *profile_sections(rows),
         *memory_sections(rows),
         *comparison_sections(rows),
         *([warmup] if warmup else []),

@@ -12,6 +12,7 @@ from trainstep.training.attention import attention_named
 from trainstep.training.batches import Batch, NextBatch, random_batches, read_text, text_batches
 from trainstep.training.optimizer import adamw
 from trainstep.training.precision import precision_named
+from trainstep.training.recompute import recompute_blocks
 from trainstep.training.step import TrainStep
 from trainstep.training.transformer import Transformer
 from trainstep.training.user_model import blocks_of, build_user_model
@@ -45,6 +46,8 @@ def build_step(run: RunConfig) -> Assembly:
     module, next_batch = _model(run, device)
     _cast(module, precision.weights, with_buffers=not isinstance(run.model, ModelConfig))
     module.train(run.mode != "forward_no_grad")
+    if run.recompute == "block":
+        recompute_blocks(module)
     optimizer = None
     if run.trains:
         trainable = (parameter for parameter in module.parameters() if parameter.requires_grad)

@@ -25,10 +25,10 @@ def build_user_model(function: str, run: RunConfig, device: torch.device) -> tup
     return built[0], built[1]
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the members of its longest ModuleList. ValueError if it has none."""
+def blocks_of(module: nn.Module, *, field: str = "compile", instead: str = "compile model or none") -> list[nn.Module]:
+    """The repeated blocks of a model: the members of its longest ModuleList. ValueError, naming `field`, if it has none."""
     lists = [list(child) for child in module.modules() if isinstance(child, nn.ModuleList)]
     longest = max(lists, key=len, default=[])
     if not longest:
-        raise ValueError("compile: block needs a model with its blocks in an nn.ModuleList; take compile model or none")
+        raise ValueError(f"{field}: block needs a model with its blocks in an nn.ModuleList; take {instead}")
     return longest

@@ -1,0 +1,114 @@
+"""`trainstep memory`: where the memory of a step goes, what peaks when, and what is the largest that fits."""
+
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from trainstep.cli.options import check_data, limits, this_machine, with_memory_fields
+from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.records.store import Store
+
+_MIN_SHARE = 0.005
+
+
+@with_memory_fields
+def memory(
+    *,
+    from_: Annotated[Path | None, Parameter(name="--from")] = None,
+    fit: Literal["batch_size", "context"] | None = None,
+    out: Path | None = None,
+    page: Path | None = None,
+    timeout_s: float = 600.0,
+    memory_limit_gib: float | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    **fields: str | None,
+) -> int:
+    """Record one step's allocations: peaks by phase, who holds what and when, the largest allocations with their stacks.
+
+    The ledger has every byte in a category (parameters, gradients, optimizer state, activations by layer, logits and loss,
+    temporaries, workspaces...) and says what is left unexplained between tensors, allocator and driver. Each cell runs in a
+    process of its own. Without options: a tiny model on a CPU, small at context 256 on a GPU.
+
+    Examples:
+
+        trainstep memory --model 2.7B --context 128,256,512 --mode forward_no_grad,step --precision fp32,bf16_autocast
+
+        trainstep memory --model medium --recompute none,block --page report.html
+
+        trainstep memory --model large --fit batch_size
+
+        trainstep memory --model small --keep-snapshot runs/snapshots
+
+        trainstep memory --from snapshot.pickle.gz
+
+    A kept snapshot can be dragged to pytorch.org/memory_viz, or read here with --from; so can anyone's own.
+
+    Parameters
+    ----------
+    from_
+        Read a snapshot of torch.cuda.memory (pickle or .gz) instead of running anything; nothing in the file is run.
+    fit
+        Find the largest batch_size or context that fits, by trials in fresh processes: doubling, then halving the gap.
+    out
+        File of records to append to; by default a new one under ./runs/.
+    page
+        Also write the page here.
+    timeout_s
+        Seconds after which a cell is killed and recorded as a time-out.
+    memory_limit_gib
+        Memory a CPU cell may take; by default 90 % of the machine's.
+    json
+        Print the table as JSON: plain numbers, units in the names.
+    """
+    if from_ is not None:
+        return _show_snapshot(from_, fields.get("min_share"), as_json=json)
+    grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
+    check_data(grid)
+    bounds = limits(timeout_s, memory_limit_gib)
+    here, device = this_machine(fields.get("device"))
+    grid = {"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid}
+    cells = expand(grid, {"device": device})
+
+    from trainstep.cli.cells import check_page, run_cells, show
+    from trainstep.measure.executor_local import run_groups
+
+    store = Store(out or Path("runs") / f"memory-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    check_page(page, store.path)
+    if fit is not None:
+        from trainstep.cli.memory_fit import fit_cells
+
+        return fit_cells(cells, fit, store, bounds, page=page, as_json=json)
+    groups = groups_along(cells, None)
+    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
+    return show(records, store, page, as_json=json)
+
+
+def _show_snapshot(path: Path, min_share: str | None, *, as_json: bool) -> int:
+    """The tables of a snapshot that anyone recorded."""
+    from trainstep.report.frames import json_text
+    from trainstep.report.snapshot_tables import snapshot_notes, snapshot_tables
+    from trainstep.report.terminal import print_tables
+    from trainstep.traces.memory_timeline import MemoryTimeline
+    from trainstep.traces.snapshot import read_snapshot
+
+    timeline = MemoryTimeline(read_snapshot(path))
+    tables = snapshot_tables(timeline, min_share=_share(min_share))
+    if as_json:
+        sys.stdout.write(json_text(tables))
+    else:
+        print_tables(tables, snapshot_notes(timeline), sys.stdout)
+    return 0
+
+
+def _share(text: str | None) -> float:
+    """The share under which allocations are not listed."""
+    try:
+        share = _MIN_SHARE if text is None else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"min_share: must be a share from 0 to 1, not {text!r}")
+    return share

@@ -1,0 +1,38 @@
+"""`trainstep memory --fit`: the trials, told one by one, and their table."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainstep.cli.cells import show
+from trainstep.cli.progress import outliving_reader
+from trainstep.config.cell import Cell
+from trainstep.measure.executor_local import run_groups
+from trainstep.measure.runner import Limits, with_facts
+from trainstep.measure.runner_fit import at, largest_fit
+from trainstep.records.record import Fact, Record
+from trainstep.records.store import Store
+
+
+def fit_cells(
+    cells: Sequence[Cell], field: str, store: Store, bounds: Limits, *, page: Path | None = None, as_json: bool = False
+) -> int:
+    """Search for each cell; every trial is a record on disk before the next begins. Returns the exit code."""
+    command = shlex.join(["trainstep", *sys.argv[1:]])
+
+    def run(cell: Cell) -> Record:
+        [record] = next(run_groups([[cell]], bounds, lambda _cell, _stage: None))
+        limit = bounds.memory_for(cell)
+        kept = {"memory_limit_bytes": Fact(value=limit, unit="bytes")} if limit is not None else {}
+        noted = with_facts(record, command=command, fit_of=field, **kept)
+        store.append(noted)
+        how = "fits" if noted.failure is None else noted.failure.message
+        with outliving_reader(sys.stderr):
+            print(f"{cell.label}: {how}", file=sys.stderr, flush=True)
+        return noted
+
+    searched = {at(cell, field, 1).key: cell for cell in cells}  # values of the field itself are only where to start
+    with store.locked():
+        records = [record for cell in searched.values() for record in largest_fit(cell, field, run)]
+    return show(records, store, page, as_json=as_json)

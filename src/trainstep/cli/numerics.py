@@ -1,0 +1,79 @@
+"""`trainstep numerics`: what each precision does to a model's numbers, beside what it costs."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from trainstep.cli.options import check_data, limits, this_machine, with_numerics_fields
+from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.records.store import Store
+
+_DEFAULTS: dict[str, dict[str, list[Any]]] = {
+    "cpu": {
+        "model": ["toy", "tiny"],
+        "context": [64],
+        "precision": ["fp32", "bf16_autocast", "fp16_autocast", "bf16"],
+    },
+    "cuda": {
+        "model": ["toy", "small"],
+        "precision": ["fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16"],
+    },
+}
+
+
+@with_numerics_fields
+def numerics(
+    *,
+    out: Path | None = None,
+    page: Path | None = None,
+    timeout_s: float = 600.0,
+    memory_limit_gib: float | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    **fields: str | None,
+) -> int:
+    """Hold each precision's logits, loss and gradients to fp64: same weights, same batch, beside the time of a step.
+
+    Also: which dtype each module computes in, and why autocast had no effect where it had none; how much of fp16's
+    gradients is lost without a scaled loss, and where GradScaler settles; what sums lose in 16 bits.
+
+    Without options: the toy and a tiny model at context 64, on a GPU small at 256, in every precision that the device has.
+
+    Examples:
+
+        trainstep numerics
+
+        trainstep numerics --model small --precision fp32,bf16_autocast --context 512
+
+        trainstep numerics --model my_package.my_module:build --page report.html
+
+        trainstep report runs/numerics.jsonl --format markdown
+
+    Parameters
+    ----------
+    out
+        File of records to append to; by default a new one under ./runs/.
+    page
+        Also write the page here.
+    timeout_s
+        Seconds after which a cell is killed and recorded as a time-out.
+    memory_limit_gib
+        Memory a CPU cell may take; by default 90 % of the machine's.
+    json
+        Print the table of errors as JSON: plain numbers, units in the names.
+    """
+    grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
+    check_data(grid)
+    bounds = limits(timeout_s, memory_limit_gib)
+    here, device = this_machine(fields.get("device"))
+    grid = {"workload": ["numerics"], **_DEFAULTS[device], **grid}
+    groups = groups_along(expand(grid, {"device": device}), None)
+
+    from trainstep.cli.cells import check_page, run_cells, show
+    from trainstep.measure.executor_local import run_groups
+
+    store = Store(out or Path("runs") / f"numerics-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    check_page(page, store.path)
+    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
+    return show(records, store, page, as_json=json)

@@ -1,0 +1,23 @@
+"""Where the time of one training step goes: a cell of the workload `profile`."""
+
+from dataclasses import dataclass
+
+from trainstep.config.fields import check_integer, described
+from trainstep.config.run import ATTENTIONS, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(RunConfig):
+    """A run, timed as a run is, and the steps that the profiler watches afterwards. Raises ValueError naming the field."""
+
+    attention: str = described(
+        "attention of the built-in model; written out, its parts stand apart", "plain", ATTENTIONS
+    )
+    profiled_steps: int = described("steps watched by the profiler, after the timed ones; three show outliers", 3)
+    keep_trace: str | None = described(
+        "folder for the trace of one step: a .json.gz that opens in Perfetto (ui.perfetto.dev) and in --from", None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(self, "profiled_steps", at_least=1, at_most=100)

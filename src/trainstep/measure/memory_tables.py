@@ -1,0 +1,228 @@
+"""A ledger and the allocator's own readings as the tables and facts of a record."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from trainstep.measure.empty_process import OutsideBytes
+from trainstep.records.record import Fact
+from trainstep.traces.ledger import CATEGORIES, MOMENTS, Ledger
+
+Columns = Mapping[str, Sequence[Any]]
+
+POINTS = 2000
+_MOST_LISTED = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What allocator and driver say at a moment, and the peaks since the reading before it."""
+
+    allocated_bytes: int
+    reserved_bytes: int | None = None
+    fragmented_bytes: int | None = None
+    """Free, in segments partly in use."""
+    driver_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_requested_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+
+    def with_peaks_of(self, other: "Reading | None") -> "Reading":
+        """This moment, with the higher of each peak: of several micro-batches a phase has several readings."""
+        if other is None:
+            return self
+        names = ("peak_allocated_bytes", "peak_requested_bytes", "peak_reserved_bytes")
+        return replace(self, **{name: max(getattr(self, name) or 0, getattr(other, name) or 0) for name in names})
+
+    @classmethod
+    def now(cls, device: torch.device, driver_bytes: int | None) -> "Reading":
+        stats = torch.cuda.memory_stats(device)
+        return cls(
+            allocated_bytes=stats["allocated_bytes.all.current"],
+            reserved_bytes=stats["reserved_bytes.all.current"],
+            fragmented_bytes=stats["inactive_split_bytes.all.current"],
+            driver_bytes=driver_bytes,
+            peak_allocated_bytes=stats["allocated_bytes.all.peak"],
+            peak_requested_bytes=stats["requested_bytes.all.peak"],
+            peak_reserved_bytes=stats["reserved_bytes.all.peak"],
+        )
+
+
+def ledger_tables(
+    ledger: Ledger,
+    readings: Mapping[str, Reading],
+    *,
+    min_share: float,
+    outside: OutsideBytes | None,
+    parameters: int,
+) -> tuple[dict[str, Fact], dict[str, Columns]]:
+    """Facts and tables of a recorded step. `readings`: moment -> what allocator and driver said."""
+    peak = ledger.window.moments["peak"]
+    readings = {**readings, **_at_peak(ledger, readings)}
+    lines = _ledger(ledger, readings, outside)
+    facts = {
+        "timeline_peak_bytes": Fact(value=int(ledger.timeline.requested_bytes[peak]), unit="bytes"),
+        "timeline_peak_phase": Fact(value=ledger.window.phase_at(peak)),
+        **_residual_facts(lines),
+        **_bytes_each(ledger, parameters),
+    }
+    tables: dict[str, Columns] = {
+        "ledger": {
+            "line": list(lines),
+            **{moment: [line.get(moment) for line in lines.values()] for moment in MOMENTS},
+        },
+        "peaks": _peaks(ledger, readings),
+        "layers": _layers(ledger),
+        "timeline": _timeline(ledger),
+        "allocations": _allocations(ledger, peak, min_share),
+    }
+    return facts, tables
+
+
+def _at_peak(ledger: Ledger, readings: Mapping[str, Reading]) -> dict[str, Reading]:
+    """The allocator's own figures at the peak: its peaks of the phase in which that lies. Known already on a CPU."""
+    phase = f"after {ledger.window.phase_at(ledger.window.moments['peak'])}"
+    reading = readings.get(phase)
+    if "peak" in readings or reading is None or reading.peak_allocated_bytes is None:
+        return {}
+    return {"peak": Reading(allocated_bytes=reading.peak_allocated_bytes, reserved_bytes=reading.peak_reserved_bytes)}
+
+
+def _ledger(
+    ledger: Ledger, readings: Mapping[str, Reading], outside: OutsideBytes | None
+) -> dict[str, dict[str, int | None]]:
+    """Line -> moment -> bytes."""
+    lines: dict[str, dict[str, int | None]] = {category: {} for category in CATEGORIES}
+    for moment in MOMENTS:
+        position = ledger.window.moments.get(moment)
+        if position is None:
+            continue
+        held = ledger.bytes_at(position)
+        for category, size in held.items():
+            lines[category][moment] = size
+        rounding = ledger.rounding_at(position)
+        reading = readings.get(moment)
+        rest = _rest(reading, sum(held.values()) + rounding) if reading else {}
+        if reading and outside:
+            kernels_bytes = outside.build if moment == "init" else outside.step
+            rest |= _driver(reading, outside.context, kernels_bytes)
+        for name, value in {"rounding": rounding, **rest}.items():
+            lines.setdefault(name, {})[moment] = value
+    return {name: line for name, line in lines.items() if any(value is not None for value in line.values())}
+
+
+def _rest(reading: Reading, accounted_bytes: int) -> dict[str, int | None]:
+    """From what tensors asked for to what the allocator reserved, with what is left unexplained."""
+    lines: dict[str, int | None] = {
+        "allocated": reading.allocated_bytes,
+        "allocated, unexplained": reading.allocated_bytes - accounted_bytes,
+    }
+    if reading.reserved_bytes is None:
+        return lines
+    unused = reading.reserved_bytes - reading.allocated_bytes
+    lines |= {"cache and fragmentation": unused, "of that, fragmentation": reading.fragmented_bytes}
+    lines["reserved"] = reading.reserved_bytes
+    return lines
+
+
+def _driver(reading: Reading, context_bytes: int, kernels_bytes: int) -> dict[str, int | None]:
+    """From what the allocator reserved to what the driver sees of the process. There is one process, so NCCL takes nothing."""
+    if reading.driver_bytes is None or reading.reserved_bytes is None:
+        return {}
+    explained = reading.reserved_bytes + context_bytes + kernels_bytes
+    lines = {"context": context_bytes, "loaded kernels": kernels_bytes, "NCCL": 0, "driver": reading.driver_bytes}
+    return {**lines, "driver, unexplained": reading.driver_bytes - explained}
+
+
+def _residual_facts(lines: Mapping[str, Mapping[str, int | None]]) -> dict[str, Fact]:
+    """The largest of each residual over the moments, as a share of what it is a residual of."""
+    facts = {}
+    for whole in ("allocated", "driver"):
+        left = lines.get(f"{whole}, unexplained", {})
+        shares = [abs(size) / of for moment, size in left.items() if size is not None and (of := lines[whole][moment])]
+        if shares:
+            facts[f"{whole}_residual_share"] = Fact(value=max(shares), unit="ratio")
+            facts[f"{whole}_residual_bytes"] = Fact(value=max(abs(size or 0) for size in left.values()), unit="bytes")
+    return facts
+
+
+def _bytes_each(ledger: Ledger, parameters: int) -> dict[str, Fact]:
+    """Bytes a parameter costs in weights, gradients and optimizer state, from what was held."""
+    moments = ledger.window.moments
+    after_backward = ledger.bytes_at(moments.get("after backward", moments["after step"]))
+    after_step = ledger.bytes_at(moments["after step"])
+    held = {
+        "parameter_bytes_each": after_step["parameters"],
+        "gradient_bytes_each": after_backward["gradients"],
+        "optimizer_state_bytes_each": after_step["optimizer state"],
+    }
+    return {name: Fact(value=size / parameters, unit="bytes") for name, size in held.items()} if parameters else {}
+
+
+def _peaks(ledger: Ledger, readings: Mapping[str, Reading]) -> Columns:
+    """The highest of each phase: ours of requested bytes, and what the allocator and the driver said."""
+    phases = list(dict.fromkeys(phase.phase for phase in ledger.window.phases))
+    found = [readings.get(f"after {phase}") for phase in phases]
+    requested = [
+        max(
+            int(ledger.timeline.requested_bytes[one.first : one.last + 1].max())
+            for one in ledger.window.phases
+            if one.phase == phase
+        )
+        for phase in phases
+    ]
+    return {
+        "phase": phases,
+        "requested_bytes": requested,
+        "allocated_bytes": [one.peak_allocated_bytes if one else None for one in found],
+        "reserved_bytes": [one.peak_reserved_bytes if one else None for one in found],
+        "driver_bytes": [one.driver_bytes if one else None for one in found],
+    }
+
+
+def _layers(ledger: Ledger) -> Columns:
+    """Activations by layer, after forward."""
+    position = ledger.window.moments.get("after forward", ledger.window.last)
+    held = ledger.activations_at(position)
+    return {"layer": list(held), "bytes": list(held.values())}
+
+
+def _timeline(ledger: Ledger) -> Columns:
+    """Bytes by category over the step, thinned to what a chart can show, the peak and the phases' edges kept."""
+    window, timeline = ledger.window, ledger.timeline
+    edges = [edge for phase in window.phases for edge in (phase.first, phase.last)]
+    positions = timeline.thinned(window.first, window.last, points=POINTS, keep=[window.moments["peak"], *edges])
+    series = ledger.series()
+    return {
+        "time_s": [max(0.0, (timeline.time_us(position) - window.began_us) / 1e6) for position in positions],
+        "phase": [window.phase_at(position) for position in positions],
+        **{category: [int(series[category][position]) for position in positions] for category in CATEGORIES},
+        "rounding": [ledger.rounding_at(position) for position in positions],
+    }
+
+
+def _allocations(ledger: Ledger, position: int, min_share: float) -> Columns:
+    """The largest held at the peak; alike ones (same size, category and place in the code) are one line."""
+    total = int(ledger.timeline.requested_bytes[position])
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for one, category, layer in zip(ledger.timeline.allocations, ledger.category_of, ledger.layer_of, strict=True):
+        if one.held_at(position):
+            group = (one.requested_bytes, category, ledger.window.phase_at(one.born), one.stack_words())
+            groups.setdefault(group, []).append(layer)
+    large = {group: layers for group, layers in groups.items() if group[0] * len(layers) >= min_share * total}
+    ranked = sorted(large.items(), key=lambda item: -item[0][0] * len(item[1]))[:_MOST_LISTED]
+    return {
+        "bytes": [group[0] for group, _ in ranked],
+        "count": [len(layers) for _, layers in ranked],
+        "category": [group[1] for group, _ in ranked],
+        "phase": [group[2] for group, _ in ranked],
+        "layer": [_one_or_number(layers) for _, layers in ranked],
+        "stack": [group[3] for group, _ in ranked],
+    }
+
+
+def _one_or_number(layers: Sequence[str]) -> str:
+    distinct = set(layers)
+    return layers[0] if len(distinct) == 1 else f"{len(distinct)} layers"

@@ -1,0 +1,167 @@
+"""The workload `profile`: time a step as `train_step` does, then watch a few more under torch's profiler.
+
+A record of it holds all that one of `train_step` holds, and besides
+
+samples  busy, profiled_step [s]: of the profiled steps, the device's busy time and the host's clock
+facts    verdict, verdict_reason, alike (what limits the step, and why), stall, idle_s, kernels_s, pieces, launches,
+         profiler_slowdown (profiled over unprofiled step), assigned_share, fallback_share, attention_split, trace_file
+tables   kernels classes spans layers attention host outliers: see traces/tables.py and its neighbours
+"""
+
+import gzip
+import shutil
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trainstep.config.model import ModelConfig
+from trainstep.config.parsing import config_hash, profile_from_plain, to_plain
+from trainstep.config.profile import ProfileConfig
+from trainstep.measure.train_step import TrainStepMeasurement
+from trainstep.measure.workload import Findings, Measurement, Stage
+from trainstep.records.record import Fact, Samples
+from trainstep.spans import span
+from trainstep.traces.attention_split import AttentionShape
+from trainstep.traces.kineto import read_trace
+from trainstep.traces.profile import Profile, profile_of
+from trainstep.traces.verdict import Unprofiled
+
+_ELEMENT_BYTES = {"fp32": (4, 4), "tf32": (4, 4), "bf16_autocast": (2, 4), "fp16_autocast": (2, 4), "bf16": (2, 2)}
+"""Bytes of what attention's matmuls and its softmax read and write: autocast keeps softmax in fp32."""
+
+
+class ProfileWorkload:
+    """Each cell in a fresh process, so that none spoils the next."""
+
+    shares_worker = False
+
+    def prepare(self, config: Mapping[str, Any], stage: Stage) -> Measurement:
+        measurement = ProfileMeasurement(profile_from_plain(config), stage)
+        measurement.prepare()
+        return measurement
+
+
+WORKLOAD = ProfileWorkload()
+
+
+class ProfileMeasurement:
+    """A timed run; what the profiler sees comes last, so that it disturbs no timed step."""
+
+    def __init__(self, config: ProfileConfig, stage: Stage) -> None:
+        self._config = config
+        self._stage = stage
+        self._timed = TrainStepMeasurement(config, stage)
+
+    def prepare(self) -> None:
+        self._timed.prepare()
+
+    def take(self, steps: int) -> None:
+        self._timed.take(steps)
+
+    def settle(self) -> None:
+        self._timed.settle()
+
+    def finish(self) -> Findings:
+        """The timed run's findings, and the profile beside them."""
+        found = self._timed.finish()
+        self._stage("profile")
+        self._timed.settle()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._record(1, path)  # the profiler's first start costs a second, which would fall into the first step
+            if self._config.keep_trace is not None:
+                kept = self._keep(path)
+            self._record(self._config.profiled_steps, path)
+            profiled = profile_of(read_trace(path), shape=_attention_shape(self._config), unprofiled=_unprofiled(found))
+        facts = {**found.facts, **_facts(profiled, found, self._config)}
+        if self._config.keep_trace is not None:
+            facts["trace_file"] = Fact(value=str(kept))
+        samples = {
+            **found.samples,
+            "busy": Samples(unit="s", values=profiled.busy_s),
+            "profiled_step": Samples(unit="s", values=profiled.steps_s),
+        }
+        return Findings(samples=samples, facts=facts, tables={**found.tables, **profiled.tables})
+
+    def _record(self, steps: int, path: Path) -> None:
+        """Steps on the last batches, each synchronised at its end, into a trace."""
+        activities = [ProfilerActivity.CPU]
+        if self._config.device == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize()
+        with profile(activities=activities, acc_events=True) as profiler:
+            for number in range(steps):
+                with span(f"step {number}"):
+                    self._timed.settle()
+        profiler.export_chrome_trace(str(path))
+
+    def _keep(self, path: Path) -> Path:
+        """Put the trace of one step into the folder asked for. ValueError if that cannot be."""
+        assert self._config.keep_trace is not None
+        folder = Path(self._config.keep_trace)
+        name = f"{self._config.model.name.replace(':', '.')}-{self._config.context}-{self._config.mode}"
+        kept = folder / f"{name}-{config_hash('profile', to_plain(self._config))[:6]}.json.gz"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._record(1, path)  # again: the first was slowed by the profiler's start
+            with open(path, "rb") as trace, gzip.open(kept, "wb") as file:
+                shutil.copyfileobj(trace, file)
+        except OSError as error:
+            raise ValueError(f"keep_trace: {folder} cannot be written: {error.strerror}") from None
+        return kept
+
+
+def _facts(profiled: Profile, found: Findings, config: ProfileConfig) -> dict[str, Fact]:
+    step = found.samples["step"].values
+    facts = {
+        "verdict": Fact(value=profiled.verdict.kind),
+        "verdict_reason": Fact(value=profiled.verdict.reason),
+        "alike": Fact(value=profiled.verdict.alike),
+        "stall": Fact(value=profiled.stall),
+        "idle_s": Fact(value=statistics.median(profiled.idle_s), unit="s"),
+        "kernels_s": Fact(value=profiled.total_s, unit="s"),
+        "pieces": Fact(value=profiled.pieces, unit="count"),
+        "launches": Fact(value=profiled.launches, unit="count"),
+        "assigned_share": Fact(value=1.0, unit="ratio"),
+        "fallback_share": Fact(value=profiled.fallback_share, unit="ratio"),
+        "attention_split": Fact(value=_split_words(config, profiled)),
+    }
+    if step:
+        slowdown = statistics.median(profiled.steps_s) / statistics.median(step)
+        facts["profiler_slowdown"] = Fact(value=slowdown, unit="ratio")
+    return {name: fact for name, fact in facts.items() if fact.value != ""}
+
+
+def _split_words(config: ProfileConfig, profiled: Profile) -> str:
+    """Why softmax and matmuls of attention do not stand apart, or nothing where they do."""
+    if profiled.compiled:
+        return "Softmax and the matmuls of attention are told apart in eager mode only: compiled code fuses across their spans."
+    if "attention" not in profiled.tables:
+        return f"Attention {config.attention} is not written out: there is no softmax apart from the matmuls."
+    return ""
+
+
+def _attention_shape(config: ProfileConfig) -> AttentionShape | None:
+    """Of attention that is written out, eager, and run once a step."""
+    model = config.model
+    recomputes = config.recompute != "none"
+    if not isinstance(model, ModelConfig) or config.attention != "plain" or config.compile != "none" or recomputes:
+        return None
+    matmul_bytes, softmax_bytes = _ELEMENT_BYTES[config.precision]
+    return AttentionShape(
+        batch_heads=config.batch_size * model.heads * model.layers * config.accumulation,
+        positions=config.context,
+        head_dim=model.head_dim,
+        matmul_element_bytes=matmul_bytes,
+        softmax_element_bytes=softmax_bytes,
+    )
+
+
+def _unprofiled(found: Findings) -> Unprofiled:
+    medians = {name: statistics.median(samples.values) for name, samples in found.samples.items() if samples.values}
+    return Unprofiled(step_s=medians.get("step"), enqueue_s=medians.get("enqueue"), phases=medians)

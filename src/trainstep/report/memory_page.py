@@ -1,0 +1,205 @@
+"""What a page shows of memory: the step's timeline stacked by category, the ledger, the largest allocations, three numbers."""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from trainstep.records.record import Record
+from trainstep.report.charts import Chart, Panels, bar, label, lines_of, short_labels
+from trainstep.report.memory_tables import (
+    allocations_table,
+    fit_table,
+    held_table,
+    layers_table,
+    ledger_of,
+    ledger_table,
+    memory_rows,
+    peaks_table,
+    phases_table,
+)
+from trainstep.report.rows import Row
+from trainstep.report.section import Section
+from trainstep.report.tables import byte_words, in_gib, in_ms
+
+_DETAILED = 8
+"""Cells with a section of their own; the rest stand in the common tables."""
+_FEW = 24
+"""Cells whose bars one chart holds."""
+_COLOURS = {
+    "parameters": "theme:blue",
+    "optimizer state": "theme:green",
+    "gradients": "theme:orange",
+    "workspaces": "theme:grey",
+    "batch and buffers": "theme:ink",
+    "autocast weight copies": "theme:purple",
+    "activations": "theme:sky",
+    "logits and loss": "theme:vermilion",
+    "temporaries": "theme:soft",
+    "rounding": "theme:line",
+}
+"""Bottom to top: what stays first, what comes and goes above."""
+_PATTERNS = {"temporaries": "/", "workspaces": "."}
+
+
+def memory_sections(rows: Sequence[Row]) -> list[Section]:
+    """The parts of the page that these records fill."""
+    mine = memory_rows(rows)
+    if not mine:
+        return []
+    recorded = [row for row in mine if "timeline" in row.record.tables]
+    chart = peaks_chart(recorded) if 1 < len(recorded) <= _FEW else None
+    several = Section(
+        title="Memory of a step",
+        charts=(chart,) if chart else (),
+        tables=(*fit_table(mine), peaks_table(mine), *phases_table(mine), *held_table(mine)),
+    )
+    return [several, *(cell_section(row) for row in recorded[:_DETAILED])]
+
+
+def cell_section(row: Row) -> Section:
+    """One cell: its timeline, what the numbers say, its ledger."""
+    tables = (ledger_table(row), layers_table(row), allocations_table(row, 40))
+    shown = [table for table in tables if table is not None]
+    folded = [shown[0], *(dataclasses.replace(table, folded=True) for table in shown[1:])]
+    return Section(
+        title=f"Memory: {row.label()}",
+        paragraphs=tuple(sentences(row.record)),
+        charts=(timeline_chart(row),),
+        tables=tuple(folded),
+    )
+
+
+def sentences(record: Record) -> list[str]:
+    """Why there are three numbers, what a residual-stream tensor is, what peaks when; all from this record."""
+    return [text for text in (_peak_words(record), _three_numbers(record), _stream_words(record)) if text]
+
+
+def _peak_words(record: Record) -> str:
+    held = {name: size for name, size in ledger_of(record, "peak").items() if name in _COLOURS and size > 0}
+    total = sum(held.values())
+    if not total:
+        return ""
+    largest = sorted(held.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name} {byte_words(size)} ({100 * size / total:.0f} %)" for name, size in largest)
+    return f"The step peaks in {record.fact('timeline_peak_phase')} at {byte_words(total)}: {named}."
+
+
+def _three_numbers(record: Record) -> str:
+    """`allocated, reserved, nvidia-smi: why three numbers`."""
+    allocated = record.fact("peak_allocated_bytes")
+    reserved, driver = record.fact("peak_reserved_bytes"), record.fact("driver_bytes")
+    context = record.fact("context_bytes")
+    if reserved is None:
+        resident = record.fact("peak_rss_bytes")
+        return (
+            f"Two numbers on a CPU: tensors held {byte_words(allocated)} at most, while the process had "
+            f"{byte_words(resident)} resident, with Python, torch's libraries and the profiler that watched."
+            if resident
+            else ""
+        )
+    sentence = (
+        f"Three numbers: tensors held {byte_words(allocated)} at most (allocated); the allocator had taken "
+        f"{byte_words(reserved)} from the driver (reserved), the {byte_words(reserved - allocated)} between them being blocks "
+        "kept for reuse and pieces too small to use"
+    )
+    if driver is None or context is None:
+        return f"{sentence}."
+    return (
+        f"{sentence}; nvidia-smi would show {byte_words(driver)}, since the CUDA context ({byte_words(context)} in an empty "
+        f"process) and the kernels loaded into it ({byte_words(record.fact('kernels_bytes') or 0)}) are outside the allocator."
+    )
+
+
+def _stream_words(record: Record) -> str:
+    held = record.fact("residual_stream_bytes")
+    if held is None:
+        return ""
+    worked = str(record.fact("residual_stream")).replace(" x ", " × ")
+    return f"One tensor of the residual stream is {worked} = {byte_words(held)}: the unit in which activations come."
+
+
+def timeline_chart(row: Row) -> Chart:
+    """Bytes held over the step, stacked by category, phases marked."""
+    table = row.record.tables["timeline"]
+    x = [in_ms(time_s) for time_s in table["time_s"]]
+    panels = Panels(titles=[""], columns=1, x_title="host time since the step began (ms)", y_title="held (GiB)")
+    for name, colour in _COLOURS.items():
+        sizes = table.get(name, ())
+        if any(sizes):
+            panels.add(0, _area(name, x, sizes, colour))
+    total = [sum(sizes) for sizes in zip(*(table[name] for name in _COLOURS if name in table), strict=True)]
+    top = in_gib(max(total))
+    panels.ranges[0] = (0.0, 1.12 * top)
+    peak = total.index(max(total))
+    marks = _phase_marks(table["phase"], x)
+    peak_mark = {
+        "x": x[peak],
+        "y": top,
+        "text": f"peak {byte_words(max(total))}",
+        "showarrow": True,
+        "arrowhead": 2,
+        "ax": 0,
+        "ay": -22,
+    }
+    caption = (
+        "Every byte that the allocator gave out in one step after the warm-ups, by what it is for; the step runs from left to "
+        "right, as the host issues it."
+    )
+    return panels.chart(
+        "Memory over one step",
+        caption,
+        annotations=[*(mark["words"] for mark in marks), peak_mark],
+        shapes=[mark["edge"] for mark in marks],
+    )
+
+
+def _area(name: str, x: Sequence[float], sizes: Sequence[int], colour: str) -> dict[str, Any]:
+    pattern = {"fillpattern": {"shape": _PATTERNS[name], "fgcolor": "theme:ink"}} if name in _PATTERNS else {}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": list(x),
+        "y": [in_gib(size) for size in sizes],
+        "stackgroup": "held",
+        "line": {"width": 0.6, "color": colour, "shape": "hv"},
+        "fillcolor": colour,
+        "hovertext": [lines_of(label(name), byte_words(size)) for size in sizes],
+        "hoverinfo": "text",
+        **pattern,
+    }
+
+
+def _phase_marks(phases: Sequence[str], x: Sequence[float]) -> list[dict[str, Any]]:
+    """A line where each phase begins, and its name there."""
+    made, place = [], 0
+    for phase, run in groupby(phases):
+        length = len(list(run))
+        if phase not in ("before the step", "between phases"):
+            edge = {"type": "line", "x0": x[place], "x1": x[place], "yref": "paper", "y0": 0, "y1": 1}
+            words = {"x": x[place], "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+            made.append(
+                {
+                    "edge": {**edge, "line": {"color": "theme:soft", "width": 1, "dash": "dot"}},
+                    "words": {**words, "text": label(phase.replace("_", " ")), "font": {"size": 12}},
+                }
+            )
+        place += length
+    return made
+
+
+def peaks_chart(rows: Sequence[Row]) -> Chart:
+    """A bar a cell: what was held at the peak."""
+    labels = short_labels([row.label() for row in rows])
+    panels = Panels(titles=[""], columns=1, x_title="", y_title="held at the peak (GiB)", x_axis={"type": "category"})
+    held = [ledger_of(row.record, "peak") for row in rows]
+    for name, colour in _COLOURS.items():
+        sizes = [one.get(name, 0) for one in held]
+        if any(sizes):
+            hover = [lines_of(text, f"{name}: {byte_words(size)}") for text, size in zip(labels, sizes, strict=True)]
+            marker = {"pattern": {"shape": _PATTERNS.get(name, ""), "fgcolor": "theme:ink"}}
+            y = [in_gib(size) for size in sizes]
+            panels.add(0, bar(name, labels, y, colour=colour, hover=hover, marker=marker))
+    caption = "What tensors held at the highest moment of a step, by what it is for."
+    return panels.chart("Held at the peak", caption, barmode="stack", bargap=0.4)

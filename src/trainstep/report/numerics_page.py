@@ -1,0 +1,141 @@
+"""What a page shows of numerics: error beside cost, dtypes, fp16's range, sums; each with the sentence that it shows."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trainstep.report.charts import (
+    MAXIMUM_PANELS,
+    SERIES,
+    Chart,
+    Panels,
+    bar,
+    error_bars,
+    label,
+    lines_of,
+    short_labels,
+)
+from trainstep.report.numerics_rows import ERRORS, groups_of, numerics_rows, precision_of
+from trainstep.report.numerics_sums import range_tables, sum_tables
+from trainstep.report.numerics_tables import dtype_tables, errors_table, trade_sentences, worst_tables
+from trainstep.report.quantities import quantities, time_of
+from trainstep.report.rows import Row
+from trainstep.report.section import Section
+from trainstep.report.tables import Table, in_ms, milliseconds
+
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up")
+
+
+def numerics_sections(rows: Sequence[Row]) -> list[Section]:
+    """The parts of the page that these records fill."""
+    mine = numerics_rows(rows)
+    if not mine:
+        return []
+    chart = error_chart(mine)
+    errors = dataclasses.replace(errors_table(mine), title="Numbers of the chart")
+    made = [
+        Section(
+            title="Numerics: error and cost",
+            paragraphs=tuple(trade_sentences(mine)),
+            charts=(chart,) if chart else (),
+            tables=(errors, *map(_folded, worst_tables(mine))),
+        )
+    ]
+    parts = {
+        "Numerics: dtypes": dtype_tables(mine),
+        "Numerics: what fp16's range takes from gradients": range_tables(mine),
+        "Numerics: why sums stay in fp32": sum_tables(mine),
+    }
+    return made + [Section(title=title, tables=tuple(tables)) for title, tables in parts.items() if tables]
+
+
+def error_chart(rows: Sequence[Row]) -> Chart | None:
+    """A line of two panels a model: errors on a logarithmic axis, and the time of a step."""
+    groups = {name: held for name, group in groups_of(rows).items() if (held := _measured(group))}
+    groups = dict(list(groups.items())[: MAXIMUM_PANELS // 2])
+    if not groups:
+        return None
+    names = short_labels(list(groups))
+    panels = Panels(
+        titles=[title for name in names for title in (f"{name}: error", f"{name}: time of a step")],
+        columns=2,
+        x_title="precision",
+        y_title="relative error",
+        x_axis={"type": "category"},
+    )
+    for place, group in enumerate(groups.values()):
+        _add_errors(panels, 2 * place, group)
+        _add_times(panels, 2 * place + 1, group)
+    chart = panels.chart(
+        "Error and cost by precision",
+        "Left: relative error against the reference, smaller is better, each line ten times the one below. Right: mean time of "
+        "a whole step ± standard deviation.",
+        bargap=0.45,
+    )
+    return dataclasses.replace(chart, layout=_with_axes(chart, list(groups.values())))
+
+
+def _measured(group: Sequence[Row]) -> list[Row]:
+    return [row for row in group if row.record.failure is None and any(row.record.fact(name) for name in ERRORS)]
+
+
+def _add_errors(panels: Panels, panel: int, group: Sequence[Row]) -> None:
+    for index, (fact, name) in enumerate(ERRORS.items()):
+        found = [(row, error) for row in group if (error := row.record.fact(fact))]  # zero has no place on this axis
+        panels.add(
+            panel,
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": f"error of {name}",
+                "x": [precision_of(row) for row, _ in found],
+                "y": [error for _, error in found],
+                "marker": {"color": SERIES[index], "symbol": _SYMBOLS[index], "size": 11},
+                "cliponaxis": False,
+                "hovertext": [lines_of(label(row.label()), f"{name}: {error:.2e}") for row, error in found],
+                "hoverinfo": "text",
+            },
+        )
+
+
+def _add_times(panels: Panels, panel: int, group: Sequence[Row]) -> None:
+    found = [(row, time) for row in group if (time := time_of(quantities(row), "step"))]
+    panels.ranges[panel] = (0.0, 1.08 * max((in_ms(time[0] + (time[1] or 0.0)) for _, time in found), default=1.0))
+    drawn = bar(
+        "total step",
+        [precision_of(row) for row, _ in found],
+        [in_ms(time[0]) for _, time in found],
+        colour=SERIES[5],
+        hover=[lines_of(label(row.label()), f"{milliseconds(*time)} ms") for row, time in found],
+        error_y=error_bars([in_ms(time[1] or 0.0) for _, time in found]),
+        showlegend=False,
+    )
+    panels.add(panel, drawn)
+
+
+def _with_axes(chart: Chart, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    """Left panels logarithmic over the same powers of ten; right ones in milliseconds, with a title of their own."""
+    errors = [error for group in groups for row in group for name in ERRORS if (error := row.record.fact(name))]
+    powers = range(math.floor(math.log10(min(errors))), math.ceil(math.log10(max(errors))) + 1)
+    layout = dict(chart.layout)
+    for place in range(len(groups)):
+        left, right = (f"yaxis{number}" if number > 1 else "yaxis" for number in (2 * place + 1, 2 * place + 2))
+        layout[left] = {
+            **layout[left],
+            "type": "log",
+            "rangemode": "normal",
+            "range": [powers[0] - 0.2, powers[-1] + 0.2],
+            "tickmode": "array",
+            "tickvals": [10.0**power for power in powers],
+            "ticktext": [f"10<sup>{power}</sup>" for power in powers],
+        }
+        layout[right] = {**layout[right], "title": {"text": "time of a step (ms)", "font": {"size": 13}}}
+        for axis in (left.replace("y", "x", 1), right.replace("y", "x", 1)):
+            order = [precision_of(row) for row in groups[place]]
+            layout[axis] = {**layout[axis], "categoryorder": "array", "categoryarray": order}
+    return layout
+
+
+def _folded(table: Table) -> Table:
+    return dataclasses.replace(table, folded=True)

@@ -1,0 +1,126 @@
+"""What kind of work a kernel or an op is, from its name: tables of patterns, tried in order; unknown is `other`, never dropped.
+
+Names seen: torch 2.11 on H200 (fixtures of the tests), those of cuBLAS, cuDNN, NCCL, CUTLASS, FlashAttention and Inductor.
+"""
+
+import re
+
+from trainstep.traces.kineto import MEMCPY, MEMSET, Activity
+
+MATMUL, ATTENTION, SOFTMAX, ELEMENT_WISE = "matmul", "attention", "softmax", "element-wise"
+REDUCTION, NORMALISATION, OPTIMIZER = "reduction", "normalisation", "optimizer"
+COMMUNICATION, COPIES, OVERHEAD, OTHER, IDLE = "communication", "copies", "overhead", "other", "idle"
+CLASSES = (
+    *(MATMUL, ATTENTION, SOFTMAX, ELEMENT_WISE, REDUCTION, NORMALISATION),
+    *(OPTIMIZER, COMMUNICATION, COPIES, OVERHEAD, OTHER, IDLE),
+)
+"""In the order tables show them. `overhead`: on a CPU, time between ops (Python, autograd's engine, views); `idle`: no work."""
+
+_KERNELS = [
+    (COMMUNICATION, r"nccl|nvshmem|multimem|cross_device_reduce|all_?reduce|reduce_?scatter|all_?gather|gloo|mscclpp"),
+    (OPTIMIZER, r"multi_tensor_apply|fused_?adam|adamw?_kernel|FusedAdam|FusedSgd"),
+    (
+        ATTENTION,
+        r"flash_fwd|flash_bwd|flash::|FlashAttn|fmha|efficient_attention|AttentionKernel|AttentionBackwardKernel|sdpa|"
+        r"flex_attention|mha_|_attn_(fwd|bwd)|^(forward|key_gradients|query_gradients|gradients|delta)_kernel$",
+    ),
+    (SOFTMAX, r"softmax"),
+    (
+        MATMUL,
+        r"gemm|gemv|nvjet|cutlass|xmma|splitKreduce|cublas|wgmma|^triton_(tem|mm)_|_matmul|dot_kernel|convolve|wgrad|"
+        r"dgrad|implicit_con|^(ampere|hopper|volta|turing|sm\d+)_.*\d+x\d+",
+    ),
+    (NORMALISATION, r"layer_?norm|rms_?norm|RowwiseMoments|batch_?norm|bn_(fw|bw)|group_?norm|GammaBeta|_norm_kernel"),
+    (COPIES, r"^Mem(cpy|set)|direct_copy|copy_kernel|CatArrayBatchedCopy|_copy_kernel_cuda|transpose_kernel"),
+    (REDUCTION, r"reduce|Reduce|nll_loss|logsumexp|^cub::|DeviceScan|cumsum|sort|topk|argm(ax|in)|nonzero"),
+    (
+        ELEMENT_WISE,
+        r"elementwise|Functor|silu|gelu|relu|dropout|distribution_|triu_tril|gather|scatter|index|embedding|fill|where|"
+        r"rotary|swiglu|arange",
+    ),
+]
+_OPS = [
+    (COMMUNICATION, r"^c10d::|^gloo:|^nccl:|all_?reduce|all_?gather|reduce_scatter"),
+    (OPTIMIZER, r"_fused_adam|_foreach_|_fused_sgd"),
+    (ATTENTION, r"scaled_dot_product|flash_attention|efficient_attention|flex_attention"),
+    (SOFTMAX, r"softmax"),
+    (
+        MATMUL,
+        r"::(mm|bmm|addmm|baddbmm|matmul|linear|mv|addmv|dot|einsum|convolution\w*|mkldnn\w*|_scaled_mm)$|mkl|onednn",
+    ),
+    (NORMALISATION, r"layer_norm|rms_norm|batch_norm|group_norm"),
+    (COPIES, r"::(copy_|_to_copy|clone|contiguous|cat|stack|_local_scalar_dense)$"),
+    (REDUCTION, r"::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|logsumexp|nll_loss\w*|cumsum|any|all|var\w*)$"),
+    (
+        OVERHEAD,
+        r"^autograd::|Backward\d*$|^torch::autograd|^TorchDynamo|Torch-Compiled|^CompiledFunction|^Pregraph|AOTDispatcher|"
+        r"::(t|transpose|as_strided|view|_unsafe_view|reshape|permute|expand|select|slice|narrow|squeeze|unsqueeze|empty\w*|"
+        r"detach\w*|alias|unbind|unflatten|flatten|to|result_type|resize_|item|is_nonzero|promote_types|numpy_T|chunk|split|"
+        r"cross_entropy_loss|set_|lift_fresh|resolve_\w+)$|^detach$",
+    ),
+    (ELEMENT_WISE, r"^aten::"),
+]
+_KERNEL_CLASSES = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _KERNELS]
+_OP_CLASSES = [(name, re.compile(pattern)) for name, pattern in _OPS]
+_INDUCTOR = re.compile(r"^triton_(poi|per|red|tem|for|split_scan|mix\w*)_fused_(.*?)(?:_\d+)?$")
+_INDUCTOR_OP = re.compile(
+    r"_to_copy|_unsafe_view|_softmax_backward_data|prepare_softmax_online|_softmax|masked_fill|bitwise_not|as_strided|"
+    r"native_layer_norm_backward|native_layer_norm|[a-z]+_backward|[a-z0-9]+"
+)
+_MOVING = (
+    *(
+        "_to_copy",
+        "copy",
+        "t",
+        "clone",
+        "view",
+        "_unsafe_view",
+        "permute",
+        "transpose",
+        "select",
+        "expand",
+        "cat",
+        "stack",
+    ),
+    *("unbind", "slice", "split", "unsqueeze", "squeeze", "as_strided"),
+)
+"""Ops that only move or convert."""
+
+
+def kernel_class(activity: Activity) -> str:
+    """The class of a device activity."""
+    return COPIES if activity.kind in (MEMCPY, MEMSET) else class_of_kernel(activity.name)
+
+
+def class_of_kernel(name: str) -> str:
+    """The class of a kernel's name, demangled or not."""
+    fused = _INDUCTOR.match(name)
+    if fused:
+        return _inductor_class(fused[1], fused[2])
+    return next((found for found, pattern in _KERNEL_CLASSES if pattern.search(name)), OTHER)
+
+
+def class_of_op(name: str) -> str:
+    """The class of an op on a CPU."""
+    if name.startswith(("triton_", "cpp_fused_")):
+        return class_of_kernel(name.replace("cpp_fused_", "triton_poi_fused_"))
+    return next((found for found, pattern in _OP_CLASSES if pattern.search(name)), OTHER)
+
+
+def inductor_ops(name: str) -> list[str]:
+    """The ops that Inductor fused into a kernel, as its name lists them: add, mul for triton_poi_fused_add_mul_3."""
+    found = _INDUCTOR.match(name)
+    return _INDUCTOR_OP.findall(found[2]) if found else []
+
+
+def _inductor_class(kind: str, ops: str) -> str:
+    """poi: one element to one; per and red: reductions along a row, of which softmax and norms are known by their ops."""
+    if kind == "tem":
+        return ATTENTION if "flex_attention" in ops or "attention" in ops else MATMUL
+    if "adam" in ops:
+        return OPTIMIZER
+    if kind in ("per", "red"):
+        if "softmax" in ops:
+            return SOFTMAX
+        return NORMALISATION if "norm" in ops or ("rsqrt" in ops and "mean" in ops) else REDUCTION
+    return COPIES if all(word in _MOVING for word in _INDUCTOR_OP.findall(ops)) else ELEMENT_WISE

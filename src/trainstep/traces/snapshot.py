@@ -1,0 +1,227 @@
+"""What torch's allocator wrote down (`torch.cuda.memory._dump_snapshot`), read without running anything that is in it.
+
+    snapshot = read_snapshot(Path("snapshot.pickle.gz"))
+
+A pickle can name any function to be called on loading. A snapshot needs none: it is dicts, lists, text and numbers, so the
+reader refuses every name. [Note: the ring] The history is a ring buffer of `max_entries` events; a full one has lost its
+beginning, and the highest bytes it shows are no peak.
+"""
+
+import gzip
+import io
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LARGEST_BYTES = 10**9
+HOW_TO_RECORD = (
+    "record with torch.cuda.memory._record_memory_history(max_entries=1000000) before the model is built, and write with "
+    "torch.cuda.memory._dump_snapshot(FILE) after a step"
+)
+_RING_SIZES = 1000
+"""People give `max_entries` in thousands; a history of exactly so many events is taken for a full one."""
+_DAMAGED = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """A line of Python at work."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        where = f" ({self.file.rsplit('/', 1)[-1]}:{self.line})" if self.file else ""
+        return f"{self.function}{where}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something the allocator did. `action`: alloc, free_requested, free_completed, segment_alloc, oom...; `bytes` as asked for."""
+
+    action: str
+    address: int
+    bytes: int
+    time_us: float
+    stack: tuple[Frame, ...]
+    """Innermost first; empty on autograd's threads, which run no Python."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A piece of a segment. `active`: held by a tensor, or freed and awaited by another stream."""
+
+    address: int
+    bytes: int
+    requested_bytes: int
+    active: bool
+    stack: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """What one cudaMalloc brought. `pool`: small (requests up to 1 MiB), large, or host. `expandable`: grows page by page."""
+
+    address: int
+    bytes: int
+    pool: str
+    expandable: bool
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A `record_function` range, on the clock of the events."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One device's memory at the end, and how it came to that. `events` and `spans` in the order of time."""
+
+    segments: tuple[Segment, ...]
+    events: tuple[Event, ...]
+    spans: tuple[Span, ...] = ()
+    ring_entries: int | None = None
+    """The most events the history could hold, where known."""
+
+    @property
+    def history_is_full(self) -> bool:
+        """Whether the ring's beginning is lost, or, the ring's size not being known, looks it. [Note: the ring]"""
+        count = len(self.events)
+        if self.ring_entries is not None:
+            return count >= self.ring_entries
+        return count > 0 and count % _RING_SIZES == 0
+
+
+def read_snapshot(path: Path, *, largest_bytes: int = LARGEST_BYTES) -> Snapshot:
+    """Read a snapshot's pickle, plain or gzipped. ValueError in one sentence for anything that is none."""
+    return snapshot_of(_unpickled(_content(path, largest_bytes), path), where=str(path))
+
+
+def snapshot_of(document: Any, *, where: str, ring_entries: int | None = None) -> Snapshot:
+    """The snapshot in plain dicts and lists, as torch has it. Of several devices, the one with most events."""
+    try:
+        traces = [list(trace) for trace in document["device_traces"]]
+        segments = list(document["segments"])
+        device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
+        events = tuple(_event(event) for event in (traces[device] if traces else ()))
+        mine = tuple(_segment(segment) for segment in segments if segment.get("device", 0) == device)
+        spans = _spans(document.get("external_annotations", ()), device)
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: no memory snapshot ({type(error).__name__}: {_short(error)})") from None
+    if not events:
+        held = " but segments" if mine else ""
+        raise ValueError(f"{where}: holds no history{held}: {HOW_TO_RECORD}")
+    return Snapshot(segments=mine, events=events, spans=spans, ring_entries=ring_entries)
+
+
+class _RefusingUnpickler(pickle.Unpickler):
+    """Loads containers, text and numbers only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not run")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to objects outside it")
+
+
+def _content(path: Path, largest_bytes: int) -> bytes:
+    """The pickle's bytes, unzipped."""
+    limit = f"over {largest_bytes:,} bytes, more than is read; record fewer steps, or no stacks (context=None)"
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            content = (gzip.GzipFile(fileobj=file) if zipped else file).read(largest_bytes + 1)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise ValueError(f"{path}: a damaged or cut-off gzip file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(content) > largest_bytes:
+        raise ValueError(f"{path}: {limit}")
+    return content
+
+
+def _unpickled(content: bytes, path: Path) -> Any:
+    try:
+        return _RefusingUnpickler(io.BytesIO(content)).load()
+    except _DAMAGED as error:
+        raise ValueError(f"{path}: no memory snapshot: {_short(error)}") from None
+
+
+def _event(plain: Mapping[str, Any]) -> Event:
+    return Event(
+        action=str(plain["action"]),
+        address=int(plain.get("addr", 0)),  # an oom has none
+        bytes=int(plain["size"]),
+        time_us=float(plain.get("time_us", 0)),
+        stack=_stack(plain.get("frames", ())),
+    )
+
+
+def _segment(plain: Mapping[str, Any]) -> Segment:
+    blocks, address = [], int(plain["address"])
+    for block in plain["blocks"]:
+        size = int(block["size"])
+        blocks.append(
+            Block(
+                address=int(block.get("address", address)),
+                bytes=size,
+                requested_bytes=int(block.get("requested_size", size)),
+                active=str(block["state"]).startswith("active"),
+                stack=_stack(block.get("frames", ())),
+            )
+        )
+        address += size
+    return Segment(
+        address=int(plain["address"]),
+        bytes=int(plain["total_size"]),
+        pool=str(plain.get("segment_type", "large")),
+        expandable=bool(plain.get("is_expandable", False)),
+        blocks=tuple(blocks),
+    )
+
+
+def _stack(frames: Sequence[Mapping[str, Any]]) -> tuple[Frame, ...]:
+    return tuple(
+        Frame(function=str(frame["name"]), file=str(frame["filename"]), line=int(frame["line"])) for frame in frames
+    )
+
+
+def _spans(annotations: Sequence[Mapping[str, Any]], device: int) -> tuple[Span, ...]:
+    """Ranges from their START and END marks; one never closed is left out."""
+    opened: dict[str, list[float]] = {}
+    found = []
+    for mark in annotations:
+        if mark.get("device", device) != device:
+            continue
+        name, time_us = str(mark["name"]), float(mark["time_us"])
+        if mark["stage"] == "START":
+            opened.setdefault(name, []).append(time_us)
+        elif opened.get(name):
+            found.append(Span(name=name, start_us=opened[name].pop(), end_us=time_us))
+    return tuple(sorted(found, key=lambda span: (span.start_us, -span.end_us)))
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

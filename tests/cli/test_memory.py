@@ -1,0 +1,107 @@
+"""`trainstep memory` from the command line: a record and its tables, anyone's snapshot, and bad input in one sentence."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from cell_maker import finish, start
+from trainstep.cli.app import run
+from trainstep.records.store import Store
+
+FIXTURE = Path(__file__).parents[1] / "traces" / "fixtures" / "snapshot_tiny.pickle.gz"
+SMALL = ("--model", "tiny", "--layers", "1", "--context", "16", "--batch-size", "2", "--device", "cpu")
+
+
+def test_records_a_step_and_keeps_its_snapshot(tmp_path: Path):
+    command = (
+        "memory",
+        *SMALL,
+        "--out",
+        "m.jsonl",
+        "--page",
+        "m.html",
+        "--keep-snapshot",
+        "kept",
+        "--min-share",
+        "0.01",
+    )
+    code, out, err = finish(start(*command, folder=tmp_path))
+    assert code == 0, err
+    assert "Largest allocations at the peak" in out
+    [record] = Store(tmp_path / "m.jsonl").read()
+    assert record.failure is None
+    assert record.fact("allocated_residual_bytes") == 0
+    assert record.config["min_share"] == 0.01
+    assert "Memory over one step" in (tmp_path / "m.html").read_text()
+    [kept] = (tmp_path / "kept").iterdir()
+    assert run(["memory", "--from", str(kept)]) == 0
+
+
+@pytest.mark.slow
+def test_finds_the_largest_batch(tmp_path: Path):
+    model = ("--model", "tiny", "--layers", "1", "--mode", "forward_backward", "--device", "cpu")
+    search = ("--fit", "batch_size", "--batch-size", "64", "--memory-limit-gib", "1.5")
+    command = ("memory", *model, *search, "--out", "fit.jsonl")
+    code, out, err = finish(start(*command, folder=tmp_path), timeout_s=110)
+    assert code == 0, err
+    assert "What fits" in out
+    records = Store(tmp_path / "fit.jsonl").read()
+    assert all(record.fact("fit_of") == "batch_size" for record in records)
+    fits = [record.config["batch_size"] for record in records if record.failure is None]
+    fails = [record.config["batch_size"] for record in records if record.failure is not None]
+    assert max(fits) < min(fails) <= max(fits) + max(1, max(fits) // 64)
+    assert all(record.failure.kind == "out_of_memory" for record in records if record.failure)
+
+
+def test_reads_anyones_snapshot(capsys: pytest.CaptureFixture[str]):
+    assert run(["memory", "--from", str(FIXTURE)]) == 0
+    out = capsys.readouterr().out
+    assert "75.2 MiB" in out
+    assert "forward (linear.py:134)" in out
+    assert "full ring" not in out
+    assert run(["memory", "--from", str(FIXTURE), "--json"]) == 0
+    [totals] = json.loads(capsys.readouterr().out)
+    assert (totals["requested_peak_bytes"], totals["allocated_peak_bytes"]) == (78_868_556, 78_878_208)
+
+
+def test_a_full_ring_is_no_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    event = {"action": "alloc", "addr": 512, "size": 4, "stream": 0, "time_us": 1, "frames": []}
+    path = tmp_path / "ring.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[event] * 1000]}))
+    assert run(["memory", "--from", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "its beginning is lost" in out
+    assert "at the highest" in out
+    assert "at the peak" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--from", "absent.pickle"], "no such file"),
+        (["--from", __file__], "no memory snapshot"),
+        (["--from", str(FIXTURE), "--min-share", "2"], "min_share"),
+        (["--from", str(FIXTURE), "--min-share", "much"], "min_share"),
+        (["--min-share", "2", "--device", "cpu"], "min_share"),
+        (["--recompute", "blocks", "--device", "cpu"], "did you mean block"),
+        (["--recompute", "block", "--compile", "block", "--device", "cpu"], "recompute"),
+        (["--fit", "layers"], "--fit"),
+        (["--steps", "3"], "steps"),
+    ],
+)
+def test_bad_input(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]):
+    assert run(["memory", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert word in err
+    assert err.count("\n") == 1
+
+
+def test_the_sweep_of_memory_is_whole():
+    from trainstep.config.grid import expand
+    from trainstep.config.sweep import load_sweep
+
+    sweep = load_sweep(Path(__file__).parents[2] / "sweeps" / "memory.toml")
+    cells = expand(sweep.grid, {"device": "cuda"})
+    assert (len(cells), {cell.workload for cell in cells}) == (12, {"memory"})

@@ -1,0 +1,50 @@
+"""A cell of numerics: the toy, a size or one's own; refused where its step would be."""
+
+import pytest
+
+from trainstep.config.grid import expand
+from trainstep.config.model import UserModel
+from trainstep.config.numerics import NumericsConfig, ToyModel
+from trainstep.config.parsing import build_numerics, numerics_from_plain, to_plain
+
+
+@pytest.mark.parametrize("model", ["toy", "tiny", "own.module:build"])
+def test_there_and_back(model: str):
+    config = build_numerics({"model": model, "precision": "fp16_autocast", "context": 32})
+    assert numerics_from_plain(to_plain(config)) == config
+    assert config.model.name == model
+
+
+def test_its_step():
+    config = build_numerics({"model": "tiny", "layers": 3, "batch_size": 2, "context": 16, "steps": 7})
+    run = config.run(precision="fp32", attention="plain")
+    assert (run.precision, run.attention, run.batch_size, run.context, run.steps) == ("fp32", "plain", 2, 16, 7)
+    assert run.mode == "step"
+    assert run.model.layers == 3  # type: ignore[union-attr]
+    assert config.run().precision == "bf16_autocast"
+    assert NumericsConfig(model=ToyModel()).run().model == UserModel(function="trainstep.training.toy:build")
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"model": "toy", "layers": 3}, "layers: belongs to the built-in model"),
+        ({"model": "tny"}, "did you mean tiny"),
+        ({"precision": "fp17"}, "did you mean fp"),
+        ({"precision": "tf32", "device": "cpu"}, "tf32 is a mode of NVIDIA"),
+        ({"reference": "fp16"}, "reference: 'fp16' is not known"),
+        ({"context": 0}, "context: must be"),
+        ({"optimizer": "adam"}, "unknown key 'optimizer'"),
+    ],
+)
+def test_bad_values(values: dict[str, object], word: str):
+    with pytest.raises(ValueError, match=word):
+        build_numerics(values)
+
+
+def test_a_grid_of_them():
+    cells = expand(
+        {"workload": ["numerics"], "model": ["toy", "tiny"], "precision": ["fp32", "bf16"]}, {"device": "cpu"}
+    )
+    assert [cell.label for cell in cells] == ["toy fp32", "toy bf16", "tiny fp32", "tiny bf16"]
+    assert {cell.workload for cell in cells} == {"numerics"}

@@ -1,0 +1,113 @@
+"""Peers by name: which errors are refusals, tiles from the table or the config, and packages that are absent."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from trainstep.config.attention import AttentionConfig
+from trainstep.measure import peers
+from trainstep.measure.failures import CellFailed
+from trainstep.measure.peers import attend_named, own_tiles, why_refused
+from trainstep.ops import reference
+from trainstep.ops.flash_attention.launch import Device
+
+ON_A_GPU = {"device": "cuda", "dtype": "bf16"}
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "device_of", lambda device: Device("sm_90", 232_448))
+
+
+@pytest.mark.usefixtures("h100")
+def test_a_tile_for_every_kernel():
+    tiles = own_tiles(AttentionConfig(block_q=64, block_k="rule", seq=4096, **ON_A_GPU))
+    for tile in (tiles.forward, tiles.key_gradients, tiles.query_gradients):
+        assert (tile.block_q, tile.block_k, tile.num_warps) == (64, 32, 4)
+    tiles = own_tiles(AttentionConfig(block_q=128, block_k=64, num_stages=2, **ON_A_GPU))
+    assert (tiles.forward.num_warps, tiles.forward.num_stages) == (8, 2), "a large tile has more warps"
+
+
+@pytest.mark.usefixtures("h100")
+def test_what_is_not_given_is_the_tables():
+    table = own_tiles(AttentionConfig(num_stages=2, direction="forward", **ON_A_GPU))
+    given = own_tiles(AttentionConfig(num_stages=1, direction="forward", **ON_A_GPU))
+    assert (given.forward.block_q, given.forward.num_warps) == (table.forward.block_q, table.forward.num_warps)
+    assert given.forward.num_stages == 1
+    assert given.key_gradients == table.key_gradients, "never launched by a forward pass, so never judged"
+
+
+@pytest.mark.usefixtures("h100")
+def test_an_illegal_tile_names_its_kernel():
+    with pytest.raises(CellFailed) as caught:
+        own_tiles(AttentionConfig(block_q=128, block_k=256, **ON_A_GPU))
+    failure = caught.value.failure
+    assert (failure.kind, failure.phase) == ("unsupported", "build")
+    assert failure.message.startswith("block_q: illegal tile: needs ")
+    assert "128 x 256, 8 warps" in failure.message
+
+
+class OutOfResources(Exception):
+    """Has the name of Triton's."""
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "warnings", "reason"),
+    [
+        (
+            "sdpa_flash",
+            RuntimeError("No available kernel. Aborting execution."),
+            [
+                "Flash attention kernel not used because: (Triggered internally at a.cpp:1.)",
+                "Head dim 512 is too large. (Tr",
+            ],
+            "implementation: sdpa_flash does not take this case: Head dim 512 is too large. (Tr",
+        ),
+        (
+            "sdpa_cudnn",
+            RuntimeError("No available kernel. Aborting execution."),
+            [],
+            "implementation: sdpa_cudnn does not take this case: torch gives no reason",
+        ),
+        ("trainstep", ValueError("too wide"), [], "implementation: trainstep does not take this case: too wide"),
+        (
+            "trainstep",
+            OutOfResources("shared memory"),
+            [],
+            "implementation: trainstep does not fit this GPU: shared memory",
+        ),
+        ("plain", ValueError("a fault"), [], None),
+        ("sdpa_math", RuntimeError("a fault"), [], None),
+    ],
+)
+def test_refusals_and_faults(name: str, error: Exception, warnings: list[str], reason: str | None):
+    assert why_refused(AttentionConfig(implementation=name), error, warnings) == reason
+
+
+def test_flash_attn_is_absent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(CellFailed, match="flash_attn is not installed; pip install flash-attn-4") as caught:
+        attend_named(AttentionConfig(implementation="flash_attn", **ON_A_GPU))
+    assert caught.value.failure.kind == "import_error"
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD", "BSD"])
+def test_flash_attn_gets_its_own_layout(layout: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch):
+    def flash_attn_func(*tensors: torch.Tensor, causal: bool) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in tensors)  # from (B, S, H, D)
+        o = reference.attention(q, k, v, causal=causal).transpose(1, 2)
+        return (o, None) if with_lse else o
+
+    package = ModuleType("flash_attn")
+    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    heads = 1 if layout == "BSD" else 3
+    shape = {"BHSD": (2, heads, 5, 4), "BSHD": (2, 5, heads, 4), "BSD": (2, 5, 4)}[layout]
+    config = AttentionConfig(implementation="flash_attn", layout=layout, heads=heads, seq=5, head_dim=4, **ON_A_GPU)
+    plain = AttentionConfig(implementation="plain", layout=layout, heads=heads, seq=5, head_dim=4)
+    inputs = [torch.randn(shape) for _ in range(3)]
+    torch.testing.assert_close(attend_named(config)(*inputs), attend_named(plain)(*inputs))

@@ -1,0 +1,194 @@
+"""The workload `memory` on a CPU: every byte of a step accounted for, in every mode, and right by the model's shape."""
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainstep.config.memory import MemoryConfig
+from trainstep.config.model import ModelConfig, UserModel
+from trainstep.config.parsing import memory_from_plain, to_plain
+from trainstep.measure.memory_tables import POINTS
+from trainstep.measure.step_memory import WORKLOAD
+from trainstep.measure.workload import Findings
+from trainstep.traces.snapshot import read_snapshot
+
+SHAPE = ModelConfig(d_model=32, d_ff=64, layers=3, heads=2, vocab_size=300)
+STREAM_BYTES = 2 * 16 * 32 * 4
+
+
+def measured(**fields: Any) -> Findings:
+    config = MemoryConfig(**{"model": SHAPE, "batch_size": 2, "context": 16, "attention": "plain", **fields})
+    assert memory_from_plain(to_plain(config)) == config
+    measurement = WORKLOAD.prepare(to_plain(config), lambda _stage: None)
+    measurement.take(1)
+    return measurement.finish()
+
+
+def line(found: Findings, name: str) -> dict[str, Any]:
+    ledger = found.tables["ledger"]
+    place = list(ledger["line"]).index(name)
+    return {moment: sizes[place] for moment, sizes in ledger.items() if moment != "line"}
+
+
+def value(found: Findings, name: str) -> Any:
+    return found.facts[name].value
+
+
+@pytest.fixture(scope="module")
+def step() -> Findings:
+    return measured()
+
+
+def test_a_step_is_accounted_for_to_the_byte(step: Findings):
+    assert set(line(step, "allocated, unexplained").values()) == {0}
+    assert value(step, "allocated_residual_share") == 0
+    assert value(step, "peak_allocated_bytes") == line(step, "allocated")["peak"]
+    assert not value(step, "history_full")
+
+
+def test_what_the_shape_says(step: Findings):
+    weights = 4 * SHAPE.parameters
+    assert set(line(step, "parameters").values()) == {weights}
+    assert line(step, "gradients") | {"peak": 0} == {
+        "init": 0,
+        "after forward": 0,
+        "after backward": weights,
+        "after step": 0,
+        "peak": 0,
+    }
+    assert line(step, "optimizer state")["init"] == 0
+    assert line(step, "optimizer state")["after step"] == pytest.approx(2 * weights, rel=0.01)
+    assert value(step, "parameter_bytes_each") == value(step, "gradient_bytes_each") == 4
+    assert value(step, "optimizer_state_bytes_each") == pytest.approx(8, rel=0.01)
+    assert value(step, "residual_stream_bytes") == STREAM_BYTES
+
+
+def test_activations_belong_to_layers(step: Findings):
+    layers = dict(zip(step.tables["layers"]["layer"], step.tables["layers"]["bytes"], strict=True))
+    assert list(layers) == ["embedding", "layer 0", "layer 1", "layer 2", "norm"]
+    assert layers["layer 0"] == layers["layer 1"] == layers["layer 2"] > 10 * STREAM_BYTES
+    assert layers["embedding"] == STREAM_BYTES
+    assert sum(layers.values()) == line(step, "activations")["after forward"]
+    assert line(step, "activations")["after backward"] == 0
+
+
+def test_the_timeline_keeps_the_peak_and_its_phases(step: Findings):
+    table = step.tables["timeline"]
+    assert len(table["time_s"]) <= POINTS + 8
+    assert list(table["time_s"]) == sorted(table["time_s"])
+    categories = [name for name in table if name not in ("time_s", "phase")]
+    totals = [sum(sizes) for sizes in zip(*(table[name] for name in categories), strict=True)]
+    assert max(totals) == value(step, "timeline_peak_bytes")
+    assert [phase for phase in dict.fromkeys(table["phase"]) if phase in step.tables["peaks"]["phase"]] == [
+        "forward",
+        "backward",
+        "optimizer",
+    ]
+
+
+def test_largest_allocations_have_a_place(step: Findings):
+    table = step.tables["allocations"]
+    totals = [size * count for size, count in zip(table["bytes"], table["count"], strict=True)]
+    assert totals == sorted(totals, reverse=True)
+    assert any("aten::mm" in stack and "layer 0" in stack for stack in table["stack"])
+
+
+def test_small_allocations_are_hidden():
+    assert not measured(min_share=1.0).tables["allocations"]["bytes"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mode": "forward_no_grad"},
+        {"mode": "forward"},
+        {"mode": "forward_backward", "accumulation": 2},
+        {"precision": "bf16"},
+        {"precision": "bf16_autocast", "clip_grad_norm": 1.0},
+        {"precision": "bf16_autocast", "mode": "forward_no_grad"},
+        {"recompute": "block"},
+        {"adamw": "foreach", "warmups": 2},
+    ],
+    ids=lambda fields: " ".join(map(str, fields.values())),
+)
+def test_every_way_of_running_is_accounted_for(fields: dict[str, Any]):
+    found = measured(**fields)
+    assert {left for left in line(found, "allocated, unexplained").values() if left is not None} == {0}
+    assert line(found, "workspaces")["after step"] == 0
+    assert line(found, "temporaries")["after step"] == 0
+
+
+def test_recomputing_keeps_a_stream_tensor_a_layer():
+    kept, recomputed = measured(), measured(recompute="block")
+    assert line(recomputed, "activations")["after forward"] < 0.3 * line(kept, "activations")["after forward"]
+    layers = dict(zip(recomputed.tables["layers"]["layer"], recomputed.tables["layers"]["bytes"], strict=True))
+    assert layers["layer 1"] - STREAM_BYTES < 0.5 * 16384  # the state of the random numbers is kept too
+    assert recomputed.facts["peak_allocated_bytes"].value < kept.facts["peak_allocated_bytes"].value
+
+
+def test_autocast_keeps_copies_of_weights():
+    found = measured(precision="bf16_autocast")
+    matrices = SHAPE.parameters - SHAPE.parameter_counts()["embedding"] - SHAPE.parameter_counts()["norms"]
+    assert line(found, "autocast weight copies")["after forward"] == 2 * matrices
+    assert line(found, "autocast weight copies")["after step"] == 0
+
+
+def test_a_full_ring_gives_no_peak_of_ours(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainstep.measure.memory_history._CpuHistory.ring_entries", 100)
+    found = measured()
+    assert value(found, "history_full")
+    assert not found.tables
+    assert not {"timeline_peak_bytes", "peak_allocated_bytes"} & set(found.facts)
+
+
+def test_a_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own_model.py").write_text(
+        "import torch\n"
+        "class Part(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x).relu()\n"
+        "class Own(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.parts = torch.nn.ModuleList(Part(8, 8) for _ in range(3))\n"
+        "    def forward(self, x):\n"
+        "        for part in self.parts:\n"
+        "            x = part(x)\n"
+        "        return x.square().mean()\n"
+        "def build(run, device):\n"
+        "    return Own().to(device), lambda step: {'x': torch.ones(run.batch_size, 8, device=device)}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = measured(model=UserModel(function="own_model:build"))
+    assert line(found, "parameters")["after step"] == 4 * 3 * 72
+    assert set(line(found, "allocated, unexplained").values()) == {0}
+    assert {"parts.0", "parts.1", "parts.2"} <= set(found.tables["layers"]["layer"])
+    assert "residual_stream_bytes" not in found.facts
+
+
+def test_a_kept_snapshot_opens_here_and_in_the_viewer(tmp_path: Path):
+    found = measured(keep_snapshot=str(tmp_path / "kept"))
+    path = Path(found.facts["snapshot"].value)
+    assert path.parent == tmp_path / "kept"
+    assert path.read_bytes()[:2] == b"\x80\x04"  # the viewer cannot read protocol 5
+    assert {"segments", "device_traces"} <= set(pickle.loads(path.read_bytes()))
+    assert read_snapshot(path).events
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [({"min_share": 2.0}, "min_share"), ({"warmups": 0}, "warmups"), ({"recompute": "all"}, "recompute")],
+)
+def test_what_cannot_be(fields: dict[str, Any], word: str):
+    with pytest.raises(ValueError, match=word):
+        MemoryConfig(model=SHAPE, **fields)
+
+
+def test_same_fields_as_a_run():
+    """What a run and a cell of memory share means and defaults to the same."""
+    run = MemoryConfig(model=SHAPE).run()
+    shared = {field.name for field in dataclasses.fields(MemoryConfig)} - {"min_share", "keep_snapshot", "warmups"}
+    assert all(getattr(run, name) == getattr(MemoryConfig(model=SHAPE), name) for name in shared)

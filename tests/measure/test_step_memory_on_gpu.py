@@ -1,0 +1,53 @@
+"""The workload `memory` on a GPU, each cell in its process: ours to the byte what allocator and driver say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cell_maker import silent
+from trainstep.config.grid import expand
+from trainstep.measure.executor_local import run_groups
+from trainstep.measure.runner import Limits
+from trainstep.records.record import Record
+from trainstep.traces.memory_timeline import MemoryTimeline
+from trainstep.traces.snapshot import read_snapshot
+
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+
+
+def measured(**fields: Any) -> Record:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    grid = {"workload": ["memory"], "model": ["small"], "layers": [3], **{name: [one] for name, one in fields.items()}}
+    [[record]] = run_groups([expand(grid, {"device": "cuda"})], Limits(timeout_s=110), silent)
+    assert record.failure is None, record.failure
+    return record
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"precision": "bf16_autocast", "attention": "plain"},
+        {"recompute": "block"},
+        {"mode": "forward_no_grad", "precision": "bf16"},
+        {"compile": "model"},
+    ],
+    ids=lambda fields: " ".join(map(str, fields.values())) or "plain step",
+)
+def test_the_ledger_adds_up(fields: dict[str, Any]):
+    record = measured(**fields)
+    assert record.fact("timeline_peak_bytes") == record.fact("peak_requested_bytes")
+    assert record.fact("allocated_residual_bytes") == 0
+    assert record.fact("driver_residual_bytes") <= max(64 * MIB, 0.01 * record.fact("driver_bytes"))
+    assert record.fact("allocation_retries") == 0
+
+
+def test_a_kept_snapshot_has_the_same_peak(tmp_path: Path):
+    record = measured(keep_snapshot=str(tmp_path))
+    timeline = MemoryTimeline(read_snapshot(Path(record.fact("snapshot"))))
+    assert timeline.requested_bytes.max() >= record.fact("peak_requested_bytes")
+    assert timeline.held_before_bytes == 0

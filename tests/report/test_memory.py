@@ -1,0 +1,207 @@
+"""Records of memory on the terminal, in files and on the page: the numbers a record holds, and the sentences they make."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from record_maker import a_record
+from trainstep.config.memory import MemoryConfig
+from trainstep.config.parsing import to_plain
+from trainstep.config.presets import size
+from trainstep.records.record import Fact, Failure, Record
+from trainstep.report.all_tables import all_tables
+from trainstep.report.frames import json_text, markdown
+from trainstep.report.memory_page import memory_sections, timeline_chart
+from trainstep.report.memory_tables import doubts, memory_tables
+from trainstep.report.page import page
+from trainstep.report.rows import Row, rows_of
+from trainstep.report.terminal import plain
+
+GIB = 2**30
+LINES = (
+    *("parameters", "activations", "rounding", "allocated", "allocated, unexplained", "cache and fragmentation"),
+    *("reserved", "context", "driver", "driver, unexplained"),
+)
+LEDGER = {
+    "line": list(LINES),
+    "init": [2 * GIB, 0, 0, 2 * GIB, 0, GIB, 3 * GIB, GIB, 4 * GIB, 0],
+    "after forward": [2 * GIB, 4 * GIB, 0, 6 * GIB, 0, GIB, 7 * GIB, GIB, 8 * GIB, 0],
+    "after backward": [2 * GIB, 0, 0, 2 * GIB, 0, 5 * GIB, 7 * GIB, GIB, 8 * GIB, 0],
+    "after step": [2 * GIB, 0, 0, 2 * GIB, 0, 5 * GIB, 7 * GIB, GIB, 8 * GIB, 0],
+    "peak": [2 * GIB, 4 * GIB, 0, 6 * GIB, 0, GIB, 7 * GIB, None, None, None],
+}
+TABLES = {
+    "ledger": LEDGER,
+    "peaks": {
+        "phase": ["forward", "backward"],
+        "requested_bytes": [5 * GIB, 2 * GIB],
+        "allocated_bytes": [6 * GIB, 2 * GIB],
+        "reserved_bytes": [7 * GIB, None],
+        "driver_bytes": [8 * GIB, None],
+    },
+    "layers": {"layer": ["embedding", "layer 0", "layer 1", "layer 2"], "bytes": [GIB, GIB, GIB, GIB]},
+    "timeline": {
+        "time_s": [0.0, 0.001, 0.002, 0.003],
+        "phase": ["before the step", "forward", "forward", "backward"],
+        "parameters": [2 * GIB] * 4,
+        "activations": [0, GIB, 4 * GIB, 0],
+        "temporaries": [0, 0, 0, 0],
+    },
+    "allocations": {
+        "bytes": [GIB],
+        "count": [4],
+        "category": ["activations"],
+        "phase": ["forward"],
+        "layer": ["3 layers"],
+        "stack": ["forward (<b>linear</b>.py:1)"],
+    },
+}
+FACTS = {
+    "peak_allocated_bytes": 6 * GIB,
+    "peak_requested_bytes": 6 * GIB,
+    "timeline_peak_bytes": 6 * GIB,
+    "peak_reserved_bytes": 7 * GIB,
+    "driver_bytes": 8 * GIB,
+    "context_bytes": GIB // 2,
+    "kernels_bytes": GIB // 2,
+    "residual_stream_bytes": 65_536,
+    "parameter_bytes_each": 4.0,
+    "gradient_bytes_each": 4.0,
+    "optimizer_state_bytes_each": 8.0000001,
+    "allocated_residual_share": 0.0,
+    "driver_residual_share": 0.002,
+}
+
+
+def a_cell(facts: dict[str, Any] | None = None, tables: Any = TABLES, **changes: Any) -> Record:
+    fields = {"batch_size": 4, "context": 256, **changes.pop("config", {})}
+    config = to_plain(MemoryConfig(model=size("tiny"), **fields))
+    given = {name: Fact(value=value, unit="bytes") for name, value in {**FACTS, **(facts or {})}.items()}
+    words = {"timeline_peak_phase": "forward", "residual_stream": "batch 4 x context 256 x d_model 16 x 4 bytes"}
+    given |= {name: Fact(value=value) for name, value in words.items()}
+    made = {"workload": "memory", "key": str(fields), "config": config, "samples": {}, "tables": tables, "facts": given}
+    return a_record(**{**made, **changes})
+
+
+def rows(*records: Record) -> list[Row]:
+    return rows_of([("memory.jsonl", record) for record in records])
+
+
+def failed(**config: Any) -> Record:
+    failure = Failure(kind="out_of_memory", phase="backward", message="ran out of memory in backward", asked_bytes=GIB)
+    return a_cell(tables={}, failure=failure, config=config)
+
+
+def test_the_tables_of_one_cell():
+    text = plain(all_tables(rows(a_cell())))
+    assert re.search(r"tiny +256 +6\.00 +7\.00 +8\.00 .* 0\.2 +4 \+ 4 \+ 8 = 16 +forward", text)
+    assert re.search(r"tiny +256 +forward +5\.00 +6\.00 +7\.00 +8\.00\n.* backward +2\.00 +2\.00 +– +–", text)
+    assert re.search(r"layer 0 to layer 2 +1\.00 GiB +3 +3\.00 GiB", text)
+    assert re.search(r"activations +0 B +4\.00 GiB +0 B +0 B +4\.00 GiB", text)
+    assert re.search(r"1\.00 GiB +4 +activations +forward +3 layers", text)
+
+
+def test_own_tables_only_while_cells_are_few():
+    many = [a_cell(config={"context": context}) for context in (128, 256, 512)]
+    assert [table.title for table in memory_tables(rows(*many))] == [
+        "Memory of a step",
+        "Peak by phase (GiB)",
+        "Held at the peak (GiB)",
+    ]
+    assert len(memory_tables(rows(*many[:2]))) == 3 + 2 * 3
+
+
+def test_out_of_memory_is_a_row():
+    text = plain(memory_tables(rows(a_cell(), failed(context=512))))
+    assert "OOM in backward: asked for 1.00 GiB" in text
+
+
+def test_programs_read_bytes():
+    [cell] = json.loads(json_text(memory_tables(rows(a_cell()))))
+    assert cell["activations_after_forward_bytes"] == 4 * GIB
+    assert cell["driver_unexplained_init_bytes"] == 0
+    assert cell["peak_reserved_bytes"] == 7 * GIB
+    assert "| parameters " in markdown(memory_tables(rows(a_cell())))
+
+
+def test_sentences_from_the_numbers():
+    [_, section] = memory_sections(rows(a_cell()))
+    peak, three, stream = section.paragraphs
+    assert peak == "The step peaks in forward at 6.00 GiB: activations 4.00 GiB (67 %), parameters 2.00 GiB (33 %)."
+    assert "6.00 GiB at most (allocated)" in three
+    assert "the 1.00 GiB between them" in three
+    assert "nvidia-smi would show 8.00 GiB" in three
+    assert "batch 4 × context 256 × d_model 16 × 4 bytes = 0.1 MiB" in stream
+
+
+def test_two_numbers_on_a_cpu():
+    record = a_cell()
+    facts = {name: fact for name, fact in record.facts.items() if name not in ("peak_reserved_bytes", "driver_bytes")}
+    cpu = a_record(
+        workload="memory",
+        config=record.config,
+        tables=TABLES,
+        samples={},
+        facts={**facts, "peak_rss_bytes": Fact(value=9 * GIB, unit="bytes")},
+    )
+    [_, section] = memory_sections(rows(cpu))
+    assert any("Two numbers on a CPU" in text and "9.00 GiB" in text for text in section.paragraphs)
+
+
+def test_the_chart_stacks_what_is_held_and_marks_phases():
+    chart = timeline_chart(rows(a_cell())[0])
+    assert [trace["name"] for trace in chart.data] == ["parameters", "activations"]  # nothing empty
+    assert list(chart.data[1]["y"]) == [0, 1, 4, 0]
+    assert {trace["stackgroup"] for trace in chart.data} == {"held"}
+    texts = [note["text"] for note in chart.layout["annotations"]]
+    assert texts == ["forward", "backward", "peak 6.00 GiB"]
+    assert [shape["x0"] for shape in chart.layout["shapes"]] == [1.0, 3.0]
+
+
+def test_the_page():
+    text = page(rows(a_cell(), failed(context=512)))
+    assert "Memory over one step" in text
+    assert "<b>linear</b>" not in text
+    assert "All cells" not in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "word"),
+    [
+        ({"history_full": True}, "history full"),
+        ({"allocation_retries": 3}, "3 allocation retries"),
+        ({"timeline_peak_bytes": 5 * GIB}, "differs from the allocator's by 1.00 GiB"),
+        ({"allocated_residual_share": 0.02}, "has no category"),
+        (
+            {"driver_residual_share": 0.02, "driver_residual_bytes": GIB},
+            "1.00 GiB that the driver sees are unexplained",
+        ),
+    ],
+)
+def test_doubts(facts: dict[str, Any], word: str):
+    assert word in doubts(a_cell(facts))
+    assert doubts(a_cell()) == ""
+
+
+def test_small_residuals_of_the_driver_are_no_doubt():
+    assert doubts(a_cell({"driver_residual_share": 0.02, "driver_residual_bytes": 2**26})) == ""
+
+
+def test_a_search_names_what_fits():
+    trials = [a_cell({"fit_of": "batch_size"}, config={"batch_size": count}) for count in (4, 8, 12)]
+    trials += [
+        a_cell(tables={}, failure=failed().failure, facts={"fit_of": "batch_size"}, config={"batch_size": count})
+        for count in (16, 13)
+    ]
+    table = memory_tables(rows(*trials))[0]
+    assert table.title == "What fits"
+    [[_, searched, largest, smallest, allocated, _, count]] = table.entries
+    assert [searched.text, largest.text, smallest.text, allocated.text, count.text] == [
+        "batch size",
+        "12",
+        "13",
+        "6.00",
+        "5",
+    ]

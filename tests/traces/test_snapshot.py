@@ -1,0 +1,136 @@
+"""A snapshot is read without running anything in it; whatever is none is refused in one sentence."""
+
+import gzip
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainstep.traces.snapshot import HOW_TO_RECORD, Frame, read_snapshot, snapshot_of
+
+FIXTURE = Path(__file__).parent / "fixtures" / "snapshot_tiny.pickle.gz"
+
+
+class Runs:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        read_snapshot(path, **options)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def written(path: Path, document: Any) -> Path:
+    path.write_bytes(pickle.dumps(document, protocol=4))
+    return path
+
+
+def an_event(**changes: Any) -> dict[str, Any]:
+    return {"action": "alloc", "addr": 512, "size": 4, "stream": 0, "time_us": 1, "frames": [], **changes}
+
+
+def test_reads_a_real_one():
+    snapshot = read_snapshot(FIXTURE)
+    assert len(snapshot.events) == 1601
+    assert {event.action for event in snapshot.events} == {"alloc", "free_requested", "free_completed", "segment_alloc"}
+    assert sum(segment.bytes for segment in snapshot.segments) == 79_691_776
+    assert {segment.pool for segment in snapshot.segments} == {"small", "large"}
+    assert snapshot.events[1].stack[2] == Frame(
+        function="__init__", file="src/trainstep/training/transformer.py", line=93
+    )
+    assert [span.name for span in snapshot.spans][:2] == [
+        "Optimizer.step#AdamW.step",
+        "Optimizer.zero_grad#AdamW.zero_grad",
+    ]
+    assert not snapshot.history_is_full
+
+
+def test_plain_as_well_as_zipped(tmp_path: Path):
+    plain = tmp_path / "plain.pickle"
+    plain.write_bytes(gzip.decompress(FIXTURE.read_bytes()))
+    assert read_snapshot(plain) == read_snapshot(FIXTURE)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_nothing_in_it_runs(tmp_path: Path, zipped: bool):
+    made = tmp_path / "made"
+    path = written(tmp_path / "hostile.pickle", {"segments": [], "device_traces": [[Runs(made)]]})
+    if zipped:
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    assert "mkdir, which is not run" in refusal(path)
+    assert not made.exists()
+
+
+def test_no_objects_from_elsewhere(tmp_path: Path):
+    path = tmp_path / "persistent.pickle"
+    path.write_bytes(b"\x80\x04\x8c\x01aQ.")
+    assert "objects outside it" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not a pickle", b"\x80\x04", b"\x80\x04]\x94.", b"\x80\x04N.", b"{}", b"\x80\x04r\xff\xff\xff\xff."],
+    ids=["empty", "text", "cut off", "a list", "none", "json", "huge memo"],
+)
+def test_other_files(tmp_path: Path, content: bytes):
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    assert "no memory snapshot" in refusal(path)
+
+
+def test_damaged_zip(tmp_path: Path):
+    path = tmp_path / "cut.pickle.gz"
+    path.write_bytes(FIXTURE.read_bytes()[:5000])
+    assert "damaged or cut-off" in refusal(path)
+
+
+def test_missing(tmp_path: Path):
+    assert "no such file" in refusal(tmp_path / "absent.pickle")
+
+
+def test_too_large_also_when_zipped(tmp_path: Path):
+    bomb = tmp_path / "bomb.pickle.gz"
+    bomb.write_bytes(gzip.compress(b"\0" * 2_000_000))
+    assert bomb.stat().st_size < 10_000
+    assert "over 1,000,000 bytes" in refusal(bomb, largest_bytes=1_000_000)
+
+
+@pytest.mark.parametrize("traces", [[], [[]]])
+def test_empty_says_how_to_record(tmp_path: Path, traces: list[Any]):
+    assert HOW_TO_RECORD in refusal(written(tmp_path / "empty.pickle", {"segments": [], "device_traces": traces}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"addr": "x"}, {"size": None}, {"frames": [1]}, {"time_us": []}, {"size": float("inf")}],
+    ids=["address", "size", "frames", "time", "infinite"],
+)
+def test_wrong_types_inside(tmp_path: Path, wrong: dict[str, Any]):
+    document = {"segments": [], "device_traces": [[an_event(**wrong)]]}
+    assert "no memory snapshot" in refusal(written(tmp_path / "wrong.pickle", document))
+
+
+def test_the_device_with_most_events():
+    segments = [{"device": 1, "address": 512, "total_size": 512, "blocks": []}]
+    document = {"segments": segments, "device_traces": [[], [an_event()], []]}
+    snapshot = snapshot_of(document, where="here")
+    assert (len(snapshot.events), len(snapshot.segments)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("events", "ring", "full"), [(1000, None, True), (999, None, False), (7, 7, True), (7, 8, False)]
+)
+def test_a_full_ring_is_told(events: int, ring: int | None, full: bool):
+    document = {"segments": [], "device_traces": [[an_event()] * events]}
+    assert snapshot_of(document, where="here", ring_entries=ring).history_is_full is full

@@ -1,0 +1,97 @@
+"""What limits a step, case by case, and attention's split with its costs."""
+
+import pytest
+
+from trace_maker import COMPILED, EAGER, launched, op, span, trace
+from trainstep.costs.plain_attention import matmuls_flops, softmax_bytes
+from trainstep.traces.attention_split import AttentionShape, attention_table
+from trainstep.traces.kineto import read_trace
+from trainstep.traces.profile import profile_of
+from trainstep.traces.verdict import COMMUNICATING, COMPUTE, LAUNCH, MEMORY, Unprofiled, verdict
+from trainstep.traces.work import TraceWork, read_work
+
+
+def work(*kernels: tuple[str, int, int]) -> TraceWork:
+    """A step of 1000 us: forward 0-500, backward 500-1000, and kernels (name, start, end) in them."""
+    spans = [span("step 0", 0, 1000), span("forward", 0, 500), span("backward", 500, 1000)]
+    events = [
+        one for number, (name, start, end) in enumerate(kernels) for one in launched(name, start, start, end, number)
+    ]
+    return read_work(trace(*spans, *events))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "kind"),
+    [
+        ([("nvjet_gemm", 0, 950)], COMPUTE),
+        ([("nvjet_gemm", 0, 300), ("elementwise_kernel", 300, 950)], MEMORY),
+        ([("nvjet_gemm", 0, 300)], LAUNCH),
+        ([("nvjet_gemm", 0, 500), ("ncclDevKernel_AllReduce", 500, 1000)], COMMUNICATING),
+    ],
+)
+def test_kinds(kernels: list[tuple[str, int, int]], kind: str):
+    found = verdict(work(*kernels), Unprofiled())
+    assert found.kind == kind
+    assert found.reason.endswith(".")
+    assert found.alike == ""
+
+
+def test_hidden_communication_is_no_verdict():
+    both = trace(
+        span("step 0", 0, 1000),
+        *(span("forward", 0, 1000), *launched("gemm", 0, 0, 1000, 1), *launched("ncclDevKernel", 5, 5, 900, 2)),
+    )
+    assert verdict(read_work(both), Unprofiled()).kind == COMPUTE
+
+
+def test_unprofiled_times_decide():
+    """The profiler slows the host: idle in the trace is no idle in the step."""
+    given = work(("gemm", 0, 300))
+    assert verdict(given, Unprofiled()).kind == LAUNCH
+    assert verdict(given, Unprofiled(step_s=310e-6)).kind == COMPUTE
+
+
+def test_why_forward_and_backward_take_alike():
+    given = work(("gemm", 0, 50), ("gemm", 500, 600))
+    times = Unprofiled(step_s=900e-6, enqueue_s=890e-6, phases={"forward": 430e-6, "backward": 470e-6})
+    found = verdict(given, times)
+    assert "the host needs 0.89 ms to launch" in found.reason
+    assert "take alike (0.43 ms and 0.47 ms)" in found.alike
+    assert "0.05 ms and 0.1 ms" in found.alike
+    unlike = Unprofiled(step_s=900e-6, enqueue_s=890e-6, phases={"forward": 300e-6, "backward": 600e-6})
+    assert verdict(given, unlike).alike == ""
+
+
+def test_on_a_cpu():
+    spans = [span("step 0", 0, 100), span("forward", 0, 100)]
+    assert verdict(read_work(trace(*spans, op("aten::mm", 5, 95))), Unprofiled()).kind == COMPUTE
+    assert verdict(read_work(trace(*spans, op("aten::mul", 5, 95))), Unprofiled()).kind == MEMORY
+    assert verdict(read_work(trace(*spans, op("aten::mm", 5, 15))), Unprofiled()).kind == LAUNCH
+
+
+def test_attention_taken_apart():
+    """Tiny, batch 2, context 64: 2 x 4 heads x 2 layers."""
+    shape = AttentionShape(batch_heads=16, positions=64, head_dim=32, matmul_element_bytes=4, softmax_element_bytes=4)
+    given = read_work(read_trace(EAGER))
+    table = attention_table(given, shape)
+    rows = {(phase, part): index for index, (phase, part) in enumerate(zip(table["phase"], table["part"], strict=True))}
+    assert table["calls"][rows["forward", "matmuls"]] == 4
+    assert table["calls"][rows["backward", "matmuls"]] == 8
+    assert table["flops"][rows["backward", "matmuls"]] == matmuls_flops("backward", 16, 64, 32)
+    assert table["bytes"][rows["forward", "softmax"]] == softmax_bytes("forward", 16, 64, 4)
+    assert table["flops"][rows["forward", "mask, scale and copies"]] is None
+    time_s = sum(
+        one.duration_ns for one in given.pieces if one.place.phase == "forward" and "attention s" in one.place.span
+    )
+    values_s = sum(
+        one.duration_ns for one in given.pieces if one.place.phase == "forward" and one.place.span == "attention values"
+    )
+    forward = [table["time_s"][index] for (phase, _), index in rows.items() if phase == "forward"]
+    assert sum(forward) == pytest.approx((time_s + values_s) / 3e9)
+
+
+def test_no_split_of_compiled_code():
+    found = profile_of(read_trace(COMPILED))
+    assert "attention" not in found.tables
+    assert found.compiled
+    assert found.verdict.kind == LAUNCH

@@ -1,0 +1,135 @@
+"""Pieces of work: a step adds up, on a device to busy and idle, on a CPU to the ops' own times."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from trace_maker import COMPILED, EAGER, call, kernel, launched, op, span, trace
+from trainstep.config.presets import size
+from trainstep.config.run import RunConfig
+from trainstep.spans import span as open_span
+from trainstep.traces.intervals import gaps_before, union_ns
+from trainstep.traces.kineto import read_trace
+from trainstep.traces.tables import classes_table, kernels_table, layers_table, spans_table, top_kernels
+from trainstep.traces.work import BETWEEN, by_step, read_work
+from trainstep.training.build import build_step
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
+
+
+@given(INTERVALS)
+def test_gaps_and_the_union_fill_the_time(intervals: list[tuple[int, int]]):
+    ordered = sorted(intervals)
+    end = max((end for _, end in ordered), default=0)
+    assert sum(gaps_before(ordered, 0)) + union_ns(ordered) == end
+
+
+@pytest.mark.parametrize("path", [EAGER, COMPILED], ids=["eager", "compiled"])
+def test_busy_and_idle_fill_the_step(path: Path):
+    """The fixture synchronises just outside its steps, so that the last kernel may end a little after its step does."""
+    work = read_work(read_trace(path))
+    assert len(work.steps) == 3
+    for step in work.steps:
+        mine = by_step(work)[step.number]
+        last_ns = max(one.start_ns + one.duration_ns for one in mine)
+        idle_ns = sum(one.gap_ns for one in mine)
+        assert step.busy_ns + idle_ns == last_ns - step.start_ns
+        assert step.busy_ns == sum(one.duration_ns for one in mine), "one stream: nothing overlaps"
+
+
+def test_idle_time_by_hand():
+    work = read_work(
+        trace(
+            *(span("step 0", 0, 100), span("forward", 0, 50), span("backward", 50, 100)),
+            *launched("a", 5, 10, 20, 1),
+            *(call("cudaLaunchKernel", 15, 16, 2), kernel("b", 15, 30, 2, stream=9)),
+            *launched("c", 60, 70, 80, 3),
+        )
+    )
+    [step] = work.steps
+    assert (step.busy_ns, step.after_ns, step.window_ns) == (30_000, 20_000, 100_000)
+    assert [(one.name, one.gap_ns) for one in work.pieces] == [("a", 10_000), ("b", 0), ("c", 40_000)]
+    assert work.total_ns == 35_000, "two streams at once"
+    rows = classes_table(work)
+    idle = {
+        phase: time_s
+        for phase, name, time_s in zip(rows["phase"], rows["class"], rows["time_s"], strict=True)
+        if name == "idle"
+    }
+    assert idle == pytest.approx({"forward": 10e-6, "backward": 60e-6})
+
+
+@pytest.mark.parametrize("path", [EAGER, COMPILED], ids=["eager", "compiled"])
+def test_tables_add_up(path: Path):
+    work = read_work(read_trace(path))
+    total_s = work.total_ns / 1e9 / 3
+    kernels, spans = kernels_table(work, 4), spans_table(work)
+    assert sum(kernels["time_s"]) == pytest.approx(total_s)
+    assert sum(kernels["share"]) == pytest.approx(1)
+    assert sum(kernels["calls"]) * 3 == pytest.approx(len(work.pieces))
+    assert sum(spans["time_s"]) == pytest.approx(total_s)
+    busy = [
+        time
+        for time, name in zip(*(classes_table(work)[key] for key in ("time_s", "class")), strict=True)
+        if name != "idle"
+    ]
+    assert sum(busy) == pytest.approx(total_s)
+    assert set(layers_table(work)["layer"]) == {0, 1}
+    assert len([kind for kind in kernels["class"] if kind != "rest"]) <= 4 * 4
+
+
+@pytest.mark.parametrize("top", [1, 2, 5])
+def test_fewer_kernels_with_the_same_sums(top: int):
+    """Cutting a table after the fact is the same as making it shorter."""
+    work = read_work(read_trace(EAGER))
+    cut, made = top_kernels(kernels_table(work, 6), top), kernels_table(work, top)
+    assert cut["name"] == made["name"]
+    for name in ("time_s", "calls", "share", "mean_s", "min_s", "max_s"):
+        assert cut[name] == pytest.approx(made[name])
+
+
+def test_ops_on_a_cpu_by_hand():
+    work = read_work(
+        trace(
+            *(span("step 0", 0, 100), span("forward", 10, 90), op("aten::linear", 20, 60), op("aten::mm", 30, 50)),
+            op("aten::sum", 70, 80),
+            op("aten::outside", 200, 300),
+        )
+    )
+    assert not work.on_device
+    found = {(one.name, one.place.phase): one.duration_ns // 1000 for one in work.pieces}
+    assert found == {
+        (BETWEEN, "outside phases"): 20,
+        (BETWEEN, "forward"): 30,
+        ("aten::linear", "forward"): 20,
+        ("aten::mm", "forward"): 20,
+        ("aten::sum", "forward"): 10,
+    }
+    assert work.steps[0].busy_ns == work.steps[0].window_ns == 100_000
+
+
+def test_a_real_step_on_a_cpu_adds_up(tmp_path: Path):
+    """Backward runs on the main thread here; its ops find their forward op's spans all the same."""
+    built = build_step(RunConfig(model=size("tiny"), context=8, batch_size=1, attention="plain"))
+    batches = [built.next_batch(0)]
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, open_span("step 0"):
+        built.step(batches)
+    profiler.export_chrome_trace(str(tmp_path / "t.json"))
+    work = read_work(read_trace(tmp_path / "t.json"))
+    assert work.total_ns == work.steps[0].window_ns == work.steps[0].busy_ns
+    places = {(one.place.phase, one.place.layer, one.place.span) for one in work.pieces}
+    assert {(phase, 1, "attention softmax") for phase in ("forward", "backward")} <= places
+    assert {("backward", None, "head"), ("backward", None, "loss"), ("optimizer", None, "")} <= places
+    matmuls = [one for one in work.pieces if one.kind == "matmul" and one.name in ("aten::mm", "aten::bmm")]
+    assert len([one for one in matmuls if one.place.phase == "forward"]) == 2 * 7 + 1
+    assert len([one for one in matmuls if one.place.phase == "backward"]) == 2 * (2 * 7 + 1)
+    assert torch.is_grad_enabled()
+
+
+def test_nothing_in_any_step():
+    with pytest.raises(ValueError, match="record it around whole steps"):
+        read_work(trace(op("aten::mm", 0, 10), span("step 0", 20, 20)))
