@@ -20,7 +20,7 @@ import pytest
 
 from kernel_compiler import SHARED_MEMORY_BYTES
 from sources import ROOT
-from trainstep.ops.flash_attention.tiles import Arithmetic, Pass, choose_row, padded
+from trainstep.ops.flash_attention.tiles import UNTUNED, Arithmetic, Pass, choose_row, padded
 
 HALF, IEEE, TF32, TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
 VARIANTS = [  # element, arithmetic, head width, causal, ragged
@@ -38,19 +38,21 @@ KERNELS = {
 }
 MOST = 80
 SPILLED_BYTES = 4096
-"""A thread's; more means that a tile is far too large."""
+"""A thread's; more means that a tile is far too large, unless it was measured and won with its spills."""
+MEASURED_SPILLED_BYTES = 8192
 PROCESSES = 2
 
 
 def request(architecture: int, pass_: Pass, element: str, arithmetic: Arithmetic, *shape: Any) -> dict[str, Any]:
     head_dim, causal, ragged = shape
-    config = choose_row(
+    row = choose_row(
         pass_,
         head_dim=head_dim,
         arithmetic=arithmetic,
         architecture=f"sm_{architecture}",
         shared_memory_bytes=SHARED_MEMORY_BYTES[architecture],
-    ).config
+    )
+    config = row.config
     module, kernel, ragged_name = KERNELS[pass_]
     constants = {
         "HEAD_DIM": head_dim,
@@ -69,6 +71,7 @@ def request(architecture: int, pass_: Pass, element: str, arithmetic: Arithmetic
         "architecture": architecture,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        "most_spilled_bytes": SPILLED_BYTES if row.record == UNTUNED else MEASURED_SPILLED_BYTES,
     }
 
 
@@ -81,6 +84,7 @@ def delta_request(architecture: int) -> dict[str, Any]:
         "architecture": architecture,
         "num_warps": 4,
         "num_stages": 1,
+        "most_spilled_bytes": 0,
     }
 
 
@@ -167,7 +171,7 @@ def complaints_about(result: dict[str, Any]) -> list[str]:
     found = []
     if result["shared_bytes"] > SHARED_MEMORY_BYTES[result["architecture"]]:
         found.append(f"{name}: {result['shared_bytes']} bytes of shared memory")
-    if result["spilled_bytes"] > SPILLED_BYTES:
+    if result["spilled_bytes"] > result["most_spilled_bytes"]:
         found.append(f"{name}: {result['spilled_bytes']} bytes spilled")
     if result["architecture"] == 90 and any("C75" in warning for warning in result["warnings"]):
         found.append(f"{name}: {result['warnings']}")
