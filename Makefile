@@ -9,7 +9,10 @@ PYTEST ?=
 # The oldest triton of pyproject.toml, beside the installed one: kernels must compile with both
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 
-.PHONY: help demo test test-slow test-gpu compile-all oldest-triton check clean
+# axe-core, which looks for what readers with a screen reader or a keyboard cannot use: the package carries it as one script
+AXE := $(VENV)/axe-core
+
+.PHONY: help demo test test-slow test-gpu compile-all oldest-triton axe-core check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +21,7 @@ help:
 	@echo "make test-slow  the slow ones, Slurm too      make test-gpu the tests that need a GPU"
 	@echo "make compile-all  every attention kernel for four GPU architectures, none needed (long)"
 	@echo "make oldest-triton  200 MB: lets test-slow compile the kernels with the oldest triton too"
+	@echo "make axe-core   0.6 MB: lets test-slow look for accessibility violations on the page too"
 	@echo "make clean      remove .venv and caches"
 
 $(VENV)/ready: pyproject.toml constraints.txt scripts/setup_venv.py
@@ -32,7 +36,7 @@ test: $(VENV)/ready
 	$(RUN) pytest $(PYTEST)
 
 test-slow: $(VENV)/ready
-	TRAINSTEP_OLDEST_TRITON=$(wildcard $(OLDEST_TRITON)) $(RUN) pytest -m "slow and not gpu and not multigpu" $(PYTEST)
+	TRAINSTEP_OLDEST_TRITON=$(wildcard $(OLDEST_TRITON)) TRAINSTEP_AXE_CORE=$(wildcard $(AXE)) $(RUN) pytest -m "slow and not gpu and not multigpu" $(PYTEST)
 
 test-gpu: $(VENV)/ready
 	$(RUN) pytest -m "gpu or multigpu" $(PYTEST)
@@ -45,6 +49,13 @@ oldest-triton: $(OLDEST_TRITON)
 $(OLDEST_TRITON): | $(VENV)/ready
 	@rm -rf $@.part
 	$(RUN) pip install -q --disable-pip-version-check --no-deps --target $@.part triton==3.6.0
+	@mv $@.part $@
+
+axe-core: $(AXE)
+
+$(AXE): | $(VENV)/ready
+	@rm -rf $@.part
+	$(RUN) pip install -q --disable-pip-version-check --no-deps --target $@.part axe-playwright-python==0.1.8
 	@mv $@.part $@
 
 check: $(VENV)/ready

@@ -29,6 +29,7 @@ class FakeNvml:
         self.unsupported: set[str] = set()
         self.calls: list[str] = []
         self.reasons = 0
+        self.pids: list[int] = []
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -69,7 +70,7 @@ class FakeNvml:
         return self.names[handle]
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=(handle + 1) * 2**30, used=(handle + 1) * 2**20)
+        return SimpleNamespace(total=(handle + 1) * 2**30)
 
     def nvmlDeviceGetClockInfo(self, handle: int, clock: int) -> int:
         return {1: 1980}[clock]
@@ -81,7 +82,10 @@ class FakeNvml:
         return 412_500
 
     def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
-        return {0: 61}[sensor]
+        return {0: 61 + handle}[sensor]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid) for pid in self.pids]
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
         return self.reasons

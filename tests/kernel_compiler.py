@@ -18,15 +18,17 @@ SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
 
 
 def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
-    """request: module, kernel, constants, element (bf16...), architecture (90...), num_warps, num_stages."""
+    """request: module, kernel, constants, element (bf16...), architecture (90...), num_warps, num_stages; `types` of arguments
+    whose names do not tell."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(request["module"]), request["kernel"])
-    constants = request["constants"]
+    constants, types = request["constants"], request.get("types", {})
     signature = {
-        name: "constexpr" if name in constants else argument_type(name, request["element"]) for name in kernel.arg_names
+        name: "constexpr" if name in constants else types.get(name) or argument_type(name, request["element"])
+        for name in kernel.arg_names
     }
     aligned = {
         (position,): [["tt.divisibility", 16]]
@@ -45,6 +47,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
         "registers": registers,
         "spilled_bytes": spilled_bytes,
         "warnings": warnings,
+        "vector_accesses": len(re.findall(r"\b(?:ld|st)\.global\S*\.v[24]", compiled.asm["ptx"])),
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync|tcgen05\.mma", compiled.asm["ptx"])),
     }

@@ -59,3 +59,15 @@ def bare(run: Any, device: torch.device) -> Built:
 
 def naming(run: Any, device: torch.device) -> Built:
     return Naming(), lambda step: {"x": torch.ones(4, 8)}
+
+
+def endless(run: Any, device: torch.device) -> Built:
+    class Endless(Line):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / 0
+
+    return Endless(), lambda step: {"x": torch.ones(4, 8)}
+
+
+def frozen(run: Any, device: torch.device) -> Built:
+    return Line().requires_grad_(False), lambda step: {"x": torch.ones(4, 8)}

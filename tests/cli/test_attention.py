@@ -121,3 +121,23 @@ def test_a_sweep_resumes_over_refusals(tmp_path: Path):
         )
         assert (code, "illegal tile" in out) == (0, True), err
     assert len(Store(tmp_path / "runs" / "t.jsonl").read()) == 2, "the second time nothing was run"
+
+
+def test_help_tells_the_defaults_and_the_other_name(capsys: pytest.CaptureFixture[str]):
+    """What stands in brackets is what the bare command takes."""
+    assert app.run(["attention", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    cpu, cuda = with_defaults({}, "cpu"), with_defaults({}, "cuda")
+    assert f"queries of a sequence [{cpu['seq'][0]},{cpu['seq'][1]}; on a GPU {cuda['seq'][0]},{cuda['seq'][1]}]" in out
+    assert "[fp32; on a GPU bf16]" in out
+    assert "timed passes [10; on a GPU 20]" in out
+    assert "[all that run here]" in out
+    assert "flash is another name of trainstep" in out
+    assert "trainstep tune" in out
+
+
+@pytest.mark.parametrize("name", ["flash", "trainstep"])
+def test_both_names_run(name: str, tmp_path: Path):
+    code, _, err, [record] = attention(tmp_path, *QUICK, "--implementation", name, "--direction", "forward")
+    assert code == 0, err
+    assert record.config["implementation"] == "trainstep"

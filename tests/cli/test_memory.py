@@ -2,13 +2,18 @@
 
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cell_maker import finish, start
+from record_maker import a_record
 from trainstep.cli.app import run
+from trainstep.records.record import Record
 from trainstep.records.store import Store
+from trainstep.report.memory_tables import headroom_bytes
 
 FIXTURE = Path(__file__).parents[1] / "traces" / "fixtures" / "snapshot_tiny.pickle.gz"
 SMALL = ("--model", "tiny", "--layers", "1", "--context", "16", "--batch-size", "2", "--device", "cpu")
@@ -39,6 +44,21 @@ def test_records_a_step_and_keeps_its_snapshot(tmp_path: Path):
     assert run(["memory", "--from", str(kept)]) == 0
 
 
+def test_an_interrupted_search_keeps_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trials = iter([a_record(workload="memory")])
+
+    def run_groups(_groups: Any, _bounds: Any, _tell: Any) -> Iterator[list[Record]]:
+        found = next(trials, None)
+        if found is None:
+            raise KeyboardInterrupt
+        yield [found]
+
+    monkeypatch.setattr("trainstep.cli.memory_fit.run_groups", run_groups)
+    assert run(["memory", *SMALL, "--fit", "batch_size", "--out", str(tmp_path / "fit.jsonl")]) == 130
+    [kept] = Store(tmp_path / "fit.jsonl").read()
+    assert kept.fact("fit_of") == "batch_size"
+
+
 @pytest.mark.slow
 def test_finds_the_largest_batch(tmp_path: Path):
     model = ("--model", "tiny", "--layers", "1", "--mode", "forward_backward", "--device", "cpu")
@@ -53,6 +73,8 @@ def test_finds_the_largest_batch(tmp_path: Path):
     fails = [record.config["batch_size"] for record in records if record.failure is not None]
     assert max(fits) < min(fails) <= max(fits) + max(1, max(fits) // 64)
     assert all(record.failure.kind == "out_of_memory" for record in records if record.failure)
+    left = [headroom_bytes(record) for record in records if record.failure is None]
+    assert all(size is not None and size > 0 for size in left)
 
 
 def test_reads_anyones_snapshot(capsys: pytest.CaptureFixture[str]):
@@ -81,6 +103,11 @@ def test_a_full_ring_is_no_peak(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("arguments", "word"),
     [
         (["--from", "absent.pickle"], "no such file"),
+        (["--from", str(FIXTURE), "--model", "tiny"], "model would have no effect"),
+        (["--from", str(FIXTURE), "--page", "page.html"], "page would have no effect"),
+        (["--from", str(FIXTURE), "--fit", "context"], "fit would have no effect"),
+        (["--keep-snapshot", f"{__file__}/x", "--device", "cpu"], "keep_snapshot: no file can be made"),
+        (["--page", f"{__file__}/x.html", "--device", "cpu"], "page: "),
         (["--from", __file__], "no memory snapshot"),
         (["--from", str(FIXTURE), "--min-share", "2"], "min_share"),
         (["--from", str(FIXTURE), "--min-share", "much"], "min_share"),

@@ -43,6 +43,7 @@ def test_a_grid_on_a_cpu(tmp_path: Path):
     ):
         assert words in out, words
     assert out.count("Kernels by phase") == 2
+    assert out.index("-bound: ") < out.index("Profiled steps"), "the verdict comes first"
     page = (tmp_path / "p.html").read_text()
     assert "Where the time goes" in page
     assert 'title="how often a step;' in page

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from cell_maker import finish, is_alive, marked, start, wait_until
-from trainstep.config.grid import expand_all, groups_along
+from sources import ROOT
+from trainstep.cli import app
+from trainstep.config.cell import Cell
+from trainstep.config.grid import expand_all, grid_from_settings, groups_along
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
 
@@ -36,7 +39,7 @@ def indices(folder: Path) -> list[int]:
 def reported(stderr: str) -> set[int]:
     """Which cells were reported done: whole lines only."""
     lines = [line for line in stderr.splitlines(keepends=True) if line.endswith("\n") and "done in" in line]
-    return {int(line.split()[1].rstrip(":")) for line in lines}
+    return {int(line.split("index ")[1].split(":")[0].split(",")[0]) for line in lines}
 
 
 def sweep(folder: Path, *arguments: object) -> tuple[int, str, str]:
@@ -47,7 +50,7 @@ def test_a_whole_sweep_and_again(tmp_path: Path):
     write_sweep(tmp_path, 3)
     code, out, err = sweep(tmp_path)
     assert code == 0
-    assert [line.split(":")[0] for line in err.splitlines()] == ["[1/3] 0", "[2/3] 1", "[3/3] 2"]
+    assert [line.split(":")[0] for line in err.splitlines()] == ["[1/3] index 0", "[2/3] index 1", "[3/3] index 2"]
     assert [" s left" in line for line in err.splitlines()] == [True, True, False]
     assert "records: runs/s.jsonl" in out
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s.jsonl"]
@@ -128,7 +131,7 @@ def test_a_hung_cell_and_its_grandchildren(tmp_path: Path):
     mark = uuid.uuid4().hex
     code, out, err = finish(start("sweep", "s.toml", "--timeout-s", 1.5, folder=tmp_path, mark=mark))
     assert code == 3
-    assert "0: killed in steps after its 1.5 s were over" in err
+    assert "index 0: killed in steps after its 1.5 s were over" in err
     assert "time-out" in out
     assert not is_alive(int((tmp_path / "pid").read_text()))
     assert wait_until(lambda: not marked(mark))
@@ -188,7 +191,7 @@ def test_retry_failed(tmp_path: Path):
     assert (code, err.splitlines()[0]) == (3, "2 of 2 cells are there already"), "a failure is a result"
     code, _, err = sweep(tmp_path, "--retry-failed")
     assert code == 0
-    assert "[2/2] 1: done" in err
+    assert "[2/2] index 1: done" in err
     assert [record.failure for record in Store(tmp_path / "runs" / "s.jsonl").latest().values()] == [None, None]
 
 
@@ -225,7 +228,7 @@ def test_a_torn_last_line(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-100])
     code, _, err = sweep(tmp_path)
     assert code == 0
-    assert err.startswith("2 of 3 cells are there already\n[3/3] 2: done")
+    assert err.startswith("2 of 3 cells are there already\n[3/3] index 2: done")
     assert indices(tmp_path) == [0, 1, 2]
 
 
@@ -268,9 +271,80 @@ def test_a_page_has_the_sweeps_title_and_description(tmp_path: Path):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parents[2] / "sweeps").glob("*.toml")))
 def test_published_sweeps_are_sound(name: str):
-    """Each expands, on a GPU and on a CPU, into groups of one size."""
+    """Each expands, on a GPU and on a CPU; where it compares, into groups of the same size or larger ones."""
     config = load_sweep(Path(__file__).parents[2] / "sweeps" / name)
     for device in ("cuda", "cpu"):
         groups = groups_along(expand_all(config.grids({}), {"device": device}), config.compare)
-        assert all(len(group) == len(groups[0]) for group in groups)
+        least = min(map(len, groups))
+        assert least == 1 if config.compare is None else least > 1
+        assert all(len({cell.workload for cell in group}) == 1 for group in groups)
     assert config.description
+
+
+def cells_of(name: str, *settings: str) -> list[list[Cell]]:
+    config = load_sweep(ROOT / "sweeps" / name)
+    return groups_along(expand_all(config.grids(grid_from_settings(settings)), {"device": "cuda"}), config.compare)
+
+
+def test_plain_takes_part_at_one_size():
+    groups = cells_of("attention_peers.toml")
+    with_plain = [group for group in groups if any(cell.config["implementation"] == "plain" for cell in group)]
+    assert len(groups) == 33, "eleven sizes, three directions"
+    (group,) = with_plain
+    names = [cell.config["implementation"] for cell in group]
+    assert names == ["trainstep", "sdpa_flash", "sdpa_cudnn", "flex", "plain"]
+    config = group[-1].config
+    assert [config[name] for name in ("batch", "heads", "seq", "head_dim", "direction")] == [1, 16, 16384, 64, "both"]
+
+
+def test_memory_and_widths_of_our_attention():
+    memory = [group[0].config for group in cells_of("attention_memory.toml")]
+    assert sorted({config["seq"] for config in memory if config["head_dim"] == 64}) == [2**n for n in range(10, 17)]
+    assert {config["seq"] for config in memory if config["head_dim"] == 128} == {65536}
+    groups = cells_of("attention_widths.toml")
+    assert [[cell.config["head_dim"] for cell in group] for group in groups] == [[64, 80, 96, 128]] * 2
+
+
+def test_settings_of_a_published_sweep():
+    cells = [cell for group in cells_of("flash.toml", "dtype=bf16", "seq=1024,4096") for cell in group]
+    assert len(cells) == 5 * 2 * 3 * 2
+    assert {cell.config["dtype"] for cell in cells} == {"bf16"}
+    (group,) = cells_of("attention_peers.toml", "seq=256", "direction=both")
+    assert {cell.config["batch"] for cell in group} == {4}
+
+
+def test_settings_run(tmp_path: Path):
+    grid = 'workload = "attention"\nimplementation = ["plain", "trainstep"]\nseq = [32, 64]\nsteps = 2\nheads = 2'
+    (tmp_path / "s.toml").write_text(f"[grid]\n{grid}\n")
+    code, _, err = sweep(
+        tmp_path, "--set", "implementation=flash", "--set", "seq=16,24", "--set", "device=cpu", "--set", "head-dim=8"
+    )
+    assert code == 0, err
+    records = Store(tmp_path / "runs" / "s.jsonl").read()
+    assert [record.config["seq"] for record in records] == [16, 24]
+    assert {record.config["implementation"] for record in records} == {"trainstep"}
+    assert {record.config["head_dim"] for record in records} == {8}
+    assert "[1/2] seq 16: done" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--set", "dtpe=bf16"], "sweep flash: unknown key 'dtpe' (did you mean dtype?)"),
+        (["--set", "dtype"], "set: 'dtype' is not field=value; write it as --set dtype=bf16"),
+        (["--set", "dtype=bf17"], "dtype: 'bf17' is not known"),
+        (["--context", "8", "--set", "context=8"], "set: context is given as an option too; give it once"),
+        (["--context", "8"], "sweep flash: unknown key 'context'"),
+    ],
+)
+def test_bad_settings(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert app.run(["sweep", str(ROOT / "sweeps" / "flash.toml"), "--device", "cpu", *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_help_tells_of_settings(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["sweep", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "trainstep sweep sweeps/flash.toml --set dtype=bf16 --set seq=1024,4096" in out

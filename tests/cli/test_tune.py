@@ -18,9 +18,9 @@ TINY = "--device cpu --arithmetic fp16 --kernel forward --head-dim 16 --mask cau
     [
         (
             "",
-            "device: tiles are chosen by timing kernels, and no GPU is visible here; run this on the GPU they are for",
+            "device: tune needs a GPU, and none is visible here: tiles are chosen by timing on the GPU they are for",
         ),
-        ("--device cuda", "no GPU is visible here"),
+        ("--device cuda", "tune needs a GPU"),
         (
             "--device cpu",
             "device: a CPU runs these kernels in Triton's interpreter only, for tests; set TRITON_INTERPRET=1",
@@ -63,6 +63,11 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "trainstep tune --arithmetic tf32x3,ieee --shape 1x1x16384" in out
     assert "--budget-s" in out
+    words = " ".join(out.replace("│", " ").split())
+    assert "Needs a GPU" in words
+    assert "width of a head [64,128]" in words, "as the bare command takes"
+    assert "[4x16x4096,1x16x16384]" in words
+    assert "trainstep attention --block-q 64" in words
 
 
 def test_rows_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

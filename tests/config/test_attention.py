@@ -107,7 +107,7 @@ def test_values_as_a_command_line_gives_them():
 def test_a_grid_of_them():
     grid: dict[str, list[Any]] = {"workload": ["attention"], "implementation": ["plain", "trainstep"], "seq": [8, 16]}
     cells = expand(grid, {"device": "cpu"})
-    assert [cell.label for cell in cells] == ["plain 8", "plain 16", "trainstep 8", "trainstep 16"]
+    assert [cell.label for cell in cells] == ["plain, seq 8", "plain, seq 16", "trainstep, seq 8", "trainstep, seq 16"]
     assert {cell.workload for cell in cells} == {"attention"}
     check_grid_keys(grid, "file [grid]")
     with pytest.raises(ValueError, match=r"unknown key 'sek' \(did you mean seq"):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainstep.config.cell import Cell
-from trainstep.config.grid import check_grid_keys, expand, grid_from_text, groups_along
+from trainstep.config.grid import check_grid_keys, expand, grid_from_settings, grid_from_text, groups_along
 from trainstep.config.parsing import build_ceiling, build_run, to_plain
 
 
@@ -38,7 +38,7 @@ def test_an_empty_word(text: str):
 
 def test_first_field_outermost():
     cells = expand({"model": ["tiny", "mini"], "context": [8, 16]}, {"steps": 3})
-    assert labels(cells) == ["tiny 8", "tiny 16", "mini 8", "mini 16"]
+    assert labels(cells) == ["tiny, context 8", "tiny, context 16", "mini, context 8", "mini, context 16"]
     assert [dict(cell.point) for cell in cells][1] == {"model": "tiny", "context": 16}
     assert cells[1].config == to_plain(build_run({"model": "tiny", "context": 16, "steps": 3}))
     assert {cell.workload for cell in cells} == {"train_step"}
@@ -63,7 +63,46 @@ def test_duplicates_once():
 def test_the_point_names_what_varies():
     (alone,) = expand({"context": [8]}, {})
     assert alone.label == "train_step"
-    assert labels(expand({"model": ["tiny"], "mode": ["forward"], "context": [8, 16]}, {})) == ["tiny 8", "tiny 16"]
+    cells = expand({"model": ["tiny"], "mode": ["forward"], "context": [8, 16]}, {})
+    assert labels(cells) == ["tiny, context 8", "tiny, context 16"]
+
+
+def test_a_label_says_what_a_number_is():
+    (cell,) = expand({"model": ["tiny"], "clip_grad_norm": [None], "compile": ["block"]}, {}, named={"clip_grad_norm"})
+    assert cell.label == "tiny, clip_grad_norm none"
+    assert Cell(workload="x", config={}, point={"a": 1, "b": "word", "c": True}).label == "a 1, word, c True"
+
+
+@pytest.mark.parametrize(
+    ("workload", "field"),
+    [("train_step", "attention"), ("memory", "attention"), ("numerics", "attention"), ("attention", "implementation")],
+)
+def test_two_names_of_our_attention(workload: str, field: str):
+    both = expand({"workload": [workload], field: ["flash", "trainstep", "plain"]}, {"device": "cpu"})
+    assert [cell.config[field] for cell in both] == ["trainstep", "plain"], "one cell, one name in records"
+    assert [cell.point[field] for cell in both] == ["trainstep", "plain"]
+
+
+def test_settings():
+    assert grid_from_settings(["dtype=bf16", "head-dim=64,128", "--keys=none"]) == {
+        "dtype": ["bf16"],
+        "head_dim": [64, 128],
+        "keys": [None],
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["dtype"], "set: 'dtype' is not field=value; write it as --set dtype=bf16"),
+        (["=bf16"], "set: '=bf16' is not field=value"),
+        (["seq=1", "seq=2"], "set: seq is given twice; write its values as --set seq=a,b"),
+        (["seq=1,,2"], "seq: an empty value in '1,,2'"),
+    ],
+)
+def test_bad_settings(settings: list[str], words: str):
+    with pytest.raises(ValueError, match=words):
+        grid_from_settings(settings)
 
 
 def test_other_workloads():
@@ -85,10 +124,10 @@ def test_groups_along_an_axis():
     cells = expand({"model": ["tiny", "mini"], "compile": ["none", "block"], "context": [8, 16]}, {})
     groups = groups_along(cells, "compile")
     assert [labels(group) for group in groups] == [
-        ["tiny none 8", "tiny block 8"],
-        ["tiny none 16", "tiny block 16"],
-        ["mini none 8", "mini block 8"],
-        ["mini none 16", "mini block 16"],
+        ["tiny, compile none, context 8", "tiny, block, context 8"],
+        ["tiny, compile none, context 16", "tiny, block, context 16"],
+        ["mini, compile none, context 8", "mini, block, context 8"],
+        ["mini, compile none, context 16", "mini, block, context 16"],
     ]
     assert [labels(group) for group in groups_along(cells, None)] == [[label] for label in labels(cells)]
 

@@ -46,5 +46,5 @@ def test_a_grid_of_them():
     cells = expand(
         {"workload": ["numerics"], "model": ["toy", "tiny"], "precision": ["fp32", "bf16"]}, {"device": "cpu"}
     )
-    assert [cell.label for cell in cells] == ["toy fp32", "toy bf16", "tiny fp32", "tiny bf16"]
+    assert [cell.label for cell in cells] == ["toy, fp32", "toy, bf16", "tiny, fp32", "tiny, bf16"]
     assert {cell.workload for cell in cells} == {"numerics"}

@@ -120,3 +120,42 @@ def test_rows_are_tables(rows: object):
 def test_a_row_of_an_unknown_field():
     with pytest.raises(ValueError, match=r"\[grid\] with \[\[rows\]\]: unknown key 'contxt' \(did you mean context"):
         sweep_from_document({"grid": {"seed": 3}, "rows": [{"contxt": 8}]}, name="it", where="it.toml")
+
+
+FLASH = {"workload": "attention", "dtype": ["bf16", "fp32"], "seq": [64, 128]}
+
+
+def test_overrides_take_the_grids_place():
+    sweep = sweep_from_document({"grid": FLASH}, name="flash", where="flash.toml")
+    assert sweep.grids({"dtype": ["fp16"], "heads": [2]}) == [
+        {"workload": ["attention"], "dtype": ["fp16"], "seq": [64, 128], "heads": [2]}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("dtpe", r"sweep flash: unknown key 'dtpe' \(did you mean dtype\?\); known: workload, implementation"),
+        ("model", "sweep flash: unknown key 'model'"),
+    ],
+)
+def test_overrides_are_fields_of_the_sweeps_own_workload(field: str, words: str):
+    sweep = sweep_from_document({"grid": FLASH}, name="flash", where="flash.toml")
+    with pytest.raises(ValueError, match=words):
+        sweep.grids({field: ["x"]})
+
+
+def test_overrides_of_a_field_that_rows_give_choose_rows():
+    document = {
+        "grid": {"workload": "attention", "mask": "causal"},
+        "rows": [{"seq": 64, "head_dim": [16, 32]}, {"seq": 128, "head_dim": 32, "mask": ["causal", "full"]}],
+    }
+    sweep = sweep_from_document(document, name="it", where="it.toml")
+    first, second = sweep.grids({})
+    assert sweep.grids({"seq": [128]}) == [second]
+    assert sweep.grids({"head_dim": [32]}) == [{**first, "head_dim": [32]}, second]
+    assert sweep.grids({"mask": ["full"], "batch": [2]}) == [{**second, "mask": ["full"], "batch": [2]}]
+    with pytest.raises(ValueError, match=r"seq: no \[\[rows\]\] of sweep it has 256; they have 64, 128"):
+        sweep.grids({"seq": [64, 256]})
+    with pytest.raises(ValueError, match=r"head_dim, seq: no \[\[rows\]\] of sweep it has these values together"):
+        sweep.grids({"head_dim": [16], "seq": [128]})

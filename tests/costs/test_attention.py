@@ -3,7 +3,7 @@
 import pytest
 
 from trainstep.costs.attention import (
-    AttentionShape,
+    AttentionSizes,
     attention_backward_flops,
     attention_bytes,
     attention_flops,
@@ -38,7 +38,7 @@ def test_cross_length(queries: int, keys: int, bottom_right: bool, pairs: int):
     assert attention_flops(1, queries, keys, 64, causal=True, bottom_right=bottom_right) == 4 * 64 * pairs
 
 
-SHAPE = AttentionShape(batch=2, heads=6, key_heads=3, queries=5, keys=7, head_dim=4)
+SHAPE = AttentionSizes(batch=2, heads=6, key_heads=3, queries=5, keys=7, head_dim=4)
 QUERIES, KEYS, MATRIX = 2 * 6 * 5 * 4, 2 * 3 * 7 * 4, 2 * 6 * 5 * 7
 """Numbers in q, in k, and in the matrix of scores."""
 
@@ -63,6 +63,6 @@ def test_bytes_without_the_matrix():
 
 def test_what_a_long_context_needs():
     """16 heads of 65536 in bf16: 128 GiB a matrix, or 4 MiB of log-sum-exp."""
-    shape = AttentionShape(batch=1, heads=16, key_heads=16, queries=65536, keys=65536, head_dim=64)
+    shape = AttentionSizes(batch=1, heads=16, key_heads=16, queries=65536, keys=65536, head_dim=64)
     assert attention_bytes(shape, element_bytes=2, written_out=True, backward=False).scores == 128 * 2**30
     assert attention_bytes(shape, element_bytes=2, written_out=False, backward=False).lse == 4 * 2**20

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from trainstep.config.attention import AttentionConfig
-from trainstep.measure import attention_checks
+from trainstep.measure import attention_checks, peers
 from trainstep.measure.attention_checks import check_values, chosen_key_heads, query_chunks, reference_values
 from trainstep.measure.attention_inputs import Tensors, random_tensors
 from trainstep.measure.peers import attend_named
-from trainstep.ops import reference
+from trainstep.ops import flash_attention, reference
 
 SMALL = {"batch": 2, "heads": 6, "key_heads": 3, "seq": 50, "head_dim": 8}
 CPU = torch.device("cpu")
@@ -105,3 +105,22 @@ def test_sixteen_bits_beside_plain_in_the_same(dtype: str):
     assert facts["error_checked"].value.endswith("against float32")
     assert 1e-4 < facts["error_same_dtype"].value < 2e-2
     assert facts["error_output"].value <= 2 * facts["error_same_dtype"].value
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD", "BSD"])
+def test_the_log_sum_exp_is_of_the_cells_own_tile(layout: str, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def watched(*tensors: Tensor, tiles: object, **settings: Any) -> Any:
+        asked.append(tiles)
+        return flash_attention(*tensors, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention_checks, "flash_attention", watched)
+    monkeypatch.setattr(peers, "own_tiles", lambda config: "its own")
+    heads = {"heads": 1, "key_heads": 1} if layout == "BSD" else {}
+    default, own = a_config(layout=layout, **heads), a_config(layout=layout, block_q=16, block_k=16, **heads)
+    for config in (default, own):
+        tensors = random_tensors(config, CPU)
+        facts = check_values(config, tensors, attend_named(default))
+        assert facts["error_lse"].value < 1e-5
+    assert asked == [None, "its own"]

@@ -136,31 +136,6 @@ def test_the_check_sees_what_is_wrong(kernel: str):
     assert "times what is allowed" in off["wrong"]
 
 
-def test_events_time_calls_in_their_order(monkeypatch: pytest.MonkeyPatch):
-    """A pretend GPU whose clock is the work done so far, in milliseconds."""
-    import torch
-
-    from trainstep.measure import attention_tiles
-
-    done: list[float] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = sum(done)
-
-        def elapsed_time(self, end: "Event") -> float:
-            return end.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    calls = [lambda ms=ms: done.append(ms) for ms in (8.0, 2.0, 4.0)]
-    assert attention_tiles._event_times_s(calls) == [0.008, 0.002, 0.004]
-    assert done == [8.0, 8.0, 2.0, 4.0], "the first runs once before it is timed"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["forward", "key_gradients", "query_gradients"])
 def test_on_a_gpu(kernel: str, tmp_path: Path):

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from trainstep.measure.failures import CellFailed, asked_bytes, failure_of, is_out_of_memory, out_of_memory
+from trainstep.measure.failures import (
+    CellFailed,
+    asked_bytes,
+    failure_of,
+    is_out_of_memory,
+    out_of_memory,
+    out_of_memory_as,
+)
 from trainstep.records.record import Failure, Holder
 
 CPU = (
@@ -46,6 +53,7 @@ def test_asked_bytes(text: str, expected: int | None):
         MemoryError(),
         MemoryError(NUMPY),
         RuntimeError("CUDA error: out of memory"),
+        RuntimeError("Resource temporarily unavailable"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
@@ -60,6 +68,7 @@ def test_memory_running_out(error: Exception):
     "error",
     [
         ValueError("memory"),
+        BlockingIOError(11, "Resource temporarily unavailable"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED"),
         OSError(12, "disk full"),
@@ -147,3 +156,12 @@ def test_the_last_lines_are_the_tracebacks_end():
     assert len(lines) == 20
     assert lines[-1] == "RuntimeError: at the bottom"
     assert any("deep" in line for line in lines)
+
+
+def test_memory_running_out_becomes_what_is_asked():
+    told = CellFailed(out_of_memory(MemoryError(), "forward"))
+    with pytest.raises(CellFailed) as caught, out_of_memory_as(lambda error: told):
+        raise MemoryError
+    assert caught.value is told
+    with pytest.raises(KeyError), out_of_memory_as(lambda error: told):
+        raise KeyError("another fault")

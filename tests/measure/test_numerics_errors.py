@@ -18,6 +18,9 @@ def test_relative_error_by_hand():
     assert relative_error(torch.tensor([6.0, 8.0]), torch.tensor([3.0, 4.0]), scale=2.0) == 0
     assert relative_error(torch.tensor([float("nan")]), torch.tensor([1.0])) is None
     assert relative_error(torch.tensor([1.0]), torch.tensor([0.0])) is None
+    masked = torch.tensor([4.0, float("-inf")])
+    assert relative_error(torch.tensor([5.0, float("-inf")]), masked) == 0.25
+    assert relative_error(torch.tensor([4.0, 0.0]), masked) is None
 
 
 def errors(precision: str, **values: object) -> dict[str, float]:
@@ -42,6 +45,11 @@ def test_fp32_held_to_itself_is_exact():
     found = errors("fp32", reference="fp32", attention="plain")
     assert found["error_logits"] == found["error_loss"] == found["error_gradient_max"] == 0
     assert found["reference_reason"] == "fp32 was asked for"
+
+
+def test_nothing_is_held_to_a_loss_that_is_not_finite():
+    with pytest.raises(ValueError, match="its loss is not finite in fp64"):
+        reference_of(config_of("endless", reference="fp64"))
 
 
 def config_of(name: str, **values: object) -> NumericsConfig:

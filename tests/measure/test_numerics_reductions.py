@@ -31,6 +31,21 @@ def table() -> Columns:
     )
 
 
+def test_masked_logits_and_numbers_that_are_none():
+    """A mask of -inf takes part with exp(-inf) = 0; a vector that holds NaN is left out, all of them if need be."""
+    masked = torch.randn(4, 8).index_fill(-1, torch.tensor([7]), float("-inf"))
+    row = found(
+        reductions_table(torch.full((4, 8), float("nan")), masked),
+        what="softmax's sum",
+        numbers="bf16",
+        accumulator="fp32",
+    )
+    assert row["error_max"] < 1e-5  # type: ignore[operator]
+    nothing = reductions_table(torch.full((4, 8), float("nan")), masked)
+    row = found(nothing, what="mean of squares", values="activations", numbers="bf16", accumulator="fp32")
+    assert row["error_median"] is row["error_max"] is row["overflow_share"] is None
+
+
 @pytest.mark.parametrize("what", ["mean of magnitudes", "mean of squares"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_an_fp32_accumulator_is_a_hundred_times_better(table: Columns, what: str, dtype: str):

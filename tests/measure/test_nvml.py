@@ -13,7 +13,16 @@ def test_readings_in_si_units(monkeypatch: pytest.MonkeyPatch):
     assert state.sm_clock_max_hz() == pytest.approx(2.1e9)
     assert state.power_w() == pytest.approx(412.5)
     assert state.temperature_c() == 61
-    assert state.memory_used_bytes() == 2**20
+
+
+def test_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    fake = FakeNvml("NVIDIA H200")
+    install(monkeypatch, fake)
+    assert GpuState(0).processes() == ()
+    fake.pids = [7, 11]
+    assert GpuState(0).processes() == (7, 11)
+    fake.unsupported = {"nvmlDeviceGetComputeRunningProcesses"}
+    assert GpuState(0).processes() is None
 
 
 def test_the_clock_costs_one_call(monkeypatch: pytest.MonkeyPatch):
@@ -49,17 +58,16 @@ def test_what_the_gpu_does_not_report_is_none(monkeypatch: pytest.MonkeyPatch):
     fake = FakeNvml("NVIDIA H200")
     install(monkeypatch, fake)
     state = GpuState(0)
-    fake.unsupported = {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetMemoryInfo"}
+    fake.unsupported = {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons"}
     assert state.power_w() is None
     assert state.throttle_reasons() is None  # the older name is missing altogether
-    assert state.memory_used_bytes() is None
     assert state.sm_clock_hz() == pytest.approx(1.98e9)
 
 
 @pytest.mark.parametrize("uuid", ["GPU-1aaa-bbb", "1aaa-bbb"])
 def test_a_gpu_by_uuid(monkeypatch: pytest.MonkeyPatch, uuid: str):
     install(monkeypatch, FakeNvml("one", "two"))
-    assert GpuState(uuid).memory_used_bytes() == 2 * 2**20
+    assert GpuState(uuid).temperature_c() == 62
 
 
 @pytest.mark.parametrize("device", [7, "no-such-uuid"])

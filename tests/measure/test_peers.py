@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from trainstep.config.attention import AttentionConfig
-from trainstep.measure import peers
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.peers import attend_named, own_tiles, why_refused
 from trainstep.ops import reference
+from trainstep.ops.flash_attention import launch
 from trainstep.ops.flash_attention.launch import Device
 
 ON_A_GPU = {"device": "cuda", "dtype": "bf16"}
@@ -19,7 +19,7 @@ ON_A_GPU = {"device": "cuda", "dtype": "bf16"}
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "device_of", lambda device: Device("sm_90", 232_448))
+    monkeypatch.setattr(launch, "device_of", lambda device: Device("sm_90", 232_448))
 
 
 @pytest.mark.usefixtures("h100")

@@ -37,7 +37,8 @@ def test_a_step():
     assert len(found.samples["busy"].values) == len(found.samples["profiled_step"].values) == 3
     facts = facts_of(found)
     assert facts["verdict"] in ("launch-bound", "memory-bound", "compute-bound")
-    assert facts["verdict_reason"].startswith("on the CPU")
+    assert found.tables["verdict"]["kind"] == [facts["verdict"]]
+    assert found.tables["verdict"]["on_device"] == [False]
     assert facts["assigned_share"] == 1
     assert facts["fallback_share"] == 0
     assert facts["profiler_slowdown"] > 0
@@ -82,7 +83,7 @@ def test_a_kept_trace_is_one_step(tmp_path: Path):
 
 def test_a_folder_that_cannot_be(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"keep_trace: .* cannot be written"):
+    with pytest.raises(ValueError, match="keep_trace: no file can be made in"):
         measured(keep_trace=str(tmp_path / "file"))
 
 

@@ -116,7 +116,7 @@ def test_every_cell_has_its_doubts_beside_its_time(rows):
     records = [attention(facts={**facts, "which_ran": "triton_fwd"}), attention(implementation="plain", failure=OOM)]
     ran, failed = texts(by_title(all_tables(rows(records)))["every cell"])
     assert ran["error of output"] == "2.1e-03"
-    assert ran["of dq"] == "4.0e-03"
+    assert ran["error of dq"] == "4.0e-03"
     assert (ran["NaN"], ran["deterministic"], ran["which ran"], ran["launch-bound"]) == (
         "yes",
         "no",
@@ -242,3 +242,31 @@ def test_a_name_is_text_in_markdown_and_on_a_terminal(rows):
     assert r"a\|b" in text
     assert "<i>" not in text
     assert "\x1b" not in plain(all_tables(rows([Record(**{**vars(sly), "config": config}), attention(seq=64)])))
+
+
+def test_small_memory_is_told_in_a_small_unit(rows):
+    facts = {"peak_bytes": 5 * 2**20, "held_bytes": 2**14, "inputs_bytes": 2**20, "needed_bytes": 3 * 2**20}
+    records = [attention(implementation=name, facts=facts) for name in ("plain", OURS)]
+    tables = by_title(all_tables(rows(records)))
+    assert texts(tables["peak memory (MiB)"])[0][OURS] == "5.00"
+    assert texts(tables["memory held before backward (KiB)"])[0][OURS] == "16.0"
+    cell = texts(tables["every cell"])[0]
+    assert (cell["peak (MiB)"], cell["held (KiB)"]) == ("5.00", "16.0")
+    parts = texts(tables["memory accounting"])[0]
+    assert (parts["inputs (MiB)"], parts["needed (MiB)"], parts["peak seen (MiB)"]) == ("1.00", "3.00", "5.00")
+
+
+def test_a_table_has_the_unit_of_its_largest_value(rows):
+    small, large = attention(facts={"peak_bytes": 2**20}), attention(implementation="plain", facts={"peak_bytes": GIB})
+    (row,) = texts(by_title(all_tables(rows([small, large])))["peak memory (GiB)"])
+    assert (row[OURS], row["plain"]) == ("0.000977", "1.00")
+
+
+def test_which_tiles_stand_side_by_side_is_told(rows):
+    peer = attention(implementation="plain")
+    tiled = [attention(block_q=size, block_k=64, time_s=[size / 1e3] * 6) for size in (16, 32)]
+    without = by_title(all_tables(rows([peer, *tiled])))["time (ms)"]
+    assert texts(without)[0][OURS].startswith("16.00")
+    with_default = by_title(all_tables(rows([peer, *tiled, attention(time_s=[0.5] * 6)])))["time (ms)"]
+    assert texts(with_default)[0][OURS].startswith("500.0")
+    assert "its default tiles stand here, or its fastest where those did not run; 2 cells" in with_default.note

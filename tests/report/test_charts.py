@@ -3,6 +3,7 @@
 import plotly.graph_objects as go
 import pytest
 
+from trainstep.report.chart_tables import chart_table, plain_text
 from trainstep.report.charts import label, logarithmic, short_labels
 from trainstep.report.comparison_page import comparison_sections
 from trainstep.report.page import sections
@@ -105,3 +106,21 @@ def test_logarithmic_ticks_are_plain_numbers():
     axis = logarithmic([3.0, 1500.0])
     assert axis["ticktext"][:4] == ["1", "2", "5", "10"]
     assert "1,000" in axis["ticktext"]
+
+
+def test_a_chart_has_its_numbers_as_a_table(rows, end_to_end):
+    table = chart_table(phases_chart(rows(end_to_end)))
+    assert table.title == "Numbers of this chart: time of a step (ms)"
+    titles = ["panel", "context (tokens)", "forward", "backward", "optimizer", "total step ± std", "failed"]
+    assert [column.title for column in table.columns] == titles
+    texts = [[entry.text for entry in entries] for entries in table.entries]
+    assert texts[0] == ["small", "256", "60", "120", "20", "200 ± 2", "–"]
+    assert texts[3][:3] == ["2.7B", "512", "–"]
+    assert texts[3][-1] == "OOM"
+    assert table.entries[0][3].sort == pytest.approx(120)
+
+
+def test_labels_become_text_again():
+    text = "<b>a</b> &amp; <script> 10<sup>x</sup>"
+    assert plain_text(f"<b>{label(text)}</b>") == text
+    assert plain_text("one<br>two") == "one two"

@@ -13,11 +13,12 @@ from trainstep.config.presets import size
 from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
 from trainstep.report.frames import json_text, markdown
-from trainstep.report.memory_page import memory_sections, timeline_chart
-from trainstep.report.memory_tables import doubts, memory_tables
+from trainstep.report.memory_page import _COLOURS, memory_sections, timeline_chart
+from trainstep.report.memory_tables import doubts, headroom_bytes, memory_tables
 from trainstep.report.page import page
 from trainstep.report.rows import Row, rows_of
 from trainstep.report.terminal import plain
+from trainstep.traces.ledger import HELD
 
 GIB = 2**30
 LINES = (
@@ -133,7 +134,7 @@ def test_sentences_from_the_numbers():
     assert "6.00 GiB at most (allocated)" in three
     assert "the 1.00 GiB between them" in three
     assert "nvidia-smi would show 8.00 GiB" in three
-    assert "batch 4 × context 256 × d_model 16 × 4 bytes = 0.1 MiB" in stream
+    assert "batch 4 × context 256 × d_model 16 × 4 bytes = 64.0 KiB" in stream
 
 
 def test_two_numbers_on_a_cpu():
@@ -197,11 +198,55 @@ def test_a_search_names_what_fits():
     ]
     table = memory_tables(rows(*trials))[0]
     assert table.title == "What fits"
-    [[_, searched, largest, smallest, allocated, _, count]] = table.entries
-    assert [searched.text, largest.text, smallest.text, allocated.text, count.text] == [
+    [[_, searched, largest, smallest, allocated, _, count, ended]] = table.entries
+    assert [searched.text, largest.text, smallest.text, allocated.text, count.text, ended.text] == [
         "batch size",
         "12",
         "13",
         "6.00",
         "5",
+        "",
     ]
+
+
+def test_a_search_ended_by_a_crash_says_so():
+    """A crash says nothing of memory: it is not the smallest that does not fit."""
+    crash = Failure(kind="crash", phase="build", message="its process was killed by signal 9")
+    trials = [
+        a_cell({"fit_of": "batch_size"}, config={"batch_size": 4}),
+        a_cell(tables={}, failure=crash, facts={"fit_of": "batch_size"}, config={"batch_size": 8}),
+    ]
+    [[_, _, largest, smallest, *_, ended]] = memory_tables(rows(*trials))[0].entries
+    assert (largest.text, smallest.text) == ("4", "–")
+    assert "killed by signal 9" in ended.text
+
+
+def test_headroom_of_a_cpu_cell_is_of_what_its_limit_is_on():
+    given = {
+        "driver_bytes": None,
+        "peak_reserved_bytes": None,
+        "memory_limit_bytes": 3 * GIB,
+        "peak_rss_bytes": 4 * GIB,
+    }
+    assert headroom_bytes(a_cell({**given, "process_data_bytes": 2 * GIB})) == GIB
+
+
+@pytest.mark.parametrize(("group", "word"), [("none", "no process group"), ("nccl", "process group (nccl)")])
+def test_no_figure_of_nccl_that_was_not_measured(group: str, word: str):
+    [table] = [table for table in memory_tables(rows(a_cell({"process_group": group}))) if table.title == "Ledger"]
+    assert word in table.note
+    assert "NCCL" not in [entries[0].text for entries in table.entries]
+
+
+def test_every_line_that_is_held_has_a_colour():
+    assert set(_COLOURS) == set(HELD)
+
+
+@pytest.mark.parametrize(("residual_bytes", "words"), [(-3 * GIB, "-3.00 GiB"), (-300, "-300 B"), (0, "0 B")])
+def test_a_residual_may_be_negative(residual_bytes: int, words: str):
+    place = LEDGER["line"].index("allocated, unexplained")
+    changed = [residual_bytes if index == place else size for index, size in enumerate(LEDGER["peak"])]
+    record = a_cell(tables={**TABLES, "ledger": {**LEDGER, "peak": changed}})
+    [table] = [table for table in memory_tables(rows(record)) if table.title == "Ledger"]
+    [line] = [entries for entries in table.entries if entries[0].text == "allocated, unexplained"]
+    assert line[-1].text == words

@@ -102,7 +102,7 @@ def test_error_and_cost_side_by_side(made: list[Row]):
     assert second["error of gradients, median"] == "1.0e-03"
     assert second["error of gradients, worst"] == "1.0e-02"
     assert second["error of loss"] == "0"
-    assert second["held to"] == "fp64"
+    assert second["reference"] == "fp64"
 
 
 def test_the_trade_in_a_sentence(made: list[Row]):

@@ -12,7 +12,8 @@ from trainstep.report.page import page
 from trainstep.report.profile_charts import kernels_chart, phases_by_class, shares_chart
 from trainstep.report.profile_columns import HELP
 from trainstep.report.profile_page import profile_sections
-from trainstep.report.profile_tables import class_shares, profile_tables, row_tables, sentences, shares_tables
+from trainstep.report.profile_tables import class_shares, profile_tables, row_tables, shares_tables, verdict_table
+from trainstep.report.profile_words import sentences
 from trainstep.report.rows import rows_of
 from trainstep.traces.kineto import read_trace
 from trainstep.traces.profile import profile_of
@@ -30,12 +31,11 @@ def profiled(mode: str = "step", **changes: Any) -> Record:
     }
     facts = {
         "verdict": Fact(value=PROFILE.verdict.kind),
-        "verdict_reason": Fact(value=PROFILE.verdict.reason),
         "idle_s": Fact(value=PROFILE.idle_s[0], unit="s"),
         "pieces": Fact(value=PROFILE.pieces, unit="count"),
         "profiler_slowdown": Fact(value=1.5, unit="ratio"),
+        "assigned_share": Fact(value=PROFILE.assigned_share, unit="ratio"),
         "fallback_share": Fact(value=0.0, unit="ratio"),
-        "stall": Fact(value=PROFILE.stall),
     }
     samples = {"step": seconds([0.01, 0.01]), "busy": seconds(PROFILE.busy_s)}
     given = {"workload": "profile", "key": mode, "config": config, "facts": facts, "samples": samples}
@@ -88,10 +88,110 @@ def test_class_shares_by_hand():
 
 
 def test_sentences():
-    said = sentences(profiled().fact)
-    assert said[0].startswith("Launch-bound: ")
+    record = profiled()
+    said = sentences(record.tables, record.fact)
+    assert said[0].startswith("Launch-bound: the device works ")
+    assert any(sentence.startswith("The host does not stall") for sentence in said)
     assert any("1.50 times an unprofiled one" in sentence for sentence in said)
-    assert sentences(failed("step").fact) == []
+    assert any("100.0 % of all device time has a phase, 0.0 % only" in sentence for sentence in said)
+    assert sentences({}, failed("step").fact) == []
+
+
+LIMIT = {"on_device": True, "profiled_step": False, "step_s": 1e-3, "busy_s": 4e-4, "enqueue_s": 0.95e-3}
+SHARES = {"exposed_share": 0.4, "matmul_share": 0.25, "overhead_share": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"kind": "launch-bound"},
+            "works 0.4000 ms of a step of 1.000 ms; the host needs 0.9500 ms to launch that work",
+        ),
+        ({"kind": "launch-bound", "enqueue_s": 5e-4}, "see where it is blocked"),
+        ({"kind": "launch-bound", "profiled_step": True, "enqueue_s": None}, "the profiler's own slowing of the host"),
+        ({"kind": "launch-bound", "on_device": False}, "60.0 % of the profiled step passes between ops"),
+        ({"kind": "communication-bound"}, "40.0 % of the step is communication"),
+        ({"kind": "compute-bound"}, "busy for 40.0 % of the step, 25.0 % of that in matmuls"),
+        (
+            {"kind": "memory-bound", "on_device": False},
+            "40.0 % of the step passes in ops, only 25.0 % of that in matmuls",
+        ),
+    ],
+)
+def test_every_verdict_says_why(changes: dict[str, Any], words: str):
+    limit = {**LIMIT, **SHARES, **changes}
+    [said] = sentences({"verdict": {name: [value] for name, value in limit.items()}}, {}.get)
+    assert words in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("blocked", "waits 0.1900 ms in a synchronisation, of 0.2100 ms"),
+        ("allocation", "takes 0.2100 ms, 50.0 µs of it in cudaMalloc"),
+        ("queue full", "was full for 1.000 ms of the step"),
+        (
+            "none",
+            "does not stall between backward and optimizer: 0.2100 ms pass on it, and the device is 3.00 µs behind",
+        ),
+    ],
+)
+def test_every_stall_is_a_sentence(kind: str, words: str):
+    times = {"gap_s": 210e-6, "blocked_s": 190e-6, "allocation_s": 50e-6, "behind_s": 3e-6, "queue_full_s": 1e-3}
+    [said] = sentences({"stall": {"kind": [kind], **{name: [time_s] for name, time_s in times.items()}}}, {}.get)
+    assert words in said
+
+
+def test_forward_and_backward_alike():
+    columns = {
+        "phase": ["forward", "backward"],
+        "time_s": [4.3e-3, 4.7e-3],
+        "pieces": [700.0, 1300.0],
+        "device_s": [5e-5, 1e-4],
+    }
+    [said] = sentences({"alike": columns}, {}.get)
+    assert "(4.300 ms and 4.700 ms)" in said
+    assert "(700 and 1,300 pieces of work)" in said
+    assert "50.0 µs and 0.1000 ms" in said
+
+
+def test_a_graph_replay():
+    facts = {"graph_replay_s": 2e-3, "graph_replay_kernels_s": 2.02e-3, "graph_replay_phases": "forward, backward"}
+    left_out = "The optimizer is left out: so."
+    [said] = sentences({}, {**facts, "graph_replay_left_out": left_out}.get)
+    assert said == (
+        "Kernels of forward, backward: 2.020 ms; replayed as one CUDA graph: 2.000 ms (ratio 1.010). "
+        "The optimizer is left out: so."
+    )
+    assert sentences({}, {"graph_replay_failed": "it waits"}.get) == ["No CUDA graph was replayed: it waits"]
+
+
+def test_few_outliers_are_shown_and_none_lost():
+    many = 17
+    columns = {
+        "phase": ["forward"] * many,
+        "span": [f"span {number}" for number in range(many)],
+        "layer": [""] * many,
+        "step": [1] * many,
+        "time_s": [2e-3] * many,
+        "median_s": [1e-3] * many,
+        "cause": ["the host came late"] * many,
+    }
+    [row] = rows_for(profiled(tables={**PROFILE.tables, "outliers": columns}))
+    shown = next(table for table in row_tables(row) if table.title.startswith("Outliers"))
+    assert (len(shown.entries), len(shown.raw)) == (3, many)
+    assert shown.note == "And 14 more: the page and --json have them."
+    whole = next(table for table in row_tables(row, whole=True) if table.title.startswith("Outliers"))
+    assert (len(whole.entries), whole.note) == (many, "")
+
+
+def test_json_has_the_verdicts_numbers():
+    [numbers, failure] = verdict_table(rows_for(profiled("step"), failed("forward"))).raw
+    assert numbers["kind"] == "launch-bound"
+    assert 0 < numbers["busy_s"] < numbers["step_s"]
+    assert (numbers["assigned_share"], numbers["fallback_share"]) == (1, 0)
+    assert failure["failure"] == "out_of_memory"
 
 
 def test_many_cells_show_no_kernels_on_a_terminal():

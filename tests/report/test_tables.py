@@ -195,4 +195,5 @@ def test_milliseconds(seconds, std_s, text):
 def test_other_units():
     assert percent(0.1234) == "12.3"
     assert byte_words(2 * 2**30) == "2.00 GiB"
+    assert byte_words(2**12) == "4.0 KiB"
     assert byte_words(3 * 2**20) == "3.0 MiB"

@@ -46,6 +46,12 @@ def test_a_history_that_began_late(whole: MemoryTimeline, lost: int):
     assert late.allocated_bytes.max() == whole.allocated_bytes[lost:].max()
 
 
+def test_what_was_never_freed_is_held_though_no_segment_says_so():
+    event = {"action": "alloc", "addr": 512, "size": 4, "stream": 0, "time_us": 1, "frames": []}
+    timeline = MemoryTimeline(snapshot_of({"segments": [], "device_traces": [[event]]}, where="here"))
+    assert list(timeline.requested_bytes) == [0, 4]
+
+
 def test_positions(whole: MemoryTimeline):
     first = whole.allocations[0]
     assert (first.born, first.requested_bytes) == (2, 131_072)  # the first event is its segment's

@@ -80,13 +80,49 @@ def test_no_objects_from_elsewhere(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"not a pickle", b"\x80\x04", b"\x80\x04]\x94.", b"\x80\x04N.", b"{}", b"\x80\x04r\xff\xff\xff\xff."],
-    ids=["empty", "text", "cut off", "a list", "none", "json", "huge memo"],
+    [b"", b"not a pickle", b"\x80\x04", b"\x80\x04]\x94.", b"\x80\x04N.", b"{}", b"[1, 2]"],
+    ids=["empty", "text", "cut off", "a list", "none", "json", "json list"],
 )
 def test_other_files(tmp_path: Path, content: bytes):
     path = tmp_path / "other"
     path.write_bytes(content)
     assert "no memory snapshot" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"\x80\x04}r\xff\xff\xff\xff.", "more memory than a file of its size can need"),
+        (b"\x80\x04}p4000000000\n.", "more memory than a file of its size can need"),
+        (b"\x80\x04})" + b"\x85" * 2_000_000 + b"Ns.", "end the process that loads it"),
+    ],
+    ids=["a memo of 64 GB", "the same in digits", "a tuple too deep to hash"],
+)
+def test_what_would_take_the_machine_or_the_process(tmp_path: Path, content: bytes, word: str):
+    path = tmp_path / "hostile.pickle"
+    path.write_bytes(content)
+    assert word in refusal(path)
+
+
+def test_one_list_named_many_times(tmp_path: Path):
+    """Two bytes of a pickle name a list again: ten million events in 20 KB, or a text without end."""
+    trace = [an_event()] * 4000
+    path = written(tmp_path / "again.pickle", {"segments": [], "device_traces": [trace] * 4000})
+    assert path.stat().st_size < 50_000
+    assert "more than is read" in refusal(path)
+    nested: list[Any] = []
+    for _ in range(40):
+        nested = [nested] * 8
+    hostile = {"segments": [], "device_traces": [[an_event(action=nested)]]}
+    assert "text is expected" in refusal(written(tmp_path / "nested.pickle", hostile))
+
+
+def test_a_stack_that_events_share_is_read_once():
+    frames = [{"name": "f", "filename": "f.py", "line": 1}]
+    document = {"segments": [], "device_traces": [[an_event(frames=frames), an_event(frames=frames)]]}
+    first, second = snapshot_of(document, where="here").events
+    assert first.stack == (Frame(function="f", file="f.py", line=1),)
+    assert first.stack is second.stack
 
 
 def test_damaged_zip(tmp_path: Path):
@@ -113,8 +149,18 @@ def test_empty_says_how_to_record(tmp_path: Path, traces: list[Any]):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"addr": "x"}, {"size": None}, {"frames": [1]}, {"time_us": []}, {"size": float("inf")}],
-    ids=["address", "size", "frames", "time", "infinite"],
+    [
+        {"addr": "x"},
+        {"size": None},
+        {"frames": [1]},
+        {"time_us": []},
+        {"size": float("inf")},
+        {"size": -4},
+        {"size": 1 << 100_000},
+        {"time_us": float("nan")},
+        {"action": ["alloc"]},
+    ],
+    ids=["address", "size", "frames", "time", "infinite", "negative", "no machine has it", "no time", "action"],
 )
 def test_wrong_types_inside(tmp_path: Path, wrong: dict[str, Any]):
     document = {"segments": [], "device_traces": [[an_event(**wrong)]]}

@@ -7,7 +7,7 @@ from trainstep.costs.plain_attention import matmuls_flops, softmax_bytes
 from trainstep.traces.attention_split import AttentionShape, attention_table
 from trainstep.traces.kineto import read_trace
 from trainstep.traces.profile import profile_of
-from trainstep.traces.verdict import COMMUNICATING, COMPUTE, LAUNCH, MEMORY, Unprofiled, verdict
+from trainstep.traces.verdict import COMMUNICATING, COMPUTE, LAUNCH, MEMORY, Unprofiled, alike_table, verdict
 from trainstep.traces.work import TraceWork, read_work
 
 
@@ -32,8 +32,9 @@ def work(*kernels: tuple[str, int, int]) -> TraceWork:
 def test_kinds(kernels: list[tuple[str, int, int]], kind: str):
     found = verdict(work(*kernels), Unprofiled())
     assert found.kind == kind
-    assert found.reason.endswith(".")
-    assert found.alike == ""
+    assert found.profiled_step
+    assert found.step_s == pytest.approx(1e-3)
+    assert found.busy_s == pytest.approx(max(end for _, _, end in kernels) / 1e6)
 
 
 def test_hidden_communication_is_no_verdict():
@@ -54,12 +55,15 @@ def test_unprofiled_times_decide():
 def test_why_forward_and_backward_take_alike():
     given = work(("gemm", 0, 50), ("gemm", 500, 600))
     times = Unprofiled(step_s=900e-6, enqueue_s=890e-6, phases={"forward": 430e-6, "backward": 470e-6})
-    found = verdict(given, times)
-    assert "the host needs 0.89 ms to launch" in found.reason
-    assert "take alike (0.43 ms and 0.47 ms)" in found.alike
-    assert "0.05 ms and 0.1 ms" in found.alike
+    assert alike_table(given, times) == {
+        "phase": ["forward", "backward"],
+        "time_s": [430e-6, 470e-6],
+        "pieces": [1.0, 1.0],
+        "device_s": [50e-6, 100e-6],
+    }
     unlike = Unprofiled(step_s=900e-6, enqueue_s=890e-6, phases={"forward": 300e-6, "backward": 600e-6})
-    assert verdict(given, unlike).alike == ""
+    assert alike_table(given, unlike) == {}
+    assert alike_table(given, Unprofiled()) == {}
 
 
 def test_on_a_cpu():

@@ -1,5 +1,6 @@
 """Pieces of work: a step adds up, on a device to busy and idle, on a CPU to the ops' own times."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,21 @@ def test_a_real_step_on_a_cpu_adds_up(tmp_path: Path):
 def test_nothing_in_any_step():
     with pytest.raises(ValueError, match="record it around whole steps"):
         read_work(trace(op("aten::mm", 0, 10), span("step 0", 20, 20)))
+
+
+def test_compiled_kernels_list_what_inductor_fused():
+    table = kernels_table(read_work(read_trace(COMPILED)), kept=100)
+    ops = dict(zip(table["name"], table["ops"], strict=True))
+    assert ops["triton_poi_fused__to_copy_t_9"] == "_to_copy, t"
+    assert ops["multi_tensor_apply_kernel FusedAdamMathFunctor"] == ""
+    assert set(top_kernels(table, 1)) == set(table), "the row `rest` has the column too"
+    assert "ops" not in kernels_table(read_work(read_trace(EAGER)))
+
+
+def test_the_assigned_share_is_counted():
+    """It falls where a piece stands in no phase that tables show."""
+    work = read_work(trace(span("step 0", 0, 100), span("forward", 0, 90), *launched("a", 5, 10, 40, 1)))
+    assert work.assigned_share == 1
+    [piece] = work.pieces
+    lost = dataclasses.replace(piece, place=dataclasses.replace(piece.place, phase="nowhere"))
+    assert dataclasses.replace(work, pieces=(lost,)).assigned_share == 0

@@ -10,7 +10,7 @@ from numerics import assert_as_accurate_as
 from trainstep.config.run import ATTENTIONS
 from trainstep.training.attention import attention_named
 
-ON_CPU = ["sdpa", "sdpa_flash", "sdpa_math", "flash"]
+ON_CPU = ["sdpa", "sdpa_flash", "sdpa_math", "trainstep"]
 
 
 def outputs_and_gradients(

@@ -127,6 +127,15 @@ def test_frozen_weights_stay(users: UserModel):
     assert changed == {"second.bias", "first.weight"}
 
 
+@pytest.mark.parametrize("mode", ["forward_backward", "step"])
+def test_a_model_that_trains_nothing_has_no_backward(mode: str):
+    frozen = UserModel(function="numerics_models:frozen")
+    with pytest.raises(ValueError, match="model: none of its parameters is trained"):
+        assembled(model=frozen, mode=mode)
+    assembly = assembled(model=frozen, mode="forward")
+    assert assembly.step(assembly.micro_batches(0)).isfinite()
+
+
 def compiled_against_eager(compile: str, device: str, layers: int = 1, **fields: object) -> None:
     """Loss and gradients, eager fp32 being the same-dtype reference, eager fp64 the truth; one graph and no break."""
     torch._dynamo.reset()

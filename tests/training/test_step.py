@@ -1,5 +1,7 @@
 """A step: what runs in which phase, in what order, and that its gradients are those of the mathematics."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,14 @@ EXPECTED = {
     "forward_backward": ["forward of 1", FORWARD, "gradient", BACKWARD],
     "step": ["forward of 1", FORWARD, "gradient", BACKWARD, "update", OPTIMIZER],
 }
+
+
+class Sync:
+    """Of gradients: calls what it is told once it is to finish."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.finish_gradient_synchronization = finish
+        self.no_sync = nullcontext
 
 
 class Model(nn.Module):
@@ -67,7 +77,7 @@ def test_order(mode: str):
 @pytest.mark.parametrize("mode", MODES)
 def test_order_with_micro_batches_and_gradient_synchronization(mode: str):
     step, log = logged(mode)
-    step.finish_gradient_synchronization = lambda: log.append("synchronized")
+    step.gradient_sync = Sync(lambda: log.append("synchronized"))
     step([batch(1), batch(2)], log.append)
     passes = EXPECTED[mode][:4]
     expected = [*passes, *(event if event != "forward of 1" else "forward of 2" for event in passes)]
@@ -90,7 +100,7 @@ def test_it_says_what_is_running():
     optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer.register_step_pre_hook(lambda *_: seen.append(("optimizer", step.running)))
     step = TrainStep(Tells(), optimizer)
-    step.finish_gradient_synchronization = lambda: seen.append(("grad_sync", step.running))
+    step.gradient_sync = Sync(lambda: seen.append(("grad_sync", step.running)))
     step([{}])
     assert [where for where, _ in seen] == ["forward", "backward", "grad_sync", "optimizer"]
     assert all(where == phase for where, phase in seen)

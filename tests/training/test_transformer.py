@@ -129,7 +129,7 @@ def test_initial_weights():
             assert abs(parameter.mean().item()) < 1e-3
 
 
-@pytest.mark.parametrize("attention", ["plain", "sdpa", "flash"])
+@pytest.mark.parametrize("attention", ["plain", "sdpa", "trainstep"])
 @pytest.mark.parametrize(("batch_size", "context"), [(1, 1), (2, 1), (1, 2), (3, 17)])
 def test_loss_and_gradients(attention: str, batch_size: int, context: int):
     model = transformer(attention=attention)
@@ -167,7 +167,7 @@ def test_a_sequence_shorter_than_the_context():
     assert torch.equal(transformer(context=17)(tokens, targets), transformer(context=5)(tokens, targets))
 
 
-@pytest.mark.parametrize("attention", ["plain", "sdpa", "sdpa_math", "sdpa_flash", "flash"])
+@pytest.mark.parametrize("attention", ["plain", "sdpa", "sdpa_math", "sdpa_flash", "trainstep"])
 @pytest.mark.parametrize("changed", [1, 8, 16])
 def test_the_future_does_not_reach_back(attention: str, changed: int):
     """Changing token t leaves the loss of every position before it, and changes that of t."""

@@ -19,6 +19,7 @@ _VERBS = {
     "profile": "Where the time of a step goes: kernels by phase, classes, what the host does, and what limits it.",
     "numerics": "What each precision does to the numbers of a model, beside what it costs.",
     "memory": "Where the memory of a step goes, what peaks when, what fits.",
+    "collectives": "What the interconnect does: bandwidth and latency of collectives.",
     "sweep": "Run a whole table from a TOML file; kill and resume it at will.",
     "tune": "Find the fastest tiles of the attention kernels on this GPU.",
     "report": "Show records as tables, or as one page.",
@@ -55,6 +56,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit code it ends with."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if not _speaks_for_all(words):
+            return 0
         code: int = build_app(words)(words, exit_on_error=False, print_error=False) or 0
         sys.stdout.flush()
         return code
@@ -69,6 +72,24 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:  # a full disk, a folder that went away
         return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _speaks_for_all(words: Sequence[str]) -> bool:
+    """Under torchrun or srun each task has this command line; the first one alone runs it, and starts the ranks of cells itself.
+
+    ValueError where the tasks are on several nodes: cells run on one.
+    """
+    from trainstep.parallel.launch import find_launch, is_launched
+
+    if not words or words[0] not in _VERBS or not is_launched(os.environ):
+        return True
+    launch = find_launch(os.environ)
+    if launch.world_size > 1 and launch.local_size != launch.world_size:
+        raise ValueError(
+            f"ranks: {launch.world_size} tasks on several nodes; the ranks of a cell run on one node: start trainstep once there, "
+            "or as jobs: trainstep sweep FILE --slurm PARTITION"
+        )
+    return launch.rank == 0
 
 
 def _refuse(reason: str) -> int:

@@ -21,9 +21,15 @@ _ON_A_CPU = (
 )
 _SLOW_TO_COMPILE = ("plain_compiled",)
 """Left out on a CPU unless asked for: a compiler of C++ takes longer than everything else."""
+_DEFAULTS: dict[str, dict[str, list[Any]]] = {
+    "cpu": {"seq": [128, 512], "batch": [1], "heads": [4], "steps": [10]},
+    "cuda": {"seq": [1024, 4096], "dtype": ["bf16"]},
+}
+"""Something small on a CPU, published sizes on a GPU."""
+_IN_HELP = {device: {**fields, "implementation": ["all that run here"]} for device, fields in _DEFAULTS.items()}
 
 
-@with_attention_fields
+@with_attention_fields(_IN_HELP)
 def attention(
     *,
     compare: str | None = None,
@@ -38,6 +44,10 @@ def attention(
 
     Without options: every implementation that runs here, forward and backward, at two lengths. One that does not take a case,
     or runs out of memory, is a cell with its reason; the table of what memory is needed stands below.
+
+    trainstep is our own FlashAttention; flash is another name of it, here and in `trainstep bench --attention`. Its tiles come
+    from a table; --block-q, --block-k, --num-warps and --num-stages put others in their place, for whole passes. To search
+    for the fastest tiles of each kernel, use `trainstep tune`.
 
     Examples:
 
@@ -83,14 +93,9 @@ def attention(
 
 
 def with_defaults(grid: Mapping[str, list[Any]], device: str) -> dict[str, list[Any]]:
-    """The grid with what it leaves open: something small on a CPU, published sizes on a GPU."""
-    if device == "cuda":
-        open_fields: dict[str, list[Any]] = {"seq": [1024, 4096], "dtype": ["bf16"]}
-    else:
-        open_fields = {"seq": [128, 512], "batch": [1], "heads": [4], "steps": [10]}
-    if grid.get("layout") == ["BSD"]:
-        open_fields["heads"] = [1]
-    full = {**open_fields, **grid}
+    """The grid with what it leaves open."""
+    no_heads = {"heads": [1]} if grid.get("layout") == ["BSD"] else {}
+    full = {**_DEFAULTS[device], **no_heads, **grid}
     return {**full, "implementation": grid.get("implementation") or runnable(full, device)}
 
 

@@ -104,6 +104,18 @@ def check_page(page: Path | None, records: Path) -> None:
     folder = next(folder for folder in page.absolute().parents if folder.exists())
     if page.is_dir() or not folder.is_dir() or not os.access(page if page.exists() else folder, os.W_OK):
         raise ValueError(f"page: {page} cannot be written; name a file in a folder that can be")
+    if not page.exists():
+        from trainstep.measure.kept_files import kept_folder
+
+        kept_folder("page", str(page.parent))
+
+
+def check_kept(cells: Sequence[Cell], field: str) -> None:
+    """Refuse a folder in which the cells could not keep their files, as early as that."""
+    from trainstep.measure.kept_files import kept_folder
+
+    for folder in {str(cell.config[field]) for cell in cells if cell.config[field] is not None}:
+        kept_folder(field, folder)
 
 
 def write_page(

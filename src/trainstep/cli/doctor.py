@@ -4,16 +4,24 @@ import json as json_text
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from trainstep.config.cell import Cell
 from trainstep.records.record import Record
+from trainstep.records.store import Store
 
 Row = tuple[str, str]
 _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
-def doctor(*, measure: bool = False, json: bool = False, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
+def doctor(
+    *,
+    measure: bool = False,
+    out: Path | None = None,
+    json: bool = False,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
     """Show this machine, its GPUs and their data sheets, packages and tools, and what is missing.
 
     Exit code 2 if the driver shows a GPU that torch cannot use, with the build of torch that fits.
@@ -22,6 +30,8 @@ def doctor(*, measure: bool = False, json: bool = False, device: Literal["auto",
     ----------
     measure
         Also measure how fast it multiplies and copies (a minute).
+    out
+        With --measure: file of records to append what was measured to; a report of it and of profiles draws their rooflines.
     json
         Print JSON.
     device
@@ -29,10 +39,16 @@ def doctor(*, measure: bool = False, json: bool = False, device: Literal["auto",
     """
     from trainstep.measure.inspection import ceiling_cells, inspect_machine, with_ceilings
 
+    if out is not None and not measure:
+        raise ValueError("out: there is something to write with --measure only")
     inspection = inspect_machine(device=device, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     if measure and not inspection["problem"]:
         cells = ceiling_cells(inspection["device"], len(inspection["gpus"]))
-        inspection = with_ceilings(inspection, measure_ceilings(cells))
+        records = measure_ceilings(cells)
+        inspection = with_ceilings(inspection, records)
+        if out is not None:
+            for record in records:
+                Store(out).append(record)
     if json:
         print(json_text.dumps(inspection, indent=2))
     else:

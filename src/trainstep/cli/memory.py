@@ -1,6 +1,7 @@
 """`trainstep memory`: where the memory of a step goes, what peaks when, and what is the largest that fits."""
 
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
@@ -64,6 +65,7 @@ def memory(
         Print the table as JSON: plain numbers, units in the names.
     """
     if from_ is not None:
+        _check_snapshot_alone(fields, {"fit": fit, "out": out, "page": page, "memory_limit_gib": memory_limit_gib})
         return _show_snapshot(from_, fields.get("min_share"), as_json=json)
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     check_data(grid)
@@ -72,11 +74,12 @@ def memory(
     grid = {"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid}
     cells = expand(grid, {"device": device})
 
-    from trainstep.cli.cells import check_page, run_cells, show
+    from trainstep.cli.cells import check_kept, check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
 
     store = Store(out or Path("runs") / f"memory-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
     check_page(page, store.path)
+    check_kept(cells, "keep_snapshot")
     if fit is not None:
         from trainstep.cli.memory_fit import fit_cells
 
@@ -84,6 +87,15 @@ def memory(
     groups = groups_along(cells, None)
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
     return show(records, store, page, as_json=json)
+
+
+def _check_snapshot_alone(fields: Mapping[str, str | None], options: Mapping[str, object]) -> None:
+    """Where a snapshot is read nothing runs: ValueError for what only a run would heed."""
+    given = {name: value for name, value in {**options, **fields}.items() if value is not None and name != "min_share"}
+    if given:
+        raise ValueError(
+            f"from: a snapshot is read, nothing runs: {next(iter(given))} would have no effect; leave it out"
+        )
 
 
 def _show_snapshot(path: Path, min_share: str | None, *, as_json: bool) -> int:

@@ -23,7 +23,7 @@ _DEFAULTS: dict[str, dict[str, list[Any]]] = {
 }
 
 
-@with_numerics_fields
+@with_numerics_fields(_DEFAULTS)
 def numerics(
     *,
     out: Path | None = None,

@@ -3,14 +3,17 @@
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
 from trainstep.config.attention import AttentionConfig
 from trainstep.config.attention_tiles import AttentionTilesConfig
+from trainstep.config.collective import CollectiveConfig
+from trainstep.config.fields import aliases_of
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
 from trainstep.config.numerics import NumericsConfig
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
     from trainstep.records.record import Environment
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
-_GRID = Group("What to run (commas make a grid, but of the two switches)", sort_key=1)
+Defaults = Mapping[str, Mapping[str, Sequence[Any]]]
+"""Device -> field -> the values that a verb takes where the command line says nothing, in place of the config's default."""
+_GRID = Group("What to run (commas make a grid, but of switches)", sort_key=1)
 _ALL_GRID = Group("What to run (commas make a grid)", sort_key=1)
 _SHAPE = Group("The built-in model's shape, over its size's", sort_key=2)
 _OWN_HELP = {
@@ -41,19 +46,25 @@ def with_run_fields(verb: Verb) -> Verb:
     return _with_fields(verb, RunConfig)
 
 
-def with_attention_fields(verb: Verb) -> Verb:
-    """Give a verb, in place of its **fields, a text option for each field of AttentionConfig."""
-    return _with_fields(verb, AttentionConfig)
+def with_attention_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
+    """Give a verb, in place of its **fields, a text option for each field of AttentionConfig; help shows `defaults`."""
+    return lambda verb: _with_fields(verb, AttentionConfig, defaults)
 
 
-def with_attention_tiles_fields(verb: Verb) -> Verb:
-    """Give a verb, in place of its **fields, a text option for each field of AttentionTilesConfig."""
-    return _with_fields(verb, AttentionTilesConfig)
+def with_attention_tiles_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
+    """Give a verb, in place of its **fields, a text option for each field of AttentionTilesConfig; help shows `defaults`."""
+    return lambda verb: _with_fields(verb, AttentionTilesConfig, defaults)
 
 
-def with_numerics_fields(verb: Verb) -> Verb:
-    """Give a verb, in place of its **fields, a text option for each field of NumericsConfig and ModelConfig."""
-    return _with_fields(verb, NumericsConfig)
+def with_collective_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
+    """Give a verb, in place of its **fields, a text option for each field of CollectiveConfig; help shows `defaults`."""
+    return lambda verb: _with_fields(verb, CollectiveConfig, defaults)
+
+
+def with_numerics_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
+    """Give a verb, in place of its **fields, a text option for each field of NumericsConfig and ModelConfig; help shows
+    `defaults`."""
+    return lambda verb: _with_fields(verb, NumericsConfig, defaults)
 
 
 def with_memory_fields(verb: Verb) -> Verb:
@@ -66,7 +77,7 @@ def with_profile_fields(verb: Verb) -> Verb:
     return _with_fields(verb, ProfileConfig)
 
 
-def _with_fields(verb: Verb, config_class: type) -> Verb:
+def _with_fields(verb: Verb, config_class: type, defaults: Defaults = MappingProxyType({})) -> Verb:
     signature = inspect.signature(verb)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     shape = ModelConfig.__dataclass_fields__ if "model" in fields_of(config_class) else {}
@@ -78,7 +89,7 @@ def _with_fields(verb: Verb, config_class: type) -> Verb:
             annotation=Annotated[
                 bool | None if field.type in (bool, "bool") else str | None,
                 Parameter(
-                    help=_help(name, field),
+                    help=_help(name, field, defaults),
                     group=_SHAPE if name in shape else _GRID if issubclass(config_class, RunConfig) else _ALL_GRID,
                     show_default=False,
                     negative=(),
@@ -92,16 +103,28 @@ def _with_fields(verb: Verb, config_class: type) -> Verb:
     return verb
 
 
-def _help(name: str, field: dataclasses.Field[Any]) -> str:
+def _help(name: str, field: dataclasses.Field[Any], defaults: Defaults) -> str:
+    default = _default_words(name, field, defaults)
     if name == "model" and "help" in field.metadata:
-        return str(field.metadata["help"])
-    if name in _OWN_HELP:
+        return str(field.metadata["help"]) + default
+    if name in _OWN_HELP and not any(name in fields for fields in defaults.values()):
         return _OWN_HELP[name]
     choices = field.metadata.get("choices", ())
-    default = "" if field.default in (None, dataclasses.MISSING) else f" [{field.default}]"
     if field.type in (bool, "bool"):
         return f"a switch: {field.metadata['help']} (in a sweep file it may be a list)"
-    return str(field.metadata["help"]) + (f": {', '.join(choices)}" if choices else "") + default
+    named = "".join(f" ({alias} is another name of {choice})" for alias, choice in aliases_of(field).items())
+    return str(field.metadata["help"]) + (f": {', '.join(choices)}" if choices else "") + named + default
+
+
+def _default_words(name: str, field: dataclasses.Field[Any], defaults: Defaults) -> str:
+    """` [128,512; on a GPU 1024,4096]`: what holds without the option; nothing where that is nothing."""
+    own = "" if field.default in (None, dataclasses.MISSING) else str(field.default)
+    on_cpu, on_gpu = (
+        ",".join(map(str, defaults[device][name])) if name in defaults.get(device, {}) else own
+        for device in ("cpu", "cuda")
+    )
+    words = on_cpu if on_cpu == on_gpu else f"{on_cpu}; on a GPU {on_gpu}"
+    return f" [{words}]" if words else ""
 
 
 def this_machine(device: str | None) -> "tuple[Environment, str]":

@@ -2,19 +2,36 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from trainstep.cli.options import check_data, limits, this_machine, with_profile_fields
+from trainstep.cli.profile_files import check_nsys, check_trace_alone, profile_with_nsys, show_trace
+from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
 from trainstep.records.store import Store
 
+if TYPE_CHECKING:
+    from trainstep.measure.runner import Limits
+    from trainstep.records.record import Environment
+
 _TOP = 10
+_NSYS = Group("nsys (unverified: nobody has run this with nsys yet)", sort_key=3)
+_PYTORCH_HELP = (
+    "Its --pytorch. With autograd-nvtx backward's kernels find their layer and span, and the host is slower; an older nsys does "
+    "not know it."
+)
+_BACKTRACE_HELP = "Its --python-backtrace=cuda: Python's stack at each launch, seen in Nsight Systems."
+_Pytorch = Literal["none", "autograd-nvtx", "autograd-shapes-nvtx", "functions-trace"]
+
+
+def _of_nsys(help: str) -> Parameter:
+    return Parameter(group=_NSYS, help=help, negative=())
 
 
 @with_profile_fields
@@ -27,6 +44,9 @@ def profile(
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
+    nsys: Annotated[bool, _of_nsys("Record under nsys instead, and read its report.")] = False,
+    nsys_pytorch: Annotated[_Pytorch | None, _of_nsys(_PYTORCH_HELP)] = None,
+    nsys_python_backtrace: Annotated[bool, _of_nsys(_BACKTRACE_HELP)] = False,
     **fields: str | None,
 ) -> int:
     """Say where the time of a step goes: every kernel by phase, span and class, what the host does, and what limits the step.
@@ -47,16 +67,20 @@ def profile(
 
         trainstep profile --model small --keep-trace traces    (one step; open the file at ui.perfetto.dev)
 
-        trainstep profile --from trace.json.gz    (of anyone's torch.profiler: export_chrome_trace)
+        trainstep profile --model small --graph-replay    (do the kernels add up to a replay of the step as a CUDA graph?)
+
+        trainstep profile --from trace.json.gz    (of anyone's torch.profiler; report.sqlite: of anyone's nsys)
+
+        trainstep profile --model small --nsys    (prints nsys's command line; runs it where nsys is)
 
     Parameters
     ----------
     from_
-        Read this trace instead of running anything: .json or .json.gz as torch's profiler exports it.
+        Read this instead of running anything: .json or .json.gz of torch's profiler, .sqlite of `nsys export --type sqlite`.
     top
         Kernels shown for each phase; the others stand in its row `rest`. A record keeps 20 of each phase.
     out
-        File of records to append to; by default a new one under ./runs/.
+        File of records to append to; by default a new one under ./runs/. nsys's report has its name, ending in .nsys-rep.
     page
         Also write the page here.
     timeout_s
@@ -68,56 +92,70 @@ def profile(
     """
     if top < 1:
         raise ValueError(f"top: must be a whole number of at least 1, not {top}")
+    if not nsys and (nsys_pytorch or nsys_python_backtrace):
+        raise ValueError("nsys_pytorch and nsys_python_backtrace: have no effect without --nsys")
     if from_ is not None:
-        return _show_trace(from_, top, fields, out or page, as_json=json)
+        check_trace_alone(fields, out or page, nsys=nsys)
+        return show_trace(from_, top, as_json=json)
+    bounds = limits(timeout_s, memory_limit_gib)
+    here, cells = _cells(fields)
+    out = out or Path("runs") / f"profile-{datetime.now():%Y%m%d-%H%M%S}.jsonl"
+    if nsys:
+        check_nsys(cells, page)
+        code = profile_with_nsys(
+            cells[0],
+            out.with_suffix(".nsys-rep"),
+            pytorch=nsys_pytorch or "none",
+            python_backtrace=nsys_python_backtrace,
+            top=top,
+            timeout_s=timeout_s,
+            as_json=json,
+        )
+        if code is not None:
+            return code
+    return _run(groups_along(cells, None), Store(out), bounds, here, top=top, page=page, as_json=json)
+
+
+def _cells(fields: Mapping[str, str | None]) -> "tuple[Environment, list[Cell]]":
+    """Where we are, and what to run there."""
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     check_data(grid)
-    bounds = limits(timeout_s, memory_limit_gib)
     here, device = this_machine(fields.get("device"))
     small = "small" if device == "cuda" else "tiny"
-    grid = {"workload": ["profile"], "model": [small], **grid}
-    groups = groups_along(expand(grid, {"device": device}), None)
+    return here, expand({"workload": ["profile"], "model": [small], **grid}, {"device": device})
 
-    from trainstep.cli.cells import check_page, run_cells, show, write_page
+
+def _run(
+    groups: Sequence[Sequence[Cell]],
+    store: Store,
+    bounds: "Limits",
+    here: "Environment",
+    *,
+    top: int,
+    page: Path | None,
+    as_json: bool,
+) -> int:
+    """Run the cells under torch's profiler; what they say, then their tables."""
+    from trainstep.cli.cells import check_kept, check_page, run_cells, show, write_page
+    from trainstep.cli.progress import outliving_reader
     from trainstep.measure.executor_local import run_groups
+    from trainstep.report.profile_columns import TORCH_COLUMNS
 
-    store = Store(out or Path("runs") / f"profile-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
     check_page(page, store.path)
+    check_kept([cell for group in groups for cell in group], "keep_trace")
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
-    code = show(_with_top(records, top), store, None, as_json=json)
-    if not json:
-        _print_sentences(records)
+    ran = [record for record in records if record.failure is None]
+    if ran and not as_json:
+        _print_sentences(ran)
+    code = show(_with_top(records, top), store, None, as_json=as_json)
     if page is not None:
         write_page(records, store, page)
-        print(f"page: {page}", file=sys.stderr if json else sys.stdout)
+    with outliving_reader(sys.stdout):
+        if ran and not as_json:
+            print(TORCH_COLUMNS, flush=True)
+        if page is not None:
+            print(f"page: {page}", file=sys.stderr if as_json else sys.stdout, flush=True)
     return code
-
-
-def _show_trace(path: Path, top: int, fields: dict[str, str | None], files: Path | None, *, as_json: bool) -> int:
-    """The tables of a trace, and what they say."""
-    given = next((name for name, value in fields.items() if value is not None), None)
-    if given is not None or files is not None:
-        named = given or "out and page"
-        raise ValueError(f"from: a trace is read, nothing runs: {named} would have no effect; leave it out")
-    from trainstep.report.frames import json_text
-    from trainstep.report.profile_columns import TORCH_COLUMNS
-    from trainstep.report.profile_tables import detail_tables
-    from trainstep.report.terminal import print_tables
-    from trainstep.traces.kineto import read_trace
-    from trainstep.traces.profile import profile_of
-
-    try:
-        found = profile_of(read_trace(path), kernels_kept=top)
-    except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-    tables = detail_tables({name: columns for name, columns in found.tables.items() if as_json or name != "layers"})
-    if as_json:
-        sys.stdout.write(json_text(tables))
-        return 0
-    verdict = found.verdict
-    words = [f"{verdict.kind.capitalize()}: {verdict.reason}", verdict.alike, found.stall, TORCH_COLUMNS]
-    print_tables(tables, [word for word in words if word], sys.stdout)
-    return 0
 
 
 def _with_top(records: Sequence[Record], top: int) -> list[Record]:
@@ -133,13 +171,15 @@ def _with_top(records: Sequence[Record], top: int) -> list[Record]:
 
 
 def _print_sentences(records: Sequence[Record]) -> None:
-    from trainstep.report.profile_columns import TORCH_COLUMNS
-    from trainstep.report.profile_tables import sentences
+    """The verdict of each cell, before any table."""
+    from trainstep.cli.progress import outliving_reader
+    from trainstep.report.profile_words import sentences
     from trainstep.report.rows import rows_of
     from trainstep.report.terminal import printable
 
-    rows = [row for row in rows_of([("", record) for record in records]) if row.record.failure is None]
-    for row in rows:
-        said = " ".join(sentences(row.record.fact))
-        print(printable(f"{row.label()}: {said}" if len(rows) > 1 else said))
-    print(TORCH_COLUMNS)
+    rows = rows_of([("", record) for record in records])
+    with outliving_reader(sys.stdout):
+        for row in rows:
+            said = sentences(row.record.tables, row.record.fact)
+            print("\n  ".join(map(printable, [f"{row.label()}: {said[0]}", *said[1:]] if len(rows) > 1 else said)))
+        print(flush=True)

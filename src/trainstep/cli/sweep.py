@@ -1,13 +1,14 @@
 """`trainstep sweep`: a whole table from a TOML file, resumable, here or on Slurm."""
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from trainstep.cli.options import check_data, chosen_device, limits, this_machine, with_run_fields
-from trainstep.config.grid import expand_all, grid_from_text, groups_along
+from trainstep.config.grid import expand_all, grid_from_settings, grid_from_text, groups_along
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
 
@@ -20,6 +21,10 @@ _SLURM = Group("On a Slurm cluster", sort_key=3)
 _PARTITION_HELP = (
     "Submit each cell (variants that take turns: together) as a job to this partition, and wait. The nodes must see this "
     "folder, the records' folder and this Python. Parts and logs are kept beside the records in NAME.slurm/."
+)
+_SET_HELP = (
+    "FIELD=VALUE over the file's, of any field of the sweep's own workload; commas make a list. Repeat it for more fields. "
+    "Of a field that the file's [[rows]] give, it chooses the rows that have the value."
 )
 _ARGUMENTS_HELP = (
     "More options of sbatch as key=value,key=value: account, qos, constraint, cpus_per_task, mem; exclusive=true."
@@ -35,6 +40,7 @@ def sweep(
     file: Path,
     /,
     *,
+    settings: Annotated[list[str] | None, Parameter(name="--set", help=_SET_HELP, negative=())] = None,
     out: Path | None = None,
     page: Path | None = None,
     timeout_s: float | None = None,
@@ -56,6 +62,8 @@ def sweep(
         trainstep sweep sweeps/end_to_end.toml
 
         trainstep sweep sweeps/end_to_end.toml --model small,medium --out runs/mine.jsonl
+
+        trainstep sweep sweeps/flash.toml --set dtype=bf16 --set seq=1024,4096
 
         trainstep sweep sweeps/warmup.toml --slurm gpu --slurm-args account=me,cpus_per_task=8
 
@@ -81,12 +89,12 @@ def sweep(
         Print the table as JSON: plain numbers, units in the names.
     """
     config = load_sweep(file)
-    grids = config.grids(grid_from_text({name: text for name, text in fields.items() if name != "device"}))
-    for grid in grids:
-        check_data(grid)
+    overrides, device_asked = _overrides(fields, settings or [])
+    grids = config.grids(overrides)
+    check_data({"data": [data for grid in grids for data in grid.get("data", ())]})
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib)
     request = None if slurm is None else _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
-    asked = chosen_device(fields.get("device"), grids[0])
+    asked = chosen_device(device_asked, grids[0])
     here, device = this_machine(asked) if slurm is None else (None, _device_of_jobs(asked, slurm_gpus))
     groups = groups_along(expand_all(grids, {"device": device}), config.compare)
 
@@ -94,14 +102,8 @@ def sweep(
 
     store = Store(out or Path("runs") / f"{config.name}.jsonl")
     check_page(page, store.path)
-    records = run_cells(
-        groups,
-        store,
-        _executor(bounds, request, store),
-        here=here,
-        allow_mixed=allow_mixed,
-        retry_failed=retry_failed,
-    )
+    execute = _executor(bounds, request, store)
+    records = run_cells(groups, store, execute, here=here, allow_mixed=allow_mixed, retry_failed=retry_failed)
     return show(
         records,
         store,
@@ -111,6 +113,19 @@ def sweep(
         title=config.title,
         description=config.description or None,
     )
+
+
+def _overrides(fields: Mapping[str, str | None], settings: Sequence[str]) -> tuple[dict[str, list[Any]], str | None]:
+    """What the command line puts over the file's grid: options of a training step's fields, and --set of any workload's.
+
+    And, apart, the device that it asks for.
+    """
+    options, own = grid_from_text(fields), grid_from_settings(settings)
+    if twice := next((name for name in own if name in options), None):
+        raise ValueError(f"set: {twice} is given as an option too; give it once")
+    overrides = {**options, **own}
+    device = ",".join(map(str, overrides.pop("device", [])))
+    return overrides, device or None
 
 
 def _executor(bounds: "Limits", request: "JobRequest | None", store: Store) -> "Execute":

@@ -16,7 +16,7 @@ from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
 from trainstep.records.store import Store
 
-_NO_GPU = "device: tiles are chosen by timing kernels, and no GPU is visible here; run this on the GPU they are for"
+_NO_GPU = "device: tune needs a GPU, and none is visible here: tiles are chosen by timing on the GPU they are for"
 _NO_INTERPRETER = "device: a CPU runs these kernels in Triton's interpreter only, for tests; set TRITON_INTERPRET=1"
 
 
@@ -28,9 +28,12 @@ _WHEN_NOT_ASKED = {
     "shape": "4x16x4096,1x16x16384",
 }
 """In this order, so that neighbouring cells share compiled kernels."""
+_IN_HELP = {
+    device: {name: [text] for name, text in {**_WHEN_NOT_ASKED, "device": "cuda"}.items()} for device in ("cpu", "cuda")
+}
 
 
-@with_attention_tiles_fields
+@with_attention_tiles_fields(_IN_HELP)
 def tune(
     *,
     out: Path | None = None,
@@ -42,8 +45,9 @@ def tune(
 ) -> int:
     """Try tiles of the attention kernels: compile and check them side by side, time the right ones in turns, rank them.
 
-    Without options: every kernel in bf16, head widths 64 and 128, causal, at two lengths. Prints, last, rows to paste into the
-    table of tiles, each for all lengths and masks it was asked for.
+    Needs a GPU: tiles are chosen by timing. Without options: every kernel in bf16, head widths 64 and 128, causal, at two
+    lengths. Prints, last, rows to paste into the table of tiles, each for all lengths and masks it was asked for. To time
+    whole passes at a tile of your own, use `trainstep attention --block-q 64 --block-k 64`.
 
     Examples:
 

@@ -6,6 +6,7 @@ that is a cell of the table, where a config that makes no sense is a ValueError.
 
 from dataclasses import dataclass
 
+from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
 
 IMPLEMENTATIONS = (
@@ -14,7 +15,8 @@ IMPLEMENTATIONS = (
 )
 DIRECTIONS = ("forward", "backward", "both")
 RULE = "rule"
-TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
+TILE_FIELDS = KERNEL_TILE_FIELDS[:4]
+"""What a pass may be timed with: the number of heads that start together is the table's."""
 _FP32_PRECISIONS = ("ieee", "tf32", "tf32x3")
 _ON_GPUS_ONLY = ("sdpa_cudnn", "sdpa_efficient", "flex", "flash_attn")
 _SIXTEEN_BIT_ON_GPUS = ("sdpa_flash", "sdpa_cudnn", "flash_attn")
@@ -48,7 +50,8 @@ class AttentionConfig:
     warmups: int = described("passes before the timed ones, after a first that may compile; kept apart", 3)
     steps: int = described("timed passes", 20)
     block_q: int | str | None = described(
-        f"trainstep's tile in place of its table's, for every kernel: queries, or {RULE}: min(max(next_pow2(seq / 16), 16), 32)",
+        f"trainstep's tile in place of its table's, for every kernel (trainstep tune finds the fastest): queries, or {RULE}: "
+        "min(max(next_pow2(seq / 16), 16), 32)",
         None,
     )
     block_k: int | str | None = described(f"the tile's keys, or {RULE}", None)

@@ -9,7 +9,9 @@ KERNELS = ("forward", "key_gradients", "query_gradients")
 ARITHMETICS = ("bf16", "fp16", "ieee", "tf32", "tf32x3")
 MASKS = ("causal", "full")
 GENERATED = "generated"
-_TILE_FORM = "block_q x block_k x num_warps x num_stages [x heads_together], as 128x64x8x3"
+KERNEL_TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages", "heads_together")
+"""A tile's numbers, in the order of their spelling and of the kernels' TileConfig."""
+_TILE_FORM = f"{' x '.join(KERNEL_TILE_FIELDS[:4])} [x {KERNEL_TILE_FIELDS[4]}], as 128x64x8x3"
 _MOST_OWN = 100
 
 

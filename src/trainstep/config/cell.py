@@ -26,5 +26,9 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The grid's values, in its order: `small 256 bf16`."""
-        return " ".join(str(value) for value in self.point.values()) or self.workload
+        """The grid's values, in its order: `small, context 256, bf16`. A name speaks for itself, a number does not."""
+        return ", ".join(_in_words(name, value) for name, value in self.point.items()) or self.workload
+
+
+def _in_words(name: str, value: Any) -> str:
+    return value if isinstance(value, str) and value != "none" else f"{name} {value}"

@@ -5,10 +5,19 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+ALIASES = {"flash": "trainstep"}
+"""Another name of a choice -> the one that configs and records have. Text from a person may hold either."""
+
 
 def described(help: str, default: Any = dataclasses.MISSING, choices: Iterable[str] = ()) -> Any:
     """A dataclass field with its meaning (and unit) as `metadata["help"]`, its allowed names as `metadata["choices"]`."""
     return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices)})
+
+
+def aliases_of(field: dataclasses.Field[Any]) -> dict[str, str]:
+    """Another name -> its choice, of those that the field has."""
+    choices = field.metadata.get("choices", ())
+    return {alias: name for alias, name in ALIASES.items() if name in choices}
 
 
 def check_choices(config: Any) -> None:

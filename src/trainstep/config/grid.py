@@ -5,37 +5,15 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from trainstep.config.attention import AttentionConfig
-from trainstep.config.ceiling import CeilingConfig
 from trainstep.config.cell import Cell
 from trainstep.config.fields import check_known
-from trainstep.config.memory import MemoryConfig
-from trainstep.config.numerics import NumericsConfig
-from trainstep.config.parsing import (
-    build_attention,
-    build_attention_tiles,
-    build_ceiling,
-    build_memory,
-    build_numerics,
-    build_profile,
-    build_run,
-    fields_of,
-    parse_value,
-    to_plain,
-)
-from trainstep.config.profile import ProfileConfig
-from trainstep.config.run import RunConfig
+from trainstep.config.parsing import CONFIGS, build_config, fields_of, parse_value, to_plain
+from trainstep.config.sync import SyncConfig, needless
 
 Grid = Mapping[str, Sequence[Any]]
 _MOST_CELLS = 100_000
-_CONFIGS = {
-    "train_step": RunConfig,
-    "attention": AttentionConfig,
-    "ceiling": CeilingConfig,
-    "numerics": NumericsConfig,
-    "profile": ProfileConfig,
-    "memory": MemoryConfig,
-}
+_OF_A_WAY = frozenset(SyncConfig.__dataclass_fields__)
+"""Together they are one way of going parallel: ways are compared whatever their options."""
 
 
 def grid_from_text(options: Mapping[str, str | bool | None]) -> dict[str, list[Any]]:
@@ -45,6 +23,20 @@ def grid_from_text(options: Mapping[str, str | bool | None]) -> dict[str, list[A
         if not all(word.strip() for word in text.split(",")):
             raise ValueError(f"{name}: an empty value in {text!r}; write it as a,b,c")
     return {name: [parse_value(word.strip()) for word in text.split(",")] for name, text in given.items()}
+
+
+def grid_from_settings(settings: Sequence[str]) -> dict[str, list[Any]]:
+    """['dtype=bf16', 'head-dim=64,128'] -> {'dtype': ['bf16'], 'head_dim': [64, 128]}. ValueError for anything else."""
+    texts: dict[str, str | bool | None] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not (name and equals):
+            raise ValueError(f"set: {setting!r} is not field=value; write it as --set dtype=bf16 --set seq=1024,4096")
+        if name in texts:
+            raise ValueError(f"set: {name} is given twice; write its values as --set {name}=a,b")
+        texts[name] = text
+    return grid_from_text(texts)
 
 
 def expand_all(grids: Sequence[Grid], defaults: Mapping[str, Any]) -> list[Cell]:
@@ -88,13 +80,14 @@ def expand(grid: Grid, defaults: Mapping[str, Any], *, named: Collection[str] = 
 def groups_along(cells: Sequence[Cell], axis: str | None) -> list[list[Cell]]:
     """Cells that differ only along `axis`, together, in the grid's order; without an axis, each alone.
 
-    ValueError if nothing varies along it.
+    Along `sync`, ways of going parallel are together with all their options. ValueError if nothing varies along it.
     """
     if axis is None:
         return [[cell] for cell in cells]
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        rest = tuple((name, str(value)) for name, value in cell.point.items() if name != axis)
+        along = _OF_A_WAY if axis == "sync" else {axis}
+        rest = tuple((name, str(value)) for name, value in cell.point.items() if name not in along)
         groups.setdefault(rest, []).append(cell)
     if all(len(group) == 1 for group in groups.values()):
         varied = sorted({name for cell in cells for name in cell.point})
@@ -106,33 +99,26 @@ def groups_along(cells: Sequence[Cell], axis: str | None) -> list[list[Cell]]:
 
 def _cell(values: Mapping[str, Any], defaults: Mapping[str, Any], point: Mapping[str, Any]) -> Cell:
     workload = values.get("workload", "train_step")
-    fields = {name: value for name, value in values.items() if name != "workload"}
-    if workload == "train_step":
-        config = to_plain(build_run({**defaults, **fields}))
-    elif workload == "ceiling":
-        config = to_plain(build_ceiling({**defaults, **fields}))
-    elif workload == "attention":
-        config = to_plain(build_attention({**defaults, **fields}))
-    elif workload == "attention_tiles":
-        config = to_plain(build_attention_tiles({**defaults, **fields}))
-    elif workload == "memory":
-        config = to_plain(build_memory({**defaults, **fields}))
-    elif workload == "numerics":
-        config = to_plain(build_numerics({**defaults, **fields}))
-    elif workload == "profile":
-        config = to_plain(build_profile({**defaults, **fields}))
+    idle = needless(values) if workload == "parallel" else frozenset()
+    fields = {name: value for name, value in values.items() if name != "workload" and name not in idle}
+    if workload in CONFIGS:
+        config = to_plain(build_config(workload, {**defaults, **fields}))
     elif isinstance(workload, str) and ":" in workload:
         config = {**defaults, **fields}
     else:
-        raise ValueError(
-            f"workload: {workload!r} is not known; "
-            "known: train_step, attention, attention_tiles, ceiling, memory, numerics, profile, or package.module:object"
-        )
-    return Cell(workload=workload, config=config, point=point or {"workload": workload})
+        raise ValueError(f"workload: {workload!r} is not known; known: {', '.join(CONFIGS)}, or package.module:object")
+    point = {name: value for name, value in point.items() if name not in idle}
+    return Cell(workload=workload, config=config, point=_as_recorded(point, config) or {"workload": workload})
+
+
+def _as_recorded(point: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The point with names as the config has them: a choice may have two."""
+    texts = {name: value for name, value in config.items() if isinstance(value, str)}
+    return {name: texts.get(name, value) if isinstance(value, str) else value for name, value in point.items()}
 
 
 def check_grid_keys(grid: Grid, where: str) -> None:
     """Refuse a key that is no field, naming the nearest, unless a workload of the user's own may know it."""
     workloads = [str(name) for name in grid.get("workload", ["train_step"])]
-    if all(name in _CONFIGS for name in workloads):
-        check_known(grid, ["workload", *(field for name in workloads for field in fields_of(_CONFIGS[name]))], where)
+    if all(name in CONFIGS for name in workloads):
+        check_known(grid, ["workload", *(field for name in workloads for field in fields_of(CONFIGS[name]))], where)

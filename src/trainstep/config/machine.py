@@ -13,27 +13,36 @@ class MachineSpec:
     peak_flops: Mapping[str, float]
     memory_bytes_per_s: float
     source: str
+    link_bytes_per_s: float | None = None
+    """Between GPUs, one way, all NVLinks of a GPU together; None where a data sheet promises no such link."""
 
 
-def _spec(name: str, fp32: float, tf32: float, half: float, memory_tb_s: float, source: str) -> MachineSpec:
+def _spec(
+    name: str, fp32: float, tf32: float, half: float, memory_tb_s: float, source: str, nvlink_gb_s: float | None = None
+) -> MachineSpec:
     peaks = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, "bf16": half * 1e12, "fp16": half * 1e12}
     return MachineSpec(
-        name=name, peak_flops=MappingProxyType(peaks), memory_bytes_per_s=memory_tb_s * 1e12, source=f"{source}, dense"
+        name=name,
+        peak_flops=MappingProxyType(peaks),
+        memory_bytes_per_s=memory_tb_s * 1e12,
+        source=f"{source}, dense",
+        link_bytes_per_s=None if nvlink_gb_s is None else nvlink_gb_s * 1e9,
     )
 
 
-# Keyed by the driver's own name for the chip. TFLOP/s: fp32, TF32, bf16 = fp16 (fp32 accumulation); memory TB/s.
+# Keyed by the driver's own name for the chip. TFLOP/s: fp32, TF32, bf16 = fp16 (fp32 accumulation); memory TB/s;
+# NVLink GB/s one way, half of what sheets print, where every such GPU has it.
 # Where a sheet prints TF32 and bf16 with sparsity only, half of it. A slice of a GPU (MIG) has another name: no entry.
 _SPECS = {
-    "NVIDIA B200": _spec("B200", 80, 1100, 2250, 8.0, "NVIDIA Blackwell architecture technical brief"),
+    "NVIDIA B200": _spec("B200", 80, 1100, 2250, 8.0, "NVIDIA Blackwell architecture technical brief", 900),
     "NVIDIA GH200 480GB": _spec("GH200 96 GB", 67, 494, 990, 4.0, "NVIDIA GH200 data sheet"),
-    "NVIDIA H200": _spec("H200 SXM", 67, 495, 990, 4.8, "NVIDIA H200 data sheet"),
+    "NVIDIA H200": _spec("H200 SXM", 67, 495, 990, 4.8, "NVIDIA H200 data sheet", 450),
     "NVIDIA H200 NVL": _spec("H200 NVL", 60, 417.5, 835.5, 4.8, "NVIDIA H200 data sheet"),
-    "NVIDIA H100 80GB HBM3": _spec("H100 SXM", 67, 495, 990, 3.35, "NVIDIA H100 data sheet"),
+    "NVIDIA H100 80GB HBM3": _spec("H100 SXM", 67, 495, 990, 3.35, "NVIDIA H100 data sheet", 450),
     "NVIDIA H100 NVL": _spec("H100 NVL", 60, 417.5, 835.5, 3.9, "NVIDIA H100 data sheet"),
     "NVIDIA H100 PCIe": _spec("H100 PCIe", 51, 378, 756, 2.0, "NVIDIA H100 data sheet"),
-    "NVIDIA A100-SXM4-80GB": _spec("A100 SXM 80 GB", 19.5, 156, 312, 2.039, "NVIDIA A100 data sheet"),
-    "NVIDIA A100-SXM4-40GB": _spec("A100 SXM 40 GB", 19.5, 156, 312, 1.555, "NVIDIA A100 data sheet"),
+    "NVIDIA A100-SXM4-80GB": _spec("A100 SXM 80 GB", 19.5, 156, 312, 2.039, "NVIDIA A100 data sheet", 300),
+    "NVIDIA A100-SXM4-40GB": _spec("A100 SXM 40 GB", 19.5, 156, 312, 1.555, "NVIDIA A100 data sheet", 300),
     "NVIDIA A100 80GB PCIe": _spec("A100 PCIe 80 GB", 19.5, 156, 312, 1.935, "NVIDIA A100 data sheet"),
     "NVIDIA A100-PCIE-40GB": _spec("A100 PCIe 40 GB", 19.5, 156, 312, 1.555, "NVIDIA A100 data sheet"),
     "NVIDIA A40": _spec("A40", 37.4, 74.8, 149.7, 0.696, "NVIDIA A40 data sheet"),

@@ -5,49 +5,73 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from trainstep.config.attention import AttentionConfig
 from trainstep.config.attention_tiles import AttentionTilesConfig
 from trainstep.config.ceiling import CeilingConfig
-from trainstep.config.fields import check_known
+from trainstep.config.collective import CollectiveConfig
+from trainstep.config.fields import aliases_of, check_known
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.numerics import NumericsConfig, ToyModel
+from trainstep.config.parallel import ParallelConfig
 from trainstep.config.presets import size
 from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
 
+Config = TypeVar("Config")
+
+CONFIGS: dict[str, type] = {
+    "train_step": RunConfig,
+    "parallel": ParallelConfig,
+    "attention": AttentionConfig,
+    "attention_tiles": AttentionTilesConfig,
+    "ceiling": CeilingConfig,
+    "collective": CollectiveConfig,
+    "memory": MemoryConfig,
+    "numerics": NumericsConfig,
+    "profile": ProfileConfig,
+}
+"""Workload -> what a cell of it is made of; the one table of what `trainstep` measures."""
 _WORD_VALUES = {"true": True, "false": False, "none": None}
 
 
 def fields_of(config_class: type) -> dict[str, dataclasses.Field[Any]]:
-    """The fields a person may set, flat: for a run, the model's shape stands beside the run's own fields."""
+    """The fields a person may set, flat: where there is a model, its shape stands beside the config's own fields."""
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    if config_class in (RunConfig, ProfileConfig, NumericsConfig, MemoryConfig):
+    if "model" in fields:
         shape = {field.name: field for field in dataclasses.fields(ModelConfig) if field.name != "name"}
         fields = {**fields, **shape}
     return fields
 
 
+def build_config(workload: str, values: Mapping[str, Any]) -> Any:
+    """The config of a built-in workload (a key of CONFIGS) from flat values.
+
+    `model`: a size's name or package.module:function, any field of either class beside it; of numerics, `toy` too.
+    """
+    config_class = CONFIGS[workload]
+    check_known(values, fields_of(config_class), "run" if config_class is RunConfig else workload)
+    if "model" not in config_class.__dataclass_fields__:
+        return config_class(**_typed(config_class, values))
+    toy = config_class is NumericsConfig and values.get("model") == ToyModel().name
+    model, rest = _toy_and_rest(values) if toy else _model_and_rest(values)
+    return config_class(model=model, **_typed(config_class, rest))
+
+
 def build_run(values: Mapping[str, Any]) -> RunConfig:
-    """A RunConfig from flat values (`model` a size's name or package.module:function, any field of either class)."""
-    check_known(values, fields_of(RunConfig), "run")
-    model, rest = _model_and_rest(values)
-    return RunConfig(model=model, **_typed(RunConfig, rest))
+    """A RunConfig from flat values."""
+    run: RunConfig = build_config("train_step", values)
+    return run
 
 
-def build_numerics(values: Mapping[str, Any]) -> NumericsConfig:
-    """A NumericsConfig from flat values; `model` may also be `toy`."""
-    check_known(values, fields_of(NumericsConfig), "numerics")
-    if values.get("model") != ToyModel().name:
-        model, rest = _model_and_rest(values)
-        return NumericsConfig(model=model, **_typed(NumericsConfig, rest))
+def _toy_and_rest(values: Mapping[str, Any]) -> tuple[ToyModel, dict[str, Any]]:
     rest = {name: value for name, value in values.items() if name != "model"}
     own = {field.name for field in dataclasses.fields(NumericsConfig)}
     if shaped := next((name for name in rest if name not in own), None):
         raise ValueError(f"{shaped}: belongs to the built-in model; the toy has its own shape")
-    return NumericsConfig(model=ToyModel(), **_typed(NumericsConfig, rest))
+    return ToyModel(), rest
 
 
 def _model_and_rest(values: Mapping[str, Any]) -> tuple[ModelConfig | UserModel, dict[str, Any]]:
@@ -65,62 +89,14 @@ def _model_and_rest(values: Mapping[str, Any]) -> tuple[ModelConfig | UserModel,
     return dataclasses.replace(size(name), **_typed(ModelConfig, shape)) if shape else size(name), rest
 
 
-def build_memory(values: Mapping[str, Any]) -> MemoryConfig:
-    """A MemoryConfig from flat values."""
-    check_known(values, fields_of(MemoryConfig), "memory")
-    model, rest = _model_and_rest(values)
-    return MemoryConfig(model=model, **_typed(MemoryConfig, rest))
-
-
-def build_profile(values: Mapping[str, Any]) -> ProfileConfig:
-    """A ProfileConfig from flat values."""
-    check_known(values, fields_of(ProfileConfig), "profile")
-    model, rest = _model_and_rest(values)
-    return ProfileConfig(model=model, **_typed(ProfileConfig, rest))
-
-
-def build_ceiling(values: Mapping[str, Any]) -> CeilingConfig:
-    """A CeilingConfig from flat values."""
-    check_known(values, fields_of(CeilingConfig), "ceiling")
-    return CeilingConfig(**_typed(CeilingConfig, values))
-
-
-def build_attention(values: Mapping[str, Any]) -> AttentionConfig:
-    """An AttentionConfig from flat values."""
-    check_known(values, fields_of(AttentionConfig), "attention")
-    return AttentionConfig(**_typed(AttentionConfig, values))
-
-
-def build_attention_tiles(values: Mapping[str, Any]) -> AttentionTilesConfig:
-    """An AttentionTilesConfig from flat values."""
-    check_known(values, fields_of(AttentionTilesConfig), "attention_tiles")
-    return AttentionTilesConfig(**_typed(AttentionTilesConfig, values))
-
-
-def run_from_plain(plain: Mapping[str, Any]) -> RunConfig:
-    """The inverse of `to_plain` for a run: what a record or a request between processes carries."""
-    model_plain = plain["model"]
-    model = UserModel(**model_plain) if "function" in model_plain else ModelConfig(**model_plain)
-    return RunConfig(**{**plain, "model": model})
-
-
-def memory_from_plain(plain: Mapping[str, Any]) -> MemoryConfig:
-    """The inverse of `to_plain` for a cell of memory."""
+def from_plain(config_class: type[Config], plain: Mapping[str, Any]) -> Config:
+    """The inverse of `to_plain`: what a record or a request between processes carries."""
+    if "model" not in plain:
+        return config_class(**plain)
     model = plain["model"]
-    return MemoryConfig(**{**plain, "model": UserModel(**model) if "function" in model else ModelConfig(**model)})
-
-
-def profile_from_plain(plain: Mapping[str, Any]) -> ProfileConfig:
-    """The inverse of `to_plain` for a cell of a profile."""
-    model = plain["model"]
-    return ProfileConfig(**{**plain, "model": UserModel(**model) if "function" in model else ModelConfig(**model)})
-
-
-def numerics_from_plain(plain: Mapping[str, Any]) -> NumericsConfig:
-    """The inverse of `to_plain` for a cell of numerics."""
     kinds: tuple[tuple[type, str], ...] = ((UserModel, "function"), (ModelConfig, "d_model"), (ToyModel, "name"))
-    kind = next(kind for kind, field in kinds if field in plain["model"])
-    return NumericsConfig(**{**plain, "model": kind(**plain["model"])})
+    kind = next(kind for kind, field in kinds if field in model)
+    return config_class(**{**plain, "model": kind(**model)})
 
 
 def to_plain(config: Any) -> dict[str, Any]:
@@ -166,8 +142,11 @@ def parse_value(text: str) -> Any:
 
 
 def _typed(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check each value against its field's annotated type; an int serves where a float is asked, `none` reads as a name."""
-    hints = get_type_hints(config_class)
+    """Check each value against its field's annotated type; an int serves where a float is asked, `none` reads as a name.
+
+    Another name of a choice becomes the choice.
+    """
+    hints, fields = get_type_hints(config_class), {field.name: field for field in dataclasses.fields(config_class)}
     typed = {}
     for name, value in values.items():
         hint = hints[name]
@@ -178,7 +157,7 @@ def _typed(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
         wrong = not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
         if wrong:
             raise ValueError(f"{name}: must be {_in_words(hint)}, not {value!r}")
-        typed[name] = value
+        typed[name] = aliases_of(fields[name]).get(value, value) if isinstance(value, str) else value
     return typed
 
 

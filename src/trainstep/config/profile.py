@@ -17,7 +17,12 @@ class ProfileConfig(RunConfig):
     keep_trace: str | None = described(
         "folder for the trace of one step: a .json.gz that opens in Perfetto (ui.perfetto.dev) and in --from", None
     )
+    graph_replay: bool = described(
+        "replay the step as one CUDA graph, beside the sum of its kernels; needs a GPU", False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.graph_replay and self.device == "cpu":
+            raise ValueError("graph_replay: a CUDA graph needs a GPU; leave it out on a CPU")
         check_integer(self, "profiled_steps", at_least=1, at_most=100)

@@ -8,7 +8,7 @@ from trainstep.config.model import ModelConfig, UserModel
 
 MODES = ("forward", "forward_no_grad", "forward_backward", "step")
 PRECISIONS = ("fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16")
-ATTENTIONS = ("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "flash")
+ATTENTIONS = ("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "trainstep")
 COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused")
 RECOMPUTES = ("none", "block")

@@ -32,12 +32,27 @@ class SweepConfig:
     timeout_s: float = 600.0
 
     def grids(self, overrides: Mapping[str, list[Any]]) -> list[dict[str, list[Any]]]:
-        """The grid of each row, under `overrides`; rows that these make alike count once."""
+        """The grid of each row, under `overrides`; those made alike count once.
+
+        An override takes the place of the grid's values. Of a field that rows give it chooses: rows with one of its values stay.
+        ValueError for an unknown field, a value that no row has, and where no row is left.
+        """
+        grids: list[dict[str, list[Any]]] = [{**self.grid, **row} for row in self.rows or ({},)]
+        check_grid_keys({**overrides, "workload": grids[0].get("workload", ["train_step"])}, f"sweep {self.name}")
+        of_rows = [name for name in overrides if any(name in row for row in self.rows)]
+        for name in of_rows:
+            there = list(dict.fromkeys(value for grid in grids for value in grid.get(name, ())))
+            if absent := [value for value in overrides[name] if value not in there]:
+                known = ", ".join(map(str, there))
+                raise ValueError(f"{name}: no [[rows]] of sweep {self.name} has {absent[0]!r}; they have {known}")
         found: list[dict[str, list[Any]]] = []
-        for row in self.rows or ({},):
-            grid = {**self.grid, **row, **overrides}
-            if grid not in found:
-                found.append(grid)
+        for grid in grids:
+            chosen = {name: [value for value in grid.get(name, ()) if value in overrides[name]] for name in of_rows}
+            merged = {**grid, **overrides, **chosen}
+            if all(chosen.values()) and merged not in found:
+                found.append(merged)
+        if not found:
+            raise ValueError(f"{', '.join(of_rows)}: no [[rows]] of sweep {self.name} has these values together")
         return found
 
 

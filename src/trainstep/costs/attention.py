@@ -42,8 +42,8 @@ def _twice_pairs(queries: int, keys: int, causal: bool, bottom_right: bool) -> i
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """The sizes of one attention; `key_heads` fewer than `heads` where heads share keys and values."""
+class AttentionSizes:
+    """Of one attention; `key_heads` fewer than `heads` where heads share keys and values."""
 
     batch: int
     heads: int
@@ -75,7 +75,7 @@ class AttentionBytes:
         return self.inputs + self.scores + self.softmax + self.lse + self.output + self.gradients
 
 
-def attention_bytes(shape: AttentionShape, *, element_bytes: int, written_out: bool, backward: bool) -> AttentionBytes:
+def attention_bytes(shape: AttentionSizes, *, element_bytes: int, written_out: bool, backward: bool) -> AttentionBytes:
     """Bytes of a pass, forward alone or with backward. `written_out`: whether the queries x keys matrix exists in memory."""
     rows = shape.batch * shape.heads * shape.queries
     query_bytes = rows * shape.head_dim * element_bytes

@@ -10,8 +10,8 @@ facts    flops; peak_bytes above what was there before the inputs (GPU); held_by
          device_busy_s, launch_bound and which_ran from one profiled pass; afterwards_failed
 
 The forward pass is a training one: it keeps what backward needs. For direction `backward` each timed pass has a forward of its
-own before it, untimed; gradients are returned, not added up. Launch-bound: the device busy for under 0.7 of the pass while the
-host issued work for over 0.9 of it, as for a training step.
+own before it, untimed; gradients are returned, not added up. Launch-bound: as a training step is
+(traces/launch_bound.py).
 """
 
 import gc
@@ -29,12 +29,15 @@ from trainstep.config.attention import AttentionConfig
 from trainstep.measure.attention_checks import check_values
 from trainstep.measure.attention_inputs import Tensors, accounting_words, counted_facts, random_tensors
 from trainstep.measure.attention_looks import device_facts, held_bytes, peak_facts
-from trainstep.measure.failures import CellFailed, failure_of, is_out_of_memory, out_of_memory
+from trainstep.measure.call_clock import time_alone_s
+from trainstep.measure.failures import CellFailed, failure_of, out_of_memory, out_of_memory_as
 from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.nvml import GpuState
-from trainstep.measure.peers import Attend, attend_named, refused, why_refused
+from trainstep.measure.peers import attend_named, refused, why_refused
 from trainstep.measure.workload import Findings, Measurement, Stage
 from trainstep.records.record import Fact, Samples
+from trainstep.training.attention import Attention
+from trainstep.training.precision import float32_matmuls
 
 
 class AttentionWorkload:
@@ -67,7 +70,7 @@ class AttentionMeasurement:
         self._gpu: GpuState | None = None
         self._throttle_reasons: set[str] = set()
         self._tensors: Tensors | None = None
-        self._attend: Attend | None = None
+        self._attend: Attention | None = None
         self._cold_cache: Tensor | None = None
         self._base_bytes = 0
         self._warmups: list[tuple[float, float]] = []
@@ -173,23 +176,9 @@ class AttentionMeasurement:
     def _timed(self) -> tuple[float, float]:
         """Seconds of one pass on the device, and of the host until it was issued."""
         output = self._before()
-        if self._device.type == "cpu":
-            started_s = time.perf_counter()
-            self._run(output)
-            seconds = time.perf_counter() - started_s
-            return seconds, seconds
         if self._cold_cache is not None:
             self._cold_cache.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        started_s = time.perf_counter()
-        results = self._run(output)
-        host_s = time.perf_counter() - started_s
-        end.record()
-        end.synchronize()
-        del results  # alive until here: freeing is no part of the pass
-        return start.elapsed_time(end) / 1e3, host_s
+        return time_alone_s(lambda: self._run(output), self._device.type)
 
     def _try_afterwards(self, what: str, look: Callable[[], dict[str, Fact]]) -> None:
         """Look, or say in the fact `afterwards_failed` why that could not be: the samples are kept."""
@@ -204,19 +193,15 @@ class AttentionMeasurement:
     def _at_work(self) -> Iterator[None]:
         """fp32 multiplied as asked, while this cell works: the process measures others too. A refusal, or memory running out,
         becomes CellFailed that tells the bytes the pass needs."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if self._config.fp32_precision == "tf32" else "highest")
-        try:
-            yield
-        except CellFailed as error:
-            self._release()
-            raise CellFailed(error.failure, self._facts) from None
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise self._out_of_memory(error) from None
-            raise
-        finally:
-            torch.set_float32_matmul_precision(before)
+        with (
+            float32_matmuls("high" if self._config.fp32_precision == "tf32" else "highest"),
+            out_of_memory_as(self._out_of_memory),
+        ):
+            try:
+                yield
+            except CellFailed as error:
+                self._release()
+                raise CellFailed(error.failure, self._facts) from None
 
     def _out_of_memory(self, error: Exception) -> CellFailed:
         failure = out_of_memory(

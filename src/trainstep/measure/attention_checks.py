@@ -12,10 +12,11 @@ from torch import Tensor
 
 from trainstep.config.attention import AttentionConfig
 from trainstep.measure.attention_inputs import Tensors
-from trainstep.measure.peers import Attend, as_BHSD
+from trainstep.measure.peers import as_BHSD, own_settings
 from trainstep.ops import reference
 from trainstep.ops.flash_attention import flash_attention
 from trainstep.records.record import Fact
+from trainstep.training.attention import Attention
 
 Values = Mapping[str, Tensor]
 """output, and unless forward alone dq, dk, dv: laid out as inputs are, or a slice (chosen key heads, their query heads, S, D)."""
@@ -26,7 +27,7 @@ _CHUNK_PAIRS = {"cuda": 2**25, "cpu": 2**22}
 """In memory at once: of fp64 256 MiB a matrix, and five or six of them live."""
 
 
-def check_values(config: AttentionConfig, tensors: Tensors, attend: Attend) -> dict[str, Fact]:
+def check_values(config: AttentionConfig, tensors: Tensors, attend: Attention) -> dict[str, Fact]:
     """Facts: errors as max |x - ref| / max |ref|, has_nan (a NaN or an infinity), deterministic (two runs bitwise equal)."""
     values = _run(config, tensors, attend)
     again = _run(config, tensors, attend)
@@ -111,7 +112,7 @@ def query_chunks(config: AttentionConfig, rows: int) -> Iterator[tuple[int, int,
         yield first, min(first + rows, queries), keys, False
 
 
-def _run(config: AttentionConfig, tensors: Tensors, attend: Attend) -> Values:
+def _run(config: AttentionConfig, tensors: Tensors, attend: Attention) -> Values:
     output = attend(*tensors.leaves)
     if config.direction == "forward":
         return {"output": output.detach()}
@@ -120,20 +121,10 @@ def _run(config: AttentionConfig, tensors: Tensors, attend: Attend) -> Values:
 
 
 def _log_sum_exp(config: AttentionConfig, tensors: Tensors) -> Tensor:
-    """(B, H, S), of the same kernels at the tiles of their table."""
+    """(B, H, S), of the kernels and tiles that the cell times."""
     with torch.no_grad():
-        q, k, v = (as_BHSD(x, config.layout) for x in tensors.leaves)
-        _, lse = flash_attention(
-            q,
-            k,
-            v,
-            is_causal=config.causal,
-            enable_gqa=True,
-            causal_alignment=config.causal_alignment,
-            fp32_precision=config.fp32_precision,
-            return_lse=True,
-        )
-    return lse
+        _, lse = flash_attention(*tensors.leaves, **own_settings(config), return_lse=True)
+    return lse.unsqueeze(1) if config.layout == "BSD" else lse
 
 
 def _slice(config: AttentionConfig, x_BHSD: Tensor, chosen: list[int]) -> Tensor:

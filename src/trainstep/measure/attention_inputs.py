@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from trainstep.config.attention import AttentionConfig
-from trainstep.costs.attention import AttentionShape, attention_backward_flops, attention_bytes, attention_flops
+from trainstep.costs.attention import AttentionSizes, attention_backward_flops, attention_bytes, attention_flops
 from trainstep.records.record import Fact
+from trainstep.training.precision import DTYPES
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _WRITTEN_OUT = ("plain", "plain_compiled", "sdpa_math")
 _PARTS = ("inputs", "scores", "softmax", "lse", "output", "gradients")
 
@@ -47,7 +47,7 @@ def random_tensors(config: AttentionConfig, device: torch.device) -> Tensors:
 
 def counted_facts(config: AttentionConfig) -> dict[str, Fact]:
     """FLOPs and bytes by formula."""
-    shape = AttentionShape(
+    shape = AttentionSizes(
         batch=config.batch,
         heads=config.heads,
         key_heads=config.group_heads,

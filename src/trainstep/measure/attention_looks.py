@@ -9,15 +9,15 @@ from torch import Tensor
 from trainstep.config.attention import AttentionConfig
 from trainstep.measure.attention_inputs import Tensors
 from trainstep.measure.device_time import DeviceEvent, device_events
-from trainstep.measure.peers import Attend
 from trainstep.records.record import Fact
 from trainstep.traces.intervals import union_s
+from trainstep.traces.launch_bound import is_launch_bound
+from trainstep.training.attention import Attention
 
 Before = Callable[[], Tensor | None]
 Run = Callable[[Tensor | None], tuple[Tensor, ...]]
 """The timed part of a pass, on what the untimed part before it made."""
 
-_BUSY_SHARE, _ENQUEUE_SHARE = 0.7, 0.9
 _KERNELS_NAMED, _NAME_LENGTH = 3, 80
 _ON_A_CPU = {
     "trainstep": "algorithm.py (tiled PyTorch)",
@@ -33,7 +33,7 @@ def peak_facts(run: Run, before: Before, base_bytes: int) -> dict[str, Fact]:
     return {"peak_bytes": Fact(value=torch.cuda.max_memory_allocated() - base_bytes, unit="bytes")}
 
 
-def held_bytes(tensors: Tensors, attend: Attend) -> int:
+def held_bytes(tensors: Tensors, attend: Attention) -> int:
     """What a forward pass leaves allocated; on a CPU, storages that autograd saved, and the output's."""
     if tensors.q.is_cuda:
         before_bytes = torch.cuda.memory_allocated()
@@ -69,7 +69,7 @@ def device_facts(
     if busy_s and times:
         facts["device_busy_s"] = Fact(value=busy_s, unit="s")
         time_s, host_s = (median(seconds) for seconds in zip(*times, strict=True))
-        launch_bound = busy_s < _BUSY_SHARE * time_s and host_s > _ENQUEUE_SHARE * time_s
+        launch_bound = is_launch_bound(busy_s=busy_s, enqueue_s=host_s, step_s=time_s)
         facts["launch_bound"] = Fact(value=launch_bound)
     return facts
 

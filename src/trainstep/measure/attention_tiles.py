@@ -7,29 +7,24 @@ right ones take turns here, so that drift falls on all alike; the clearly slower
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
-import torch
-
-from trainstep.config.attention_tiles import AttentionTilesConfig
+from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS, AttentionTilesConfig
 from trainstep.config.cell import Cell
 from trainstep.config.parsing import to_plain
 from trainstep.costs.attention import attention_kernel_flops
+from trainstep.measure.call_clock import Call, times_in_a_row_s
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.host import cores
-from trainstep.measure.lone_kernel import LoneKernel, arithmetic_of, operands_of
+from trainstep.measure.lone_kernel import LoneKernel, operands_of, tile_problem_of
 from trainstep.measure.runner import Limits
 from trainstep.measure.side_processes import SideProcesses
 from trainstep.measure.workload import Findings, Stage
 from trainstep.ops.flash_attention.candidates import candidates
-from trainstep.ops.flash_attention.launch import device_of
-from trainstep.ops.flash_attention.tiles import TILE_FIELDS, Pass, Row, TileConfig, choose_row, why_illegal
+from trainstep.ops.flash_attention.tiles import Row, TileConfig, TileProblem, choose_row, why_illegal
 from trainstep.records.record import Fact, Failure, Record, Samples
-
-Call = Callable[[], object]
 
 MOST_PROCESSES = 16
 _CHECK_S = 120.0
@@ -81,17 +76,9 @@ class AttentionTilesWorkload:
         """Check every candidate, make the tensors and warm up. CellFailed where no candidate is right."""
         started_s = time.monotonic()
         problem = AttentionTilesConfig(**config)
-        device = device_of(torch.device(problem.device))
-        in_use = choose_row(
-            Pass(problem.kernel),
-            head_dim=problem.head_dim,
-            arithmetic=arithmetic_of(problem),
-            **device._asdict(),
-        )
-        tried = [
-            Candidate(tile=tile)
-            for tile in tiles_to_try(problem, in_use, shared_memory_bytes=device.shared_memory_bytes)
-        ]
+        where = tile_problem_of(problem)
+        in_use = choose_row(where)
+        tried = [Candidate(tile=tile) for tile in tiles_to_try(problem, in_use, where)]
         deadline_s = started_s + problem.budget_s
         self._check_all(problem, tried, stage, deadline_s)
         if not any(candidate.outcome == "right" for candidate in tried):
@@ -102,8 +89,8 @@ class AttentionTilesWorkload:
         stage("build")
         measurement = AttentionTilesMeasurement(problem, tried, in_use, stage, deadline_s)
         measurement.facts |= {
-            "architecture": Fact(value=device.architecture),
-            "device_shared_bytes": Fact(value=device.shared_memory_bytes, unit="bytes"),
+            "architecture": Fact(value=where.architecture),
+            "device_shared_bytes": Fact(value=where.shared_memory_bytes, unit="bytes"),
             "check_s": Fact(value=checked_s, unit="s"),
         }
         stage("warmup")
@@ -114,16 +101,10 @@ class AttentionTilesWorkload:
         self, problem: AttentionTilesConfig, tried: Sequence[Candidate], stage: Stage, deadline_s: float
     ) -> None:
         """Compile and check, side by side, what is legal."""
-        shared = device_of(torch.device(problem.device)).shared_memory_bytes
+        where = tile_problem_of(problem)
         waiting: dict[TileConfig, list[Candidate]] = {}
         for candidate in tried:
-            reason = why_illegal(
-                candidate.tile,
-                pass_=Pass(problem.kernel),
-                head_dim=problem.head_dim,
-                arithmetic=arithmetic_of(problem),
-                shared_memory_bytes=shared,
-            )
+            reason = why_illegal(candidate.tile, where)
             if reason:
                 candidate.outcome, candidate.reason = "illegal", reason
             else:
@@ -147,17 +128,11 @@ class AttentionTilesWorkload:
         return self._side
 
 
-def tiles_to_try(config: AttentionTilesConfig, in_use: Row, *, shared_memory_bytes: int) -> list[TileConfig]:
+def tiles_to_try(config: AttentionTilesConfig, in_use: Row, where: TileProblem) -> list[TileConfig]:
     """The user's own or the rule's, and the one in use, each once."""
     batch, heads, _ = config.sizes
-    own = [TileConfig(**dict(zip(TILE_FIELDS, numbers, strict=False))) for numbers in config.own_tiles]
-    found = own or candidates(
-        Pass(config.kernel),
-        head_dim=config.head_dim,
-        arithmetic=arithmetic_of(config),
-        heads=batch * heads,
-        shared_memory_bytes=shared_memory_bytes,
-    )
+    own = [TileConfig(**dict(zip(KERNEL_TILE_FIELDS, numbers, strict=False))) for numbers in config.own_tiles]
+    found = own or candidates(where, heads=batch * heads)
     return list(dict.fromkeys([*found, in_use.config]))
 
 
@@ -188,7 +163,6 @@ class AttentionTilesMeasurement:
         self._stage = stage
         self._deadline_s = deadline_s
         self._rounds = 0
-        self._times = _event_times_s if config.device == "cuda" else _host_times_s
         kernel = LoneKernel(config, operands_of(config))
         self._turns = [
             (candidate, _call(kernel, candidate.tile)) for candidate in tried if candidate.outcome == "right"
@@ -199,7 +173,7 @@ class AttentionTilesMeasurement:
         """One round kept apart: the kernels are loaded in it."""
         for _, call in self._turns:
             call()
-        times_s = self._times([call for _, call in self._turns])
+        times_s = times_in_a_row_s([call for _, call in self._turns], self._config.device)
         for (candidate, _), time_s in zip(self._turns, times_s, strict=True):
             candidate.warmup_s = time_s
 
@@ -211,7 +185,8 @@ class AttentionTilesMeasurement:
             self._stage(f"round {self._rounds + 1} of {steps * self._config.rounds}")
             first = self._rounds % len(self._turns)  # so that nobody always follows the same neighbour
             order = [*self._turns[first:], *self._turns[:first]]
-            for (candidate, _), time_s in zip(order, self._times([call for _, call in order]), strict=True):
+            times_s = times_in_a_row_s([call for _, call in order], self._config.device)
+            for (candidate, _), time_s in zip(order, times_s, strict=True):
                 candidate.times_s.append(time_s)
             self._rounds += 1
             if self._rounds in _DROPS:
@@ -261,7 +236,7 @@ def _fastest(tried: Sequence[Candidate]) -> Candidate:
 def _candidate_table(tried: Sequence[Candidate]) -> dict[str, list[Any]]:
     """One row a candidate, in the order tried; None where a thing was not seen."""
     return {
-        **{name: [getattr(one.tile, name) for one in tried] for name in TILE_FIELDS},
+        **{name: [getattr(one.tile, name) for one in tried] for name in KERNEL_TILE_FIELDS},
         "time_s": [one.time_s for one in tried],
         "rounds": [len(one.times_s) for one in tried],
         **{name: [one.seen.get(name) for one in tried] for name in _SEEN},
@@ -274,27 +249,6 @@ def _time_table(tried: Sequence[Candidate]) -> dict[str, list[Any]]:
     """Every sample: `candidate` is the row of the other table, `round` counts from 0."""
     samples = [(row, turn, time_s) for row, one in enumerate(tried) for turn, time_s in enumerate(one.times_s)]
     return {name: [sample[i] for sample in samples] for i, name in enumerate(("candidate", "round", "time_s"))}
-
-
-def _event_times_s(calls: Sequence[Call]) -> list[float]:
-    """Between neighbouring events. An untimed call goes first: the GPU is busy when the first is due."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
-    calls[0]()
-    events[0].record()
-    for call, event in zip(calls, events[1:], strict=True):
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
-
-
-def _host_times_s(calls: Sequence[Call]) -> list[float]:
-    times_s = []
-    for call in calls:
-        started_s = time.perf_counter()
-        call()
-        times_s.append(time.perf_counter() - started_s)
-    return times_s
 
 
 WORKLOAD = AttentionTilesWorkload()

@@ -4,10 +4,7 @@ A data sheet's number assumes the highest clock; the power limit often does not 
 """
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,13 +12,11 @@ from torch import Tensor
 
 from trainstep.config.ceiling import CeilingConfig
 from trainstep.costs.ceilings import copied_bytes, counted, matmul_flops
+from trainstep.measure.call_clock import Call, times_in_a_row_s
 from trainstep.measure.workload import Findings, Stage
 from trainstep.records.record import Fact, Samples
+from trainstep.training.precision import DTYPES, float32_matmuls
 
-Call = Callable[[], object]
-
-_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FLOAT32_PRECISIONS = {"fp32": "highest", "tf32": "high"}
 _FLOATS_PER_MIB = 2**20 // 4
 
 
@@ -84,47 +79,14 @@ class CeilingMeasurement:
     def _time(self, calls: int) -> list[float]:
         if not calls or self._call is None:
             return []
-        with _float32_precision(self._config):
-            return (
-                _host_times_s(self._call, calls) if self._config.device == "cpu" else _event_times_s(self._call, calls)
-            )
-
-
-def _host_times_s(call: Call, calls: int) -> list[float]:
-    times = []
-    for _ in range(calls):
-        start_s = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start_s)
-    return times
-
-
-def _event_times_s(call: Call, calls: int) -> list[float]:
-    """Differences between neighbouring events. An untimed call goes first: the GPU is busy when the first is due."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    call()
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
-
-
-@contextmanager
-def _float32_precision(config: CeilingConfig) -> Iterator[None]:
-    """Full fp32 or TF32 for a float32 matmul, for as long as it runs: the process measures other cells afterwards."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(_FLOAT32_PRECISIONS.get(config.dtype, before))
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+        with float32_matmuls("high" if self._config.dtype == "tf32" else "highest"):
+            return times_in_a_row_s([self._call] * calls, self._config.device)
 
 
 def _matmul(config: CeilingConfig) -> Call:
     left, right = (
-        _normal(config, config.n, config.n, dtype=_DTYPES[config.dtype], seed=config.seed + i) for i in (0, 1)
+        _normal(config, config.n, config.n, dtype=DTYPES.get(config.dtype, torch.float32), seed=config.seed + i)
+        for i in (0, 1)
     )
     product = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=product)

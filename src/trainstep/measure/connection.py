@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from trainstep.config.cell import Cell
 from trainstep.measure.failures import asked_bytes
@@ -42,10 +42,23 @@ class CellLost(Exception):
         self.failure = failure
 
 
+class Connection(Protocol):
+    """The process of a cell, or the processes of its ranks (rank_connection.py), as runner and executors see them."""
+
+    @property
+    def alive(self) -> bool: ...
+    def begin(self) -> None: ...
+    def empty_compile_cache(self) -> str: ...
+    def ask(self, cell: Cell, request: Mapping[str, Any], *, timeout_s: float, limit_s: float) -> Answer: ...
+    def close(self) -> None: ...
+    def kill(self) -> None: ...
+
+
 class CellConnection:
     """One process of `trainstep.measure.cell`, in a session of its own so that all it starts can be killed with it."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, variables: Mapping[str, str] | None = None) -> None:
+        """`variables`: of the environment, over the driver's own."""
         _check_folder()
         self._tell = tell
         self._stage = "start"
@@ -58,6 +71,7 @@ class CellConnection:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             start_new_session=True,
+            env=None if variables is None else {**os.environ, **variables},
         )
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -181,36 +195,6 @@ class CellConnection:
         end = os.fstat(descriptor).st_size
         start = max(self._said_before, end - _STDERR_TAIL_BYTES)
         return tuple(os.pread(descriptor, end - start, start).decode(errors="replace").splitlines()[-_LAST_LINES:])
-
-
-class IdleProcesses:
-    """Processes that said they can measure another cell of their workload, the longest idle first."""
-
-    def __init__(self) -> None:
-        self._idle: list[tuple[str, CellConnection]] = []
-
-    def take(self, workload: str, tell: Tell) -> CellConnection:
-        """One of that workload, or a fresh one; those of other workloads, and the dead, leave."""
-        while self._idle:
-            known, connection = self._idle.pop(0)
-            if known == workload and connection.alive:
-                return connection
-            connection.close()
-        return CellConnection(tell)
-
-    def give(self, workload: str, connection: CellConnection) -> None:
-        """Keep one that its cell is done with."""
-        self._idle.append((workload, connection))
-
-    def close(self) -> None:
-        """Let them all leave."""
-        while self._idle:
-            self._idle.pop()[1].close()
-
-    def kill(self) -> None:
-        """End them all, now."""
-        while self._idle:
-            self._idle.pop()[1].kill()
 
 
 def _check_folder() -> None:

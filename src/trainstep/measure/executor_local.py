@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from trainstep.config.cell import Cell
-from trainstep.measure.connection import IdleProcesses, Tell
+from trainstep.measure.connection import Tell
+from trainstep.measure.idle_processes import IdleProcesses
 from trainstep.measure.interleave import run_interleaved
 from trainstep.measure.runner import CellRun, Limits, run_alone
 from trainstep.records.record import Record
@@ -22,7 +23,7 @@ def run_groups(groups: Sequence[Sequence[Cell]], limits: Limits, tell: Tell) -> 
                 yield run_interleaved(group, limits, tell, idle)
                 continue
             [cell] = group
-            run = CellRun(cell, limits, idle.take(cell.workload, tell))
+            run = CellRun(cell, limits, idle.take(cell, tell))
             try:
                 record, again = run_alone(run)
                 yield [record]
@@ -30,7 +31,7 @@ def run_groups(groups: Sequence[Sequence[Cell]], limits: Limits, tell: Tell) -> 
                 run.connection.kill()
                 raise
             if again:
-                idle.give(cell.workload, run.connection)
+                idle.give(cell, run.connection)
             else:
                 run.connection.close()
     finally:

@@ -5,7 +5,8 @@ Torch-free: the cell's process of a workload without torch uses it too.
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from trainstep.records.record import Fact, Failure, Holder
 
@@ -30,6 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         (error.__cause__ is not None and is_out_of_memory(error.__cause__))
         or isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
+        or text == "Resource temporarily unavailable"  # a thread whose stack the process's limit has no room for
         or "DefaultCPUAllocator: can't allocate memory" in text
         or "CUDA out of memory" in text
         or "CUDA error: out of memory" in text
@@ -59,6 +61,17 @@ def out_of_memory(
         holders=tuple(Holder(name=name, bytes=held) for name, held in ranked if held > 0),
         last_lines=(_first_line(error),),
     )
+
+
+@contextmanager
+def out_of_memory_as(failed: Callable[[Exception], CellFailed]) -> Iterator[None]:
+    """Memory running out becomes what `failed` makes of it, while the tensors that filled it are still alive to be counted."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise failed(error) from None
 
 
 def failure_of(error: BaseException, phase: str) -> Failure:

@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trainstep.config.cell import Cell
-from trainstep.measure.connection import CellLost, IdleProcesses, Tell
+from trainstep.measure.connection import CellLost, Tell
+from trainstep.measure.idle_processes import IdleProcesses
+from trainstep.measure.rank_findings import joined_ranks
 from trainstep.measure.runner import CellRun, Limits, open_run, run_alone, steps_of, with_facts
+from trainstep.records.ranks import RANKS
 from trainstep.records.record import Fact, Record, Samples
 
 _TURNS = 10
@@ -46,14 +49,14 @@ def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleP
     ended: dict[str, Record] = {}
     try:
         for cell in cells:
-            runs.append(CellRun(cell, limits, processes.take(cell.workload, tell)))
+            runs.append(CellRun(cell, limits, processes.take(cell, tell)))
             if _advance(runs[-1], "prepare", runs, ended):
-                processes.give(cell.workload, runs[-1].connection)
+                processes.give(cell, runs[-1].connection)
         turn = _turn_steps(cells)
         _take_turns(runs, ended, turn)
         for run in _alive(runs, ended):
             if _advance(run, "finish", runs, ended):
-                processes.give(run.cell.workload, run.connection)
+                processes.give(run.cell, run.connection)
     finally:
         for run in _alive(runs, ended):
             run.connection.kill()
@@ -142,8 +145,11 @@ def _joined(parts: Sequence[Record]) -> Record:
         for name, last in parts[-1].samples.items()
         if all(name in part.samples for part in parts)
     }
+    tables = dict(parts[-1].tables)
+    if all(RANKS in part.tables for part in parts):
+        tables[RANKS] = joined_ranks([part.tables[RANKS] for part in parts])
     duration_s = sum(part.duration_s for part in parts)
-    return replace(parts[-1], samples=samples, started_at=parts[0].started_at, duration_s=duration_s)
+    return replace(parts[-1], samples=samples, tables=tables, started_at=parts[0].started_at, duration_s=duration_s)
 
 
 def _facts(how: str, cells: Sequence[Cell], cell: Cell, turn: int) -> dict[str, object]:

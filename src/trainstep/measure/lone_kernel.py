@@ -11,16 +11,15 @@ from torch import Tensor
 
 from trainstep.config.attention_tiles import AttentionTilesConfig
 from trainstep.ops import reference
-from trainstep.ops.flash_attention.launch import BoundKernel, Problem
-from trainstep.ops.flash_attention.tiles import Arithmetic, Pass, TileConfig
+from trainstep.ops.flash_attention.launch import BoundKernel, Problem, tile_problem
+from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileConfig, TileProblem
+from trainstep.training.precision import DTYPES
 
 try:
     from trainstep.ops.flash_attention.backward import bind_backward
     from trainstep.ops.flash_attention.forward import bind_forward, launch_forward
 except ImportError:  # no triton for this platform: no GPU it could drive either
     bind_backward = bind_forward = launch_forward = None  # type: ignore[assignment]
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shape = tuple[int, int, int, int]
 
@@ -37,11 +36,16 @@ class Operands(NamedTuple):
 
 
 def arithmetic_of(config: AttentionTilesConfig) -> Arithmetic:
-    return Arithmetic.HALF if config.arithmetic in _DTYPES else Arithmetic(config.arithmetic)
+    return Arithmetic.HALF if config.arithmetic in DTYPES else Arithmetic(config.arithmetic)
 
 
 def problem_of(config: AttentionTilesConfig) -> Problem:
     return Problem(config.head_dim**-0.5, config.mask == "causal", False, arithmetic_of(config))
+
+
+def tile_problem_of(config: AttentionTilesConfig) -> TileProblem:
+    """What its tiles are chosen for, on the device that it names."""
+    return tile_problem(KernelPass(config.kernel), config.head_dim, arithmetic_of(config), torch.device(config.device))
 
 
 def normal_tensors(
@@ -49,7 +53,7 @@ def normal_tensors(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and the output's gradient: random normal, in the config's dtype."""
     generator = torch.Generator(config.device).manual_seed(config.seed)
-    dtype = _DTYPES.get(config.arithmetic, torch.float32)
+    dtype = DTYPES.get(config.arithmetic, torch.float32)
     q, k, v, do = (
         torch.randn(shape, device=config.device, generator=generator).to(dtype)
         for shape in (q_shape, k_shape, k_shape, q_shape)
@@ -82,16 +86,16 @@ class LoneKernel:
     """The config's kernel on these operands."""
 
     def __init__(self, config: AttentionTilesConfig, operands: Operands) -> None:
-        self._pass = Pass(config.kernel)
+        self._pass = KernelPass(config.kernel)
         self._problem = problem_of(config)
         self._operands = operands
         q, k, v, do, o, lse = operands
-        if self._pass is Pass.FORWARD:
+        if self._pass is KernelPass.FORWARD:
             self.outputs: Mapping[str, Tensor] = {"o": torch.empty_like(q), "lse": torch.empty_like(lse)}
             inputs: tuple[Tensor, ...] = (q, k, v)
         else:
-            read = (q,) if self._pass is Pass.QUERY_GRADIENTS else (k, v)
-            names = ("dq",) if self._pass is Pass.QUERY_GRADIENTS else ("dk", "dv")
+            read = (q,) if self._pass is KernelPass.QUERY_GRADIENTS else (k, v)
+            names = ("dq",) if self._pass is KernelPass.QUERY_GRADIENTS else ("dk", "dv")
             self.outputs = {name: torch.empty_like(like) for name, like in zip(names, read, strict=True)}
             inputs = (q, k, v, do, lse, (o.float() * do.float()).sum(-1))
         self._arguments = (*inputs, *self.outputs.values())
@@ -99,7 +103,7 @@ class LoneKernel:
     def bind(self, tile: TileConfig) -> BoundKernel:
         """The kernel with this tile."""
         q, k, v, do, o, _ = self._operands
-        if self._pass is Pass.FORWARD:
+        if self._pass is KernelPass.FORWARD:
             return bind_forward(
                 q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), q.dtype, q.device, self._problem, tile
             )

@@ -8,7 +8,7 @@ import torch
 
 from trainstep.measure.empty_process import OutsideBytes
 from trainstep.records.record import Fact
-from trainstep.traces.ledger import CATEGORIES, MOMENTS, Ledger
+from trainstep.traces.ledger import CATEGORIES, MOMENTS, ROUNDING, Ledger
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -108,7 +108,7 @@ def _ledger(
         if reading and outside:
             kernels_bytes = outside.build if moment == "init" else outside.step
             rest |= _driver(reading, outside.context, kernels_bytes)
-        for name, value in {"rounding": rounding, **rest}.items():
+        for name, value in {ROUNDING: rounding, **rest}.items():
             lines.setdefault(name, {})[moment] = value
     return {name: line for name, line in lines.items() if any(value is not None for value in line.values())}
 
@@ -128,11 +128,11 @@ def _rest(reading: Reading, accounted_bytes: int) -> dict[str, int | None]:
 
 
 def _driver(reading: Reading, context_bytes: int, kernels_bytes: int) -> dict[str, int | None]:
-    """From what the allocator reserved to what the driver sees of the process. There is one process, so NCCL takes nothing."""
+    """From what the allocator reserved to what the driver sees of the process."""
     if reading.driver_bytes is None or reading.reserved_bytes is None:
         return {}
     explained = reading.reserved_bytes + context_bytes + kernels_bytes
-    lines = {"context": context_bytes, "loaded kernels": kernels_bytes, "NCCL": 0, "driver": reading.driver_bytes}
+    lines = {"context": context_bytes, "loaded kernels": kernels_bytes, "driver": reading.driver_bytes}
     return {**lines, "driver, unexplained": reading.driver_bytes - explained}
 
 
@@ -199,7 +199,7 @@ def _timeline(ledger: Ledger) -> Columns:
         "time_s": [max(0.0, (timeline.time_us(position) - window.began_us) / 1e6) for position in positions],
         "phase": [window.phase_at(position) for position in positions],
         **{category: [int(series[category][position]) for position in positions] for category in CATEGORIES},
-        "rounding": [ledger.rounding_at(position) for position in positions],
+        ROUNDING: [ledger.rounding_at(position) for position in positions],
     }
 
 

@@ -64,8 +64,12 @@ def _reference(config: NumericsConfig, dtype: torch.dtype, reason: str) -> Refer
     if dtype is torch.float64:
         subject = in_dtype(subject, dtype)
     found, output_gradients = count_output_gradients(subject, scale=1.0)
+    name = "fp64" if dtype is torch.float64 else "fp32"
+    if not (found.loss.isfinite() and found.is_finite):
+        what = "a gradient" if found.loss.isfinite() else "its loss"
+        raise ValueError(f"model: {what} is not finite in {name} on the first batch, so errors cannot be held to it")
     return Reference(
-        dtype="fp64" if dtype is torch.float64 else "fp32",
+        dtype=name,
         reason=reason,
         weights=weights,
         batch=batch,
@@ -110,12 +114,14 @@ def gradient_table(found: Pass, reference: Reference, scale: float) -> dict[str,
 
 
 def relative_error(found: Tensor, reference: Tensor, scale: float = 1.0) -> float | None:
-    """|found / scale - reference| / |reference|, or None where that is no number."""
+    """|found / scale - reference| / |reference|, or None where that is no number. The same infinity (a masked logit) is no
+    error."""
     off, size = 0.0, 0.0
     for mine, theirs in zip(found.flatten().split(_CHUNK), reference.flatten().split(_CHUNK), strict=True):
         wide = theirs.to(mine.device).double()
-        off += float((mine.double() / scale - wide).square().sum())
-        size += float(wide.square().sum())
+        narrow = mine.double() / scale
+        off += float(torch.where(narrow == wide, 0.0, narrow - wide).square().sum())
+        size += float(wide[wide.isfinite()].square().sum())
     return _finite((off / size) ** 0.5) if size else None
 
 

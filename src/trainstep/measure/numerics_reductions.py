@@ -58,7 +58,8 @@ def reductions_table(hidden: Tensor, logits: Tensor) -> Columns:
     Errors are relative to fp64 over the same 16-bit numbers, so that they are the accumulator's alone.
     """
     activations, scores = _vectors(hidden), _vectors(logits)
-    outliers = activations * (_OUTLIER / activations.abs().max().clamp_min(1e-30))
+    largest = float(activations.abs().max()) if activations.numel() else 0.0
+    outliers = activations * (_OUTLIER / max(largest, 1e-30))
     cases: list[tuple[str, str, Tensor, Callable[[Tensor], Tensor]]] = [
         ("mean of magnitudes", "activations", activations, torch.abs),
         ("mean of squares", "activations", activations, torch.square),
@@ -117,14 +118,14 @@ def _row(dtype: torch.dtype, accumulator: torch.dtype, result: Tensor, exact: Te
         "accumulator": dtype_words([accumulator]),
         "error_median": float(kept.median()) if len(kept) else None,
         "error_max": float(kept.max()) if len(kept) else None,
-        "overflow_share": float(lost.double().mean()),
+        "overflow_share": float(lost.double().mean()) if len(lost) else None,
     }
 
 
 def _vectors(tensor: Tensor) -> Tensor:
-    """At most so many vectors over the last dimension, in fp64."""
+    """At most so many vectors over the last dimension, in fp64, of those whose largest number is finite."""
     flat = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.detach().reshape(1, 1)
-    return flat[:_VECTORS].double()
+    return flat[flat.amax(dim=-1).isfinite()][:_VECTORS].double()
 
 
 def _shifted_exponential(scores: Tensor) -> Tensor:

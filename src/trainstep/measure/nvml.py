@@ -91,17 +91,17 @@ class GpuState:
         """Core temperature."""
         return _scaled(self._read("nvmlDeviceGetTemperature", _TEMPERATURE_OF_GPU), 1.0)
 
-    def memory_used_bytes(self) -> int | None:
-        """Device memory in use by every process, contexts and the driver's own share included."""
-        memory = self._read("nvmlDeviceGetMemoryInfo")
-        return None if memory is None else int(memory.used)
-
     def throttle_reasons(self) -> str | None:
         """What holds the clock down now, in words with commas between; empty when nothing does."""
         bits = self._read("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:  # the name before driver 535
             bits = self._read("nvmlDeviceGetCurrentClocksThrottleReasons")
         return None if bits is None else ", ".join(word for bit, word in _REASONS.items() if bits & bit)
+
+    def processes(self) -> tuple[int, ...] | None:
+        """Numbers of the processes with a context on it; inside a container these are the host's numbers."""
+        found = self._read("nvmlDeviceGetComputeRunningProcesses")
+        return None if found is None else tuple(int(process.pid) for process in found)
 
     def _read(self, function: str, *arguments: Any) -> Any:
         if self._handle is None:

@@ -7,36 +7,27 @@ AttentionConfig.refusal.
 
 import importlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from trainstep.config.attention import TILE_FIELDS, AttentionConfig
 from trainstep.measure.failures import CellFailed
 from trainstep.ops import reference
 from trainstep.ops.flash_attention import Tiles, flash_attention
-from trainstep.ops.flash_attention.launch import device_of
-from trainstep.ops.flash_attention.tiles import Arithmetic, Pass, TileConfig, choose_row, why_illegal
+from trainstep.ops.flash_attention.launch import tile_problem
+from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileConfig, choose_row, why_illegal
 from trainstep.records.record import Failure
+from trainstep.training.attention import Attention, flex_attention, sdpa_on
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-_SDPA_BACKENDS = {
-    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa_math": SDPBackend.MATH,
-}
 _FLASH_ATTN_MODULES = ("flash_attn.cute", "flash_attn")
 """flash-attn-4 first: it is the faster one where both are installed."""
 _SMALL_TILE = 64 * 64
-_MASK_BYTES = 1 << 30
 _REASONS_TOLD = 2
 
 
-def attend_named(config: AttentionConfig) -> Attend:
+def attend_named(config: AttentionConfig) -> Attention:
     """The implementation that the config names."""
     name = config.implementation
     if name == "trainstep":
@@ -46,12 +37,17 @@ def attend_named(config: AttentionConfig) -> Attend:
     if name in ("plain_compiled", "flex"):
         # A process measures many cells, and after some recompilations of one function torch would run it eagerly.
         torch.compiler.reset()
+    shares_keys = config.group_heads != config.heads
     if name == "flex":
-        return _on_heads(config, _flex(config))
+        lengths, offset = (config.seq, config.key_count), config.key_count - config.seq if config.bottom_right else 0
+        flex = flex_attention(
+            *lengths, torch.device(config.device), causal=config.causal, offset=offset, shares_keys=shares_keys
+        )
+        return _on_heads(config, flex)
+    if name.startswith("sdpa_"):
+        return _on_heads(config, sdpa_on(name, causal=config.causal, shares_keys=shares_keys))
     plain = _on_heads(config, _plain(config))
-    if name == "plain":
-        return plain
-    return torch.compile(plain, dynamic=False) if name == "plain_compiled" else _on_heads(config, _sdpa(config))
+    return torch.compile(plain, dynamic=False) if name == "plain_compiled" else plain
 
 
 def as_BHSD(x: Tensor, layout: str) -> Tensor:
@@ -82,7 +78,7 @@ def why_refused(config: AttentionConfig, error: Exception, warnings: Sequence[st
     return None
 
 
-def _on_heads(config: AttentionConfig, attend: Attend) -> Attend:
+def _on_heads(config: AttentionConfig, attend: Attention) -> Attention:
     """The same on tensors of the config's layout."""
     layout = config.layout
     if layout == "BHSD":
@@ -95,7 +91,7 @@ def _on_heads(config: AttentionConfig, attend: Attend) -> Attend:
     return run
 
 
-def _plain(config: AttentionConfig) -> Attend:
+def _plain(config: AttentionConfig) -> Attention:
     causal, alignment = config.causal, config.causal_alignment
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -104,40 +100,7 @@ def _plain(config: AttentionConfig) -> Attend:
     return run
 
 
-def _sdpa(config: AttentionConfig) -> Attend:
-    backend, causal = _SDPA_BACKENDS[config.implementation], config.causal
-    shares_keys = config.group_heads != config.heads
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shares_keys)
-
-    return run
-
-
-def _flex(config: AttentionConfig) -> Attend:
-    """FlexAttention, compiled. Making its block mask eagerly writes out an S x S matrix of bools, compiling that takes 10 s."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # it imports the compiler: 1.5 s
-
-    offset = config.key_count - config.seq if config.bottom_right else 0
-    shares_keys = config.group_heads != config.heads
-    mask = None
-    if config.causal:
-        small = config.seq * config.key_count <= _MASK_BYTES
-        make_mask = create_block_mask if small else torch.compile(create_block_mask, dynamic=False)
-        mask = make_mask(
-            lambda _b, _h, q, k: q + offset >= k, None, None, config.seq, config.key_count, device=config.device
-        )
-    run_flex = torch.compile(flex_attention, dynamic=False)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output: Tensor = run_flex(q, k, v, block_mask=mask, enable_gqa=shares_keys)
-        return output
-
-    return run
-
-
-def _flash_attn(config: AttentionConfig) -> Attend:
+def _flash_attn(config: AttentionConfig) -> Attention:
     """The package flash-attn, on (batch, seq, heads, head_dim)."""
     functions = (_function_of(module, "flash_attn_func") for module in _FLASH_ATTN_MODULES)
     attend = next(filter(None, functions), None)
@@ -164,54 +127,43 @@ def _function_of(module: str, name: str) -> Callable[..., Tensor | tuple[Tensor,
         return None
 
 
-def _trainstep(config: AttentionConfig) -> Attend:
-    tiles = own_tiles(config) if config.has_own_tile else None
-    layout = "BSHD" if config.layout == "BSHD" else "BHSD"
+def _trainstep(config: AttentionConfig) -> Attention:
+    settings = own_settings(config)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output: Tensor = flash_attention(  # type: ignore[assignment]
-            q,
-            k,
-            v,
-            is_causal=config.causal,
-            enable_gqa=True,
-            causal_alignment=config.causal_alignment,
-            layout=layout,
-            fp32_precision=config.fp32_precision,
-            tiles=tiles,
-        )
+        output: Tensor = flash_attention(q, k, v, **settings)  # type: ignore[assignment]
         return output
 
     return run
 
 
+def own_settings(config: AttentionConfig) -> dict[str, Any]:
+    """What flash_attention is called with beside q, k and v: whoever calls it for this cell runs the same kernels and tiles."""
+    return {
+        "is_causal": config.causal,
+        "enable_gqa": True,
+        "causal_alignment": config.causal_alignment,
+        "layout": "BSHD" if config.layout == "BSHD" else "BHSD",
+        "fp32_precision": config.fp32_precision,
+        "tiles": own_tiles(config) if config.has_own_tile else None,
+    }
+
+
 def own_tiles(config: AttentionConfig) -> Tiles:
     """The config's tile for every kernel of its direction. CellFailed, with the reason, where one cannot run."""
-    device = device_of(torch.device(config.device))
     arithmetic = Arithmetic(config.fp32_precision or "ieee") if config.dtype == "fp32" else Arithmetic.HALF
     tiles = {}
-    for pass_ in Pass:
+    for pass_ in KernelPass:
+        problem = tile_problem(pass_, config.head_dim, arithmetic, torch.device(config.device))
         try:
-            row = choose_row(
-                pass_,
-                head_dim=config.head_dim,
-                arithmetic=arithmetic,
-                architecture=device.architecture,
-                shared_memory_bytes=device.shared_memory_bytes,
-            )
+            row = choose_row(problem)
         except ValueError as error:
             raise refused(f"implementation: {error}") from None
         tiles[pass_] = row.config
-        if config.direction == "forward" and pass_ is not Pass.FORWARD:
+        if config.direction == "forward" and pass_ is not KernelPass.FORWARD:
             continue  # never launched: the table's will do
         tile = tiles[pass_] = _own_tile(config, row.config)
-        reason = why_illegal(
-            tile,
-            pass_=pass_,
-            head_dim=config.head_dim,
-            arithmetic=arithmetic,
-            shared_memory_bytes=device.shared_memory_bytes,
-        )
+        reason = why_illegal(tile, problem)
         if reason:
             shape = f"{tile.block_q} x {tile.block_k}, {tile.num_warps} warps, {tile.num_stages} stages"
             given = next(name for name in TILE_FIELDS if getattr(config, name) is not None)
@@ -219,9 +171,9 @@ def own_tiles(config: AttentionConfig) -> Tiles:
     if config.device == "cpu":
         raise refused("device: not for a CPU: algorithm.py, which runs there, has tiles of its own")
     return Tiles(
-        forward=tiles[Pass.FORWARD],
-        key_gradients=tiles[Pass.KEY_GRADIENTS],
-        query_gradients=tiles[Pass.QUERY_GRADIENTS],
+        forward=tiles[KernelPass.FORWARD],
+        key_gradients=tiles[KernelPass.KEY_GRADIENTS],
+        query_gradients=tiles[KernelPass.QUERY_GRADIENTS],
     )
 
 

@@ -3,9 +3,9 @@
 A record of it holds all that one of `train_step` holds, and besides
 
 samples  busy, profiled_step [s]: of the profiled steps, the device's busy time and the host's clock
-facts    verdict, verdict_reason, alike (what limits the step, and why), stall, idle_s, kernels_s, pieces, launches,
-         profiler_slowdown (profiled over unprofiled step), assigned_share, fallback_share, attention_split, trace_file
-tables   kernels classes spans layers attention host outliers: see traces/tables.py and its neighbours
+facts    verdict (what limits the step), idle_s, kernels_s, pieces, launches, profiler_slowdown (profiled over unprofiled
+         step), assigned_share, fallback_share, attention_split, trace_file; graph_replay_* where it was asked for
+tables   kernels classes spans layers attention host outliers verdict alike stall: see traces/tables.py and its neighbours
 """
 
 import gzip
@@ -22,11 +22,14 @@ from torch.profiler import ProfilerActivity, profile
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import config_hash, profile_from_plain, to_plain
 from trainstep.config.profile import ProfileConfig
+from trainstep.measure.graph_replay import graph_replay_facts
+from trainstep.measure.kept_files import kept_folder
 from trainstep.measure.train_step import TrainStepMeasurement
 from trainstep.measure.workload import Findings, Measurement, Stage
 from trainstep.records.record import Fact, Samples
 from trainstep.spans import span
 from trainstep.traces.attention_split import AttentionShape
+from trainstep.traces.kernel_classes import IDLE
 from trainstep.traces.kineto import read_trace
 from trainstep.traces.profile import Profile, profile_of
 from trainstep.traces.verdict import Unprofiled
@@ -58,6 +61,8 @@ class ProfileMeasurement:
         self._timed = TrainStepMeasurement(config, stage)
 
     def prepare(self) -> None:
+        if self._config.keep_trace is not None:
+            kept_folder("keep_trace", self._config.keep_trace)
         self._timed.prepare()
 
     def take(self, steps: int) -> None:
@@ -79,6 +84,9 @@ class ProfileMeasurement:
             self._record(self._config.profiled_steps, path)
             profiled = profile_of(read_trace(path), shape=_attention_shape(self._config), unprofiled=_unprofiled(found))
         facts = {**found.facts, **_facts(profiled, found, self._config)}
+        if self._config.graph_replay:  # last: a capture that fails may leave the device unusable
+            self._stage("graph_replay")
+            facts.update(graph_replay_facts(*self._timed.prepared(), _kernels_s(profiled)))
         if self._config.keep_trace is not None:
             facts["trace_file"] = Fact(value=str(kept))
         samples = {
@@ -103,12 +111,11 @@ class ProfileMeasurement:
     def _keep(self, path: Path) -> Path:
         """Put the trace of one step into the folder asked for. ValueError if that cannot be."""
         assert self._config.keep_trace is not None
-        folder = Path(self._config.keep_trace)
+        folder = kept_folder("keep_trace", self._config.keep_trace)
         name = f"{self._config.model.name.replace(':', '.')}-{self._config.context}-{self._config.mode}"
         kept = folder / f"{name}-{config_hash('profile', to_plain(self._config))[:6]}.json.gz"
+        self._record(1, path)  # again: the first was slowed by the profiler's start
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._record(1, path)  # again: the first was slowed by the profiler's start
             with open(path, "rb") as trace, gzip.open(kept, "wb") as file:
                 shutil.copyfileobj(trace, file)
         except OSError as error:
@@ -120,14 +127,11 @@ def _facts(profiled: Profile, found: Findings, config: ProfileConfig) -> dict[st
     step = found.samples["step"].values
     facts = {
         "verdict": Fact(value=profiled.verdict.kind),
-        "verdict_reason": Fact(value=profiled.verdict.reason),
-        "alike": Fact(value=profiled.verdict.alike),
-        "stall": Fact(value=profiled.stall),
         "idle_s": Fact(value=statistics.median(profiled.idle_s), unit="s"),
         "kernels_s": Fact(value=profiled.total_s, unit="s"),
         "pieces": Fact(value=profiled.pieces, unit="count"),
         "launches": Fact(value=profiled.launches, unit="count"),
-        "assigned_share": Fact(value=1.0, unit="ratio"),
+        "assigned_share": Fact(value=profiled.assigned_share, unit="ratio"),
         "fallback_share": Fact(value=profiled.fallback_share, unit="ratio"),
         "attention_split": Fact(value=_split_words(config, profiled)),
     }
@@ -135,6 +139,15 @@ def _facts(profiled: Profile, found: Findings, config: ProfileConfig) -> dict[st
         slowdown = statistics.median(profiled.steps_s) / statistics.median(step)
         facts["profiler_slowdown"] = Fact(value=slowdown, unit="ratio")
     return {name: fact for name, fact in facts.items() if fact.value != ""}
+
+
+def _kernels_s(profiled: Profile) -> dict[str, float]:
+    """Phase -> seconds of its kernels and copies, a step."""
+    classes, found = profiled.tables["classes"], dict[str, float]()
+    for phase, kind, time_s in zip(classes["phase"], classes["class"], classes["time_s"], strict=True):
+        if kind != IDLE:
+            found[phase] = found.get(phase, 0.0) + time_s
+    return found
 
 
 def _split_words(config: ProfileConfig, profiled: Profile) -> str:

@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainstep.config.cell import Cell
-from trainstep.measure.connection import Answer, CellConnection, CellLost, Tell
+from trainstep.measure.connection import Answer, CellLost, Connection, Tell
 from trainstep.measure.environment import environment
 from trainstep.measure.host import memory_bytes
+from trainstep.measure.rank_connection import connect
 from trainstep.records.record import FORMAT, Environment, Fact, Failure, Record, record_from_plain
 
 _MEMORY_SHARE = 0.9
@@ -34,7 +35,7 @@ class Limits:
 class CellRun:
     """A cell on its way to a record: the time its process may still take, and when it began."""
 
-    def __init__(self, cell: Cell, limits: Limits, connection: CellConnection) -> None:
+    def __init__(self, cell: Cell, limits: Limits, connection: Connection) -> None:
         self.cell = cell
         self.connection = connection
         self._limits = limits
@@ -122,5 +123,5 @@ def with_facts(record: Record, **facts: Any) -> Record:
 
 
 def open_run(cell: Cell, limits: Limits, tell: Tell) -> CellRun:
-    """A cell with a fresh process."""
-    return CellRun(cell, limits, CellConnection(tell))
+    """A cell with a fresh process, or with one for each of its ranks."""
+    return CellRun(cell, limits, connect(cell, tell))

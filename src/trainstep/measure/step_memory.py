@@ -3,7 +3,8 @@
 The history is recorded from before the model is built to the end of one step after the warm-ups. A record of it holds:
 
 facts   parameters; peak_allocated_bytes, peak_requested_bytes, peak_reserved_bytes, driver_bytes, context_bytes,
-        kernels_bytes (loaded code), allocation_retries (GPU); timeline_peak_bytes (ours, of requested bytes) and its phase;
+        kernels_bytes (loaded code), allocation_retries (GPU); process_data_bytes (CPU: what its limit is on, at the peak);
+        process_group (its backend, or none: then nothing is NCCL's); timeline_peak_bytes (ours, of requested bytes) and its phase;
         history_full; residual shares; residual_stream_bytes and how it comes about; parameter_, gradient_ and
         optimizer_state_bytes_each; snapshot (a file)
 tables  ledger (a line a category, a column a moment), peaks (by phase), layers (activations after forward),
@@ -19,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import memory_from_plain
 from trainstep.config.phases import Phase
 from trainstep.measure.empty_process import OutsideBytes, outside_bytes
-from trainstep.measure.failures import CellFailed, is_out_of_memory, out_of_memory
+from trainstep.measure.failures import CellFailed, out_of_memory, out_of_memory_as
+from trainstep.measure.kept_files import kept_folder
 from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.memory_history import history_of, mark
 from trainstep.measure.memory_tables import Reading, ledger_tables
@@ -71,13 +73,16 @@ class StepMemoryMeasurement:
         self._history = history_of(self._device)
         self._assembly: Assembly | None = None
         self._readings: dict[str, Reading] = {}
+        self._data_bytes: dict[str, int] = {}
         self._gradients: frozenset[int] = frozenset()
         self._inputs: frozenset[int] = frozenset()
         self._outside: OutsideBytes | None = None
 
     def prepare(self) -> None:
         """Build, and take the steps before the recorded one."""
-        with _FailsWithHolders(self):
+        if self._config.keep_snapshot is not None:
+            kept_folder("keep_snapshot", self._config.keep_snapshot)
+        with out_of_memory_as(self.out_of_memory):
             self._tell("build")
             if self._device.type == "cuda":
                 self._outside = outside_bytes(self._run)
@@ -95,7 +100,7 @@ class StepMemoryMeasurement:
     def take(self, steps: int) -> None:
         """Record one step: of another there would be nothing new to say."""
         assert self._assembly is not None
-        with _FailsWithHolders(self):
+        with out_of_memory_as(self.out_of_memory):
             self._tell("steps")
             batches = self._assembly.micro_batches(self._config.warmups)
             tensors = [tensor for batch in batches for tensor in batch.values() if isinstance(tensor, Tensor)]
@@ -124,9 +129,7 @@ class StepMemoryMeasurement:
             return Findings(samples={}, facts=facts)
         timeline = MemoryTimeline(snapshot)
         ledger = Ledger(timeline, step_window(timeline), known)
-        self._add_cpu_readings(ledger)
-        if "peak_allocated_bytes" not in facts:
-            facts["peak_allocated_bytes"] = Fact(value=int(timeline.requested_bytes.max()), unit="bytes")
+        facts |= self._add_cpu_readings(ledger)
         more, tables = ledger_tables(
             ledger,
             self._readings,
@@ -174,17 +177,27 @@ class StepMemoryMeasurement:
             reading = Reading.now(self._device, self._watch.driver_bytes())
             self._readings[moment] = reading.with_peaks_of(self._readings.get(moment))
             torch.cuda.reset_peak_memory_stats()
+        else:
+            self._data_bytes[moment] = self._watch.allocated_bytes()
 
     def _reset_peaks(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    def _add_cpu_readings(self, ledger: Ledger) -> None:
-        """A CPU's allocator tells its count with each event; the moments' positions say which."""
-        if self._history.cpu is not None:
-            for moment, position in ledger.window.moments.items():
-                since = self._history.cpu.allocated_bytes(ledger.timeline.time_us(position))
-                self._readings[moment] = Reading(allocated_bytes=since + ledger.timeline.held_before_bytes)
+    def _add_cpu_readings(self, ledger: Ledger) -> dict[str, Fact]:
+        """A CPU's allocator tells its count with each event; the moments' positions say which. What the process had at the
+        peak: what was read when most was held, and as much as tensors then took more."""
+        if self._history.cpu is None:
+            return {}
+        for moment, position in ledger.window.moments.items():
+            since = self._history.cpu.allocated_bytes(ledger.timeline.time_us(position))
+            self._readings[moment] = Reading(allocated_bytes=since + ledger.timeline.held_before_bytes)
+        peak = self._readings["peak"].allocated_bytes
+        read = self._data_bytes.keys() & self._readings.keys()
+        fullest = max(read, key=lambda moment: self._readings[moment].allocated_bytes)
+        data = self._data_bytes[fullest] + peak - self._readings[fullest].allocated_bytes
+        facts = {"peak_allocated_bytes": peak, "process_data_bytes": data}
+        return {name: Fact(value=value, unit="bytes") for name, value in facts.items()}
 
     def _known(self, assembly: Assembly) -> Known:
         optimizer, scaler = assembly.step.optimizer, assembly.step.scaler
@@ -204,6 +217,7 @@ class StepMemoryMeasurement:
             **self._watch.facts(),
             "parameters": Fact(value=parameter_count(assembly.module), unit="count"),
             "tokens": Fact(value=self._run.tokens, unit="count"),
+            "process_group": Fact(value=_process_group()),
         }
         facts.pop("driver_bytes", None)  # the readings have it at each moment
         if self._device.type == "cuda":
@@ -230,8 +244,7 @@ class StepMemoryMeasurement:
         return {"residual_stream_bytes": Fact(value=held, unit="bytes"), "residual_stream": Fact(value=words)}
 
     def _keep(self, document: Mapping[str, Any]) -> Path:
-        folder = Path(str(self._config.keep_snapshot))
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = kept_folder("keep_snapshot", str(self._config.keep_snapshot))
         name = "-".join(
             [self._run.model.name.replace(":", "."), str(self._run.context), self._run.precision, self._run.mode]
         )
@@ -252,6 +265,12 @@ class StepMemoryMeasurement:
         self._tell_stage(stage)
 
 
+def _process_group() -> str:
+    """The backend of the process group that a user's model may have opened, or `none`."""
+    opened = distributed.is_available() and distributed.is_initialized()
+    return str(distributed.get_backend()) if opened else "none"
+
+
 def storages(tensors: list[Any]) -> frozenset[int]:
     """Addresses of the storages behind tensors."""
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
@@ -265,17 +284,3 @@ def weight_copies(module: nn.Module, dtype: torch.dtype) -> tuple[int, ...]:
         for one in module.parameters()
         if one.dim() >= 2 and id(one) not in embedded and one.dtype == torch.float32
     )
-
-
-class _FailsWithHolders:
-    """Turns memory running out into CellFailed while the tensors that filled it are still alive."""
-
-    def __init__(self, measurement: StepMemoryMeasurement) -> None:
-        self._measurement = measurement
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
-        if error is not None and is_out_of_memory(error):
-            raise self._measurement.out_of_memory(error) from None

@@ -14,8 +14,10 @@ from torch import Tensor
 from trainstep.config.attention_tiles import AttentionTilesConfig
 from trainstep.measure.lone_kernel import LoneKernel, Operands, normal_tensors, reference_outputs
 from trainstep.measure.workload import Findings, Stage
+from trainstep.ops.accuracy import allowed_error, largest_error
 from trainstep.ops.flash_attention.tiles import TileConfig
 from trainstep.records.record import Fact
+from trainstep.training.precision import float32_matmuls
 
 _HEADS = 3
 _SMALL = 512
@@ -78,26 +80,21 @@ def _errors(
     truth: Mapping[str, Tensor],
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> dict[str, Fact]:
-    """`error_ratio` is the error over what the 2x rule allows: twice the reference's own in the same dtype, and an ulp."""
-    torch.set_float32_matmul_precision("high" if config.arithmetic == "tf32" else "highest")
-    same_dtype = reference_outputs(config, tensors, tensors[0].dtype)
+    """`error_ratio` is the error over what the 2x rule (ops/accuracy.py) allows."""
+    with float32_matmuls("high" if config.arithmetic == "tf32" else "highest"):
+        same_dtype = reference_outputs(config, tensors, tensors[0].dtype)
     times = 4 if config.arithmetic in ("tf32", "tf32x3") else 2  # rounded otherwise than torch rounds
     error, ratio = 0.0, 0.0
     for name, output in outputs.items():
         if not output.isfinite().all():
             return {"wrong": Fact(value=f"{name} is not finite")}
-        size = truth[name].abs().max().item()
-        off = _distance(output, truth[name])
-        allowed = times * _distance(same_dtype[name], truth[name]) + torch.finfo(output.dtype).eps * size
-        error, ratio = max(error, off / size), max(ratio, off / allowed)
+        off = largest_error(output, truth[name])
+        allowed = allowed_error(same_dtype[name], truth[name], output.dtype, times=times)
+        error, ratio = max(error, off / truth[name].abs().max().item()), max(ratio, off / allowed)
     facts = {"error": Fact(value=error, unit="ratio"), "error_ratio": Fact(value=ratio, unit="ratio")}
     if ratio > _WRONG:
         facts["wrong"] = Fact(value=f"off by {ratio:.2g} times what is allowed")
     return facts
-
-
-def _distance(result: Tensor, truth: Tensor) -> float:
-    return (result.double() - truth).abs().max().item()
 
 
 def _resources(compiled: Any) -> dict[str, Fact]:

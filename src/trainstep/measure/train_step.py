@@ -22,18 +22,16 @@ from trainstep.config.run import RunConfig
 from trainstep.measure.clock import Window, clock_for
 from trainstep.measure.compilation import compilation_facts
 from trainstep.measure.device_time import device_busy_s
-from trainstep.measure.failures import CellFailed, failure_of, is_out_of_memory, out_of_memory
+from trainstep.measure.failures import CellFailed, failure_of, out_of_memory, out_of_memory_as
 from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.model_flops import flops_facts
 from trainstep.measure.nvml import GpuState
 from trainstep.measure.workload import Findings, Measurement, Stage
 from trainstep.records.record import Fact, Samples
 from trainstep.spans import nvtx_spans
+from trainstep.traces.launch_bound import is_launch_bound
 from trainstep.training.batches import Batch
 from trainstep.training.build import Assembly, build_step, parameter_count
-
-_BUSY_SHARE, _ENQUEUE_SHARE = 0.7, 0.9
-"""Launch-bound: the device busy for under the first share of the step while the host issued work for over the second."""
 
 
 class TrainStepWorkload:
@@ -73,7 +71,7 @@ class TrainStepMeasurement:
         self._loss: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        with _FailsWithMemory(self):
+        with out_of_memory_as(self._out_of_memory):
             self._tell("build")
             self._open_device()
             started_s = time.perf_counter()
@@ -90,7 +88,7 @@ class TrainStepMeasurement:
     def take(self, steps: int) -> None:
         """Time `steps` more, in windows as `sync` says."""
         size = self._run.sync if isinstance(self._run.sync, int) else 1
-        with _FailsWithMemory(self):
+        with out_of_memory_as(self._out_of_memory):
             for done in range(0, steps, size):
                 self._windows.append(self._window(min(size, steps - done)))
                 self._tell_progress(done + size, steps)
@@ -99,14 +97,14 @@ class TrainStepMeasurement:
     def settle(self) -> None:
         """The last step once more, untimed. Before the first step there is none, and the first is meant to be cold."""
         if self._last_batches:
-            with _FailsWithMemory(self):
+            with out_of_memory_as(self._out_of_memory):
                 self._run_step_unmarked()
                 self._synchronize()
 
     def finish(self) -> Findings:
         """Everything that is looked at once, after the timed steps: extra steps run here touch no sample, nor can they
         lose one by failing."""
-        with _FailsWithMemory(self):
+        with out_of_memory_as(self._out_of_memory):
             self._tell("afterwards")
             assert self._assembly is not None and self._loss is not None
             self._facts["loss"] = Fact(value=_finite(self._loss.item()))
@@ -134,9 +132,24 @@ class TrainStepMeasurement:
             return {}
         return self._memory.holders(self._assembly.module, self._assembly.step.optimizer)
 
+    def prepared(self) -> tuple[Assembly, list[Batch]]:
+        """What was built, and the last step's batches: for who looks at that step in a way of its own."""
+        assert self._assembly is not None
+        return self._assembly, self._last_batches
+
     @property
     def memory(self) -> MemoryWatch:
         return self._memory
+
+    def _out_of_memory(self, error: Exception) -> CellFailed:
+        failure = out_of_memory(
+            error,
+            self.phase,
+            allocated_bytes=self._memory.allocated_bytes(),
+            capacity_bytes=self._memory.capacity_bytes(),
+            holders=self.holders(),
+        )
+        return CellFailed(failure)
 
     def _window(self, steps: int) -> Window:
         assert self._assembly is not None
@@ -209,7 +222,7 @@ class TrainStepMeasurement:
     def _is_launch_bound(self, busy_s: float) -> bool:
         step_s = median(window.step_s for window in self._windows)
         enqueue_s = median(window.enqueue_s or 0.0 for window in self._windows)
-        return busy_s < _BUSY_SHARE * step_s and enqueue_s > _ENQUEUE_SHARE * step_s
+        return is_launch_bound(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s)
 
     def _run_step_unmarked(self) -> None:
         """The last step's batches again: of a user's there may be no more."""
@@ -267,29 +280,6 @@ class TrainStepMeasurement:
         if time.monotonic() - self._told_s > 1:
             self._told_s = time.monotonic()
             self._stage_told(f"{self._stage} {done}/{of}")
-
-
-class _FailsWithMemory:
-    """Turns memory running out into CellFailed while the tensors that filled it are still alive to be counted."""
-
-    def __init__(self, measurement: TrainStepMeasurement) -> None:
-        self._measurement = measurement
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
-        if error is None or not is_out_of_memory(error):
-            return
-        memory = self._measurement.memory
-        failure = out_of_memory(
-            error,
-            self._measurement.phase,
-            allocated_bytes=memory.allocated_bytes(),
-            capacity_bytes=memory.capacity_bytes(),
-            holders=self._measurement.holders(),
-        )
-        raise CellFailed(failure) from None
 
 
 def _samples(values: list[Any], warmups: list[Any], unit: str = "s") -> Samples:

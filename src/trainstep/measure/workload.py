@@ -55,6 +55,7 @@ _BUILT_IN = {
     "train_step": "trainstep.measure.train_step:WORKLOAD",
     "attention": "trainstep.measure.attention:WORKLOAD",
     "ceiling": "trainstep.measure.ceilings:WORKLOAD",
+    "collective": "trainstep.measure.collective:WORKLOAD",
     "memory": "trainstep.measure.step_memory:WORKLOAD",
     "numerics": "trainstep.measure.numerics:WORKLOAD",
     "profile": "trainstep.measure.profile:WORKLOAD",

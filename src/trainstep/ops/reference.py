@@ -97,5 +97,36 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def adamw_(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One update in place (Loshchilov 2019, algorithm 2), in fp32 or wider inside.
+
+    step (), on the parameter's device: updates so far, this one included.
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+    p = p - lr weight_decay p - lr m' / (sqrt(v') + eps),  m' = m / (1 - beta1^step),  v' = v / (1 - beta2^step)
+    """
+    wide_step = step.double()  # 1 - 0.999^1 would keep four digits in fp32
+    correction1, correction2 = 1 - beta1**wide_step, 1 - beta2**wide_step
+    p, g, m, v = _wide(parameter), gradient.to(_wide(parameter).dtype), _wide(exp_avg), _wide(exp_avg_sq)
+    m = m + (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    denominator = v.sqrt() / correction2.sqrt().to(v.dtype) + eps
+    p = p * (1 - lr * weight_decay) - (lr / correction1).to(p.dtype) * (m / denominator)
+    parameter.copy_(p)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

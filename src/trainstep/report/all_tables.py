@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from trainstep.report.attention_rows import WORKLOAD
 from trainstep.report.attention_tables import attention_tables
+from trainstep.report.collectives_tables import WORKLOAD as COLLECTIVE
+from trainstep.report.collectives_tables import collective_tables
 from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.memory_tables import memory_tables
 from trainstep.report.numerics_rows import WORKLOAD as NUMERICS
@@ -16,11 +18,12 @@ from trainstep.report.tiles_page import summary_table, tile_tables
 
 def all_tables(rows: Sequence[Row], *, compared: bool = True) -> list[Table]:
     """Tables of cells; `compared`: with the ratios that a workload's implementations always have against each other."""
-    others = [row for row in rows if row.record.workload not in (WORKLOAD, MEMORY, NUMERICS)]
+    others = [row for row in rows if row.record.workload not in (WORKLOAD, COLLECTIVE, MEMORY, NUMERICS)]
     tiles = [*summary_table(rows), *tile_tables(rows)] if compared else []
     return [
         *cell_tables(others),
         *attention_tables(rows, compared=compared),
+        *collective_tables(rows),
         *numerics_tables(rows),
         *memory_tables(rows),
         *(profile_tables(rows) if compared else []),

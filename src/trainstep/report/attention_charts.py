@@ -27,7 +27,7 @@ from trainstep.report.charts import (
     series_style,
     short_labels,
 )
-from trainstep.report.tables import in_gib, in_ms, milliseconds, three_digits
+from trainstep.report.tables import byte_unit, in_ms, milliseconds, needed_words, three_digits
 
 _STYLES = {
     OURS: ("theme:blue", "solid", "circle"),
@@ -60,7 +60,9 @@ class Quantity:
 
 def attention_charts(found: Sequence[Configuration]) -> list[Chart]:
     """Time, rate, peak and held memory of each group that ran."""
-    return [chart for group in groups_of(found) for quantity in _QUANTITIES if (chart := _chart(group, quantity))]
+    records = [row.record for one in found for row in one.cells.values()]
+    quantities = [*_SPEED, *(_memory(*words, records) for words in _MEMORY)]
+    return [chart for group in groups_of(found) for quantity in quantities if (chart := _chart(group, quantity))]
 
 
 def ratio_charts(found: Sequence[Ratio]) -> list[Chart]:
@@ -216,26 +218,23 @@ def _tflops(record: Record) -> float | None:
     return None if rate is None else rate / 1e12
 
 
-def _held(name: str) -> Callable[[Record], float | None]:
-    def value(record: Record) -> float | None:
-        found = None if record.failure else number(record, name)
-        return None if found is None else in_gib(found)
+def _memory(title: str, caption: str, name: str, records: Sequence[Record]) -> Quantity:
+    """In the unit that the largest value has."""
 
-    return value
+    def held(record: Record) -> float | None:
+        return None if record.failure else number(record, name)
 
-
-def _memory(title: str, caption: str, name: str) -> Quantity:
-    value = _held(name)
+    unit = byte_unit(map(held, records))
     return Quantity(
         title=title,
         caption=caption,
-        axis="memory (GiB)",
-        value=value,
-        words=lambda record: f"{three_digits(value(record) or 0.0)} GiB",
+        axis=f"memory ({unit.name})",
+        value=lambda record: None if (found := held(record)) is None else found / unit.byte_count,
+        words=lambda record: needed_words(held(record) or 0.0),
     )
 
 
-_QUANTITIES = (
+_SPEED = (
     Quantity(
         title="Time",
         caption="Median time of a call.",
@@ -251,6 +250,8 @@ _QUANTITIES = (
         words=lambda record: f"{three_digits(_tflops(record) or 0.0)} TFLOP/s",
         logarithmic=False,
     ),
-    _memory("Peak memory", "The most that was allocated during a call.", "peak_bytes"),
-    _memory("Memory held before backward", "What the forward pass keeps for the backward pass.", "held_bytes"),
+)
+_MEMORY = (
+    ("Peak memory", "The most that was allocated during a call.", "peak_bytes"),
+    ("Memory held before backward", "What the forward pass keeps for the backward pass.", "held_bytes"),
 )

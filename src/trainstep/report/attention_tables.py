@@ -1,6 +1,6 @@
 """Attention as tables: implementations side by side a quantity, every cell with its doubts, what memory is made of."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainstep.records.record import Record
@@ -29,11 +29,12 @@ from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row, words
 from trainstep.report.tables import (
     ABSENT,
+    ByteUnit,
     Column,
     Entry,
     Table,
+    byte_unit,
     failure_sentence,
-    in_gib,
     in_ms,
     milliseconds,
     point_columns,
@@ -63,7 +64,8 @@ def side_by_side(found: Sequence[Configuration]) -> list[Table]:
     if len(names) < 2:
         return []
     tables = []
-    for title, make in _SIDE_BY_SIDE.items():
+    records = [row.record for one in found for row in one.cells.values()]
+    for title, make in [*_SPEED, *(_bytes(title, name, records) for title, name in _MEMORY)]:
         shown = [one for one in found if _belongs(one, make)]
         if not any(make(row.record) for one in shown for row in one.cells.values()):
             continue
@@ -92,7 +94,10 @@ def side_notes(found: Sequence[Configuration]) -> list[str]:
     if len(reasons) > _REASONS:
         told.append("The others stand in the table of every cell.")
     aside = sum(one.left_aside for one in found)
-    tiles = f"Where one implementation ran at several tiles, its fastest stands here; {aside} cells stand below only."
+    tiles = (
+        f"Where trainstep ran at several tiles, its default tiles stand here, or its fastest where those did not run; "
+        f"{aside} cells stand below only."
+    )
     return [*told, *([tiles] if aside else [])]
 
 
@@ -100,7 +105,9 @@ def cells_table(rows: Sequence[Row]) -> Table:
     """Every cell: beside its time the error, NaN, determinism, the kernel that ran, the host's time, the doubts."""
     hidden = {name for row in rows for name in row.point} - {*configuration_names(rows), *NOT_THE_WORK}
     points = point_columns(rows, without=[*hidden])
-    shown = [(column, make) for column, make in _CELL if any(make(row.record) for row in rows)]
+    sizes = (_bytes(title, name, [row.record for row in rows]) for title, name in _CELL_MEMORY)
+    of_cells = [*_CELL, *((Column(title=title, number=True), make) for title, make in sizes)]
+    shown = [(column, make) for column, make in of_cells if any(make(row.record) for row in rows)]
     entries = tuple(
         (
             *(make(row) for _, make in points),
@@ -113,9 +120,9 @@ def cells_table(rows: Sequence[Row]) -> Table:
         title="Attention: every cell",
         columns=(*(column for column, _ in points), *(column for column, _ in shown), Column(title="doubts")),
         entries=entries,
-        note="Errors: the largest, over the largest magnitude of a reference in higher precision; beside them the output's error "
-        "of plain attention in this dtype. NaN: or infinity. Host: until the call returns. Launch-bound: the device waits for "
-        "the host.",
+        note="Error: the largest, over the largest magnitude of a reference in higher precision. Plain PyTorch's: of the output "
+        "that attention written out in PyTorch gives in the cell's own dtype. NaN: or infinity. Host: until the call returns. "
+        "Launch-bound: the device waits for the host.",
         raw=tuple(map(_numbers, rows)),
     )
 
@@ -127,9 +134,11 @@ def accounting_tables(rows: Sequence[Row]) -> list[Table]:
         return []
     hidden = {name for row in told for name in row.point} - {*configuration_names(rows), *NOT_THE_WORK}
     points = point_columns(told, without=[*hidden])
-    parts = [(f"{part} (GiB)", _gib(f"{part}_bytes", whatever=True)) for part in _ACCOUNTED]
-    parts = [(title, make) for title, make in parts if any(make(row.record) for row in told)]
-    parts += [("peak seen (GiB)", _gib("peak_bytes"))]
+    records = [row.record for row in told]
+    unit = byte_unit(number(record, f"{part}_bytes") for record in records for part in _ACCOUNTED)
+    parts = [(f"{part} ({unit.name})", _sized(f"{part}_bytes", unit, whatever=True)) for part in _ACCOUNTED]
+    parts = [(title, make) for title, make in parts if any(map(make, records))]
+    parts += [(f"peak seen ({unit.name})", _sized("peak_bytes", unit))]
     entries = tuple(
         (*(make(row) for _, make in points), *(_entry(row, make, failed=make is parts[-1][1]) for _, make in parts))
         for row in told
@@ -195,14 +204,20 @@ def _rate(record: Record) -> Entry | None:
     return None if value is None else Entry(text=three_digits(value / 1e12), sort=value)
 
 
-def _gib(name: str, *, whatever: bool = False) -> Make:
-    """A fact in GiB; `whatever` became of the cell."""
+def _bytes(title: str, name: str, records: Sequence[Record]) -> tuple[str, Make]:
+    """A column's title and entries, in the unit that its largest value has."""
+    unit = byte_unit(number(record, name) for record in records if not record.failure)
+    return f"{title} ({unit.name})", _sized(name, unit)
+
+
+def _sized(name: str, unit: ByteUnit, *, whatever: bool = False) -> Make:
+    """A fact of bytes; `whatever` became of the cell."""
 
     def make(record: Record) -> Entry | None:
         value = number(record, name)
         if value is None or (record.failure and not whatever):
             return None
-        return Entry(text=three_digits(in_gib(value)), sort=in_gib(value))
+        return Entry(text=unit.words(value), sort=value)
 
     return make
 
@@ -234,12 +249,9 @@ def _said(name: str) -> Make:
     return make
 
 
-_SIDE_BY_SIDE: Mapping[str, Make] = {
-    "time (ms)": _time(TIME),
-    "TFLOP/s": _rate,
-    "peak memory (GiB)": _gib("peak_bytes"),
-    "memory held before backward (GiB)": _gib("held_bytes"),
-}
+_SPEED = (("time (ms)", _time(TIME)), ("TFLOP/s", _rate))
+_MEMORY = (("peak memory", "peak_bytes"), ("memory held before backward", "held_bytes"))
+_CELL_MEMORY = (("peak", "peak_bytes"), ("held", "held_bytes"))
 _NOTES = {
     "time (ms)": "Median ± standard deviation of a call.",
     "TFLOP/s": "Over the median time; FLOPs are counted from the shape, a causal mask's half left out.",
@@ -248,13 +260,11 @@ _CELL: list[tuple[Column, Make]] = [
     (Column(title="time (ms)", number=True), _time(TIME)),
     (Column(title="TFLOP/s", number=True), _rate),
     (Column(title="error of output", number=True), _error("error_output")),
-    *((Column(title=f"of {name}", number=True), _error(f"error_{name}")) for name in ("dq", "dk", "dv", "lse")),
-    (Column(title="of plain in this dtype", number=True), _error("error_same_dtype")),
+    (Column(title="plain PyTorch's error", number=True), _error("error_same_dtype")),
+    *((Column(title=f"error of {name}", number=True), _error(f"error_{name}")) for name in ("dq", "dk", "dv", "lse")),
     (Column(title="NaN"), _flag("has_nan")),
     (Column(title="deterministic"), _flag("deterministic")),
     (Column(title="which ran"), _said("which_ran")),
     (Column(title="host (ms)", number=True), _time(HOST)),
     (Column(title="launch-bound"), _flag("launch_bound")),
-    (Column(title="peak (GiB)", number=True), _gib("peak_bytes")),
-    (Column(title="held (GiB)", number=True), _gib("held_bytes")),
 ]

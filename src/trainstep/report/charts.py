@@ -37,6 +37,8 @@ class Chart:
     caption: str
     data: Sequence[Trace]
     layout: Mapping[str, Any]
+    panels: tuple[str, ...] = ()
+    """Their titles, in the order of their axes."""
 
 
 @dataclass(kw_only=True)
@@ -94,7 +96,7 @@ class Panels:
             else [],
             **axes,
         }
-        return Chart(title=title, caption=caption, data=self.data, layout=made | layout)
+        return Chart(title=title, caption=caption, data=self.data, layout=made | layout, panels=tuple(self.titles))
 
 
 def level_labels_fit(bars_each: int, label_characters: int) -> bool:
@@ -187,6 +189,13 @@ def logarithmic(values: Sequence[float]) -> dict[str, Any]:
     positive = [value for value in values if value > 0] or [1.0]
     powers = range(math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) + 1)
     ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    words = [f"{tick:,.12g}" for tick in ticks]
+    return {"type": "log", "rangemode": "normal", "tickmode": "array", "tickvals": ticks, "ticktext": words}
+
+
+def powers_of_ten(low: float, high: float) -> dict[str, Any]:
+    """A logarithmic axis with a tick at each power of ten, in plain numbers."""
+    ticks = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     words = [f"{tick:,.12g}" for tick in ticks]
     return {"type": "log", "rangemode": "normal", "tickmode": "array", "tickvals": ticks, "ticktext": words}
 

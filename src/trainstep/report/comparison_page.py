@@ -19,7 +19,7 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, varying, words
+from trainstep.report.rows import Row, needless, varying, words
 from trainstep.report.section import Section
 from trainstep.report.tables import (
     ABSENT,
@@ -130,17 +130,18 @@ def _timed(row: Row) -> str:
 
 def _ratio_chart(axis: str, ratios: Sequence[_Ratio]) -> Chart:
     first = words(ratios[0].base.point.get(axis))
+    unnamed = [axis, *needless([ratio.row for ratio in ratios])]
     panels = Panels(
         titles=[""],
         columns=1,
-        x_title=", ".join(label(name) for name in ratios[0].row.point if name != axis),
+        x_title=", ".join(label(name) for name in ratios[0].row.point if name not in unnamed),
         y_title=f"time of a step ÷ that with {label(first)}",
         x_axis={"type": "category", "automargin": True},
     )
     values = list(dict.fromkeys(words(ratio.row.point.get(axis)) for ratio in ratios))
     for index, value in enumerate(values):
         mine = [ratio for ratio in ratios if words(ratio.row.point.get(axis)) == value]
-        for trace in _ratio_traces(axis, value, SERIES[index % len(SERIES)], mine, len(ratios) <= _LABELLED_BARS):
+        for trace in _ratio_traces(unnamed, value, SERIES[index % len(SERIES)], mine, len(ratios) <= _LABELLED_BARS):
             panels.add(0, trace)
     one = {
         "type": "line",
@@ -160,8 +161,10 @@ def _ratio_chart(axis: str, ratios: Sequence[_Ratio]) -> Chart:
     )
 
 
-def _ratio_traces(axis: str, value: str, colour: str, ratios: Sequence[_Ratio], labelled: bool) -> list[dict[str, Any]]:
-    x = short_labels([ratio.row.label(without=[axis]) for ratio in ratios])
+def _ratio_traces(
+    unnamed: Sequence[str], value: str, colour: str, ratios: Sequence[_Ratio], labelled: bool
+) -> list[dict[str, Any]]:
+    x = short_labels([ratio.row.label(without=unnamed) for ratio in ratios])
     y = [ratio.found.ratio if ratio.found else None for ratio in ratios]
     above = [_side(ratio, "high") for ratio in ratios]
     below = [_side(ratio, "low") for ratio in ratios]
@@ -181,7 +184,11 @@ def _ratio_traces(axis: str, value: str, colour: str, ratios: Sequence[_Ratio], 
             marker={"pattern": hatching},
             error_y=error_bars(above, below),
             text=texts,
-            textposition="outside",
+            # At the foot of its bar, where no whisker is.
+            textposition=["inside" if one is not None else "outside" for one in y],
+            insidetextanchor="start",
+            insidetextfont={"color": "theme:paper", "size": 12},
+            textangle=0,
             textfont={"color": [INK if one is not None else FAILURE_COLOUR for one in y], "size": 11},
             cliponaxis=False,
             offsetgroup=label(value),

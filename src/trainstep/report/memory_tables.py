@@ -1,5 +1,6 @@
 """The tables of `trainstep memory`: peaks of every cell, who held what at the peak, and each cell's own ledger."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,22 +9,20 @@ from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row
 from trainstep.report.tables import (
     ABSENT,
+    ByteUnit,
     Column,
     Entry,
     Table,
+    byte_unit,
     byte_words,
     failure_sentence,
     failure_word,
-    gibibytes,
-    in_gib,
     percent,
     point_columns,
-    three_digits,
 )
+from trainstep.traces.ledger import HELD, MOMENTS
 
 WORKLOAD = "memory"
-MOMENTS = ("init", "after forward", "after backward", "after step", "peak")
-SUMS = ("allocated", "reserved", "driver")
 _DETAILED = 2
 """Cells whose own tables stand under the common ones outside the page."""
 _SHOWN_ALLOCATIONS = 12
@@ -42,6 +41,8 @@ _FACTS = (
     "optimizer_state_bytes_each",
     "residual_stream_bytes",
     "history_full",
+    "process_group",
+    "process_data_bytes",
     "fit_of",
     "memory_limit_bytes",
 )
@@ -64,23 +65,24 @@ def cell_tables(row: Row, *, titled: bool = True) -> list[Table]:
     """One cell's ledger, its activations by layer and its largest allocations."""
     made = [ledger_table(row), layers_table(row), allocations_table(row)]
     name = f"{row.label()}: " if titled else ""
-    return [_renamed(table, f"{name}{table.title}") for table in made if table is not None]
+    return [dataclasses.replace(table, title=f"{name}{table.title}") for table in made if table is not None]
 
 
 def peaks_table(rows: Sequence[Row]) -> Table:
     """Peaks by cell, what is left unexplained, what a parameter costs."""
     points = point_columns(rows)
+    unit = byte_unit(row.record.fact(name) for row in rows for name in _PEAK_FACTS.values())
     columns = [column for column, _ in points] + [Column(title=title, number=True) for title in _PEAKS]
     columns += [Column(title="peaks in"), Column(title="doubts")]
     entries = []
     for row in rows:
         place = str(row.record.fact("timeline_peak_phase", ABSENT))
         last = (_failed(row) or Entry(text=place), _failed(row, whole=True) or Entry(text=doubts(row.record)))
-        numbers = (_failed(row) or make(row.record) for make in _PEAKS.values())
+        numbers = (_failed(row) or make(row.record, unit) for make in _PEAKS.values())
         entries.append((*(make(row) for _, make in points), *numbers, *last))
     note = (
-        "GiB. Allocated: what the allocator gave tensors. Reserved: what it took from the driver. Driver: what nvidia-smi would "
-        "show of this process. Unexplained: the larger of what neither step can name."
+        f"{unit.name}. Allocated: what the allocator gave tensors. Reserved: what it took from the driver. Driver: what "
+        "nvidia-smi would show of this process. Unexplained: the larger of what neither step can name."
     )
     raw = tuple(_raw(row) for row in rows)
     return Table(title="Memory of a step", columns=tuple(columns), entries=tuple(entries), raw=raw, note=note)
@@ -94,30 +96,47 @@ def fit_table(rows: Sequence[Row]) -> list[Table]:
         field = str(row.record.fact("fit_of"))
         searches.setdefault((field, row.rest(field, "machine")), []).append(row)
     entries = []
+    unit = byte_unit(row.record.fact("peak_allocated_bytes") for row in trials)
     for (field, rest), found in searches.items():
         values = sorted(found, key=lambda row: int(row.record.config[field]))
         fits = [row for row in values if row.record.failure is None]
-        fails = [row for row in values if row.record.failure is not None]
+        failed = [(row, row.record.failure) for row in values if row.record.failure is not None]
+        fails = [row for row, failure in failed if failure.kind == "out_of_memory"]
+        broken = next((failure for _, failure in failed if failure.kind != "out_of_memory"), None)
         best = fits[-1] if fits else None
-        sizes = [_size(best.record.fact("peak_allocated_bytes")), _size(headroom_bytes(best.record))] if best else []
+        taken = (best.record.fact("peak_allocated_bytes"), headroom_bytes(best.record)) if best else (None, None)
         entries.append(
             (
                 Entry(text=" ".join(value for _, value in rest)),
                 Entry(text=field.replace("_", " ")),
                 *(_value(row, field) for row in (best, fails[0] if fails else None)),
-                *(sizes or [Entry(text=ABSENT)] * 2),
+                *(_size(size, unit) for size in taken),
                 Entry(text=f"{len(found):,}", sort=len(found)),
+                Entry(text=failure_sentence(broken) if broken else "", failure=broken),
             )
         )
-    titles = ("what", "searched", "largest that fits", "smallest that does not", "allocated", "headroom", "trials")
-    columns = tuple(Column(title=title, number=place > 1) for place, title in enumerate(titles))
-    note = "GiB. Headroom: of the memory there is, what neither the allocator nor the context had taken at that size."
+    titles = (
+        "what",
+        "searched",
+        "largest that fits",
+        "smallest that does not",
+        "allocated",
+        "headroom",
+        "trials",
+        "ended by",
+    )
+    columns = tuple(Column(title=title, number=1 < place < 7) for place, title in enumerate(titles))
+    note = (
+        f"{unit.name}. Headroom: of the memory there is, what neither the allocator nor the context had taken at that size; "
+        "on a CPU what was left of the process's limit at the peak."
+    )
     return [Table(title="What fits", columns=columns, entries=tuple(entries), note=note)] if entries else []
 
 
 def headroom_bytes(record: Record) -> int | None:
     """What is left of the GPU, or of a CPU cell's limit."""
-    used = record.fact("driver_bytes") or record.fact("peak_reserved_bytes") or record.fact("peak_rss_bytes")
+    names = ("driver_bytes", "peak_reserved_bytes", "process_data_bytes", "peak_rss_bytes")
+    used = next((size for name in names if (size := record.fact(name)) is not None), None)
     there_is = record.fact("memory_limit_bytes") or record.environment.gpu_memory_bytes
     return None if used is None or there_is is None else int(there_is) - int(used)
 
@@ -131,29 +150,34 @@ def phases_table(rows: Sequence[Row]) -> list[Table]:
     sizes = ("requested", "allocated", "reserved", "driver")
     columns = [column for column, _ in points] + [Column(title="phase")]
     columns += [Column(title=name, number=True) for name in sizes]
+    names = ("phase", *(f"{size}_bytes" for size in sizes))
+    lines = [(row, line) for row in found for line in zip(*(row.record.tables["peaks"][n] for n in names), strict=True)]
+    unit = byte_unit(size for _, (_, *held) in lines for size in held)
     entries = [
-        (*(make(row) for _, make in points), Entry(text=phase.replace("_", " ")), *map(_size, held))
-        for row in found
-        for phase, *held in zip(
-            *(row.record.tables["peaks"][name] for name in ("phase", *(f"{size}_bytes" for size in sizes))), strict=True
+        (
+            *(make(row) for _, make in points),
+            Entry(text=phase.replace("_", " ")),
+            *(_size(size, unit) for size in held),
         )
+        for row, (phase, *held) in lines
     ]
-    return [Table(title="Peak by phase (GiB)", columns=tuple(columns), entries=tuple(entries))]
+    return [Table(title=f"Peak by phase ({unit.name})", columns=tuple(columns), entries=tuple(entries))]
 
 
 def held_table(rows: Sequence[Row]) -> list[Table]:
     """Who held what at the peak: a row a cell, a column a category that any cell has."""
     found = [(row, ledger_of(row.record, "peak")) for row in rows if "ledger" in row.record.tables]
-    names = [name for name in dict.fromkeys(name for _, held in found for name in held) if _is_category(name)]
+    names = [name for name in dict.fromkeys(name for _, held in found for name in held) if name in HELD]
     names = [name for name in names if any(held.get(name) for _, held in found)]
     if not names:
         return []
     points = point_columns([row for row, _ in found])
+    unit = byte_unit(held.get(name) for _, held in found for name in names)
     columns = [column for column, _ in points] + [Column(title=name, number=True) for name in names]
     entries = tuple(
-        (*(make(row) for _, make in points), *(_size(held.get(name)) for name in names)) for row, held in found
+        (*(make(row) for _, make in points), *(_size(held.get(name), unit) for name in names)) for row, held in found
     )
-    return [Table(title="Held at the peak (GiB)", columns=tuple(columns), entries=entries)]
+    return [Table(title=f"Held at the peak ({unit.name})", columns=tuple(columns), entries=entries)]
 
 
 def ledger_table(row: Row) -> Table | None:
@@ -165,11 +189,26 @@ def ledger_table(row: Row) -> Table | None:
     lines = [
         (name, [ledger[moment][place] for moment in moments])
         for place, name in enumerate(ledger["line"])
-        if any(ledger[moment][place] for moment in moments) or not _is_category(name)
+        if any(ledger[moment][place] for moment in moments) or name not in HELD
     ]
     columns = (Column(title=""), *(Column(title=moment, number=True) for moment in moments))
     entries = tuple((Entry(text=name), *(_words(size) for size in sizes)) for name, sizes in lines)
-    return Table(title="Ledger", columns=columns, entries=entries, note=_LEDGER_NOTE)
+    return Table(title="Ledger", columns=columns, entries=entries, note=f"{_LEDGER_NOTE}{_unseen(row.record)}")
+
+
+def _unseen(record: Record) -> str:
+    """What has no line of its own here, and why."""
+    words = ""
+    if record.config.get("compile") == "model":
+        words += (
+            " The whole model is one compiled graph: its logits count as activations, and layers are not told apart."
+        )
+    group = record.fact("process_group")
+    if record.fact("driver_bytes") is not None and group == "none":
+        words += " NCCL has no line: this process is in no process group."
+    elif record.fact("driver_bytes") is not None and group is not None:
+        words += f" What the process group ({group}) takes is not measured apart: it is in what is unexplained."
+    return words
 
 
 def layers_table(row: Row) -> Table | None:
@@ -247,17 +286,17 @@ def _value(row: Row | None, field: str) -> Entry:
     return Entry(text=f"{value:,}", sort=value)
 
 
-def _peak(fact: str) -> Callable[[Record], Entry]:
-    return lambda record: _size(record.fact(fact))
+def _peak(fact: str) -> Callable[[Record, ByteUnit], Entry]:
+    return lambda record, unit: _size(record.fact(fact), unit)
 
 
-def _unexplained(record: Record) -> Entry:
+def _unexplained(record: Record, _unit: ByteUnit) -> Entry:
     shares = [record.fact(name) for name in ("allocated_residual_share", "driver_residual_share")]
     known = [share for share in shares if share is not None]
     return Entry(text=percent(max(known)), sort=max(known)) if known else Entry(text=ABSENT)
 
 
-def _each(record: Record) -> Entry:
+def _each(record: Record, _unit: ByteUnit) -> Entry:
     """`4 + 4 + 8 = 16`: bytes of weights, gradients and optimizer state that a parameter costs."""
     names = ("parameter_bytes_each", "gradient_bytes_each", "optimizer_state_bytes_each")
     parts = [record.fact(name) for name in names]
@@ -266,11 +305,14 @@ def _each(record: Record) -> Entry:
     return Entry(text=f"{' + '.join(f'{part:.3g}' for part in parts)} = {sum(parts):.3g}", sort=sum(parts))
 
 
-_PEAKS: dict[str, Callable[[Record], Entry]] = {
-    "allocated": _peak("peak_allocated_bytes"),
-    "reserved": _peak("peak_reserved_bytes"),
-    "driver": _peak("driver_bytes"),
-    "resident": _peak("peak_rss_bytes"),
+_PEAK_FACTS = {
+    "allocated": "peak_allocated_bytes",
+    "reserved": "peak_reserved_bytes",
+    "driver": "driver_bytes",
+    "resident": "peak_rss_bytes",
+}
+_PEAKS: dict[str, Callable[[Record, ByteUnit], Entry]] = {
+    **{title: _peak(fact) for title, fact in _PEAK_FACTS.items()},
     "unexplained (%)": _unexplained,
     "bytes per parameter": _each,
 }
@@ -293,11 +335,6 @@ def _raw(row: Row) -> Mapping[str, Any]:
     return {**quantities(row), **more, **held} if record.failure is None else quantities(row)
 
 
-def _is_category(name: str) -> bool:
-    after = ("cache and fragmentation", "of that, fragmentation", "context", "loaded kernels", "NCCL")
-    return name not in (*SUMS, *after) and not name.endswith("unexplained")
-
-
 def _failed(row: Row, *, whole: bool = False) -> Entry | None:
     failure = row.record.failure
     if failure is None:
@@ -305,13 +342,11 @@ def _failed(row: Row, *, whole: bool = False) -> Entry | None:
     return Entry(text=failure_sentence(failure) if whole else failure_word(failure), failure=failure)
 
 
-def _size(size: int | None) -> Entry:
-    """GiB."""
+def _size(size: int | None, unit: ByteUnit) -> Entry:
+    """In the table's unit."""
     if size is None:
         return Entry(text=ABSENT)
-    if 0 < size < 2**20:
-        return Entry(text="<0.001", sort=in_gib(size))
-    return Entry(text=gibibytes(size) if size >= 2**30 else three_digits(in_gib(size)), sort=in_gib(size))
+    return Entry(text="<0.001" if 0 < size < unit.byte_count / 1000 else unit.words(size), sort=size)
 
 
 def _words(size: int | None) -> Entry:
@@ -320,7 +355,3 @@ def _words(size: int | None) -> Entry:
         return Entry(text=ABSENT)
     small = f"{size:,} B" if abs(size) < 100_000 else byte_words(size)
     return Entry(text=small, sort=size)
-
-
-def _renamed(table: Table, title: str) -> Table:
-    return Table(title=title, columns=table.columns, entries=table.entries, note=table.note, folded=table.folded)

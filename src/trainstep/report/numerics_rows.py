@@ -53,5 +53,9 @@ def share_words(share: float) -> str:
     return percent(share) if share >= 0.001 else f"{share * 100:.1e}"
 
 
+def share_entry(share: float | None) -> Entry:
+    return Entry(text=ABSENT) if share is None else Entry(text=share_words(share), sort=share)
+
+
 def text_entry(value: Any) -> Entry:
     return Entry(text=str(value))

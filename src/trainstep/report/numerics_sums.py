@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainstep.report.numerics_rows import error_entry, groups_of, share_words, table_of, text_entry
+from trainstep.report.numerics_rows import error_entry, groups_of, share_entry, share_words, table_of, text_entry
 from trainstep.report.rows import Row
 from trainstep.report.tables import Column, Entry, Table
 
@@ -105,7 +105,7 @@ def _reduction_table(name: str, table: Mapping[str, Any]) -> Table:
             *(text_entry(table[column][place]) for column in ("what", "values", "numbers", "accumulator")),
             error_entry(table["error_median"][place]),
             error_entry(table["error_max"][place]),
-            Entry(text=share_words(table["overflow_share"][place]), sort=table["overflow_share"][place]),
+            share_entry(table["overflow_share"][place]),
         )
         for place in range(len(table["what"]))
     )

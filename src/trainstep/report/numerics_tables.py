@@ -54,7 +54,7 @@ def errors_table(rows: Sequence[Row]) -> Table:
         *(column for column, _ in points),
         Column(title="precision"),
         *(Column(title=name, number=True) for name in named),
-        Column(title="held to"),
+        Column(title="reference"),
         Column(title="doubts"),
     )
     groups = list(groups_of(rows).values())

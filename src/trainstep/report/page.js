@@ -31,6 +31,7 @@ function themedLayout(layout, theme) {
     const plain = { exponentformat: "none", separatethousands: true };
     const lines = { gridcolor: theme.line, linecolor: theme.soft, zerolinecolor: theme.soft, tickcolor: theme.soft };
     made[name] = { showgrid: upright !== (layout.horizontal === true), zeroline: false, ...plain, ...lines, ...made[name] };
+    if (made[name].title) made[name].title = { ...made[name].title, font: { size: 13 } };
   }
   delete made.horizontal;
   return {
@@ -42,29 +43,36 @@ function themedLayout(layout, theme) {
   };
 }
 
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const systemDark = window.matchMedia("(prefers-color-scheme: dark)");
 const charts = JSON.parse(document.getElementById("charts").textContent);
-
 const drawn = new Set();
+const PAPER_PX = 960;
+
+// What the reader chose with the button, else what the system prefers.
+function isDark() {
+  const chosen = document.documentElement.style.colorScheme;
+  return chosen ? chosen === "dark" : systemDark.matches;
+}
 
 function draw(number) {
   if (drawn.has(number)) return;
   drawn.add(number);
-  redraw(number, dark.matches ? THEMES.dark : THEMES.light);
+  redraw(number, isDark() ? THEMES.dark : THEMES.light);
 }
 
-function redraw(number, theme) {
+function redraw(number, theme, width) {
   const chart = charts[number];
   const buttons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
   const options = { responsive: true, displaylogo: false, modeBarButtons: buttons };
-  Plotly.react(`chart-${number}`, coloured(chart.data, theme), themedLayout(chart.layout, theme), options);
+  const layout = { ...themedLayout(chart.layout, theme), width, autosize: width === undefined };
+  Plotly.react(`chart-${number}`, coloured(chart.data, theme), layout, options);
 }
 
-// What is in sight is drawn at once, the rest one by one while the reader reads: a page of hundreds of cells opens at once too.
+// What is in sight is drawn first, the rest one by one while the reader reads: a page of hundreds of cells opens at once too.
 function drawAll() {
   const near = new IntersectionObserver((seen) => {
     seen.filter((entry) => entry.isIntersecting).forEach((entry) => draw(Number(entry.target.id.slice("chart-".length))));
-  }, { rootMargin: "400px" });
+  }, { rootMargin: "200px" });
   for (const element of document.querySelectorAll(".chart")) near.observe(element);
   const drawNext = () => {
     const next = charts.findIndex((_, number) => !drawn.has(number));
@@ -72,27 +80,51 @@ function drawAll() {
     draw(next);
     setTimeout(drawNext);
   };
-  window.addEventListener("load", () => setTimeout(drawNext, 100));
+  setTimeout(drawNext, 100);
 }
 
-function redrawAll(theme) {
-  charts.forEach((_, number) => { drawn.add(number); redraw(number, theme); });
+function redrawAll(theme, width) {
+  if (!window.Plotly) return;
+  charts.forEach((_, number) => { drawn.add(number); redraw(number, theme, width); });
 }
 
-drawAll();
-dark.addEventListener("change", () => redrawAll(dark.matches ? THEMES.dark : THEMES.light));
-window.addEventListener("beforeprint", () => redrawAll(THEMES.light));
-window.addEventListener("afterprint", () => redrawAll(dark.matches ? THEMES.dark : THEMES.light));
+// The library is most of the page's bytes: it runs once text and tables can be read.
+function start() {
+  if (window.Plotly) return;
+  const script = document.createElement("script");
+  script.textContent = document.getElementById("plotly").textContent;
+  document.head.append(script);
+  script.remove();
+  drawAll();
+}
 
+function recolour() {
+  redrawAll(isDark() ? THEMES.dark : THEMES.light);
+}
+
+if (charts.length) {
+  window.addEventListener("load", () => setTimeout(start, 20));
+  systemDark.addEventListener("change", recolour);
+  window.addEventListener("beforeprint", () => { start(); redrawAll(THEMES.light, PAPER_PX); });
+  window.addEventListener("afterprint", recolour);
+}
+
+const toggle = document.getElementById("theme");
+toggle.hidden = false;
+toggle.addEventListener("click", () => {
+  document.documentElement.style.colorScheme = isDark() ? "light" : "dark";
+  recolour();
+});
+
+// [rank, value]: numbers by value, then words by alphabet, then what failed or was not measured, whichever the direction.
 function sortKey(cell) {
-  return cell.dataset.sort === undefined ? cell.textContent.trim() : Number(cell.dataset.sort);
+  if (cell.querySelector(".failed, .failure") || ["", "–"].includes(cell.textContent.trim())) return [2, ""];
+  return cell.dataset.sort === undefined ? [1, cell.textContent.trim()] : [0, Number(cell.dataset.sort)];
 }
 
-// Numbers by value, words after them by alphabet, whichever the direction: failures stay together at the end.
 function compare(a, b, direction) {
-  const numbers = [typeof a === "number", typeof b === "number"];
-  if (numbers[0] !== numbers[1]) return numbers[0] ? -1 : 1;
-  return direction * (numbers[0] ? a - b : a.localeCompare(b, undefined, { numeric: true }));
+  if (a[0] !== b[0]) return a[0] - b[0];
+  return direction * (a[0] === 0 ? a[1] - b[1] : a[1].localeCompare(b[1], undefined, { numeric: true }));
 }
 
 function sortBy(header) {
@@ -113,9 +145,12 @@ for (const header of document.querySelectorAll("th")) {
 for (const input of document.querySelectorAll("input[type=search]")) {
   input.addEventListener("input", () => {
     const wanted = input.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const row of input.closest(".table").querySelectorAll("tbody tr")) {
+    const rows = [...input.closest(".table").querySelectorAll("tbody tr")];
+    for (const row of rows) {
       const text = row.textContent.toLowerCase();
       row.hidden = !wanted.every((word) => text.includes(word));
     }
+    const said = `${rows.filter((row) => !row.hidden).length} of ${rows.length}`;
+    input.parentElement.querySelector("output").textContent = wanted.length ? said : "";
   });
 }

@@ -10,7 +10,11 @@ from plotly.offline import get_plotlyjs
 
 from trainstep.report.attention_page import attention_sections
 from trainstep.report.attention_rows import WORKLOAD as ATTENTION
+from trainstep.report.chart_tables import chart_table
+from trainstep.report.collectives_page import collective_sections
+from trainstep.report.collectives_tables import WORKLOAD as COLLECTIVE
 from trainstep.report.comparison_page import comparison_sections
+from trainstep.report.device_page import device_sections
 from trainstep.report.memory_page import memory_sections
 from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.notes import mfu_conventions, mixed_machines, notes, summary
@@ -55,7 +59,7 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
 def sections(rows: Sequence[Row]) -> list[Section]:
     """What the page shows, by what varies."""
     phases = phases_chart(rows)
-    others = [row for row in rows if row.record.workload not in (ATTENTION, MEMORY, NUMERICS)]
+    others = [row for row in rows if row.record.workload not in (ATTENTION, COLLECTIVE, MEMORY, NUMERICS)]
     overview = Section(
         title="All cells",
         charts=(*([phases] if phases else []), *ceilings_charts(rows)),
@@ -66,8 +70,10 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         *([overview] if others else []),
         *attention_sections(rows),
         *tile_sections(rows),
+        *collective_sections(rows),
         *numerics_sections(rows),
         *profile_sections(rows),
+        *device_sections(rows),
         *memory_sections(rows),
         *comparison_sections(rows),
         *([warmup] if warmup else []),
@@ -84,7 +90,9 @@ def title_of(rows: Sequence[Row]) -> str:
 
 
 def _other_title(rows: Sequence[Row]) -> str:
-    return "Attention" if {row.record.workload for row in rows} == {ATTENTION} else "Measurements"
+    known = {ATTENTION: "Attention", COLLECTIVE: "Collectives"}
+    workloads = {row.record.workload for row in rows}
+    return known.get(workloads.pop(), "Measurements") if len(workloads) == 1 else "Measurements"
 
 
 def script_json(value: Any) -> str:
@@ -103,6 +111,7 @@ def _environment() -> jinja2.Environment:
     )
     made.filters |= {
         "next": next,
+        "numbers_of": chart_table,
         "bytes": byte_words,
         "failure_word": failure_word,
         "failure_sentence": failure_sentence,

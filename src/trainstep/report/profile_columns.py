@@ -36,6 +36,19 @@ HELP = {
     "step": "which profiled step, from 0",
     "median_s": "the same span's time in the median step",
     "cause": "what else was different in that step",
+    "ops": "what Inductor fused into the kernel, as its name lists it",
+    "kind": "what limits the step; of a stall, why the host stands still",
+    "on_device": "whether kernels on a GPU were seen; else ops on a CPU",
+    "profiled_step": "whether the step's time is a profiled one's, for want of one without the profiler",
+    "step_s": "time of the step",
+    "busy_s": "the device was at work",
+    "enqueue_s": "host time until the last work was issued, without the profiler",
+    "exposed_share": "of the step: communication with nothing computed beside it",
+    "matmul_share": "of device time: matmuls and fused attention",
+    "overhead_share": "of a CPU's time: what passes between ops",
+    "pieces": "kernels and copies of a step; on a CPU ops",
+    "gap_s": "host time from backward's return to the optimizer's first launch",
+    "behind_s": "how far the device was behind the host at that launch",
 }
 TORCH_COLUMNS = (
     "torch's own table of the same trace has other words: Self CPU is an op's time on the host without the ops it calls, CPU "
@@ -58,7 +71,7 @@ def column(name: str) -> Column:
     """The column of that name."""
     unit = " (µs)" if name in _MICROSECONDS else " (ms)" if name.endswith("_s") else ""
     title = _TITLES.get(name) or _rate_title(name) or f"{name.removesuffix('_s').replace('_', ' ')}{unit}"
-    words = name in ("phase", "class", "span", "layers", "name", "part", "layer", "cause")
+    words = name in ("phase", "class", "span", "layers", "name", "part", "layer", "cause", "ops", "kind")
     return Column(title=title, number=not words, help=HELP.get(name, ""))
 
 
@@ -70,6 +83,8 @@ def entry(column: str, value: Any) -> Entry:
     """A value as that column shows it."""
     if value is None or value == "":
         return Entry(text="" if value == "" else ABSENT)
+    if isinstance(value, bool):
+        return Entry(text="yes" if value else "no")
     if isinstance(value, str):
         return Entry(text=value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…")
     if column.endswith("share"):

@@ -9,10 +9,10 @@ from trainstep.report.profile_tables import (
     DETAILED_CELLS,
     profile_rows,
     row_tables,
-    sentences,
     shares_tables,
     verdict_table,
 )
+from trainstep.report.profile_words import sentences
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
 from trainstep.report.tables import Table
@@ -35,10 +35,10 @@ def profile_sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def _cell(row: Row) -> Section:
-    tables = row_tables(row, layers=True)
+    tables = row_tables(row, whole=True)
     return Section(
         title=f"Profile of {row.label()}",
-        paragraphs=tuple(sentences(row.record.fact)),
+        paragraphs=tuple(sentences(row.record.tables, row.record.fact)),
         charts=(phases_by_class(row), kernels_chart(row)),
         tables=tuple(_unfolded(table, first=place == 0) for place, table in enumerate(tables)),
     )

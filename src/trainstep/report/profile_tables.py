@@ -3,18 +3,30 @@
 `detail_tables(tables)` shows one profile, from a record's tables or from a trace read just now.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.config.machine import MachineSpec, machine_spec, matmul_dtype
 from trainstep.report.profile_columns import HELP, column, entry, share_entry, time_entry
+from trainstep.report.profile_words import rows_of, verdict_reason
 from trainstep.report.rows import Row
-from trainstep.report.tables import ABSENT, Column, Entry, Table, failure_sentence, percent, point_columns
+from trainstep.report.tables import ABSENT, Column, Entry, Table, failure_sentence, point_columns
 from trainstep.traces.kernel_classes import CLASSES, IDLE
 
 WORKLOAD = "profile"
 DETAILED_CELLS = 4
 """More cells than this show their kernels on their own page only: a terminal would scroll for minutes."""
+_FACTS = (
+    *("idle_s", "kernels_s", "pieces", "launches", "profiler_slowdown", "assigned_share", "fallback_share"),
+    *(
+        "graph_replay_s",
+        "graph_replay_kernels_s",
+        "graph_replay_phases",
+        "graph_replay_left_out",
+        "graph_replay_failed",
+    ),
+    *("attention_split", "trace_file"),
+)
 Columns = Mapping[str, Sequence[Any]]
 
 _ORDER = {
@@ -25,9 +37,14 @@ _ORDER = {
     "spans": "Spans by phase",
     "layers": "Layers by phase",
     "outliers": "Outliers among the profiled steps",
+    "verdict": "What the verdict rests on",
+    "alike": "Forward and backward, on the host and on the device",
+    "stall": "Between backward and optimizer",
 }
-_LAYERS = "layers"
-_FOLDED = ("spans", "layers")
+_FOLDED = ("spans", "layers", "outliers", "verdict", "alike", "stall")
+_WHOLE_ONLY = ("layers", "verdict", "alike", "stall")
+"""Shown on the page and in JSON: the first is long, the others are said in sentences."""
+_OUTLIERS_SHOWN = 3
 
 
 def profile_rows(rows: Sequence[Row]) -> list[Row]:
@@ -47,11 +64,12 @@ def profile_tables(rows: Sequence[Row]) -> list[Table]:
     return found
 
 
-def row_tables(row: Row, *, title: str = "", layers: bool = False) -> list[Table]:
-    """The tables of one cell, with its GPU's ceilings beside what attention achieved; `layers`: the long one of layers too."""
+def row_tables(row: Row, *, title: str = "", whole: bool = False) -> list[Table]:
+    """The tables of one cell, with its GPU's ceilings beside what attention achieved."""
     return detail_tables(
-        {name: columns for name, columns in row.record.tables.items() if layers or name != _LAYERS},
+        row.record.tables,
         title=title,
+        whole=whole,
         spec=machine_spec(row.record.environment.gpu) if row.record.config.get("device") == "cuda" else None,
         dtype=matmul_dtype(str(row.record.config.get("precision"))),
         point=row.point,
@@ -62,25 +80,30 @@ def detail_tables(
     tables: Mapping[str, Columns],
     *,
     title: str = "",
+    whole: bool = False,
     spec: MachineSpec | None = None,
     dtype: str = "fp32",
     point: Mapping[str, Any] | None = None,
 ) -> list[Table]:
-    """The tables of one profile, in the order a person reads them."""
+    """The tables of one profile, in the order a person reads them; `whole`: the long ones too, and all outliers."""
     made = []
     for name, words in _ORDER.items():
-        if name not in tables or not tables[name]:
+        rows = rows_of(tables.get(name))
+        if not rows or (name in _WHOLE_ONLY and not whole):
             continue
-        rows = [dict(zip(tables[name], values, strict=True)) for values in zip(*tables[name].values(), strict=True)]
         columns = {one: column(one) for one in tables[name]}
         if name == "attention":
             rows, columns = _with_ceilings(rows, columns, spec, dtype)
+        shown = rows if whole or name != "outliers" else rows[:_OUTLIERS_SHOWN]
         made.append(
             Table(
                 title=f"{title}{words}",
                 columns=tuple(columns.values()),
-                entries=tuple(tuple(entry(one, row[one]) for one in columns) for row in rows),
+                entries=tuple(tuple(entry(one, row[one]) for one in columns) for row in shown),
                 raw=tuple({**(point or {}), "table": name, **row} for row in rows),
+                note=f"And {len(rows) - len(shown)} more: the page and --json have them."
+                if len(shown) < len(rows)
+                else "",
                 folded=name in _FOLDED,
             )
         )
@@ -96,11 +119,13 @@ def verdict_table(rows: Sequence[Row]) -> Table:
         Column(title="busy (ms)", number=True, help="the device was at work, in a profiled step"),
         Column(title="idle (ms)", number=True, help="the device had nothing to do, in a profiled step"),
         Column(title="kernels", number=True, help="kernels and copies of a step; on a CPU ops"),
-        Column(title="profiler ×", number=True, help="a profiled step over an unprofiled one"),
+        Column(title="launches", number=True, help="launches of a step: a CUDA graph is one for all its kernels"),
+        Column(title="profiled / unprofiled", number=True, help="a profiled step over an unprofiled one"),
         Column(title="why"),
     ]
     entries = tuple((*(make(row) for _, make in points), *_verdict_entries(row)) for row in rows)
-    return Table(title="What limits each step", columns=tuple(columns), entries=entries)
+    raw = tuple({**row.point, "table": "verdict", **_verdict_numbers(row)} for row in rows)
+    return Table(title="What limits each step", columns=tuple(columns), entries=entries, raw=raw)
 
 
 def shares_tables(rows: Sequence[Row]) -> list[Table]:
@@ -135,32 +160,11 @@ def class_shares(classes: Columns, phases: Sequence[str] | None = None) -> dict[
     return shares if idle_s is None else {**shares, IDLE: idle_s / (busy_s + idle_s) if idle_s else 0.0}
 
 
-def sentences(facts: Callable[[str], Any]) -> list[str]:
-    """What a profile says in words; `facts` gives a fact's value or None."""
-    verdict, reason = facts("verdict"), facts("verdict_reason")
-    found = [f"{str(verdict).capitalize()}: {reason}"] if verdict else []
-    found += [str(facts(name)) for name in ("alike", "stall", "attention_split") if facts(name)]
-    slowdown, fallback = facts("profiler_slowdown"), facts("fallback_share")
-    if slowdown:
-        found.append(
-            f"A profiled step took {slowdown:.2f} times an unprofiled one: the profiler slows the host, not the kernels."
-        )
-    if fallback is not None:
-        found.append(
-            f"All device time has a phase, {percent(fallback)} % of it only by what the main thread did meanwhile."
-        )
-    return (
-        [*found, f"The trace of one step is in {facts('trace_file')}: open it at ui.perfetto.dev, or with --from."]
-        if facts("trace_file")
-        else found
-    )
-
-
 def _verdict_entries(row: Row) -> tuple[Entry, ...]:
     record = row.record
     if record.failure is not None:
         word = Entry(text=failure_sentence(record.failure), failure=record.failure)
-        return (*[Entry(text=ABSENT)] * 5, word)
+        return (*[Entry(text=ABSENT)] * 6, word)
     busy = record.samples["busy"].values if "busy" in record.samples else ()
     slowdown = record.fact("profiler_slowdown")
     return (
@@ -168,9 +172,19 @@ def _verdict_entries(row: Row) -> tuple[Entry, ...]:
         time_entry(sum(busy) / len(busy) if busy else None),
         time_entry(record.fact("idle_s")),
         Entry(text=f"{record.fact('pieces', 0):,.0f}", sort=record.fact("pieces", 0)),
+        Entry(text=f"{record.fact('launches', 0):,.0f}", sort=record.fact("launches", 0)),
         Entry(text=ABSENT if slowdown is None else f"{slowdown:.2f}", sort=slowdown),
-        Entry(text=str(record.fact("verdict_reason", ""))),
+        Entry(text=" ".join(map(verdict_reason, rows_of(record.tables.get("verdict"))))),
     )
+
+
+def _verdict_numbers(row: Row) -> Mapping[str, Any]:
+    """The verdict with its numbers, and the profile's facts."""
+    if row.record.failure is not None:
+        return {"failure": row.record.failure.kind}
+    [numbers, *_] = rows_of(row.record.tables.get("verdict")) or [{}]
+    facts = {name: row.record.fact(name) for name in _FACTS if name in row.record.facts}
+    return {**numbers, **facts}
 
 
 def _with_ceilings(

@@ -14,6 +14,9 @@ ALWAYS = ("model", "context", "kind", "implementation", "seq", "head_dim")
 _SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
 _MACHINE = ("torch", "commit", "driver", "cuda", "triton", "gpu_count", "cpu", "trainstep", "source")
 """What tells environments with the same chip apart; not the host's name, since the nodes of a cluster are alike."""
+_PROVENANCE = ("machine", "hostname", "file", "started_at")
+_HASHES = {"commit": 12, "source": 12}
+"""Characters of a hash that tell it from others; the page's foot has it whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,13 @@ def machines(rows: Iterable[Row]) -> dict[str, Environment]:
     return found
 
 
+def needless(rows: Sequence[Row]) -> list[str]:
+    """Of the machine, host, file and time in these rows' names, what a chart's labels can do without."""
+    there = [name for name in _PROVENANCE if any(name in row.point for row in rows)]
+    kept = {row.label(without=there) for row in rows}
+    return there if len(kept) == len(rows) else []
+
+
 def words(value: Any) -> str:
     """A config value as people write it."""
     if isinstance(value, bool):
@@ -128,6 +138,10 @@ def _add(points: Sequence[dict[str, Any]], name: str, values: Sequence[Any], *, 
             point[name] = value
 
 
+def _telling(name: str, value: object) -> str:
+    return words(value)[: _HASHES.get(name)]
+
+
 def _machine_labels(environments: Sequence[Environment]) -> list[str]:
     """The chip's name for each, with just as much more as tells unlike environments apart."""
     distinct = {(one.gpu or one.cpu, *(getattr(one, name) for name in _MACHINE)): one for one in environments}
@@ -138,5 +152,5 @@ def _machine_labels(environments: Sequence[Environment]) -> list[str]:
             alike.setdefault(label, []).append(identity)
         for label, identities in alike.items():
             if len({identity[place] for identity in identities}) > 1:
-                labels |= {identity: f"{label}, {name} {words(identity[place])}" for identity in identities}
+                labels |= {identity: f"{label}, {name} {_telling(name, identity[place])}" for identity in identities}
     return [labels[one.gpu or one.cpu, *(getattr(one, name) for name in _MACHINE)] for one in environments]

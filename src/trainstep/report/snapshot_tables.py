@@ -7,7 +7,7 @@ threads (which run no Python), the other lines of Python.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainstep.report.tables import Column, Entry, Table, byte_words, gibibytes, percent
+from trainstep.report.tables import ABSENT, Column, Entry, Table, byte_words, percent
 from trainstep.traces.memory_timeline import Allocation, MemoryTimeline
 
 _MOST_LISTED = 30
@@ -58,7 +58,7 @@ def _totals(timeline: MemoryTimeline, peak: int) -> Table:
     }
     name = "at the highest" if snapshot.history_is_full else "at the peak"
     columns = (Column(title=""), Column(title=name, number=True), Column(title="at the end", number=True))
-    entries = tuple((Entry(text=line), *(_gib(size) for size in sizes)) for line, sizes in lines.items())
+    entries = tuple((Entry(text=line), *(_bytes(size) for size in sizes)) for line, sizes in lines.items())
     raw: Sequence[Mapping[str, Any]] = (
         {
             "events_count": len(snapshot.events),
@@ -83,7 +83,7 @@ def _by_origin(held: Sequence[Allocation]) -> Table:
         title="Held when most was",
         columns=tuple(Column(title=title, number=place > 0) for place, title in enumerate(columns)),
         entries=tuple(
-            (Entry(text=name), _gib(size), Entry(text=percent(size / total), sort=size), Entry(text=f"{n:,}", sort=n))
+            (Entry(text=name), _bytes(size), Entry(text=percent(size / total), sort=size), Entry(text=f"{n:,}", sort=n))
             for name, (size, n) in ranked
         ),
     )
@@ -119,9 +119,6 @@ def _largest(held: Sequence[Allocation], min_share: float) -> Table:
     )
 
 
-def _gib(size: int | None) -> Entry:
-    return (
-        Entry(text="–")
-        if size is None
-        else Entry(text=f"{gibibytes(size)}" if size >= 2**29 else byte_words(size), sort=size)
-    )
+def _bytes(size: int | None) -> Entry:
+    """With its unit."""
+    return Entry(text=ABSENT) if size is None else Entry(text=byte_words(size), sort=size)

@@ -21,7 +21,7 @@ from trainstep.report.charts import (
     text_marks,
 )
 from trainstep.report.quantities import PHASES, quantities, time_of
-from trainstep.report.rows import Row, varying, words
+from trainstep.report.rows import Row, needless, varying, words
 from trainstep.report.tables import TITLES, failure_sentence, failure_word, in_ms, milliseconds
 
 _LABELLED_BARS = 40
@@ -54,7 +54,7 @@ def phases_chart(rows: Sequence[Row]) -> Chart | None:
     for panel, mine in enumerate(by_model):
         panels.ranges[panel] = (0.0, _headroom(mine))
         contexts = [words(row.point.get("context")) for row in mine]
-        rest = [lines_of(*one.split("_")) for one in short_labels([_rest(row, _others(steps)) for row in mine])]
+        rest = [lines_of(*_parts(one)) for one in short_labels([_rest(row, _others(steps)) for row in mine])]
         for trace in _phase_traces(mine, [contexts, rest] if _others(steps) else contexts, labelled):
             panels.add(panel, trace)
     return panels.chart(
@@ -75,7 +75,8 @@ def _models_chart(rows: Sequence[Row]) -> Chart:
 
 
 def _others(rows: Sequence[Row]) -> list[str]:
-    return [name for name in varying(rows) if name not in ("model", "context")]
+    """What varies besides the model and the context; the machine only where nothing else tells two bars apart."""
+    return [name for name in varying(rows) if name not in ("model", "context", *needless(rows))]
 
 
 def _with_most_warmups(rows: Sequence[Row]) -> list[Row]:
@@ -94,10 +95,15 @@ def _rest(row: Row, others: Sequence[str]) -> str:
     return " · ".join(words(row.point.get(name)) for name in others)
 
 
+def _parts(text: str) -> list[str]:
+    """Lines of a label under a bar: `bf16`, `autocast`, `flash`."""
+    return text.replace(" · ", "_").split("_")
+
+
 def _widest(rows: Sequence[Row]) -> int:
     """Characters of the widest line among the labels under bars."""
     others = _others(rows)
-    return max([4, *(len(part) for row in rows for part in _rest(row, others).split("_"))]) if others else 4
+    return max([4, *(len(part) for row in rows for part in _parts(_rest(row, others)))]) if others else 4
 
 
 def _headroom(rows: Sequence[Row]) -> float:

@@ -1,7 +1,7 @@
 """Tables as people publish them: mean ± std in ms, GiB, percent. The one place where SI becomes a unit people read."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +82,10 @@ def milliseconds(seconds: float, std_s: float | None = None) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """`62.10 ms` or `2.310 s`, for a sentence."""
-    return f"{seconds:,.2f} s" if abs(seconds) >= 1 else f"{milliseconds(seconds)} ms"
+    """`2.31 s`, `62.10 ms` or `18.5 µs`, for a sentence."""
+    if abs(seconds) >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{milliseconds(seconds)} ms" if abs(seconds) >= 1e-4 else f"{three_digits(seconds * 1e6)} µs"
 
 
 def times_words(ratio: float) -> str:
@@ -95,15 +97,39 @@ def gibibytes(byte_count: float) -> str:
     return f"{in_gib(byte_count):,.2f}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ByteUnit:
+    """What bytes are counted in."""
+
+    name: str
+    byte_count: int
+
+    def words(self, byte_count: float) -> str:
+        """Three digits, the unit being said elsewhere."""
+        return three_digits(byte_count / self.byte_count)
+
+
+_BYTE_UNITS = [ByteUnit(name=name, byte_count=size) for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))]
+
+
+def byte_unit(byte_counts: Iterable[float | None]) -> ByteUnit:
+    """The one unit of a table or a column, chosen by its largest value, which is at least half of it; KiB for the least."""
+    largest = max((abs(count) for count in byte_counts if count is not None), default=0)
+    return next((unit for unit in _BYTE_UNITS if largest >= unit.byte_count / 2), _BYTE_UNITS[-1])
+
+
 def byte_words(byte_count: float) -> str:
-    """`2.00 GiB` or `15.3 MiB`, for a sentence."""
-    return f"{gibibytes(byte_count)} GiB" if byte_count >= 2**29 else f"{byte_count / 2**20:,.1f} MiB"
+    """`2.00 GiB`, `15.3 MiB`, `4.0 KiB` or `512 B`, for a sentence."""
+    if abs(byte_count) < 1024:
+        return f"{byte_count:,.0f} B"
+    unit = byte_unit([byte_count])
+    return f"{byte_count / unit.byte_count:,.{2 if unit.name == 'GiB' else 1}f} {unit.name}"
 
 
 def needed_words(byte_count: float) -> str:
     """`68.7 GiB`, `1,024 GiB` or `15.3 MiB`: three digits, for a cell."""
-    scaled, unit = (in_gib(byte_count), "GiB") if byte_count >= 2**29 else (byte_count / 2**20, "MiB")
-    return f"{three_digits(scaled)} {unit}"
+    unit = byte_unit([byte_count])
+    return f"{unit.words(byte_count)} {unit.name}"
 
 
 def three_digits(value: float) -> str:
@@ -121,8 +147,10 @@ def ratio_words(ratio: float) -> str:
 
 
 def rate_words(rate: float, unit: str) -> str:
-    """`693.0 TFLOP/s` or `4,240 GB/s`."""
-    return f"{rate / 1e12:,.4g} TFLOP/s" if unit.startswith("flop") else f"{rate / 1e9:,.1f} GB/s"
+    """`693 TFLOP/s`, `67.1 GFLOP/s` (of a CPU) or `4,240.0 GB/s`."""
+    if not unit.startswith("flop"):
+        return f"{rate / 1e9:,.1f} GB/s"
+    return f"{rate / 1e12:,.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.4g} GFLOP/s"
 
 
 def failure_word(failure: Failure) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.records.record import Record
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
 from trainstep.report.tables import ABSENT, Column, Entry, Table, milliseconds, rate_words, ratio_words
 
 WORKLOAD = "attention_tiles"
-_TILE = ("block_q", "block_k", "num_warps", "num_stages", "heads_together")
 _LABEL = ("kernel", "arithmetic", "head_dim", "mask", "shape")
 _ROW_NAMES = {"forward": "_FORWARD", "key_gradients": "_KEYS", "query_gradients": "_QUERIES"}
 _ARITHMETICS = {"bf16": "_HALF", "fp16": "_HALF", "ieee": "_IEEE", "tf32": "_TF32", "tf32x3": "_TF32X3"}
@@ -44,9 +44,9 @@ def summary_table(rows: Sequence[Row]) -> list[Table]:
         "time (ms)",
         "rate",
         "in use",
-        "of its time",
+        "time, best / in use",
     )
-    numbers = ("head_dim", "time (ms)", "rate", "of its time")
+    numbers = ("head_dim", "time (ms)", "rate", "time, best / in use")
     return [
         Table(
             title="Best tiles against those in use",
@@ -104,7 +104,7 @@ def _ranked(record: Record) -> list[Seen]:
 
 
 def _tile_of(one: Seen) -> Tile:
-    return tuple(one[name] for name in _TILE)
+    return tuple(one[name] for name in KERNEL_TILE_FIELDS)
 
 
 def _times(record: Record) -> dict[Tile, float]:
@@ -146,11 +146,11 @@ def _candidate_table(record: Record, most: int | None) -> Table:
         one for place, one in enumerate(ranked) if most is None or place < most or _in_words(_tile_of(one)) == used
     ]
     titles = (
-        *_TILE,
+        *KERNEL_TILE_FIELDS,
         "time (ms)",
-        "of the best",
+        "time / best's",
         "rounds",
-        "error of allowed",
+        "error / allowed",
         "registers",
         "spilled (B)",
         "shared (B)",
@@ -172,7 +172,7 @@ def _candidate_entries(one: Seen, best_s: float | None, in_use: bool) -> tuple[E
     remarks = [one["reason"] and f"{one['outcome'].replace('_', ' ')}: {one['reason']}", "in use" if in_use else ""]
     ratio = one["error_ratio"]
     return (
-        *(Entry(text=str(one[name]), sort=one[name]) for name in _TILE),
+        *(Entry(text=str(one[name]), sort=one[name]) for name in KERNEL_TILE_FIELDS),
         Entry(text=ABSENT if time_s is None else milliseconds(time_s), sort=time_s and time_s * 1e3),
         Entry(text=ABSENT if time_s is None or not best_s else ratio_words(time_s / best_s), sort=time_s),
         _count(one["rounds"]),

@@ -19,7 +19,7 @@ from trainstep.report.charts import (
 )
 from trainstep.report.first_step import PARTS, FirstStep
 from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, varying, words
+from trainstep.report.rows import Row, needless, varying, words
 from trainstep.report.tables import in_ms, milliseconds, percent, times_words
 
 Found = list[tuple[Row, FirstStep]]
@@ -35,7 +35,7 @@ SHOWN_STEPS = 30
 
 def _name(row: Row, rows: Sequence[Row]) -> str:
     """What tells a row from the others of its model: `context 256`."""
-    names = [name for name in varying(rows) if name not in ("model", "warmups")]
+    names = [name for name in varying(rows) if name not in ("model", "warmups", *needless(rows))]
     return ", ".join(f"{name} {words(row.point.get(name))}" for name in names) or "every step"
 
 
@@ -156,7 +156,8 @@ def split_chart(chosen: Found) -> Chart:
     titles += ["CUDA context, before the first step"] if any(contexts) else []
     panels = Panels(titles=titles, columns=len(titles), x_title="ms", y_title="")
     panels.axis = {"type": "category", "autorange": "reversed"}
-    names = short_labels([row.label(without=["warmups"]) for row, _ in chosen])
+    unnamed = ["warmups", *needless([row for row, _ in chosen])]
+    names = short_labels([row.label(without=unnamed) for row, _ in chosen])
     for part, title in PARTS.items():
         seconds = [getattr(found, part) or 0.0 for _, found in chosen]
         if not any(seconds):

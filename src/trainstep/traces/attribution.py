@@ -127,7 +127,7 @@ class Attribution:
             if not one.annotation or one.name.startswith(_GRAPH):
                 continue
             if found := _STEP.match(one.name):
-                step = int(found[1])
+                step, names = int(found[1]), []
             elif one.name in _PHASES:
                 phase, layer, names = one.name, None, []
             elif found := _LAYER.match(one.name):

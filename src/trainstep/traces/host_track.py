@@ -5,6 +5,7 @@ of microseconds that it waits for the host. Once the driver's queue is full (abo
 blocks until the device catches up, which is what a timeline shows as a host that stands still.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _BLOCKING = (
 _ALLOCATIONS = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMemAlloc", "cuMemCreate", "cuMemMap")
 _LONG_LAUNCH, _FAR_BEHIND_NS = 10, 1_000_000
 """A launch that waits for room in the queue takes over this many times the median, its kernel begins over this much later."""
+BLOCKED, ALLOCATION, QUEUE_FULL, NO_STALL = "blocked", "allocation", "queue full", "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +43,18 @@ class Stall:
     queue_full_s: float
     """Time the host was held up by a full queue before that, in the whole step."""
 
-    def sentence(self) -> str:
-        """Why a timeline shows the host standing still between backward and optimizer, or that it does not."""
-        gap, behind = _words(self.gap_s), _words(self.behind_s)
+    @property
+    def kind(self) -> str:
+        """Why a timeline shows the host standing still between backward and optimizer, or NO_STALL."""
         if self.blocked_s > 0.5 * self.gap_s:
-            return f"Between backward and optimizer the host waits {_words(self.blocked_s)} in a synchronisation, of {gap}."
+            return BLOCKED
         if self.allocation_s > 0.5 * self.gap_s:
-            return (
-                f"Between backward and optimizer the host takes {gap}, {_words(self.allocation_s)} of it in cudaMalloc."
-            )
-        if self.queue_full_s > 0:
-            return (
-                f"The launch queue was full for {_words(self.queue_full_s)} of the step: the host cannot run further ahead, and "
-                f"a timeline shows it standing still; at the optimizer's first launch the device was {behind} behind."
-            )
-        return (
-            f"The host does not stall between backward and optimizer: {gap} pass on it, and the device is {behind} behind "
-            "then."
-        )
+            return ALLOCATION
+        return QUEUE_FULL if self.queue_full_s > 0 else NO_STALL
+
+    def columns(self) -> Columns:
+        """As a table of one row."""
+        return columns_of([{"kind": self.kind, **dataclasses.asdict(self)}])
 
 
 def host_table(work: TraceWork) -> Columns:
@@ -192,7 +188,3 @@ def _of(calls: Sequence[Call], names: tuple[str, ...]) -> list[Call]:
 
 def _seconds(calls: Sequence[Call]) -> float:
     return sum(one.duration_ns for one in calls) / 1e9
-
-
-def _words(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:,.0f} µs"

@@ -37,6 +37,9 @@ CATEGORIES = (
     "workspaces",
     "batch and buffers",
 )
+ROUNDING = "rounding"
+HELD = (*CATEGORIES, ROUNDING)
+"""The lines that add up to what the allocator gave out."""
 NO_LAYER = "outside layers"
 _LOGITS_SPANS = ("head", "loss")
 _BACKWARD_PHASES = (Phase.BACKWARD, Phase.GRAD_SYNC)

@@ -127,7 +127,8 @@ def _allocations(snapshot: Snapshot) -> list[Allocation]:
             found.append(_tenancy(started, event.address, event.bytes, taken_bytes, died=index + 1))
         else:
             space.resize(event)
-    for address, requested_bytes in _held_at_end(snapshot).items():
+    never_freed = {address: event.bytes for address, (_, event) in open_.items()}
+    for address, requested_bytes in (never_freed | _held_at_end(snapshot)).items():
         found.append(_tenancy(open_.get(address), address, requested_bytes, space.give(address), died=end))
     stacks = {block.address: block.stack for segment in snapshot.segments for block in segment.blocks}
     return sorted(

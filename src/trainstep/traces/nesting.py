@@ -22,13 +22,6 @@ class Nesting:
                 yield found
             index = self.parents[index]
 
-    def above(self, index: int) -> Iterator[Range]:
-        """The ranges around the one of that number, nearest first."""
-        index = self.parents[index]
-        while index >= 0:
-            yield self.ranges[index]
-            index = self.parents[index]
-
     def self_ns(self) -> list[int]:
         """For each range, in order: its duration without those right inside it."""
         own = [one.duration_ns for one in self.ranges]

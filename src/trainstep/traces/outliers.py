@@ -17,8 +17,6 @@ from trainstep.traces.tables import Columns, columns_of
 from trainstep.traces.work import TraceWork, Work, by_step
 
 _EXCESS, _OF_STEP = 1.25, 0.01
-_MOST = 20
-"""Rows: on a machine that others use too, everything is an outlier."""
 MALLOC, KERNELS, HOST, CLOCK = "cudaMalloc", "other kernels", "the host came late", "the same kernels, slower: clock"
 _NO_DEVICE = "the same ops, slower"
 
@@ -34,7 +32,10 @@ class _Seen:
 
 
 def outliers_table(work: TraceWork) -> Columns:
-    """A row for each span of a step that stands out: phase, span, layer, step, times and cause. Needs three steps."""
+    """A row for each span of a step that stands out, the largest first: phase, span, layer, step, times, cause.
+
+    Needs three steps.
+    """
     if len(work.steps) < 3:
         return {}
     allocations = _allocations(work)
@@ -64,7 +65,7 @@ def outliers_table(work: TraceWork) -> Columns:
                         "cause": _cause(one, others, excess_ns, work.on_device),
                     }
                 )
-    return columns_of(sorted(rows, key=lambda row: row["median_s"] - row["time_s"])[:_MOST])
+    return columns_of(sorted(rows, key=lambda row: row["median_s"] - row["time_s"]))
 
 
 def _cause(one: _Seen, others: Sequence[_Seen], excess_ns: float, on_device: bool) -> str:

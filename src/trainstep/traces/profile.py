@@ -1,7 +1,7 @@
-"""A trace to everything a profile says: `profile_of(read_trace(path))`. Tables per step, facts, sentences."""
+"""A trace to everything a profile says: `profile_of(read_trace(path))`. Tables per step, and numbers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trainstep.traces.attention_split import AttentionShape, attention_table
 from trainstep.traces.host_track import host_table, launch_count, stall
@@ -15,7 +15,7 @@ from trainstep.traces.tables import (
     layers_table,
     spans_table,
 )
-from trainstep.traces.verdict import Unprofiled, Verdict, verdict
+from trainstep.traces.verdict import LAUNCH, Unprofiled, Verdict, alike_table, verdict
 from trainstep.traces.work import TraceWork, read_work
 
 
@@ -30,15 +30,16 @@ class Profile:
     idle_s: tuple[float, ...]
     total_s: float
     """Sum of all kernels and copies, a step: more than busy where streams overlap."""
+    assigned_share: float
+    """Of all device time in the trace, what the tables hold by phase: 1, or time was lost."""
     fallback_share: float
-    """Of the time, what found its place only by what the main thread was doing meanwhile. All of it has a place."""
+    """Of it, what found its place only by what the main thread was doing meanwhile."""
     pieces: float
     """Kernels and copies (on a CPU: ops) a step."""
     launches: float
     compiled: bool
     tables: Mapping[str, Columns]
     verdict: Verdict
-    stall: str = field(default="")
 
 
 def profile_of(
@@ -50,8 +51,8 @@ def profile_of(
 ) -> Profile:
     """Read a trace's pieces of work and tabulate them. `shape`: of written-out attention, for its FLOPs and bytes."""
     work = read_work(trace)
-    steps = len(work.steps)
-    halted = stall(work)
+    steps, times = len(work.steps), unprofiled or Unprofiled()
+    found, halted = verdict(work, times), stall(work)
     tables = {
         "classes": classes_table(work),
         "kernels": kernels_table(work, kernels_kept),
@@ -60,6 +61,9 @@ def profile_of(
         "attention": attention_table(work, shape),
         "host": host_table(work),
         "outliers": outliers_table(work),
+        "verdict": found.columns(),
+        "alike": alike_table(work, times) if found.kind == LAUNCH else {},
+        "stall": halted.columns() if halted else {},
     }
     return Profile(
         on_device=work.on_device,
@@ -67,13 +71,13 @@ def profile_of(
         busy_s=tuple(step.busy_ns / 1e9 for step in work.steps),
         idle_s=_idle_s(work),
         total_s=work.total_ns / 1e9 / steps,
+        assigned_share=work.assigned_share,
         fallback_share=work.fallback_share,
         pieces=len(work.pieces) / steps,
         launches=launch_count(work),
         compiled=any(one.place.compiled for one in work.pieces),
         tables={name: columns for name, columns in tables.items() if columns},
-        verdict=verdict(work, unprofiled or Unprofiled()),
-        stall=halted.sentence() if halted else "",
+        verdict=found,
     )
 
 

@@ -2,19 +2,19 @@
 
     snapshot = read_snapshot(Path("snapshot.pickle.gz"))
 
-A pickle can name any function to be called on loading. A snapshot needs none: it is dicts, lists, text and numbers, so the
-reader refuses every name. [Note: the ring] The history is a ring buffer of `max_entries` events; a full one has lost its
-beginning, and the highest bytes it shows are no peak.
+A snapshot is dicts, lists, text and numbers; traces/plain_pickle.py loads nothing else. [Note: the ring] The history is a
+ring buffer of `max_entries` events; a full one has lost its beginning, and the highest bytes it shows are no peak.
 """
 
 import gzip
-import io
-import pickle
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from trainstep.traces.plain_pickle import plain_pickle
 
 LARGEST_BYTES = 10**9
 HOW_TO_RECORD = (
@@ -23,17 +23,12 @@ HOW_TO_RECORD = (
 )
 _RING_SIZES = 1000
 """People give `max_entries` in thousands; a history of exactly so many events is taken for a full one."""
-_DAMAGED = (
-    pickle.UnpicklingError,
-    EOFError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    MemoryError,
-    RecursionError,
-)
+_MOST_ENTRIES = 10**7
+"""Events, and blocks, that are read: a pickle may name one list a thousand times, at two bytes each."""
+_MOST_FRAMES = 1000
+"""Of one stack: Python's own limit of recursion."""
+_BYTES_END = 2**50
+"""No device has as much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,34 +108,30 @@ class Snapshot:
 
 def read_snapshot(path: Path, *, largest_bytes: int = LARGEST_BYTES) -> Snapshot:
     """Read a snapshot's pickle, plain or gzipped. ValueError in one sentence for anything that is none."""
-    return snapshot_of(_unpickled(_content(path, largest_bytes), path), where=str(path))
+    content = _content(path, largest_bytes)
+    try:
+        document = plain_pickle(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: no memory snapshot: {error}") from None
+    return snapshot_of(document, where=str(path))
 
 
 def snapshot_of(document: Any, *, where: str, ring_entries: int | None = None) -> Snapshot:
     """The snapshot in plain dicts and lists, as torch has it. Of several devices, the one with most events."""
     try:
-        traces = [list(trace) for trace in document["device_traces"]]
-        segments = list(document["segments"])
+        parts = _Parts()
+        traces = [parts.entries(trace) for trace in parts.entries(document["device_traces"])]
         device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
-        events = tuple(_event(event) for event in (traces[device] if traces else ()))
-        mine = tuple(_segment(segment) for segment in segments if segment.get("device", 0) == device)
-        spans = _spans(document.get("external_annotations", ()), device)
+        events = tuple(parts.event(event) for event in (traces[device] if traces else ()))
+        segments = parts.entries(document["segments"])
+        mine = tuple(parts.segment(segment) for segment in segments if segment.get("device", 0) == device)
+        spans = _spans(parts.entries(document.get("external_annotations", ())), device)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{where}: no memory snapshot ({type(error).__name__}: {_short(error)})") from None
     if not events:
         held = " but segments" if mine else ""
         raise ValueError(f"{where}: holds no history{held}: {HOW_TO_RECORD}")
     return Snapshot(segments=mine, events=events, spans=spans, ring_entries=ring_entries)
-
-
-class _RefusingUnpickler(pickle.Unpickler):
-    """Loads containers, text and numbers only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not run")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to objects outside it")
 
 
 def _content(path: Path, largest_bytes: int) -> bytes:
@@ -162,50 +153,80 @@ def _content(path: Path, largest_bytes: int) -> bytes:
     return content
 
 
-def _unpickled(content: bytes, path: Path) -> Any:
-    try:
-        return _RefusingUnpickler(io.BytesIO(content)).load()
-    except _DAMAGED as error:
-        raise ValueError(f"{path}: no memory snapshot: {_short(error)}") from None
+class _Parts:
+    """Reads the parts of a document, each held to what it must be; stacks that are one list are read once."""
 
+    def __init__(self) -> None:
+        self._stacks: dict[int, tuple[Frame, ...]] = {}
+        self._entries_left = _MOST_ENTRIES
 
-def _event(plain: Mapping[str, Any]) -> Event:
-    return Event(
-        action=str(plain["action"]),
-        address=int(plain.get("addr", 0)),  # an oom has none
-        bytes=int(plain["size"]),
-        time_us=float(plain.get("time_us", 0)),
-        stack=_stack(plain.get("frames", ())),
-    )
+    def entries(self, plain: Any) -> Sequence[Any]:
+        """A list, counted: there is an end to what one document may hold."""
+        if not isinstance(plain, list | tuple):
+            raise TypeError(f"a list is expected, not {type(plain).__name__}")
+        self._entries_left -= len(plain)
+        if self._entries_left < 0:
+            raise ValueError(f"over {_MOST_ENTRIES:,} entries, more than is read")
+        return plain
 
-
-def _segment(plain: Mapping[str, Any]) -> Segment:
-    blocks, address = [], int(plain["address"])
-    for block in plain["blocks"]:
-        size = int(block["size"])
-        blocks.append(
-            Block(
-                address=int(block.get("address", address)),
-                bytes=size,
-                requested_bytes=int(block.get("requested_size", size)),
-                active=str(block["state"]).startswith("active"),
-                stack=_stack(block.get("frames", ())),
-            )
+    def event(self, plain: Mapping[str, Any]) -> Event:
+        return Event(
+            action=_text(plain["action"]),
+            address=_natural(plain.get("addr", 0), 2**64),  # an oom has none
+            bytes=_natural(plain["size"]),
+            time_us=_time_us(plain.get("time_us", 0)),
+            stack=self._stack(plain.get("frames", ())),
         )
-        address += size
-    return Segment(
-        address=int(plain["address"]),
-        bytes=int(plain["total_size"]),
-        pool=str(plain.get("segment_type", "large")),
-        expandable=bool(plain.get("is_expandable", False)),
-        blocks=tuple(blocks),
-    )
+
+    def segment(self, plain: Mapping[str, Any]) -> Segment:
+        start = address = _natural(plain["address"], 2**64)
+        blocks = []
+        for block in self.entries(plain["blocks"]):
+            size = _natural(block["size"])
+            blocks.append(
+                Block(
+                    address=_natural(block.get("address", address), 2**64),
+                    bytes=size,
+                    requested_bytes=_natural(block.get("requested_size", size)),
+                    active=_text(block["state"]).startswith("active"),
+                    stack=self._stack(block.get("frames", ())),
+                )
+            )
+            address += size
+        return Segment(
+            address=start,
+            bytes=_natural(plain["total_size"]),
+            pool=_text(plain.get("segment_type", "large")),
+            expandable=bool(plain.get("is_expandable", False)),
+            blocks=tuple(blocks),
+        )
+
+    def _stack(self, frames: Sequence[Mapping[str, Any]]) -> tuple[Frame, ...]:
+        if id(frames) not in self._stacks:
+            self._stacks[id(frames)] = tuple(
+                Frame(function=_text(frame["name"]), file=_text(frame["filename"]), line=_natural(frame["line"]))
+                for frame in frames[:_MOST_FRAMES]
+            )
+        return self._stacks[id(frames)]
 
 
-def _stack(frames: Sequence[Mapping[str, Any]]) -> tuple[Frame, ...]:
-    return tuple(
-        Frame(function=str(frame["name"]), file=str(frame["filename"]), line=int(frame["line"])) for frame in frames
-    )
+def _text(plain: Any) -> str:
+    if not isinstance(plain, str):
+        raise TypeError(f"text is expected, not {type(plain).__name__}")
+    return plain
+
+
+def _natural(plain: Any, end: int = _BYTES_END) -> int:
+    """A whole number from 0 to below `end`."""
+    if not isinstance(plain, int) or not 0 <= plain < end:
+        raise ValueError(f"a whole number from 0 to below {end} is expected")
+    return plain
+
+
+def _time_us(plain: Any) -> float:
+    if not isinstance(plain, int | float) or not math.isfinite(plain):
+        raise ValueError("a time is expected")
+    return float(plain)
 
 
 def _spans(annotations: Sequence[Mapping[str, Any]], device: int) -> tuple[Span, ...]:
@@ -215,7 +236,7 @@ def _spans(annotations: Sequence[Mapping[str, Any]], device: int) -> tuple[Span,
     for mark in annotations:
         if mark.get("device", device) != device:
             continue
-        name, time_us = str(mark["name"]), float(mark["time_us"])
+        name, time_us = _text(mark["name"]), _time_us(mark["time_us"])
         if mark["stage"] == "START":
             opened.setdefault(name, []).append(time_us)
         elif opened.get(name):

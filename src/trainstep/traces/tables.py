@@ -8,7 +8,7 @@ from typing import Any
 
 from trainstep.config.phases import Phase
 from trainstep.traces.attribution import OUTSIDE
-from trainstep.traces.kernel_classes import CLASSES, IDLE
+from trainstep.traces.kernel_classes import CLASSES, IDLE, inductor_ops
 from trainstep.traces.work import TraceWork, Work
 
 Columns = dict[str, list[Any]]
@@ -20,7 +20,10 @@ KERNELS_KEPT = 20
 
 
 def kernels_table(work: TraceWork, kept: int = KERNELS_KEPT) -> Columns:
-    """Kernels of each phase by class, span and name, longest first; `share` of all device time."""
+    """Kernels of each phase by class, span and name, longest first; `share` of all device time.
+
+    With a column `ops` where Inductor made some of them: what it fused.
+    """
     rows = []
     for phase in phases_of(work.pieces):
         groups = _grouped(_in_phase(work.pieces, phase), lambda one: (one.kind, one.place.span, one.name))
@@ -29,7 +32,10 @@ def kernels_table(work: TraceWork, kept: int = KERNELS_KEPT) -> Columns:
         rest = [one for _, pieces in ordered[kept:] for one in pieces]
         if rest:
             rows.append(_kernel_row(work, phase, (REST, "", _OTHERS.format(len(ordered) - kept)), rest))
-    return columns_of(rows)
+    columns = columns_of(rows)
+    if not any(columns.get("ops", ())):
+        columns.pop("ops", None)
+    return columns
 
 
 def top_kernels(columns: Mapping[str, Sequence[Any]], top: int) -> Columns:
@@ -114,6 +120,7 @@ def _kernel_row(work: TraceWork, phase: str, key: tuple[str, str, str], pieces: 
         "span": span,
         "layers": layers_words([one.place.layer for one in pieces]) if kind != REST else "",
         "name": name,
+        "ops": ", ".join(inductor_ops(name)),
         "calls": len(pieces) / steps,
         "time_s": sum(times_ns) / 1e9 / steps,
         "share": sum(times_ns) / work.total_ns if work.total_ns else 0.0,
@@ -128,10 +135,9 @@ def _merged(phase: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     calls, time_s = sum(row["calls"] for row in rows), sum(row["time_s"] for row in rows)
     number = sum(_other_kernels(row) for row in rows)
     return {
+        **dict.fromkeys(rows[0], ""),
         "phase": phase,
         "class": REST,
-        "span": "",
-        "layers": "",
         "name": _OTHERS.format(number),
         "calls": calls,
         "time_s": time_s,

@@ -7,6 +7,7 @@ they are ops with their own (self) time, and what lies between ops is a piece to
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainstep.config.phases import Phase
 from trainstep.traces.attribution import OUTSIDE, Assigned, Attribution, Place, step_number
 from trainstep.traces.intervals import gaps_before, union_ns
 from trainstep.traces.kernel_classes import OVERHEAD, class_of_op, kernel_class
@@ -52,6 +53,15 @@ class TraceWork:
     total_ns: int
     """Sum of all pieces: all of the trace's device time."""
     by_fallback_ns: int
+
+    @property
+    def assigned_share(self) -> float:
+        """Of the trace's own device time (of a CPU's ops: of all their time), what pieces put into a phase of the tables."""
+        events_ns = (
+            sum(one.duration_ns for one in self.attribution.trace.activities) if self.on_device else self.total_ns
+        )
+        placed_ns = sum(one.duration_ns for one in self.pieces if one.place.phase in (*map(str, Phase), OUTSIDE))
+        return placed_ns / events_ns if events_ns else 1.0
 
     @property
     def fallback_share(self) -> float:

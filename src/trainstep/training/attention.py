@@ -1,4 +1,8 @@
-"""The one place an attention's name becomes a callable (q, k, v) -> output, causal, all of shape (B, H, S, D)."""
+"""The one place an attention's name becomes a callable (q, k, v) -> output on (B, H, S, D).
+
+`attention_named` gives the model's: causal, under the span "attention". SDPA on one backend and FlexAttention are functions of
+their own, with masks and shared heads, which measure/peers.py times alone.
+"""
 
 from collections.abc import Callable
 
@@ -18,53 +22,71 @@ _SDPA_BACKENDS = {
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
 }
+_MASK_BYTES = 1 << 30
 
 
 def attention_named(name: str, context: int, device: torch.device) -> Attention:
     """The attention of that name (RunConfig.attention) for sequences of `context` tokens."""
     if name == "plain":
         return _plain
-    if name == "sdpa":
-        return _sdpa
+    if name == "trainstep":
+        return _trainstep
     if name == "flex":
-        return _flex(context, device)
-    if name == "flash":
-        return _flash
-    return _sdpa_on(_SDPA_BACKENDS[name])
+        return _in_span(flex_attention(context, context, device))
+    return _in_span(_sdpa if name == "sdpa" else sdpa_on(name))
+
+
+def sdpa_on(name: str, *, causal: bool = True, shares_keys: bool = False) -> Attention:
+    """SDPA on the one backend of that name, which raises RuntimeError for what it does not take. Masks from the top left."""
+    backend = _SDPA_BACKENDS[name]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shares_keys)
+
+    return run
+
+
+def flex_attention(
+    queries: int, keys: int, device: torch.device, *, causal: bool = True, offset: int = 0, shares_keys: bool = False
+) -> Attention:
+    """FlexAttention for these lengths; under a causal mask query i sees keys 0..i + offset. Compiled on a GPU, where it is
+    meant to be. Making its block mask eagerly writes out a queries x keys matrix of bools, compiling that takes 10 s."""
+    from torch.nn.attention import flex_attention as flex  # it imports the compiler: 1.5 s
+
+    on_gpu = device.type == "cuda"
+    mask = None
+    if causal:
+        written_out = queries * keys <= _MASK_BYTES or not on_gpu
+        make_mask = flex.create_block_mask if written_out else torch.compile(flex.create_block_mask, dynamic=False)
+        mask = make_mask(lambda _b, _h, q, k: q + offset >= k, None, None, queries, keys, device=device)
+    attend = torch.compile(flex.flex_attention, dynamic=False) if on_gpu else flex.flex_attention
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=shares_keys)
+        return output
+
+    return run
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return reference.attention(q, k, v, causal=True)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with span("attention"):
-        return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _trainstep(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output: Tensor = flash_attention(q, k, v, is_causal=True)  # type: ignore[assignment]
     return output
 
 
-def _sdpa_on(backend: SDPBackend) -> Attention:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with span("attention"), sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return run
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _flex(context: int, device: torch.device) -> Attention:
-    """FlexAttention with a causal block mask. Compiled on a GPU, where it is meant to be."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # it imports the compiler: 1.5 s
-
-    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, context, context, device=device)
-    run_flex = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+def _in_span(attend: Attention) -> Attention:
+    """Ours and the reference open their own."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with span("attention"):
-            output: Tensor = run_flex(q, k, v, block_mask=mask)
-            return output
+            return attend(q, k, v)
 
     return run

@@ -7,15 +7,18 @@ from torch import nn
 
 from trainstep.config.model import ModelConfig
 from trainstep.config.run import RunConfig
+from trainstep.parallel.grad_scaler import RankedGradScaler
+from trainstep.parallel.ranks import Ranks, alone
 from trainstep.spans import span_children
 from trainstep.training.attention import attention_named
 from trainstep.training.batches import Batch, NextBatch, random_batches, read_text, text_batches
-from trainstep.training.optimizer import adamw
+from trainstep.training.optimizer import adamw_options
 from trainstep.training.precision import precision_named
 from trainstep.training.recompute import recompute_blocks
 from trainstep.training.step import TrainStep
 from trainstep.training.transformer import Transformer
 from trainstep.training.user_model import blocks_of, build_user_model
+from trainstep.training.wrapping import Parallel, unwrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +30,23 @@ class Assembly:
     module: nn.Module
     step: TrainStep
     next_batch: NextBatch
+    ranks: Ranks
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """The batches of that step, on the device. `next_batch` is asked for micro-batch number step x accumulation + i."""
-        first = step * self.run.accumulation
+        """The batches of that step, on the device. `next_batch` is asked for micro-batch number step x accumulation + i; with N
+        ranks a step has N times as many, and each rank its own, so that a step sees the same tokens on any number."""
+        first = (step * self.ranks.world_size + self.ranks.rank) * self.run.accumulation
         return [self.next_batch(first + index) for index in range(self.run.accumulation)]
 
 
-def build_step(run: RunConfig) -> Assembly:
+def build_step(run: RunConfig, parallel: Parallel | None = None) -> Assembly:
     """Build model, batches and optimizer on `run.device` and set torch's fp32 matmul mode to what the precision asks.
+
+    `parallel`: this process is one of several ranks; its device is theirs.
 
     ValueError, naming the field, for what cannot be built; ImportError for a model that cannot be imported.
     """
-    device = torch.device(run.device)
+    device = parallel.ranks.device if parallel else torch.device(run.device)
     precision = precision_named(run.precision)
     torch.set_float32_matmul_precision(precision.matmul)
     torch.manual_seed(run.seed)
@@ -48,19 +55,24 @@ def build_step(run: RunConfig) -> Assembly:
     module.train(run.mode != "forward_no_grad")
     if run.recompute == "block":
         recompute_blocks(module)
-    optimizer = None
-    if run.trains:
-        trainable = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        optimizer = adamw(trainable, implementation=run.adamw, learning_rate=run.learning_rate)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trainable and run.mode in ("forward_backward", "step"):
+        raise ValueError("model: none of its parameters is trained; set requires_grad, or take mode forward")
+    module = _compiled(module, run)
+    options = adamw_options(run.adamw, learning_rate=run.learning_rate)
+    wrap = parallel.wrap if parallel else unwrapped
+    wrapped = wrap(module, torch.optim.AdamW if run.trains else None, options)
     step = TrainStep(
-        _compiled(module, run),
-        optimizer,
+        wrapped.module,
+        wrapped.optimizer,
         mode=run.mode,
         autocast=(device.type, precision.autocast) if precision.autocast else None,
-        scaler=torch.amp.GradScaler(device.type) if precision.scales_loss and run.trains else None,
+        scaler=_scaler(device, parallel) if precision.scales_loss and run.trains else None,
         clip_grad_norm=run.clip_grad_norm,
+        gradient_sync=wrapped.gradient_sync,
     )
-    return Assembly(run=run, device=device, module=module, step=step, next_batch=next_batch)
+    ranks = parallel.ranks if parallel else alone(device)
+    return Assembly(run=run, device=device, module=module, step=step, next_batch=next_batch, ranks=ranks)
 
 
 def _model(run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:
@@ -93,14 +105,22 @@ def _batches(run: RunConfig, vocab_size: int, device: torch.device) -> NextBatch
 
 
 def _compiled(module: nn.Module, run: RunConfig) -> nn.Module:
-    """Our own model must compile whole (fullgraph); of someone else's, graph breaks are theirs to allow."""
+    """Our own model must compile whole (fullgraph); of someone else's, graph breaks are theirs to allow.
+
+    Of a block its forward alone: hooks of going parallel stand on the block and must not be compiled with it.
+    """
     fullgraph = isinstance(run.model, ModelConfig)
     if run.compile == "block":
         for block in blocks_of(module):
-            block.compile(fullgraph=fullgraph)
+            block.forward = torch.compile(block.forward, fullgraph=fullgraph)
     if run.compile == "model":
         module.compile(fullgraph=fullgraph)
     return module
+
+
+def _scaler(device: torch.device, parallel: Parallel | None) -> torch.amp.GradScaler:
+    """Several ranks skip a step together."""
+    return RankedGradScaler(parallel.ranks) if parallel else torch.amp.GradScaler(device.type)
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -1,8 +1,13 @@
 """What a precision's name means: dtypes of weights and of compute, loss scaling, and the mode of fp32 matmuls."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""What tensors' dtypes are called in configs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +35,14 @@ _PRECISIONS = {
 def precision_named(name: str) -> Precision:
     """The precision of that name (RunConfig.precision)."""
     return _PRECISIONS[name]
+
+
+@contextmanager
+def float32_matmuls(precision: str) -> Iterator[None]:
+    """fp32 multiplied as 'highest' (IEEE) or 'high' (TF32) says, and afterwards as before: a process measures several cells."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

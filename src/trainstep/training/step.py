@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.config.phases import Phase
+from trainstep.parallel.gradient_sync import GradientSync
 from trainstep.spans import span
 
 Mark = Callable[[Phase], None]
@@ -23,7 +24,7 @@ class TrainStep:
 
     forward    batch on the device -> loss
     backward   `loss.backward()`, hidden communication included
-    grad_sync  end of backward -> last gradient ready; only with `finish_gradient_synchronization`
+    grad_sync  end of backward -> last gradient ready; only with `gradient_sync`
     optimizer  unscale, clip, step, zero_grad
 
     `mode` (RunConfig.mode) says how far it goes; `running` is the phase at work, for whoever must say where it failed.
@@ -40,7 +41,7 @@ class TrainStep:
         autocast: tuple[str, torch.dtype] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         clip_grad_norm: float | None = None,
-        finish_gradient_synchronization: Callable[[], None] | None = None,
+        gradient_sync: GradientSync | None = None,
     ) -> None:
         if mode == "step" and optimizer is None:
             raise ValueError("optimizer: mode step needs one")
@@ -50,23 +51,24 @@ class TrainStep:
         self.autocast = autocast
         self.scaler = scaler
         self.clip_grad_norm = clip_grad_norm
-        self.finish_gradient_synchronization = finish_gradient_synchronization
+        self.gradient_sync = gradient_sync
         self.running = Phase.FORWARD
 
     def __call__(self, micro_batches: Sequence[Mapping[str, Any]], mark: Mark = _unmarked) -> Tensor:
         """One step. Returns the last micro-batch's loss, detached."""
-        for batch in micro_batches:
-            self.running = Phase.FORWARD
-            loss = self._forward(batch)
-            mark(Phase.FORWARD)
-            if self.mode in ("forward_backward", "step"):
-                self.running = Phase.BACKWARD
-                self._backward(loss, len(micro_batches))
-                mark(Phase.BACKWARD)
-        if self.finish_gradient_synchronization is not None and self.mode in ("forward_backward", "step"):
+        for left, batch in zip(range(len(micro_batches) - 1, -1, -1), micro_batches, strict=True):
+            with self._synchronizing(last=left == 0):
+                self.running = Phase.FORWARD
+                loss = self._forward(batch)
+                mark(Phase.FORWARD)
+                if self.mode in ("forward_backward", "step"):
+                    self.running = Phase.BACKWARD
+                    self._backward(loss, len(micro_batches))
+                    mark(Phase.BACKWARD)
+        if self.gradient_sync is not None and self.mode in ("forward_backward", "step"):
             self.running = Phase.GRAD_SYNC
             with span(Phase.GRAD_SYNC):
-                self.finish_gradient_synchronization()
+                self.gradient_sync.finish_gradient_synchronization()
             mark(Phase.GRAD_SYNC)
         if self.mode == "step":
             self.running = Phase.OPTIMIZER
@@ -101,13 +103,23 @@ class TrainStep:
             if self.clip_grad_norm is not None:
                 if self.scaler is not None:
                     self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
+                self._clip(self.clip_grad_norm)
             if self.scaler is not None:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             else:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self, max_norm: float) -> None:
+        if self.gradient_sync is not None:
+            self.gradient_sync.clip_grad_norm_(max_norm)
+        else:
+            nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def _synchronizing(self, *, last: bool) -> AbstractContextManager[None]:
+        """Gradients of all micro-batches but the last only add up."""
+        return nullcontext() if last or self.gradient_sync is None else self.gradient_sync.no_sync()
 
     def _gradients(self) -> AbstractContextManager[Any]:
         return torch.no_grad() if self.mode == "forward_no_grad" else nullcontext()

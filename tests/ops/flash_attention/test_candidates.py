@@ -4,44 +4,48 @@ import pytest
 
 from kernel_compiler import SHARED_MEMORY_BYTES
 from trainstep.ops.flash_attention.candidates import MOST, candidates
-from trainstep.ops.flash_attention.tiles import Arithmetic, Pass, TileConfig, why_illegal
+from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileConfig, TileProblem, is_legal
 
 H200 = SHARED_MEMORY_BYTES[90]
 WINNERS = {
-    (Pass.FORWARD, 64): [(128, 64, 8, 3), (64, 64, 4, 3)],
-    (Pass.FORWARD, 128): [(64, 64, 4, 3)],
-    (Pass.KEY_GRADIENTS, 64): [(128, 64, 4, 2)],
-    (Pass.KEY_GRADIENTS, 128): [(64, 128, 8, 3), (32, 64, 4, 3)],
-    (Pass.QUERY_GRADIENTS, 64): [(64, 64, 4, 3)],
-    (Pass.QUERY_GRADIENTS, 128): [(128, 64, 8, 3)],
+    (KernelPass.FORWARD, 64): [(128, 64, 8, 3), (64, 64, 4, 3)],
+    (KernelPass.FORWARD, 128): [(64, 64, 4, 3)],
+    (KernelPass.KEY_GRADIENTS, 64): [(128, 64, 4, 2)],
+    (KernelPass.KEY_GRADIENTS, 128): [(64, 128, 8, 3), (32, 64, 4, 3)],
+    (KernelPass.QUERY_GRADIENTS, 64): [(64, 64, 4, 3)],
+    (KernelPass.QUERY_GRADIENTS, 128): [(128, 64, 8, 3)],
 }
+
+
+def half_on_an_h200(pass_: KernelPass, head_dim: int) -> TileProblem:
+    return TileProblem(pass_=pass_, head_dim=head_dim, arithmetic=Arithmetic.HALF, shared_memory_bytes=H200)
 
 
 @pytest.mark.parametrize("limit", [65_536, *SHARED_MEMORY_BYTES.values()])
 @pytest.mark.parametrize("arithmetic", Arithmetic)
-@pytest.mark.parametrize("pass_", Pass)
-def test_all_are_legal_and_not_too_many(pass_: Pass, arithmetic: Arithmetic, limit: int):
+@pytest.mark.parametrize("pass_", KernelPass)
+def test_all_are_legal_and_not_too_many(pass_: KernelPass, arithmetic: Arithmetic, limit: int):
     for head_dim in (8, 32, 64, 80, 128, 256):
-        where = {"pass_": pass_, "head_dim": head_dim, "arithmetic": arithmetic, "shared_memory_bytes": limit}
-        found = candidates(heads=64, **where)  # type: ignore[arg-type]
+        problem = TileProblem(pass_=pass_, head_dim=head_dim, arithmetic=arithmetic, shared_memory_bytes=limit)
+        found = candidates(problem, heads=64)
         assert len(found) <= MOST
         assert len(set(found)) == len(found)
-        assert not [why for tile in found if (why := why_illegal(tile, **where))]  # type: ignore[arg-type]
+        assert all(is_legal(tile, problem) for tile in found)
         assert found or limit == 65_536
 
 
 @pytest.mark.parametrize(("pass_", "head_dim"), WINNERS)
-def test_tiles_that_won_are_among_them(pass_: Pass, head_dim: int):
-    found = candidates(pass_, head_dim=head_dim, arithmetic=Arithmetic.HALF, heads=64, shared_memory_bytes=H200)
+def test_tiles_that_won_are_among_them(pass_: KernelPass, head_dim: int):
+    found = candidates(half_on_an_h200(pass_, head_dim), heads=64)
     for block_q, block_k, num_warps, num_stages in WINNERS[pass_, head_dim]:
         tile = TileConfig(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
         assert tile in found
 
 
 def test_heads_share_24_mib_of_cache():
-    where = {"head_dim": 64, "arithmetic": Arithmetic.HALF, "shared_memory_bytes": H200}
-    several = candidates(Pass.FORWARD, heads=16, **where)  # type: ignore[arg-type]
+    problem = half_on_an_h200(KernelPass.FORWARD, 64)
+    several = candidates(problem, heads=16)
     assert {tile.heads_together for tile in several} == {1, 24}
     assert 24 * 2 * 4096 * 64 * 2 == 24 * 2**20, "keys and values of 4096 positions"
-    one = candidates(Pass.FORWARD, heads=1, **where)  # type: ignore[arg-type]
+    one = candidates(problem, heads=1)
     assert {tile.heads_together for tile in one} == {1}

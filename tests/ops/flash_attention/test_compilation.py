@@ -20,7 +20,7 @@ import pytest
 
 from kernel_compiler import SHARED_MEMORY_BYTES
 from sources import ROOT
-from trainstep.ops.flash_attention.tiles import UNTUNED, Arithmetic, Pass, choose_row, padded
+from trainstep.ops.flash_attention.tiles import UNTUNED, Arithmetic, KernelPass, TileProblem, choose_row, padded
 
 HALF, IEEE, TF32, TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
 VARIANTS = [  # element, arithmetic, head width, causal, ragged
@@ -32,10 +32,12 @@ VARIANTS = [  # element, arithmetic, head width, causal, ragged
     ("fp32", [TF32X3, IEEE], 32, True, True),  # in turn
 ]
 KERNELS = {
-    Pass.FORWARD: ("forward", "forward_kernel", "RAGGED_K"),
-    Pass.KEY_GRADIENTS: ("backward", "key_gradients_kernel", "RAGGED_Q"),
-    Pass.QUERY_GRADIENTS: ("backward", "query_gradients_kernel", "RAGGED_K"),
+    KernelPass.FORWARD: ("forward", "forward_kernel", "RAGGED_K"),
+    KernelPass.KEY_GRADIENTS: ("backward", "key_gradients_kernel", "RAGGED_Q"),
+    KernelPass.QUERY_GRADIENTS: ("backward", "query_gradients_kernel", "RAGGED_K"),
 }
+GRADIENTS = ("fp32", "bf16", "bf16", "fp16")
+"""Of AdamW's update, by architecture."""
 MOST = 80
 SPILLED_BYTES = 4096
 """A thread's; more means that a tile is far too large, unless it was measured and won with its spills."""
@@ -43,14 +45,16 @@ MEASURED_SPILLED_BYTES = 8192
 PROCESSES = 2
 
 
-def request(architecture: int, pass_: Pass, element: str, arithmetic: Arithmetic, *shape: Any) -> dict[str, Any]:
+def request(architecture: int, pass_: KernelPass, element: str, arithmetic: Arithmetic, *shape: Any) -> dict[str, Any]:
     head_dim, causal, ragged = shape
     row = choose_row(
-        pass_,
-        head_dim=head_dim,
-        arithmetic=arithmetic,
-        architecture=f"sm_{architecture}",
-        shared_memory_bytes=SHARED_MEMORY_BYTES[architecture],
+        TileProblem(
+            pass_=pass_,
+            head_dim=head_dim,
+            arithmetic=arithmetic,
+            architecture=f"sm_{architecture}",
+            shared_memory_bytes=SHARED_MEMORY_BYTES[architecture],
+        )
     )
     config = row.config
     module, kernel, ragged_name = KERNELS[pass_]
@@ -61,7 +65,7 @@ def request(architecture: int, pass_: Pass, element: str, arithmetic: Arithmetic
         "BLOCK_K": config.block_k,
     }
     constants |= {"CAUSAL": causal, ragged_name: ragged, "PRECISION": arithmetic.dot_precision}
-    if pass_ is Pass.KEY_GRADIENTS:
+    if pass_ is KernelPass.KEY_GRADIENTS:
         constants["HEADS_PER_KEY_HEAD"] = 4 if ragged else 1
     return {
         "module": f"trainstep.ops.flash_attention.{module}",
@@ -88,10 +92,32 @@ def delta_request(architecture: int) -> dict[str, Any]:
     }
 
 
+def adamw_request(architecture: int, gradient: str) -> dict[str, Any]:
+    """Not attention, but compiled along with it."""
+    numbers = dict.fromkeys(("lr", "eps", "weight_decay"), "fp32")
+    pointers = {"addresses_ptr": "*i64", "chunks_ptr": "*i32", "gradient_ptr": f"*{gradient}"}
+    betas = {"BETA1": 0.9, "BETA2": 0.999, "LOG2_BETA1": -0.152, "LOG2_BETA2": -0.00144}
+    switches = dict.fromkeys(("ALIGNED", "LR_ON_DEVICE", "SCALED", "MAY_SKIP"), True)
+    return {
+        "module": "trainstep.ops.adamw_kernel",
+        "kernel": "adamw_kernel",
+        "constants": betas | switches | {"CHUNK": 4096},
+        "types": numbers | pointers,
+        "element": "fp32",
+        "architecture": architecture,
+        "num_warps": 8,
+        "num_stages": 3,
+        "most_spilled_bytes": 0,
+        # Of a full chunk: 4096 elements by 256 threads, 16 bytes at a time; the gradient's, then those of three tensors
+        "least_vector_accesses": (4 if gradient == "fp32" else 2) + 3 * 2 * 4,
+    }
+
+
 def covering_set() -> list[dict[str, Any]]:
     requests = [delta_request(architecture) for architecture in SHARED_MEMORY_BYTES]
+    requests += map(adamw_request, SHARED_MEMORY_BYTES, GRADIENTS)
     for turn, architecture in enumerate(SHARED_MEMORY_BYTES):
-        for pass_turn, pass_ in enumerate(Pass):
+        for pass_turn, pass_ in enumerate(KernelPass):
             for element, arithmetic, *shape in VARIANTS:
                 if isinstance(arithmetic, list):
                     arithmetic = arithmetic[(turn + pass_turn) % 2]
@@ -102,9 +128,10 @@ def covering_set() -> list[dict[str, Any]]:
 def every_variant() -> list[dict[str, Any]]:
     elements = [("bf16", HALF), ("fp16", HALF), ("fp32", IEEE), ("fp32", TF32), ("fp32", TF32X3)]
     shapes = itertools.product((64, 80, 128, 256), (True, False), (True, False))
-    variants = itertools.product(SHARED_MEMORY_BYTES, Pass, elements, shapes)
+    variants = itertools.product(SHARED_MEMORY_BYTES, KernelPass, elements, shapes)
     requests = [request(architecture, pass_, *element, *shape) for architecture, pass_, element, shape in variants]
-    return [*map(delta_request, SHARED_MEMORY_BYTES), *requests]
+    updates = itertools.starmap(adamw_request, itertools.product(SHARED_MEMORY_BYTES, {*GRADIENTS}))
+    return [*map(delta_request, SHARED_MEMORY_BYTES), *updates, *requests]
 
 
 def compile_all(requests: list[dict[str, Any]], cache: Path, triton_folder: str = "") -> list[dict[str, Any]]:
@@ -173,6 +200,8 @@ def complaints_about(result: dict[str, Any]) -> list[str]:
         found.append(f"{name}: {result['shared_bytes']} bytes of shared memory")
     if result["spilled_bytes"] > result["most_spilled_bytes"]:
         found.append(f"{name}: {result['spilled_bytes']} bytes spilled")
+    if result["vector_accesses"] < result.get("least_vector_accesses", 0):
+        found.append(f"{name}: only {result['vector_accesses']} vector accesses")
     if result["architecture"] == 90 and any("C75" in warning for warning in result["warnings"]):
         found.append(f"{name}: {result['warnings']}")
     return found

@@ -3,11 +3,14 @@
 import pytest
 
 from kernel_compiler import SHARED_MEMORY_BYTES
+from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.ops.flash_attention.tiles import (
     TABLE,
+    TILE_FIELDS,
     Arithmetic,
-    Pass,
+    KernelPass,
     TileConfig,
+    TileProblem,
     choose_row,
     is_legal,
     padded,
@@ -21,18 +24,24 @@ GPUS = {f"sm_{capability}": limit for capability, limit in SHARED_MEMORY_BYTES.i
 }
 
 
+def on_an_h200(pass_: KernelPass, head_dim: int, arithmetic: Arithmetic) -> TileProblem:
+    return TileProblem(pass_=pass_, head_dim=head_dim, arithmetic=arithmetic, shared_memory_bytes=232_448)
+
+
 @pytest.mark.parametrize("architecture", GPUS)
 @pytest.mark.parametrize("arithmetic", Arithmetic)
-@pytest.mark.parametrize("pass_", Pass)
-def test_a_row_for_everything(architecture: str, arithmetic: Arithmetic, pass_: Pass):
+@pytest.mark.parametrize("pass_", KernelPass)
+def test_a_row_for_everything(architecture: str, arithmetic: Arithmetic, pass_: KernelPass):
     wide = [129, 256] if arithmetic is Arithmetic.HALF or GPUS[architecture] > 65_536 else []
     for head_dim in (8, 16, 64, 65, 80, 96, 128, *wide):
         row = choose_row(
-            pass_,
-            head_dim=head_dim,
-            arithmetic=arithmetic,
-            architecture=architecture,
-            shared_memory_bytes=GPUS[architecture],
+            TileProblem(
+                pass_=pass_,
+                head_dim=head_dim,
+                arithmetic=arithmetic,
+                architecture=architecture,
+                shared_memory_bytes=GPUS[architecture],
+            )
         )
         assert head_dim <= row.most_head_dim
         assert row.architecture in (architecture, "any")
@@ -43,10 +52,9 @@ def test_each_row_says_who_chose_it():
 
 
 def test_unknown_gpus_are_told():
+    small = TileProblem(pass_=KernelPass.FORWARD, head_dim=256, arithmetic=Arithmetic.IEEE, shared_memory_bytes=1024)
     with pytest.raises(ValueError, match="scaled_dot_product_attention"):
-        choose_row(
-            Pass.FORWARD, head_dim=256, arithmetic=Arithmetic.IEEE, architecture="sm_0", shared_memory_bytes=1024
-        )
+        choose_row(small)
 
 
 @pytest.mark.parametrize(
@@ -62,21 +70,22 @@ def test_unknown_gpus_are_told():
 )
 def test_illegal(changes: dict[str, int], word: str):
     good = {"block_q": 128, "block_k": 128, "num_warps": 8, "num_stages": 2}
-    where = {"head_dim": 128, "arithmetic": Arithmetic.HALF, "shared_memory_bytes": 232_448, "pass_": Pass.FORWARD}
-    assert is_legal(TileConfig(**good), **where)  # type: ignore[arg-type]
-    assert word in (why_illegal(TileConfig(**good | changes), **where) or "")  # type: ignore[arg-type]
+    problem = on_an_h200(KernelPass.FORWARD, 128, Arithmetic.HALF)
+    assert is_legal(TileConfig(**good), problem)
+    assert not is_legal(TileConfig(**good | changes), problem)
+    assert word in (why_illegal(TileConfig(**good | changes), problem) or "")
 
 
 def test_shared_memory_as_compiled():
     """What triton 3.6.0 and 3.9.0 take on sm_90, bf16, head width 128."""
     compiled = {
-        Pass.FORWARD: ((128, 128, 8, 2), 163_840),
-        Pass.KEY_GRADIENTS: ((64, 128, 8, 2), 131_584),
-        Pass.QUERY_GRADIENTS: ((128, 64, 8, 2), 131_072),
+        KernelPass.FORWARD: ((128, 128, 8, 2), 163_840),
+        KernelPass.KEY_GRADIENTS: ((64, 128, 8, 2), 131_584),
+        KernelPass.QUERY_GRADIENTS: ((128, 64, 8, 2), 131_072),
     }
     for pass_, ((block_q, block_k, num_warps, num_stages), taken) in compiled.items():
         config = TileConfig(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
-        estimate = shared_bytes(config, pass_=pass_, head_dim=128, arithmetic=Arithmetic.HALF)
+        estimate = shared_bytes(config, on_an_h200(pass_, 128, Arithmetic.HALF))
         assert taken <= estimate <= taken + 4096
 
 
@@ -87,19 +96,23 @@ def test_padding():
 @pytest.mark.parametrize(
     ("pass_", "block_q", "block_k", "num_warps", "legal"),
     [
-        (Pass.KEY_GRADIENTS, 16, 64, 8, False),  # faulted on an H200
-        (Pass.KEY_GRADIENTS, 16, 64, 4, True),
-        (Pass.KEY_GRADIENTS, 32, 64, 8, True),
-        (Pass.KEY_GRADIENTS, 16, 128, 8, True),
-        (Pass.FORWARD, 64, 16, 8, False),
-        (Pass.FORWARD, 16, 64, 8, True),  # 32 rows or fewer stay: warps split otherwise
-        (Pass.QUERY_GRADIENTS, 64, 32, 16, False),
-        (Pass.QUERY_GRADIENTS, 64, 32, 8, True),
+        (KernelPass.KEY_GRADIENTS, 16, 64, 8, False),  # faulted on an H200
+        (KernelPass.KEY_GRADIENTS, 16, 64, 4, True),
+        (KernelPass.KEY_GRADIENTS, 32, 64, 8, True),
+        (KernelPass.KEY_GRADIENTS, 16, 128, 8, True),
+        (KernelPass.FORWARD, 64, 16, 8, False),
+        (KernelPass.FORWARD, 16, 64, 8, True),  # 32 rows or fewer stay: warps split otherwise
+        (KernelPass.QUERY_GRADIENTS, 64, 32, 16, False),
+        (KernelPass.QUERY_GRADIENTS, 64, 32, 8, True),
     ],
 )
-def test_no_part_of_less_than_16_columns(pass_: Pass, block_q: int, block_k: int, num_warps: int, legal: bool):
+def test_no_part_of_less_than_16_columns(pass_: KernelPass, block_q: int, block_k: int, num_warps: int, legal: bool):
     config = TileConfig(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=1)
     for arithmetic in Arithmetic:
-        why = why_illegal(config, pass_=pass_, head_dim=64, arithmetic=arithmetic, shared_memory_bytes=232_448)
+        why = why_illegal(config, on_an_h200(pass_, 64, arithmetic))
         assert (why is None) == (legal or arithmetic is Arithmetic.IEEE), arithmetic
         assert why is None or "parts of less than 16" in why
+
+
+def test_configs_spell_a_tile_as_kernels_do():
+    assert TILE_FIELDS == KERNEL_TILE_FIELDS

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, device_of, strides
+from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, strides, tile_problem
 from trainstep.ops.flash_attention.tile_access import SIZES, load_row, load_tile, program_tile, store_tile
-from trainstep.ops.flash_attention.tiles import Pass, TileConfig, choose_row, padded
+from trainstep.ops.flash_attention.tiles import KernelPass, TileConfig, choose_row, padded
 
 DELTA_BLOCK_Q = 64
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -227,9 +227,10 @@ def bind_backward(
             "PRECISION": problem.arithmetic.dot_precision,
         }
     )
-    gpu = device_of(device)._asdict()
-    key_config = key_config or _chosen(Pass.KEY_GRADIENTS, head_dim, problem, gpu)
-    query_config = query_config or _chosen(Pass.QUERY_GRADIENTS, head_dim, problem, gpu)
+    key_config, query_config = (
+        config or choose_row(tile_problem(pass_, head_dim, problem.arithmetic, device)).config
+        for config, pass_ in ((key_config, KernelPass.KEY_GRADIENTS), (query_config, KernelPass.QUERY_GRADIENTS))
+    )
     key_arguments = {
         **both,
         **strides(dk=dk_stride, dv=dv_stride),
@@ -259,10 +260,6 @@ def bind_backward(
             query_arguments, query_config,
         ),
     }  # fmt: skip
-
-
-def _chosen(pass_: Pass, head_dim: int, problem: Problem, gpu: dict[str, Any]) -> TileConfig:
-    return choose_row(pass_, head_dim=head_dim, arithmetic=problem.arithmetic, **gpu).config
 
 
 def _tiled(

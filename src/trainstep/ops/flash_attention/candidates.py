@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainstep.ops.flash_attention.tiles import Arithmetic, Pass, TileConfig, is_legal, padded
+from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileConfig, TileProblem, is_legal, padded
 
 MOST = 30
 _SHARED_CACHE_BYTES = 24 << 20
@@ -17,25 +17,17 @@ _POSITIONS_SHARED = 4096
 """heads_together is one number for all lengths: as many heads as share this much L2 by their keys and values at this length."""
 
 
-def candidates(
-    pass_: Pass, *, head_dim: int, arithmetic: Arithmetic, heads: int, shared_memory_bytes: int
-) -> list[TileConfig]:
+def candidates(problem: TileProblem, *, heads: int) -> list[TileConfig]:
     """At most MOST legal tiles. `heads`: batch x heads; a single head leaves heads_together nothing to change."""
-    together = max(2, _SHARED_CACHE_BYTES // (2 * _POSITIONS_SHARED * padded(head_dim) * arithmetic.element_bytes))
-    togethers = (1, together) if heads > 1 else (1,)
-    rule = _half_tiles if arithmetic is Arithmetic.HALF else _fp32_tiles
-    found = [
-        tile
-        for tile in rule(pass_, head_dim)
-        if is_legal(
-            tile, pass_=pass_, head_dim=head_dim, arithmetic=arithmetic, shared_memory_bytes=shared_memory_bytes
-        )
-    ]
+    head_bytes = 2 * _POSITIONS_SHARED * padded(problem.head_dim) * problem.arithmetic.element_bytes
+    togethers = (1, max(2, _SHARED_CACHE_BYTES // head_bytes)) if heads > 1 else (1,)
+    rule = _half_tiles if problem.arithmetic is Arithmetic.HALF else _fp32_tiles
+    found = [tile for tile in rule(problem.pass_, problem.head_dim) if is_legal(tile, problem)]
     shapes = list(dict.fromkeys(found))[: MOST // len(togethers)]
     return [replace(tile, heads_together=number) for tile in shapes for number in togethers]
 
 
-def _half_tiles(pass_: Pass, head_dim: int) -> Iterator[TileConfig]:
+def _half_tiles(pass_: KernelPass, head_dim: int) -> Iterator[TileConfig]:
     streaming = (64, 32, 128) if padded(head_dim) <= 128 else (32, 64, 16)
     for stages, streams, stays in itertools.product((3, 2), streaming, (64, 128)):
         yield _tile(pass_, stays, streams, stays // 16, stages)
@@ -48,7 +40,7 @@ def _half_tiles(pass_: Pass, head_dim: int) -> Iterator[TileConfig]:
         yield from _small_tiles(pass_)
 
 
-def _fp32_tiles(pass_: Pass, head_dim: int) -> Iterator[TileConfig]:
+def _fp32_tiles(pass_: KernelPass, head_dim: int) -> Iterator[TileConfig]:
     for (stays, warps), streams, stages in itertools.product(
         ((64, 8), (64, 4), (32, 4), (128, 8)), (32, 16, 64), (1, 2)
     ):
@@ -59,12 +51,12 @@ def _fp32_tiles(pass_: Pass, head_dim: int) -> Iterator[TileConfig]:
         yield from _small_tiles(pass_)
 
 
-def _small_tiles(pass_: Pass) -> Iterator[TileConfig]:
+def _small_tiles(pass_: KernelPass) -> Iterator[TileConfig]:
     """For wide heads on GPUs with little shared memory."""
     for stays, streams, stages in itertools.product((32, 16), (32, 16), (2, 1)):
         yield _tile(pass_, stays, streams, 4, stages)
 
 
-def _tile(pass_: Pass, stays: int, streams: int, num_warps: int, num_stages: int) -> TileConfig:
-    block_q, block_k = (streams, stays) if pass_ is Pass.KEY_GRADIENTS else (stays, streams)
+def _tile(pass_: KernelPass, stays: int, streams: int, num_warps: int, num_stages: int) -> TileConfig:
+    block_q, block_k = (streams, stays) if pass_ is KernelPass.KEY_GRADIENTS else (stays, streams)
     return TileConfig(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages)

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, device_of, strides
+from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, strides, tile_problem
 from trainstep.ops.flash_attention.tile_access import SIZES, load_tile, program_tile, store_tile
-from trainstep.ops.flash_attention.tiles import Pass, TileConfig, choose_row, padded
+from trainstep.ops.flash_attention.tiles import KernelPass, TileConfig, choose_row, padded
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -125,12 +125,7 @@ def bind_forward(
     """The kernel of one problem; a tuner times it without its launcher."""
     batch, heads, queries, head_dim = q_shape
     key_heads, keys = k_shape[1], k_shape[2]
-    config = (
-        config
-        or choose_row(
-            Pass.FORWARD, head_dim=head_dim, arithmetic=problem.arithmetic, **device_of(device)._asdict()
-        ).config
-    )
+    config = config or choose_row(tile_problem(KernelPass.FORWARD, head_dim, problem.arithmetic, device)).config
     tiles = triton.cdiv(queries, config.block_q)
     arguments = strides(q=q_stride, k=k_stride, v=v_stride, o=o_stride) | {
         "tiles": tiles,

@@ -1,4 +1,4 @@
-"""`flash_attention`: checks, choice of kernel, and what makes it an operator torch knows: autograd, compile, FLOPs.
+"""`flash_attention`: choice of kernel, and what makes it an operator torch knows: autograd, compile, FLOPs.
 
 Registered with torch.library's Library, an implementation a dispatch key, because that costs the host less than custom_op does.
 On CUDA devices the Triton kernels run, anywhere else algorithm.py. Memory kept for backward is linear in S: q, k, v, the output and
@@ -7,7 +7,7 @@ the log-sum-exp. The gradient has no gradient of its own.
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.ops.flash_attention import algorithm
+from trainstep.ops.flash_attention.checks import SDPA, check_scale, check_settings, check_tensors
 from trainstep.ops.flash_attention.launch import Problem
-from trainstep.ops.flash_attention.tiles import MOST_HEAD_DIM, Arithmetic, TileConfig
+from trainstep.ops.flash_attention.tiles import TILE_FIELDS, Arithmetic, TileConfig
 from trainstep.spans import span
 
 try:
@@ -25,12 +26,6 @@ try:
     from trainstep.ops.flash_attention.forward import launch_forward
 except ImportError:  # no triton for this platform: no GPU it could drive either
     launch_backward = launch_forward = None  # type: ignore[assignment]
-
-LAYOUTS = ("BHSD", "BSHD")
-ALIGNMENTS = ("top_left", "bottom_right")
-PRECISIONS = (None, "ieee", "tf32", "tf32x3")
-LEAST_HEAD_DIM = 8
-SDPA = "torch.nn.functional.scaled_dot_product_attention"
 
 _SETTINGS = "float scale, bool causal, bool bottom_right, str? fp32_precision, int[]? tiles"
 _library = torch.library.Library("trainstep", "FRAGMENT")
@@ -79,12 +74,11 @@ def flash_attention(
     a GPU; by default as torch's matmuls are set. return_lse: also log(sum(exp(scores))), (B, H, S) or (B, S), in fp32; it carries
     no gradient. CPU tensors go through algorithm.py, the same algorithm in PyTorch.
     """
-    _refuse(attn_mask, dropout_p, causal_alignment, layout, fp32_precision)
+    check_settings(attn_mask, dropout_p, causal_alignment, layout, fp32_precision)
     q_BHSD, k_BHSD, v_BHSD = [_as_BHSD(x, layout) for x in _autocast(q, k, v)]
-    _check(q_BHSD, k_BHSD, v_BHSD, enable_gqa)
+    check_tensors(q_BHSD, k_BHSD, v_BHSD, enable_gqa)
     scale = 1 / math.sqrt(q_BHSD.shape[-1]) if scale is None else scale
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale} must be positive and finite: negate q instead")
+    check_scale(scale)
     # torch.compile has to see the operator; else its autograd half is called as the dispatcher would, at less cost
     attend = _forward_op if torch.compiler.is_compiling() else _forward_autograd
     with span("attention"):
@@ -95,20 +89,6 @@ def flash_attention(
     if not return_lse:
         return o  # type: ignore[no-any-return]
     return o, (lse.squeeze(1) if q.dim() == 3 else lse)
-
-
-def _refuse(
-    attn_mask: object, dropout_p: float, causal_alignment: str, layout: str, fp32_precision: str | None
-) -> None:
-    if attn_mask is not None:
-        raise ValueError(f"flash_attention takes no attn_mask: use {SDPA}, or torch's flex_attention for masks by rule")
-    if dropout_p:
-        raise ValueError(f"flash_attention has no dropout: pass dropout_p=0.0, or use {SDPA}")
-    if causal_alignment not in ALIGNMENTS or layout not in LAYOUTS or fp32_precision not in PRECISIONS:
-        raise ValueError(
-            f"causal_alignment={causal_alignment!r} is one of {ALIGNMENTS}, layout={layout!r} of {LAYOUTS}, "
-            f"fp32_precision={fp32_precision!r} of {PRECISIONS}: one of them is not"
-        )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -128,33 +108,6 @@ def _as_BHSD(x: Tensor, layout: str) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """ValueError for what the kernels would get wrong."""
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions: all 4, or all 3 (B, S, D), please")
-    if q.dtype is not k.dtype or q.dtype is not v.dtype or q.device != k.device or q.device != v.device:
-        raise ValueError(
-            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: make them alike"
-        )
-    batch, heads, queries, head_dim = q.shape
-    key_batch, key_heads, keys, key_dim = k.shape
-    if key_batch != batch or key_dim != head_dim or k.shape != v.shape:
-        raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree, and with q {tuple(q.shape)} in batch and head width; "
-            f"{SDPA} takes a v of another width"
-        )
-    if not (batch and heads and queries and key_heads and keys):
-        raise ValueError(f"q {tuple(q.shape)} or k {tuple(k.shape)} is empty: there is nothing to attend to")
-    if heads != key_heads and not (enable_gqa and heads % key_heads == 0):
-        raise ValueError(
-            f"{heads} query heads and {key_heads} key heads: pass enable_gqa=True, with a multiple of the key heads in q"
-        )
-    if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM:
-        raise ValueError(f"heads are {head_dim} wide, and {LEAST_HEAD_DIM} to {MOST_HEAD_DIM} is what fits: use {SDPA}")
-    if q.is_cuda and q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"the kernels take float32, float16 and bfloat16, not {q.dtype}: use {SDPA}")
-
-
 def _flat(tiles: Tiles | None) -> list[int] | None:
     """As an operator's schema can carry them."""
     if tiles is None:
@@ -167,9 +120,8 @@ def _flat(tiles: Tiles | None) -> list[int] | None:
 def _unflat(tiles: list[int] | None) -> tuple[TileConfig | None, TileConfig | None, TileConfig | None]:
     if tiles is None:
         return None, None, None
-    names = [field.name for field in fields(TileConfig)]
-    starts = range(0, len(tiles), len(names))
-    forward, keys, queries = (TileConfig(**dict(zip(names, tiles[i:], strict=False))) for i in starts)
+    starts = range(0, len(tiles), len(TILE_FIELDS))
+    forward, keys, queries = (TileConfig(**dict(zip(TILE_FIELDS, tiles[i:], strict=False))) for i in starts)
     return forward, keys, queries
 
 

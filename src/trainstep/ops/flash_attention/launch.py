@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainstep.ops.flash_attention.tiles import Arithmetic
+from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileProblem
 
 PROBLEMS_KEPT = 1024
 """Shapes whose launches are kept; the least recently used goes first."""
@@ -46,6 +46,11 @@ def device_of(device: torch.device) -> Device:
     if torch.version.hip:
         return Device(str(properties.gcnArchName).split(":")[0], 65_536)
     return Device(f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def tile_problem(pass_: KernelPass, head_dim: int, arithmetic: Arithmetic, device: torch.device) -> TileProblem:
+    """What a tile of this kernel on this device is chosen for."""
+    return TileProblem(pass_=pass_, head_dim=head_dim, arithmetic=arithmetic, **device_of(device)._asdict())
 
 
 class BoundKernel:

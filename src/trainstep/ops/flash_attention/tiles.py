@@ -12,7 +12,7 @@ H200 = "results/h200/attention_tiles.jsonl"
 MOST_HEAD_DIM = 256
 
 
-class Pass(StrEnum):
+class KernelPass(StrEnum):
     """One kernel each."""
 
     FORWARD = "forward"
@@ -55,12 +55,23 @@ TILE_FIELDS = tuple(field.name for field in fields(TileConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
+class TileProblem:
+    """What a tile is chosen for: a kernel on heads of a width, and the GPU. `shared_memory_bytes`: what a block may have there."""
+
+    pass_: KernelPass
+    head_dim: int
+    arithmetic: Arithmetic
+    shared_memory_bytes: int
+    architecture: str = "any"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A line of the table: `config` for heads up to `most_head_dim` wide."""
 
     architecture: str
     arithmetic: Arithmetic
-    pass_: Pass
+    pass_: KernelPass
     most_head_dim: int
     config: TileConfig
     record: str = UNTUNED
@@ -71,37 +82,40 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def staying_and_streaming(config: TileConfig, pass_: Pass) -> tuple[int, int]:
+def staying_and_streaming(config: TileConfig, pass_: KernelPass) -> tuple[int, int]:
     """The tile's side that a program keeps, and the one it runs over."""
     sides = (config.block_q, config.block_k)
-    return sides[::-1] if pass_ is Pass.KEY_GRADIENTS else sides
+    return sides[::-1] if pass_ is KernelPass.KEY_GRADIENTS else sides
 
 
-def shared_bytes(config: TileConfig, *, pass_: Pass, head_dim: int, arithmetic: Arithmetic) -> int:
+def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
     """Shared memory a block takes, from above: tiles that stay, tiles in flight; fp32 lays operands out again."""
-    width = padded(head_dim) * arithmetic.element_bytes
-    stays, streams = staying_and_streaming(config, pass_)
-    staying = stays * (1 if pass_ is Pass.FORWARD else 2)
+    width = padded(problem.head_dim) * problem.arithmetic.element_bytes
+    stays, streams = staying_and_streaming(config, problem.pass_)
+    staying = stays * (1 if problem.pass_ is KernelPass.FORWARD else 2)
     in_flight = 2 * streams * config.num_stages
-    again = {Arithmetic.HALF: 0, Arithmetic.IEEE: streams}.get(arithmetic, staying)
+    again = {Arithmetic.HALF: 0, Arithmetic.IEEE: streams}.get(problem.arithmetic, staying)
     return (staying + in_flight + again) * width + 8 * streams * config.num_stages
 
 
-def accumulator_registers(config: TileConfig, *, pass_: Pass, head_dim: int) -> int:
+def accumulator_registers(config: TileConfig, problem: TileProblem) -> int:
     """Registers of each thread that hold fp32 accumulators and scores."""
-    width, q, k = padded(head_dim), config.block_q, config.block_k
+    width, q, k = padded(problem.head_dim), config.block_q, config.block_k
     floats = {
-        Pass.FORWARD: q * (width + k),
-        Pass.KEY_GRADIENTS: 2 * k * (width + q),
-        Pass.QUERY_GRADIENTS: q * (width + 2 * k),
-    }[pass_]
+        KernelPass.FORWARD: q * (width + k),
+        KernelPass.KEY_GRADIENTS: 2 * k * (width + q),
+        KernelPass.QUERY_GRADIENTS: q * (width + 2 * k),
+    }[problem.pass_]
     return floats // (32 * config.num_warps)
 
 
-def why_illegal(
-    config: TileConfig, *, pass_: Pass, head_dim: int, arithmetic: Arithmetic, shared_memory_bytes: int
-) -> str | None:
-    """Why this tile cannot run, or None. `shared_memory_bytes`: what a block may have on the device."""
+def is_legal(config: TileConfig, problem: TileProblem) -> bool:
+    """Whether the tile can run: `why_illegal` has the reason."""
+    return why_illegal(config, problem) is None
+
+
+def why_illegal(config: TileConfig, problem: TileProblem) -> str | None:
+    """Why this tile cannot run, or None."""
     for name in ("block_q", "block_k"):
         size = getattr(config, name)
         if size < 16 or size & (size - 1):
@@ -110,16 +124,16 @@ def why_illegal(
         return f"num_warps={config.num_warps} is not 1, 2, 4, 8 or 16"
     if min(config.num_stages, config.heads_together) < 1:
         return "num_stages and heads_together start at 1"
-    needed = shared_bytes(config, pass_=pass_, head_dim=head_dim, arithmetic=arithmetic)
-    if needed > shared_memory_bytes:
-        return f"needs {needed} bytes of shared memory, the device has {shared_memory_bytes}"
-    registers = accumulator_registers(config, pass_=pass_, head_dim=head_dim)
+    needed = shared_bytes(config, problem)
+    if needed > problem.shared_memory_bytes:
+        return f"needs {needed} bytes of shared memory, the device has {problem.shared_memory_bytes}"
+    registers = accumulator_registers(config, problem)
     if registers > 192:
         return f"needs {registers} registers a thread for accumulators alone"
-    return None if arithmetic is Arithmetic.IEEE else _why_too_narrow(config, pass_)
+    return None if problem.arithmetic is Arithmetic.IEEE else _why_too_narrow(config, problem.pass_)
 
 
-def _why_too_narrow(config: TileConfig, pass_: Pass) -> str | None:
+def _why_too_narrow(config: TileConfig, pass_: KernelPass) -> str | None:
     """Matrix units only: warps beyond one for 16 rows of what stays split what streams, and 16 columns are the least a part has.
 
     Narrower parts compile with triton 3.6.0, and on an H200 (TF32x3, key_gradients, 16 x 64, 8 warps) read beyond their memory.
@@ -131,44 +145,27 @@ def _why_too_narrow(config: TileConfig, pass_: Pass) -> str | None:
     return None
 
 
-def is_legal(
-    config: TileConfig, *, pass_: Pass, head_dim: int, arithmetic: Arithmetic, shared_memory_bytes: int
-) -> bool:
-    """Whether the tile can run: `why_illegal` has the reason."""
-    return not why_illegal(
-        config, pass_=pass_, head_dim=head_dim, arithmetic=arithmetic, shared_memory_bytes=shared_memory_bytes
-    )
-
-
-def choose_row(
-    pass_: Pass, *, head_dim: int, arithmetic: Arithmetic, architecture: str, shared_memory_bytes: int
-) -> Row:
+def choose_row(problem: TileProblem) -> Row:
     """The table's first row that fits."""
     for row in TABLE:
         if (
-            row.pass_ is pass_
-            and row.arithmetic is arithmetic
-            and row.architecture in (architecture, "any")
-            and head_dim <= row.most_head_dim
-            and is_legal(
-                row.config,
-                pass_=pass_,
-                head_dim=head_dim,
-                arithmetic=arithmetic,
-                shared_memory_bytes=shared_memory_bytes,
-            )
+            row.pass_ is problem.pass_
+            and row.arithmetic is problem.arithmetic
+            and row.architecture in (problem.architecture, "any")
+            and problem.head_dim <= row.most_head_dim
+            and is_legal(row.config, problem)
         ):
             return row
     raise ValueError(
-        f"no {pass_} tile of head width {head_dim} fits {shared_memory_bytes} bytes of shared memory ({architecture}): "
-        "use torch.nn.functional.scaled_dot_product_attention"
+        f"no {problem.pass_} tile of head width {problem.head_dim} fits {problem.shared_memory_bytes} bytes of shared memory "
+        f"({problem.architecture}): use torch.nn.functional.scaled_dot_product_attention"
     )
 
 
 def _rows(
     architecture: str,
     arithmetic: Arithmetic,
-    pass_: Pass,
+    pass_: KernelPass,
     by_head_dim: dict[int, tuple[int, ...]],
     record: str = UNTUNED,
 ) -> list[Row]:
@@ -190,7 +187,7 @@ def _rows(
 
 
 _HALF, _IEEE, _TF32, _TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
-_FORWARD, _KEYS, _QUERIES = Pass.FORWARD, Pass.KEY_GRADIENTS, Pass.QUERY_GRADIENTS
+_FORWARD, _KEYS, _QUERIES = KernelPass.FORWARD, KernelPass.KEY_GRADIENTS, KernelPass.QUERY_GRADIENTS
 
 TABLE: tuple[Row, ...] = (
     *_rows(
@@ -238,7 +235,7 @@ TABLE: tuple[Row, ...] = (
     *(
         row
         for arithmetic in (_TF32, _TF32X3)
-        for pass_ in Pass
+        for pass_ in KernelPass
         for row in _rows("any", arithmetic, pass_, {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)})
     ),
 )

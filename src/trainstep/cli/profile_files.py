@@ -1,0 +1,87 @@
+"""Profiles that come from a file: anyone's trace (`--from`), and the report of nsys, recorded first (`--nsys`)."""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainstep.config.cell import Cell
+from trainstep.config.parsing import profile_from_plain
+
+UNVERIFIED = "unverified: nobody has run this with nsys yet"
+_HOW_TO_GET = (
+    "nsys comes with the CUDA toolkit, or alone from NVIDIA's pages of Nsight Systems: put its folder on PATH, or run the "
+    "commands above where it is and read the export here with --from"
+)
+
+
+def check_trace_alone(fields: Mapping[str, object], files: Path | None, *, nsys: bool) -> None:
+    """Where a trace is read nothing runs: ValueError for what only a run would heed."""
+    given = next((name for name, value in fields.items() if value is not None), None)
+    if given is not None or files is not None or nsys:
+        named = given or ("nsys" if nsys else "out and page")
+        raise ValueError(f"from: a trace is read, nothing runs: {named} would have no effect; leave it out")
+
+
+def show_trace(path: Path, top: int, *, as_json: bool) -> int:
+    """What a trace of torch's profiler or an export of nsys says, and its tables."""
+    from trainstep.report.frames import json_text
+    from trainstep.report.profile_columns import TORCH_COLUMNS
+    from trainstep.report.profile_tables import detail_tables
+    from trainstep.report.profile_words import sentences
+    from trainstep.report.terminal import print_tables, printable
+    from trainstep.traces.kineto import read_trace
+    from trainstep.traces.nsys import is_report, read_report
+    from trainstep.traces.profile import profile_of
+
+    try:
+        found = profile_of(read_report(path) if is_report(path) else read_trace(path), kernels_kept=top)
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    tables = detail_tables(found.tables, whole=as_json)
+    if as_json:
+        sys.stdout.write(json_text(tables))
+        return 0
+    shares = {"assigned_share": found.assigned_share, "fallback_share": found.fallback_share}
+    print("\n  ".join(map(printable, sentences(found.tables, shares.get))), end="\n\n")
+    print_tables(tables, [TORCH_COLUMNS], sys.stdout)
+    return 0
+
+
+def check_nsys(cells: Sequence[Cell], page: Path | None) -> None:
+    """Refuse what one report of nsys cannot hold."""
+    if len(cells) != 1:
+        raise ValueError(f"nsys: records one run, not a grid of {len(cells)}; give each option one value")
+    config = cells[0].config
+    unheeded = {"page": page, "keep_trace": config["keep_trace"], "graph_replay": config["graph_replay"] or None}
+    given = next((name for name, value in unheeded.items() if value is not None), None)
+    if given is not None:
+        raise ValueError(f"{given}: has no effect with --nsys, which keeps a report of its own; leave one of them out")
+
+
+def profile_with_nsys(
+    cell: Cell, report: Path, *, pytorch: str, python_backtrace: bool, top: int, timeout_s: float, as_json: bool
+) -> int | None:
+    """Print the command lines, run them and show what was recorded; None, and why in a sentence, where nsys is of no use."""
+    from trainstep.measure.nsys import NsysFailed, export_command, record, steps_command
+
+    command = steps_command(profile_from_plain(cell.config), report, pytorch=pytorch, python_backtrace=python_backtrace)
+    where = sys.stderr if as_json else sys.stdout
+    print(f"nsys ({UNVERIFIED}):", file=where)
+    for line in (command, export_command(report)):
+        print(f"    {shlex.join(line)}", file=where, flush=True)
+    if shutil.which("nsys") is None:
+        print(f"nsys is not on PATH, so torch.profiler is used: {_HOW_TO_GET}.", file=where, flush=True)
+        return None
+    if cell.config["device"] == "cpu":
+        print("nsys sees the work of a GPU, and this is a CPU, so torch.profiler is used.", file=where, flush=True)
+        return None
+    try:
+        exported = record(command, report, timeout_s=timeout_s)
+    except NsysFailed as error:
+        print(f"trainstep: {error} ({UNVERIFIED})", file=sys.stderr)
+        return 3
+    code = show_trace(exported, top, as_json=as_json)
+    print(f"report: {report} (opens in Nsight Systems)\nexport: {exported}", file=where, flush=True)
+    return code

@@ -1,0 +1,77 @@
+"""A training step on several ranks, one way of going parallel: a cell of the workload `parallel`."""
+
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from trainstep.config.fields import check_choices, check_integer, described
+from trainstep.config.model import ModelConfig, UserModel
+from trainstep.config.run import RunConfig
+from trainstep.config.sync import IN_UNITS, PEERS, SyncConfig
+
+_MOST_RANKS = 1024
+
+
+def _as_in(config: type, name: str) -> Any:
+    """A field that means the same here."""
+    field = config.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    default = None if field.default is MISSING else field.default
+    return described(field.metadata["help"], default, field.metadata["choices"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """A run of every rank, and how they are kept together. `batch_size` is a rank's. Raises ValueError naming the field."""
+
+    model: ModelConfig | UserModel
+    ranks: int = described("processes; with a GPU each where there are GPUs", 2)
+    sync: str = _as_in(SyncConfig, "sync")
+    bucket_mib: float = _as_in(SyncConfig, "bucket_mib")
+    first_bucket_mib: float | None = _as_in(SyncConfig, "first_bucket_mib")
+    last_bucket_mib: float | None = _as_in(SyncConfig, "last_bucket_mib")
+    reduce_dtype: str = _as_in(SyncConfig, "reduce_dtype")
+    reshard_after_forward: bool = _as_in(SyncConfig, "reshard_after_forward")
+    ahead: int = _as_in(SyncConfig, "ahead")
+    batch_size: int = described("sequences in a rank's (micro-)batch", 2)
+    context: int = _as_in(RunConfig, "context")
+    precision: str = _as_in(RunConfig, "precision")
+    attention: str = _as_in(RunConfig, "attention")
+    compile: str = _as_in(RunConfig, "compile")
+    recompute: str = _as_in(RunConfig, "recompute")
+    adamw: str = _as_in(RunConfig, "adamw")
+    learning_rate: float = _as_in(RunConfig, "learning_rate")
+    clip_grad_norm: float | None = _as_in(RunConfig, "clip_grad_norm")
+    accumulation: int = _as_in(RunConfig, "accumulation")
+    data: str = _as_in(RunConfig, "data")
+    seed: int = _as_in(RunConfig, "seed")
+    device: str = _as_in(RunConfig, "device")
+    warmups: int = _as_in(RunConfig, "warmups")
+    steps: int = described("timed steps, each synchronised", 10)
+    window_steps: int = described("steps of a window, timed as one: what runs into the next step counts then", 10)
+    check_agreement: bool = described("after the timed steps, compare the ranks' parameters by hash", True)
+    keep_trace: str | None = described(
+        "folder for the trace of one step, a .json.gz a rank: open them together in Perfetto (ui.perfetto.dev)", None
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_integer(self, "ranks", at_least=1, at_most=_MOST_RANKS)
+        check_integer(self, "window_steps", at_least=1)
+        if self.compile == "model" and self.sync in IN_UNITS:
+            raise ValueError(
+                f"compile: {self.sync} gathers block by block, which a whole compiled model hides; take block"
+            )
+        if self.ranks == 1 and self.sync in PEERS:
+            raise ValueError(f"ranks: {self.sync} needs others to talk to; take 2 or more ranks")
+        self.run()  # its fields are checked there
+        self.sync_config()
+
+    def run(self) -> RunConfig:
+        """The step of one rank."""
+        fields = [
+            name for name in RunConfig.__dataclass_fields__ if name in self.__dataclass_fields__ and name != "sync"
+        ]
+        return RunConfig(**{name: getattr(self, name) for name in fields})
+
+    def sync_config(self) -> SyncConfig:
+        """How the ranks are kept together."""
+        return SyncConfig(**{name: getattr(self, name) for name in SyncConfig.__dataclass_fields__})

@@ -1,0 +1,61 @@
+"""How the ranks of a run keep their gradients and parameters together."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainstep.config.fields import check_choices, described
+
+OURS = ("none", "naive", "flat", "overlapped", "bucketed", "sharded", "sharded_flat", "fsdp")
+PEERS = ("torch_ddp", "torch_zero", "torch_fsdp2")
+SYNCS = OURS + PEERS
+BUCKETED = ("bucketed", "sharded", "torch_ddp", "torch_zero")
+"""Those that `bucket_mib` means something to."""
+IN_UNITS = ("sharded_flat", "fsdp", "torch_fsdp2")
+"""Those that gather a block before it runs: their hooks stand on the blocks, so a model compiled whole would swallow them."""
+USED_BY = {
+    "bucket_mib": BUCKETED,
+    "first_bucket_mib": ("bucketed", "sharded"),
+    "last_bucket_mib": ("bucketed", "sharded"),
+    "reduce_dtype": (*OURS[1:], "torch_fsdp2"),
+    "reshard_after_forward": ("fsdp", "torch_fsdp2"),
+    "ahead": ("fsdp",),
+}
+"""Option -> the ways that it means something to."""
+
+
+def needless(values: Mapping[str, Any]) -> frozenset[str]:
+    """The options that the way which these values name, `sync`, does not have: they would tell alike cells apart."""
+    sync = values.get("sync", SyncConfig.sync)
+    return frozenset(name for name, ways in USED_BY.items() if sync in SYNCS and sync not in ways)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """One way of going parallel and its options. Raises ValueError naming the field and the way out."""
+
+    sync: str = described(
+        "how gradients are averaged, or parameters sharded; none: each rank trains for itself, the yardstick",
+        "bucketed",
+        SYNCS,
+    )
+    bucket_mib: float = described("MiB of gradients in a message, of bucketed ways", 25.0)
+    first_bucket_mib: float | None = described("of the first message, if another", None)
+    last_bucket_mib: float | None = described("of the last message, if another", None)
+    reduce_dtype: str = described("gradients are averaged in: own, their own dtype, or bf16", "own", ("own", "bf16"))
+    reshard_after_forward: bool = described("fsdp frees a block's parameters behind its forward", True)
+    ahead: int = described("blocks that fsdp gathers before their turn, 0 to 2", 1)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("bucket_mib", "first_bucket_mib", "last_bucket_mib"):
+            size = getattr(self, name)
+            if size is None and name != "bucket_mib":
+                continue
+            if not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < math.inf:
+                raise ValueError(f"{name}: must be a positive number of MiB, not {size!r}")
+        if self.ahead not in (0, 1, 2):
+            raise ValueError(f"ahead: must be 0, 1 or 2, not {self.ahead!r}")
+        if self.reduce_dtype != "own" and self.sync in ("torch_ddp", "torch_zero"):
+            raise ValueError(f"reduce_dtype: {self.sync} averages gradients in their own dtype here; leave it at own")

@@ -1,0 +1,64 @@
+"""Which tensors share a message, from their sizes: gradients in buckets as backward completes them, parameters by owner."""
+
+from collections.abc import Hashable, Sequence
+
+
+def plan_buckets(
+    sizes_bytes: Sequence[int],
+    kinds: Sequence[Hashable],
+    *,
+    bucket_bytes: float,
+    first_bucket_bytes: float | None = None,
+    last_bucket_bytes: float | None = None,
+) -> list[list[int]]:
+    """Indices of the tensors that share a bucket, in the order in which backward completes them: the reverse of theirs.
+
+    A bucket is closed before it would hold more than `bucket_bytes`; one larger tensor has a bucket of its own. The first to be
+    sent may be smaller, so that sending begins early, and the last, so that little is left when backward is over. `kinds`: the
+    tensors' dtypes; a bucket has one.
+    """
+    order = list(range(len(sizes_bytes) - 1, -1, -1))
+    last: list[int] = []
+    if last_bucket_bytes is not None:
+        last = _take(order[::-1], sizes_bytes, last_bucket_bytes)[::-1]
+        order = order[: len(order) - len(last)]
+    first = _take(order, sizes_bytes, first_bucket_bytes) if first_bucket_bytes is not None else []
+    order = order[len(first) :]
+    buckets = [first]
+    while order:
+        buckets.append(_take(order, sizes_bytes, bucket_bytes))
+        order = order[len(buckets[-1]) :]
+    buckets.append(last)
+    return [part for bucket in buckets for part in _by_kind(bucket, kinds)]
+
+
+def assign_owners(sizes_bytes: Sequence[int], owned_bytes: Sequence[int]) -> list[int]:
+    """The rank for each size, on top of what ranks own: the largest first, each to the rank with least.
+
+    The rank with most ends within the largest size of the rank with least, if they began so. Ties go by order.
+    """
+    totals = list(owned_bytes)
+    owners = [0] * len(sizes_bytes)
+    for index in sorted(range(len(sizes_bytes)), key=lambda index: -sizes_bytes[index]):
+        owners[index] = min(range(len(totals)), key=totals.__getitem__)
+        totals[owners[index]] += sizes_bytes[index]
+    return owners
+
+
+def _take(order: Sequence[int], sizes_bytes: Sequence[int], limit_bytes: float) -> list[int]:
+    """The first of these that together stay within the limit; at least one."""
+    taken: list[int] = []
+    held = 0
+    for index in order:
+        held += sizes_bytes[index]
+        if taken and held > limit_bytes:
+            break
+        taken.append(index)
+    return taken
+
+
+def _by_kind(bucket: Sequence[int], kinds: Sequence[Hashable]) -> list[list[int]]:
+    parts: dict[Hashable, list[int]] = {}
+    for index in bucket:
+        parts.setdefault(kinds[index], []).append(index)
+    return list(parts.values())

@@ -1,0 +1,50 @@
+"""The process that nsys watches: `python -m trainstep.measure.nsys_steps CONFIG`, a ProfileConfig as JSON.
+
+It builds and warms up as a cell does, then opens the capture range and, inside it, runs the profiled steps with our spans as
+NVTX ranges. It times nothing: nothing that nsys watches is an undisturbed time.
+"""
+
+import json
+import os
+import sys
+
+import torch
+
+from trainstep.config.parsing import profile_from_plain
+from trainstep.config.profile import ProfileConfig
+from trainstep.measure.failures import failure_of
+from trainstep.measure.nsys import CAPTURE_RANGE, SAID
+from trainstep.measure.train_step import TrainStepMeasurement
+from trainstep.spans import nvtx_spans, span
+
+
+def run_steps(config: ProfileConfig) -> None:
+    """Warm up, then the profiled steps, each synchronised at its end."""
+    measurement = TrainStepMeasurement(config, _tell_nobody)
+    measurement.prepare()
+    measurement.take(1)  # the profiled steps repeat the last one's batches, and a run may have no warm-up
+    # Not a span of ours: while nsys annotates torch those are record_function, whose ranges' names have numbers behind.
+    with torch.cuda.nvtx.range(CAPTURE_RANGE), nvtx_spans():
+        for number in range(config.profiled_steps):
+            with span(f"step {number}"):
+                measurement.settle()
+
+
+def main(text: str) -> int:
+    """Run a config's steps; a failure as one line that the other side knows by its beginning."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        run_steps(profile_from_plain(json.loads(text)))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's model may raise anything)
+        message = failure_of(error, "steps").message
+        print(f"{SAID}{' '.join(message.split())}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _tell_nobody(_stage: str) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

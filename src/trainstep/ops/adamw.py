@@ -1,0 +1,189 @@
+"""AdamW (Loshchilov 2019) in one pass over memory: `AdamW` takes the place of torch.optim.AdamW.
+
+Each element's parameter, gradient and two moments are read once, and all but the gradient written once (costs/adamw.py), for all
+tensors of a group and dtype in one launch. Unlike torch's it takes gradients of another dtype than the parameters': averaged in
+bf16 by BucketedDDP, say, for fp32 parameters, so that no fp32 copy of them is made.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstep.ops import reference
+from trainstep.spans import span
+
+try:
+    from trainstep.ops.adamw_kernel import Launch, Operands, Settings
+except ImportError:  # no triton for this platform: no GPU it could drive either
+    Launch = None  # type: ignore[assignment,misc]
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TORCH_ONLY = ("amsgrad", "maximize", "differentiable")
+
+
+class AdamW(torch.optim.Optimizer):
+    """`lr` may be a tensor: on the device it is read there, so that a CUDA graph takes what it holds when replayed.
+
+    Moments have the parameter's dtype; arithmetic is in fp32, in fp64 for fp64 parameters. On a GPU the kernel runs; on a CPU, for
+    fp64, and for a parameter with gaps in memory, ops/reference.py does. State is as torch.optim.AdamW(fused=True) has it, `step`
+    on the device, and each loads the other's state_dict. A CUDA graph may capture `step` after one step outside.
+
+    GradScaler leaves unscaling and skipping to it: the kernel divides by the scale and writes nothing after an overflow, and the
+    host does not wait; gradients themselves stay scaled. ValueError for complex parameters and sparse gradients.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr: must have one element, not {lr.numel()}")
+        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+            if not value >= 0:
+                raise ValueError(f"{name}: must not be negative, and is {value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: must be at least 0 and below 1, and are {betas}")
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"fused": True})  # `fused`: how torch's is to go on with this state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Further parameters. ValueError for a complex one."""
+        super().add_param_group(param_group)
+        if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
+            raise ValueError("params: complex ones are not taken; use torch.view_as_real, or torch.optim.AdamW")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What torch's AdamW may have written becomes ours. ValueError for options that this one does not have."""
+        super().__setstate__(state)
+        self._launches = {}
+        for group in self.param_groups:
+            for name in _TORCH_ONLY:
+                if group.pop(name, False):
+                    raise ValueError(
+                        f"{name}: trainstep's AdamW does not do it; load this state into torch.optim.AdamW"
+                    )
+            for name in ("foreach", "capturable", "decoupled_weight_decay"):
+                group.pop(name, None)
+            group["fused"] = True
+            for parameter in group["params"]:
+                if self.state.get(parameter):
+                    self.state[parameter] |= _as_kept(self.state[parameter], parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with span("adamw"):
+            for number, group in enumerate(self.param_groups):
+                by_kind: dict[tuple[Any, ...], list[Tensor]] = {}
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        kind = (parameter.device, parameter.dtype, parameter.grad.dtype, self._takes(parameter))
+                        by_kind.setdefault(kind, []).append(parameter)
+                for kind, parameters in by_kind.items():
+                    update = self._launch if kind[-1] else self._refer
+                    update((number, *kind), parameters, group)
+        return loss
+
+    def _takes(self, parameter: Tensor) -> bool:
+        """Whether the kernel updates it, once its state is there."""
+        state = self._state_of(parameter)
+        return (
+            self._has_kernel(parameter)
+            and parameter.numel() > 0
+            and parameter.dtype in _KERNEL_DTYPES
+            and state["exp_avg"].stride() == parameter.stride()
+        )
+
+    def _has_kernel(self, parameter: Tensor) -> bool:
+        return parameter.is_cuda and Launch is not None
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+    def _launch(self, kind: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        gradients = [_laid_out_like(parameter, _gradient(parameter)) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        found_inf = _on(parameters[0].device, getattr(self, "found_inf", None))
+        torch._foreach_add_(steps, 1 if found_inf is None else (found_inf == 0).float())
+        operands = Operands(
+            parameters, gradients, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], steps
+        )
+        beta1, beta2 = group["betas"]
+        lr, scale, device = group["lr"], getattr(self, "grad_scale", None), parameters[0].device
+        on_device = isinstance(lr, Tensor) and lr.device == device
+        settings = Settings(
+            lr=lr.float() if on_device else float(lr),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=_on(device, scale),
+            found_inf=found_inf,
+        )
+        self._launches.setdefault(kind, Launch())(operands, settings)
+
+    def _refer(self, _kind: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():  # which waits for a device, here where no kernel runs
+            return
+        beta1, beta2 = group["betas"]
+        for parameter in parameters:
+            state, gradient = self.state[parameter], _gradient(parameter)
+            state["step"] += 1
+            reference.adamw_(
+                parameter,
+                gradient if scale is None else gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / scale,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state["step"],
+                lr=group["lr"],
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise ValueError("params: a gradient is sparse; build its embedding with sparse=False")
+    return gradient
+
+
+def _on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _as_kept(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Steps on the device, and moments as parameters lie in memory."""
+    step = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
+    moments = {name: _laid_out_like(torch.empty_like(parameter), state[name]) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": step, **moments}
+
+
+def _laid_out_like(other: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy, such that equal elements lie equally far from the start."""
+    if tensor.stride() == other.stride():
+        return tensor
+    return torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,199 @@
+"""AdamW of many tensors in one launch.
+
+A program updates a chunk of one tensor. Which one, and where its parameter, gradient and moments lie, it reads from two tables on
+the device:
+
+    chunks     (tensor, number of the chunk in it)        made anew when sizes change
+    addresses  (parameter, gradient, exp_avg, exp_avg_sq, step, elements) of each tensor
+                                                          made anew when one moves, as gradients do that are dropped each step
+
+Every step a fresh table is at most a copy of 48 bytes a tensor, which the host does not wait for.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096
+"""Elements of a program: 112 KiB of fp32 read and written, enough to hide its reading of the tables."""
+WARPS = 8
+_ADDRESSES: tl.constexpr = tl.constexpr(6)
+"""Of a row of the table."""
+_ALIGNMENT_BYTES = 16
+
+
+@triton.jit
+def _update(
+    parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, first, elements, decay, step_size, root_correction2, eps, scale,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One chunk, in fp32. `decay`: 1 - lr weight_decay. `step_size`: lr / (1 - beta1^step). `scale`: of the gradient."""
+    index = first + tl.arange(0, CHUNK)
+    mask = index < elements if MASKED else None
+    g = tl.load(gradient_ptr + index, mask=mask).to(tl.float32) / scale
+    m = tl.load(exp_avg_ptr + index, mask=mask).to(tl.float32)
+    v = tl.load(exp_avg_sq_ptr + index, mask=mask).to(tl.float32)
+    p = tl.load(parameter_ptr + index, mask=mask).to(tl.float32)
+    m = m + (1 - BETA1) * (g - m)
+    v = BETA2 * v + (1 - BETA2) * g * g
+    denominator = tl.div_rn(tl.sqrt_rn(v), root_correction2) + eps
+    p = p * decay - step_size * tl.div_rn(m, denominator)
+    tl.store(parameter_ptr + index, p.to(parameter_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_ptr + index, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq_ptr + index, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pointer(address_ptr, like_ptr, ALIGNED: tl.constexpr):
+    """The address in the table as a pointer of `like_ptr`'s type."""
+    pointer = tl.load(address_ptr).to(like_ptr.dtype)
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def adamw_kernel(
+    addresses_ptr, chunks_ptr, parameter_ptr, gradient_ptr, moment_ptr, step_ptr, lr_ptr, scale_ptr, found_inf_ptr,
+    lr, eps, weight_decay,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr, CHUNK: tl.constexpr,
+    ALIGNED: tl.constexpr, LR_ON_DEVICE: tl.constexpr, SCALED: tl.constexpr, MAY_SKIP: tl.constexpr,
+):  # fmt: skip
+    """`parameter_ptr`, `gradient_ptr`, `moment_ptr`, `step_ptr` lend their types to the addresses in the table."""
+    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0))
+    first = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    row = addresses_ptr + tensor * _ADDRESSES
+    parameter = _pointer(row, parameter_ptr, ALIGNED)
+    gradient = _pointer(row + 1, gradient_ptr, ALIGNED)
+    exp_avg = _pointer(row + 2, moment_ptr, ALIGNED)
+    exp_avg_sq = _pointer(row + 3, moment_ptr, ALIGNED)
+    step = tl.load(_pointer(row + 4, step_ptr, False)).to(tl.float64)  # in fp32, 1 - 0.999^1 would keep four digits
+    elements = tl.load(row + 5)
+    if MAY_SKIP:
+        elements = tl.where(tl.load(found_inf_ptr) == 0, elements, 0)
+    if LR_ON_DEVICE:
+        lr = tl.load(lr_ptr)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_ptr)
+    correction1 = (1 - tl.exp2(step * LOG2_BETA1)).to(tl.float32)
+    correction2 = (1 - tl.exp2(step * LOG2_BETA2)).to(tl.float32)
+    decay = 1 - lr * weight_decay
+    step_size = lr / correction1
+    root_correction2 = tl.sqrt_rn(correction2)
+    if first + CHUNK <= elements:
+        _update(
+            parameter, gradient, exp_avg, exp_avg_sq, first, elements, decay, step_size, root_correction2, eps, scale,
+            BETA1, BETA2, CHUNK, False,
+        )  # fmt: skip
+    else:
+        _update(
+            parameter, gradient, exp_avg, exp_avg_sq, first, elements, decay, step_size, root_correction2, eps, scale,
+            BETA1, BETA2, CHUNK, True,
+        )  # fmt: skip
+
+
+class Operands(NamedTuple):
+    """Tensors of one device, one dtype a field (`exp_avgs` and `exp_avg_sqs` alike); the four of an update lie in memory alike."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    """fp32, (); this update counted."""
+
+
+class Settings(NamedTuple):
+    """Of an update. A tensor for `lr` is on the device, fp32; so are the other two, or None."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+
+class Launch:
+    """Launches for tensors that mostly stay where they are: keeps their tables on the device."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._rows: list[tuple[int, ...]] = []
+        self._captured: list[Tensor] = []
+
+    def __call__(self, operands: Operands, settings: Settings) -> None:
+        """One update of each tensor; nothing is written if `found_inf` is not 0."""
+        device = operands.parameters[0].device
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._make_tables(operands, device)
+        if capturing:  # a CUDA graph reads them whenever it is replayed
+            self._captured += [self._addresses, self._chunks, self._host_addresses, self._host_chunks]
+        lr, scale, found_inf = settings.lr, settings.grad_scale, settings.found_inf
+        unused = operands.steps[0]
+        with _current(device):
+            adamw_kernel[(self._chunks.shape[0],)](
+                self._addresses,
+                self._chunks,
+                operands.parameters[0],
+                operands.gradients[0],
+                operands.exp_avgs[0],
+                operands.steps[0],
+                lr if isinstance(lr, Tensor) else unused,
+                unused if scale is None else scale,
+                unused if found_inf is None else found_inf,
+                0.0 if isinstance(lr, Tensor) else float(lr),
+                float(settings.eps),
+                float(settings.weight_decay),
+                BETA1=settings.beta1,
+                BETA2=settings.beta2,
+                LOG2_BETA1=_log2(settings.beta1),
+                LOG2_BETA2=_log2(settings.beta2),
+                CHUNK=CHUNK,
+                ALIGNED=self._aligned,
+                LR_ON_DEVICE=isinstance(lr, Tensor),
+                SCALED=scale is not None,
+                MAY_SKIP=found_inf is not None,
+                num_warps=WARPS,
+            )
+
+    def _make_tables(self, operands: Operands, device: torch.device) -> None:
+        rows = [
+            (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()) for tensors in zip(*operands, strict=True)
+        ]
+        if rows == self._rows:
+            return
+        self._rows = rows
+        self._aligned = not any(address % _ALIGNMENT_BYTES for row in rows for address in row[:4])
+        self._host_addresses, self._addresses = _upload(rows, torch.int64, device)
+        sizes = [row[-1] for row in rows]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            chunks = [(index, part) for index, size in enumerate(sizes) for part in range(-(-size // CHUNK))]
+            self._host_chunks, self._chunks = _upload(chunks, torch.int32, device)
+
+
+def _upload(rows: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """On the host, pinned, and on the device."""
+    host = torch.tensor(rows, dtype=dtype)
+    if device.type != "cuda":
+        return host, host
+    host = host.pin_memory()
+    return host, host.to(device, non_blocking=True)
+
+
+def _log2(beta: float) -> float:
+    return math.log2(beta) if beta > 0 else -math.inf
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,136 @@
+"""A bucket: several gradients in one flat tensor and so in one message; and which parameters share one.
+
+    flat   [gradient | gradient | gradient | flags]
+
+The flags, one a parameter, say whether this rank used it; averaged like the rest they say whether any did, at no further message.
+
+[Note: what is copied]
+Autograd hands over fresh gradients. Once all of a bucket's are there they are copied into it, by one kernel for many, and freed;
+from then on each parameter's gradient is its view of the bucket, and what is averaged there is not copied anywhere. A gradient
+that is that view already, since it was zeroed in place and not dropped, is not copied at all: autograd added to it where it is.
+Dropping is cheaper all the same: for n bytes the copy reads n and writes n, while zeroing writes n and adding reads 2 n, writes n.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.costs import buckets
+from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.flat_buffer import FlatBuffer
+
+
+class Bucket:
+    """Gradients of `parameters`, averaged in `dtype`.
+
+    `keeps_dtype`: gradients of another dtype than their bucket's stay as they are, and what was averaged is copied back to them;
+    otherwise they become views of the bucket, in its dtype.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, keeps_dtype: bool = True
+    ) -> None:
+        self.name = name
+        self.parameters = list(parameters)
+        self._buffer = FlatBuffer(
+            self.parameters, dtype=dtype, device=self.parameters[0].device, extra=len(self.parameters)
+        )
+        self._flags = self._buffer.flat[-len(self.parameters) :]
+        self._copied_back = [keeps_dtype and parameter.dtype != dtype for parameter in self.parameters]
+        self._missing: list[int] = []
+        self._pending: Pending = DONE
+        for parameter, copied_back in zip(self.parameters, self._copied_back, strict=True):
+            if parameter.dtype != dtype and not copied_back:
+                parameter.grad_dtype = None  # any: autograd's own stay in fp32, the average need not
+
+    @property
+    def nbytes(self) -> int:
+        """Of its message, flags included."""
+        return self._buffer.flat.nbytes
+
+    @torch.no_grad()
+    def send(self, collectives: Collectives, used: Sequence[bool]) -> None:
+        """Copy in what is not there yet, zeros for parameters not used, and start averaging."""
+        self._missing = [index for index, here in enumerate(used) if not here]
+        views = self._buffer.views
+        moved = [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if used[index] and parameter.grad is not views[index]
+        ]
+        if moved:
+            gradients = [_present(self.parameters[index]) for index in moved]
+            torch._foreach_copy_([views[index] for index in moved], gradients)
+        for index in moved:
+            if not self._copied_back[index]:
+                self.parameters[index].grad = views[index]
+        if self._missing:
+            torch._foreach_zero_([views[index] for index in self._missing])
+        self._flags.fill_(1)
+        for index in self._missing:
+            self._flags[index] = 0
+        self._pending = collectives.all_reduce(self._buffer.flat, reduction="average", label=self.name)
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Wait for the average and make it the parameters' gradients; a parameter that no rank used has none."""
+        self._pending.wait()
+        self._pending = DONE
+        flags = self._flags.tolist() if self._missing else []  # which waits for the device
+        for index in self._missing:
+            parameter, view = self.parameters[index], self._buffer.views[index]
+            parameter.grad = (
+                None if flags[index] == 0 else view.to(parameter.dtype) if self._copied_back[index] else view
+            )
+        back = [index for index, copied in enumerate(self._copied_back) if copied and index not in self._missing]
+        if back:
+            gradients = [_present(self.parameters[index]) for index in back]
+            torch._foreach_copy_(gradients, [self._buffer.views[index] for index in back])
+
+
+def make_buckets(
+    name: str,
+    parameters: Sequence[nn.Parameter],
+    plan: Sequence[Sequence[int]],
+    *,
+    dtype: torch.dtype | None,
+    keeps_dtype: bool,
+) -> list[Bucket]:
+    """The buckets of a plan, called `name 0`, `name 1`...; `dtype` None: their parameters' own."""
+    return [
+        Bucket(
+            f"{name} {number}",
+            [parameters[index] for index in indices],
+            dtype=dtype or parameters[indices[0]].dtype,
+            keeps_dtype=keeps_dtype,
+        )
+        for number, indices in enumerate(plan)
+    ]
+
+
+def plan_buckets(
+    tensors: Sequence[Tensor],
+    *,
+    bucket_bytes: float,
+    first_bucket_bytes: float | None = None,
+    last_bucket_bytes: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[list[int]]:
+    """Indices of the tensors that share a bucket, in the order of their messages, as costs/buckets.py plans them.
+
+    A bucket has one dtype: `dtype`, else its tensors' own.
+    """
+    dtypes = [dtype or tensor.dtype for tensor in tensors]
+    return buckets.plan_buckets(
+        [tensor.numel() * its.itemsize for tensor, its in zip(tensors, dtypes, strict=True)],
+        dtypes,
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
+        last_bucket_bytes=last_bucket_bytes,
+    )
+
+
+def _present(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

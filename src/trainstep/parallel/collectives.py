@@ -1,0 +1,145 @@
+"""The only caller of torch.distributed's collectives: each message is counted, and named where a profiler can see it.
+
+Bytes counted are those of the tensor as the caller sees it (what is reduced, gathered or sent), not those on the wire:
+costs/collectives.py makes the one from the other.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.parallel.ranks import Ranks
+from trainstep.spans import span
+
+_REDUCTIONS = {"average": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "maximum": dist.ReduceOp.MAX}
+
+
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> Any:
+        """Until the result may be used: the host waits on gloo, the current stream on NCCL."""
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+DONE = _Done()
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """What was sent since the last `clear`: messages and bytes, by operation."""
+
+    messages: Counter[str] = field(default_factory=Counter)
+    payload_bytes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, operation: str, tensor: Tensor) -> None:
+        """Count one message."""
+        self.messages[operation] += 1
+        self.payload_bytes[operation] += tensor.numel() * tensor.element_size()
+
+    def clear(self) -> None:
+        """Count from zero."""
+        self.messages.clear()
+        self.payload_bytes.clear()
+
+
+class Collectives:
+    """Collectives of one group. Each starts at once and returns what to `wait` for; tensors are used in place.
+
+    Every rank must call the same ones in the same order with tensors of the same sizes and dtypes. `label` names the message's
+    span: `all_reduce bucket 3`. A process on its own sends nothing and counts nothing.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.traffic = Traffic()
+
+    def all_reduce(self, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
+        """Every rank's tensor becomes their `sum`, `average` or `maximum`."""
+        return self._start(
+            "all_reduce",
+            tensor,
+            label,
+            lambda: dist.all_reduce(tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True),
+        )
+
+    def reduce_scatter(self, shard: Tensor, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
+        """`shard` becomes this rank's part of the reduced `tensor`, which has world_size times as many elements.
+
+        `shard` may be that part of `tensor` itself.
+        """
+        if self.ranks.group is None:
+            _copy_unless_same(shard, tensor)
+            return DONE
+        return self._start(
+            "reduce_scatter",
+            tensor,
+            label,
+            lambda: _REDUCE_SCATTER(shard, tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True),
+        )
+
+    def all_gather(self, tensor: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """`tensor` becomes every rank's `shard`, one behind the other. `shard` may be this rank's part of `tensor` itself."""
+        if self.ranks.group is None:
+            _copy_unless_same(tensor, shard)
+            return DONE
+        return self._start(
+            "all_gather",
+            tensor,
+            label,
+            lambda: _ALL_GATHER(tensor, shard, group=self.ranks.group, async_op=True),
+        )
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, label: str = "") -> Pending:
+        """Every rank's tensor becomes that of rank `source`."""
+        return self._start(
+            "broadcast",
+            tensor,
+            label,
+            lambda: dist.broadcast(tensor, group=self.ranks.group, group_src=source, async_op=True),
+        )
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text, in order; for saying things, not for speed. Waits."""
+        if self.ranks.group is None:
+            return [text]
+        content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.ranks.device)
+        longest = torch.tensor(len(content), device=self.ranks.device)
+        self.all_reduce(longest, reduction="maximum", label="length").wait()
+        padded = torch.zeros(int(longest) or 1, dtype=torch.uint8, device=self.ranks.device)
+        padded[: len(content)] = content
+        gathered = padded.new_empty(len(padded) * self.ranks.world_size)
+        self.all_gather(gathered, padded, label="text").wait()
+        return [bytes(row).rstrip(b"\0").decode() for row in gathered.view(self.ranks.world_size, -1).tolist()]
+
+    def barrier(self) -> None:
+        """Until every rank is here. Not counted."""
+        if self.ranks.group is not None:
+            dist.barrier(group=self.ranks.group)
+
+    def _start(self, operation: str, tensor: Tensor, label: str, start: Callable[[], Any]) -> Pending:
+        if self.ranks.group is None:
+            return DONE
+        self.traffic.add(operation, tensor)
+        with span(f"{operation} {label}" if label else operation):
+            pending: Pending = start()
+        return pending
+
+
+def _copy_unless_same(to: Tensor, from_: Tensor) -> None:
+    if to.data_ptr() != from_.data_ptr():
+        to.copy_(from_)
+
+
+# Renamed in torch 2.13, where the older names warn.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,75 @@
+"""Data parallel in buckets: gradients that are ready at about the same time share a message, sent while backward goes on.
+
+Fewer messages than OverlappedDDP, so less work for the host and more of the link's bandwidth; smaller than FlatDDP's, so hidden
+behind backward. What size is best depends on the link: `trainstep collectives` fits its latency and bandwidth.
+"""
+
+import torch
+from torch import nn
+
+from trainstep.parallel.bucket import make_buckets, plan_buckets
+from trainstep.parallel.gradient_sync import ReplicatedGradients, sent_twice
+from trainstep.parallel.launch_order import LaunchOrder
+from trainstep.parallel.ranks import Ranks
+
+MIB = 2**20
+
+
+class BucketedDDP(ReplicatedGradients):
+    """`bucket_mib`: of a message; `first_bucket_mib`, `last_bucket_mib`: of the first and the last to be sent, if they differ.
+
+    `reduce_dtype`: what gradients are sent and averaged in; by default their own. If it differs and `keeps_gradient_dtype`,
+    the average is copied back into gradients of the parameters' dtype; without, gradients are views of the buckets in
+    `reduce_dtype`, which the optimizer must take (trainstep's AdamW does, torch's do not) and clipping here does.
+
+    Buckets go out in one order: one that is full waits for those before it. [Note: the same messages on every rank]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks | None = None,
+        *,
+        bucket_mib: float = 25.0,
+        first_bucket_mib: float | None = None,
+        last_bucket_mib: float | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        keeps_gradient_dtype: bool = True,
+    ) -> None:
+        sizes = {"bucket_mib": bucket_mib, "first_bucket_mib": first_bucket_mib, "last_bucket_mib": last_bucket_mib}
+        for name, size in sizes.items():
+            if size is not None and not size > 0:
+                raise ValueError(f"{name}: must be positive, not {size}")
+        super().__init__(module, ranks)
+        self._plan = plan_buckets(
+            self.parameters,
+            bucket_bytes=_bytes(bucket_mib),
+            first_bucket_bytes=None if first_bucket_mib is None else _bytes(first_bucket_mib),
+            last_bucket_bytes=None if last_bucket_mib is None else _bytes(last_bucket_mib),
+            dtype=reduce_dtype,
+        )
+        self.buckets = make_buckets(
+            "bucket", self.parameters, self._plan, dtype=reduce_dtype, keeps_dtype=keeps_gradient_dtype
+        )
+        self._order = LaunchOrder(self._plan)
+
+    def _gradient_ready(self, index: int) -> None:
+        turns = self._order.ready(index)
+        if turns is None:
+            raise sent_twice(self.names[index])
+        for turn in turns:
+            self._send(turn)
+
+    def _send(self, turn: int) -> None:
+        used = [self._was_used(index) for index in self._plan[turn]]
+        self.buckets[turn].send(self.collectives, used)
+
+    def _finish(self) -> None:
+        for turn in self._order.rest():
+            self._send(turn)
+        for bucket in self.buckets:
+            bucket.receive()
+
+
+def _bytes(mib: float) -> int:
+    return int(mib * MIB)

@@ -1,0 +1,266 @@
+"""Fully sharded data parallel: parameters, gradients and optimizer state each 1/N a rank (ZeRO stage 3, Rajbhandari 2020).
+
+    forward     a unit is gathered before its block runs, the next ones while it runs, and freed behind it
+    backward    gathered again, in reverse; its gradients are reduce-scattered and it is freed
+    optimizer   updates this rank's pieces: `torch.optim.AdamW(module.parameters())`, made after wrapping
+
+For P bytes of parameters in the compute dtype and G of gradients in the reduce dtype a rank sends P (N-1)/N twice and G (N-1)/N
+once a step; keeping parameters gathered after forward saves one of the two, and costs P bytes.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from trainstep.parallel.clipping import clip_gradients_
+from trainstep.parallel.fsdp_unit import FSDPUnit
+from trainstep.parallel.gradient_shards import MOST_IN_FLIGHT
+from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
+from trainstep.parallel.launch_order import LaunchOrder
+from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.staging import StagingPool
+from trainstep.parallel.units import plan_units
+from trainstep.parallel.usage import Usage
+
+
+class FSDP(HookedGradients):
+    """Wraps a module in place; it is called as before, through its `__call__`.
+
+    `units`: modules gathered as one; by default a block each, and what stands around them (see plan_units). Between steps a
+    parameter is this rank's piece of itself, one-dimensional and perhaps empty: an element-wise optimizer over
+    `module.parameters()` updates it, and its state is sharded with it.
+
+    `compute_dtype`: what is gathered and computed with; the pieces, and the update, keep the parameters' own. `reduce_dtype`: what
+    gradients are averaged in. `reshard_after_forward` False: gathered once a step. `ahead`: units gathered before their turn, 0
+    to 2. Every rank runs the same units in the same order; parameters within one may go unused. Blocks may be compiled by
+    `block.forward = torch.compile(block.forward)`: the hooks stay outside.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks | None = None,
+        *,
+        units: Sequence[nn.Module] | None = None,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+        ahead: int = 1,
+    ) -> None:
+        if ahead not in (0, 1, 2):
+            raise ValueError(f"ahead: must be 0, 1 or 2, not {ahead!r}")
+        super().__init__(module, ranks)
+        self._ahead = ahead
+        self._reshard_after_forward = reshard_after_forward
+        plans = plan_units(module, units)
+        staging = StagingPool(self.ranks.device)
+        index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self.units = [
+            FSDPUnit(plan, self.collectives, staging, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+            for plan in plans
+        ]
+        self._trained = [unit for unit in self.units if unit.trains][::-1]
+        """In the order in which backward completes them."""
+        self._members = [[index_of[parameter] for parameter in unit.parameters] for unit in self._trained]
+        self._unit_of = {index: number for number, members in enumerate(self._members) for index in members}
+        self._order = LaunchOrder(self._members)
+        self._left = [len(members) for members in self._members]
+        """Gradients that a backward under no_sync has still to bring, for each unit."""
+        self._usage = Usage(self.collectives, len(self.parameters))
+        self._in_flight: deque[FSDPUnit] = deque()
+        self._sent: set[FSDPUnit] = set()
+        """Units whose backward is over; other ranks may still wait for a gradient of theirs."""
+        self._forward_order: list[nn.Module] = []
+        self._known_order = list(dict.fromkeys([module, *(trigger for plan in plans for trigger in plan.triggers)]))
+        """Triggers as the last whole forward came by them."""
+        self._needs = {
+            trigger: [unit for unit, plan in zip(self.units, plans, strict=True) if trigger in plan.triggers]
+            for trigger in self._known_order
+        }
+        self._reading_state = False
+        for trigger in self._known_order:
+            self._hooks.append(trigger.register_forward_pre_hook(torch.compiler.disable(self._before_forward)))
+            self._hooks.append(trigger.register_forward_hook(torch.compiler.disable(self._after_forward)))
+        self._hooks.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that the norm of all ranks' together is at most `max_norm`; one small message."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return clip_gradients_(gradients, max_norm, norm_type, across=self.collectives)
+
+    def detach(self) -> None:
+        """Take the hooks off again and make the parameters whole, on every rank. All ranks must ask."""
+        super().detach()
+        for unit in self.units:
+            unit.reshard()
+            for parameter, whole in zip(unit.parameters, unit.gathered(unit.shard), strict=True):
+                parameter.grad = None
+                parameter.data = whole
+
+    def full_state_dict(self, *, on_rank_0_only: bool = False) -> dict[str, Any]:
+        """The module's `state_dict` with whole parameters, on the CPU; {} on other ranks if `on_rank_0_only`. All must ask."""
+        whole: dict[nn.Parameter, Tensor] = {}
+        for unit in self.units:
+            unit.reshard()
+            tensors = unit.gathered(unit.shard)
+            if self.ranks.is_first or not on_rank_0_only:
+                whole.update(
+                    {p: tensor.to("cpu", copy=True) for p, tensor in zip(unit.parameters, tensors, strict=True)}
+                )
+        if not self.ranks.is_first and on_rank_0_only:
+            return {}
+        with self._reading():
+            state = self.module.state_dict(keep_vars=True)
+        return {
+            name: whole[value] if isinstance(value, nn.Parameter) else _detached(value) for name, value in state.items()
+        }
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take whole parameters and buffers, each rank its pieces; every rank brings the same.
+
+        ValueError for a name or shape that is not the module's."""
+        with self._reading():
+            own = self.module.state_dict(keep_vars=True)
+        if missing := sorted(own.keys() ^ state.keys()):
+            raise ValueError(
+                f"state: {missing[0]} is only in {'the module' if missing[0] in own else 'the state dict'}"
+            )
+        places = {p: (unit, index) for unit in self.units for index, p in enumerate(unit.parameters)}
+        for name, value in own.items():
+            if not isinstance(value, nn.Parameter):
+                if isinstance(value, Tensor):
+                    value.detach().copy_(state[name])
+                continue
+            unit, index = places[value]
+            if state[name].shape != unit.shape(index):
+                raise ValueError(
+                    f"state: {name} is {tuple(state[name].shape)}, and the module's {tuple(unit.shape(index))}"
+                )
+            unit.reshard()
+            unit.load(index, state[name])
+
+    def placed(self) -> Iterator[tuple[str, nn.Parameter, FSDPUnit, int]]:
+        """(name, parameter, its unit, its number there) of every parameter, for who saves them."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for unit in self.units:
+            for index, parameter in enumerate(unit.parameters):
+                yield names[parameter], parameter, unit, index
+
+    def _before_forward(self, trigger: nn.Module, _inputs: Any) -> None:
+        if trigger is self.module:
+            self._forward_order = []
+            self._begin_pass()
+        self._forward_order.append(trigger)
+        self._make_whole(trigger, self._known_order)
+
+    def _begin_pass(self) -> None:
+        """Ranks may differ in which units the pass before has left whole; from here on they gather the same ones."""
+        self._left = [len(members) for members in self._members]
+        if self._reshard_after_forward:
+            for unit in self.units:
+                unit.reshard()
+
+    def _after_forward(self, trigger: nn.Module, _inputs: Any, output: Any) -> None:
+        training = torch.is_grad_enabled()
+        if trigger is self.module:
+            self._known_order = self._forward_order or self._known_order
+        if training and (tensors := [tensor for tensor in _tensors(output) if tensor.requires_grad]):
+            register_multi_grad_hook(tensors, lambda _gradient: self._before_backward(trigger), mode="any")
+        comes_next = training and trigger in (self.module, self._known_order[-1])
+        if comes_next or (training and not self._reshard_after_forward):
+            return
+        still_needed = [] if trigger is self.module else self._needs[self.module]
+        for unit in self._needs[trigger]:
+            if unit not in still_needed:
+                unit.reshard()
+
+    def _before_backward(self, trigger: nn.Module) -> None:
+        self._make_whole(trigger, self._known_order[::-1])
+
+    def _make_whole(self, trigger: nn.Module, order: Sequence[nn.Module]) -> None:
+        for unit in self._needs[trigger]:
+            unit.wait_for_unshard()
+        place = order.index(trigger) + 1 if trigger in order else len(order)
+        for following in order[place : place + self._ahead]:
+            for unit in self._needs[following]:
+                if unit not in self._sent:
+                    unit.unshard()
+
+    def _accumulated(self, index: int) -> None:
+        if self._syncing:
+            self._gradient_ready(index)
+            return
+        number = self._unit_of[index]
+        self._left[number] -= 1
+        if not self._left[number] and self._reshard_after_forward:
+            self._trained[number].reshard()
+
+    def _gradient_ready(self, index: int) -> None:
+        turns = self._order.ready(index)
+        if turns is None:
+            raise sent_twice(self.names[index])
+        for turn in turns:
+            self._send(turn)
+
+    def _send(self, turn: int) -> None:
+        unit = self._trained[turn]
+        used = unit.send_gradients()
+        for index, here in zip(self._members[turn], used, strict=True):
+            self._used[index] = here
+        unit.reshard()
+        self._sent.add(unit)
+        self._in_flight.append(unit)
+        if len(self._in_flight) > MOST_IN_FLIGHT:
+            self._in_flight.popleft().receive_gradients()
+
+    def _finish(self) -> None:
+        for turn in self._order.rest():
+            self._send(turn)
+        self._sent.clear()
+        self._usage.send(self._used)
+        while self._in_flight:
+            self._in_flight.popleft().receive_gradients()
+        for unit in self.units:
+            unit.reshard()
+        unused = set(self._usage.unused_everywhere(self._used))
+        for unit, members in zip(self._trained, self._members, strict=True):
+            unit.hand_over_gradients([index not in unused for index in members])
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        self._reading_state = True
+        try:
+            yield
+        finally:
+            self._reading_state = False
+
+    def _refuse_state_dict(self, *_: Any) -> None:
+        if not self._reading_state:
+            raise ValueError(
+                "state_dict: this rank has pieces of the parameters; call full_state_dict(), or save_checkpoint for a sharded one"
+            )
+
+
+def _tensors(output: Any) -> Iterable[Tensor]:
+    """Of a module's output: a tensor, or tensors in lists, tuples, dicts and objects' attributes."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif hasattr(output, "__dict__"):
+        for value in vars(output).values():
+            if isinstance(value, Tensor):
+                yield value
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

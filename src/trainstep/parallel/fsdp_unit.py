@@ -1,0 +1,209 @@
+"""One unit of fully sharded data parallel: its shard, its whole parameters while they are needed, and their gradients' way back.
+
+[Note: storage that comes and goes]
+The whole parameters of a unit live in one flat tensor that is made once; only its storage is freed and taken again. What autograd
+saved for backward (a transposed view of a weight, say) keeps pointing into it, and finds the same values there once the unit
+is gathered again. Nothing reads it in between.
+
+[Note: streams]
+On a GPU a collective starts behind what the current stream has been given so far and runs beside what it is given next. So a unit
+is gathered ahead by asking before the block in front of it is launched; memory that this block's predecessor freed may be taken for
+it at once; and waiting makes the stream wait, not the host.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.flat_buffer import lay_out, view_like
+from trainstep.parallel.gradient_shards import GradientShards
+from trainstep.parallel.staging import StagingPool
+from trainstep.parallel.units import UnitPlan
+
+
+class UnitState(Enum):
+    """What of a unit is in memory on a rank."""
+
+    SHARDED = "1/N of its elements; its parameters are this rank's pieces of them, one-dimensional"
+    GATHERING = "its shard, and the whole in the compute dtype, being filled"
+    GATHERED = "its shard, and the whole in the compute dtype; its parameters are views of that"
+
+
+class FSDPUnit:
+    """Takes a unit's parameters over: from here on they are pieces, save between `wait_for_unshard` and `reshard`.
+
+    The shard keeps the parameters' dtype; what is gathered and computed with is `compute_dtype`, cast before it is sent.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        collectives: Collectives,
+        staging: StagingPool,
+        *,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        ranks = collectives.ranks
+        self.name = plan.name
+        self.parameters = plan.parameters
+        self.trains = plan.parameters[0].requires_grad
+        self.state = UnitState.SHARDED
+        self._collectives = collectives
+        self._templates = [
+            torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+            for parameter in plan.parameters
+        ]
+        self.layout = lay_out(self._templates, parts=ranks.world_size)
+        dtype = plan.parameters[0].dtype
+        self.shard = self._own_shard(dtype)
+        self.pieces = [self.piece_of(self.shard, index) for index in range(len(plan.parameters))]
+        self._whole = torch.empty(self.layout.numel, dtype=compute_dtype or dtype, device=ranks.device)
+        self._views = [
+            view_like(self._whole, start, template)
+            for start, template in zip(self.layout.starts, self._templates, strict=True)
+        ]
+        self._whole_bytes = self._whole.untyped_storage().nbytes()
+        self._whole.untyped_storage().resize_(0)  # [Note: storage that comes and goes]
+        self._gathering: Pending = DONE
+        self._held: list[Tensor | None] = [None] * len(plan.parameters)
+        """Gradients: of pieces, while the parameters are whole."""
+        self._unsent: list[Tensor | None] = [None] * len(plan.parameters)
+        """Gradients: whole ones that have not been reduced yet."""
+        self._reduced: Tensor | None = None
+        self._gradients = GradientShards(
+            plan.name,
+            self._templates,
+            self.layout,
+            dtype=dtype,
+            reduce_dtype=reduce_dtype,
+            collectives=collectives,
+            staging=staging,
+        )
+        self._show_pieces()
+
+    def unshard(self) -> None:
+        """Start gathering the whole parameters, unless that is done."""
+        if self.state is not UnitState.SHARDED:
+            return
+        self.state = UnitState.GATHERING
+        self._whole.untyped_storage().resize_(self._whole_bytes)
+        ranks = self._collectives.ranks
+        first, end = self.layout.shard(ranks.rank, ranks.world_size)
+        with torch.no_grad():
+            own = self._whole[first:end].copy_(self.shard)
+        self._gathering = self._collectives.all_gather(self._whole, own, label=self.name)
+
+    def wait_for_unshard(self) -> None:
+        """From here on the parameters are whole."""
+        self.unshard()
+        if self.state is not UnitState.GATHERING:
+            return
+        self._gathering.wait()
+        self._gathering = DONE
+        self.state = UnitState.GATHERED
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            self._held[index], parameter.grad = parameter.grad, None
+            parameter.data = view
+
+    def reshard(self) -> None:
+        """Free the whole parameters. A gradient that autograd has added to them is kept, to be reduced."""
+        if self.state is UnitState.SHARDED:
+            return
+        self.wait_for_unshard()
+        self.keep_gradients()
+        self._show_pieces()
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad, self._held[index] = self._held[index], None
+        self._whole.untyped_storage().resize_(0)
+        self.state = UnitState.SHARDED
+
+    @torch.no_grad()
+    def keep_gradients(self) -> None:
+        """Take whole gradients off the parameters; several backward passes add up in the shard's dtype."""
+        if self.state is not UnitState.GATHERED:
+            return
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                continue
+            before = self._unsent[index]
+            if before is None:
+                self._unsent[index] = parameter.grad
+            else:
+                self._unsent[index] = before.to(self.shard.dtype).add_(parameter.grad)
+            parameter.grad = None
+
+    def send_gradients(self) -> list[bool]:
+        """Start reducing what is kept; which parameters had a gradient here."""
+        self.keep_gradients()
+        used = [gradient is not None for gradient in self._unsent]
+        self._gradients.send(self._unsent)
+        self._unsent = [None] * len(self.parameters)
+        return used
+
+    def receive_gradients(self) -> None:
+        """Wait for this rank's shard of the average."""
+        self._reduced = self._gradients.receive()
+
+    @torch.no_grad()
+    def hand_over_gradients(self, used: Sequence[bool]) -> None:
+        """Sharded: give each piece its part of the average, added to a gradient that it still has."""
+        assert self.state is UnitState.SHARDED and self._reduced is not None
+        for index, (parameter, here) in enumerate(zip(self.parameters, used, strict=True)):
+            if here and parameter.numel():
+                piece = self.piece_of(self._reduced, index)
+                parameter.grad = piece if parameter.grad is None else parameter.grad.add_(piece)
+        self._reduced = None
+
+    def piece_of(self, shard: Tensor, index: int) -> Tensor:
+        """What a tensor laid out as this rank's shard holds of parameter `index`."""
+        first, end = self.ends(index)
+        ranks = self._collectives.ranks
+        start = self.layout.starts[index] - self.layout.shard(ranks.rank, ranks.world_size)[0]
+        return shard[start + first : start + end] if end > first else shard[:0]
+
+    def ends(self, index: int) -> tuple[int, int]:
+        """First and end element of parameter `index` that this rank holds."""
+        ranks = self._collectives.ranks
+        return self.layout.piece(index, ranks.rank, ranks.world_size)
+
+    def shape(self, index: int) -> torch.Size:
+        """Of the whole parameter."""
+        return self._templates[index].shape
+
+    @torch.no_grad()
+    def gathered(self, shard: Tensor) -> list[Tensor]:
+        """Whole tensors from every rank's shard of something laid out as the parameters are. Waits."""
+        whole = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
+        self._collectives.all_gather(whole, shard, label=f"{self.name} whole").wait()
+        return [
+            view_like(whole, start, template)
+            for start, template in zip(self.layout.starts, self._templates, strict=True)
+        ]
+
+    @torch.no_grad()
+    def load(self, index: int, whole: Tensor) -> None:
+        """Take this rank's piece of a whole parameter."""
+        first, end = self.ends(index)
+        template = self._templates[index]
+        arranged = torch.empty_strided(
+            template.shape, template.stride(), dtype=self.shard.dtype, device=self.shard.device
+        )
+        arranged.copy_(whole)
+        self.pieces[index].copy_(arranged.as_strided((template.numel(),), (1,))[first:end])
+
+    def _own_shard(self, dtype: torch.dtype) -> Tensor:
+        ranks = self._collectives.ranks
+        with torch.no_grad():
+            flat = torch.zeros(self.layout.numel, dtype=dtype, device=ranks.device)
+            for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
+                view_like(flat, start, parameter).copy_(parameter)
+        first, end = self.layout.shard(ranks.rank, ranks.world_size)
+        return flat[first:end].clone()
+
+    def _show_pieces(self) -> None:
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            parameter.data = piece

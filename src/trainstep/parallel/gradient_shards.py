@@ -1,0 +1,74 @@
+"""One unit's gradients on their way from whole ones to this rank's shard of their average.
+
+    whole gradients -> a staging buffer -> reduce-scatter -> shard      each rank keeps 1/N of the unit's elements
+
+The average is taken in `reduce_dtype` and kept in the parameters'.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainstep.costs.flat_layout import FlatLayout
+from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.flat_buffer import FlatBuffer
+from trainstep.parallel.staging import StagingPool
+
+MOST_IN_FLIGHT = 2
+"""Units whose gradients are being reduced at a time: more would only hold more buffers."""
+
+
+class GradientShards:
+    """`templates`: tensors of the gradients' shapes and strides; `layout`: where each lies in the flat one."""
+
+    def __init__(
+        self,
+        name: str,
+        templates: Sequence[Tensor],
+        layout: FlatLayout,
+        *,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None,
+        collectives: Collectives,
+        staging: StagingPool,
+    ) -> None:
+        self._name = name
+        self._templates = list(templates)
+        self._layout = layout
+        self._dtype = dtype
+        self._reduce_dtype = reduce_dtype or dtype
+        self._collectives = collectives
+        self._staging = staging
+        self._buffer: FlatBuffer | None = None
+        self._reduced: Tensor | None = None
+        self._pending: Pending = DONE
+
+    @torch.no_grad()
+    def send(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy gradients into a buffer, zeros for None, and start reducing. They may be freed at once."""
+        world_size = self._collectives.ranks.world_size
+        buffer = self._staging.borrow(self._templates, dtype=self._reduce_dtype, parts=world_size)
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        if present:
+            torch._foreach_copy_([buffer.views[index] for index in present], [g for g in gradients if g is not None])
+        if absent := [view for view, gradient in zip(buffer.views, gradients, strict=True) if gradient is None]:
+            torch._foreach_zero_(absent)
+        self._reduced = torch.empty(
+            self._layout.numel // world_size, dtype=self._reduce_dtype, device=buffer.flat.device
+        )
+        self._pending = self._collectives.reduce_scatter(
+            self._reduced, buffer.flat, reduction="average", label=self._name
+        )
+        self._buffer = buffer
+
+    @torch.no_grad()
+    def receive(self) -> Tensor | None:
+        """Wait; this rank's shard of the average, in the parameters' dtype. None if nothing was sent since the last time."""
+        if self._buffer is None or self._reduced is None:
+            return None
+        self._pending.wait()
+        self._staging.give_back(self._buffer, self._templates, parts=self._collectives.ranks.world_size)
+        shard = self._reduced.to(self._dtype)
+        self._buffer, self._reduced, self._pending = None, None, DONE
+        return shard

@@ -1,0 +1,170 @@
+"""What every way of averaging gradients over ranks has in common, and the protocol that training code may rely on.
+
+[Note: the same messages on every rank]
+Collectives pair up by order. A parameter that a rank's forward did not use gets no gradient there, so a rank cannot send what it
+happens to have: each sends everything, in one order fixed at the start, zeros for what it lacks. Flags go along that say who used
+what: used nowhere, a gradient stays None, as in one process; used somewhere, the others' zeros count in the average.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.parallel.clipping import clip_gradients_
+from trainstep.parallel.collectives import Collectives, Traffic
+from trainstep.parallel.membership import Membership
+from trainstep.parallel.ranks import Ranks, ranks_of_default_group
+
+
+class GradientSync(Protocol):
+    """Gradients of one module, averaged over ranks.
+
+    The module stays what it is: its methods, its state_dict, its compiled blocks; only hooks stand on its parameters. A step is
+
+        loss.backward()                           (all but the last micro-batch: under `no_sync()`)
+        sync.finish_gradient_synchronization()
+        sync.clip_grad_norm_(1.0)
+        optimizer.step(); optimizer.zero_grad()
+    """
+
+    module: nn.Module
+    """What training calls: the module, or a wrapper that torch puts around it."""
+    ranks: Ranks
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Messages and bytes sent so far; None where torch sends them and nobody counts."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients add up on this rank and nothing is sent."""
+
+    def finish_gradient_synchronization(self) -> None:
+        """Send what has not been sent, and return when every gradient may be read (on NCCL: by the current stream)."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their norm, over all parameters and as one process would see it, is at most `max_norm`.
+
+        Returns the norm before."""
+
+    def detach(self) -> None:
+        """Take the hooks off again; the module trains on its own from here."""
+
+
+class HookedGradients(ABC):
+    """Base of all: hooks that tell when a gradient is there, and what is checked and remembered around them.
+
+    At the start every parameter and buffer becomes that of rank 0. Tied parameters count once, frozen ones are left alone.
+    Raises ValueError for a parameter on another device than the ranks', and at `finish_gradient_synchronization` for one that
+    was added, replaced or unfrozen since, by name.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks | None = None) -> None:
+        self.module = module
+        self.ranks = ranks or ranks_of_default_group()
+        self.collectives = Collectives(self.ranks)
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        """Those that are trained, in the module's order."""
+        _check_device(module, self.ranks)
+        self._membership = Membership(module)
+        self._used = [False] * len(self.parameters)
+        self._syncing = True
+        broadcast_state(module, self.collectives)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_Hook(self, index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    @property
+    def traffic(self) -> Traffic:
+        """Messages and bytes sent so far, the parameters' broadcast at the start included."""
+        return self.collectives.traffic
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up on this rank and nothing is sent."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def finish_gradient_synchronization(self) -> None:
+        """Send what has not been sent; every gradient may be read then. ValueError for a parameter that is not known."""
+        self._membership.check()
+        self._finish()
+        self._used = [False] * len(self.parameters)
+
+    def detach(self) -> None:
+        """Take the hooks off again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @abstractmethod
+    def _gradient_ready(self, index: int) -> None:
+        """Backward has added the last of this parameter's gradient, and it is to be synchronised."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Average what is left."""
+
+    def _was_used(self, index: int) -> bool:
+        """Whether this rank has a gradient to send."""
+        return self._used[index] or self.parameters[index].grad is not None
+
+    def _accumulated(self, index: int) -> None:
+        gradient = self.parameters[index].grad
+        if gradient is not None and gradient.is_sparse:
+            raise ValueError(f"{self.names[index]}: its gradient is sparse; build its embedding with sparse=False")
+        self._used[index] = True
+        if self._syncing:
+            self._gradient_ready(index)
+
+
+class ReplicatedGradients(HookedGradients):
+    """Base of those that keep whole parameters and whole gradients on every rank."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; they are equal on all ranks, so nothing is sent."""
+        return clip_gradients_([parameter.grad for parameter in self.parameters], max_norm, norm_type)
+
+
+class _Hook:
+    """Called by autograd when a parameter's gradient is complete."""
+
+    def __init__(self, sync: HookedGradients, index: int) -> None:
+        self._sync = sync
+        self._index = index
+
+    def __call__(self, _parameter: Tensor) -> None:
+        self._sync._accumulated(self._index)
+
+
+def sent_twice(name: str) -> RuntimeError:
+    """The error for a second backward while gradients of the first are on their way."""
+    return RuntimeError(
+        f"{name}: its gradient is on its way to the other ranks already; call finish_gradient_synchronization() after each "
+        "backward, or run all but the last micro-batch's under no_sync()"
+    )
+
+
+def _check_device(module: nn.Module, ranks: Ranks) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != ranks.device.type or parameter.device.index not in (None, ranks.device.index):
+            raise ValueError(
+                f"{name}: is on {parameter.device}, and this rank's device is {ranks.device}; move the module there first"
+            )
+
+
+def broadcast_state(module: nn.Module, collectives: Collectives) -> None:
+    """Parameters and buffers of every rank become those of rank 0."""
+    with torch.no_grad():
+        tensors = [*module.parameters(), *module.buffers()]
+        pending = [collectives.broadcast(tensor.detach(), label="start") for tensor in tensors]
+        for each in pending:
+            each.wait()

@@ -1,0 +1,107 @@
+"""Which of how many processes this one is, as its launcher says: torchrun, Slurm, or whoever sets torchrun's variables.
+
+torchrun --nproc-per-node 2 train.py
+srun --ntasks 2 python train.py
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_NO_LAUNCHER = (
+    "ranks: no launcher is found (neither RANK and WORLD_SIZE nor srun's SLURM_PROCID is set); start with "
+    "`torchrun --nproc-per-node 2 SCRIPT`, or on Slurm with `srun --ntasks 2 python SCRIPT`"
+)
+_TORCHRUN_PORT = 29500
+_FIRST_PORT, _PORTS = 10_000, 20_000
+"""For Slurm jobs: below the ports that systems hand out themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process among those started with it. Ranks count from 0 over all nodes, local ranks on each node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int | None
+    """Processes on this node, where the launcher says so."""
+    address: str
+    """Where rank 0 is."""
+    port: int
+    store_is_there: bool = False
+    """Whether the launcher keeps the store at that port; else rank 0 does."""
+    own_gpu_only: bool = False
+    """Whether this process sees no GPU but its own."""
+
+
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process. A batch script of Slurm has a SLURM_PROCID too, but is one process: srun's have a
+    step."""
+    return {"RANK", "WORLD_SIZE"} <= set(environ) or {"SLURM_PROCID", "SLURM_STEP_ID"} <= set(environ)
+
+
+def find_launch(environ: Mapping[str, str]) -> Launch:
+    """Torchrun's variables, else Slurm's. ValueError where there are none, or one is missing or no number."""
+    if not is_launched(environ):
+        raise ValueError(_NO_LAUNCHER)
+    return _checked(_torchrun(environ) if "RANK" in environ and "WORLD_SIZE" in environ else _slurm(environ))
+
+
+def first_host(nodes: str) -> str:
+    """`n7` of Slurm's `n[7-9,12],m3`."""
+    prefix, bracket, rest = re.split(r",(?![^\[]*\])", nodes.strip())[0].partition("[")
+    if not bracket:
+        return prefix
+    numbers, _, suffix = rest.partition("]")
+    return prefix + re.split(r"[-,]", numbers)[0] + suffix
+
+
+def _torchrun(environ: Mapping[str, str]) -> Launch:
+    rank = _number(environ, "RANK")
+    return Launch(
+        rank=rank,
+        world_size=_number(environ, "WORLD_SIZE"),
+        local_rank=_number(environ, "LOCAL_RANK", rank),
+        local_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
+        address=environ.get("MASTER_ADDR", "127.0.0.1"),
+        port=_number(environ, "MASTER_PORT", _TORCHRUN_PORT),
+        store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch:
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    world_size = _number(environ, tasks)
+    one_node = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1"
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    if not one_node and not nodes and "MASTER_ADDR" not in environ:
+        raise ValueError("SLURM_JOB_NODELIST: is not set; set MASTER_ADDR to the host of rank 0")
+    # Steps of one job may run at the same time: each has its own port.
+    job = 100 * _number(environ, "SLURM_JOB_ID", 0) + _number(environ, "SLURM_STEP_ID", 0)
+    return Launch(
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(environ, "SLURM_LOCALID", 0),
+        local_size=world_size if one_node else None,
+        address=environ.get("MASTER_ADDR") or ("127.0.0.1" if one_node else first_host(nodes)),
+        port=_number(environ, "MASTER_PORT", _FIRST_PORT + job % _PORTS),
+        own_gpu_only=environ.get("SLURM_GPUS_PER_TASK") == "1",
+    )
+
+
+def _checked(launch: Launch) -> Launch:
+    if not 0 <= launch.rank < launch.world_size:
+        raise ValueError(f"RANK: {launch.rank} is none of {launch.world_size} ranks, which count from 0")
+    if not 0 < launch.port < 2**16:
+        raise ValueError(f"MASTER_PORT: must be from 1 to 65535, not {launch.port}")
+    return launch
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.strip().isdecimal():
+        raise ValueError(f"{name}: must be a whole number, not {text!r}: the launcher sets it")
+    return int(text)

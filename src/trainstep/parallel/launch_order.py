@@ -1,0 +1,35 @@
+"""When a message may go: once all its gradients are there, and not before the ones in front of it. [Note: the same messages on
+every rank]"""
+
+from collections.abc import Sequence
+
+
+class LaunchOrder:
+    """Groups of gradients, by number, that go out in their order as their members become ready."""
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self._sizes = [len(members) for members in groups]
+        self._group_of = {member: group for group, members in enumerate(groups) for member in members}
+        self._begin()
+
+    def ready(self, member: int) -> list[int] | None:
+        """Groups that may go now that this one is there; None if it was there already."""
+        if member in self._there:
+            return None
+        self._there.add(member)
+        self._missing[self._group_of[member]] -= 1
+        first = self._next
+        while self._next < len(self._sizes) and not self._missing[self._next]:
+            self._next += 1
+        return list(range(first, self._next))
+
+    def rest(self) -> list[int]:
+        """Groups that have not gone; from here on a new step begins."""
+        left = list(range(self._next, len(self._sizes)))
+        self._begin()
+        return left
+
+    def _begin(self) -> None:
+        self._missing = list(self._sizes)
+        self._there: set[int] = set()
+        self._next = 0

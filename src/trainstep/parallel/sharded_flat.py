@@ -1,0 +1,216 @@
+"""Data parallel with optimizer state and update sharded, in flat parts: ZeRO stages 1 and 2 (Rajbhandari 2020).
+
+Every rank keeps whole parameters, N ranks each 1/N of every unit's averaged gradient and optimizer state. A step:
+
+    1. backward     a unit's gradients are complete: reduce-scatter; each rank keeps its shard of the average
+    2. optimizer    each rank updates its shard, 1/N of the elements, in place in the flat parameters
+    3. all-gather   each unit's shards, in the order of the next forward, which waits for a unit where it needs it
+
+For P bytes of parameters a rank sends and receives as much as in an all-reduce (P (N-1)/N twice), but the second half runs behind
+the next forward. Ownership goes by elements, not by tensors, so it only suits optimizers that treat each element alone.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.parallel.clipping import clip_gradients_
+from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.flat_buffer import FlatBuffer
+from trainstep.parallel.gradient_shards import MOST_IN_FLIGHT, GradientShards
+from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
+from trainstep.parallel.launch_order import LaunchOrder
+from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.staging import StagingPool
+from trainstep.parallel.units import UnitPlan, plan_units
+from trainstep.parallel.usage import Usage
+
+
+class ShardedGradients(HookedGradients):
+    """Whole parameters, each rank's part of their gradients.
+
+    `pieces`: for each trained parameter what this rank updates of it, one-dimensional and in place, or None. Their `.grad` is set
+    by `finish_gradient_synchronization`; the whole parameters' is None from then on.
+
+    Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks | None = None,
+        *,
+        units: Sequence[nn.Module] | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(module, ranks)
+        plans = [plan for plan in plan_units(module, units) if plan.parameters[0].requires_grad]
+        staging = StagingPool(self.ranks.device)
+        self._units = [_FlatUnit(plan, self.collectives, staging, reduce_dtype) for plan in plans]
+        index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self._members = [[index_of[parameter] for parameter in plan.parameters] for plan in plans]
+        self._order = LaunchOrder(self._members[::-1])
+        self._usage = Usage(self.collectives, len(self.parameters))
+        self._in_flight: deque[_FlatUnit] = deque()
+        for unit, plan in zip(self._units, plans, strict=True):
+            self._hooks += [trigger.register_forward_pre_hook(_waiter(unit)) for trigger in plan.triggers]
+        self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
+
+    @property
+    def pieces(self) -> list[nn.Parameter | None]:
+        """This rank's, in the order of `parameters`."""
+        found: dict[int, nn.Parameter | None] = {}
+        for unit, members in zip(self._units, self._members, strict=True):
+            found.update(zip(members, unit.pieces, strict=True))
+        return [found[index] for index in range(len(self.parameters))]
+
+    def gather_parameters(self) -> None:
+        """Start giving every rank the others' updated shards, first what the next forward needs first."""
+        for unit in self._units:
+            unit.gather()
+
+    def wait_for_parameters(self) -> None:
+        """Until whole parameters may be read outside a forward. A forward and `state_dict()` wait by themselves."""
+        for unit in self._units:
+            unit.wait()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that the norm of all ranks' together is at most `max_norm`; one small message."""
+        gradients = [piece.grad for piece in self.pieces if piece is not None]
+        return clip_gradients_(gradients, max_norm, norm_type, across=self.collectives)
+
+    def gather_piecewise(self, values: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
+        """(index of a parameter, whole tensor in its shape) from what each rank has for its pieces, such as an optimizer's moments.
+
+        Every rank must take all of them.
+        """
+        for unit, members in zip(self._units, self._members, strict=True):
+            yield from zip(members, unit.gather_values([values[index] for index in members]), strict=True)
+
+    def cut(self, index: int, whole: Tensor) -> Tensor:
+        """What this rank's piece of that parameter holds of a tensor of its shape."""
+        for unit, members in zip(self._units, self._members, strict=True):
+            if index in members:
+                return unit.cut(members.index(index), whole)
+        raise IndexError(index)
+
+    def _gradient_ready(self, index: int) -> None:
+        turns = self._order.ready(index)
+        if turns is None:
+            raise sent_twice(self.names[index])
+        for turn in turns:
+            self._send(turn)
+
+    def _send(self, turn: int) -> None:
+        number = len(self._units) - 1 - turn
+        unit, members = self._units[number], self._members[number]
+        unit.send([self.parameters[index].grad for index in members])
+        for index in members:
+            self._used[index] = self._was_used(index)
+            self.parameters[index].grad = None
+        self._in_flight.append(unit)
+        if len(self._in_flight) > MOST_IN_FLIGHT:
+            self._in_flight.popleft().receive()
+
+    def _finish(self) -> None:
+        for turn in self._order.rest():
+            self._send(turn)
+        self._usage.send(self._used)
+        while self._in_flight:
+            self._in_flight.popleft().receive()
+        unused = set(self._usage.unused_everywhere(self._used))
+        for unit, members in zip(self._units, self._members, strict=True):
+            unit.hand_over([index not in unused for index in members])
+
+
+class _FlatUnit:
+    """A unit's parameters in one flat tensor on every rank; this rank's shard of it is what it updates."""
+
+    def __init__(
+        self, plan: UnitPlan, collectives: Collectives, staging: StagingPool, reduce_dtype: torch.dtype | None
+    ) -> None:
+        ranks = collectives.ranks
+        self._name = plan.name
+        self._collectives = collectives
+        self._pending: Pending = DONE
+        self._received: Tensor | None = None
+        dtype = plan.parameters[0].dtype
+        self._weights = FlatBuffer(plan.parameters, dtype=dtype, device=ranks.device, parts=ranks.world_size)
+        self._shard = self._weights.shard(ranks.rank, ranks.world_size)
+        with torch.no_grad():
+            for parameter, view in zip(plan.parameters, self._weights.views, strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        layout = self._weights.layout
+        self._ends = [layout.piece(index, ranks.rank, ranks.world_size) for index in range(len(plan.parameters))]
+        first, _ = layout.shard(ranks.rank, ranks.world_size)
+        self._places = [
+            slice(start + begin - first, start + end - first)
+            for start, (begin, end) in zip(layout.starts, self._ends, strict=True)
+        ]
+        self.pieces = [nn.Parameter(self._shard[place]) if place.stop > place.start else None for place in self._places]
+        self._gradients = GradientShards(
+            plan.name,
+            self._weights.views,
+            layout,
+            dtype=dtype,
+            reduce_dtype=reduce_dtype,
+            collectives=collectives,
+            staging=staging,
+        )
+
+    def send(self, gradients: Sequence[Tensor | None]) -> None:
+        self._gradients.send(gradients)
+
+    def receive(self) -> None:
+        self._received = self._gradients.receive()
+
+    @torch.no_grad()
+    def hand_over(self, used: Sequence[bool]) -> None:
+        """Give each piece its part of the gradient, added to one that it still has."""
+        shard, self._received = self._received, None
+        assert shard is not None
+        for piece, place, here in zip(self.pieces, self._places, used, strict=True):
+            if piece is not None and here:
+                piece.grad = shard[place] if piece.grad is None else piece.grad.add_(shard[place])
+
+    def gather(self) -> None:
+        self.wait()
+        self._pending = self._collectives.all_gather(self._weights.flat, self._shard, label=self._name)
+
+    def wait(self) -> None:
+        if self._pending is not DONE:
+            self._pending.wait()
+            self._pending = DONE
+
+    @torch.no_grad()
+    def gather_values(self, values: Sequence[Tensor | None]) -> list[Tensor]:
+        gathered = FlatBuffer(
+            self._weights.views,
+            dtype=self._shard.dtype,
+            device=self._shard.device,
+            parts=self._collectives.ranks.world_size,
+        )
+        shard = torch.zeros_like(self._shard)
+        for value, place in zip(values, self._places, strict=True):
+            if value is not None:
+                shard[place] = value
+        self._collectives.all_gather(gathered.flat, shard, label=f"{self._name} state").wait()
+        return gathered.views
+
+    def cut(self, member: int, whole: Tensor) -> Tensor:
+        view = self._weights.views[member]
+        arranged = torch.empty_strided(view.shape, view.stride(), dtype=whole.dtype, device=view.device).copy_(whole)
+        begin, end = self._ends[member]
+        return arranged.as_strided((view.numel(),), (1,))[begin:end].clone()
+
+
+def _waiter(unit: _FlatUnit) -> Callable[..., None]:
+    def wait(_module: nn.Module, _inputs: Any) -> None:
+        unit.wait()
+
+    waiter: Callable[..., None] = torch.compiler.disable(wait)
+    return waiter

@@ -1,0 +1,193 @@
+"""The optimizer of ShardedGradients: any element-wise one, over this rank's pieces alone."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.sharded_flat import ShardedGradients
+
+ELEMENT_WISE = frozenset(
+    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""Classes of torch.optim, and of the same name elsewhere, whose update of an element looks at no other."""
+
+
+class FlatShardedOptimizer(Optimizer):
+    """Made by `ShardedOptimizer.flat`. `gradient_sync` is the other half: finish it before `step`.
+
+    `param_groups` are those of the optimizer within, so schedulers and hyperparameters work as on that. Its tensors are pieces:
+    clip by `gradient_sync.clip_grad_norm_`, not by torch's function, which would see this rank's part of the norm.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_cls: Callable[..., Optimizer],
+        *,
+        ranks: Ranks | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        units: Sequence[nn.Module] | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        element_wise: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        name = getattr(optimizer_cls, "__name__", str(optimizer_cls))
+        if name not in ELEMENT_WISE and not element_wise:
+            raise ValueError(
+                f"optimizer_cls: {name} is not known to treat each element alone, and flat shards cut tensors anywhere; "
+                "take ShardedOptimizer, which keeps tensors whole, or say element_wise=True if it does"
+            )
+        self.gradient_sync = ShardedGradients(module, ranks, units=units, reduce_dtype=reduce_dtype)
+        self._index_of = {parameter: index for index, parameter in enumerate(self.gradient_sync.parameters)}
+        chosen = [dict(group) for group in groups] if groups else [{"params": self.gradient_sync.parameters}]
+        self._members = [self._indices(group["params"]) for group in chosen]
+        self._check_cover()
+        pieces = self.gradient_sync.pieces
+        inner = optimizer_cls(
+            [
+                {**group, "params": [pieces[index] for index in members if pieces[index] is not None]}
+                for group, members in zip(chosen, self._members, strict=True)
+            ],
+            **kwargs,
+        )
+        super().__init__(inner.param_groups, inner.defaults)
+        self._inner = inner
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
+        self._step_supports_amp_scaling = getattr(self._inner, "_step_supports_amp_scaling", False)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update this rank's pieces and start gathering; the next forward waits where it must.
+
+        A closure must run backward and finish gradient synchronisation itself.
+        """
+        for name in ("grad_scale", "found_inf"):  # GradScaler sets them for a fused optimizer
+            if hasattr(self, name):
+                setattr(self._inner, name, getattr(self, name))
+            elif hasattr(self._inner, name):
+                delattr(self._inner, name)
+        self.gradient_sync.wait_for_parameters()
+        loss = self._inner.step(closure)
+        self.gradient_sync.gather_parameters()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """ValueError: a parameter's gradient hook and place in a flat shard are made when the module is wrapped."""
+        if hasattr(self, "_inner"):
+            raise ValueError(
+                "param_group: flat shards are laid out once; name all groups in `groups`, or take ShardedOptimizer, whose "
+                "groups may grow"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard: loads on the same rank of as many; `gathered_state_dict` loads anywhere."""
+        ranks = self.gradient_sync.ranks
+        return {**self._inner.state_dict(), "shard": {"rank": ranks.rank, "world_size": ranks.world_size}}
+
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """What the optimizer would hold unsharded, on every rank: its own `state_dict`, and ours, load it. All ranks must ask."""
+        sync = self.gradient_sync
+        pieces = sync.pieces
+        states = [dict(self.state.get(piece, {})) if piece is not None else {} for piece in pieces]
+        kinds = self._agreed_kinds(states)
+        whole: list[dict[str, Any]] = [{} for _ in pieces]
+        for key, is_piece in kinds.items():
+            values = [state.get(key) for state in states]
+            if is_piece:
+                for index, tensor in sync.gather_piecewise(values):
+                    whole[index][key] = tensor.clone()
+            else:
+                scalars = self._scalars(values)
+                for index, value in enumerate(scalars):
+                    if value is not None:
+                        whole[index][key] = value
+        stepped = self._scalars([torch.tensor(1.0) if state else None for state in states])
+        order = [index for members in self._members for index in members]
+        groups, first = [], 0
+        for group, members in zip(self._inner.state_dict()["param_groups"], self._members, strict=True):
+            groups.append({**group, "params": list(range(first, first + len(members)))})
+            first += len(members)
+        state = {place: whole[index] for place, index in enumerate(order) if stepped[index] is not None}
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a whole state dict, from any number of ranks, or this rank's shard of as many. ValueError for another's."""
+        shard = state_dict.get("shard")
+        ranks = self.gradient_sync.ranks
+        if shard is not None:
+            if shard != {"rank": ranks.rank, "world_size": ranks.world_size}:
+                raise ValueError(
+                    f"state_dict: is the shard of rank {shard['rank']} of {shard['world_size']}, and this is rank {ranks.rank} of "
+                    f"{ranks.world_size}; save gathered_state_dict() to load at another number of ranks"
+                )
+            self._inner.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+        else:
+            self._inner.load_state_dict(self._cut(state_dict))
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
+
+    def _cut(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole state dict as the inner optimizer numbers its pieces."""
+        pieces = self.gradient_sync.pieces
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        place = number = 0
+        for group, members in zip(whole["param_groups"], self._members, strict=True):
+            mine = []
+            for index in members:
+                if pieces[index] is not None:
+                    mine.append(number)
+                    if place in whole["state"]:
+                        held = whole["state"][place].items()
+                        state[number] = {key: self._cut_value(index, key, value) for key, value in held}
+                    number += 1
+                place += 1
+            groups.append({**group, "params": mine})
+        return {"state": state, "param_groups": groups}
+
+    def _cut_value(self, index: int, key: str, value: Any) -> Any:
+        """Of a tensor like the parameter what its piece has; everything else whole, and our own to change."""
+        sync = self.gradient_sync
+        if key != "step" and isinstance(value, Tensor) and value.shape == sync.parameters[index].shape:
+            return sync.cut(index, value)
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def _agreed_kinds(self, states: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+        """Names of state, and whether each is a tensor like its piece; the same on a rank that holds no piece of anything."""
+        like = {
+            key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0
+        }
+        every = {key for state in states for key in state}
+        texts = self.gradient_sync.collectives.gather_texts(json.dumps([sorted(every), sorted(like)]))
+        told = [json.loads(text) for text in texts]
+        return {
+            key: any(key in like for _, like in told) for key in sorted({key for every, _ in told for key in every})
+        }
+
+    def _scalars(self, values: Sequence[Any]) -> list[Any]:
+        """One value a parameter, from whichever rank holds a piece of it: the largest, since holders agree; None without any."""
+        device = self.gradient_sync.ranks.device
+        known = [-1.0 if value is None else float(value) for value in values]
+        agreed = torch.tensor(known, dtype=torch.float64, device=device)
+        self.gradient_sync.collectives.all_reduce(agreed, reduction="maximum", label="optimizer state").wait()
+        return [None if value < 0 else torch.tensor(value, dtype=torch.float32) for value in agreed.tolist()]
+
+    def _indices(self, parameters: Any) -> list[int]:
+        listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for parameter in listed:
+            if parameter not in self._index_of:
+                raise ValueError("groups: holds a parameter that is frozen, or not the module's")
+        return [self._index_of[parameter] for parameter in listed]
+
+    def _check_cover(self) -> None:
+        named = [index for members in self._members for index in members]
+        if sorted(named) != list(range(len(self._index_of))):
+            missing = set(range(len(self._index_of))) - set(named)
+            problem = f"leave out {self.gradient_sync.names[min(missing)]}" if missing else "name a parameter twice"
+            raise ValueError(f"groups: {problem}; every trained parameter of the module belongs to one group")

@@ -1,0 +1,69 @@
+"""Which parameters are gathered and reduced together: a unit a block, and one for what stands around the blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """`triggers`: modules whose forward needs these parameters, to be caught before it runs."""
+
+    name: str
+    parameter_names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    triggers: tuple[nn.Module, ...]
+
+
+def plan_units(module: nn.Module, units: Sequence[nn.Module] | None = None) -> list[UnitPlan]:
+    """Units in the order in which a forward needs them: first what stands around the blocks, then block by block.
+
+    `units`: the modules to make units of; by default the members of the outermost ModuleLists and Sequentials. A parameter that
+    several share belongs to the first, and each of them triggers it. A unit has one dtype, and trained parameters apart from
+    frozen ones: a block that mixes them makes several. ValueError for a unit that is not part of the module.
+    """
+    names = {submodule: name for name, submodule in module.named_modules()}
+    blocks = list(units) if units is not None else _outermost_members(module)
+    for block in blocks:
+        if block not in names:
+            raise ValueError(f"units: a {type(block).__name__} is not part of the module")
+    owners: dict[nn.Parameter, list[nn.Module]] = {parameter: [] for parameter in module.parameters()}
+    for block in blocks:
+        for parameter in block.parameters():
+            owners[parameter].append(block)
+    inside = {part for block in blocks for part in block.modules()}
+    around = {
+        parameter
+        for part in module.modules()
+        if part not in inside
+        for parameter in part._parameters.values()
+        if parameter is not None
+    }
+    plans = []
+    for owner in [module, *blocks]:
+        members = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if (owner is module) == (parameter in around) and (owner is module or owners[parameter][:1] == [owner])
+        ]
+        kinds = dict.fromkeys((parameter.dtype, parameter.requires_grad) for _, parameter in members)
+        for kind in kinds:
+            alike = [(name, p) for name, p in members if (p.dtype, p.requires_grad) == kind]
+            sharing = [owner, *(other for _, p in alike for other in owners[p])]
+            plans.append(
+                UnitPlan(
+                    name=names[owner] or "root",
+                    parameter_names=tuple(name for name, _ in alike),
+                    parameters=tuple(parameter for _, parameter in alike),
+                    triggers=tuple(dict.fromkeys(sharing)),
+                )
+            )
+    return plans
+
+
+def _outermost_members(module: nn.Module) -> list[nn.Module]:
+    """Members, with parameters, of the lists that are in no other list."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return [member for member in module if next(member.parameters(), None) is not None]
+    return list(dict.fromkeys(member for child in module.children() for member in _outermost_members(child)))

@@ -1,0 +1,28 @@
+"""Who used which parameter, where gradients travel one by one: a byte for each, and the maximum over ranks."""
+
+from collections.abc import Sequence
+
+import torch
+
+from trainstep.parallel.collectives import DONE, Collectives, Pending
+
+
+class Usage:
+    """Flags of `count` parameters. They are read only where this rank lacks a gradient: that read waits for the device."""
+
+    def __init__(self, collectives: Collectives, count: int) -> None:
+        self._collectives = collectives
+        self._count = count
+        self._pending: Pending = DONE
+
+    def send(self, used: Sequence[bool]) -> None:
+        """Tell the others; every rank calls this once a step."""
+        self._flags = torch.tensor(used, dtype=torch.uint8).to(self._collectives.ranks.device, non_blocking=True)
+        self._pending = self._collectives.all_reduce(self._flags, reduction="maximum", label="usage")
+
+    def unused_everywhere(self, used: Sequence[bool]) -> list[int]:
+        """Parameters that no rank used."""
+        self._pending.wait()
+        if all(used):
+            return []
+        return [index for index, flag in enumerate(self._flags.tolist()) if not flag]

@@ -1,0 +1,120 @@
+"""What a profile says in words: `sentences(record.tables, record.fact)`, of a record or of a trace read just now."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainstep.report.tables import percent, ratio_words, seconds_words
+from trainstep.traces import host_track
+from trainstep.traces import verdict as kinds
+from trainstep.traces.launch_bound import host_launches
+
+Columns = Mapping[str, Sequence[Any]]
+Row = Mapping[str, Any]
+GetFact = Callable[[str], Any]
+"""A fact's value by its name, or None."""
+
+
+def sentences(tables: Mapping[str, Columns], fact: GetFact) -> list[str]:
+    """The verdict first, then why, then what the profiler itself did to the numbers."""
+    found = [f"{limit['kind'].capitalize()}: {verdict_reason(limit)}" for limit in rows_of(tables.get("verdict"))]
+    found += _alike(rows_of(tables.get("alike")))
+    found += map(_stall, rows_of(tables.get("stall")))
+    found += [str(fact("attention_split"))] if fact("attention_split") else []
+    return [*found, *_graph_replay(fact), *_profiler(fact)]
+
+
+def rows_of(columns: Columns | None) -> list[dict[str, Any]]:
+    """A table's rows."""
+    return (
+        [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)] if columns else []
+    )
+
+
+def verdict_reason(limit: Row) -> str:
+    """Why the verdict is that, from its row of numbers."""
+    if limit["kind"] == kinds.COMMUNICATING:
+        return f"{percent(limit['exposed_share'])} % of the step is communication with no computing beside it."
+    if limit["kind"] == kinds.LAUNCH:
+        return _launch_reason(limit) if limit["on_device"] else _overhead_reason(limit)
+    if limit["on_device"]:
+        busy = f"the device is busy for {percent(limit['busy_s'] / limit['step_s'])} % of the step"
+    else:
+        busy = f"on the CPU {percent(1 - limit['overhead_share'])} % of the step passes in ops"
+    share = percent(limit["matmul_share"])
+    if limit["kind"] == kinds.COMPUTE:
+        return f"{busy}, {share} % of that in matmuls and fused attention."
+    return f"{busy}, only {share} % of that in matmuls and fused attention; the rest moves bytes more than it computes."
+
+
+def _launch_reason(limit: Row) -> str:
+    step_s, enqueue_s = limit["step_s"], limit["enqueue_s"]
+    reason = f"the device works {seconds_words(limit['busy_s'])} of a step of {seconds_words(step_s)}"
+    if limit["profiled_step"]:
+        return f"{reason} and waits for the rest, though part of that is the profiler's own slowing of the host."
+    if enqueue_s is not None and host_launches(enqueue_s=enqueue_s, step_s=step_s):
+        return f"{reason}; the host needs {seconds_words(enqueue_s)} to launch that work, so the device waits for it."
+    return f"{reason} and waits for the rest, while the host is not launching all the time: see where it is blocked."
+
+
+def _overhead_reason(limit: Row) -> str:
+    share = percent(limit["overhead_share"])
+    return f"on the CPU {share} % of the profiled step passes between ops: Python, autograd, views, the profiler."
+
+
+def _alike(rows: Sequence[Row]) -> list[str]:
+    """Why forward and backward take alike although backward computes twice as much."""
+    if not rows:
+        return []
+    forward, backward = rows
+    return [
+        f"Forward and backward take alike ({seconds_words(forward['time_s'])} and {seconds_words(backward['time_s'])}) because "
+        f"each lasts as long as the host needs to launch it ({forward['pieces']:,.0f} and {backward['pieces']:,.0f} pieces of "
+        f"work); on the device they take {seconds_words(forward['device_s'])} and {seconds_words(backward['device_s'])}."
+    ]
+
+
+def _stall(stall: Row) -> str:
+    """Why a timeline shows the host standing still between backward and optimizer, or that it does not."""
+    gap, behind = seconds_words(stall["gap_s"]), seconds_words(stall["behind_s"])
+    if stall["kind"] == host_track.BLOCKED:
+        waits = seconds_words(stall["blocked_s"])
+        return f"Between backward and optimizer the host waits {waits} in a synchronisation, of {gap}."
+    if stall["kind"] == host_track.ALLOCATION:
+        takes = seconds_words(stall["allocation_s"])
+        return f"Between backward and optimizer the host takes {gap}, {takes} of it in cudaMalloc."
+    if stall["kind"] == host_track.QUEUE_FULL:
+        return (
+            f"The launch queue was full for {seconds_words(stall['queue_full_s'])} of the step: the host cannot run further "
+            f"ahead, and a timeline shows it standing still; at the optimizer's first launch the device was {behind} behind."
+        )
+    return f"The host does not stall between backward and optimizer: {gap} pass on it, and the device is {behind} behind then."
+
+
+def _graph_replay(fact: GetFact) -> list[str]:
+    """Kernels by the profiler beside the same ones replayed with no host in between."""
+    failed, replay_s, kernels_s = (fact(f"graph_replay_{name}") for name in ("failed", "s", "kernels_s"))
+    if failed:
+        return [f"No CUDA graph was replayed: {failed}"]
+    if not replay_s:
+        return []
+    left_out = fact("graph_replay_left_out")
+    return [
+        f"Kernels of {fact('graph_replay_phases')}: {seconds_words(kernels_s)}; replayed as one CUDA graph: "
+        f"{seconds_words(replay_s)} (ratio {ratio_words(kernels_s / replay_s)})." + (f" {left_out}" if left_out else "")
+    ]
+
+
+def _profiler(fact: GetFact) -> list[str]:
+    found = []
+    if slowdown := fact("profiler_slowdown"):
+        found.append(
+            f"A profiled step took {slowdown:.2f} times an unprofiled one: the profiler slows the host, not the kernels."
+        )
+    if (fallback := fact("fallback_share")) is not None and (assigned := fact("assigned_share")) is not None:
+        found.append(
+            f"{percent(assigned)} % of all device time has a phase, {percent(fallback)} % only by what the main thread did "
+            "meanwhile."
+        )
+    if path := fact("trace_file"):
+        found.append(f"The trace of one step is in {path}: open it at ui.perfetto.dev, or with --from.")
+    return found

@@ -1,0 +1,170 @@
+"""`trainstep collectives`: two real ranks from nothing to tables and a page; bad input in one sentence."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cell_maker import finish, import_path, start
+from record_maker import ENVIRONMENT
+from trainstep.cli import app, collectives
+from trainstep.records.ranks import rank_values
+from trainstep.records.record import Environment
+from trainstep.records.store import Store
+
+
+def test_two_ranks_on_gloo(tmp_path: Path):
+    options = ["--operation", "all_reduce,broadcast", "--kib", "1,64", "--mib", "0.5", "--steps", 4, "--page", "p.html"]
+    code, out, err = finish(start("collectives", *options, folder=tmp_path), timeout_s=110)
+    assert code == 0, err
+    assert "Traceback" not in err
+    assert "Latency and bandwidth" in out
+    assert re.search(r"all_reduce +gloo +2 +fp32 +1\.00 KiB", out)
+    [path] = (tmp_path / "runs").glob("collectives-*.jsonl")
+    records = Store(path).read()
+    assert [record.fact("payload_bytes") for record in records] == [2**10, 2**16, 2**19] * 2
+    for record in records:
+        assert record.failure is None
+        each = rank_values(record, "time")
+        assert set(each) == {0, 1}
+        assert record.samples["time"].values == tuple(map(max, each[0], each[1]))
+        assert (record.fact("messages"), record.fact("message_bytes")) == (4, 4 * record.fact("payload_bytes"))
+    page = (tmp_path / "p.html").read_text()
+    assert "Bus bandwidth by size" in page
+    assert "Time of a call by size" in page
+    assert "all_reduce by gloo, 2 ranks, fp32" in page
+
+
+def test_turns_and_json(tmp_path: Path):
+    options = ["--compare", "dtype", "--dtype", "fp32,bf16", "--mib", "0.25", "--steps", 10, "--json"]
+    code, out, err = finish(start("collectives", *options, folder=tmp_path), timeout_s=110)
+    assert code == 0, err
+    rows = json.loads(out)
+    cells = [row for row in rows if row["workload"] == "collective" and "bus_bytes_per_s" in row]
+    assert [row["dtype"] for row in cells] == ["fp32", "bf16"]
+    for row in cells:
+        assert row["algorithm_bytes_per_s"] == pytest.approx(row["payload_bytes"] / row["time_median_s"])
+        assert row["bus_bytes_per_s"] == row["algorithm_bytes_per_s"]  # two ranks: 2 (n - 1) / n is 1
+        assert row["slowest_rank_median_s"] >= row["fastest_rank_median_s"]
+    [path] = (tmp_path / "runs").glob("collectives-*.jsonl")
+    assert [record.fact("interleaving") for record in Store(path).read()] == ["live", "live"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--backend", "glo"], "backend: 'glo' is not known (did you mean gloo?)"),
+        (["--backend", "nccl"], "device: no NVIDIA GPU is visible"),
+        (["--ranks", "0"], "ranks: must be a whole number of at least 1"),
+        (["--ranks", "two"], "ranks: must be a whole number"),
+        (["--mib", "0"], "mib: must be over 0"),
+        (["--kib", "-1"], "kib: must be positive numbers"),
+        (["--kib", "1,,2"], "kib: an empty value"),
+        (["--operation", "all-reduce"], "operation: 'all-reduce' is not known (did you mean all_reduce?)"),
+        (["--compare", "dtype"], "compare: the grid does not vary along 'dtype'"),
+        (["--page", "x.jsonl", "--out", "x.jsonl"], "page: x.jsonl is the file of records"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert app.run(["collectives", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_first_task_runs_it_once(tmp_path: Path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "trainstep", "collectives", "--mib", "0.001,0.1,1", "--steps", "3", "--out", "c.jsonl"]
+    environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Latency and bandwidth") == 1
+    records = Store(tmp_path / "c.jsonl").read()
+    assert [set(rank_values(record, "time")) for record in records] == [{0, 1}] * 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "words"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 0, ""),  # the first task does it
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, "ranks: 4 tasks on several nodes"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, 2, "RANK: 3 is none of 2 ranks"),
+    ],
+)
+def test_other_tasks_of_a_launcher(
+    variables: dict[str, str],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert app.run(["collectives", "--device", "cpu"]) == code
+    said = capsys.readouterr()
+    assert words in said.err
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which two GPUs can be used."""
+    here = dataclasses.replace(ENVIRONMENT, gpu_count=2)
+
+    def this_machine(device: str | None) -> tuple[Environment, str]:
+        return here, "cpu" if device == "cpu" else "cuda"
+
+    monkeypatch.setattr(collectives, "this_machine", this_machine)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_more_nccl_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["collectives", "--backend", "nccl", "--ranks", "2,4"]) == 2
+    said = capsys.readouterr().err
+    assert "ranks: 4 NCCL ranks need a GPU each, and 2 are visible" in said
+    assert "trainstep collectives --backend gloo --ranks 4" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("arguments", "backend", "device", "ranks"),
+    [
+        ([], "nccl", "cuda", 2),
+        (["--backend", "gloo"], "gloo", "cpu", 2),
+        (["--backend", "gloo", "--ranks", "6"], "gloo", "cpu", 6),
+    ],
+)
+def test_what_runs_where_there_are_gpus(
+    arguments: list[str], backend: str, device: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    from trainstep.cli import cells
+
+    monkeypatch.chdir(tmp_path)
+    asked: list[Any] = []
+    monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: asked.extend(groups) or [])
+    monkeypatch.setattr(cells, "show", lambda *rest, **more: 0)
+    assert app.run(["collectives", *arguments]) == 0
+    configs = [group[0].config for group in asked]
+    assert {(one["backend"], one["device"], one["ranks"]) for one in configs} == {(backend, device, ranks)}
+    assert len(configs) > 3

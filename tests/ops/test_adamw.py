@@ -1,0 +1,238 @@
+"""AdamW against torch's, by the 2x rule. On a CPU the reference runs, on a GPU the kernel.
+
+test_adamw_kernel.py runs this file with TRITON_INTERPRET=1: then the kernel runs on a CPU too.
+"""
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from numerics import assert_as_accurate_as
+from trainstep.ops.adamw import AdamW
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+STEPS = 20
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+
+
+class Interpreted(AdamW):
+    def _has_kernel(self, _parameter: Tensor) -> bool:
+        return True
+
+
+OURS = Interpreted if INTERPRETED else AdamW
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param  # type: ignore[no-any-return]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def contents() -> list[Tensor]:
+    """Odd sizes, none, one; more than a chunk; many small ones."""
+    shapes = [(1,), (), (0,), (7, 13), (4096,), (4097,), (3, 3000), *[(size,) for size in range(2, 40)]]
+    return [normal(*shape, seed=index) if shape else normal(1)[0] for index, shape in enumerate(shapes)]
+
+
+def parameters_of(tensors: list[Tensor], device: str, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(tensor.detach().clone().to(device, dtype)) for tensor in tensors]
+
+
+def run(
+    optimizer: torch.optim.Optimizer, *, dtype: torch.dtype | None = None, steps: int = STEPS, first: int = 0
+) -> None:
+    """Gradients are the same for all optimizers; parameter number `step` gets none in that step."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for step in range(first, first + steps):
+        for index, parameter in enumerate(parameters):
+            gradient = normal(parameter.numel(), seed=1000 * step + index).view(parameter.shape) * 10.0 ** (
+                index % 5 - 3
+            )
+            gradient = gradient.to(parameter.device, dtype or parameter.dtype)
+            parameter.grad_dtype = None
+            parameter.grad = None if index == step else gradient
+        optimizer.step()
+
+
+def test_as_accurate_as_torch(device: str):
+    ours, theirs, exact = [
+        parameters_of(contents(), device, dtype) for dtype in (torch.float32, torch.float32, torch.float64)
+    ]
+    run(OURS(ours, **OPTIONS))
+    run(torch.optim.AdamW(theirs, **OPTIONS))
+    run(torch.optim.AdamW(exact, **OPTIONS))
+    for index, (mine, other, truth) in enumerate(zip(ours, theirs, exact, strict=True)):
+        if mine.numel():
+            assert_as_accurate_as(mine.detach(), other.detach(), truth.detach(), f"parameter {index}")
+
+
+def test_moments_as_accurate_as_torch(device: str):
+    kinds = [(OURS, torch.float32), (torch.optim.AdamW, torch.float32), (torch.optim.AdamW, torch.float64)]
+    states = []
+    for kind, dtype in kinds:
+        optimizer = kind(parameters_of(contents()[3:7], device, dtype), **OPTIONS)
+        run(optimizer, steps=5)
+        states.append(optimizer.state_dict()["state"])
+    for index, mine in states[0].items():
+        assert float(mine["step"]) == float(states[1][index]["step"])
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_as_accurate_as(mine[name], states[1][index][name], states[2][index][name], f"{name} {index}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_as_good_as_widened_ones(dtype: torch.dtype, device: str):
+    narrow, wide = parameters_of(contents(), device), parameters_of(contents(), device)
+    first, second = OURS(narrow, **OPTIONS), OURS(wide, **OPTIONS)
+    for step in range(5):
+        run(first, dtype=dtype, steps=1, first=step)
+        for parameter, other in zip(narrow, wide, strict=True):
+            other.grad = None if parameter.grad is None else parameter.grad.float()
+        second.step()
+    assert all(torch.equal(*pair) for pair in zip(narrow, wide, strict=True))
+    with pytest.raises(RuntimeError):  # which is why
+        run(torch.optim.AdamW(parameters_of(contents(), device), **OPTIONS, fused=True), dtype=dtype)
+
+
+def test_narrow_parameters(device: str):
+    """Moments are kept in the parameter's dtype, arithmetic is in fp32. (In fp16 squares of gradients vanish: torch gives NaN.)"""
+    kinds = (torch.bfloat16, torch.bfloat16, torch.float64)
+    ours, theirs, exact = [parameters_of(contents()[3:7], device, kind) for kind in kinds]
+    with torch.no_grad():
+        for narrow, wide in zip(ours, exact, strict=True):
+            wide.copy_(narrow)
+    run(OURS(ours, **OPTIONS), steps=3)
+    run(torch.optim.AdamW(theirs, **OPTIONS), steps=3)
+    run(torch.optim.AdamW(exact, **OPTIONS), steps=3)
+    for mine, other, truth in zip(ours, theirs, exact, strict=True):
+        assert_as_accurate_as(mine.detach(), other.detach(), truth.detach())
+
+
+def test_memory_order_does_not_matter(device: str):
+    """Transposed, channels last, with gaps, unaligned; gradients in another order than the parameter."""
+    whole = normal(4, 6, 5, 8).to(device)
+    cut = [
+        whole[0, 0].t(),
+        whole.clone().contiguous(memory_format=torch.channels_last),
+        whole[1, :, ::2],
+        whole[2].view(-1)[1:],
+    ]
+    strided = [nn.Parameter(tensor) for tensor in cut]
+    plain = [nn.Parameter(tensor.clone().contiguous()) for tensor in cut]
+    run(OURS(plain, **OPTIONS))
+    run(OURS(strided, **OPTIONS))
+    if device == "cpu" and not INTERPRETED:
+        assert all(torch.equal(*pair) for pair in zip(strided, plain, strict=True))
+    for one, other in zip(strided, plain, strict=True):  # gaps: the reference runs, not the kernel
+        assert (one - other).abs().max() <= 1e-6
+
+
+def test_state_moves_between_torch_and_ours(device: str):
+    """Six steps, with each optimizer taking over from the other after three, give what six of either give."""
+    results = []
+    for first, second in [(OURS, torch.optim.AdamW), (torch.optim.AdamW, OURS), (OURS, OURS)]:
+        parameters = parameters_of(contents()[3:7], device)
+        before = first(parameters, **OPTIONS)
+        run(before, steps=3)
+        after = second(parameters, lr=0.5)
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        assert after.param_groups[0]["lr"] == OPTIONS["lr"]
+        run(after, steps=3, first=3)
+        results.append([parameter.detach() for parameter in parameters])
+    straight = parameters_of(contents()[3:7], device)
+    run(OURS(straight, **OPTIONS), steps=6)
+    assert all(torch.equal(*pair) for pair in zip(results[2], straight, strict=True))
+    for result in results[:2]:
+        assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-7) for pair in zip(result, straight, strict=True))
+
+
+@pytest.mark.parametrize("lr", [0.3, torch.tensor(0.3)])
+def test_groups_schedulers_closures_and_tensor_lr(lr: Any, device: str):
+    first, second = parameters_of(contents()[3:5], device)
+    if isinstance(lr, Tensor):
+        lr = lr.to(device)
+    optimizer = OURS(
+        [{"params": [first]}, {"params": [second], "weight_decay": 0.5, "lr": 0.0}], lr=lr, weight_decay=0.0
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = first.sum() + second.sum()
+        loss.backward()
+        return loss
+
+    before = first.detach().clone()
+    still = second.detach().clone()
+    assert optimizer.step(closure) is not None
+    torch.testing.assert_close(first.detach(), before - 0.3)  # the first step is lr times the gradient's sign
+    scheduler.step()
+    optimizer.step(closure)
+    torch.testing.assert_close(first.detach(), before - 0.45)
+    assert torch.equal(second.detach(), still)
+
+
+def test_scaler_skips_and_unscales(device: str):
+    ours, theirs = parameters_of(contents()[3:7], device), parameters_of(contents()[3:7], device)
+    optimizers = [OURS(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS, fused=True)]
+    for optimizer in optimizers:
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            parameters = optimizer.param_groups[0]["params"]
+            scaler.scale(sum((parameter**2).sum() for parameter in parameters)).backward()
+            if step == 1:
+                parameters[2].grad[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+    for parameter, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(parameter, other)
+        assert float(optimizers[0].state[parameter]["step"]) == 3
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph():
+    lr = torch.tensor(1e-2, device="cuda")
+    captured, eager = parameters_of(contents(), "cuda"), parameters_of(contents(), "cuda")
+    optimizers = [OURS(captured, **(OPTIONS | {"lr": lr})), OURS(eager, **(OPTIONS | {"lr": lr}))]
+    for optimizer in optimizers:
+        run(optimizer, steps=1, first=100)
+    for parameter, other in zip(captured, eager, strict=True):
+        other.grad = parameter.grad = torch.ones_like(parameter)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    for step in range(3):
+        lr.fill_(1e-2 / (step + 1))
+        graph.replay()
+        optimizers[1].step()
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr: must not be negative, and is -1.0"),
+        ({"betas": (0.9, 1.0)}, "betas: must be at least 0 and below 1"),
+        ({"lr": torch.ones(2)}, "lr: must have one element, not 2"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        AdamW([nn.Parameter(torch.ones(1))], **options)
+
+
+def test_what_only_torchs_does_is_refused():
+    with pytest.raises(ValueError, match="params: complex"):
+        AdamW([nn.Parameter(torch.ones(1, dtype=torch.complex64))])
+    theirs = torch.optim.AdamW([nn.Parameter(torch.ones(1))], amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad: trainstep's AdamW does not do it"):
+        AdamW([nn.Parameter(torch.ones(1))]).load_state_dict(theirs.state_dict())

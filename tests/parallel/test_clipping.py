@@ -1,0 +1,62 @@
+"""Clipping: as torch does in one process, and over parts held by several ranks."""
+
+import math
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from trainstep.parallel.clipping import clip_gradients_
+from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.ranks import Ranks
+
+
+def gradients(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    numbers = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=numbers).to(dtype) for size in (3, 7, 1)]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+def test_as_torch(norm_type: float, max_norm: float):
+    ours = gradients()
+    theirs = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in ours]
+    for parameter, gradient in zip(theirs, ours, strict=True):
+        parameter.grad = gradient.clone()
+    norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
+    assert torch.allclose(clip_gradients_([*ours, None], max_norm, norm_type), norm, rtol=1e-6)
+    for parameter, gradient in zip(theirs, ours, strict=True):
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-6)
+
+
+def test_norms_of_16_bit_gradients_are_taken_in_fp32():
+    large = [torch.full((10_000,), 300.0, dtype=torch.float16)]
+    assert float(clip_gradients_(large, 1.0)) == pytest.approx(30_000, rel=1e-4)
+
+
+def of_parts(ranks: Ranks, norm_type: float) -> tuple[float, list[list[float]]]:
+    whole = gradients()
+    mine = [whole[0]] if ranks.rank == 0 else [whole[1], None, whole[2]] if ranks.rank == 1 else []
+    norm = clip_gradients_(mine, 0.5, norm_type, across=Collectives(ranks))
+    return float(norm), [gradient.tolist() for gradient in mine if gradient is not None]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_parts_of_several_ranks_have_the_norm_of_the_whole(norm_type: float):
+    whole = gradients()
+    norm = float(clip_gradients_(whole, 0.5, norm_type))
+    (first, a), (second, b), (third, nothing) = run_ranks(3, of_parts, norm_type)
+    assert first == second == third == pytest.approx(norm, rel=1e-6)
+    assert nothing == []
+    for found, expected in zip([*a, *b], whole, strict=True):
+        assert found == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_no_gradients_have_norm_zero():
+    assert float(clip_gradients_([None], 1.0)) == 0
+
+
+def test_a_norm_below_one_is_refused():
+    with pytest.raises(ValueError, match="norm_type: must be at least 1"):
+        clip_gradients_(gradients(), 1.0, 0.5)

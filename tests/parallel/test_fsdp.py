@@ -1,0 +1,218 @@
+"""FSDP: what is in memory when, what is gathered when, dtypes, compiled and checkpointed blocks, states that load elsewhere."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ranks import run_ranks
+from trainstep.parallel.fsdp import FSDP
+from trainstep.parallel.fsdp_unit import UnitState
+from trainstep.parallel.ranks import Ranks, alone
+
+BLOCKS, WIDTH = 4, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return (x.float() * self.scale).square().mean()
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def data(rank: int = 0) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5 + rank))
+
+
+def test_units_are_the_blocks_and_what_stands_around_them():
+    assert [unit.name for unit in FSDP(stack(), alone()).units] == ["root", *(f"blocks.{i}" for i in range(BLOCKS))]
+
+
+def storage_bytes(ranks: Ranks) -> list[int]:
+    """Bytes behind parameters: between steps, and of the whole units at each block's forward and backward."""
+    model = stack()
+    sync = FSDP(model, ranks)
+    found = [sum(parameter.nbytes for parameter in model.parameters())]
+    whole = []
+
+    def look(*_: object) -> None:
+        whole.append(sum(unit.state is not UnitState.SHARDED for unit in sync.units))
+
+    for block in model.blocks:
+        block.down.register_forward_hook(look)
+        block.up.register_full_backward_hook(look)
+    model(data()).backward()
+    sync.finish_gradient_synchronization()
+    found.append(max(whole))
+    found.append(sum(unit.state is not UnitState.SHARDED for unit in sync.units))
+    found.append(sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None))
+    return found
+
+
+def test_a_rank_holds_its_part_and_the_whole_of_a_few_units():
+    parameters = sum(parameter.nbytes for parameter in stack().parameters())
+    found = run_ranks(2, storage_bytes)
+    assert sum(held for held, *_ in found) == parameters
+    assert sum(gradients for *_, gradients in found) == parameters
+    for held, most_whole, left_whole, _ in found:
+        assert abs(held - parameters / 2) <= 8 * 4 * (BLOCKS + 1)
+        assert most_whole <= 3  # what stands around the blocks, the block at work, the one ahead
+        assert left_whole == 0
+
+
+def gathers(ranks: Ranks, ahead: int, reshard_after_forward: bool) -> list[str]:
+    model = stack()
+    sync = FSDP(model, ranks, ahead=ahead, reshard_after_forward=reshard_after_forward)
+    log: list[str] = []
+    gather = sync.collectives.all_gather
+
+    def logged(tensor: Tensor, shard: Tensor, *, label: str = "") -> object:
+        log.append(label.removeprefix("blocks."))
+        return gather(tensor, shard, label=label)
+
+    sync.collectives.all_gather = logged
+    for number, block in enumerate(model.blocks):
+        block.up.register_forward_hook(lambda *_, number=number: log.append(f"forward {number}"))
+        block.up.register_full_backward_hook(lambda *_, number=number: log.append(f"backward {number}"))
+    model(data()).backward()
+    sync.finish_gradient_synchronization()
+    return log
+
+
+def test_each_unit_is_gathered_ahead_of_its_turn_and_again_for_backward():
+    forward = ["root", "0", "1", "forward 0", "2", "forward 1", "3", "forward 2", "forward 3"]
+    backward = ["2", "backward 3", "1", "backward 2", "0", "backward 1", "backward 0"]
+    assert run_ranks(2, gathers, 1, True) == [forward + backward] * 2
+
+
+def test_two_ahead():
+    log = run_ranks(2, gathers, 2, True)[0]
+    assert log[: log.index("forward 0")] == ["root", "0", "1", "2"]
+
+
+def test_kept_after_forward_is_gathered_once():
+    log = run_ranks(2, gathers, 0, False)[0]
+    assert sorted(line for line in log if " " not in line) == ["0", "1", "2", "3", "root"]
+
+
+def trained(ranks: Ranks, how: str, dtype: str = "none") -> list[Tensor]:
+    model = stack()
+    if how == "compiled":
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+    if how == "checkpointed":
+        for block in model.blocks:
+            block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=False)
+    compute_dtype = torch.bfloat16 if dtype == "bf16" else None
+    sync = FSDP(model, ranks, compute_dtype=compute_dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(data(2 * step + ranks.rank).to(compute_dtype)).backward()
+        sync.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(data().to(compute_dtype))  # an evaluation in between
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    return [value for name, value in sync.full_state_dict().items() if name != "scale"]
+
+
+def alone_trained(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    model = stack().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        (sum(model(data(2 * step + rank).to(dtype)) for rank in range(2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled", "checkpointed"])
+def test_blocks_may_be_compiled_or_checkpointed(how: str):
+    expected = alone_trained()
+    for found in run_ranks(2, trained, how):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_computing_in_bf16_keeps_an_fp32_master():
+    exact = alone_trained(torch.float64)
+    found = run_ranks(2, trained, "plain", "bf16")[0]
+    assert any((value.bfloat16().float() != value).any() for value in found)
+    for one, other in zip(found, exact, strict=True):
+        assert torch.allclose(one.double(), other, rtol=0.05, atol=0.01)
+
+
+def full(ranks: Ranks) -> tuple[list[str], list[bool], list[bool]]:
+    expected = stack().state_dict()
+    model = stack()
+    sync = FSDP(model, ranks)
+    state = sync.full_state_dict()
+    with pytest.raises(ValueError, match=r"state_dict: this rank has pieces.*full_state_dict"):
+        model.state_dict()
+    sync.load_full_state_dict({name: value + 1 for name, value in state.items()})
+    moved = sync.full_state_dict(on_rank_0_only=True)
+    same = [torch.equal(state[name], expected[name]) for name in expected]
+    return list(state), same, [torch.equal(moved[name], expected[name] + 1) for name in moved]
+
+
+def test_the_full_state_dict_is_the_modules():
+    (names, same, moved), (_, _, none) = run_ranks(2, full)
+    assert names == list(stack().state_dict())
+    assert all(same)
+    assert all(moved)
+    assert len(moved) == len(names)
+    assert none == []
+
+
+def test_a_state_dict_of_another_module_is_refused_by_name():
+    sync = FSDP(stack(), alone())
+    state = sync.full_state_dict()
+    with pytest.raises(ValueError, match=r"state: blocks\.0\.up\.bias is only in the module"):
+        sync.load_full_state_dict({name: value for name, value in state.items() if name != "blocks.0.up.bias"})
+    with pytest.raises(ValueError, match=r"state: stem\.bias is \(3,\), and the module's \(16,\)"):
+        sync.load_full_state_dict({**state, "stem.bias": torch.zeros(3)})
+
+
+def detached(ranks: Ranks) -> list[bool]:
+    model = stack()
+    FSDP(model, ranks).detach()
+    model(data()).backward()
+    pairs = zip(model.parameters(), stack().parameters(), strict=True)
+    return [torch.equal(one, other) and one.grad is not None for one, other in pairs]
+
+
+def test_detached_it_is_the_module_again():
+    assert all(same for found in run_ranks(2, detached) for same in found)
+
+
+def test_ahead_is_at_most_two():
+    with pytest.raises(ValueError, match="ahead: must be 0, 1 or 2, not 3"):
+        FSDP(stack(), alone(), ahead=3)
+
+
+def test_a_unit_that_is_not_part_of_the_module_is_refused():
+    with pytest.raises(ValueError, match="units: a Linear is not part of the module"):
+        FSDP(stack(), alone(), units=[nn.Linear(1, 1)])

@@ -1,0 +1,156 @@
+"""What wrapping leaves as it was, what it refuses by name, and how it ends."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_strategies import STRATEGIES
+from ranks import run_ranks
+from trainstep.parallel.ddp_bucketed import BucketedDDP
+from trainstep.parallel.ddp_flat import FlatDDP
+from trainstep.parallel.ddp_overlapped import OverlappedDDP
+from trainstep.parallel.gradient_sync import ReplicatedGradients
+from trainstep.parallel.ranks import Ranks, alone
+
+WRAPPERS = [STRATEGIES[name] for name in ("naive", "flat", "overlapped", "bucketed")]
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def test_the_module_stays_what_it_is():
+    model = two_layers()
+    names = list(model.state_dict())
+    forward = model.forward
+    BucketedDDP(model, alone())
+    assert list(model.state_dict()) == names
+    assert model.forward == forward
+
+
+def add(model: nn.Module) -> None:
+    model.register_module("more", nn.Linear(2, 2))
+
+
+def replace(model: nn.Module) -> None:
+    model.get_submodule("1").register_parameter("bias", nn.Parameter(torch.zeros(2)))
+
+
+def unfreeze(model: nn.Module) -> None:
+    model.get_parameter("0.bias").requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(add, "more.weight: was added"), (replace, "1.bias: was added"), (unfreeze, "0.bias: was unfrozen")],
+)
+@pytest.mark.parametrize("start", WRAPPERS)
+def test_parameters_that_came_later_are_refused_by_name(
+    start: Callable[..., object], change: Callable[[nn.Module], None], name: str
+):
+    model = two_layers()
+    model.get_parameter("0.bias").requires_grad_(False)
+    sync = start(model, alone(), SGD).sync  # type: ignore[attr-defined]
+    model(torch.ones(1, 4)).sum().backward()
+    sync.finish_gradient_synchronization()
+    change(model)
+    with pytest.raises(ValueError, match=name):
+        sync.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("wrap", [OverlappedDDP, BucketedDDP])
+def test_a_second_backward_before_the_end_is_refused(wrap: Callable[..., ReplicatedGradients]):
+    model = two_layers()
+    sync = wrap(model, alone())
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="on its way.*no_sync"):
+        model(torch.ones(1, 4)).sum().backward()
+    assert sync.traffic.messages.total() == 0
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Embedding(4, 2, sparse=True)
+    FlatDDP(model, alone())
+    with pytest.raises(ValueError, match="weight: its gradient is sparse"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_another_device_is_refused():
+    with pytest.raises(ValueError, match=r"0\.weight: is on meta, and this rank's device is cpu"):
+        BucketedDDP(two_layers().to("meta"), alone())
+
+
+def test_without_a_process_group_it_says_how_to_start_one():
+    with pytest.raises(ValueError, match="torchrun"):
+        FlatDDP(two_layers())
+
+
+@pytest.mark.parametrize("field", ["bucket_mib", "first_bucket_mib", "last_bucket_mib"])
+def test_bucket_sizes_are_positive(field: str):
+    with pytest.raises(ValueError, match=f"{field}: must be positive"):
+        BucketedDDP(two_layers(), alone(), **{field: 0})
+
+
+def gradients_after_detach(ranks: Ranks) -> list[float]:
+    model = two_layers()
+    sync = BucketedDDP(model, ranks)
+    sync.detach()
+    model(torch.full((1, 4), float(ranks.rank))).sum().backward()
+    gradient = model[0].weight.grad
+    assert gradient is not None
+    return [float(gradient.abs().sum())]
+
+
+def test_detached_gradients_are_each_ranks_own():
+    first, second = run_ranks(2, gradients_after_detach)
+    assert first == [0.0]
+    assert second != [0.0]
+
+
+def views(ranks: Ranks) -> list[object]:
+    """Whose memory gradients are, over steps that drop them, zero them, and let them add up."""
+    model = two_layers()
+    sync = BucketedDDP(model, ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[object] = []
+    for set_to_none in (True, False, True):
+        model(torch.ones(1, 4)).sum().backward()
+        sync.finish_gradient_synchronization()
+        gradient = model[0].weight.grad
+        assert gradient is not None
+        found.append((gradient.data_ptr(), float(gradient[0, 0] - model[1].weight.detach().sum(0)[0])))
+        optimizer.zero_grad(set_to_none=set_to_none)
+    return found
+
+
+def test_gradients_are_views_of_their_bucket():
+    for steps in run_ranks(2, views):
+        assert len({pointer for pointer, _ in steps}) == 1
+        assert all(abs(error) < 1e-6 for _, error in steps)
+
+
+def bf16_views(ranks: Ranks) -> tuple[str, str, bool, float]:
+    model = two_layers()
+    sync = BucketedDDP(model, ranks, reduce_dtype=torch.bfloat16, keeps_gradient_dtype=False)
+    for _ in range(2):
+        model(torch.full((1, 4), 1.0 + ranks.rank)).sum().backward()
+        sync.finish_gradient_synchronization()
+        norm = float(sync.clip_grad_norm_(1e-3))
+        gradients = [parameter.grad for parameter in model.parameters()]
+        clipped = torch.stack([gradient.float().norm() for gradient in gradients if gradient is not None]).norm()
+        kinds = {str(gradient.dtype) for gradient in gradients if gradient is not None}
+        for parameter in model.parameters():
+            parameter.grad = None
+    return *kinds, str(model[0].weight.dtype), norm > 0.1, float(clipped)
+
+
+def test_bf16_buckets_are_the_gradients_and_are_clipped_in_place():
+    for kind, weights, was_larger, clipped in run_ranks(2, bf16_views):
+        assert (kind, weights, was_larger) == ("torch.bfloat16", "torch.float32", True)
+        assert clipped == pytest.approx(1e-3, rel=0.02)

@@ -1,0 +1,81 @@
+"""Every way of going parallel trains as one process on all the data does.
+
+The 2x rule on parameters after five steps: their distance from fp64 training is at most twice that of one process in fp32,
+and a rounding of the largest parameter (reduced in bf16: one process that rounds each rank's gradient to bf16). Bitwise where
+sums have one order: two ranks, whose average is exact.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_strategies import BF16_STRATEGIES, NOT_DONE, STRATEGIES, TORCH_STRATEGIES
+from parallel_training import OPTIMIZERS, Case, distance, train_alone, train_together
+from ranks import run_ranks
+from trainstep.parallel.ranks import Ranks
+
+ALL = {**STRATEGIES, **BF16_STRATEGIES, **TORCH_STRATEGIES}
+CASES = {
+    "plain": Case(),
+    "tied": Case(tied=True),
+    "frozen": Case(frozen=True),
+    "unused everywhere": Case(unused="everywhere"),
+    "unused somewhere": Case(unused="somewhere"),
+    "accumulation": Case(accumulation=3),
+    "unused somewhere, accumulation, tied": Case(unused="somewhere", accumulation=2, tied=True),
+    "clipped": Case(clip=0.05),
+}
+
+PAIRS = [
+    (strategy, case)
+    for strategy in (*STRATEGIES, *TORCH_STRATEGIES)
+    for case in CASES
+    if (strategy, CASES[case].unused) not in NOT_DONE
+]
+
+
+def trained(ranks: Ranks, strategy: str, case: Case, optimizer: str) -> list[Tensor]:
+    return train_together(ranks, ALL[strategy], case, optimizer)
+
+
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("strategy", "case"), PAIRS)
+def test_as_one_process(strategy: str, case: str, optimizer: str, world_size: int):
+    every_rank = run_ranks(world_size, trained, strategy, CASES[case], optimizer)
+    assert_as_good_as_alone(every_rank[0], CASES[case], optimizer, world_size, torch.float32)
+    assert all(distance(found, every_rank[0]) == 0 for found in every_rank)
+
+
+@pytest.mark.parametrize("case", ["plain", "unused somewhere", "accumulation"])
+@pytest.mark.parametrize("strategy", BF16_STRATEGIES)
+def test_reduced_in_bf16(strategy: str, case: str):
+    found, other = run_ranks(2, trained, strategy, CASES[case], "sgd")
+    assert_as_good_as_alone(found, CASES[case], "sgd", 2, torch.bfloat16)
+    assert distance(found, other) == 0
+
+
+def assert_as_good_as_alone(
+    found: list[Tensor], case: Case, optimizer: str, world_size: int, reduce_dtype: torch.dtype
+) -> None:
+    exact = train_alone(case, optimizer, world_size, torch.float64)
+    alone = train_alone(case, optimizer, world_size, torch.float32, reduce_dtype)
+    largest = max(float(parameter.abs().max()) for parameter in exact)
+    assert distance(found, exact) <= 2 * distance(alone, exact) + torch.finfo(torch.float32).eps * largest
+
+
+def distance_from_one_process(ranks: Ranks, strategy: str, case: Case, optimizer: str) -> float:
+    """Both trained here, since another number of threads adds up in another order."""
+    together = train_together(ranks, ALL[strategy], case, optimizer)
+    return distance(together, train_alone(case, optimizer, ranks.world_size, torch.float32))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    [(strategy, case) for strategy, case in PAIRS if CASES[case].accumulation == 1 and case != "clipped"],
+)
+def test_to_the_bit_on_two_ranks(strategy: str, case: str, optimizer: str):
+    assert run_ranks(2, distance_from_one_process, strategy, CASES[case], optimizer) == [0, 0]

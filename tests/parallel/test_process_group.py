@@ -1,0 +1,189 @@
+"""Start and stop under real launchers, and what is refused before anything is started."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cell_maker import import_path
+from ranks import free_port
+from slurm_cluster import SlurmCluster
+from trainstep.parallel.process_group import start_ranks, stop_ranks
+
+PROGRAM = """
+import os
+import torch
+from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.process_group import start_ranks, stop_ranks
+
+torch.set_num_threads(1)
+for turn in range(2):  # a second group in the same processes
+    ranks = start_ranks("gloo", timeout_s=60)
+    total = torch.ones(4) * (ranks.rank + 1)
+    Collectives(ranks).all_reduce(total).wait()
+    ranks = stop_ranks(ranks)
+assert ranks.group is None
+os.write(1, f"rank {ranks.rank} of {ranks.world_size}: {total.tolist()}\\n".encode())
+"""
+SAID = [f"rank {rank} of 2: [3.0, 3.0, 3.0, 3.0]" for rank in range(2)]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.mark.slow
+def test_torchrun(program: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environ = {**os.environ, "PYTHONPATH": import_path()}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == SAID
+    assert "died" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placed", [["-N1", "-n2"], ["-N2", "-n2"]], ids=["one node", "two nodes"])
+def test_slurm(slurm_cluster: SlurmCluster, program: Path, placed: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", import_path())
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # the pretend nodes have names that resolve nowhere
+    told = slurm_cluster.call("srun", *placed, sys.executable, str(program), timeout_s=100)
+    assert sorted(told.splitlines()) == SAID
+
+
+ON_GPUS = """
+import os, signal, sys
+import torch
+from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.process_group import start_ranks, stop_ranks
+
+ranks = start_ranks()
+assert torch.cuda.current_device() == ranks.device.index == ranks.rank
+values = torch.full((1024,), ranks.rank + 1.0, device=ranks.device)
+Collectives(ranks).all_reduce(values).wait()
+torch.cuda.synchronize()
+if "kill" in sys.argv and ranks.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "kill" in sys.argv:
+    Collectives(ranks).all_reduce(values).wait()
+    torch.cuda.synchronize()  # hangs: the other is gone
+total = values[0].item()
+del values
+stop_ranks(ranks)
+print(f"rank {ranks.rank}: {total}", flush=True)
+"""
+
+
+def two_ranks_on_gpus(*arguments: str) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of both."""
+    base = {**os.environ, "PYTHONPATH": import_path(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ON_GPUS, *arguments],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=100) for process in processes]
+        return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.multigpu
+def test_nccl():
+    found = two_ranks_on_gpus()
+    assert [(code, out) for code, out, _ in found] == [(0, f"rank {rank}: 3.0\n") for rank in range(2)], found
+    assert not any("died" in err for *_, err in found)
+
+
+@pytest.mark.multigpu
+def test_nccl_when_a_rank_is_killed():
+    (code, out, err), (killed, *_) = two_ranks_on_gpus("kill")
+    assert (code, out, killed) == (1, "", -signal.SIGKILL)
+    assert "trainstep: rank 1 (" in err
+    assert err.rstrip().endswith("died; rank 0 leaves")
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
+    """As a launcher would have it: one rank, alone, unless told otherwise."""
+    given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in {**given, **variables}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_one_rank_by_itself(monkeypatch: pytest.MonkeyPatch):
+    launched(monkeypatch)
+    ranks = start_ranks("gloo", timeout_s=10)
+    assert (ranks.rank, ranks.world_size, ranks.device, ranks.watch) == (0, 1, torch.device("cpu"), None)
+    assert not torch.distributed.is_initialized() or stop_ranks(ranks).group is None
+    assert not torch.distributed.is_initialized()
+
+
+def test_no_launcher(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="no launcher is found"):
+        start_ranks()
+
+
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        launched(monkeypatch, MASTER_PORT=port)
+        with pytest.raises(ValueError, match=rf"MASTER_PORT: port {port} of 127.0.0.1 is in use; .*--master-port"):
+            start_ranks("gloo", timeout_s=10)
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "0 are visible"), (1, "1 is visible")])
+def test_more_local_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, count: int, words: str):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail(f"bound to {index}"))
+    launched(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
+    with pytest.raises(ValueError, match=rf'2 on this machine need 2 GPUs and {words}.*start_ranks\("gloo"\)'):
+        start_ranks("nccl")
+
+
+def test_a_task_of_slurm_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch):
+    bound: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", bound.append)
+    monkeypatch.delenv("RANK", raising=False)
+    slurm = {"PROCID": 1, "NTASKS": 1, "LOCALID": 1, "NNODES": 1, "GPUS_PER_TASK": 1, "STEP_ID": 0}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    with pytest.raises(ValueError, match="RANK: 1 is none of 1"):
+        start_ranks("nccl")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    ranks = start_ranks("gloo", device="cuda", timeout_s=10)
+    monkeypatch.undo()
+    torch.distributed.destroy_process_group()
+    assert (bound, ranks.device) == ([0], torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"backend": "mpi"}, "backend: 'mpi' is not known; known: nccl, gloo"),
+        ({"backend": "nccl", "device": "cpu"}, "device: NCCL sends between GPUs, not from cpu"),
+    ],
+)
+def test_bad_arguments(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, str], sentence: str):
+    launched(monkeypatch)
+    with pytest.raises(ValueError, match=sentence):
+        start_ranks(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,195 @@
+"""Flat shards: who holds what, state that loads elsewhere, and a gather that the next forward waits for where it must."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel_training import Case, batches, built, loss_of
+from ranks import run_ranks
+from trainstep.parallel.ranks import Ranks, alone
+from trainstep.parallel.sharded_flat_optimizer import FlatShardedOptimizer
+
+CASE = Case()
+
+
+def started(ranks: Ranks, **options: object) -> tuple[nn.Module, FlatShardedOptimizer]:
+    model = built(CASE)
+    units = [model.first, model.second]
+    return model, FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, units=units, lr=1e-2, **options)
+
+
+def train(model: nn.Module, optimizer: FlatShardedOptimizer, first: int, end: int, world_size: int = 6) -> None:
+    """Steps of data that do not depend on the number of ranks: each takes an equal part of six."""
+    ranks = optimizer.gradient_sync.ranks
+    share = world_size // ranks.world_size
+    for step, rows in enumerate(batches(CASE, world_size)):
+        if first <= step < end:
+            mine = rows[ranks.rank * share : (ranks.rank + 1) * share]
+            torch.stack([loss_of(model, row[0], CASE, 0) for row in mine]).mean().backward()
+            optimizer.gradient_sync.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.gradient_sync.wait_for_parameters()
+
+
+def state_bytes(ranks: Ranks) -> tuple[int, int]:
+    model, optimizer = started(ranks)
+    train(model, optimizer, 0, 1)
+    held = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    return sum(value.nbytes for value in held), sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_state_is_shared_out(world_size: int):
+    found = run_ranks(world_size, state_bytes)
+    parameters = found[0][1]
+    assert sum(state for state, _ in found) == 2 * parameters
+    filling = world_size * 8 * 4 * 3 * 2  # three units end at a multiple of 8 elements a rank; two moments
+    assert all(abs(state - 2 * parameters / world_size) <= filling for state, _ in found)
+
+
+def saved(ranks: Ranks) -> dict[str, object]:
+    model, optimizer = started(ranks)
+    train(model, optimizer, 0, 2)
+    return {"optimizer": optimizer.gathered_state_dict(), "model": model.state_dict()}
+
+
+def resumed(ranks: Ranks, state: dict[str, object] | None) -> list[Tensor]:
+    model, optimizer = started(ranks)
+    if state is None:
+        train(model, optimizer, 0, 2)
+    else:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    train(model, optimizer, 2, 4)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("there", [1, 2, 3])
+def test_gathered_state_goes_on_at_another_number_of_ranks(there: int):
+    state = run_ranks(2, saved)[0]
+    whole = run_ranks(there, resumed, None)[0]
+    again = run_ranks(there, resumed, state)[0]
+    for one, other in zip(whole, again, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    if there == 2:
+        assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+
+
+def test_gathered_state_is_that_of_the_unsharded_optimizer():
+    state = run_ranks(2, saved)[0]
+    model = built(CASE)
+    model.load_state_dict(state["model"])
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain.load_state_dict(state["optimizer"])
+    moments = [plain.state[parameter]["exp_avg"] for parameter in model.parameters()]
+    assert [moment.shape for moment in moments] == [parameter.shape for parameter in model.parameters()]
+    assert all(float(plain.state[parameter]["step"]) == 2 for parameter in model.parameters())
+    assert all(float(moment.abs().sum()) > 0 for moment in moments)
+
+
+def own_shard(ranks: Ranks) -> list[bool]:
+    model, optimizer = started(ranks)
+    train(model, optimizer, 0, 2)
+    state, parameters = deepcopy((optimizer.state_dict(), dict(model.state_dict())))
+    train(model, optimizer, 2, 4)
+    again, resumed_optimizer = started(ranks)
+    again.load_state_dict(parameters)
+    resumed_optimizer.load_state_dict(state)
+    train(again, resumed_optimizer, 2, 4)
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return [torch.equal(one, other) for one, other in pairs]
+
+
+def test_a_shard_goes_on_where_it_was():
+    assert all(same for found in run_ranks(2, own_shard) for same in found)
+
+
+def test_a_shard_of_elsewhere_is_refused():
+    _, optimizer = started(alone())
+    state = {**optimizer.state_dict(), "shard": {"rank": 1, "world_size": 2}}
+    with pytest.raises(ValueError, match=r"shard of rank 1 of 2, and this is rank 0 of 1; save gathered_state_dict"):
+        optimizer.load_state_dict(state)
+
+
+def test_optimizers_that_look_at_whole_tensors_are_refused_by_name():
+    class Muon(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ValueError, match="optimizer_cls: Muon is not known to treat each element alone"):
+        FlatShardedOptimizer(built(CASE), Muon, ranks=alone(), lr=0.1)
+    FlatShardedOptimizer(built(CASE), Muon, ranks=alone(), element_wise=True, lr=0.1)
+
+
+def test_groups_have_their_own_options_and_schedulers_change_them():
+    model = built(CASE)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+    optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=alone(), groups=groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    train(model, optimizer, 0, 1, world_size=1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    scheduler.step()
+    after = [parameter.detach().clone() for parameter in model.parameters()]
+    assert not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    train(model, optimizer, 1, 2, world_size=1)
+    assert all(torch.equal(one, other) for one, other in zip(after, model.parameters(), strict=True))
+
+
+def test_groups_cover_every_trained_parameter_once():
+    model = built(CASE)
+    first, *rest = model.parameters()
+    with pytest.raises(ValueError, match=r"groups: leave out embedding\.weight"):
+        FlatShardedOptimizer(model, torch.optim.SGD, ranks=alone(), groups=[{"params": rest}], lr=0.1)
+    twice = [{"params": [first, *rest]}, {"params": [first]}]
+    with pytest.raises(ValueError, match="groups: name a parameter twice"):
+        FlatShardedOptimizer(model, torch.optim.SGD, ranks=alone(), groups=twice, lr=0.1)
+
+
+def test_groups_do_not_grow():
+    _, optimizer = started(alone())
+    with pytest.raises(ValueError, match="param_group: flat shards are laid out once"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def order_of_waits(ranks: Ranks) -> list[str]:
+    """Which units' gathers are waited for, and which modules run, in the step after an update."""
+    model, optimizer = started(ranks)
+    train(model, optimizer, 0, 1)
+    sync, log = optimizer.gradient_sync, []
+    gather = sync.collectives.all_gather
+
+    def logged(tensor: Tensor, shard: Tensor, *, label: str = "") -> object:
+        pending = gather(tensor, shard, label=label)
+
+        class Logged:
+            def wait(self) -> None:
+                log.append(f"wait {label}")
+                pending.wait()
+
+        log.append(f"start {label}")
+        return Logged()
+
+    sync.collectives.all_gather = logged
+    for name, module in (("first", model.first), ("second", model.second)):
+        module.register_forward_hook(lambda *_, name=name: log.append(f"ran {name}"))
+    rows = next(iter(batches(CASE, 2)))
+    loss_of(model, rows[0][0], CASE, 0).backward()
+    sync.finish_gradient_synchronization()
+    optimizer.step()
+    log.append("update over")
+    loss_of(model, rows[0][0], CASE, 0)
+    return log
+
+
+def test_the_next_forward_waits_for_each_unit_where_it_needs_it():
+    for log in run_ranks(2, order_of_waits):
+        gathers = log[log.index("start root") :]
+        assert gathers == [
+            *("start root", "start first", "start second", "update over"),
+            *("wait root", "wait first", "ran first", "wait second", "ran second"),
+        ]

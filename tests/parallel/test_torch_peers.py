@@ -1,0 +1,64 @@
+"""torch's own ways behind our protocol; that they train as one process does is in test_parity.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_strategies import TORCH_STRATEGIES
+from parallel_training import OPTIMIZERS, Case, built, train_together
+from ranks import RankFailed, run_ranks
+from trainstep.parallel.ranks import Ranks, alone
+from trainstep.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero
+
+
+def trained(ranks: Ranks) -> Any:
+    return train_together(ranks, TORCH_STRATEGIES["torch_ddp"], Case(unused="everywhere"), "sgd")
+
+
+def test_ddp_refuses_unused_parameters_unless_told():
+    with pytest.raises(RankFailed, match="Expected to have finished reduction"):
+        run_ranks(2, trained)
+
+
+def gradient(sync: Any, value: float) -> float:
+    sync.module.zero_grad()
+    sync.module(torch.full((1, 1), value)).backward()
+    sync.finish_gradient_synchronization()
+    found = next(sync.module.parameters()).grad
+    return float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+
+
+def protocol(ranks: Ranks, kind: str) -> dict[str, Any]:
+    sync = {"ddp": TorchDDP, "fsdp2": TorchFSDP2}[kind](nn.Linear(1, 1, bias=False), ranks)
+    mine = float(1 + 2 * ranks.rank)
+    found: dict[str, Any] = {"traffic": sync.traffic, "averaged": gradient(sync, mine)}
+    found["norm"] = float(sync.clip_grad_norm_(0.5))
+    if kind == "ddp":
+        with sync.no_sync():
+            found["alone"] = gradient(sync, mine)
+        sync.detach()
+        found["detached"] = gradient(sync, mine)
+        found["module"] = type(sync.module).__name__
+    else:
+        with pytest.raises(RuntimeError, match="cannot be taken off"):
+            sync.detach()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_protocol(kind: str):
+    for rank, found in enumerate(run_ranks(2, protocol, kind)):
+        expected = {"traffic": None, "averaged": 2.0, "norm": 2.0}
+        if kind == "ddp":
+            expected |= {"alone": 1.0 + 2 * rank, "detached": 1.0 + 2 * rank, "module": "Linear"}
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "peer", [TorchDDP, TorchFSDP2, lambda model, ranks: torch_zero(model, OPTIMIZERS["sgd"], ranks=ranks)]
+)
+def test_a_process_on_its_own_is_refused(peer: Any):
+    with pytest.raises(ValueError, match="ranks: torch's wrappers need a process group"):
+        peer(built(Case()), alone())

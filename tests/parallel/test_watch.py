@@ -1,0 +1,174 @@
+"""A rank that dies: the others name it and leave, and nothing keeps running. Real processes on gloo, killed where it hurts."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cell_maker import import_path
+from ranks import free_port
+
+SIZE = 3
+VICTIM = 2
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.process_group import start_ranks, stop_ranks
+
+torch.set_num_threads(1)
+ranks = start_ranks("gloo", timeout_s=60)
+collectives = Collectives(ranks)
+act = sys.argv[1] if ranks.rank == int(sys.argv[2]) else "nothing"
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Dies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if act == "forward":
+            die()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if act == "backward":
+            die()
+        return gradient
+
+weight = torch.ones(8, requires_grad=True)
+
+def reduce(parameter):
+    collectives.all_reduce(parameter.grad).wait()
+
+weight.register_post_accumulate_grad_hook(reduce)
+for step in range(3):
+    if step == 1:
+        if act == "raise":
+            raise ArithmeticError("planted here")
+        if act == "leave":
+            sys.exit(0)
+        if act == "collective":
+            threading.Timer(0.2, die).start()
+            collectives.all_reduce(torch.ones(8)).wait()  # alone in it: the others sleep a little
+        if sys.argv[1] == "collective" and ranks.rank != int(sys.argv[2]):
+            time.sleep(0.1 if ranks.rank else 0.6)
+        if sys.argv[1] == "asleep" and ranks.rank != int(sys.argv[2]):
+            time.sleep(600)  # no collective to fail: only the watch can tell
+        if act == "asleep":
+            die()
+    (Dies.apply(weight).sum() * (ranks.rank + 1)).backward()
+total = weight.grad.tolist()
+del weight
+stop_ranks(ranks)
+print("ended", ranks.rank, flush=True)
+"""
+
+
+STARTER = """
+import json, os, sys
+import torch, torch.distributed
+
+program = compile(sys.argv[1], "program", "exec")
+for line in sys.stdin:
+    act, victim, folder, port = json.loads(line)
+    pids = []
+    for rank in range(<size>):
+        pid = os.fork()
+        if pid == 0:
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{folder}/{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "<size>"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            sys.argv = ["program", act, str(victim)]
+            exec(program, {"__name__": "__main__"})
+            sys.exit()
+        pids.append(pid)
+    print(json.dumps(pids), flush=True)
+    codes = dict(os.wait() for _ in pids)
+    print(json.dumps([os.waitstatus_to_exitcode(codes[pid]) for pid in pids]), flush=True)
+""".replace("<size>", str(SIZE))
+"""Imports torch once and forks the ranks of each test; a rank ends as any script does."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How the ranks of one program ended, by rank."""
+
+    pids: list[int]
+    codes: list[int]
+    out: list[str]
+    err: list[str]
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[subprocess.Popen[str]]:
+    environ = {**os.environ, "PYTHONPATH": import_path()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTER, PROGRAM], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process
+    process.stdin.close()
+    process.wait(10)
+
+
+@pytest.fixture
+def run(starter: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Ends]:
+    def until_all_ended(act: str, victim: int = VICTIM) -> Ends:
+        starter.stdin.write(json.dumps([act, victim, str(tmp_path), free_port()]) + "\n")
+        starter.stdin.flush()
+        pids, codes = json.loads(starter.stdout.readline()), json.loads(starter.stdout.readline())
+        out, err = ([(tmp_path / f"{rank}.{name}").read_text() for rank in range(SIZE)] for name in ("out", "err"))
+        return Ends(pids, codes, out, err)
+
+    return until_all_ended
+
+
+def check_others(ends: Ends, victim: int) -> None:
+    """Each named the dead one, said nothing else, and left."""
+    dead = f"rank {victim} ({socket.gethostname()}, pid {ends.pids[victim]})"
+    for rank in set(range(SIZE)) - {victim}:
+        assert ends.err[rank] == f"trainstep: {dead} died; rank {rank} leaves\n"
+        assert ends.codes[rank] == 1
+        assert "ended" not in ends.out[rank]
+
+
+@pytest.mark.parametrize("act", ["forward", "backward", "collective", "asleep"])
+@pytest.mark.parametrize("victim", [0, VICTIM])
+def test_killed(run: Callable[..., Ends], act: str, victim: int):
+    ends = run(act, victim)
+    assert ends.codes[victim] == -signal.SIGKILL
+    check_others(ends, victim)
+
+
+@pytest.mark.parametrize("victim", [0, VICTIM])
+def test_an_exception_is_printed_by_its_own_rank_alone(run: Callable[..., Ends], victim: int):
+    ends = run("raise", victim)
+    assert ends.codes[victim] == 1
+    assert "ArithmeticError: planted here" in ends.err[victim]
+    assert "died" not in ends.err[victim]
+    check_others(ends, victim)
+
+
+def test_ending_without_a_goodbye_counts_as_death(run: Callable[..., Ends]):
+    ends = run("leave")
+    assert ends.codes[VICTIM] == 0
+    check_others(ends, VICTIM)
+
+
+def test_a_clean_end_says_nothing(run: Callable[..., Ends]):
+    ends = run("nothing")
+    assert ends.err == [""] * SIZE
+    assert ends.out == [f"ended {rank}\n" for rank in range(SIZE)]
+    assert ends.codes == [0] * SIZE

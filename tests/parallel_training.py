@@ -1,0 +1,125 @@
+"""A small model trained on several ranks, and the same in one process on all of their data: what parity tests compare."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.parallel.ranks import Ranks
+
+ROWS, WIDTH, CLASSES = 6, 8, 5
+"""Rows of a rank's micro-batch."""
+STEPS = 5
+OPTIMIZERS: dict[str, partial[torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is special about a model or its training."""
+
+    tied: bool = False
+    frozen: bool = False
+    unused: str = "none"
+    """`everywhere`: a layer no rank uses; `somewhere`: one that only rank 0 does."""
+    accumulation: int = 1
+    clip: float | None = None
+
+
+class Model(nn.Module):
+    """An embedding, two layers, a normalisation's buffer, and a head that may be tied to the embedding."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.first = nn.Linear(WIDTH, 3 * WIDTH)
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.register_buffer("offset", torch.randn(WIDTH))
+        if case.tied:
+            self.head.weight = self.embedding.weight
+        if case.frozen:
+            self.first.bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, *, side: bool) -> Tensor:
+        x = self.embedding(tokens) + self.offset
+        x = x + self.second(torch.tanh(self.first(x)))
+        return self.head(x + self.side(x) if side else x)
+
+
+def built(case: Case, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model(case)
+
+
+def batches(case: Case, world_size: int) -> Iterator[list[list[tuple[Tensor, Tensor]]]]:
+    """For each step, for each rank, its micro-batches: tokens and targets."""
+    numbers = torch.Generator().manual_seed(7)
+    for _ in range(STEPS):
+        yield [
+            [tuple(torch.randint(CLASSES, (2, ROWS), generator=numbers)) for _ in range(case.accumulation)]
+            for _ in range(world_size)
+        ]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], case: Case, rank: int) -> Tensor:
+    side = case.unused == "none" or (case.unused == "somewhere" and rank == 0)
+    return nn.functional.cross_entropy(model(batch[0], side=side), batch[1]) / case.accumulation
+
+
+@cache
+def train_alone(
+    case: Case, optimizer_name: str, world_size: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """One process: the mean over ranks' losses, one after another, is the loss of the concatenated batch.
+
+    `reduce_dtype`: each rank's gradient is rounded to it, and so is their sum after each addition.
+    """
+    model = built(case).to(dtype)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    for ranks_batches in batches(case, world_size):
+        sums: dict[nn.Parameter, Tensor] = {}
+        for rank, micro_batches in enumerate(ranks_batches):
+            optimizer.zero_grad()
+            for batch in micro_batches:
+                (loss_of(model, batch, case, rank) / world_size).backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    share = parameter.grad.to(reduce_dtype or dtype)
+                    sums[parameter] = sums[parameter] + share if parameter in sums else share
+        for parameter, total in sums.items():
+            parameter.grad = total.to(dtype)
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train_together(ranks: Ranks, start: Callable[..., Any], case: Case, optimizer_name: str) -> list[Tensor]:
+    """This rank's parameters after the same steps. Only rank 0 begins with the right ones."""
+    model = built(case, seed=ranks.rank)
+    run = start(model, ranks, OPTIMIZERS[optimizer_name])
+    for ranks_batches in batches(case, ranks.world_size):
+        mine = ranks_batches[ranks.rank]
+        for number, batch in enumerate(mine):
+            with run.sync.no_sync() if number < len(mine) - 1 else nullcontext():
+                loss_of(run.sync.module, batch, case, ranks.rank).backward()
+        run.sync.finish_gradient_synchronization()
+        if case.clip is not None:
+            run.sync.clip_grad_norm_(case.clip)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run.parameters()
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference of any element."""
+    return max(float((one.double() - other.double()).abs().max()) for one, other in zip(found, expected, strict=True))

@@ -1,0 +1,82 @@
+"""Workloads without torch for cells of several ranks: `rank_workloads:RANKED` and so on.
+
+Config: `ranks`, `steps`, `act` (one of workloads.ACTS) that the rank `victim` does in `where` (prepare, take, finish); `wait`: the
+others sleep in their `take` then, as in a collective; `others`: how they fail before it. Step i takes i + rank seconds, on paper.
+"""
+
+import os
+import resource
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from trainstep.measure.failures import CellFailed
+from trainstep.measure.workload import Findings, Stage
+from trainstep.records.record import Fact, Failure, Samples
+from workloads import ACTS
+
+
+class Ranked:
+    def __init__(self, *, shares_worker: bool = False) -> None:
+        self.shares_worker = shares_worker
+
+    def prepare(self, config: Mapping[str, Any], stage: Stage) -> "RankedMeasurement":
+        stage("build")
+        if config.get("unsupported"):
+            raise CellFailed(Failure(kind="unsupported", phase="build", message="not here"))
+        return RankedMeasurement(config, stage)
+
+
+class RankedMeasurement:
+    def __init__(self, config: Mapping[str, Any], stage: Stage) -> None:
+        self._config = config
+        self._stage = stage
+        self._rank = int(os.environ["RANK"])
+        self._steps = 0
+        self._called("prepare")
+
+    def take(self, steps: int) -> None:
+        self._stage("steps")
+        self._steps += steps
+        self._follow(self._config.get("others"))
+        self._called("take")
+        if self._config.get("wait") and self._rank != self._config.get("victim"):
+            time.sleep(600)
+
+    def finish(self) -> Findings:
+        self._called("finish")
+        # Even steps are slower on high ranks, odd ones on low ranks.
+        values = tuple(float(step + (self._rank if step % 2 == 0 else -self._rank)) for step in range(self._steps))
+        own = {"only_rank_0": Samples(unit="s", values=(1.0,))} if self._rank == 0 else {}
+        facts = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        facts |= {"pid": os.getpid(), "memory_limit_bytes": resource.getrlimit(resource.RLIMIT_DATA)[0]}
+        return Findings(
+            samples={
+                "step": Samples(unit="s", values=values, warmups=(9.0 + self._rank,)),
+                "clock": Samples(unit="Hz", values=(100.0 + self._rank,)),
+                **own,
+            },
+            facts={name.lower(): Fact(value=value) for name, value in facts.items()},
+            tables={"own": {"rank": [self._rank]}},
+        )
+
+    def _follow(self, how: str | None) -> None:
+        """What happens to the others where the victim dies, heard of before its death is."""
+        if how is None:
+            return
+        if self._rank == self._config["victim"]:
+            time.sleep(0.5)
+        elif how == "raise":
+            raise RuntimeError("Connection closed by peer")
+        else:
+            os.write(2, f"trainstep: rank 1 (host, pid 7) died; rank {self._rank} leaves\n".encode())
+            os._exit(1)
+
+    def _called(self, what: str) -> None:
+        config = self._config
+        if self._rank == config.get("victim") and config.get("where", "take") == what:
+            ACTS[config["act"]](config)
+
+
+RANKED = Ranked()
+SHARED = Ranked(shares_worker=True)

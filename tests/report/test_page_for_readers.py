@@ -1,0 +1,164 @@
+"""The page as its readers meet it, in Chromium: with a screen reader, in the dark, on paper, sorting by keyboard, at once.
+
+axe-core, which looks for what some readers cannot use, is named by TRAINSTEP_AXE_CORE (`make axe-core`). What is missing skips
+its tests; with TRAINSTEP_REQUIRE_CHROMIUM=1 and TRAINSTEP_REQUIRE_AXE_CORE=1 (CI) that skip is a failure.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from attention_records import lengths
+from chromium import CHROMIUM, Browser
+from report.test_memory import a_cell as memory_cell
+from report.test_numerics_page import numerics
+from report.test_profile import profiled
+from trainstep.records.record import Record
+from trainstep.report.page import page
+
+ALL_DRAWN = "document.querySelectorAll('.chart').length === document.querySelectorAll('.js-plotly-plot').length"
+INK = {False: "rgb(27, 31, 36)", True: "rgb(232, 234, 237)"}
+VIOLATIONS = """axe.run().then((found) => found.violations
+  .filter((one) => ["serious", "critical"].includes(one.impact))
+  .map((one) => one.id + ": " + one.nodes[0].html.slice(0, 200)))"""
+HEADER = "[...document.querySelectorAll('h3')].find((one) => one.textContent === 'Training step').closest('.table')"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None and os.environ.get("TRAINSTEP_REQUIRE_CHROMIUM") != "1",
+        reason="needs Chromium (Debian: apt-get install chromium)",
+    ),
+]
+Make = Callable[..., Record]
+Rows = Callable[[Sequence[Record]], list]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    folder = os.environ.get("TRAINSTEP_AXE_CORE")
+    if not folder:
+        refuse = pytest.fail if os.environ.get("TRAINSTEP_REQUIRE_AXE_CORE") == "1" else pytest.skip
+        refuse("needs TRAINSTEP_AXE_CORE: make axe-core")
+    (script,) = Path(folder).rglob("axe.min.js")
+    return script.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def records(make: Make, end_to_end, warmup_sweep, precision_pair, compile_sweep) -> dict[str, list[Record]]:
+    """The records of each kind of page."""
+    return {
+        "sweep": [*end_to_end, *warmup_sweep, *precision_pair, *compile_sweep],
+        "run": [make(warmups=(1.0, 0.3))],
+        "attention": lengths(seqs=(256, 4096, 65536), dtypes=("bf16",)),
+        "profile": [profiled()],
+        "memory": [memory_cell()],
+        "numerics": [numerics("fp32"), numerics("bf16_autocast")],
+    }
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("kind", ["sweep", "run", "attention", "profile", "memory", "numerics"])
+def test_axe_finds_nothing_serious(kind: str, dark: bool, records, rows: Rows, browser: Browser, axe: str):
+    browser.open(page(rows(records[kind])), dark=dark, wait=ALL_DRAWN)
+    assert browser.said == []
+    browser.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    browser.run(f"{axe};0")
+    assert browser.run(VIOLATIONS) == []
+
+
+def test_axe_would_have_said_it(rows: Rows, end_to_end, browser: Browser, axe: str):
+    browser.open(page(rows(end_to_end)).replace("</main>", "<button></button></main>"), wait=ALL_DRAWN)
+    browser.run(f"{axe};0")
+    assert any(one.startswith("button-name") for one in browser.run(VIOLATIONS))
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_button_turns_light_to_dark_and_back(dark: bool, rows: Rows, end_to_end, browser: Browser):
+    browser.open(page(rows(end_to_end)), dark=dark, wait=ALL_DRAWN)
+    text = "getComputedStyle(document.querySelector('.xtick text')).fill"
+    page_ink = "getComputedStyle(document.documentElement).color"
+    for now in (dark, not dark, dark):
+        assert (browser.run(text), browser.run(page_ink)) == (INK[now], INK[now])
+        browser.run("document.getElementById('theme').click()")
+
+
+def test_paper_is_light_and_cuts_nothing(rows: Rows, end_to_end, browser: Browser):
+    browser.open(page(rows(end_to_end)), dark=True, wait=ALL_DRAWN)
+    browser.screen(dark=True, paper=True)
+    browser.run("window.dispatchEvent(new Event('beforeprint'))")
+    assert browser.run("getComputedStyle(document.querySelector('.xtick text')).fill") == INK[False]
+    assert browser.run("getComputedStyle(document.documentElement).color") == "rgb(0, 0, 0)"
+    assert browser.run(
+        "[...document.querySelectorAll('.scroll')].every((one) => getComputedStyle(one).overflow === 'visible')"
+    )
+    shown = (
+        "[...document.querySelectorAll('input, #theme, .modebar')].filter((one) => one.offsetParent !== null).length"
+    )
+    assert browser.run(shown) == 0
+    assert browser.run("document.querySelector('.main-svg').getBoundingClientRect().width") < 720, (
+        "of A4's 794 less margins"
+    )
+    browser.run("window.dispatchEvent(new Event('afterprint'))")
+    browser.screen(dark=True)
+    assert browser.run("getComputedStyle(document.querySelector('.xtick text')).fill") == INK[True]
+    assert browser.printed().startswith(b"%PDF")
+
+
+def test_keys_sort_a_column_and_failures_stay_last(rows: Rows, end_to_end, browser: Browser):
+    browser.open(page(rows(end_to_end)), wait=ALL_DRAWN)
+    button = f"[...{HEADER}.querySelectorAll('th button')].find((one) => one.textContent === 'total step (ms)')"
+    number = (
+        "row.cells[5].dataset.sort === undefined ? row.cells[5].textContent : Math.round(row.cells[5].dataset.sort)"
+    )
+    column = f"[...{HEADER}.querySelectorAll('tbody tr')].map((row) => {number})"
+    browser.run(f"{button}.focus()")
+    for order, expected in (
+        ("ascending", [200, 400, 1100, "OOM"]),
+        ("descending", [1100, 400, 200, "OOM"]),
+    ):
+        for kind in ("keyDown", "keyUp"):
+            browser.ask(
+                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+            )
+        assert browser.run(f"{button}.closest('th').getAttribute('aria-sort')") == order
+        assert browser.run(column) == expected
+
+
+def test_every_chart_has_its_numbers_beside_it(records, rows: Rows, browser: Browser):
+    for kind in ("sweep", "attention", "profile", "memory", "numerics"):
+        browser.open(page(rows(records[kind])), wait=ALL_DRAWN)
+        figures = "[...document.querySelectorAll('figure')]"
+        assert browser.run(f"{figures}.length") > 0
+        assert browser.run(f"{figures}.every((one) => one.querySelectorAll('.numbers tbody tr').length > 0)")
+
+
+def test_two_hundred_records_open_at_once(make: Make, rows: Rows, browser: Browser, record_property):
+    """How long is recorded, not asserted: a busy machine is no fault of the page."""
+    made = [
+        dataclasses.replace(
+            make(model=model, context=context, precision=precision, seed=seed, warmups=(1.0, 0.3)), key=f"{number}"
+        )
+        for number, (model, context, precision, seed) in enumerate(
+            (model, 128 * context, precision, seed)
+            for model in ("small", "medium", "large", "xl", "2.7B")
+            for context in (1, 2, 4, 8)
+            for precision in ("fp32", "bf16")
+            for seed in range(5)
+        )
+    ]
+    assert len(made) == 200
+    browser.open(page(rows(made)), wait="document.querySelectorAll('.js-plotly-plot').length > 0")
+    record_property("load_ms", browser.run("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+    record_property("first_chart_ms", browser.run("performance.now()"))
+    assert browser.said == []
+    assert browser.run(f"{HEADER}.querySelectorAll('tbody tr').length") == 200

@@ -1,0 +1,156 @@
+"""nsys's export read: the same tables as kineto's trace of the same steps, and whatever is no whole export refused."""
+
+import dataclasses
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from nsys_maker import NUMBERED, PLAIN, UPPER_BITS, write_report
+from trace_maker import COMPILED, EAGER, launched, span, trace
+from trainstep.traces.kineto import Trace, read_trace
+from trainstep.traces.nsys import is_report, read_report
+from trainstep.traces.nvtx_names import parse_name
+from trainstep.traces.profile import profile_of
+from trainstep.traces.tables import Columns
+
+SMALL = trace(span("step 0", 0, 100), span("forward", 10, 90), *launched("gemm", 20, 30, 40, 1))
+
+
+def export(folder: Path, given: Trace = SMALL, *, style: str = NUMBERED, statements: Sequence[str] = ()) -> Path:
+    return write_report(folder / "report.sqlite", given, style=style, statements=statements)
+
+
+@pytest.mark.parametrize("path", [EAGER, COMPILED], ids=["eager", "compiled"])
+def test_both_readers_make_the_same_tables(tmp_path: Path, path: Path):
+    theirs = read_trace(path)
+    ours = read_report(export(tmp_path, theirs))
+    assert (ours.activities, ours.calls, ours.gpu) == (theirs.activities, theirs.calls, theirs.gpu)
+    # A thread has a number of torch's own in kineto's trace, the system's in nsys's.
+    assert profile_of(ours) == profile_of(theirs)
+    assert {"classes", "kernels", "spans", "layers", "host", "verdict", "stall"} <= set(profile_of(ours).tables)
+
+
+@pytest.mark.parametrize("path", [EAGER, COMPILED], ids=["eager", "compiled"])
+def test_without_annotations_of_ops_backward_keeps_its_phase(tmp_path: Path, path: Path):
+    """Our spans alone: all but backward's spans and layers agree."""
+    theirs, ours = (
+        profile_of(read_trace(path)),
+        profile_of(read_report(export(tmp_path, read_trace(path), style=PLAIN))),
+    )
+    for name in ("classes", "host", "verdict", "stall"):
+        assert ours.tables[name] == theirs.tables[name]
+    for name in ("spans", "layers"):
+        assert of_phase(ours.tables[name], "forward") == of_phase(theirs.tables[name], "forward")
+    assert ours.assigned_share == theirs.assigned_share == 1
+    assert theirs.fallback_share == 0 < ours.fallback_share < 1
+
+
+def of_phase(columns: Columns, phase: str) -> list[tuple[object, ...]]:
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [tuple(row.values()) for row in rows if row["phase"] == phase]
+
+
+def test_the_capture_range_is_no_span(tmp_path: Path):
+    """What nsys records from stands around all steps."""
+    around = trace(span("profiled_steps", 0, 110), span("step 0", 1, 100), *launched("gemm", 20, 30, 40, 1))
+    assert profile_of(read_report(export(tmp_path, around, style=PLAIN))).tables["spans"]["span"] == ["(no span)"]
+
+
+def test_ranges_of_libraries_and_unclosed_ones_are_left_out(tmp_path: Path):
+    thread = UPPER_BITS | 1 << 24 | 1
+    found = read_report(
+        export(
+            tmp_path,
+            style=PLAIN,
+            statements=[
+                f"INSERT INTO NVTX_EVENTS VALUES (0, NULL, 75, 'NCCL', NULL, {thread}, 3)",
+                f"INSERT INTO NVTX_EVENTS VALUES (21000, 22000, 59, 'ncclAllReduce', NULL, {thread}, 3)",
+                f"INSERT INTO NVTX_EVENTS VALUES (21000, NULL, 59, 'never closed', NULL, {thread}, 0)",
+                f"INSERT INTO NVTX_EVENTS VALUES (21000, NULL, 34, 'a mark', NULL, {thread}, 0)",
+            ],
+        )
+    )
+    assert [one.name for one in found.ranges] == ["step 0", "forward"]
+
+
+def test_a_graph_recorded_whole_loses_no_time(tmp_path: Path):
+    columns = "start INT, end INT, deviceId INT, streamId INT, correlationId INT, globalPid INT"
+    made = f"CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE ({columns})"
+    row = f"INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (50000, 80000, 0, 7, NULL, {UPPER_BITS | 1 << 24})"
+    found = read_report(export(tmp_path, statements=[made, row]))
+    assert [one.duration_ns for one in found.activities] == [10_000, 30_000]
+    assert found.activities[1].name.startswith("CUDA graph")
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "holds no kernel: nothing ran on a GPU"),
+        ("DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", "holds no kernel: nothing ran on a GPU"),
+        ("DROP TABLE StringIds", "no such table: StringIds"),
+        ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN end", "no such column: end"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET globalTid = NULL", "an event has no time or no number"),
+        (
+            f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (0, 1, 0, 7, 1, {UPPER_BITS | 2 << 24}, 1, 1, NULL)",
+            "holds kernels of 2 processes",
+        ),
+    ],
+)
+def test_an_export_that_says_too_little(tmp_path: Path, statement: str, words: str):
+    with pytest.raises(ValueError, match=words) as raised:
+        read_report(export(tmp_path, statements=[statement]))
+    assert str(raised.value).startswith(str(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kept", [50, 300, 0.5, 0.999])
+def test_a_cut_file(tmp_path: Path, kept: float):
+    whole = export(tmp_path, read_trace(EAGER))
+    data = whole.read_bytes()
+    cut = tmp_path / "cut.sqlite"
+    cut.write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
+    with pytest.raises(ValueError, match=r"cut\.sqlite: .*(cut off or damaged|no export of nsys)"):
+        read_report(cut)
+
+
+def test_what_is_no_export(tmp_path: Path):
+    for name, words in (("words.sqlite", "no SQLite file"), ("own.nsys-rep", "nsys's own format")):
+        (tmp_path / name).write_text("hello")
+        assert is_report(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name}: is {words}; make one with: nsys export --type sqlite"):
+            read_report(tmp_path / name)
+    with pytest.raises(ValueError, match="there is no such report"):
+        read_report(tmp_path / "absent.sqlite")
+    sqlite3.connect(tmp_path / "another.db").execute("CREATE TABLE t (x)").connection.close()
+    assert is_report(tmp_path / "another.db"), "known by its first bytes"
+    with pytest.raises(ValueError, match="no export of nsys that is known here"):
+        read_report(tmp_path / "another.db")
+    assert not is_report(EAGER)
+
+
+def test_names_need_not_be_text(tmp_path: Path):
+    named = dataclasses.replace(SMALL, gpu=None)
+    found = read_report(export(tmp_path, named, statements=["UPDATE StringIds SET value = CAST(x'ff41' AS TEXT)"]))
+    assert found.activities[0].name == "\N{REPLACEMENT CHARACTER}A"
+    assert found.gpu is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "sequence", "annotation", "backward"),
+    [
+        ("aten::mm, seq = 12, op_id = 7", "aten::mm", 12, False, False),
+        ("aten::mm, op_id = 7, sizes = [[2, 3], [3, 4]]", "aten::mm", -1, False, False),
+        ("autograd::engine::evaluate_function: MmBackward0, seq = 12, op_id = 9", None, 12, False, True),
+        ("MmBackward0, seq = 12", "MmBackward0", 12, False, True),
+        ("attention scores, op_id = 3", "attention scores", -1, True, False),
+        ("forward", "forward", -1, True, False),
+        ("FSDP::all_gather", "FSDP::all_gather", -1, True, False),
+        ("Torch-Compiled Region: 0/0", "Torch-Compiled Region: 0/0", -1, False, False),
+    ],
+)
+def test_names_of_ranges(text: str, name: str | None, sequence: int, annotation: bool, backward: bool):
+    found = parse_name(text)
+    assert found.name == (name or text.partition(",")[0])
+    assert (found.sequence, found.annotation, found.backward) == (sequence, annotation, backward)

@@ -1,0 +1,70 @@
+"""Every way of going parallel, by name, trains the built-in model as one process with the same batches does."""
+
+from functools import cache
+
+import pytest
+
+from ranks import run_ranks
+from trainstep.config.model import ModelConfig
+from trainstep.config.run import RunConfig
+from trainstep.config.sync import OURS, PEERS, SyncConfig
+from trainstep.parallel.ranks import Ranks
+from trainstep.training.build import build_step
+from trainstep.training.parallelism import parallel
+
+STEPS = 3
+MODEL = ModelConfig(d_model=16, d_ff=32, layers=2, heads=2, vocab_size=40)
+
+
+def run_config(**changes: object) -> RunConfig:
+    fields = {"batch_size": 2, "context": 8, "precision": "fp32", "learning_rate": 1e-2, "clip_grad_norm": 0.5}
+    return RunConfig(model=MODEL, **{**fields, **changes})
+
+
+def losses(ranks: Ranks, config: SyncConfig) -> list[float]:
+    assembly = build_step(run_config(), parallel(ranks, config))
+    return [float(assembly.step(assembly.micro_batches(step))) for step in range(STEPS)]
+
+
+@cache
+def losses_alone() -> list[float]:
+    """A step's micro-batches are those of the two ranks; the loss that it returns is the second's."""
+    assembly = build_step(run_config(accumulation=2))
+    return [float(assembly.step(assembly.micro_batches(step))) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("sync", [sync for sync in OURS + PEERS if sync != "none"])
+def test_trains_as_one_process(sync: str):
+    _, second = run_ranks(2, losses, SyncConfig(sync=sync, bucket_mib=0.05))
+    assert second == pytest.approx(losses_alone(), rel=1e-5)
+
+
+def test_none_leaves_each_rank_to_itself():
+    first, second = run_ranks(2, losses, SyncConfig(sync="none"))
+    assert second[0] == pytest.approx(losses_alone()[0], rel=1e-5)
+    assert second[1:] != pytest.approx(losses_alone()[1:], rel=1e-5)
+    assert first != second
+
+
+@pytest.mark.parametrize("sync", ["bucketed", "sharded_flat", "fsdp"])
+def test_gradients_may_be_averaged_in_bf16(sync: str):
+    _, second = run_ranks(2, losses, SyncConfig(sync=sync, reduce_dtype="bf16"))
+    assert second == pytest.approx(losses_alone(), rel=1e-3)
+    assert second != pytest.approx(losses_alone(), rel=1e-9)
+
+
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sync": "bucket"}, "sync: 'bucket' is not known"),
+        ({"bucket_mib": 0}, "bucket_mib: must be a positive number of MiB"),
+        ({"last_bucket_mib": -1.0}, "last_bucket_mib: must be a positive number"),
+        ({"ahead": 3}, "ahead: must be 0, 1 or 2"),
+        ({"sync": "torch_ddp", "reduce_dtype": "bf16"}, "reduce_dtype: torch_ddp averages"),
+    ],
+)
+def test_nonsense_is_refused_by_name(fields: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        SyncConfig(**fields)
