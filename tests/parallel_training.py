@@ -105,10 +105,10 @@ def train_alone(
 
 def train_together(ranks: Ranks, start: Callable[..., Any], case: Case, optimizer_name: str) -> list[Tensor]:
     """This rank's parameters after the same steps. Only rank 0 begins with the right ones."""
-    model = built(case, seed=ranks.rank)
+    model = built(case, seed=ranks.rank).to(ranks.device)
     run = start(model, ranks, OPTIMIZERS[optimizer_name])
     for ranks_batches in batches(case, ranks.world_size):
-        mine = ranks_batches[ranks.rank]
+        mine = [tuple(tensor.to(ranks.device) for tensor in batch) for batch in ranks_batches[ranks.rank]]
         for number, batch in enumerate(mine):
             with run.sync.no_sync() if number < len(mine) - 1 else nullcontext():
                 loss_of(run.sync.module, batch, case, ranks.rank).backward()
@@ -117,7 +117,7 @@ def train_together(ranks: Ranks, start: Callable[..., Any], case: Case, optimize
             run.sync.clip_grad_norm_(case.clip)
         run.optimizer.step()
         run.optimizer.zero_grad()
-    return run.parameters()
+    return [parameter.cpu() for parameter in run.parameters()]
 
 
 def distance(found: list[Tensor], expected: list[Tensor]) -> float:

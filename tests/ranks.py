@@ -1,4 +1,6 @@
-"""Several processes on gloo for tests: `run_ranks(4, function, *arguments)` returns what each rank's function returned.
+"""Several processes for tests: `run_ranks(4, function, *arguments)` returns what each rank's function returned.
+
+They speak gloo on the CPU; with `backend="nccl"` each has a GPU.
 
 A pool of processes for each number of ranks stands ready for the whole session (forked before torch has threads; a start costs
 0.3 s, a call 0.02 s). `function` is importable by name; it gets this rank's `Ranks` first. An error on any rank is raised here
@@ -7,7 +9,8 @@ with that rank's traceback, and the pool, whose ranks may now disagree, is built
 
 import atexit
 import gc
-import importlib
+import importlib.util
+import inspect
 import multiprocessing
 import os
 import socket
@@ -16,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,13 +34,14 @@ class RankFailed(AssertionError):
     """A rank raised, died or took too long; the message has its traceback."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
     """What `function(ranks, *arguments)` returned on each rank, in order."""
-    pool = _POOLS.get(world_size) or _POOLS.setdefault(world_size, Pool(world_size))
+    kind = (world_size, backend)
+    pool = _POOLS.get(kind) or _POOLS.setdefault(kind, Pool(world_size, backend))
     try:
         return pool.run(function, *arguments)
     except BaseException:
-        del _POOLS[world_size]
+        del _POOLS[kind]
         pool.kill()
         raise
 
@@ -44,23 +49,26 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
 class Pool:
     """Processes with a standing process group."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         import torch._dynamo  # noqa: F401  (seconds to import: once here, not in every child)
 
         port = free_port()
-        fork = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("fork" if backend == "gloo" else "spawn")  # CUDA survives no fork
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
-            ours, theirs = fork.Pipe()
-            process = fork.Process(target=_serve, args=(rank, world_size, port, theirs, list(self.pipes)), daemon=True)
+            ours, theirs = context.Pipe()
+            others = list(self.pipes) if backend == "gloo" else []
+            process = context.Process(
+                target=_serve, args=(rank, world_size, port, backend, theirs, others), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        name = (function.__module__, function.__qualname__)
+        name = (function.__module__, function.__qualname__, inspect.getfile(function))
         for pipe in self.pipes:
             pipe.send((name, arguments))
         answers: dict[int, Any] = {}
@@ -95,19 +103,22 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection, others: list[Connection]) -> None:
+def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection, others: list[Connection]) -> None:
     for other in others:  # a rank must not hold another's end open
         other.close()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    ranks = Ranks(rank=rank, world_size=world_size, device=torch.device("cpu"), group=dist.group.WORLD)
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    ranks = Ranks(rank=rank, world_size=world_size, device=device, group=dist.group.WORLD)
     gc.collect()
     gc.freeze()
     with suppress(EOFError, KeyboardInterrupt):
         while True:
-            (module, name), arguments = pipe.recv()
+            (module, name, file), arguments = pipe.recv()
             try:
-                result, error = getattr(importlib.import_module(module), name)(ranks, *arguments), None
+                result, error = getattr(_module(module, file), name)(ranks, *arguments), None
             except BaseException:  # noqa: BLE001  (whatever a test raises belongs to the test)
                 result, error = None, traceback.format_exc()
             gc.collect()  # a model with hooks must be gone before the process is
@@ -116,7 +127,18 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, others: list
     os._exit(0)
 
 
-_POOLS: dict[int, Pool] = {}
+def _module(name: str, file: str) -> ModuleType:
+    """A module of tests: a forked process has it, one that was spawned loads it from its file."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+_POOLS: dict[tuple[int, str], Pool] = {}
 
 
 @atexit.register

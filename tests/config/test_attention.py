@@ -6,7 +6,7 @@ import pytest
 
 from trainstep.config.attention import IMPLEMENTATIONS, AttentionConfig, rule_block
 from trainstep.config.grid import check_grid_keys, expand
-from trainstep.config.parsing import build_attention
+from trainstep.config.parsing import build_config
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_blocks():
 
 
 def test_values_as_a_command_line_gives_them():
-    config = build_attention({"key_heads": None, "block_q": "rule", "fp32_precision": None, "seq": 64})
+    config = build_config("attention", {"key_heads": None, "block_q": "rule", "fp32_precision": None, "seq": 64})
     assert (config.key_heads, config.block_q, config.fp32_precision) == (None, "rule", None)
     with pytest.raises(ValueError, match="seq: must be a whole number, not 'long'"):
-        build_attention({"seq": "long"})
+        build_config("attention", {"seq": "long"})
     with pytest.raises(ValueError, match="unknown key 'sek'"):
-        build_attention({"sek": 1})
+        build_config("attention", {"sek": 1})
 
 
 def test_a_grid_of_them():

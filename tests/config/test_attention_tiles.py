@@ -6,7 +6,7 @@ import pytest
 
 from trainstep.config.attention_tiles import AttentionTilesConfig
 from trainstep.config.grid import expand
-from trainstep.config.parsing import build_attention_tiles
+from trainstep.config.parsing import build_config
 
 
 def test_sizes_and_tiles_are_read():
@@ -45,9 +45,9 @@ def test_refusals(fields: dict[str, Any], words: str):
 
 
 def test_flat_values_and_grids():
-    assert build_attention_tiles({"budget_s": 5}).budget_s == 5.0
+    assert build_config("attention_tiles", {"budget_s": 5}).budget_s == 5.0
     with pytest.raises(ValueError, match="did you mean shape"):
-        build_attention_tiles({"shpae": "1x1x64"})
+        build_config("attention_tiles", {"shpae": "1x1x64"})
     cells = expand({"workload": ["attention_tiles"], "kernel": ["forward", "key_gradients"], "head_dim": [64]}, {})
     assert [(cell.workload, cell.label) for cell in cells] == [
         ("attention_tiles", "forward"),

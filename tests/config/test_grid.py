@@ -6,7 +6,7 @@ import pytest
 
 from trainstep.config.cell import Cell
 from trainstep.config.grid import check_grid_keys, expand, grid_from_settings, grid_from_text, groups_along
-from trainstep.config.parsing import build_ceiling, build_run, to_plain
+from trainstep.config.parsing import build_config, build_run, to_plain
 
 
 def labels(cells: list[Cell]) -> list[str]:
@@ -107,7 +107,7 @@ def test_bad_settings(settings: list[str], words: str):
 
 def test_other_workloads():
     (matmul,) = expand({"workload": ["ceiling"], "kind": ["matmul"]}, {"device": "cpu"})
-    assert (matmul.workload, matmul.config) == ("ceiling", to_plain(build_ceiling({"kind": "matmul"})))
+    assert (matmul.workload, matmul.config) == ("ceiling", to_plain(build_config("ceiling", {"kind": "matmul"})))
     (own,) = expand({"workload": ["mine.work:IT"], "anything": [[1, 2]]}, {"device": "cpu"})
     assert (own.workload, own.config) == ("mine.work:IT", {"anything": [1, 2], "device": "cpu"})
     assert "workload: 'train' is not known; known: train_step, " in refusal({"workload": ["train"]})

@@ -5,18 +5,18 @@ import pytest
 from trainstep.config.grid import expand
 from trainstep.config.model import UserModel
 from trainstep.config.numerics import NumericsConfig, ToyModel
-from trainstep.config.parsing import build_numerics, numerics_from_plain, to_plain
+from trainstep.config.parsing import build_config, from_plain, to_plain
 
 
 @pytest.mark.parametrize("model", ["toy", "tiny", "own.module:build"])
 def test_there_and_back(model: str):
-    config = build_numerics({"model": model, "precision": "fp16_autocast", "context": 32})
-    assert numerics_from_plain(to_plain(config)) == config
+    config = build_config("numerics", {"model": model, "precision": "fp16_autocast", "context": 32})
+    assert from_plain(NumericsConfig, to_plain(config)) == config
     assert config.model.name == model
 
 
 def test_its_step():
-    config = build_numerics({"model": "tiny", "layers": 3, "batch_size": 2, "context": 16, "steps": 7})
+    config = build_config("numerics", {"model": "tiny", "layers": 3, "batch_size": 2, "context": 16, "steps": 7})
     run = config.run(precision="fp32", attention="plain")
     assert (run.precision, run.attention, run.batch_size, run.context, run.steps) == ("fp32", "plain", 2, 16, 7)
     assert run.mode == "step"
@@ -39,7 +39,7 @@ def test_its_step():
 )
 def test_bad_values(values: dict[str, object], word: str):
     with pytest.raises(ValueError, match=word):
-        build_numerics(values)
+        build_config("numerics", values)
 
 
 def test_a_grid_of_them():

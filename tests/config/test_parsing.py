@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from trainstep.config.ceiling import CeilingConfig
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.parsing import (
-    build_ceiling,
+    build_config,
     build_run,
     config_hash,
     fields_of,
+    from_plain,
     parse_value,
-    run_from_plain,
     to_plain,
 )
 from trainstep.config.presets import size
@@ -84,11 +84,11 @@ def test_bad_values(values: dict[str, Any], words: str):
 
 
 def test_a_ceiling():
-    assert build_ceiling({"kind": "copy", "mib": 3}) == CeilingConfig(kind="copy", mib=3)
+    assert build_config("ceiling", {"kind": "copy", "mib": 3}) == CeilingConfig(kind="copy", mib=3)
     with pytest.raises(ValueError, match=r"ceiling: unknown key 'knd' \(did you mean kind\?\)"):
-        build_ceiling({"knd": "copy"})
+        build_config("ceiling", {"knd": "copy"})
     with pytest.raises(ValueError, match="n: must be a whole number, not 'x'"):
-        build_ceiling({"n": "x"})
+        build_config("ceiling", {"n": "x"})
 
 
 def test_fields_a_person_may_set():
@@ -103,8 +103,8 @@ def test_fields_a_person_may_set():
 def test_there_and_back(values: dict[str, Any]):
     run = build_run(values)
     plain = to_plain(run)
-    assert run_from_plain(plain) == run
-    assert run_from_plain(json.loads(json.dumps(plain))) == run
+    assert from_plain(RunConfig, plain) == run
+    assert from_plain(RunConfig, json.loads(json.dumps(plain))) == run
 
 
 @given(
@@ -117,7 +117,7 @@ def test_any_run_comes_back(shape: tuple[int, int, int], rates: tuple[float, flo
     model = ModelConfig(d_model=2 * heads * half_width, d_ff=8, layers=layers, heads=heads)
     steps = windows[0] * windows[1]
     run = RunConfig(model=model, learning_rate=rates[0], clip_grad_norm=rates[1], steps=steps, sync=windows[1])
-    back = run_from_plain(json.loads(json.dumps(to_plain(run))))
+    back = from_plain(RunConfig, json.loads(json.dumps(to_plain(run))))
     assert back == run
     assert config_hash("train_step", to_plain(back)) == config_hash("train_step", to_plain(run))
 

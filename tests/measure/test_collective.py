@@ -12,9 +12,10 @@ from cell_maker import importable, silent
 from ranks import run_ranks
 from trainstep.config.cell import Cell
 from trainstep.config.collective import CollectiveConfig
-from trainstep.config.parsing import build_collective, to_plain
+from trainstep.config.parsing import build_config, to_plain
 from trainstep.costs.collectives import ring_bytes
-from trainstep.measure.collective import WORKLOAD, CollectiveMeasurement, CollectiveWorkload, strangers
+from trainstep.measure.collective import WORKLOAD, CollectiveMeasurement, CollectiveWorkload
+from trainstep.measure.meeting import strangers
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.runner import Limits
@@ -67,7 +68,7 @@ def test_messages_bytes_and_values(operation: str):
 
 
 def run(**config: Any) -> list[Record]:
-    cell = Cell(workload="collective", config=to_plain(build_collective(config)), point={})
+    cell = Cell(workload="collective", config=to_plain(build_config("collective", config)), point={})
     return [record for records in run_groups([[cell]], Limits(timeout_s=100), silent) for record in records]
 
 

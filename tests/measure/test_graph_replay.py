@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainstep.config.parsing import build_profile, to_plain
+from trainstep.config.parsing import build_config, to_plain
 from trainstep.config.profile import ProfileConfig
 from trainstep.measure.graph_replay import graph_replay_facts, reason_without_optimizer
 from trainstep.measure.profile import WORKLOAD
@@ -17,7 +17,7 @@ SMALL = {"model": "tiny", "d_model": 32, "d_ff": 64, "heads": 2, "context": 8, "
 
 
 def config(**values: Any) -> ProfileConfig:
-    return build_profile({**SMALL, **values})
+    return build_config("profile", {**SMALL, **values})
 
 
 @pytest.mark.parametrize(

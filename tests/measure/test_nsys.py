@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainstep.config.parsing import build_profile, to_plain
+from trainstep.config.parsing import build_config, to_plain
 from trainstep.measure import nsys_steps
 from trainstep.measure.nsys import CAPTURE_RANGE, export_command, steps_command
 
 SMALL = {"model": "tiny", "d_model": 32, "d_ff": 64, "heads": 2, "context": 8, "batch_size": 1, "steps": 1}
-CONFIG = build_profile({**SMALL, "warmups": 1, "profiled_steps": 2})
+CONFIG = build_config("profile", {**SMALL, "warmups": 1, "profiled_steps": 2})
 
 
 def test_the_command_line(tmp_path: Path):
@@ -66,7 +66,7 @@ def test_the_watched_process(monkeypatch: pytest.MonkeyPatch):
 
 def test_its_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    absent = build_profile({"model": "no_such_module:build", "steps": 1})
+    absent = build_config("profile", {"model": "no_such_module:build", "steps": 1})
     assert nsys_steps.main(json.dumps(to_plain(absent))) == 1
     said = capsys.readouterr().err
     assert said.startswith("trainstep: ")

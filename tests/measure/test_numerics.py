@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainstep.config.parsing import build_numerics, to_plain
+from trainstep.config.parsing import build_config, to_plain
 from trainstep.measure.numerics import WORKLOAD
 from trainstep.measure.workload import Findings, load_workload
 
@@ -15,7 +15,7 @@ SMALL = {"model": "tiny", "d_model": 32, "d_ff": 64, "heads": 2, "context": 8, "
 
 def measured(**values: Any) -> Findings:
     stages: list[str] = []
-    config = to_plain(build_numerics({"steps": 2, "warmups": 1, **values}))
+    config = to_plain(build_config("numerics", {"steps": 2, "warmups": 1, **values}))
     measurement = WORKLOAD.prepare(config, stages.append)
     measurement.take(2)
     found = measurement.finish()

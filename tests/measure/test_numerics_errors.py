@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from trainstep.config.numerics import NumericsConfig
-from trainstep.config.parsing import build_numerics
+from trainstep.config.parsing import build_config
 from trainstep.measure import numerics_errors
 from trainstep.measure.numerics_errors import error_facts, gradient_table, precise_pass, reference_of, relative_error
 from trainstep.measure.numerics_passes import run_pass
@@ -24,7 +24,7 @@ def test_relative_error_by_hand():
 
 
 def errors(precision: str, **values: object) -> dict[str, float]:
-    config = build_numerics({**SMALL, "precision": precision, **values})
+    config = build_config("numerics", {**SMALL, "precision": precision, **values})
     reference = reference_of(config)
     found = run_pass(precise_pass(config, reference))
     return {
@@ -53,7 +53,7 @@ def test_nothing_is_held_to_a_loss_that_is_not_finite():
 
 
 def config_of(name: str, **values: object) -> NumericsConfig:
-    return build_numerics({"model": f"numerics_models:{name}", "precision": "fp32", **values})
+    return build_config("numerics", {"model": f"numerics_models:{name}", "precision": "fp32", **values})
 
 
 @pytest.mark.parametrize("error", [MemoryError("no"), RuntimeError("expected Float")])
@@ -66,12 +66,12 @@ def test_where_fp64_cannot_run(monkeypatch: pytest.MonkeyPatch, error: Exception
         return real(subject, scale=scale)  # type: ignore[arg-type]
 
     monkeypatch.setattr(numerics_errors, "count_output_gradients", only_fp32)
-    config = build_numerics({**SMALL, "precision": "bf16_autocast"})
+    config = build_config("numerics", {**SMALL, "precision": "bf16_autocast"})
     reference = reference_of(config)
     assert reference.dtype == "fp32"
     assert ("does not fit in memory" if isinstance(error, MemoryError) else "expected Float") in reference.reason
     with pytest.raises(type(error)):
-        reference_of(build_numerics({**SMALL, "reference": "fp64"}))
+        reference_of(build_config("numerics", {**SMALL, "reference": "fp64"}))
 
 
 def test_weights_and_batch_are_the_references():

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainstep.config.parsing import build_profile, profile_from_plain, to_plain
+from trainstep.config.parsing import build_config, from_plain, to_plain
+from trainstep.config.profile import ProfileConfig
 from trainstep.measure.profile import WORKLOAD
 from trainstep.measure.workload import Findings, load_workload
 from trainstep.traces.kineto import read_trace
@@ -16,8 +17,8 @@ SMALL = {"model": "tiny", "d_model": 32, "d_ff": 64, "heads": 2, "context": 8, "
 
 
 def measured(**values: Any) -> Findings:
-    config = build_profile({**SMALL, "steps": 2, "warmups": 1, **values})
-    assert profile_from_plain(to_plain(config)) == config
+    config = build_config("profile", {**SMALL, "steps": 2, "warmups": 1, **values})
+    assert from_plain(ProfileConfig, to_plain(config)) == config
     measurement = WORKLOAD.prepare(to_plain(config), lambda stage: None)
     measurement.take(2)
     return measurement.finish()

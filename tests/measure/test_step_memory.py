@@ -9,7 +9,7 @@ import pytest
 
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig, UserModel
-from trainstep.config.parsing import memory_from_plain, to_plain
+from trainstep.config.parsing import from_plain, to_plain
 from trainstep.measure.memory_tables import POINTS
 from trainstep.measure.step_memory import WORKLOAD
 from trainstep.measure.workload import Findings
@@ -21,7 +21,7 @@ STREAM_BYTES = 2 * 16 * 32 * 4
 
 def measured(**fields: Any) -> Findings:
     config = MemoryConfig(**{"model": SHAPE, "batch_size": 2, "context": 16, "attention": "plain", **fields})
-    assert memory_from_plain(to_plain(config)) == config
+    assert from_plain(MemoryConfig, to_plain(config)) == config
     measurement = WORKLOAD.prepare(to_plain(config), lambda _stage: None)
     measurement.take(1)
     return measurement.finish()

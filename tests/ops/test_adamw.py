@@ -204,14 +204,16 @@ def test_in_a_cuda_graph():
     optimizers = [OURS(captured, **(OPTIONS | {"lr": lr})), OURS(eager, **(OPTIONS | {"lr": lr}))]
     for optimizer in optimizers:
         run(optimizer, steps=1, first=100)
-    for parameter, other in zip(captured, eager, strict=True):
-        other.grad = parameter.grad = torch.ones_like(parameter)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        for parameter in captured:
+            parameter.grad = torch.ones_like(parameter)  # in the graph's memory: where no gradient was before
         optimizers[0].step()
     for step in range(3):
         lr.fill_(1e-2 / (step + 1))
         graph.replay()
+        for other in eager:
+            other.grad = torch.ones_like(other)
         optimizers[1].step()
     torch.cuda.synchronize()
     assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ranks import run_ranks
+from trainstep.ops.adamw import AdamW
 from trainstep.parallel.grad_scaler import RankedGradScaler
 from trainstep.parallel.ranks import Ranks, alone
 from trainstep.parallel.sharded_optimizer import ShardedOptimizer
@@ -17,6 +18,8 @@ SCALE = 1024.0
 def optimizer_of(kind: str, parameter: nn.Parameter, ranks: Ranks) -> torch.optim.Optimizer:
     if kind == "sharded fused":
         return ShardedOptimizer([parameter], torch.optim.AdamW, ranks=ranks, lr=0.1, fused=True)
+    if kind == "sharded ours":
+        return ShardedOptimizer([parameter], AdamW, ranks=ranks, lr=0.1)
     return torch.optim.AdamW([parameter], lr=0.1, **{kind: True})
 
 
@@ -45,7 +48,7 @@ def stepped(ranks: Ranks, kind: str, unscaled: bool, planted: str) -> list[tuple
 
 @pytest.mark.parametrize("planted", ["inf", "nan"])
 @pytest.mark.parametrize("unscaled", [True, False])
-@pytest.mark.parametrize("kind", ["fused", "foreach", "sharded fused"])
+@pytest.mark.parametrize("kind", ["fused", "foreach", "sharded fused", "sharded ours"])
 def test_all_skip_what_one_cannot_use(kind: str, unscaled: bool, planted: str):
     expected = [(True, SCALE), (False, SCALE / 2), (True, SCALE / 2)]
     assert run_ranks(2, stepped, kind, unscaled, planted) == [expected, expected]

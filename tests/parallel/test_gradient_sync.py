@@ -69,7 +69,7 @@ def test_a_second_backward_before_the_end_is_refused(wrap: Callable[..., Replica
     model = two_layers()
     sync = wrap(model, alone())
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match="on its way.*no_sync"):
+    with pytest.raises(RuntimeError, match=r"on its way.*no_sync"):
         model(torch.ones(1, 4)).sum().backward()
     assert sync.traffic.messages.total() == 0
 

@@ -5,6 +5,8 @@ and a rounding of the largest parameter (reduced in bf16: one process that round
 sums have one order: two ranks, whose average is exact.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -79,3 +81,13 @@ def distance_from_one_process(ranks: Ranks, strategy: str, case: Case, optimizer
 )
 def test_to_the_bit_on_two_ranks(strategy: str, case: str, optimizer: str):
     assert run_ranks(2, distance_from_one_process, strategy, CASES[case], optimizer) == [0, 0]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("strategy", "case"), [*PAIRS, *itertools.product(BF16_STRATEGIES, ["plain", "accumulation"])])
+def test_as_one_process_on_gpus(strategy: str, case: str, optimizer: str):
+    found, other = run_ranks(2, trained, strategy, CASES[case], optimizer, backend="nccl")
+    reduce_dtype = torch.bfloat16 if strategy in BF16_STRATEGIES else torch.float32
+    assert_as_good_as_alone(found, CASES[case], optimizer, 2, reduce_dtype)
+    assert distance(found, other) == 0

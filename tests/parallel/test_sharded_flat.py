@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from parallel_training import Case, batches, built, loss_of
 from ranks import run_ranks
+from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.ranks import Ranks, alone
-from trainstep.parallel.sharded_flat_optimizer import FlatShardedOptimizer
 
 CASE = Case()
 
@@ -150,10 +150,50 @@ def test_groups_cover_every_trained_parameter_once():
         FlatShardedOptimizer(model, torch.optim.SGD, ranks=alone(), groups=twice, lr=0.1)
 
 
-def test_groups_do_not_grow():
-    _, optimizer = started(alone())
-    with pytest.raises(ValueError, match="param_group: flat shards are laid out once"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+def unfrozen_later(ranks: Ranks) -> tuple[list[bool], list[Tensor], dict[str, object]]:
+    """Two steps with a layer frozen, two with it trained; then the same in one process without sharding."""
+    found = []
+    for sharded in (True, False):
+        model = built(CASE)
+        model.second.requires_grad_(False)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        here = ranks if sharded else alone()
+        optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=here, lr=1e-2) if sharded else None
+        plain = torch.optim.AdamW(trained, lr=1e-2)
+        for step, rows in enumerate(batches(CASE, 2)):
+            if step == 2:
+                model.second.requires_grad_(True)
+                (optimizer or plain).add_param_group({"params": model.second.parameters(), "lr": 3e-2})
+            if optimizer:
+                loss_of(model, rows[ranks.rank][0], CASE, 0).backward()
+                optimizer.gradient_sync.finish_gradient_synchronization()
+            else:
+                (sum(loss_of(model, row[0], CASE, 0) for row in rows) / 2).backward()
+            (optimizer or plain).step()
+            (optimizer or plain).zero_grad()
+        if optimizer:
+            optimizer.gradient_sync.wait_for_parameters()
+            state = optimizer.gathered_state_dict()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    same = [torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(*found, strict=True)]
+    return same, found[0], state
+
+
+def test_groups_grow_by_what_is_unfrozen():
+    for same, parameters, state in run_ranks(2, unfrozen_later):
+        assert all(same)
+        assert len(state["state"]) == len(parameters)
+        assert [group["lr"] for group in state["param_groups"]] == [1e-2, 3e-2]
+
+
+def test_what_is_known_is_not_added_again():
+    model, optimizer = started(alone())
+    with pytest.raises(
+        ValueError, match=r"first\.weight: must be a parameter of the wrapped module, trained, and not known"
+    ):
+        optimizer.add_param_group({"params": [model.first.weight]})
+    with pytest.raises(ValueError, match="a parameter: must be a parameter of the wrapped module"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.zeros(1))})
 
 
 def order_of_waits(ranks: Ranks) -> list[str]:

@@ -15,6 +15,8 @@ from ranks import run_ranks
 from trainstep.config.presets import size, size_names
 from trainstep.costs.buckets import assign_owners
 from trainstep.costs.flat_layout import ALIGNMENT
+from trainstep.ops.adamw import AdamW
+from trainstep.parallel.ddp_bucketed import BucketedDDP
 from trainstep.parallel.ranks import Ranks, alone
 from trainstep.parallel.sharded_optimizer import ShardedOptimizer
 from trainstep.parallel.sharded_state import merge_state_dicts
@@ -216,6 +218,29 @@ def test_unfreezing_is_refused():
     assert "make the optimizer anew" in run_ranks(2, unfrozen)[0]
 
 
+def narrow(ranks: Ranks) -> tuple[bool, list[torch.dtype]]:
+    """Gradients stay in the bf16 that they were averaged in; the same as without sharding."""
+    results = []
+    for make in (partial(ShardedOptimizer, ranks=ranks, optimizer_cls=AdamW), AdamW):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
+        sync = BucketedDDP(model, ranks, reduce_dtype=torch.bfloat16, keeps_gradient_dtype=False)
+        optimizer = make(model.parameters(), lr=0.1)
+        for step in range(3):
+            torch.manual_seed(10 * step + ranks.rank)
+            model(torch.randn(4, 6)).square().mean().backward()
+            sync.finish_gradient_synchronization()
+            dtypes = [parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([parameter.detach() for parameter in model.parameters()])
+    return same(*results), dtypes
+
+
+def test_gradients_in_bf16_with_our_adamw():
+    assert run_ranks(2, narrow) == [(True, [torch.bfloat16] * 4)] * 2
+
+
 # State that is saved and loaded
 
 
@@ -266,7 +291,9 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("optimizer_cls", [ADAMW, SGD, partial(torch.optim.AdamW, lr=0.1, fused=True)])
+@pytest.mark.parametrize(
+    "optimizer_cls", [ADAMW, SGD, partial(torch.optim.AdamW, lr=0.1, fused=True), partial(AdamW, lr=0.1)]
+)
 def test_resumed_training_is_uninterrupted_training(optimizer_cls: Callable[..., Any], frozen: bool):
     """Saved by two ranks; loaded by two from parts, by three and one from the whole, gathered or merged, and by torch's own."""
     every_rank = run_ranks(2, saved, optimizer_cls, frozen)

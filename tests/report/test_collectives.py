@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from record_maker import ENVIRONMENT, a_record, seconds
-from trainstep.config.parsing import build_collective, config_hash, to_plain
+from trainstep.config.parsing import build_config, config_hash, to_plain
 from trainstep.costs.collectives import ring_bytes
 from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
@@ -19,7 +19,7 @@ ALPHA_S, BETA = 20e-6, 120e9
 def cell(mib: float, *, failure: Failure | None = None, **changes: Any) -> Record:
     """Takes ALPHA_S + bytes / BETA on rank 1, half of that on rank 0."""
     asked = {"backend": "nccl", "device": "cuda", "ranks": 4, "mib": float(mib), **changes}
-    config = build_collective(asked)
+    config = build_config("collective", asked)
     time_s = ALPHA_S + config.payload_bytes / BETA
     sent = ring_bytes(config.operation, config.payload_bytes, config.ranks)
     facts = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from record_maker import a_record, seconds
-from trainstep.config.parsing import build_numerics, config_hash, to_plain
+from trainstep.config.parsing import build_config, config_hash, to_plain
 from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
 from trainstep.report.frames import csv, json_text, latex, markdown
@@ -47,7 +47,7 @@ SUMS = {
 
 def numerics(precision: str, *, step: float = 0.1, error: float = 1e-6, **changes: Any) -> Record:
     """A cell of the toy; its gradients are off by `error` in the median and ten times that at worst."""
-    config = to_plain(build_numerics({"model": "toy", "precision": precision, "device": "cuda"}))
+    config = to_plain(build_config("numerics", {"model": "toy", "precision": precision, "device": "cuda"}))
     half = precision == "fp16_autocast"
     outputs = ["fp16", "fp32", "fp16"] if half else ["fp32"] * 3
     facts: dict[str, Fact] = {

@@ -13,7 +13,7 @@ from trainstep.cli.options import limits, this_machine, with_attention_fields
 from trainstep.config.attention import IMPLEMENTATIONS, TILE_FIELDS
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
-from trainstep.config.parsing import build_attention
+from trainstep.config.parsing import build_config
 from trainstep.records.store import Store
 
 _ON_A_CPU = (
@@ -110,7 +110,7 @@ def runnable(grid: Mapping[str, list[Any]], device: str) -> list[str]:
         name
         for name in known
         if any(
-            build_attention({"implementation": name, "dtype": dtype, "device": device}).refusal is None
+            build_config("attention", {"implementation": name, "dtype": dtype, "device": device}).refusal is None
             for dtype in grid.get("dtype", ["fp32"])
         )
     ]

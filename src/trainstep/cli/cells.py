@@ -12,7 +12,7 @@ from trainstep.records.record import Environment, Record
 from trainstep.records.store import Store
 
 Execute = Callable[[Sequence[Sequence[Cell]], Callable[[Cell, str], None]], Iterator[list[Record]]]
-_FAULTS = ("crash", "timeout", "import_error")
+_FAULTS = ("crash", "timeout", "import_error", "divergence")
 
 
 def run_cells(

@@ -17,6 +17,7 @@ from trainstep.config.fields import aliases_of
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
 from trainstep.config.numerics import NumericsConfig
+from trainstep.config.parallel import ParallelConfig
 from trainstep.config.parsing import fields_of
 from trainstep.config.presets import size_names
 from trainstep.config.profile import ProfileConfig
@@ -61,6 +62,12 @@ def with_collective_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
     return lambda verb: _with_fields(verb, CollectiveConfig, defaults)
 
 
+def with_parallel_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
+    """Give a verb, in place of its **fields, a text option for each field of ParallelConfig and ModelConfig; help shows
+    `defaults`."""
+    return lambda verb: _with_fields(verb, ParallelConfig, defaults)
+
+
 def with_numerics_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
     """Give a verb, in place of its **fields, a text option for each field of NumericsConfig and ModelConfig; help shows
     `defaults`."""
@@ -87,7 +94,7 @@ def _with_fields(verb: Verb, config_class: type, defaults: Defaults = MappingPro
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
             annotation=Annotated[
-                bool | None if field.type in (bool, "bool") else str | None,
+                bool | None if _is_switch(field) else str | None,
                 Parameter(
                     help=_help(name, field, defaults),
                     group=_SHAPE if name in shape else _GRID if issubclass(config_class, RunConfig) else _ALL_GRID,
@@ -110,10 +117,17 @@ def _help(name: str, field: dataclasses.Field[Any], defaults: Defaults) -> str:
     if name in _OWN_HELP and not any(name in fields for fields in defaults.values()):
         return _OWN_HELP[name]
     choices = field.metadata.get("choices", ())
-    if field.type in (bool, "bool"):
+    if _is_switch(field):
         return f"a switch: {field.metadata['help']} (in a sweep file it may be a list)"
+    if field.type in (bool, "bool"):
+        return f"{field.metadata['help']}: true, false{default.lower()}"
     named = "".join(f" ({alias} is another name of {choice})" for alias, choice in aliases_of(field).items())
     return str(field.metadata["help"]) + (f": {', '.join(choices)}" if choices else "") + named + default
+
+
+def _is_switch(field: dataclasses.Field[Any]) -> bool:
+    """Whether naming the option says all: what is on by itself must be told false."""
+    return field.type in (bool, "bool") and field.default is False
 
 
 def _default_words(name: str, field: dataclasses.Field[Any], defaults: Defaults) -> str:

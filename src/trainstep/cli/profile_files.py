@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainstep.config.cell import Cell
-from trainstep.config.parsing import profile_from_plain
+from trainstep.config.parsing import from_plain
+from trainstep.config.profile import ProfileConfig
 
 UNVERIFIED = "unverified: nobody has run this with nsys yet"
 _HOW_TO_GET = (
@@ -66,7 +67,9 @@ def profile_with_nsys(
     """Print the command lines, run them and show what was recorded; None, and why in a sentence, where nsys is of no use."""
     from trainstep.measure.nsys import NsysFailed, export_command, record, steps_command
 
-    command = steps_command(profile_from_plain(cell.config), report, pytorch=pytorch, python_backtrace=python_backtrace)
+    command = steps_command(
+        from_plain(ProfileConfig, cell.config), report, pytorch=pytorch, python_backtrace=python_backtrace
+    )
     where = sys.stderr if as_json else sys.stdout
     print(f"nsys ({UNVERIFIED}):", file=where)
     for line in (command, export_command(report)):

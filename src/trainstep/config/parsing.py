@@ -22,7 +22,7 @@ from trainstep.config.run import RunConfig
 
 Config = TypeVar("Config")
 
-CONFIGS: dict[str, type] = {
+CONFIGS: dict[str, type[Any]] = {
     "train_step": RunConfig,
     "parallel": ParallelConfig,
     "attention": AttentionConfig,

@@ -27,7 +27,7 @@ USED_BY = {
 
 def needless(values: Mapping[str, Any]) -> frozenset[str]:
     """The options that the way which these values name, `sync`, does not have: they would tell alike cells apart."""
-    sync = values.get("sync", SyncConfig.sync)
+    sync = values.get("sync", SyncConfig.sync) or "none"  # a person's none is no value yet
     return frozenset(name for name, ways in USED_BY.items() if sync in SYNCS and sync not in ways)
 
 

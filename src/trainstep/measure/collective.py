@@ -5,10 +5,8 @@ Each call starts from a barrier, so that none waits for the one before; every ra
 `host_time` from the barrier until the device is idle; on a CPU `time` is the host's clock.
 """
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,13 +14,12 @@ from torch import Tensor
 
 from trainstep.config.collective import CollectiveConfig
 from trainstep.costs.collectives import ring_bytes
-from trainstep.measure.failures import CellFailed
-from trainstep.measure.nvml import GpuState
+from trainstep.measure.meeting import check_gpus, others_on_gpu
 from trainstep.measure.workload import Findings, Stage
 from trainstep.parallel.collectives import Collectives, Pending
 from trainstep.parallel.process_group import start_ranks
 from trainstep.parallel.ranks import Ranks, alone
-from trainstep.records.record import Fact, Failure, Samples
+from trainstep.records.record import Fact, Samples
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,7 +38,7 @@ class CollectiveWorkload:
         asked = CollectiveConfig(**config)
         stage("meet")
         if self._ranks is None:
-            _check_gpus(asked)
+            check_gpus(asked.ranks, asked.device)
             self._ranks = alone(asked.device) if asked.ranks == 1 else start_ranks(asked.backend, device=asked.device)
             self._others = others_on_gpu(self._ranks)
         stage("build")
@@ -133,45 +130,6 @@ class CollectiveMeasurement:
         if operation == "all_gather":
             return collectives.all_gather(self._tensor, self._source)
         return collectives.reduce_scatter(self._shard, self._source)
-
-
-def others_on_gpu(ranks: Ranks) -> dict[str, Fact]:
-    """The most processes of others on any of the ranks' GPUs; nothing on a CPU, or where the driver does not say."""
-    if ranks.device.type == "cpu":
-        return {}
-    uuid = str(torch.cuda.get_device_properties(ranks.device).uuid)
-    seen = GpuState(uuid).processes()
-    count = torch.tensor(-1 if seen is None else strangers(seen), device=ranks.device)
-    Collectives(ranks).all_reduce(count, reduction="maximum").wait()
-    most = int(count.item())
-    return {} if most < 0 else {"gpu_other_processes": Fact(value=most, unit="count")}
-
-
-def strangers(processes: Sequence[int]) -> int:
-    """How many of a GPU's processes are neither this one nor of the same driver, as variants that take turns are.
-
-    One is always this one, though a container may know it by another number.
-    """
-    ours = [pid for pid in processes if pid == os.getpid() or _parent(pid) == os.getppid()]
-    return len(processes) - max(len(ours), 1) if processes else 0
-
-
-def _parent(pid: int) -> int | None:
-    """None for a process that this system does not show."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _check_gpus(config: CollectiveConfig) -> None:
-    if config.device == "cpu":
-        return
-    count = torch.cuda.device_count()
-    if config.ranks > count:
-        visible = f"{count} {'is' if count == 1 else 'are'} visible"
-        message = f"ranks: {config.ranks} ranks on GPUs need {config.ranks} of them and {visible}"
-        raise CellFailed(Failure(kind="unsupported", phase="build", message=message))
 
 
 def _timed_by_host(start: Callable[[], Pending]) -> dict[str, float]:

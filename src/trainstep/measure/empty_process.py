@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from trainstep.config.model import ModelConfig
-from trainstep.config.parsing import run_from_plain, to_plain
+from trainstep.config.parsing import from_plain, to_plain
 from trainstep.config.presets import size
 from trainstep.config.run import RunConfig
 from trainstep.training.build import build_step
@@ -65,4 +65,4 @@ def measure(run: RunConfig) -> OutsideBytes:
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(measure(run_from_plain(json.loads(sys.argv[1]))))))
+    print(json.dumps(dataclasses.asdict(measure(from_plain(RunConfig, json.loads(sys.argv[1]))))))

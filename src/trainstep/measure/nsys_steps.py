@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from trainstep.config.parsing import profile_from_plain
+from trainstep.config.parsing import from_plain
 from trainstep.config.profile import ProfileConfig
 from trainstep.measure.failures import failure_of
 from trainstep.measure.nsys import CAPTURE_RANGE, SAID
@@ -34,7 +34,7 @@ def main(text: str) -> int:
     """Run a config's steps; a failure as one line that the other side knows by its beginning."""
     sys.path.insert(0, os.getcwd())
     try:
-        run_steps(profile_from_plain(json.loads(text)))
+        run_steps(from_plain(ProfileConfig, json.loads(text)))
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's model may raise anything)
         message = failure_of(error, "steps").message
         print(f"{SAID}{' '.join(message.split())}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainstep.config.numerics import NumericsConfig
-from trainstep.config.parsing import numerics_from_plain
+from trainstep.config.parsing import from_plain
 from trainstep.measure.numerics_dtypes import DtypeWatch, ModuleDtypes, dtype_words, folded, watch_dtypes, why_no_effect
 from trainstep.measure.numerics_errors import Reference, error_facts, gradient_table, precise_pass, reference_of
 from trainstep.measure.numerics_gradients import START_SCALE, largest_finite_scale, range_table
@@ -35,7 +35,7 @@ class NumericsWorkload:
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "NumericsMeasurement":
         """Build the step and run its warm-ups."""
-        return NumericsMeasurement(numerics_from_plain(config), stage)
+        return NumericsMeasurement(from_plain(NumericsConfig, config), stage)
 
 
 WORKLOAD = NumericsWorkload()

@@ -8,26 +8,21 @@ facts    verdict (what limits the step), idle_s, kernels_s, pieces, launches, pr
 tables   kernels classes spans layers attention host outliers verdict alike stall: see traces/tables.py and its neighbours
 """
 
-import gzip
-import shutil
 import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from trainstep.config.model import ModelConfig
-from trainstep.config.parsing import config_hash, profile_from_plain, to_plain
+from trainstep.config.parsing import config_hash, from_plain, to_plain
 from trainstep.config.profile import ProfileConfig
 from trainstep.measure.graph_replay import graph_replay_facts
 from trainstep.measure.kept_files import kept_folder
+from trainstep.measure.step_trace import keep_trace, record_steps
 from trainstep.measure.train_step import TrainStepMeasurement
 from trainstep.measure.workload import Findings, Measurement, Stage
 from trainstep.records.record import Fact, Samples
-from trainstep.spans import span
 from trainstep.traces.attention_split import AttentionShape
 from trainstep.traces.kernel_classes import IDLE
 from trainstep.traces.kineto import read_trace
@@ -44,7 +39,7 @@ class ProfileWorkload:
     shares_worker = False
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> Measurement:
-        measurement = ProfileMeasurement(profile_from_plain(config), stage)
+        measurement = ProfileMeasurement(from_plain(ProfileConfig, config), stage)
         measurement.prepare()
         return measurement
 
@@ -97,30 +92,16 @@ class ProfileMeasurement:
         return Findings(samples=samples, facts=facts, tables={**found.tables, **profiled.tables})
 
     def _record(self, steps: int, path: Path) -> None:
-        """Steps on the last batches, each synchronised at its end, into a trace."""
-        activities = [ProfilerActivity.CPU]
-        if self._config.device == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize()
-        with profile(activities=activities, acc_events=True) as profiler:
-            for number in range(steps):
-                with span(f"step {number}"):
-                    self._timed.settle()
-        profiler.export_chrome_trace(str(path))
+        """Steps on the last batches into a trace."""
+        record_steps(self._timed.settle, steps, path, on_gpu=self._config.device == "cuda")
 
     def _keep(self, path: Path) -> Path:
         """Put the trace of one step into the folder asked for. ValueError if that cannot be."""
         assert self._config.keep_trace is not None
-        folder = kept_folder("keep_trace", self._config.keep_trace)
         name = f"{self._config.model.name.replace(':', '.')}-{self._config.context}-{self._config.mode}"
-        kept = folder / f"{name}-{config_hash('profile', to_plain(self._config))[:6]}.json.gz"
+        name += f"-{config_hash('profile', to_plain(self._config))[:6]}"
         self._record(1, path)  # again: the first was slowed by the profiler's start
-        try:
-            with open(path, "rb") as trace, gzip.open(kept, "wb") as file:
-                shutil.copyfileobj(trace, file)
-        except OSError as error:
-            raise ValueError(f"keep_trace: {folder} cannot be written: {error.strerror}") from None
-        return kept
+        return keep_trace(path, self._config.keep_trace, name)
 
 
 def _facts(profiled: Profile, found: Findings, config: ProfileConfig) -> dict[str, Fact]:

@@ -87,7 +87,13 @@ class RankConnection:
             return failed[0].named()
         self.kill()
         wait(futures)
-        return min(failed, key=lambda end: end.order).named("rank {rank}: ")
+        return min(failed, key=lambda end: end.order).named(self._who(failed))
+
+    def _who(self, failed: Sequence["_End"]) -> str:
+        """Whose failure it is: all ranks' where all say the same, as of something that they found out together."""
+        said = {end.answer["failure"]["message"] if end.answer else None for end in failed}
+        together = len(failed) == len(self._ranks) and len(said) == 1 and None not in said
+        return "every rank: " if together else "rank {rank}: "
 
     def close(self) -> None:
         """Let them leave."""

@@ -10,8 +10,9 @@ _COLUMNS = ("rank", "quantity", "unit", "values")
 
 
 def merged_findings(findings: Sequence[Plain]) -> dict[str, Any]:
-    """Findings as a cell's process sends them, in the order of ranks. `step` and `time` (SLOWEST) become, value by value, the
-    slowest rank's: a step is over when its last rank is. The table `ranks` has every quantity that all ranks sampled alike.
+    """Findings as a cell's process sends them, in the order of ranks. Those of SLOWEST (`step` and the like) become, value by
+    value, the slowest rank's: a step is over when its last rank is. The table `ranks` has every quantity that all ranks sampled
+    alike.
     """
     first = findings[0]
     common = [name for name in first["samples"] if _alike([one["samples"].get(name) for one in findings])]

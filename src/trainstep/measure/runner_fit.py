@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 from trainstep.config.cell import Cell
 from trainstep.config.fields import MOST
-from trainstep.config.parsing import memory_from_plain, to_plain
+from trainstep.config.memory import MemoryConfig
+from trainstep.config.parsing import from_plain, to_plain
 from trainstep.records.record import Record
 
 FIELDS = ("batch_size", "context")
@@ -43,5 +44,5 @@ def largest_fit(cell: Cell, field: str, run: Callable[[Cell], Record]) -> Iterat
 
 def at(cell: Cell, field: str, value: int) -> Cell:
     """The cell with another value there, checked like any."""
-    config = to_plain(memory_from_plain({**cell.config, field: value}))
+    config = to_plain(from_plain(MemoryConfig, {**cell.config, field: value}))
     return Cell(workload=cell.workload, config=config, point={**cell.point, field: value})

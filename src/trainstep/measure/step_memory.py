@@ -24,7 +24,7 @@ from torch import Tensor, distributed, nn
 
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
-from trainstep.config.parsing import memory_from_plain
+from trainstep.config.parsing import from_plain
 from trainstep.config.phases import Phase
 from trainstep.measure.empty_process import OutsideBytes, outside_bytes
 from trainstep.measure.failures import CellFailed, out_of_memory, out_of_memory_as
@@ -52,7 +52,7 @@ class StepMemoryWorkload:
     shares_worker = False
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "StepMemoryMeasurement":
-        measurement = StepMemoryMeasurement(memory_from_plain(config), stage)
+        measurement = StepMemoryMeasurement(from_plain(MemoryConfig, config), stage)
         measurement.prepare()
         return measurement
 

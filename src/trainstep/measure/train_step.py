@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainstep.config.parsing import run_from_plain
+from trainstep.config.parsing import from_plain
 from trainstep.config.run import RunConfig
 from trainstep.measure.clock import Window, clock_for
 from trainstep.measure.compilation import compilation_facts
@@ -40,7 +40,7 @@ class TrainStepWorkload:
     shares_worker = False
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> Measurement:
-        measurement = TrainStepMeasurement(run_from_plain(config), stage)
+        measurement = TrainStepMeasurement(from_plain(RunConfig, config), stage)
         measurement.prepare()
         return measurement
 
@@ -49,10 +49,14 @@ WORKLOAD = TrainStepWorkload()
 
 
 class TrainStepMeasurement:
-    """One prepared run. Memory running out anywhere raises CellFailed with the phase, the bytes and what held the rest."""
+    """One prepared run. Memory running out anywhere raises CellFailed with the phase, the bytes and what held the rest.
 
-    def __init__(self, run: RunConfig, stage: Stage) -> None:
+    `meet`: called before each window, untimed: several ranks begin together.
+    """
+
+    def __init__(self, run: RunConfig, stage: Stage, *, meet: Callable[[], None] | None = None) -> None:
         self._run = run
+        self._meet = meet or (lambda: None)
         self._stage_told = stage
         self._stage = "build"
         self._device = torch.device(run.device)
@@ -71,13 +75,30 @@ class TrainStepMeasurement:
         self._loss: torch.Tensor | None = None
 
     def prepare(self) -> None:
+        """Everything before the first timed step."""
+        self.open_device()
+        self.build(lambda: build_step(self._run))
+        self.warm_up()
+
+    def open_device(self) -> None:
+        """Create the CUDA context here, timed, so that no step pays for it."""
         with out_of_memory_as(self._out_of_memory):
             self._tell("build")
-            self._open_device()
+            if self._device.type == "cuda":
+                self._open_gpu()
+
+    def build(self, build: Callable[[], Assembly]) -> Assembly:
+        """The step, timed."""
+        with out_of_memory_as(self._out_of_memory):
             started_s = time.perf_counter()
-            self._assembly = build_step(self._run)
+            self._assembly = build()
             self._synchronize()
             self._facts["build_s"] = Fact(value=time.perf_counter() - started_s, unit="s")
+            return self._assembly
+
+    def warm_up(self) -> None:
+        """The steps before the timed ones, kept apart."""
+        with out_of_memory_as(self._out_of_memory):
             self._tell("warmup")
             for done in range(self._run.warmups):
                 self._warmups.append(self._window(1))
@@ -94,6 +115,11 @@ class TrainStepMeasurement:
                 self._tell_progress(done + size, steps)
             self._read_gpu()
 
+    def time_window(self, steps: int) -> float:
+        """Seconds a step of so many in a row, with one synchronisation at each end. Not among the samples."""
+        with out_of_memory_as(self._out_of_memory):
+            return self._timed(self._next_batches(steps)).step_s
+
     def settle(self) -> None:
         """The last step once more, untimed. Before the first step there is none, and the first is meant to be cold."""
         if self._last_batches:
@@ -109,7 +135,8 @@ class TrainStepMeasurement:
             assert self._assembly is not None and self._loss is not None
             self._facts["loss"] = Fact(value=_finite(self._loss.item()))
             self._facts.update(self._memory.facts())
-            self._facts["tokens"] = Fact(value=self._run.tokens, unit="count")
+            tokens = self._run.tokens * self._assembly.ranks.world_size
+            self._facts["tokens"] = Fact(value=tokens, unit="count")
             self._facts["parameters"] = Fact(value=parameter_count(self._assembly.module), unit="count")
             on_events = self._device.type == "cuda" and self._run.sync != "phase"
             self._facts["timing"] = Fact(value="cuda_events" if on_events else "host_clock")
@@ -152,19 +179,24 @@ class TrainStepMeasurement:
         return CellFailed(failure)
 
     def _window(self, steps: int) -> Window:
-        assert self._assembly is not None
-        self._last_batches = []  # frees them before the next are made
-        batches = [self._assembly.micro_batches(self._next_step + index) for index in range(steps)]
+        batches = self._next_batches(steps)
         allocations_before = self._memory.device_allocations()
         window = self._timed(batches)
         if self._gpu is not None:
             allocations = self._memory.device_allocations() - allocations_before
             self._readings.append((self._gpu.sm_clock_hz(), allocations))
-        self._next_step += steps
-        self._last_batches = batches[-1]
         return window
 
+    def _next_batches(self, steps: int) -> list[list[Batch]]:
+        assert self._assembly is not None
+        self._last_batches = []  # frees them before the next are made
+        batches = [self._assembly.micro_batches(self._next_step + index) for index in range(steps)]
+        self._next_step += steps
+        self._last_batches = batches[-1]
+        return batches
+
     def _timed(self, batches: Sequence[list[Batch]]) -> Window:
+        self._meet()
         self._clock.start_window()
         for micro_batches in batches:
             self._clock.start_step()
@@ -183,10 +215,7 @@ class TrainStepMeasurement:
             step.clear_gradients()
         return loss
 
-    def _open_device(self) -> None:
-        """Create the CUDA context here, timed, so that no step pays for it."""
-        if self._device.type != "cuda":
-            return
+    def _open_gpu(self) -> None:
         self._memory.before_context()
         started_s = time.perf_counter()
         torch.zeros(1, device=self._device)

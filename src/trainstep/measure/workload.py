@@ -58,6 +58,7 @@ _BUILT_IN = {
     "collective": "trainstep.measure.collective:WORKLOAD",
     "memory": "trainstep.measure.step_memory:WORKLOAD",
     "numerics": "trainstep.measure.numerics:WORKLOAD",
+    "parallel": "trainstep.measure.parallel:WORKLOAD",
     "profile": "trainstep.measure.profile:WORKLOAD",
     "attention_tiles": "trainstep.measure.attention_tiles:WORKLOAD",
     "tile_check": "trainstep.measure.tile_check:WORKLOAD",

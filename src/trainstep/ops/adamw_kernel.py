@@ -11,7 +11,6 @@ Every step a fresh table is at most a copy of 48 bytes a tensor, which the host 
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -128,15 +127,20 @@ class Launch:
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._rows: list[tuple[int, ...]] = []
+        self._spare: Tensor | None = None
+        """Pinned, for addresses that change while a CUDA graph is captured: none may be allocated then."""
         self._captured: list[Tensor] = []
 
     def __call__(self, operands: Operands, settings: Settings) -> None:
         """One update of each tensor; nothing is written if `found_inf` is not 0."""
         device = operands.parameters[0].device
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        self._make_tables(operands, device)
-        if capturing:  # a CUDA graph reads them whenever it is replayed
+        self._make_tables(operands, device, self._spare if capturing else None)
+        if capturing:  # the graph copies and reads them whenever it is replayed
             self._captured += [self._addresses, self._chunks, self._host_addresses, self._host_chunks]
+            self._spare = None
+        elif device.type == "cuda" and (self._spare is None or self._spare.shape != self._host_addresses.shape):
+            self._spare = torch.empty_like(self._host_addresses, pin_memory=True)
         lr, scale, found_inf = settings.lr, settings.grad_scale, settings.found_inf
         unused = operands.steps[0]
         with _current(device):
@@ -165,7 +169,7 @@ class Launch:
                 num_warps=WARPS,
             )
 
-    def _make_tables(self, operands: Operands, device: torch.device) -> None:
+    def _make_tables(self, operands: Operands, device: torch.device, spare: Tensor | None) -> None:
         rows = [
             (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()) for tensors in zip(*operands, strict=True)
         ]
@@ -173,21 +177,20 @@ class Launch:
             return
         self._rows = rows
         self._aligned = not any(address % _ALIGNMENT_BYTES for row in rows for address in row[:4])
-        self._host_addresses, self._addresses = _upload(rows, torch.int64, device)
+        self._host_addresses, self._addresses = _upload(torch.tensor(rows, dtype=torch.int64), device, spare)
         sizes = [row[-1] for row in rows]
         if sizes != self._sizes:
             self._sizes = sizes
             chunks = [(index, part) for index, size in enumerate(sizes) for part in range(-(-size // CHUNK))]
-            self._host_chunks, self._chunks = _upload(chunks, torch.int32, device)
+            self._host_chunks, self._chunks = _upload(torch.tensor(chunks, dtype=torch.int32), device, None)
 
 
-def _upload(rows: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """On the host, pinned, and on the device."""
-    host = torch.tensor(rows, dtype=dtype)
+def _upload(table: Tensor, device: torch.device, spare: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The table on the host, pinned (in `spare`, if it fits), and on the device."""
     if device.type != "cuda":
-        return host, host
-    host = host.pin_memory()
-    return host, host.to(device, non_blocking=True)
+        return table, table
+    pinned = spare.copy_(table) if spare is not None and spare.shape == table.shape else table.pin_memory()
+    return pinned, pinned.to(device, non_blocking=True)
 
 
 def _log2(beta: float) -> float:

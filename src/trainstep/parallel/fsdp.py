@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from trainstep.costs.exchange import MOST_IN_FLIGHT
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.fsdp_unit import FSDPUnit
-from trainstep.parallel.gradient_shards import MOST_IN_FLIGHT
 from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.ranks import Ranks

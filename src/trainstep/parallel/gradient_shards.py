@@ -15,9 +15,6 @@ from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.flat_buffer import FlatBuffer
 from trainstep.parallel.staging import StagingPool
 
-MOST_IN_FLIGHT = 2
-"""Units whose gradients are being reduced at a time: more would only hold more buffers."""
-
 
 class GradientShards:
     """`templates`: tensors of the gradients' shapes and strides; `layout`: where each lies in the flat one."""

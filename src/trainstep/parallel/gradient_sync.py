@@ -7,12 +7,13 @@ what: used nowhere, a gradient stays None, as in one process; used somewhere, th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import Collectives, Traffic
@@ -66,19 +67,15 @@ class HookedGradients(ABC):
         self.module = module
         self.ranks = ranks or ranks_of_default_group()
         self.collectives = Collectives(self.ranks)
-        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
         """Those that are trained, in the module's order."""
-        _check_device(module, self.ranks)
-        self._membership = Membership(module)
-        self._used = [False] * len(self.parameters)
+        self._used: list[bool] = []
+        self._hooks: list[RemovableHandle] = []
         self._syncing = True
+        _check_device(module, self.ranks)
         broadcast_state(module, self.collectives)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_Hook(self, index))
-            for index, parameter in enumerate(self.parameters)
-        ]
+        self._take_up([named for named in module.named_parameters() if named[1].requires_grad])
 
     @property
     def traffic(self) -> Traffic:
@@ -104,6 +101,16 @@ class HookedGradients(ABC):
         """Take the hooks off again."""
         for hook in self._hooks:
             hook.remove()
+
+    def _take_up(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Know these parameters, behind those known, and hear of their gradients."""
+        for name, parameter in named:
+            hook = _Hook(self, len(self.parameters))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self.names.append(name)
+            self.parameters.append(parameter)
+            self._used.append(False)
+        self._membership = Membership(self.module)
 
     @abstractmethod
     def _gradient_ready(self, index: int) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstep.costs.exchange import MOST_IN_FLIGHT
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.flat_buffer import FlatBuffer
-from trainstep.parallel.gradient_shards import MOST_IN_FLIGHT, GradientShards
+from trainstep.parallel.gradient_shards import GradientShards
 from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.ranks import Ranks
@@ -47,17 +48,55 @@ class ShardedGradients(HookedGradients):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(module, ranks)
-        plans = [plan for plan in plan_units(module, units) if plan.parameters[0].requires_grad]
-        staging = StagingPool(self.ranks.device)
-        self._units = [_FlatUnit(plan, self.collectives, staging, reduce_dtype) for plan in plans]
+        self._reduce_dtype = reduce_dtype
+        self._staging = StagingPool(self.ranks.device)
+        self._units: list[_FlatUnit] = []
+        self._members: list[list[int]] = []
+        """Of each unit, indices of its parameters."""
+        self._in_flight: deque[_FlatUnit] = deque()
+        self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
+        self._make_units([plan for plan in plan_units(module, units) if plan.parameters[0].requires_grad])
+
+    def adopt(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """Take up parameters of the module that were frozen until now; they make units of their own. Their indices.
+
+        Every rank must adopt the same. ValueError for one that is not the module's, is frozen, or known already.
+        """
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for parameter in parameters:
+            if (
+                parameter not in names
+                or not parameter.requires_grad
+                or any(parameter is known for known in self.parameters)
+            ):
+                name = names.get(parameter, "a parameter")
+                raise ValueError(f"{name}: must be a parameter of the wrapped module, trained, and not known yet")
+        first = len(self.parameters)
+        self._take_up([(names[parameter], parameter) for parameter in parameters])
+        kinds = dict.fromkeys(parameter.dtype for parameter in parameters)
+        alike = [[parameter for parameter in parameters if parameter.dtype == kind] for kind in kinds]
+        self._make_units(
+            [
+                UnitPlan(
+                    name=f"added {first}",
+                    parameter_names=tuple(names[parameter] for parameter in group),
+                    parameters=tuple(group),
+                    triggers=(self.module,),
+                )
+                for group in alike
+            ]
+        )
+        return list(range(first, len(self.parameters)))
+
+    def _make_units(self, plans: Sequence[UnitPlan]) -> None:
         index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self._members = [[index_of[parameter] for parameter in plan.parameters] for plan in plans]
+        for plan in plans:
+            unit = _FlatUnit(plan, self.collectives, self._staging, self._reduce_dtype)
+            self._units.append(unit)
+            self._members.append([index_of[parameter] for parameter in plan.parameters])
+            self._hooks += [trigger.register_forward_pre_hook(_waiter(unit)) for trigger in plan.triggers]
         self._order = LaunchOrder(self._members[::-1])
         self._usage = Usage(self.collectives, len(self.parameters))
-        self._in_flight: deque[_FlatUnit] = deque()
-        for unit, plan in zip(self._units, plans, strict=True):
-            self._hooks += [trigger.register_forward_pre_hook(_waiter(unit)) for trigger in plan.triggers]
-        self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
 
     @property
     def pieces(self) -> list[nn.Parameter | None]:

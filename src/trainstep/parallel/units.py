@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from trainstep.costs.exchange import ParameterSize
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
@@ -60,6 +62,24 @@ def plan_units(module: nn.Module, units: Sequence[nn.Module] | None = None) -> l
                 )
             )
     return plans
+
+
+def parameter_sizes(module: nn.Module, units: Sequence[nn.Module] | None = None) -> list[ParameterSize]:
+    """The module's parameters, in its order, as the formulas of costs/ and plan/ take them; `units` as in plan_units.
+
+    To be asked before the module is wrapped: FSDP's parameters are pieces.
+    """
+    unit_of = {name: plan.name for plan in plan_units(module, units) for name in plan.parameter_names}
+    return [
+        ParameterSize(
+            name=name,
+            numel=parameter.numel(),
+            element_bytes=parameter.element_size(),
+            trained=parameter.requires_grad,
+            unit=unit_of[name],
+        )
+        for name, parameter in module.named_parameters()
+    ]
 
 
 def _outermost_members(module: nn.Module) -> list[nn.Module]:

@@ -95,7 +95,7 @@ def compare_records(
         a.samples[quantity],
         b.samples[quantity],
         minimum_effect=minimum_effect,
-        turn_steps=(turn_steps[0] * _values_a_step(a, quantity), turn_steps[1] * _values_a_step(b, quantity)),
+        turn_steps=(_values_a_turn(a, quantity, turn_steps[0]), _values_a_turn(b, quantity, turn_steps[1])),
         paired=together,
     )
     aside = "" if together else "; not interleaved, so what changed between the runs counts too"
@@ -156,10 +156,12 @@ def _turn_steps(record: Record) -> int:
     return steps
 
 
-def _values_a_step(record: Record, quantity: str) -> int:
-    """A window of k steps has one `step` but k of each phase: a turn holds as many times more of those."""
+def _values_a_turn(record: Record, quantity: str, turn_steps: int) -> int:
+    """A window of k steps has one `step` but k of each phase, so a turn holds k times as many of those; and a turn of several
+    steps may end with one value of another quantity."""
     steps = len(record.samples["step"].values) if "step" in record.samples else 0
-    return max(len(record.samples[quantity].values) // steps, 1) if steps else 1
+    values = len(record.samples[quantity].values)
+    return max(round(values * turn_steps / steps), 1) if steps else turn_steps
 
 
 def _paired(logs_a: Floats, logs_b: Floats) -> tuple[float, Floats]:

@@ -7,7 +7,7 @@ from statistics import median
 from trainstep.records.record import Record
 
 RANKS = "ranks"
-SLOWEST = ("step", "time")
+SLOWEST = ("step", "window_step", "time")
 """Quantities whose samples in the record are, value by value, the slowest rank's."""
 
 

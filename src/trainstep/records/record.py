@@ -14,8 +14,9 @@ from typing import Any, TypeVar, get_args, get_type_hints
 Kind = TypeVar("Kind")
 
 FORMAT = 1
-FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error", "unsupported")
-"""`unsupported`: refused before it ran, as any run of it would be; no fault, and nothing was spoiled."""
+FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error", "unsupported", "divergence")
+"""`unsupported`: refused before it ran, as any run of it would be; no fault, and nothing was spoiled. `divergence`: replicas that
+should be equal are not."""
 
 
 @dataclass(frozen=True, kw_only=True)

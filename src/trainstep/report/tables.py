@@ -15,6 +15,7 @@ FAILURES = {
     "crash": "crash",
     "import_error": "import error",
     "unsupported": "unsupported",
+    "divergence": "divergence",
 }
 ABSENT = "–"
 MINUS = "\N{MINUS SIGN}"

@@ -12,11 +12,11 @@ from trainstep.parallel.ddp_bucketed import BucketedDDP
 from trainstep.parallel.ddp_flat import FlatDDP
 from trainstep.parallel.ddp_naive import NaiveDDP
 from trainstep.parallel.ddp_overlapped import OverlappedDDP
+from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.fsdp import FSDP
 from trainstep.parallel.gradient_sync import GradientSync
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.sharded_flat import ShardedGradients
-from trainstep.parallel.sharded_flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.sharded_optimizer import ShardedOptimizer
 from trainstep.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero
 from trainstep.training.wrapping import OptimizerClass, Parallel, Wrapped, optimizer_over, unwrapped

@@ -77,13 +77,17 @@ class FlatShardedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """ValueError: a parameter's gradient hook and place in a flat shard are made when the module is wrapped."""
-        if hasattr(self, "_inner"):
-            raise ValueError(
-                "param_group: flat shards are laid out once; name all groups in `groups`, or take ShardedOptimizer, whose "
-                "groups may grow"
-            )
-        super().add_param_group(param_group)
+        """Further parameters of the module, unfrozen since it was wrapped. Every rank must add the same."""
+        if not hasattr(self, "_inner"):
+            super().add_param_group(param_group)
+            return
+        parameters = param_group["params"]
+        added: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        members = self.gradient_sync.adopt(added)
+        self._index_of.update(zip(added, members, strict=True))
+        self._members.append(members)
+        pieces = self.gradient_sync.pieces
+        self._inner.add_param_group({**param_group, "params": [pieces[i] for i in members if pieces[i] is not None]})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: loads on the same rank of as many; `gathered_state_dict` loads anywhere."""

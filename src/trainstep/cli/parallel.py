@@ -1,0 +1,113 @@
+"""`trainstep parallel`: which way of going parallel is cheapest here, and is its communication hidden."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from trainstep.cli.options import check_data, limits, this_machine, with_parallel_fields
+from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.sync import OURS, USED_BY
+from trainstep.records.record import Environment
+from trainstep.records.store import Store
+
+_YARDSTICK = "none"
+_DEFAULTS: dict[str, dict[str, list[Any]]] = {
+    "cpu": {"model": ["tiny"], "context": [64], "sync": list(OURS), "ranks": [2]},
+    "cuda": {"model": ["small"], "context": [256], "sync": list(OURS)},
+}
+_IN_HELP: dict[str, dict[str, list[Any]]] = {
+    "cpu": {name: values for name, values in _DEFAULTS["cpu"].items() if name != "model"},
+    "cuda": {"sync": list(OURS), "context": [256], "ranks": ["all GPUs"]},
+}
+
+
+@with_parallel_fields(_IN_HELP)
+def parallel(
+    *,
+    out: Path | None = None,
+    page: Path | None = None,
+    timeout_s: float = 600.0,
+    memory_limit_gib: float | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    **fields: str | None,
+) -> int:
+    """Time a training step on several ranks, in every way of keeping them together: step, what is sent, hidden, and held.
+
+    Ways of one model and context take turns, the yardstick none (each rank trains for itself) first; bucket sizes multiply those
+    that have buckets. batch_size is a rank's. Beside the time: messages and bytes against the formula, communication that is not
+    hidden, memory at four points of a step against the formula, and whether the ranks still agree bit by bit.
+    Without options: a tiny model and two processes on the CPU; where there are several GPUs small at context 256 on all of them.
+
+    Examples:
+
+        trainstep parallel
+
+        trainstep parallel --model xl --ranks 2 --precision bf16_autocast --compile block --sync none,bucketed,flat,fsdp,torch_ddp
+
+        trainstep parallel --model medium --sync none,bucketed,torch_ddp --bucket-mib 1,10,25,100,1000 --page report.html
+
+        trainstep parallel --device cpu --model mini --ranks 4 --sync none,sharded,sharded_flat,fsdp --keep-trace traces
+
+    Parameters
+    ----------
+    out
+        File of records to append to; by default a new one under ./runs/.
+    page
+        Also write the page here.
+    timeout_s
+        Seconds after which a cell is killed and recorded as a time-out.
+    memory_limit_gib
+        Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
+    json
+        Print the tables as JSON: plain numbers, units in the names.
+    """
+    asked = grid_from_text({name: text for name, text in fields.items() if name != "device"})
+    check_data(asked)
+    bounds = limits(timeout_s, memory_limit_gib)
+    here, device = this_machine(fields.get("device"))
+    if fields.get("device") is None and "ranks" not in asked and here.gpu_count < 2:
+        device = "cpu"
+    grid = _with_defaults(asked, device, here)
+    _check_options(asked, grid)
+    _check_gpus(grid, device, here)
+    cells = expand({"workload": ["parallel"], **grid}, {"device": device})
+
+    from trainstep.cli.cells import check_kept, check_page, run_cells, show
+    from trainstep.measure.executor_local import run_groups
+
+    store = Store(out or Path("runs") / f"parallel-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    check_page(page, store.path)
+    check_kept(cells, "keep_trace")
+    groups = groups_along(cells, "sync" if len(cells) > 1 and len(grid["sync"]) > 1 else None)
+    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
+    return show(records, store, page, as_json=json)
+
+
+def _with_defaults(asked: Mapping[str, list[Any]], device: str, here: Environment) -> dict[str, list[Any]]:
+    """The grid with what it leaves open; the yardstick first, and ways innermost."""
+    grid = {**_DEFAULTS[device], **({"ranks": [here.gpu_count]} if device == "cuda" else {}), **asked}
+    ways = [str(way) if way is not None else _YARDSTICK for way in grid["sync"]]
+    ordered = [way for way in ways if way == _YARDSTICK] + [way for way in ways if way != _YARDSTICK]
+    options = {name: values for name, values in grid.items() if name in USED_BY}
+    rest = {name: values for name, values in grid.items() if name not in (*USED_BY, "sync")}
+    return {**rest, "sync": list(dict.fromkeys(ordered)), **options}
+
+
+def _check_options(asked: Mapping[str, list[Any]], grid: Mapping[str, list[Any]]) -> None:
+    """An option that none of the ways has would be passed over in silence."""
+    for name, ways in USED_BY.items():
+        if name in asked and not set(ways) & set(grid["sync"]):
+            raise ValueError(f"{name}: has no effect with sync {', '.join(grid['sync'])}; it is for {', '.join(ways)}")
+
+
+def _check_gpus(grid: Mapping[str, list[Any]], device: str, here: Environment) -> None:
+    """More ranks than GPUs are bad input, not cells that failed."""
+    most = max((ranks for ranks in grid["ranks"] if isinstance(ranks, int)), default=0)
+    if device == "cuda" and most > here.gpu_count:
+        raise ValueError(
+            f"ranks: {most} ranks need a GPU each, and {here.gpu_count} {'is' if here.gpu_count == 1 else 'are'} visible; "
+            f"take fewer, or the CPU with gloo: trainstep parallel --device cpu --ranks {most}"
+        )

@@ -1,0 +1,162 @@
+"""How the ranks of a training step exchange gradients and parameters, and what travels together: buckets, units, owners.
+
+All from the parameters' sizes: what is sent (gradient_sync.py) and what is held (plan/peak_memory.py) follow from the same groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainstep.costs.buckets import assign_owners, plan_buckets
+from trainstep.costs.flat_layout import FlatLayout, lay_out
+
+WAYS = ("none", "naive", "flat", "overlapped", "bucketed", "sharded", "sharded_flat", "fsdp")
+ROOT = "root"
+"""The unit of what stands around the blocks."""
+MOST_IN_FLIGHT = 2
+"""Units whose gradients are being reduced while the next is made ready: more would only hold more buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSize:
+    """A parameter of a module; a tied one counts once. `unit`: the block that it is gathered and reduced with."""
+
+    name: str
+    numel: int
+    element_bytes: int
+    trained: bool = True
+    unit: str = ROOT
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.element_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One of WAYS and its options. Raises ValueError for a way whose messages are not known.
+
+    `reduce_element_bytes`: of what gradients are averaged in; None: their own. `micro_batches`: whose gradients are added before
+    they are averaged. `clips`, `scales_loss`: shards' norms, and whether one overflowed, are put together in a small message.
+    """
+
+    way: str
+    ranks: int
+    reduce_element_bytes: int | None = None
+    bucket_bytes: float = 25 * 2**20
+    first_bucket_bytes: float | None = None
+    last_bucket_bytes: float | None = None
+    pack_below_bytes: float = 2**20
+    reshard_after_forward: bool = True
+    ahead: int = 1
+    micro_batches: int = 1
+    clips: bool = False
+    scales_loss: bool = False
+
+    def __post_init__(self) -> None:
+        if self.way not in WAYS:
+            raise ValueError(f"way: messages of {self.way!r} are not known; known are those of {', '.join(WAYS)}")
+
+    def gradient_bytes(self, parameter: ParameterSize) -> int:
+        """Of an element of this parameter's gradient, as it is sent."""
+        return self.reduce_element_bytes or parameter.element_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Gradients that share a message."""
+
+    parameters: tuple[ParameterSize, ...]
+    element_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of its message: a flag for each gradient included."""
+        return self.element_bytes * _layout(self.parameters, extra=len(self.parameters)).numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered and reduced together: all trained or all frozen, of one dtype, in N equal shards."""
+
+    name: str
+    parameters: tuple[ParameterSize, ...]
+    layout: FlatLayout
+
+    @property
+    def trained(self) -> bool:
+        return self.parameters[0].trained
+
+    @property
+    def element_bytes(self) -> int:
+        return self.parameters[0].element_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole, filled up."""
+        return self.layout.numel * self.element_bytes
+
+
+def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Bucket]:
+    """The buckets of the trained parameters' gradients, in the order in which they are sent; one, or one a dtype, of way flat."""
+    trained = [parameter for parameter in parameters if parameter.trained]
+    element_bytes = [exchange.gradient_bytes(parameter) for parameter in trained]
+    flat = exchange.way == "flat"
+    plan = plan_buckets(
+        [parameter.numel * size for parameter, size in zip(trained, element_bytes, strict=True)],
+        element_bytes,
+        bucket_bytes=float("inf") if flat else exchange.bucket_bytes,
+        first_bucket_bytes=None if flat else exchange.first_bucket_bytes,
+        last_bucket_bytes=None if flat else exchange.last_bucket_bytes,
+    )
+    return [
+        Bucket(parameters=tuple(trained[index] for index in indices), element_bytes=element_bytes[indices[0]])
+        for indices in plan
+    ]
+
+
+def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
+    """Units in the order of forward: first what stands around the blocks; of a block that mixes dtypes, or frozen parameters
+    with trained ones, several."""
+    groups: dict[tuple[str, int, bool], list[ParameterSize]] = {}
+    for parameter in sorted(parameters, key=lambda one: one.unit != ROOT):  # stable: blocks stay in order
+        groups.setdefault((parameter.unit, parameter.element_bytes, parameter.trained), []).append(parameter)
+    names = list(dict.fromkeys(name for name, _, _ in groups))
+    ordered = sorted(groups.items(), key=lambda item: names.index(item[0][0]))
+    return [
+        Unit(name=name, parameters=tuple(mine), layout=_layout(mine, parts=ranks)) for (name, _, _), mine in ordered
+    ]
+
+
+def owners_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[list[ParameterSize]]:
+    """Trained parameters by the rank that updates them."""
+    trained = [parameter for parameter in parameters if parameter.trained]
+    owned: list[list[ParameterSize]] = [[] for _ in range(exchange.ranks)]
+    owners = assign_owners([parameter.nbytes for parameter in trained], [0] * exchange.ranks)
+    for parameter, owner in zip(trained, owners, strict=True):
+        owned[owner].append(parameter)
+    return owned
+
+
+def packs_of(exchange: Exchange, owned: Sequence[ParameterSize]) -> list[list[ParameterSize]]:
+    """What an owner sends: large parameters each for itself, small ones together, one message for each dtype."""
+    alone = [[parameter] for parameter in owned if parameter.nbytes >= exchange.pack_below_bytes]
+    packed: dict[int, list[ParameterSize]] = {}
+    for parameter in owned:
+        if parameter.nbytes < exchange.pack_below_bytes:
+            packed.setdefault(parameter.element_bytes, []).append(parameter)
+    return [*alone, *packed.values()]
+
+
+def pack_bytes(pack: Sequence[ParameterSize]) -> int:
+    """Of one message of an owner: one parameter as it lies, several in a flat tensor."""
+    return pack[0].nbytes if len(pack) == 1 else pack[0].element_bytes * _layout(pack).numel
+
+
+def freed_between(unit: Unit, units: Sequence[Unit], exchange: Exchange) -> bool:
+    """Whether fsdp frees this unit behind its forward: not those around the blocks, nor the last block's, which backward
+    needs first."""
+    return exchange.reshard_after_forward and unit.name not in (ROOT, units[-1].name)
+
+
+def _layout(parameters: Sequence[ParameterSize], *, parts: int = 1, extra: int = 0) -> FlatLayout:
+    return lay_out([parameter.numel for parameter in parameters], parts=parts, extra=extra)

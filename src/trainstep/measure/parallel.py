@@ -1,0 +1,231 @@
+"""The workload `parallel`: a training step on several ranks, kept together in one of several ways. `trainstep parallel` runs it.
+
+Each rank's process times its own steps as `train_step` does, every step after a barrier; behind each turn of them comes a window
+of steps timed as one, where what a way leaves for the next step (a gather behind the next forward) counts. A record of it holds
+what one of `train_step` holds, rank 0's but for `step`, and besides
+
+samples  window_step [s]: of each window, seconds a step. It and `step` are the slowest rank's; all ranks' are in the table `ranks`
+facts    tokens (of all ranks); model_flops (of one rank); wire_bytes that a rank sends by a ring, counted, and expected_wire_bytes;
+         context_bytes, nccl_bytes (GPU): what the driver gave for the context, and while the ranks met; expected_peak_bytes, and at
+         which point, by formula; communication_s and its parts, of rank 0 (parallel_trace.py); agreement: what was compared
+tables   ranks, traffic (messages and bytes of a step by operation, counted and by formula), memory_points (parallel_memory.py),
+         buckets and communication (parallel_trace.py)
+"""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parsing import config_hash, from_plain, to_plain
+from trainstep.costs.collectives import ring_bytes
+from trainstep.costs.exchange import ParameterSize
+from trainstep.costs.gradient_sync import Message, totals, wire_bytes
+from trainstep.measure.failures import CellFailed
+from trainstep.measure.kept_files import kept_folder
+from trainstep.measure.meeting import bind_device, check_gpus, others_on_gpu
+from trainstep.measure.parallel_memory import StepMemory
+from trainstep.measure.parallel_trace import communication_of
+from trainstep.measure.step_trace import keep_trace, record_steps
+from trainstep.measure.train_step import TrainStepMeasurement
+from trainstep.measure.workload import Findings, Stage
+from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
+from trainstep.parallel.collectives import Collectives, Traffic
+from trainstep.parallel.process_group import start_ranks
+from trainstep.parallel.ranks import alone
+from trainstep.parallel.units import parameter_sizes
+from trainstep.plan.communication import expected_messages
+from trainstep.records.record import Fact, Failure, Samples
+from trainstep.training.build import Assembly, build_step
+from trainstep.training.parallelism import parallel
+from trainstep.training.wrapping import OptimizerClass, Parallel, Wrapped
+
+_SHARDED = ("fsdp", "torch_fsdp2")
+"""Ways that keep each parameter on one rank: only buffers are alike on all."""
+_TRACED_STEPS = 2
+"""The first is read: what it leaves for the second's forward ends there."""
+
+
+class ParallelWorkload:
+    """Each cell in fresh processes: a way's hooks and buffers would stay for the next."""
+
+    shares_worker = False
+
+    def prepare(self, config: Mapping[str, Any], stage: Stage) -> "ParallelMeasurement":
+        """Meet the others, build and warm up. CellFailed where GPUs are missing."""
+        measurement = ParallelMeasurement(from_plain(ParallelConfig, config), stage)
+        measurement.prepare()
+        return measurement
+
+
+WORKLOAD = ParallelWorkload()
+
+
+class ParallelMeasurement:
+    """One rank's side."""
+
+    def __init__(self, config: ParallelConfig, stage: Stage) -> None:
+        self._config = config
+        self._stage = stage
+        self._ranks = alone(config.device)
+        self._collectives = Collectives(self._ranks)
+        self._sizes: list[ParameterSize] = []
+        self._window_steps_s: list[float] = []
+        self._facts: dict[str, Fact] = {}
+        self._timed = TrainStepMeasurement(config.run(), stage, meet=lambda: self._collectives.barrier())
+
+    def prepare(self) -> None:
+        """Everything before the first timed step."""
+        if self._config.keep_trace is not None:
+            kept_folder("keep_trace", self._config.keep_trace)
+        check_gpus(self._config.ranks, self._config.device)
+        device = bind_device(self._config.ranks, self._config.device)
+        self._timed.open_device()
+        self._meet(device)
+        assembly = self._timed.build(self._build)
+        self._memory = StepMemory(self._config, assembly, self._timed.memory, self._sizes)
+        self._timed.warm_up()
+
+    def take(self, steps: int) -> None:
+        """So many steps, each from a barrier, then a window of `window_steps` timed as one."""
+        self._timed.take(steps)
+        self._window_steps_s.append(self._timed.time_window(self._config.window_steps))
+
+    def settle(self) -> None:
+        self._timed.settle()
+
+    def finish(self) -> Findings:
+        """What is looked at once. Every rank does the same in the same order: each of these steps is everybody's."""
+        found = self._timed.finish()
+        assembly, batches = self._timed.prepared()
+        self._stage("agreement")
+        self._check_agreement(assembly)
+        self._stage("traffic")
+        expected = expected_messages(self._config, self._sizes)
+        tables = self._traffic(assembly, expected)
+        self._stage("memory")
+        tables["memory_points"] = self._memory.table(batches)
+        if (peak := self._memory.expected_peak()) is not None:
+            self._facts["expected_peak_bytes"] = Fact(value=peak[0], unit="bytes")
+            self._facts["expected_peak_point"] = Fact(value=peak[1])
+        self._stage("trace")
+        more, from_trace = self._trace(expected or ())
+        samples = {
+            **found.samples,
+            "window_step": Samples(unit="s", values=tuple(self._window_steps_s)),
+        }
+        facts = {**found.facts, **self._facts, **more}
+        return Findings(samples=samples, facts=facts, tables={**found.tables, **tables, **from_trace})
+
+    def _meet(self, device: torch.device) -> None:
+        """The group, and what it takes of the device: the first message makes the connections."""
+        if self._config.ranks == 1:
+            return
+        self._stage("meet")
+        before = self._timed.memory.driver_bytes()
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._ranks = start_ranks(backend, device=device)
+        self._collectives = Collectives(self._ranks)
+        self._collectives.all_reduce(torch.zeros(1, device=device), label="first").wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        after = self._timed.memory.driver_bytes()
+        if before is not None and after is not None:
+            self._facts["context_bytes"] = Fact(value=before, unit="bytes")
+            self._facts["nccl_bytes"] = Fact(value=after - before, unit="bytes")
+        self._facts |= others_on_gpu(self._ranks)
+        self._stage("build")
+
+    def _build(self) -> Assembly:
+        """The step, its parameters' sizes noted before a way takes them apart."""
+        way = parallel(self._ranks, self._config.sync_config())
+
+        def noting_sizes(
+            module: torch.nn.Module, optimizer_cls: OptimizerClass | None, options: Mapping[str, Any]
+        ) -> Wrapped:
+            self._sizes = list(parameter_sizes(module))
+            return way.wrap(module, optimizer_cls, options)
+
+        return build_step(self._config.run(), Parallel(ranks=self._ranks, wrap=noting_sizes))
+
+    def _check_agreement(self, assembly: Assembly) -> None:
+        """CellFailed, naming parameter and ranks, where replicas have drifted apart; the yardstick's differ by design."""
+        config = self._config
+        if not config.check_agreement or config.sync == "none" or config.ranks == 1:
+            return
+        wait = getattr(assembly.step.gradient_sync, "wait_for_parameters", None)
+        if wait is not None:
+            wait()
+        what = ["buffers"] if config.sync in _SHARDED else ["parameters", "buffers"]
+        try:
+            check_agreement(assembly.module, self._ranks, what=what)
+        except ReplicasDisagree as error:
+            raise CellFailed(Failure(kind="divergence", phase="agreement", message=str(error))) from None
+        self._facts["agreement"] = Fact(value=" and ".join(what))
+
+    def _traffic(self, assembly: Assembly, expected: tuple[Message, ...] | None) -> dict[str, Any]:
+        """Messages and bytes of one step by operation, as counted, beside the formula's. None where torch sends: nobody counts."""
+        counters = _counters(assembly)
+        if counters is None:
+            return {}
+        for counter in counters:
+            counter.clear()
+        self._timed.settle()
+        messages: dict[str, list[int]] = {}
+        for counter in counters:
+            for operation, count in counter.messages.items():
+                total = messages.setdefault(operation, [0, 0])
+                total[0] += count
+                total[1] += counter.payload_bytes[operation]
+        formula = totals(expected or ())
+        operations = list(dict.fromkeys([*messages, *formula]))
+        sent = sum(ring_bytes(one, payload_bytes, self._config.ranks) for one, (_, payload_bytes) in messages.items())
+        self._facts["wire_bytes"] = Fact(value=sent, unit="bytes")
+        self._facts["expected_wire_bytes"] = Fact(value=wire_bytes(expected or (), self._config.ranks), unit="bytes")
+        columns = {
+            "operation": operations,
+            "messages": [messages.get(one, [0, 0])[0] for one in operations],
+            "bytes": [messages.get(one, [0, 0])[1] for one in operations],
+            "expected_messages": [formula[one].messages if one in formula else 0 for one in operations],
+            "expected_bytes": [formula[one].payload_bytes if one in formula else 0 for one in operations],
+        }
+        return {"traffic": columns}
+
+    def _trace(self, expected: tuple[Message, ...]) -> tuple[dict[str, Fact], dict[str, Any]]:
+        """Two steps under the profiler: what was sent in the first, when, and how much of it was hidden."""
+        if self._config.ranks == 1:
+            return {}, {}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._record(1, path)  # the profiler's first start is slow
+            self._record(_TRACED_STEPS, path)
+            facts, tables = communication_of(path, expected, self._collectives)
+            if self._config.keep_trace is not None:
+                self._record(1, path)
+                facts["trace_file"] = Fact(value=str(keep_trace(path, self._config.keep_trace, self._trace_name())))
+        return facts, tables
+
+    def _record(self, steps: int, path: Path) -> None:
+        self._timed.settle()
+        self._collectives.barrier()
+        record_steps(self._timed.settle, steps, path, on_gpu=self._config.device == "cuda")
+
+    def _trace_name(self) -> str:
+        config = self._config
+        cell = config_hash("parallel", to_plain(config))[:6]
+        return f"{config.model.name.replace(':', '.')}-{config.context}-{config.sync}-{cell}-rank{self._ranks.rank}"
+
+
+def _counters(assembly: Assembly) -> list[Traffic] | None:
+    """Whoever counts this step's messages; nobody for sync none, None where torch sends them."""
+    sync, optimizer = assembly.step.gradient_sync, assembly.step.optimizer
+    if sync is None:
+        return []
+    traffic = sync.traffic
+    if traffic is None:
+        return None
+    own = getattr(optimizer, "traffic", None)
+    return [traffic, own] if isinstance(own, Traffic) and own is not traffic else [traffic]

@@ -1,0 +1,39 @@
+"""A few steps under torch's profiler, as a trace on disk; a kept one opens in Perfetto."""
+
+import gzip
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trainstep.measure.kept_files import kept_folder
+from trainstep.spans import span
+
+
+def record_steps(run_step: Callable[[], object], steps: int, path: Path, *, on_gpu: bool) -> None:
+    """Record steps into a trace at `path`, each under a span `step N`. `run_step` returns when its device is idle.
+
+    The profiler's first start in a process costs a second, which falls into the first step: record one that nobody reads before.
+    """
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with profile(activities=activities, acc_events=True) as profiler:
+        for number in range(steps):
+            with span(f"step {number}"):
+                run_step()
+    profiler.export_chrome_trace(str(path))
+
+
+def keep_trace(trace: Path, folder: str, name: str) -> Path:
+    """Put a trace into a folder as NAME.json.gz. ValueError, naming the option keep_trace, if that cannot be."""
+    kept = kept_folder("keep_trace", folder) / f"{name}.json.gz"
+    try:
+        with open(trace, "rb") as source, gzip.open(kept, "wb") as file:
+            shutil.copyfileobj(source, file)
+    except OSError as error:
+        raise ValueError(f"keep_trace: {folder} cannot be written: {error.strerror}") from None
+    return kept

@@ -1,0 +1,35 @@
+"""What a training step on several ranks will send: `expected_messages(config, transformer_parameters(model, precision))`."""
+
+from collections.abc import Sequence
+
+from trainstep.config.parallel import ParallelConfig
+from trainstep.config.sync import OURS
+from trainstep.costs.exchange import Exchange, ParameterSize
+from trainstep.costs.gradient_sync import Message, step_messages
+
+_MIB = 2**20
+
+
+def expected_messages(config: ParallelConfig, parameters: Sequence[ParameterSize]) -> tuple[Message, ...] | None:
+    """Every message of a step; None where torch sends them. `parameters`: in the module's order."""
+    exchange = exchange_of(config)
+    return None if exchange is None else step_messages(exchange, parameters)
+
+
+def exchange_of(config: ParallelConfig) -> Exchange | None:
+    """The config as the formulas of costs/ take it; None for ways that are torch's."""
+    if config.sync not in OURS:
+        return None
+    return Exchange(
+        way=config.sync,
+        ranks=config.ranks,
+        reduce_element_bytes=2 if config.reduce_dtype == "bf16" else None,
+        bucket_bytes=int(config.bucket_mib * _MIB),
+        first_bucket_bytes=None if config.first_bucket_mib is None else int(config.first_bucket_mib * _MIB),
+        last_bucket_bytes=None if config.last_bucket_mib is None else int(config.last_bucket_mib * _MIB),
+        reshard_after_forward=config.reshard_after_forward,
+        ahead=config.ahead,
+        micro_batches=config.accumulation,
+        clips=config.clip_grad_norm is not None,
+        scales_loss=config.precision == "fp16_autocast",
+    )

@@ -1,0 +1,199 @@
+"""The terms that peak_memory.py adds up: what each way of going parallel keeps, and what it needs for a moment. Bytes on one rank.
+
+They follow what parallel/ does, file by file: ddp_*.py, bucket.py, sharded_optimizer.py, sharded_flat.py, fsdp.py, staging.py.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trainstep.costs.exchange import (
+    MOST_IN_FLIGHT,
+    ROOT,
+    Bucket,
+    Exchange,
+    ParameterSize,
+    Unit,
+    buckets_of,
+    freed_between,
+    owners_of,
+    pack_bytes,
+    packs_of,
+    units_of,
+)
+
+_MOMENTS = 2
+"""AdamW's, each of a parameter's size and dtype."""
+_STEP_BYTES = 4
+"""AdamW's counter, one a tensor: fp32."""
+_Updated = list[tuple[int, int]]
+"""(elements, bytes of one) of each tensor that a rank updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Bytes. `gradients` and `whole_gradients` come on top of `kept_gradients`, other moments' buffers on top of `buffers`."""
+
+    parameters_bytes: int
+    state_bytes: int
+    update_bytes: int
+    """Temporary tensors of the update."""
+    whole_gradients_bytes: int
+    """As autograd makes them, of all trained parameters: what micro-batches before the last leave behind."""
+    gradients_bytes: int
+    """Once they are synchronised."""
+    gradients_before_sync_bytes: int
+    kept_gradients_bytes: int = 0
+    """From the start on: buckets that gradients are views of."""
+    buffers_from_start_bytes: int = 0
+    buffers_bytes: int = 0
+    """From the first step on."""
+    whole_after_forward_bytes: int = 0
+    whole_entering_backward_bytes: int = 0
+    in_sync_bytes: int = 0
+
+
+def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+    """Of one rank. `adamw`: RunConfig.adamw, whose implementations take different temporary tensors."""
+    ways: dict[str, Callable[..., Terms]] = {
+        "none": _one_by_one,
+        "naive": _one_by_one,
+        "overlapped": _one_by_one,
+        "flat": _in_buckets,
+        "bucketed": _in_buckets,
+        "sharded": _in_buckets,
+        "sharded_flat": _in_shards,
+        "fsdp": _in_shards,
+    }
+    return ways[exchange.way](exchange, parameters, rank=rank, adamw=adamw)
+
+
+def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+    """Gradients are averaged where they are, or in copies: naive makes one at a time, overlapped keeps all until the end."""
+    trained = [one for one in parameters if one.trained]
+    copies = [
+        one.numel * exchange.gradient_bytes(one)
+        for one in trained
+        if exchange.gradient_bytes(one) != one.element_bytes and exchange.way != "none"
+    ]
+    updated = [(one.numel, one.element_bytes) for one in trained]
+    gradients_bytes = _sum_bytes(trained)
+    return Terms(
+        parameters_bytes=_sum_bytes(parameters),
+        state_bytes=_state_bytes(updated),
+        update_bytes=_update_bytes(updated, adamw),
+        whole_gradients_bytes=gradients_bytes,
+        gradients_bytes=gradients_bytes,
+        gradients_before_sync_bytes=gradients_bytes,
+        buffers_bytes=0 if exchange.way == "none" else len(trained),  # who used what
+        in_sync_bytes=sum(copies) if exchange.way == "overlapped" else max(copies, default=0),
+    )
+
+
+def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+    """A bucket takes the place of its gradients once they are there; of those in another dtype it holds copies."""
+    trained = [one for one in parameters if one.trained]
+    buckets = buckets_of(exchange, parameters)
+    copied = [one for one in trained if exchange.gradient_bytes(one) != one.element_bytes]
+    unsent = buckets if exchange.way == "flat" else buckets[-1:]
+    fresh = [one for bucket in unsent for one in bucket.parameters if one not in copied]
+    in_place = sum(bucket.nbytes for bucket in buckets if not _copies(bucket))
+    beside = sum(bucket.nbytes for bucket in buckets if _copies(bucket))
+    owned = owners_of(exchange, parameters) if exchange.way == "sharded" else [trained] * exchange.ranks
+    packs = sum(
+        pack_bytes(pack)
+        for mine in owned
+        for pack in packs_of(exchange, mine)
+        if len(pack) > 1 and exchange.way == "sharded" and exchange.ranks > 1
+    )
+    updated = [(one.numel, one.element_bytes) for one in owned[rank]]
+    return Terms(
+        parameters_bytes=_sum_bytes(parameters),
+        state_bytes=_state_bytes(updated),
+        update_bytes=_update_bytes(updated, adamw),
+        whole_gradients_bytes=_sum_bytes(trained),
+        gradients_bytes=_sum_bytes(copied),
+        gradients_before_sync_bytes=_sum_bytes(copied) + _sum_bytes(fresh),
+        kept_gradients_bytes=in_place,
+        buffers_from_start_bytes=beside,
+        buffers_bytes=beside + packs,
+    )
+
+
+def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+    """Whole gradients of a unit live until they are copied for sending; then a rank keeps its shard of the average.
+
+    The last unit that backward completes is the first of forward: when it is sent, those before it are shards already.
+    """
+    ranks = exchange.ranks
+    units = units_of(parameters, ranks)
+    trained = [unit for unit in units if unit.trained]
+    fully = exchange.way == "fsdp"
+    first = trained[0]
+    on_the_way = trained[: MOST_IN_FLIGHT + 1]
+    received = trained[MOST_IN_FLIGHT + 1 :]
+    shards_in_sync = sum(unit.nbytes // ranks for unit in received) + sum(
+        _sent_bytes(exchange, unit) // ranks for unit in on_the_way
+    )
+    pieces = [(end - begin, unit.element_bytes) for unit in trained for begin, end in _ends(unit, rank, ranks)]
+    updated = [(numel, element_bytes) for numel, element_bytes in pieces if numel]
+    frozen = [unit for unit in units if not unit.trained]
+    kept_whole = [unit for unit in units if not freed_between(unit, units, exchange)]
+    names = [name for name in dict.fromkeys(unit.name for unit in units) if name != ROOT]
+    ahead = names[:-1][::-1][: exchange.ahead]
+    gathered_ahead = [unit for unit in units if unit.name in ahead and unit not in kept_whole]
+    return Terms(
+        parameters_bytes=_shards_bytes(units, ranks)
+        if fully
+        else sum(unit.nbytes for unit in trained) + _sum_bytes([one for one in parameters if not one.trained]),
+        state_bytes=_state_bytes(updated),
+        update_bytes=_update_bytes(updated, adamw),
+        whole_gradients_bytes=sum(_sum_bytes(unit.parameters) for unit in trained),
+        gradients_bytes=_shards_bytes(
+            [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
+        ),
+        gradients_before_sync_bytes=_sum_bytes(first.parameters) + shards_in_sync,
+        buffers_bytes=_staging_bytes(exchange, trained) + sum(len(unit.parameters) for unit in trained),
+        whole_after_forward_bytes=sum(unit.nbytes for unit in kept_whole) if fully else 0,
+        whole_entering_backward_bytes=sum(unit.nbytes for unit in [*kept_whole, *gathered_ahead]) if fully else 0,
+        in_sync_bytes=sum(unit.nbytes for unit in [first, *frozen]) if fully else 0,
+    )
+
+
+def _staging_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:
+    """Buffers are shared by units of the same shapes: as many as are ever on their way together, kept for the next step."""
+    most: Counter[tuple[tuple[int, ...], int]] = Counter()
+    for index in range(len(trained)):
+        together = trained[index : index + MOST_IN_FLIGHT + 1]
+        most |= Counter((unit.layout.sizes, _sent_bytes(exchange, unit)) for unit in together)
+    return sum(nbytes * count for (_, nbytes), count in most.items())
+
+
+def _sent_bytes(exchange: Exchange, unit: Unit) -> int:
+    return unit.layout.numel * exchange.gradient_bytes(unit.parameters[0])
+
+
+def _ends(unit: Unit, rank: int, ranks: int) -> list[tuple[int, int]]:
+    return [unit.layout.piece(index, rank, ranks) for index in range(len(unit.parameters))]
+
+
+def _shards_bytes(units: Sequence[Unit], ranks: int) -> int:
+    return sum(unit.nbytes // ranks for unit in units)
+
+
+def _copies(bucket: Bucket) -> bool:
+    return any(one.element_bytes != bucket.element_bytes for one in bucket.parameters)
+
+
+def _sum_bytes(parameters: Sequence[ParameterSize]) -> int:
+    return sum(one.nbytes for one in parameters)
+
+
+def _state_bytes(updated: _Updated) -> int:
+    return sum(_MOMENTS * numel * element_bytes + _STEP_BYTES for numel, element_bytes in updated)
+
+
+def _update_bytes(updated: _Updated, adamw: str) -> int:
+    """fused: none; foreach: the root of every second moment; loop: two tensors of the largest's size."""
+    sizes = [numel * element_bytes for numel, element_bytes in updated]
+    return {"fused": 0, "foreach": sum(sizes), "loop": 2 * max(sizes, default=0)}[adamw]

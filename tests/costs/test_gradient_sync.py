@@ -1,0 +1,210 @@
+"""Messages by formula: worked by hand, and the same as every way of going parallel really sends on gloo, name by name."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_strategies import BF16_STRATEGIES, SMALL_MIB, STRATEGIES, layers
+from parallel_training import OPTIMIZERS, Case, batches, built, loss_of
+from ranks import run_ranks
+from trainstep.costs.exchange import WAYS, Exchange, ParameterSize
+from trainstep.costs.gradient_sync import Total, step_messages, totals, wire_bytes
+from trainstep.parallel import collectives
+from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.units import parameter_sizes
+
+SMALL_BYTES = int(SMALL_MIB * 2**20)
+OPTIONS: dict[str, dict[str, object]] = {
+    "naive": {"way": "naive"},
+    "flat": {"way": "flat"},
+    "overlapped": {"way": "overlapped"},
+    "bucketed": {"way": "bucketed", "bucket_bytes": SMALL_BYTES},
+    "bucketed_ends": {
+        "way": "bucketed",
+        "bucket_bytes": 2**20,
+        "first_bucket_bytes": SMALL_BYTES,
+        "last_bucket_bytes": SMALL_BYTES,
+    },
+    "sharded": {"way": "sharded", "bucket_bytes": SMALL_BYTES},
+    "sharded_each": {"way": "sharded", "bucket_bytes": SMALL_BYTES, "pack_below_bytes": 0},
+    "sharded_flat": {"way": "sharded_flat"},
+    "sharded_flat_units": {"way": "sharded_flat"},
+    "fsdp": {"way": "fsdp"},
+    "fsdp_units": {"way": "fsdp"},
+    "fsdp_kept": {"way": "fsdp", "reshard_after_forward": False},
+    "naive bf16": {"way": "naive", "reduce_element_bytes": 2},
+    "flat bf16": {"way": "flat", "reduce_element_bytes": 2},
+    "overlapped bf16": {"way": "overlapped", "reduce_element_bytes": 2},
+    "bucketed bf16": {"way": "bucketed", "bucket_bytes": SMALL_BYTES, "reduce_element_bytes": 2},
+    "fsdp bf16": {"way": "fsdp", "reduce_element_bytes": 2},
+    "sharded_flat bf16": {"way": "sharded_flat", "reduce_element_bytes": 2},
+}
+"""What tests/parallel_strategies.py makes of each name, for the formulas."""
+IN_ONE_UNIT = ("sharded_flat", "fsdp")
+REAL = {**STRATEGIES, **BF16_STRATEGIES}
+
+
+def sizes(case: Case, strategy: str, dtype: torch.dtype = torch.float32) -> list[ParameterSize]:
+    model = built(case).to(dtype)
+    return parameter_sizes(model, None if strategy in IN_ONE_UNIT else layers(model))
+
+
+@contextmanager
+def spans_counted() -> Iterator[Counter[str]]:
+    """Names of the spans that messages open meanwhile."""
+    names: Counter[str] = Counter()
+
+    def counting(name: str) -> AbstractContextManager[None]:
+        names[name] += 1
+        return nullcontext()
+
+    real, collectives.span = collectives.span, counting
+    try:
+        yield names
+    finally:
+        collectives.span = real
+
+
+def sent(ranks: Ranks, strategy: str, case: Case, dtype: torch.dtype) -> list[tuple[Counter[str], dict[str, Total]]]:
+    """Of each of a few steps: spans, and totals as counted where messages start."""
+    model = built(case).to(dtype)
+    run = REAL[strategy](model, ranks, OPTIMIZERS["adamw"])
+    counted = list({id(one): one for one in (run.sync, run.optimizer) if hasattr(one, "traffic")}.values())
+    steps = []
+    for ranks_batches in batches(case, ranks.world_size):
+        for one in counted:
+            one.traffic.clear()
+        mine = ranks_batches[ranks.rank]
+        with spans_counted() as spans:
+            for number, batch in enumerate(mine):
+                with run.sync.no_sync() if number < len(mine) - 1 else nullcontext():
+                    loss_of(run.sync.module, batch, case, ranks.rank).backward()
+            run.sync.finish_gradient_synchronization()
+            if case.clip is not None:
+                run.sync.clip_grad_norm_(case.clip)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        messages = sum((one.traffic.messages for one in counted), Counter())
+        payload_bytes = sum((one.traffic.payload_bytes for one in counted), Counter())
+        steps.append(
+            (spans, {name: Total(messages=messages[name], payload_bytes=payload_bytes[name]) for name in messages})
+        )
+    return steps
+
+
+CASES = {
+    "plain": Case(),
+    "tied": Case(tied=True),
+    "frozen": Case(frozen=True),
+    "unused somewhere": Case(unused="somewhere"),
+    "accumulated and clipped": Case(accumulation=3, clip=1.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_a_step_sends_what_the_formula_says(strategy: str, case: Case):
+    exchange = Exchange(ranks=3, micro_batches=case.accumulation, clips=case.clip is not None, **OPTIONS[strategy])
+    expected = step_messages(exchange, sizes(case, strategy))
+    for steps in run_ranks(3, sent, strategy, case, torch.float32):
+        for spans, found in steps:
+            assert spans == Counter(message.span for message in expected)
+            assert found == totals(expected)
+
+
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_weights_in_bf16_on_two_ranks(strategy: str):
+    case = Case(frozen=True, tied=True)
+    exchange = Exchange(ranks=2, **OPTIONS[strategy])
+    expected = totals(step_messages(exchange, sizes(case, strategy, torch.bfloat16)))
+    for steps in run_ranks(2, sent, strategy, case, torch.bfloat16):
+        assert all(found == expected for _, found in steps)
+
+
+def test_every_strategy_of_ours_has_its_formula():
+    assert OPTIONS.keys() == REAL.keys()
+    assert {"none", *(options["way"] for options in OPTIONS.values())} == set(WAYS)
+
+
+SMALL = [
+    ParameterSize(name="embedding", numel=100, element_bytes=4),
+    ParameterSize(name="blocks.0.weight", numel=90, element_bytes=4, unit="blocks.0"),
+    ParameterSize(name="blocks.0.scale", numel=3, element_bytes=4, unit="blocks.0", trained=False),
+    ParameterSize(name="blocks.1.weight", numel=90, element_bytes=4, unit="blocks.1"),
+    ParameterSize(name="norm", numel=10, element_bytes=4),
+]
+
+
+def by_operation(way: str, **options: object) -> dict[str, tuple[int, int]]:
+    found = totals(step_messages(Exchange(way=way, ranks=4, **options), SMALL))
+    return {operation: (total.messages, total.payload_bytes) for operation, total in found.items()}
+
+
+def test_by_hand():
+    """290 trained elements; filled up to 8 elements: 104 + 96 + 96 + 16 = 312, and a flag for each of 4."""
+    assert by_operation("none") == {}
+    assert by_operation("naive") == {"all_reduce": (5, 4 * 290 + 4)}
+    assert by_operation("overlapped", reduce_element_bytes=2) == {"all_reduce": (5, 2 * 290 + 4)}
+    assert by_operation("flat") == {"all_reduce": (1, 4 * (312 + 4))}
+    assert by_operation("bucketed", bucket_bytes=800) == {"all_reduce": (2, 4 * (312 + 4))}
+    # ranks own 100, 90, 90 and 10 elements, so nothing is packed
+    assert by_operation("sharded") == {"all_reduce": (1, 4 * 316), "broadcast": (4, 4 * 290)}
+    # units filled up to 4 shards of 8 elements: 104 + 16 -> 128, 96 -> 96, 96 -> 96, and the frozen 3 -> 32
+    assert by_operation("sharded_flat") == {
+        "reduce_scatter": (3, 4 * (128 + 96 + 96)),
+        "all_gather": (3, 4 * (128 + 96 + 96)),
+        "all_reduce": (1, 4),
+    }
+    # what stands around and the last block are gathered once, both parts of blocks.0 twice
+    assert by_operation("fsdp", clips=True) == {
+        "reduce_scatter": (3, 4 * (128 + 96 + 96)),
+        "all_gather": (6, 4 * (128 + 96 + 2 * (96 + 32))),
+        "all_reduce": (2, 4 + 4),
+    }
+    assert by_operation("fsdp", reshard_after_forward=False)["all_gather"] == (4, 4 * (128 + 96 + 96 + 32))
+    assert by_operation("none", scales_loss=True) == {"all_reduce": (1, 4)}
+
+
+def test_small_parameters_of_an_owner_share_a_message():
+    """Two ranks own 100 + 10 and 90 + 90 elements; filled up, 104 + 16 and 96 + 96."""
+    messages = step_messages(Exchange(way="sharded", ranks=2), SMALL)
+    assert [(one.label, one.payload_bytes) for one in messages if one.operation == "broadcast"] == [
+        ("parameters of rank 0", 4 * (104 + 16)),
+        ("parameters of rank 1", 4 * (96 + 96)),
+    ]
+    messages = step_messages(Exchange(way="sharded", ranks=2, pack_below_bytes=360), SMALL)
+    assert [one.payload_bytes for one in messages if one.operation == "broadcast"] == [400, 40, 360, 360]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_alone_nothing_is_sent(way: str):
+    assert step_messages(Exchange(way=way, ranks=1, clips=True, scales_loss=True), SMALL) == ()
+
+
+def test_on_the_wire():
+    """An all-reduce of S bytes: 2 S (N-1)/N a rank; a reduce-scatter and an all-gather half of that each; a broadcast S."""
+    flat = step_messages(Exchange(way="flat", ranks=4), SMALL)
+    assert wire_bytes(flat, 4) == 2 * 4 * 316 * 3 // 4
+    sharded_flat = step_messages(Exchange(way="sharded_flat", ranks=4), SMALL)
+    assert wire_bytes(sharded_flat, 4) == 2 * 4 * 320 * 3 // 4 + 6
+    sharded = step_messages(Exchange(way="sharded", ranks=4), SMALL)
+    assert wire_bytes(sharded, 4) == wire_bytes(flat, 4) + 4 * 290
+
+
+def test_a_way_that_nobody_knows():
+    with pytest.raises(ValueError, match="way: messages of 'torch_ddp' are not known"):
+        Exchange(way="torch_ddp", ranks=2)
+
+
+def test_units_are_those_of_the_module():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4, bias=False))
+    found = parameter_sizes(model)
+    assert [(one.name, one.numel, one.unit) for one in found] == [
+        ("0.weight", 6, "0"),
+        ("0.bias", 3, "0"),
+        ("1.weight", 12, "1"),
+    ]

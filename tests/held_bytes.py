@@ -1,0 +1,78 @@
+"""What tensors of a step hold in this process, counted storage by storage: what memory formulas are held against.
+
+Activations are not seen: autograd saves them outside of Python's sight.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainstep.parallel.collectives import Collectives
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each storage that these tensors lie in."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+class Holdings:
+    """Bytes held beside what was there when this was made: `but` is not taken as there."""
+
+    def __init__(self, but: nn.Module) -> None:
+        gc.collect()
+        own = storage_bytes(but.parameters())
+        self._before = {place for place in storage_bytes(_all_tensors()) if place not in own}
+
+    def total_bytes(self) -> int:
+        return sum(nbytes for place, nbytes in storage_bytes(_all_tensors()).items() if place not in self._before)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(storage_bytes(value for value in values if isinstance(value, Tensor)).values())
+
+
+@contextmanager
+def sampled_at_messages(holdings: Holdings) -> Iterator[list[tuple[str, int]]]:
+    """(label, bytes held) when each message starts."""
+    samples: list[tuple[str, int]] = []
+    real = Collectives._start
+
+    def start(self: Collectives, operation: str, tensor: Tensor, label: str, send: Any) -> Any:
+        samples.append((label, holdings.total_bytes()))
+        return real(self, operation, tensor, label, send)
+
+    Collectives._start = start  # type: ignore[method-assign]
+    try:
+        yield samples
+    finally:
+        Collectives._start = real  # type: ignore[method-assign]
+
+
+class MostHeld(TorchDispatchMode):
+    """The most bytes held after any op inside."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__()
+        self._holdings = holdings
+        self.most_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        self.most_bytes = max(self.most_bytes, self._holdings.total_bytes())
+        return result
+
+
+def _all_tensors() -> Iterator[Tensor]:
+    """All that Python knows, and their gradients."""
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor):
+            yield one
+            if one.is_leaf and one.grad is not None:
+                yield one.grad

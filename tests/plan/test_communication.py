@@ -1,0 +1,54 @@
+"""A config's options reach the formulas of costs/."""
+
+import pytest
+
+from trainstep.config.model import ModelConfig
+from trainstep.config.parallel import ParallelConfig
+from trainstep.config.sync import OURS, PEERS
+from trainstep.costs.exchange import WAYS
+from trainstep.costs.gradient_sync import totals
+from trainstep.plan.communication import exchange_of, expected_messages
+from trainstep.plan.parameters import transformer_parameters
+
+MODEL = ModelConfig(d_model=64, d_ff=128, layers=3, heads=2, vocab_size=256)
+SIZES = transformer_parameters(MODEL, "fp32")
+
+
+def operations(**options: object) -> dict[str, tuple[int, int]]:
+    messages = expected_messages(ParallelConfig(model=MODEL, ranks=2, **options), SIZES)
+    assert messages is not None
+    return {name: (total.messages, total.payload_bytes) for name, total in totals(messages).items()}
+
+
+def test_our_ways_are_those_with_formulas():
+    assert OURS == WAYS
+
+
+@pytest.mark.parametrize("sync", PEERS)
+def test_of_torchs_ways_nothing_is_said(sync: str):
+    assert exchange_of(ParallelConfig(model=MODEL, sync=sync)) is None
+    assert expected_messages(ParallelConfig(model=MODEL, sync=sync), SIZES) is None
+
+
+def test_sizes_of_buckets_and_what_gradients_are_averaged_in():
+    whole = operations(sync="bucketed")["all_reduce"]
+    assert whole == (1, 4 * (MODEL.parameters + len(SIZES)))
+    assert operations(sync="bucketed", reduce_dtype="bf16")["all_reduce"] == (1, whole[1] // 2)
+    assert operations(sync="bucketed", bucket_mib=0.1)["all_reduce"][0] > 1
+    assert operations(sync="bucketed", first_bucket_mib=0.01)["all_reduce"] == (2, whole[1])
+    assert operations(sync="bucketed", last_bucket_mib=0.01)["all_reduce"] == (2, whole[1])
+
+
+def test_fsdp_gathers_again_for_backward_and_for_each_micro_batch():
+    """What stands around three blocks, and the last one, once a pass; the other two twice."""
+    assert operations(sync="fsdp")["all_gather"][0] == 6
+    assert operations(sync="fsdp", accumulation=2)["all_gather"][0] == 12
+    assert operations(sync="fsdp", reshard_after_forward=False, accumulation=2)["all_gather"][0] == 4
+
+
+def test_small_messages_of_clipping_and_of_loss_scaling():
+    plain = operations(sync="sharded_flat")["all_reduce"]
+    clipped = operations(sync="sharded_flat", clip_grad_norm=1.0)["all_reduce"]
+    scaled = operations(sync="sharded_flat", precision="fp16_autocast")["all_reduce"]
+    assert clipped == scaled == (plain[0] + 1, plain[1] + 4)
+    assert operations(sync="naive", clip_grad_norm=1.0) == operations(sync="naive")

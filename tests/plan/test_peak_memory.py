@@ -1,0 +1,238 @@
+"""Memory by formula: worked by hand, and the same as tensors of real steps on gloo hold, byte for byte."""
+
+from contextlib import nullcontext
+from dataclasses import fields
+
+import pytest
+import torch
+
+from held_bytes import Holdings, MostHeld, sampled_at_messages, state_bytes, storage_bytes
+from ranks import run_ranks
+from trainstep.config.model import ModelConfig
+from trainstep.config.parallel import ParallelConfig
+from trainstep.config.sync import OURS, PEERS
+from trainstep.costs.exchange import ParameterSize
+from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.units import parameter_sizes
+from trainstep.plan.parameters import transformer_parameters
+from trainstep.plan.peak_memory import ExpectedMemory, Held, expected_memory
+from trainstep.training.attention import attention_named
+from trainstep.training.optimizer import adamw_options
+from trainstep.training.parallelism import parallel
+from trainstep.training.precision import precision_named
+from trainstep.training.transformer import Transformer
+
+MODEL = ModelConfig(d_model=12, d_ff=20, layers=5, heads=2, vocab_size=50)
+MIB = 2**20
+WAYS = {
+    "none": {"sync": "none"},
+    "naive": {"sync": "naive"},
+    "naive, bf16": {"sync": "naive", "reduce_dtype": "bf16"},
+    "flat": {"sync": "flat"},
+    "flat, bf16": {"sync": "flat", "reduce_dtype": "bf16"},
+    "overlapped": {"sync": "overlapped"},
+    "overlapped, bf16": {"sync": "overlapped", "reduce_dtype": "bf16"},
+    "bucketed": {"sync": "bucketed", "bucket_mib": 6000 / MIB},
+    "bucketed, bf16": {"sync": "bucketed", "bucket_mib": 6000 / MIB, "reduce_dtype": "bf16"},
+    "sharded": {"sync": "sharded", "bucket_mib": 6000 / MIB},
+    "sharded_flat": {"sync": "sharded_flat"},
+    "sharded_flat, bf16": {"sync": "sharded_flat", "reduce_dtype": "bf16"},
+    "fsdp": {"sync": "fsdp"},
+    "fsdp, bf16": {"sync": "fsdp", "reduce_dtype": "bf16"},
+    "fsdp, two ahead": {"sync": "fsdp", "ahead": 2},
+    "fsdp, kept whole": {"sync": "fsdp", "reshard_after_forward": False},
+}
+BEFORE_SYNC_AT_MOST = ("naive",)
+"""Ways whose most is not at their last message of gradients, but at their largest."""
+
+
+def config_of(ranks: int, **options: object) -> ParallelConfig:
+    return ParallelConfig(model=MODEL, ranks=ranks, context=8, batch_size=1, **options)
+
+
+def model_of(config: ParallelConfig, frozen: bool) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(MODEL, attention=attention_named("sdpa", 8, torch.device("cpu")), context=8)
+    model.to(precision_named(config.precision).weights)
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" not in name)
+    return model
+
+
+def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, tuple[int, int, int]]:
+    """(parameters, optimizer state, all) in bytes at each moment of a third step, and after the start."""
+    model = model_of(config, frozen)
+    tokens = torch.randint(MODEL.vocab_size, (2, 1, 8))
+    holdings = Holdings(but=model)
+    wrapped = parallel(ranks, config.sync_config()).wrap(
+        model, torch.optim.AdamW, adamw_options(config.adamw, learning_rate=1e-3)
+    )
+    sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
+    moments = {}
+
+    def seen() -> tuple[int, int, int]:
+        parameters = sum(storage_bytes(model.parameters()).values())
+        return parameters, state_bytes(optimizer), holdings.total_bytes()
+
+    moments["after_init"] = seen()
+    for _step in range(3):
+        with sampled_at_messages(holdings) as samples:
+            for last in [False] * (config.accumulation - 1) + [True]:
+                with nullcontext() if last or sync is None else sync.no_sync():
+                    loss = wrapped.module(*tokens)
+                    moments["after_forward"] = seen()[:2] + (seen()[2] - loss.nbytes,)
+                    if last:
+                        samples.clear()
+                    loss.backward()
+                    del loss
+            if sync is not None:
+                sync.finish_gradient_synchronization()
+        moments["messages"] = [sample for sample in samples if sample[0] != "usage"]
+        moments["after_backward"] = seen()
+        with MostHeld(holdings) as most:
+            optimizer.step()
+        moments["in_step"] = seen()[:2] + (most.most_bytes,)
+        optimizer.zero_grad()
+        if config.sync == "sharded_flat":
+            sync.wait_for_parameters()
+        moments["after_step"] = seen()
+    return moments
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "norms frozen"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_of_a_real_step_hold_what_the_formula_says(way: str, precision: str, frozen: bool):
+    config = config_of(2, precision=precision, **WAYS[way])
+    agree(config, frozen)
+
+
+@pytest.mark.parametrize("way", ["naive", "bucketed", "sharded_flat", "fsdp", "fsdp, kept whole"])
+def test_micro_batches_leave_whole_gradients_behind(way: str):
+    agree(config_of(2, accumulation=2, **WAYS[way]), frozen=False)
+
+
+@pytest.mark.parametrize("adamw", ["loop", "foreach"])
+@pytest.mark.parametrize("way", ["naive", "sharded", "fsdp"])
+def test_three_ranks_and_the_update_of_each_optimizer(way: str, adamw: str):
+    agree(config_of(3, adamw=adamw, **WAYS[way]), frozen=False)
+
+
+def agree(config: ParallelConfig, frozen: bool) -> None:
+    sizes = parameter_sizes(model_of(config, frozen))
+    for rank, moments in enumerate(run_ranks(config.ranks, held, config, frozen)):
+        expected = expected_memory(config, sizes, rank=rank)
+        messages = moments.pop("messages")
+        for name, (parameters, state, total) in moments.items():
+            moment: Held = getattr(expected, name)
+            assert (name, moment.total_bytes) == (name, total)
+            if name == "after_forward" and config.sync == "fsdp":
+                continue  # parameters are views of whole units then
+            assert moment.parameters_bytes == parameters
+            if name != "in_step":
+                assert moment.optimizer_state_bytes == state
+        if messages:
+            totals = [total for _, total in messages]
+            assert expected.before_sync.total_bytes == (max(totals) if config.sync == "naive" else totals[-1])
+
+
+def by_hand(sync: str, **options: object) -> ExpectedMemory:
+    """Four parameters of 64 elements each, one around the blocks and three blocks, on two ranks: no filling anywhere."""
+    sizes = [
+        ParameterSize(name=f"w{number}", numel=64, element_bytes=4, unit=unit)
+        for number, unit in enumerate(["root", "blocks.0", "blocks.1", "blocks.2"])
+    ]
+    found = expected_memory(config_of(2, sync=sync, **options), sizes, activations_bytes=1000)
+    assert found is not None
+    return found
+
+
+def triple(moment: Held) -> tuple[int, int, int, int, int]:
+    return tuple(getattr(moment, field.name) for field in fields(moment))  # type: ignore[return-value]
+
+
+P = 4 * 64 * 4
+"""Bytes of all parameters, in fp32."""
+STATE = 2 * P + 4 * 4
+ONE = 64 * 4
+FLAGS = 4
+
+
+def test_naive_by_hand():
+    """P + P + 2 P, and a copy of one gradient in bf16; most is held with the activations."""
+    found = by_hand("naive", reduce_dtype="bf16")
+    assert triple(found.after_init) == (P, 0, 0, 0, 0)
+    assert triple(found.after_forward) == (P, 0, STATE, 1000, FLAGS)
+    assert triple(found.before_sync) == (P, P, STATE, 0, FLAGS + ONE // 2)
+    assert triple(found.after_backward) == (P, P, STATE, 0, FLAGS)
+    assert triple(found.after_step) == (P, 0, STATE, 0, FLAGS)
+    assert found.peak_point == "before_sync"
+    assert found.peak.total_bytes == 4 * P + 16 + 4 + 128
+
+
+def test_bucketed_by_hand():
+    """Gradients are views of the buckets, so there is no more of them than P; they stay."""
+    flags = 4 * 4
+    found = by_hand("bucketed", bucket_mib=ONE / MIB)
+    assert triple(found.after_init) == (P, P + flags, 0, 0, 0)
+    assert triple(found.after_backward) == (P, P + flags, STATE, 0, 0)
+    assert triple(found.before_sync) == (P, P + flags + ONE, STATE, 0, 0)
+    assert triple(by_hand("flat").before_sync) == (P, 2 * P + flags, STATE, 0, 0)
+    assert triple(by_hand("flat", reduce_dtype="bf16").before_sync) == (P, P, STATE, 0, (P + flags) // 2)
+
+
+def test_sharded_by_hand():
+    """Each of two ranks owns two of four parameters, packed in a message of two."""
+    assert triple(by_hand("sharded").after_step) == (P, P + 16, STATE // 2, 0, 2 * 2 * ONE)
+
+
+def test_sharded_flat_by_hand():
+    """Half of everything but the parameters; two blocks' and the root's gradients are on their way at the end."""
+    found = by_hand("sharded_flat")
+    assert triple(found.after_init) == (P, 0, 0, 0, 0)
+    assert triple(found.before_sync) == (P, ONE + P // 2, P + 16, 0, 3 * ONE + FLAGS)
+    assert triple(found.after_backward) == (P, P // 2, P + 16, 0, 3 * ONE + FLAGS)
+
+
+def test_fsdp_by_hand():
+    """Half of everything, and whole: the root and the last block after forward, one more block when backward begins."""
+    found = by_hand("fsdp")
+    buffers = 3 * ONE + FLAGS
+    assert triple(found.after_init) == (P // 2, 0, 0, 0, 0)
+    assert triple(found.after_forward) == (P // 2, 0, P + 16, 1000, buffers + 2 * ONE)
+    assert triple(found.entering_backward) == (P // 2, 0, P + 16, 1000, buffers + 3 * ONE)
+    assert triple(found.before_sync) == (P // 2, ONE + P // 2, P + 16, 0, buffers + ONE)
+    assert triple(found.after_step) == (P // 2, 0, P + 16, 0, buffers)
+    assert triple(by_hand("fsdp", ahead=0).entering_backward)[-1] == buffers + 2 * ONE
+    assert triple(by_hand("fsdp", reshard_after_forward=False).after_forward)[-1] == buffers + 4 * ONE
+    assert found.peak_point == "entering_backward"
+
+
+@pytest.mark.parametrize("sync", PEERS)
+def test_of_torchs_ways_nothing_is_said(sync: str):
+    assert expected_memory(config_of(2, sync=sync), []) is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_autocast", "bf16"])
+def test_sixteen_bytes_a_parameter_in_fp32_and_eight_in_bf16(precision: str):
+    sizes = transformer_parameters(MODEL, precision)
+    found = expected_memory(config_of(2, sync="none", precision=precision), sizes)
+    counters = 4 * len(sizes)
+    assert found is not None
+    assert found.peak.total_bytes - counters == (8 if precision == "bf16" else 16) * MODEL.parameters
+
+
+def test_shards_shrink_with_ranks():
+    model = ModelConfig(d_model=512, d_ff=1344, layers=4, heads=16)
+    sizes = transformer_parameters(model, "fp32")
+    alone = expected_memory(ParallelConfig(model=model, ranks=1, sync="none"), sizes)
+    many = expected_memory(ParallelConfig(model=model, ranks=8, sync="fsdp"), sizes)
+    assert alone is not None
+    assert many is not None
+    held_by_many = many.after_step.total_bytes - many.after_step.communication_bytes
+    assert held_by_many == pytest.approx(alone.after_step.total_bytes / 8, rel=1e-3)
+
+
+def test_every_way_has_its_formula():
+    assert {options["sync"] for options in WAYS.values()} == set(OURS)
