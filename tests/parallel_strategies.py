@@ -12,7 +12,6 @@ from trainstep.parallel.ddp_bucketed import BucketedDDP
 from trainstep.parallel.ddp_flat import FlatDDP
 from trainstep.parallel.ddp_naive import NaiveDDP
 from trainstep.parallel.ddp_overlapped import OverlappedDDP
-from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.fsdp import FSDP
 from trainstep.parallel.gradient_sync import GradientSync
 from trainstep.parallel.ranks import Ranks
@@ -85,7 +84,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 def sharded_flat(units_of: Callable[[nn.Module], list[nn.Module] | None] = no_units, **options: Any) -> Start:
     def start(model: nn.Module, ranks: Ranks, optimizer_of: OptimizerOf) -> Run:
-        optimizer = FlatShardedOptimizer(
+        optimizer = ShardedOptimizer.flat(
             model, optimizer_of.func, ranks=ranks, units=units_of(model), **options, **optimizer_of.keywords
         )
 

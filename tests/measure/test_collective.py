@@ -15,9 +15,9 @@ from trainstep.config.collective import CollectiveConfig
 from trainstep.config.parsing import build_config, to_plain
 from trainstep.costs.collectives import ring_bytes
 from trainstep.measure.collective import WORKLOAD, CollectiveMeasurement, CollectiveWorkload
-from trainstep.measure.meeting import strangers
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.failures import CellFailed
+from trainstep.measure.meeting import strangers
 from trainstep.measure.runner import Limits
 from trainstep.parallel.ranks import Ranks
 from trainstep.records.bandwidth import bandwidth

@@ -81,7 +81,7 @@ def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, tuple[
             for last in [False] * (config.accumulation - 1) + [True]:
                 with nullcontext() if last or sync is None else sync.no_sync():
                     loss = wrapped.module(*tokens)
-                    moments["after_forward"] = seen()[:2] + (seen()[2] - loss.nbytes,)
+                    moments["after_forward"] = (*seen()[:2], seen()[2] - loss.nbytes)
                     if last:
                         samples.clear()
                     loss.backward()
@@ -92,7 +92,7 @@ def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, tuple[
         moments["after_backward"] = seen()
         with MostHeld(holdings) as most:
             optimizer.step()
-        moments["in_step"] = seen()[:2] + (most.most_bytes,)
+        moments["in_step"] = (*seen()[:2], most.most_bytes)
         optimizer.zero_grad()
         if config.sync == "sharded_flat":
             sync.wait_for_parameters()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from numerics import assert_as_accurate_as
 from trainstep.config.run import ADAMWS
-from trainstep.training.optimizer import adamw_options
+from trainstep.training.optimizer import adamw_named, adamw_options
 
 RATE = 1e-2
 
@@ -30,7 +30,7 @@ def by_formula(start: Tensor, received: list[Tensor]) -> Tensor:
 
 def run(implementation: str, start: list[Tensor], received: list[list[Tensor]], device: str) -> list[Tensor]:
     parameters = [nn.Parameter(tensor.clone().to(device)) for tensor in start]
-    optimizer = torch.optim.AdamW(parameters, **adamw_options(implementation, learning_rate=RATE))
+    optimizer = adamw_named(implementation)(parameters, **adamw_options(implementation, learning_rate=RATE))
     for step in received:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.to(device)
@@ -57,10 +57,13 @@ def test_the_formula(implementation: str):
 
 @pytest.mark.parametrize("implementation", ADAMWS)
 def test_it_is_the_one_asked_for(implementation: str):
-    group = torch.optim.AdamW(
+    optimizer = adamw_named(implementation)(
         [nn.Parameter(torch.ones(1))], **adamw_options(implementation, learning_rate=RATE)
-    ).param_groups[0]
-    assert (bool(group["foreach"]), bool(group["fused"])) == (implementation == "foreach", implementation == "fused")
+    )
+    group = optimizer.param_groups[0]
+    chosen = (bool(group.get("foreach")), bool(group.get("fused")))
+    assert chosen == (implementation == "foreach", implementation == "fused")
+    assert isinstance(optimizer, torch.optim.AdamW) == (implementation != "trainstep")
     assert group["lr"] == RATE
 
 

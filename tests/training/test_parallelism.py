@@ -53,6 +53,15 @@ def test_gradients_may_be_averaged_in_bf16(sync: str):
     assert second != pytest.approx(losses_alone(), rel=1e-9)
 
 
+def losses_of_bf16_gradients(ranks: Ranks) -> list[float]:
+    config = SyncConfig(sync="bucketed", reduce_dtype="bf16", keeps_gradient_dtype=False)
+    assembly = build_step(run_config(adamw="trainstep"), parallel(ranks, config))
+    return [float(assembly.step(assembly.micro_batches(step))) for step in range(STEPS)]
+
+
+def test_our_adamw_reads_bf16_buckets():
+    _, second = run_ranks(2, losses_of_bf16_gradients)
+    assert second == pytest.approx(losses_alone(), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +71,7 @@ def test_gradients_may_be_averaged_in_bf16(sync: str):
         ({"bucket_mib": 0}, "bucket_mib: must be a positive number of MiB"),
         ({"last_bucket_mib": -1.0}, "last_bucket_mib: must be a positive number"),
         ({"ahead": 3}, "ahead: must be 0, 1 or 2"),
+        ({"keeps_gradient_dtype": False}, "keeps_gradient_dtype: only gradients that"),
         ({"sync": "torch_ddp", "reduce_dtype": "bf16"}, "reduce_dtype: torch_ddp averages"),
     ],
 )

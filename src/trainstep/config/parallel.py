@@ -29,6 +29,7 @@ class ParallelConfig:
     first_bucket_mib: float | None = _as_in(SyncConfig, "first_bucket_mib")
     last_bucket_mib: float | None = _as_in(SyncConfig, "last_bucket_mib")
     reduce_dtype: str = _as_in(SyncConfig, "reduce_dtype")
+    keeps_gradient_dtype: bool = _as_in(SyncConfig, "keeps_gradient_dtype")
     reshard_after_forward: bool = _as_in(SyncConfig, "reshard_after_forward")
     ahead: int = _as_in(SyncConfig, "ahead")
     batch_size: int = described("sequences in a rank's (micro-)batch", 2)
@@ -62,6 +63,8 @@ class ParallelConfig:
             )
         if self.ranks == 1 and self.sync in PEERS:
             raise ValueError(f"ranks: {self.sync} needs others to talk to; take 2 or more ranks")
+        if not self.keeps_gradient_dtype and self.adamw != "trainstep":
+            raise ValueError(f"adamw: {self.adamw} refuses bf16 gradients of fp32 parameters; take trainstep")
         self.run()  # its fields are checked there
         self.sync_config()
 

@@ -44,6 +44,10 @@ class SyncConfig:
     first_bucket_mib: float | None = described("of the first message, if another", None)
     last_bucket_mib: float | None = described("of the last message, if another", None)
     reduce_dtype: str = described("gradients are averaged in: own, their own dtype, or bf16", "own", ("own", "bf16"))
+    keeps_gradient_dtype: bool = described(
+        "gradients averaged in bf16 are copied back to fp32; without, they stay in their buckets, which adamw trainstep takes",
+        True,
+    )
     reshard_after_forward: bool = described("fsdp frees a block's parameters behind its forward", True)
     ahead: int = described("blocks that fsdp gathers before their turn, 0 to 2", 1)
 
@@ -57,5 +61,11 @@ class SyncConfig:
                 raise ValueError(f"{name}: must be a positive number of MiB, not {size!r}")
         if self.ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {self.ahead!r}")
+        if not self.keeps_gradient_dtype and (
+            self.reduce_dtype == "own" or self.sync not in ("flat", "bucketed", "sharded")
+        ):
+            raise ValueError(
+                "keeps_gradient_dtype: only gradients that flat, bucketed and sharded average with reduce_dtype bf16 can stay so"
+            )
         if self.reduce_dtype != "own" and self.sync in ("torch_ddp", "torch_zero"):
             raise ValueError(f"reduce_dtype: {self.sync} averages gradients in their own dtype here; leave it at own")

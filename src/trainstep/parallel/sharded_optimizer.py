@@ -14,6 +14,7 @@ from torch import Tensor
 from trainstep.costs.buckets import assign_owners
 from trainstep.parallel.collectives import DONE, Collectives, Pending, Traffic
 from trainstep.parallel.flat_buffer import FlatBuffer
+from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.ranks import Ranks, ranks_of_default_group
 from trainstep.parallel.sharded_state import gather_state, own_part
 
@@ -63,6 +64,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.defaults = self._local.defaults
         self.state = self._local.state
         self._read_options()
+
+    @classmethod
+    def flat(
+        cls, module: torch.nn.Module, optimizer_cls: Callable[..., torch.optim.Optimizer], **options: Any
+    ) -> FlatShardedOptimizer:
+        """Flat shards in place of whole parameters (ZeRO 1 and 2): the module's gradients are sharded too, and the gather hides
+        behind the next forward. For element-wise optimizers; options as FlatShardedOptimizer's, and the optimizer's own.
+        """
+        return FlatShardedOptimizer(module, optimizer_cls, **options)
 
     @property
     def traffic(self) -> Traffic:

@@ -12,7 +12,7 @@ from trainstep.parallel.ranks import Ranks, alone
 from trainstep.spans import span_children
 from trainstep.training.attention import attention_named
 from trainstep.training.batches import Batch, NextBatch, random_batches, read_text, text_batches
-from trainstep.training.optimizer import adamw_options
+from trainstep.training.optimizer import adamw_named, adamw_options
 from trainstep.training.precision import precision_named
 from trainstep.training.recompute import recompute_blocks
 from trainstep.training.step import TrainStep
@@ -61,7 +61,7 @@ def build_step(run: RunConfig, parallel: Parallel | None = None) -> Assembly:
     module = _compiled(module, run)
     options = adamw_options(run.adamw, learning_rate=run.learning_rate)
     wrap = parallel.wrap if parallel else unwrapped
-    wrapped = wrap(module, torch.optim.AdamW if run.trains else None, options)
+    wrapped = wrap(module, adamw_named(run.adamw) if run.trains else None, options)
     step = TrainStep(
         wrapped.module,
         wrapped.optimizer,

@@ -1,8 +1,20 @@
-"""AdamW in each of torch's implementations."""
+"""AdamW in each of its implementations: torch's three, and ours."""
 
 from typing import Any
 
+import torch
+
+from trainstep.ops.adamw import AdamW
+from trainstep.training.wrapping import OptimizerClass
+
+
+def adamw_named(implementation: str) -> OptimizerClass:
+    """The class: ours, or torch's."""
+    return AdamW if implementation == "trainstep" else torch.optim.AdamW
+
 
 def adamw_options(implementation: str, *, learning_rate: float) -> dict[str, Any]:
-    """Options of torch.optim.AdamW (Loshchilov 2019): a loop over parameters, foreach groups, or fused; its defaults otherwise."""
+    """Its options (Loshchilov 2019): torch's as a loop over parameters, in foreach groups, or fused; defaults otherwise."""
+    if implementation == "trainstep":
+        return {"lr": learning_rate}
     return {"lr": learning_rate, "foreach": implementation == "foreach", "fused": implementation == "fused"}

@@ -45,9 +45,7 @@ def _wrapped(
     elif optimizer_cls is not None and config.sync == "torch_zero":
         options = {"optimizer_cls": optimizer_cls, "ranks": ranks, **options}
         optimizer_cls = torch_zero
-    return Wrapped(
-        module=sync.module, gradient_sync=sync, optimizer=optimizer_over(module, optimizer_cls, options)
-    )
+    return Wrapped(module=sync.module, gradient_sync=sync, optimizer=optimizer_over(module, optimizer_cls, options))
 
 
 def _wrapper(config: SyncConfig, reduce_dtype: torch.dtype | None) -> Callable[[nn.Module, Ranks], GradientSync]:
@@ -57,12 +55,13 @@ def _wrapper(config: SyncConfig, reduce_dtype: torch.dtype | None) -> Callable[[
         first_bucket_mib=config.first_bucket_mib,
         last_bucket_mib=config.last_bucket_mib,
         reduce_dtype=reduce_dtype,
+        keeps_gradient_dtype=config.keeps_gradient_dtype,
     )
     torch_ddp = partial(TorchDDP, bucket_cap_mb=config.bucket_mib)
     reshard = config.reshard_after_forward
     wrappers: dict[str, Callable[[nn.Module, Ranks], GradientSync]] = {
         "naive": partial(NaiveDDP, reduce_dtype=reduce_dtype),
-        "flat": partial(FlatDDP, reduce_dtype=reduce_dtype),
+        "flat": partial(FlatDDP, reduce_dtype=reduce_dtype, keeps_gradient_dtype=config.keeps_gradient_dtype),
         "overlapped": partial(OverlappedDDP, reduce_dtype=reduce_dtype),
         "bucketed": bucketed,
         "sharded": bucketed,
