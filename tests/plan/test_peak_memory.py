@@ -1,7 +1,9 @@
 """Memory by formula: worked by hand, and the same as tensors of real steps on gloo hold, byte for byte."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from trainstep.training.parallelism import parallel
 from trainstep.training.precision import precision_named
 from trainstep.training.transformer import Transformer
 
-MODEL = ModelConfig(d_model=12, d_ff=20, layers=5, heads=2, vocab_size=50)
+MODEL = ModelConfig(d_model=12, d_ff=20, layers=4, heads=2, vocab_size=50)
 MIB = 2**20
 WAYS = {
     "none": {"sync": "none"},
@@ -42,8 +44,6 @@ WAYS = {
     "fsdp, two ahead": {"sync": "fsdp", "ahead": 2},
     "fsdp, kept whole": {"sync": "fsdp", "reshard_after_forward": False},
 }
-BEFORE_SYNC_AT_MOST = ("naive",)
-"""Ways whose most is not at their last message of gradients, but at their largest."""
 
 
 def config_of(ranks: int, **options: object) -> ParallelConfig:
@@ -60,44 +60,50 @@ def model_of(config: ParallelConfig, frozen: bool) -> Transformer:
     return model
 
 
-def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, tuple[int, int, int]]:
-    """(parameters, optimizer state, all) in bytes at each moment of a third step, and after the start."""
+def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
+    """(parameters, optimizer state, all) in bytes at each moment of a second step, and after the start; besides `activations`,
+    of the same model on its own, and `messages`: (label, all) when each message of the last backward starts."""
     model = model_of(config, frozen)
     tokens = torch.randint(MODEL.vocab_size, (2, 1, 8))
     holdings = Holdings(but=model)
+    before_bytes = holdings.total_bytes()
+    loss = model(*tokens)
+    found: dict[str, Any] = {"activations": holdings.total_bytes() - before_bytes}
+    del loss
     wrapped = parallel(ranks, config.sync_config()).wrap(
         model, torch.optim.AdamW, adamw_options(config.adamw, learning_rate=1e-3)
     )
     sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
-    moments = {}
 
-    def seen() -> tuple[int, int, int]:
-        parameters = sum(storage_bytes(model.parameters()).values())
-        return parameters, state_bytes(optimizer), holdings.total_bytes()
+    def see(moment: str, all_bytes: int | None = None) -> None:
+        parameters_bytes = sum(storage_bytes(model.parameters()).values())
+        found[moment] = (parameters_bytes, state_bytes(optimizer), all_bytes or holdings.total_bytes())
 
-    moments["after_init"] = seen()
-    for _step in range(3):
-        with sampled_at_messages(holdings) as samples:
-            for last in [False] * (config.accumulation - 1) + [True]:
-                with nullcontext() if last or sync is None else sync.no_sync():
-                    loss = wrapped.module(*tokens)
-                    moments["after_forward"] = (*seen()[:2], seen()[2] - loss.nbytes)
-                    if last:
-                        samples.clear()
+    def step(see: Callable[..., None], looked_at: bool) -> None:
+        for last in [False] * (config.accumulation - 1) + [True]:
+            with nullcontext() if last or sync is None else sync.no_sync():
+                loss = wrapped.module(*tokens)
+                see("after_forward")
+                with sampled_at_messages(holdings) if looked_at else nullcontext([]) as samples:
                     loss.backward()
                     del loss
-            if sync is not None:
-                sync.finish_gradient_synchronization()
-        moments["messages"] = [sample for sample in samples if sample[0] != "usage"]
-        moments["after_backward"] = seen()
-        with MostHeld(holdings) as most:
+                    if last and sync is not None:
+                        sync.finish_gradient_synchronization()
+        found["messages"] = [sample for sample in samples if sample[0] != "usage"]
+        see("after_backward")
+        with MostHeld(holdings) if looked_at else nullcontext() as most:
             optimizer.step()
-        moments["in_step"] = (*seen()[:2], most.most_bytes)
+        if looked_at:
+            see("in_step", most.most_bytes)
         optimizer.zero_grad()
         if config.sync == "sharded_flat":
             sync.wait_for_parameters()
-        moments["after_step"] = seen()
-    return moments
+        see("after_step")
+
+    see("after_init")
+    step(lambda *_: None, False)
+    step(see, True)
+    return found
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "norms frozen"])
@@ -122,7 +128,7 @@ def test_three_ranks_and_the_update_of_each_optimizer(way: str, adamw: str):
 def agree(config: ParallelConfig, frozen: bool) -> None:
     sizes = parameter_sizes(model_of(config, frozen))
     for rank, moments in enumerate(run_ranks(config.ranks, held, config, frozen)):
-        expected = expected_memory(config, sizes, rank=rank)
+        expected = expected_memory(config, sizes, rank=rank, activations_bytes=moments.pop("activations"))
         messages = moments.pop("messages")
         for name, (parameters, state, total) in moments.items():
             moment: Held = getattr(expected, name)
