@@ -4,6 +4,7 @@ Activations are not seen: autograd saves them outside of Python's sight.
 """
 
 import gc
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainstep.parallel.collectives import Collectives
+
+_EQUAL_READINGS = 5
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -30,7 +33,16 @@ class Holdings:
         self._before = {place for place in storage_bytes(_all_tensors()) if place not in own}
 
     def total_bytes(self) -> int:
+        """At this instant."""
         return sum(nbytes for place, nbytes in storage_bytes(_all_tensors()).items() if place not in self._before)
+
+    def settled_bytes(self) -> int:
+        """Once it stays the same: gloo's threads let go of a message's tensor a little after it has arrived."""
+        readings = [self.total_bytes()]
+        while len(readings) < _EQUAL_READINGS or len(set(readings[-_EQUAL_READINGS:])) > 1:
+            time.sleep(0.001)
+            readings.append(self.total_bytes())
+        return readings[-1]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -62,6 +62,7 @@ def test_turns_and_json(tmp_path: Path):
         (["--backend", "glo"], "backend: 'glo' is not known (did you mean gloo?)"),
         (["--backend", "nccl"], "device: no NVIDIA GPU is visible"),
         (["--ranks", "0"], "ranks: must be a whole number of at least 1"),
+        (["--ranks", "1000"], "ranks: must be at most 64, not 1000"),
         (["--ranks", "two"], "ranks: must be a whole number"),
         (["--mib", "0"], "mib: must be over 0"),
         (["--kib", "-1"], "kib: must be positive numbers"),

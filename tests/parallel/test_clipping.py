@@ -35,6 +35,21 @@ def test_norms_of_16_bit_gradients_are_taken_in_fp32():
     assert float(clip_gradients_(large, 1.0)) == pytest.approx(30_000, rel=1e-4)
 
 
+def test_complex_and_fp64_gradients():
+    found = clip_gradients_([torch.tensor([3 + 4j]), torch.tensor([12.0], dtype=torch.float64)], 1.0)
+    assert float(found) == pytest.approx(13)
+
+
+def of_parts_with_nan(ranks: Ranks, norm_type: float) -> list[float]:
+    mine = [torch.tensor([math.nan if ranks.rank == 1 else 1.0])]
+    return [float(clip_gradients_(mine, 1.0, norm_type, across=Collectives(ranks))), *mine[0].tolist()]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_nan_on_one_rank_is_nan_on_all(norm_type: float):
+    assert all(math.isnan(value) for found in run_ranks(3, of_parts_with_nan, norm_type) for value in found)
+
+
 def of_parts(ranks: Ranks, norm_type: float) -> tuple[float, list[list[float]]]:
     whole = gradients()
     mine = [whole[0]] if ranks.rank == 0 else [whole[1], None, whole[2]] if ranks.rank == 1 else []

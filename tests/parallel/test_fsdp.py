@@ -82,9 +82,28 @@ def test_a_rank_holds_its_part_and_the_whole_of_a_few_units():
         assert left_whole == 0
 
 
-def gathers(ranks: Ranks, ahead: int, reshard_after_forward: bool) -> list[str]:
+def most_whole_with_frozen_weights(ranks: Ranks) -> int:
+    """Units whole at a time in a backward, of which each block has two."""
     model = stack()
-    sync = FSDP(model, ranks, ahead=ahead, reshard_after_forward=reshard_after_forward)
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    sync = FSDP(model, ranks)
+    whole = []
+    for block in model.blocks:
+        block.down.register_full_backward_hook(
+            lambda *_: whole.append(sum(unit.state is not UnitState.SHARDED for unit in sync.units))
+        )
+    model(data()).backward()
+    sync.finish_gradient_synchronization()
+    return max(whole)
+
+
+def test_frozen_weights_are_freed_behind_backward():
+    assert max(run_ranks(2, most_whole_with_frozen_weights)) <= 5  # what stands around the blocks, and two blocks
+
+
+def log_of_gathers(sync: FSDP) -> list[str]:
+    """Grows by the name of each unit that is gathered."""
     log: list[str] = []
     gather = sync.collectives.all_gather
 
@@ -93,6 +112,13 @@ def gathers(ranks: Ranks, ahead: int, reshard_after_forward: bool) -> list[str]:
         return gather(tensor, shard, label=label)
 
     sync.collectives.all_gather = logged
+    return log
+
+
+def gathers(ranks: Ranks, ahead: int, reshard_after_forward: bool) -> list[str]:
+    model = stack()
+    sync = FSDP(model, ranks, ahead=ahead, reshard_after_forward=reshard_after_forward)
+    log = log_of_gathers(sync)
     for number, block in enumerate(model.blocks):
         block.up.register_forward_hook(lambda *_, number=number: log.append(f"forward {number}"))
         block.up.register_full_backward_hook(lambda *_, number=number: log.append(f"backward {number}"))
@@ -115,6 +141,67 @@ def test_two_ahead():
 def test_kept_after_forward_is_gathered_once():
     log = run_ranks(2, gathers, 0, False)[0]
     assert sorted(line for line in log if " " not in line) == ["0", "1", "2", "3", "root"]
+
+
+def checkpointed_under_no_sync(ranks: Ranks) -> list[str]:
+    model = stack()
+    sync = FSDP(model, ranks)
+    for block in model.blocks:  # around the hooks: they run again when the block is recomputed
+        block.__class__ = CheckpointedBlock
+    log = log_of_gathers(sync)
+    with sync.no_sync():
+        model(data()).backward()
+    return log
+
+
+class CheckpointedBlock(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return checkpoint(super().__call__, x, use_reentrant=False)
+
+
+def test_recomputing_under_no_sync_gathers_nothing_more():
+    expected = ["root", "0", "1", "2", "3", "2", "1", "0"]
+    assert run_ranks(2, checkpointed_under_no_sync) == [expected] * 2
+
+
+class Uneven(Block):
+    """Its `down` is used by rank 0 alone."""
+
+    rank = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.rank == 0 else x + self.up(x)[:, :WIDTH]
+
+
+def uneven_gradients(ranks: Ranks, forwards: int) -> list[list[float]]:
+    model = stack()
+    for block in model.blocks:
+        block.__class__, block.rank = Uneven, ranks.rank
+    sync = FSDP(model, ranks)
+    losses = [model(data(number)) for number in range(forwards)]
+    for loss in losses[:-1]:
+        with sync.no_sync():
+            loss.backward()
+    losses[-1].backward()
+    sync.finish_gradient_synchronization()
+    return [[] if p.grad is None else p.grad.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_ranks_with_unlike_gradients_send_the_same_messages(forwards: int):
+    pieces = run_ranks(2, uneven_gradients, forwards)
+    sums: dict[int, Tensor] = {}
+    for rank in range(2):
+        model = stack()
+        for block in model.blocks:
+            block.__class__, block.rank = Uneven, rank
+        sum(model(data(number)) for number in range(forwards)).backward()
+        for index, p in enumerate(model.parameters()):
+            if p.grad is not None:
+                sums[index] = sums.get(index, torch.zeros_like(p)) + p.grad / 2
+    for index, expected in sums.items():
+        found = torch.tensor([*pieces[0][index], *pieces[1][index]])
+        assert torch.allclose(found, expected.flatten(), rtol=1e-5, atol=1e-6)
 
 
 def trained(ranks: Ranks, how: str, dtype: str = "none") -> list[Tensor]:
@@ -172,6 +259,8 @@ def full(ranks: Ranks) -> tuple[list[str], list[bool], list[bool]]:
     state = sync.full_state_dict()
     with pytest.raises(ValueError, match=r"state_dict: this rank has pieces.*full_state_dict"):
         model.state_dict()
+    with pytest.raises(ValueError, match=r"load_state_dict: this rank has pieces.*load_full_state_dict"):
+        model.load_state_dict(expected)
     sync.load_full_state_dict({name: value + 1 for name, value in state.items()})
     moved = sync.full_state_dict(on_rank_0_only=True)
     same = [torch.equal(state[name], expected[name]) for name in expected]

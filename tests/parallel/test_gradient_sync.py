@@ -1,5 +1,8 @@
 """What wrapping leaves as it was, what it refuses by name, and how it ends."""
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -8,6 +11,7 @@ import torch
 from torch import nn
 
 from parallel_strategies import STRATEGIES
+from parallel_training import Case, built
 from ranks import run_ranks
 from trainstep.parallel.ddp_bucketed import BucketedDDP
 from trainstep.parallel.ddp_flat import FlatDDP
@@ -76,7 +80,7 @@ def test_a_second_backward_before_the_end_is_refused(wrap: Callable[..., Replica
 
 def test_sparse_gradients_are_refused():
     model = nn.Embedding(4, 2, sparse=True)
-    FlatDDP(model, alone())
+    _sync = FlatDDP(model, alone())
     with pytest.raises(ValueError, match="weight: its gradient is sparse"):
         model(torch.tensor([1])).sum().backward()
 
@@ -95,6 +99,68 @@ def test_without_a_process_group_it_says_how_to_start_one():
 def test_bucket_sizes_are_positive(field: str):
     with pytest.raises(ValueError, match=f"{field}: must be positive"):
         BucketedDDP(two_layers(), alone(), **{field: 0})
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_module_is_wrapped_once_at_a_time(name: str):
+    model = built(Case())
+    run = STRATEGIES[name](model, alone(), SGD)
+    with pytest.raises(ValueError, match=r"embedding\.weight: its gradient is synchronised already; detach\(\)"):
+        BucketedDDP(model, alone())
+    run.sync.detach()
+    BucketedDDP(model, alone())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_a_program_drops_is_freed(name: str):
+    model = built(Case())
+    run = STRATEGIES[name](model, alone(), SGD)
+    model(torch.tensor([1]), side=True).sum().backward()
+    run.sync.finish_gradient_synchronization()
+    run.optimizer.step()
+    left = [weakref.ref(model), weakref.ref(run.sync), weakref.ref(run.optimizer)]
+    del model, run
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 3
+
+
+def test_gradients_that_nobody_synchronises_any_more_are_refused():
+    model = two_layers()
+    BucketedDDP(model, alone())
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"what synchronises its gradient is gone; keep it .* or detach\(\)"):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def test_what_hangs_on_other_ranks_is_not_copied():
+    with pytest.raises(ValueError, match="BucketedDDP: can be neither copied nor pickled"):
+        copy.deepcopy(BucketedDDP(two_layers(), alone()))
+
+
+class Odd(nn.Module):
+    """Tensors that are not laid out as usual, or not of a usual dtype; rank 0's are all 0."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.full((2, 3), float(rank)).t())
+        self.register_buffer("repeated", torch.full((1, 4), rank).expand(1000, 4))
+        self.register_buffer("every_other", torch.full((2, 8), float(rank))[:, ::2])
+        self.register_buffer("number", torch.tensor(rank))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        for dtype in (torch.bool, torch.int8, torch.int16, torch.uint16, torch.bfloat16, torch.float8_e4m3fn):
+            self.register_buffer(str(dtype).replace("torch.", "in_"), torch.full((3,), float(rank)).to(dtype))
+        self.register_buffer("in_complex", torch.full((3,), 1j * rank))
+
+
+def odd_state(ranks: Ranks) -> list[bool]:
+    model = Odd(ranks.rank)
+    OverlappedDDP(model, ranks).detach()
+    return [bool((value.to(torch.complex64).abs() == 0).all()) for value in model.state_dict().values()]
+
+
+def test_the_start_is_that_of_rank_0_whatever_dtypes_and_strides():
+    for found in run_ranks(2, odd_state):
+        assert all(found)
 
 
 def gradients_after_detach(ranks: Ranks) -> list[float]:

@@ -196,6 +196,21 @@ def test_what_is_known_is_not_added_again():
         optimizer.add_param_group({"params": nn.Parameter(torch.zeros(1))})
 
 
+def loaded(ranks: Ranks) -> list[bool]:
+    """Right after an update, while shards are still being gathered."""
+    model, optimizer = started(ranks)
+    loss_of(model, next(batches(CASE, 2))[0][0], CASE, 0).backward()
+    optimizer.gradient_sync.finish_gradient_synchronization()
+    optimizer.step()
+    state = {name: torch.ones_like(value) for name, value in built(CASE).state_dict().items()}
+    model.load_state_dict(state)
+    return [bool((value == 1).all()) for value in model.state_dict().values()]
+
+
+def test_loading_waits_for_the_update():
+    assert all(same for found in run_ranks(2, loaded) for same in found)
+
+
 def order_of_waits(ranks: Ranks) -> list[str]:
     """Which units' gathers are waited for, and which modules run, in the step after an update."""
     model, optimizer = started(ranks)

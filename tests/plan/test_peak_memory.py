@@ -44,6 +44,8 @@ WAYS = {
     "fsdp, two ahead": {"sync": "fsdp", "ahead": 2},
     "fsdp, kept whole": {"sync": "fsdp", "reshard_after_forward": False},
 }
+SCALARS_BYTES = 64
+"""What formulas leave out: the loss and its gradient, which backward holds until it is over, and numbers that an update wraps."""
 
 
 def config_of(ranks: int, **options: object) -> ParallelConfig:
@@ -77,9 +79,10 @@ def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
 
     def see(moment: str, all_bytes: int | None = None) -> None:
         parameters_bytes = sum(storage_bytes(model.parameters()).values())
-        found[moment] = (parameters_bytes, state_bytes(optimizer), all_bytes or holdings.total_bytes())
+        found[moment] = (parameters_bytes, state_bytes(optimizer), all_bytes or holdings.settled_bytes())
 
     def step(see: Callable[..., None], looked_at: bool) -> None:
+        in_sync = None
         for last in [False] * (config.accumulation - 1) + [True]:
             with nullcontext() if last or sync is None else sync.no_sync():
                 loss = wrapped.module(*tokens)
@@ -88,7 +91,10 @@ def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
                     loss.backward()
                     del loss
                     if last and sync is not None:
-                        sync.finish_gradient_synchronization()
+                        with MostHeld(holdings) if looked_at and config.sync == "naive" else nullcontext() as in_sync:
+                            sync.finish_gradient_synchronization()
+        if in_sync is not None:
+            samples.append(("all", in_sync.most_bytes))
         found["messages"] = [sample for sample in samples if sample[0] != "usage"]
         see("after_backward")
         with MostHeld(holdings) if looked_at else nullcontext() as most:
@@ -106,8 +112,7 @@ def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "norms frozen"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "frozen"), [("fp32", False), ("bf16", True)], ids=["fp32", "bf16, norms frozen"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tensors_of_a_real_step_hold_what_the_formula_says(way: str, precision: str, frozen: bool):
     config = config_of(2, precision=precision, **WAYS[way])
@@ -119,6 +124,7 @@ def test_micro_batches_leave_whole_gradients_behind(way: str):
     agree(config_of(2, accumulation=2, **WAYS[way]), frozen=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adamw", ["loop", "foreach"])
 @pytest.mark.parametrize("way", ["naive", "sharded", "fsdp"])
 def test_three_ranks_and_the_update_of_each_optimizer(way: str, adamw: str):
@@ -132,15 +138,21 @@ def agree(config: ParallelConfig, frozen: bool) -> None:
         messages = moments.pop("messages")
         for name, (parameters, state, total) in moments.items():
             moment: Held = getattr(expected, name)
+            if name == "in_step":
+                assert 0 <= total - moment.total_bytes <= SCALARS_BYTES
+                continue
             assert (name, moment.total_bytes) == (name, total)
             if name == "after_forward" and config.sync == "fsdp":
                 continue  # parameters are views of whole units then
             assert moment.parameters_bytes == parameters
-            if name != "in_step":
-                assert moment.optimizer_state_bytes == state
+            assert moment.optimizer_state_bytes == state
         if messages:
-            totals = [total for _, total in messages]
-            assert expected.before_sync.total_bytes == (max(totals) if config.sync == "naive" else totals[-1])
+            beyond = messages[-1][1] - expected.before_sync.total_bytes
+            assert beyond <= SCALARS_BYTES
+            if (
+                config.sync != "fsdp" or config.accumulation == 1
+            ):  # there most is held a moment before: as gradients are added
+                assert beyond >= 0
 
 
 def by_hand(sync: str, **options: object) -> ExpectedMemory:
@@ -166,15 +178,15 @@ FLAGS = 4
 
 
 def test_naive_by_hand():
-    """P + P + 2 P, and a copy of one gradient in bf16; most is held with the activations."""
+    """P + P + 2 P, and copies of two gradients in bf16."""
     found = by_hand("naive", reduce_dtype="bf16")
     assert triple(found.after_init) == (P, 0, 0, 0, 0)
     assert triple(found.after_forward) == (P, 0, STATE, 1000, FLAGS)
-    assert triple(found.before_sync) == (P, P, STATE, 0, FLAGS + ONE // 2)
+    assert triple(found.before_sync) == (P, P, STATE, 0, FLAGS + 2 * ONE // 2)
     assert triple(found.after_backward) == (P, P, STATE, 0, FLAGS)
     assert triple(found.after_step) == (P, 0, STATE, 0, FLAGS)
     assert found.peak_point == "before_sync"
-    assert found.peak.total_bytes == 4 * P + 16 + 4 + 128
+    assert found.peak.total_bytes == 4 * P + 16 + 4 + 256
 
 
 def test_bucketed_by_hand():
@@ -213,6 +225,21 @@ def test_fsdp_by_hand():
     assert triple(by_hand("fsdp", ahead=0).entering_backward)[-1] == buffers + 2 * ONE
     assert triple(by_hand("fsdp", reshard_after_forward=False).after_forward)[-1] == buffers + 4 * ONE
     assert found.peak_point == "entering_backward"
+
+
+def test_frozen_units_are_freed_as_backward_passes_them():
+    """Frozen ones of the root and of the first block are whole to the end."""
+    sizes = [
+        ParameterSize(name=f"{unit}.{kind}", numel=64, element_bytes=4, unit=unit, trained=kind == "trained")
+        for unit in ("root", "blocks.0", "blocks.1", "blocks.2")
+        for kind in ("trained", "frozen")
+    ]
+    found = expected_memory(config_of(2, sync="fsdp"), sizes)
+    kept = expected_memory(config_of(2, sync="fsdp", reshard_after_forward=False), sizes)
+    assert found is not None
+    assert kept is not None
+    assert triple(found.before_sync) == (P, ONE + P // 2, P + 16, 0, 3 * ONE + FLAGS + 3 * ONE)
+    assert triple(kept.before_sync)[-1] == 3 * ONE + FLAGS + 5 * ONE
 
 
 @pytest.mark.parametrize("sync", PEERS)

@@ -278,6 +278,20 @@ def test_turns_counted_in_other_values_pair_all_the_same():
         assert found.low == pytest.approx(ratio)
 
 
+@pytest.mark.parametrize(("steps", "turn_steps"), [(20, 2), (12, 4), (10, 1)])
+def test_a_quantity_with_one_value_a_turn_of_several_steps(steps: int, turn_steps: int):
+    """`trainstep parallel`: a turn ends with one window."""
+    windows = seconds(np.arange(1, steps // turn_steps + 1))
+    slower = seconds(1.2 * np.arange(1, steps // turn_steps + 1))
+    facts = turns(turn_steps=turn_steps)
+    a, b = (
+        of_steps([1] * steps, facts=facts, samples={"step": seconds([1] * steps), "window_step": one})
+        for one in (windows, slower)
+    )
+    found = compare_records(a, b, quantity="window_step")
+    assert (found.n, found.paired, found.ratio) == (steps // turn_steps, True, pytest.approx(1.2))
+
+
 def test_a_length_of_turns_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match="turn_steps: must be a whole number, not 'x'"):
         compare_records(of_steps([1] * 6, facts=turns(turn_steps="x")), of_steps([1] * 6, facts=turns()))

@@ -7,7 +7,8 @@ from trainstep.config.fields import check_choices, check_integer, check_positive
 
 BACKENDS = ("gloo", "nccl")
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_MOST_RANKS = 1024
+_MOST_RANKS = 64
+"""Of one machine: each is a process with torch in it, and a connection to each of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)

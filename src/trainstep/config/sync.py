@@ -19,6 +19,7 @@ USED_BY = {
     "first_bucket_mib": ("bucketed", "sharded"),
     "last_bucket_mib": ("bucketed", "sharded"),
     "reduce_dtype": (*OURS[1:], "torch_fsdp2"),
+    "keeps_gradient_dtype": ("flat", "bucketed", "sharded"),
     "reshard_after_forward": ("fsdp", "torch_fsdp2"),
     "ahead": ("fsdp",),
 }

@@ -26,12 +26,11 @@ def check_gpus(ranks: int, device: str) -> None:
         raise CellFailed(Failure(kind="unsupported", phase="build", message=message))
 
 
-def bind_device(ranks: int, device: str) -> torch.device:
-    """This process's device, bound before anything is put on it and before the others are met."""
-    if device == "cpu" or ranks == 1:
+def own_device(ranks: int, device: str) -> torch.device:
+    """This rank's, found without touching any: a first touch makes a context, whose memory is to be measured."""
+    if device == "cpu":
         return torch.device(device)
-    torch.cuda.set_device(find_launch(os.environ).local_rank)
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", 0 if ranks == 1 else find_launch(os.environ).local_rank)
 
 
 def others_on_gpu(ranks: Ranks) -> dict[str, Fact]:

@@ -26,7 +26,7 @@ from trainstep.costs.exchange import ParameterSize
 from trainstep.costs.gradient_sync import Message, totals, wire_bytes
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.kept_files import kept_folder
-from trainstep.measure.meeting import bind_device, check_gpus, others_on_gpu
+from trainstep.measure.meeting import check_gpus, others_on_gpu, own_device
 from trainstep.measure.parallel_memory import StepMemory
 from trainstep.measure.parallel_trace import communication_of
 from trainstep.measure.step_trace import keep_trace, record_steps
@@ -70,21 +70,21 @@ class ParallelMeasurement:
     def __init__(self, config: ParallelConfig, stage: Stage) -> None:
         self._config = config
         self._stage = stage
-        self._ranks = alone(config.device)
+        check_gpus(config.ranks, config.device)
+        device = own_device(config.ranks, config.device)
+        self._ranks = alone(device)
         self._collectives = Collectives(self._ranks)
         self._sizes: list[ParameterSize] = []
         self._window_steps_s: list[float] = []
         self._facts: dict[str, Fact] = {}
-        self._timed = TrainStepMeasurement(config.run(), stage, meet=lambda: self._collectives.barrier())
+        self._timed = TrainStepMeasurement(config.run(), stage, device=device, meet=lambda: self._collectives.barrier())
 
     def prepare(self) -> None:
         """Everything before the first timed step."""
         if self._config.keep_trace is not None:
             kept_folder("keep_trace", self._config.keep_trace)
-        check_gpus(self._config.ranks, self._config.device)
-        device = bind_device(self._config.ranks, self._config.device)
         self._timed.open_device()
-        self._meet(device)
+        self._meet(self._ranks.device)
         assembly = self._timed.build(self._build)
         self._memory = StepMemory(self._config, assembly, self._timed.memory, self._sizes)
         self._timed.warm_up()
@@ -156,9 +156,7 @@ class ParallelMeasurement:
         config = self._config
         if not config.check_agreement or config.sync == "none" or config.ranks == 1:
             return
-        wait = getattr(assembly.step.gradient_sync, "wait_for_parameters", None)
-        if wait is not None:
-            wait()
+        self._wait_for_parameters()
         what = ["buffers"] if config.sync in _SHARDED else ["parameters", "buffers"]
         try:
             check_agreement(assembly.module, self._ranks, what=what)
@@ -211,7 +209,16 @@ class ParallelMeasurement:
     def _record(self, steps: int, path: Path) -> None:
         self._timed.settle()
         self._collectives.barrier()
-        record_steps(self._timed.settle, steps, path, on_gpu=self._config.device == "cuda")
+        record_steps(
+            self._timed.settle, steps, path, on_gpu=self._config.device == "cuda", drain=self._wait_for_parameters
+        )
+
+    def _wait_for_parameters(self) -> None:
+        """For gathers that a step leaves to the next one's forward."""
+        assembly, _ = self._timed.prepared()
+        wait = getattr(assembly.step.gradient_sync, "wait_for_parameters", None)
+        if wait is not None:
+            wait()
 
     def _trace_name(self) -> str:
         config = self._config

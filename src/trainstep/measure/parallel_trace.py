@@ -37,7 +37,7 @@ def communication_of(
     work = read_work(trace)
     read = read_communication(work, _sizes_by_span(expected))
     number = work.steps[0].number
-    mine = sorted((one for one in read.messages if one.step == number), key=lambda one: one.started_s)
+    mine = [one for one in read.messages if one.step == number]  # in order of launch: the same on all ranks
     waited = _waited(mine, trace.zero_ns, collectives)
     times = _times(read, number, mine, waited)
     everyones = [json.loads(text) for text in collectives.gather_texts(json.dumps(times))]
@@ -98,4 +98,7 @@ def _times(
         if wait_s is not None
     ]
     transfer_s = min(union_s(moving), step.communication_s) if len(moving) == len(mine) else step.communication_s
-    return times | {"transfer_s": transfer_s, "waiting_s": step.communication_s - transfer_s}
+    return times | {
+        "transfer_s": transfer_s,
+        "waiting_s": round(step.communication_s - transfer_s, 9),
+    }  # a trace has ns

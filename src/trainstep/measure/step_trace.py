@@ -12,9 +12,12 @@ from trainstep.measure.kept_files import kept_folder
 from trainstep.spans import span
 
 
-def record_steps(run_step: Callable[[], object], steps: int, path: Path, *, on_gpu: bool) -> None:
+def record_steps(
+    run_step: Callable[[], object], steps: int, path: Path, *, on_gpu: bool, drain: Callable[[], object] | None = None
+) -> None:
     """Record steps into a trace at `path`, each under a span `step N`. `run_step` returns when its device is idle.
 
+    `drain`: waits for what the last step left to other threads; a profiler that ends while gloo's still send crashes the process.
     The profiler's first start in a process costs a second, which falls into the first step: record one that nobody reads before.
     """
     activities = [ProfilerActivity.CPU]
@@ -25,6 +28,8 @@ def record_steps(run_step: Callable[[], object], steps: int, path: Path, *, on_g
         for number in range(steps):
             with span(f"step {number}"):
                 run_step()
+        if drain is not None:
+            drain()
     profiler.export_chrome_trace(str(path))
 
 

@@ -51,15 +51,23 @@ WORKLOAD = TrainStepWorkload()
 class TrainStepMeasurement:
     """One prepared run. Memory running out anywhere raises CellFailed with the phase, the bytes and what held the rest.
 
-    `meet`: called before each window, untimed: several ranks begin together.
+    `device`: this rank's own, where there are several; by default the run's. `meet`: called before each window, untimed, so that
+    ranks begin together.
     """
 
-    def __init__(self, run: RunConfig, stage: Stage, *, meet: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        stage: Stage,
+        *,
+        device: torch.device | None = None,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
         self._run = run
         self._meet = meet or (lambda: None)
         self._stage_told = stage
         self._stage = "build"
-        self._device = torch.device(run.device)
+        self._device = device or torch.device(run.device)
         self._memory = MemoryWatch(self._device)
         self._gpu: GpuState | None = None
         self._assembly: Assembly | None = None
@@ -218,6 +226,8 @@ class TrainStepMeasurement:
     def _open_gpu(self) -> None:
         self._memory.before_context()
         started_s = time.perf_counter()
+        if self._device.index is not None:
+            torch.cuda.set_device(self._device)
         torch.zeros(1, device=self._device)
         torch.cuda.synchronize()
         self._facts["context_s"] = Fact(value=time.perf_counter() - started_s, unit="s")

@@ -4,10 +4,12 @@ Usage, under torchrun:
 
     ranks = start_ranks()
     sync = BucketedDDP(model, ranks)
+    optimizer = torch.optim.AdamW(model.parameters())
     for batch in batches:
         model(**batch).backward()
         sync.finish_gradient_synchronization()
         optimizer.step()
-        sync.zero_grad()
+        optimizer.zero_grad()
+    del sync, optimizer, model
     stop_ranks(ranks)
 """

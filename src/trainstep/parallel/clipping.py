@@ -40,13 +40,21 @@ def clip_gradients_(
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, across: Collectives | None) -> Tensor:
     device = gradients[0].device if gradients else torch.device("cpu") if across is None else across.ranks.device
-    norms = torch._foreach_norm(list(gradients), norm_type, dtype=torch.float32) if gradients else []
+    real = [_real(gradient) for gradient in gradients]
+    norms = torch._foreach_norm(real, norm_type, dtype=torch.float32) if real else []
     norm = torch.linalg.vector_norm(torch.stack(tuple(norms)), norm_type) if norms else torch.zeros((), device=device)
     if across is None:
         return norm
     if math.isinf(norm_type):
-        across.all_reduce(norm, reduction="maximum", label="norm").wait()
-        return norm
+        worst = torch.stack([norm, norm.isnan().to(norm.dtype)])  # a maximum may pass over NaN
+        across.all_reduce(worst, reduction="maximum", label="norm").wait()
+        return worst[0].where(worst[1] == 0, torch.nan)
     powers = norm**norm_type
     across.all_reduce(powers, label="norm").wait()
     return powers ** (1 / norm_type)
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """What a norm in fp32 can be taken of."""
+    magnitude = gradient.abs() if gradient.is_complex() else gradient
+    return magnitude.float() if magnitude.dtype == torch.float64 else magnitude

@@ -42,11 +42,12 @@ class FlatShardedOptimizer(Optimizer):
                 f"optimizer_cls: {name} is not known to treat each element alone, and flat shards cut tensors anywhere; "
                 "take ShardedOptimizer, which keeps tensors whole, or say element_wise=True if it does"
             )
-        self.gradient_sync = ShardedGradients(module, ranks, units=units, reduce_dtype=reduce_dtype)
-        self._index_of = {parameter: index for index, parameter in enumerate(self.gradient_sync.parameters)}
-        chosen = [dict(group) for group in groups] if groups else [{"params": self.gradient_sync.parameters}]
+        trained = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._index_of = {parameter: index for index, parameter in enumerate(trained)}
+        chosen = [dict(group) for group in groups] if groups else [{"params": list(trained)}]
         self._members = [self._indices(group["params"]) for group in chosen]
-        self._check_cover()
+        self._check_cover(list(trained.values()))
+        self.gradient_sync = ShardedGradients(module, ranks, units=units, reduce_dtype=reduce_dtype)
         pieces = self.gradient_sync.pieces
         inner = optimizer_cls(
             [
@@ -189,9 +190,9 @@ class FlatShardedOptimizer(Optimizer):
                 raise ValueError("groups: holds a parameter that is frozen, or not the module's")
         return [self._index_of[parameter] for parameter in listed]
 
-    def _check_cover(self) -> None:
+    def _check_cover(self, names: Sequence[str]) -> None:
         named = [index for members in self._members for index in members]
         if sorted(named) != list(range(len(self._index_of))):
             missing = set(range(len(self._index_of))) - set(named)
-            problem = f"leave out {self.gradient_sync.names[min(missing)]}" if missing else "name a parameter twice"
+            problem = f"leave out {names[min(missing)]}" if missing else "name a parameter twice"
             raise ValueError(f"groups: {problem}; every trained parameter of the module belongs to one group")

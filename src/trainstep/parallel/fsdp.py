@@ -8,7 +8,7 @@ For P bytes of parameters in the compute dtype and G of gradients in the reduce 
 once a step; keeping parameters gathered after forward saves one of the two, and costs P bytes.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,26 +67,29 @@ class FSDP(HookedGradients):
         self._trained = [unit for unit in self.units if unit.trains][::-1]
         """In the order in which backward completes them."""
         self._members = [[index_of[parameter] for parameter in unit.parameters] for unit in self._trained]
-        self._unit_of = {index: number for number, members in enumerate(self._members) for index in members}
+        self._members_of = dict(zip(self._trained, self._members, strict=True))
         self._order = LaunchOrder(self._members)
-        self._left = [len(members) for members in self._members]
-        """Gradients that a backward under no_sync has still to bring, for each unit."""
         self._usage = Usage(self.collectives, len(self.parameters))
         self._in_flight: deque[FSDPUnit] = deque()
         self._sent: set[FSDPUnit] = set()
         """Units whose backward is over; other ranks may still wait for a gradient of theirs."""
+        self._in_forward = False
+        """Whether the module's own forward runs; a block that runs outside of it is recomputed for its backward."""
+        self._awaited: Counter[nn.Module] = Counter()
+        """How many of each trigger's forwards have no backward yet."""
         self._forward_order: list[nn.Module] = []
         self._known_order = list(dict.fromkeys([module, *(trigger for plan in plans for trigger in plan.triggers)]))
         """Triggers as the last whole forward came by them."""
+        self._triggers = {unit: plan.triggers for unit, plan in zip(self.units, plans, strict=True)}
         self._needs = {
-            trigger: [unit for unit, plan in zip(self.units, plans, strict=True) if trigger in plan.triggers]
-            for trigger in self._known_order
+            trigger: [unit for unit in self.units if trigger in self._triggers[unit]] for trigger in self._known_order
         }
         self._reading_state = False
         for trigger in self._known_order:
             self._hooks.append(trigger.register_forward_pre_hook(torch.compiler.disable(self._before_forward)))
             self._hooks.append(trigger.register_forward_hook(torch.compiler.disable(self._after_forward)))
         self._hooks.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
+        self._hooks.append(module.register_load_state_dict_pre_hook(self._refuse_to_load))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that the norm of all ranks' together is at most `max_norm`; one small message."""
@@ -153,25 +156,29 @@ class FSDP(HookedGradients):
 
     def _before_forward(self, trigger: nn.Module, _inputs: Any) -> None:
         if trigger is self.module:
+            self._in_forward = True
             self._forward_order = []
             self._begin_pass()
-        self._forward_order.append(trigger)
-        self._make_whole(trigger, self._known_order)
+        if self._in_forward:
+            self._forward_order.append(trigger)
+        self._make_whole(trigger, self._known_order if self._in_forward else [])
 
     def _begin_pass(self) -> None:
-        """Ranks may differ in which units the pass before has left whole; from here on they gather the same ones."""
-        self._left = [len(members) for members in self._members]
+        """Free what passes before left whole: a rank may have broken one off, and from here on all gather the same units."""
         if self._reshard_after_forward:
             for unit in self.units:
                 unit.reshard()
 
     def _after_forward(self, trigger: nn.Module, _inputs: Any, output: Any) -> None:
         training = torch.is_grad_enabled()
+        recomputed = training and not self._in_forward
         if trigger is self.module:
+            self._in_forward = False
             self._known_order = self._forward_order or self._known_order
         if training and (tensors := [tensor for tensor in _tensors(output) if tensor.requires_grad]):
+            self._awaited[trigger] += 1
             register_multi_grad_hook(tensors, lambda _gradient: self._before_backward(trigger), mode="any")
-        comes_next = training and trigger in (self.module, self._known_order[-1])
+        comes_next = recomputed or (training and trigger in (self.module, self._known_order[-1]))
         if comes_next or (training and not self._reshard_after_forward):
             return
         still_needed = [] if trigger is self.module else self._needs[self.module]
@@ -180,7 +187,26 @@ class FSDP(HookedGradients):
                 unit.reshard()
 
     def _before_backward(self, trigger: nn.Module) -> None:
-        self._make_whole(trigger, self._known_order[::-1])
+        self._awaited[trigger] -= 1
+        order = self._known_order[::-1]
+        if self._reshard_after_forward and trigger in order[:-1]:  # the module itself comes last there, but begins
+            self._conclude(order[: order.index(trigger)], self._needs[trigger])
+        self._make_whole(trigger, order)
+
+    def _conclude(self, before: Sequence[nn.Module], needed: Sequence[FSDPUnit]) -> None:
+        """Send and free the units of blocks that backward is done with, whether or not it brought every gradient.
+
+        What has all its gradients went when the last came. But a parameter may go unused, here or on another rank alone: all must
+        send a unit before they gather the next, or messages would not pair up. Frozen units, and all under no_sync, are freed.
+        """
+        for unit in {unit: None for trigger in before for unit in self._needs[trigger]}:
+            awaited = any(self._awaited[trigger] > 0 for trigger in self._triggers[unit])
+            if awaited or unit in needed or unit in self._needs[self.module]:
+                continue
+            for index in self._members_of.get(unit, []) if self._syncing else []:
+                for turn in self._order.ready(index) or []:
+                    self._send(turn)
+            unit.reshard()
 
     def _make_whole(self, trigger: nn.Module, order: Sequence[nn.Module]) -> None:
         for unit in self._needs[trigger]:
@@ -190,15 +216,6 @@ class FSDP(HookedGradients):
             for unit in self._needs[following]:
                 if unit not in self._sent:
                     unit.unshard()
-
-    def _accumulated(self, index: int) -> None:
-        if self._syncing:
-            self._gradient_ready(index)
-            return
-        number = self._unit_of[index]
-        self._left[number] -= 1
-        if not self._left[number] and self._reshard_after_forward:
-            self._trained[number].reshard()
 
     def _gradient_ready(self, index: int) -> None:
         turns = self._order.ready(index)
@@ -222,6 +239,7 @@ class FSDP(HookedGradients):
         for turn in self._order.rest():
             self._send(turn)
         self._sent.clear()
+        self._awaited.clear()
         self._usage.send(self._used)
         while self._in_flight:
             self._in_flight.popleft().receive_gradients()
@@ -244,6 +262,11 @@ class FSDP(HookedGradients):
             raise ValueError(
                 "state_dict: this rank has pieces of the parameters; call full_state_dict(), or save_checkpoint for a sharded one"
             )
+
+    def _refuse_to_load(self, *_: Any) -> None:
+        raise ValueError(
+            "load_state_dict: this rank has pieces of the parameters; call load_full_state_dict(), or load_checkpoint"
+        )
 
 
 def _tensors(output: Any) -> Iterable[Tensor]:

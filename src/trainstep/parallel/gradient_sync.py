@@ -6,10 +6,11 @@ happens to have: each sends everything, in one order fixed at the start, zeros f
 what: used nowhere, a gradient stays None, as in one process; used somewhere, the others' zeros count in the average.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,8 @@ class HookedGradients(ABC):
     """Base of all: hooks that tell when a gradient is there, and what is checked and remembered around them.
 
     At the start every parameter and buffer becomes that of rank 0. Tied parameters count once, frozen ones are left alone.
-    Raises ValueError for a parameter on another device than the ranks', and at `finish_gradient_synchronization` for one that
-    was added, replaced or unfrozen since, by name.
+    Raises ValueError for a parameter on another device than the ranks', for one that is synchronised already, and at
+    `finish_gradient_synchronization` for one that was added, replaced or unfrozen since, by name.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks | None = None) -> None:
@@ -74,6 +75,7 @@ class HookedGradients(ABC):
         self._hooks: list[RemovableHandle] = []
         self._syncing = True
         _check_device(module, self.ranks)
+        _check_not_wrapped(module)
         broadcast_state(module, self.collectives)
         self._take_up([named for named in module.named_parameters() if named[1].requires_grad])
 
@@ -102,14 +104,21 @@ class HookedGradients(ABC):
         for hook in self._hooks:
             hook.remove()
 
+    def __reduce__(self) -> Any:
+        """ValueError: hooks, and connections to other ranks, cannot be copied or pickled; a wrapped module may hold this object."""
+        raise ValueError(
+            f"{type(self).__name__}: can be neither copied nor pickled, nor can a module that holds it; copy the module "
+            "before it is wrapped, or build it anew and load the state dict"
+        )
+
     def _take_up(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Know these parameters, behind those known, and hear of their gradients."""
         for name, parameter in named:
-            hook = _Hook(self, len(self.parameters))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
             self.names.append(name)
             self.parameters.append(parameter)
             self._used.append(False)
+            hook = _Hook(self, len(self.parameters) - 1)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         self._membership = Membership(self.module)
 
     @abstractmethod
@@ -142,14 +151,29 @@ class ReplicatedGradients(HookedGradients):
 
 
 class _Hook:
-    """Called by autograd when a parameter's gradient is complete."""
+    """Called by autograd when a parameter's gradient is complete.
+
+    Autograd holds it where Python's garbage collector does not look: if it held the sync, and that the parameter, both would stay
+    for ever once a program drops them.
+    """
 
     def __init__(self, sync: HookedGradients, index: int) -> None:
-        self._sync = sync
+        self._sync = weakref.ref(sync)
+        self._name = sync.names[index]
         self._index = index
 
+    @property
+    def is_live(self) -> bool:
+        """Whether there is still somebody to tell."""
+        return self._sync() is not None
+
     def __call__(self, _parameter: Tensor) -> None:
-        self._sync._accumulated(self._index)
+        sync = self._sync()
+        if sync is None:
+            raise RuntimeError(
+                f"{self._name}: what synchronises its gradient is gone; keep it as long as you train, or detach() it first"
+            )
+        sync._accumulated(self._index)
 
 
 def sent_twice(name: str) -> RuntimeError:
@@ -168,10 +192,31 @@ def _check_device(module: nn.Module, ranks: Ranks) -> None:
             )
 
 
+def _check_not_wrapped(module: nn.Module) -> None:
+    """Two that average one gradient would each wait for the other's messages."""
+    for name, parameter in module.named_parameters():
+        hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        if any(isinstance(hook, _Hook) and hook.is_live for hook in hooks):
+            raise ValueError(
+                f"{name}: its gradient is synchronised already; detach() what does so before wrapping anew"
+            )
+
+
+@torch.no_grad()
 def broadcast_state(module: nn.Module, collectives: Collectives) -> None:
-    """Parameters and buffers of every rank become those of rank 0."""
-    with torch.no_grad():
-        tensors = [*module.parameters(), *module.buffers()]
-        pending = [collectives.broadcast(tensor.detach(), label="start") for tensor in tensors]
-        for each in pending:
-            each.wait()
+    """Parameters and buffers of every rank become those of rank 0, whatever their dtypes and strides."""
+    tensors = [_distinct(tensor.detach()) for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
+    sent = [tensor.contiguous() for tensor in tensors]
+    pending = [collectives.broadcast(each.reshape(-1).view(torch.uint8), label="start") for each in sent]
+    for tensor, each, one in zip(tensors, sent, pending, strict=True):
+        one.wait()
+        if each is not tensor:
+            tensor.copy_(each)
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """Without the dimensions in which `expand` repeats the same elements."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if not stride:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor

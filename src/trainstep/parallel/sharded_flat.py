@@ -55,6 +55,7 @@ class ShardedGradients(HookedGradients):
         """Of each unit, indices of its parameters."""
         self._in_flight: deque[_FlatUnit] = deque()
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
+        self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
         self._make_units([plan for plan in plan_units(module, units) if plan.parameters[0].requires_grad])
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> list[int]:
@@ -112,7 +113,7 @@ class ShardedGradients(HookedGradients):
             unit.gather()
 
     def wait_for_parameters(self) -> None:
-        """Until whole parameters may be read outside a forward. A forward and `state_dict()` wait by themselves."""
+        """Until whole parameters may be read outside a forward. A forward, `state_dict()` and `load_state_dict()` wait."""
         for unit in self._units:
             unit.wait()
 

@@ -69,13 +69,15 @@ def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: i
 
 
 def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
-    """Gradients are averaged where they are, or in copies: naive makes one at a time, overlapped keeps all until the end."""
+    """Gradients are averaged where they are, or in copies: overlapped keeps all until the end, naive makes one after another, the
+    next before it lets go of the last."""
     trained = [one for one in parameters if one.trained]
     copies = [
         one.numel * exchange.gradient_bytes(one)
         for one in trained
         if exchange.gradient_bytes(one) != one.element_bytes and exchange.way != "none"
     ]
+    neighbours = max((sum(pair) for pair in zip([0, *copies], copies, strict=False)), default=0)
     updated = [(one.numel, one.element_bytes) for one in trained]
     gradients_bytes = _sum_bytes(trained)
     return Terms(
@@ -86,7 +88,7 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
         gradients_bytes=gradients_bytes,
         gradients_before_sync_bytes=gradients_bytes,
         buffers_bytes=0 if exchange.way == "none" else len(trained),  # who used what
-        in_sync_bytes=sum(copies) if exchange.way == "overlapped" else max(copies, default=0),
+        in_sync_bytes=sum(copies) if exchange.way == "overlapped" else neighbours,
     )
 
 
@@ -135,11 +137,20 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
     shards_in_sync = sum(unit.nbytes // ranks for unit in received) + sum(
         _sent_bytes(exchange, unit) // ranks for unit in on_the_way
     )
-    pieces = [(end - begin, unit.element_bytes) for unit in trained for begin, end in _ends(unit, rank, ranks)]
-    updated = [(numel, element_bytes) for numel, element_bytes in pieces if numel]
-    frozen = [unit for unit in units if not unit.trained]
+    times_whole = 2 if fully and exchange.micro_batches > 1 else 1  # fsdp keeps those of earlier micro-batches apart
+    held_of = {
+        one.name: end - begin
+        for unit in trained
+        for one, (begin, end) in zip(unit.parameters, _ends(unit, rank, ranks), strict=True)
+    }
+    updated = [(held_of[one.name], one.element_bytes) for one in parameters if held_of.get(one.name)]
     kept_whole = [unit for unit in units if not freed_between(unit, units, exchange)]
     names = [name for name in dict.fromkeys(unit.name for unit in units) if name != ROOT]
+    frozen = [
+        unit
+        for unit in units
+        if not unit.trained and (unit.name in (ROOT, *names[:1]) or not exchange.reshard_after_forward)
+    ]  # those of other blocks are free again
     ahead = names[:-1][::-1][: exchange.ahead]
     gathered_ahead = [unit for unit in units if unit.name in ahead and unit not in kept_whole]
     return Terms(
@@ -152,7 +163,7 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
         gradients_bytes=_shards_bytes(
             [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
         ),
-        gradients_before_sync_bytes=_sum_bytes(first.parameters) + shards_in_sync,
+        gradients_before_sync_bytes=times_whole * _sum_bytes(first.parameters) + shards_in_sync,
         buffers_bytes=_staging_bytes(exchange, trained) + sum(len(unit.parameters) for unit in trained),
         whole_after_forward_bytes=sum(unit.nbytes for unit in kept_whole) if fully else 0,
         whole_entering_backward_bytes=sum(unit.nbytes for unit in [*kept_whole, *gathered_ahead]) if fully else 0,
@@ -194,6 +205,7 @@ def _state_bytes(updated: _Updated) -> int:
 
 
 def _update_bytes(updated: _Updated, adamw: str) -> int:
-    """fused: none; foreach: the root of every second moment; loop: two tensors of the largest's size."""
+    """fused: none; foreach: the root of every second moment; loop: two tensors of a parameter's size, and the last one's root."""
     sizes = [numel * element_bytes for numel, element_bytes in updated]
-    return {"fused": 0, "foreach": sum(sizes), "loop": 2 * max(sizes, default=0)}[adamw]
+    one_by_one = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
+    return {"fused": 0, "foreach": sum(sizes), "loop": one_by_one}[adamw]

@@ -4,7 +4,7 @@ P: bytes of parameters, T: of those that are trained, N: ranks, with AdamW and g
 
     way                  parameters    gradients    state      for communication
     none, naive,
-      overlapped         P             T            2 T        (a copy to average in another dtype: naive one, overlapped all)
+      overlapped         P             T            2 T        (copies to average in another dtype: naive two, overlapped all)
     flat, bucketed       P             T, always    2 T        -               gradients are views of the buckets, which stay
     sharded              P             T, always    about 2 T/N  what small parameters are packed in
     sharded_flat         P             T/N          2 T/N      up to three units' gradients on their way

@@ -18,6 +18,7 @@ from trainstep.report.charts import (
     lines_of,
     short_labels,
 )
+from trainstep.report.parallel_rows import WORKLOAD as PARALLEL
 from trainstep.report.quantities import quantities, time_of
 from trainstep.report.rows import Row, needless, varying, words
 from trainstep.report.section import Section
@@ -75,7 +76,8 @@ class _Ratio:
 def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Table]:
     """Ratios and verdicts against the first value of each compared axis (or of `axis` alone), a table each."""
     if axis is not None:
-        found = [(axis, _ratios(axis, rows))]
+        there = [row for row in rows if row.record.workload != PARALLEL]  # whose own table has each way's ratio
+        found = [(axis, _ratios(axis, there))] if there else []
     else:
         steps = [row for row in rows if row.record.workload == "train_step"]
         found = [(name, _ratios(name, steps)) for name in varying(steps) if name not in NOT_COMPARED]

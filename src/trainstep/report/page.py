@@ -20,6 +20,8 @@ from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.notes import mfu_conventions, mixed_machines, notes, summary
 from trainstep.report.numerics_page import numerics_sections
 from trainstep.report.numerics_rows import WORKLOAD as NUMERICS
+from trainstep.report.parallel_page import parallel_sections
+from trainstep.report.parallel_rows import WORKLOAD as PARALLEL
 from trainstep.report.profile_page import profile_sections
 from trainstep.report.provenance import environments, provenance
 from trainstep.report.rows import Row
@@ -59,7 +61,7 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
 def sections(rows: Sequence[Row]) -> list[Section]:
     """What the page shows, by what varies."""
     phases = phases_chart(rows)
-    others = [row for row in rows if row.record.workload not in (ATTENTION, COLLECTIVE, MEMORY, NUMERICS)]
+    others = [row for row in rows if row.record.workload not in (ATTENTION, COLLECTIVE, MEMORY, NUMERICS, PARALLEL)]
     overview = Section(
         title="All cells",
         charts=(*([phases] if phases else []), *ceilings_charts(rows)),
@@ -70,6 +72,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         *([overview] if others else []),
         *attention_sections(rows),
         *tile_sections(rows),
+        *parallel_sections(rows),
         *collective_sections(rows),
         *numerics_sections(rows),
         *profile_sections(rows),

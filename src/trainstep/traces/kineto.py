@@ -17,6 +17,7 @@ KERNEL, MEMCPY, MEMSET = "kernel", "memcpy", "memset"
 _ACTIVITIES = {"kernel": KERNEL, "gpu_memcpy": MEMCPY, "gpu_memset": MEMSET}
 _CALLS = ("cuda_runtime", "cuda_driver")
 _LIST = re.compile(r'"traceEvents"\s*:\s*\[')
+_ZERO = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
 _BETWEEN = re.compile(r"[\s,]*")
 _GZIP = b"\x1f\x8b"
 _HOW_TO_RECORD = (
@@ -91,6 +92,8 @@ class Trace:
     ranges: tuple[Range, ...]
     gpu: str | None = None
     """Name of the first device, where the trace says it."""
+    zero_ns: int = 0
+    """The trace's zero on the machine's clock, which all its processes share; 0 where the trace does not say."""
 
 
 def read_trace(path: Path) -> Trace:
@@ -130,6 +133,7 @@ def parse_trace(text: str, where: str) -> Trace:
         calls=tuple(sorted(calls, key=lambda one: one.start_ns)),
         ranges=tuple(sorted(ranges, key=lambda one: one.start_ns)),
         gpu=_gpu(text, start.start()),
+        zero_ns=_zero_ns(text, start.start(), end_of_events[0]),
     )
 
 
@@ -216,3 +220,9 @@ def _gpu(text: str, end: int) -> str | None:
     """The name in `deviceProperties`, which stands before the events."""
     found = re.search(r'"deviceProperties"\s*:.*?"name"\s*:\s*"([^"\\]+)"', text[:end], re.DOTALL)
     return found[1] if found else None
+
+
+def _zero_ns(text: str, start: int, end: int) -> int:
+    """`baseTimeNanoseconds`, which stands before the events or after them."""
+    found = _ZERO.search(text, 0, start) or _ZERO.search(text, end)
+    return int(found[1]) if found else 0

@@ -80,14 +80,12 @@ def read_work(trace: Trace) -> TraceWork:
     total_ns = sum(one.activity.duration_ns for one in assigned)
     if sum(one.duration_ns for one in pieces) != total_ns:
         raise RuntimeError("time of the trace was lost between its events and its pieces of work")
+    mine = _grouped(pieces, list(windows))
     return TraceWork(
         attribution=attribution,
         on_device=on_device,
         pieces=tuple(pieces),
-        steps=tuple(
-            _step(number, window, [one for one in pieces if _in_step(one, number, windows)], on_device)
-            for number, window in windows.items()
-        ),
+        steps=tuple(_step(number, window, mine[number], on_device) for number, window in windows.items()),
         total_ns=total_ns,
         by_fallback_ns=sum(one.activity.duration_ns for one in assigned if one.place.how == "fallback"),
     )
@@ -161,10 +159,6 @@ def _name_and_class(activity: Activity) -> tuple[str, str]:
     return activity.name, OVERHEAD if activity.name == BETWEEN else class_of_op(activity.name)
 
 
-def _in_step(piece: Work, number: int, windows: dict[int, tuple[int, int]]) -> bool:
-    return piece.place.step == number or (piece.place.step is None and number == min(windows))
-
-
 def _step(number: int, window: tuple[int, int], mine: Sequence[Work], on_device: bool) -> Step:
     spans = [(one.start_ns, one.start_ns + one.duration_ns) for one in mine]
     end_ns = max((end for _, end in spans), default=window[0])
@@ -179,8 +173,12 @@ def _step(number: int, window: tuple[int, int], mine: Sequence[Work], on_device:
 
 def by_step(work: TraceWork) -> dict[int, list[Work]]:
     """Step -> its pieces; those of no step are the first's."""
-    found: dict[int, list[Work]] = {step.number: [] for step in work.steps}
-    first = min(found)
-    for one in work.pieces:
+    return _grouped(work.pieces, [step.number for step in work.steps])
+
+
+def _grouped(pieces: Sequence[Work], numbers: Sequence[int]) -> dict[int, list[Work]]:
+    found: dict[int, list[Work]] = {number: [] for number in numbers}
+    first = min(numbers)
+    for one in pieces:
         found.setdefault(first if one.place.step is None else one.place.step, []).append(one)
     return found

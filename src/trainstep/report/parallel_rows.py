@@ -1,0 +1,113 @@
+"""Ways of going parallel as rows: each with its name, and the yardstick that it is held against."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from trainstep.config.sync import USED_BY, SyncConfig, needless
+from trainstep.records.compare import Comparison, compare_records
+from trainstep.records.record import Record
+from trainstep.report.rows import Row, flat_config, words
+from trainstep.report.tables import ABSENT, Column, Entry, point_columns
+
+WORKLOAD = "parallel"
+YARDSTICK = "none"
+_OF_A_WAY = frozenset(SyncConfig.__dataclass_fields__)
+_NO_MATTER = {"check_agreement", "keep_trace"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A row, and the row of the same run in which ranks do not talk; None where there is none, or it failed."""
+
+    row: Row
+    base: Row | None
+
+    @property
+    def record(self) -> Record:
+        return self.row.record
+
+    @property
+    def sync(self) -> str:
+        return str(self.record.config["sync"])
+
+    @property
+    def name(self) -> str:
+        """`bucketed 25 MiB`: the way, and the options that are its own and vary in the report."""
+        own = [name for name in USED_BY if name in self.row.point and name not in needless(self.record.config)]
+        options = [_option(name, self.row.point[name]) for name in own]
+        return " ".join([self.sync, *filter(None, options)])
+
+    @property
+    def place(self) -> str:
+        """Everything but the way: `tiny 64`."""
+        return self.row.label(without=_OF_A_WAY) or WORKLOAD
+
+    def ratio(self, quantity: str) -> Comparison | None:
+        """Its time against the yardstick's; None where they cannot be compared."""
+        if self.base is None or self.base is self.row or quantity not in self.record.samples:
+            return None
+        try:
+            return compare_records(self.base.record, self.record, quantity=quantity)
+        except ValueError:  # other machines, or code
+            return None
+
+    def longer_s(self, quantity: str) -> float | None:
+        """Median seconds over the yardstick's: communication that is not hidden, as the whole step feels it."""
+        if self.base is None or self.base is self.row:
+            return None
+        mine, base = (median_of(record, quantity) for record in (self.record, self.base.record))
+        return None if mine is None or base is None else mine - base
+
+
+def parallel_rows(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.record.workload == WORKLOAD]
+
+
+def ways_of(rows: Sequence[Row]) -> list[Way]:
+    """Each row of this workload with its yardstick: of the same file and run, the ways' options aside."""
+    mine = parallel_rows(rows)
+    bases = {_run_of(row): row for row in mine if row.record.config["sync"] == YARDSTICK and row.record.failure is None}
+    return [Way(row=row, base=bases.get(_run_of(row))) for row in mine]
+
+
+def median_of(record: Record, quantity: str) -> float | None:
+    """Of its samples; None where the cell failed or has none."""
+    samples = record.samples.get(quantity)
+    return median(samples.values) if record.failure is None and samples and samples.values else None
+
+
+def name_columns(ways: Sequence[Way]) -> list[tuple[Column, Callable[[Row], Entry]]]:
+    """The columns that name a way; an option that a way does not have is absent, one that none has is no column."""
+    rows = [way.row for way in ways]
+    columns = []
+    if all("sync" not in row.point for row in rows):
+        columns.append((Column(title="sync"), lambda row: Entry(text=str(row.record.config["sync"]))))
+    for column, make in point_columns(rows):
+        if column.title not in USED_BY:
+            columns.append((column, make))
+        elif any(column.title not in needless(row.record.config) for row in rows):
+            columns.append((column, _where_it_means_something(column.title, make)))
+    return columns
+
+
+def _where_it_means_something(name: str, make: Callable[[Row], Entry]) -> Callable[[Row], Entry]:
+    return lambda row: Entry(text=ABSENT) if name in needless(row.record.config) else make(row)
+
+
+def _run_of(row: Row) -> tuple[Any, ...]:
+    config = flat_config(row.record)
+    rest = [(name, words(value)) for name, value in config.items() if name not in _OF_A_WAY | _NO_MATTER]
+    return (row.file, row.record.environment.hostname, *rest)
+
+
+def _option(name: str, value: Any) -> str:
+    """`25 MiB`, `first 1 MiB`, `reduce bf16`, `kept whole`."""
+    if value is None or (name == "reduce_dtype" and value == "own"):
+        return ""
+    if name == "bucket_mib":
+        return f"{words(value)} MiB"
+    if isinstance(value, bool):
+        return "" if value else {"reshard_after_forward": "kept whole"}.get(name, "gradients stay bf16")
+    return f"{name.removesuffix('_mib').removesuffix('_bucket').removesuffix('_dtype')} {words(value)}"

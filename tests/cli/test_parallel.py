@@ -1,0 +1,173 @@
+"""`trainstep parallel`: real ranks from nothing to tables and a page; bad input in one sentence."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cell_maker import finish, start
+from record_maker import ENVIRONMENT
+from trainstep.cli import app, parallel
+from trainstep.config.sync import OURS, PEERS
+from trainstep.records.ranks import rank_values
+from trainstep.records.record import Environment
+from trainstep.records.store import Store
+
+SMALL = ["--model", "tiny", "--layers", 1, "--context", 16, "--steps", 4, "--warmups", 1, "--window-steps", 2]
+
+
+def test_two_ways_take_turns(tmp_path: Path):
+    options = ["--sync", "bucketed,none", "--bucket-mib", "0.1,1", "--page", "p.html", "--json"]
+    code, out, err = finish(start("parallel", *SMALL, *options, folder=tmp_path), timeout_s=115)
+    assert code == 0, err
+    assert "Traceback" not in err
+    cells = [row for row in json.loads(out) if row.get("workload") == "parallel"]
+    assert [row["sync"] for row in cells] == ["none", "bucketed", "bucketed"]
+    for row in cells:
+        assert (row["messages"], row["sent_bytes"]) == (row["expected_messages"], row["expected_sent_bytes"])
+    assert cells[1]["messages"] > cells[2]["messages"] > 0
+    assert cells[1]["step_ratio_to_none"] > 0
+    [path] = (tmp_path / "runs").glob("parallel-*.jsonl")
+    records = Store(path).read()
+    assert [record.fact("interleaving") for record in records] == ["live"] * 3
+    assert len({record.fact("interleaving_group") for record in records}) == 1
+    for record in records:
+        each = rank_values(record, "step")
+        assert record.samples["step"].values == tuple(map(max, each[0], each[1]))
+        assert len(record.samples["window_step"].values) == 4  # a step a turn, and a window
+    assert "Time of a step by bucket size" in (tmp_path / "p.html").read_text()
+
+
+DRIFTING = """
+import os
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.bias += int(os.environ["RANK"])
+        return self.linear(x).square().mean()
+
+def build(run, device):
+    return Model(), lambda step: {"x": torch.full((4, 3), float(step))}
+"""
+
+
+def test_replicas_that_drift_apart_are_named(tmp_path: Path):
+    (tmp_path / "drifting.py").write_text(DRIFTING)
+    options = ["--model", "drifting:build", "--sync", "bucketed", "--steps", 1, "--warmups", 1, "--window-steps", 1]
+    code, out, err = finish(start("parallel", *options, "--out", "d.jsonl", folder=tmp_path), timeout_s=100)
+    assert code == 3
+    assert "Traceback" not in err
+    assert "divergence in agreement" in out
+    (record,) = Store(tmp_path / "d.jsonl").read()
+    assert record.failure is not None
+    assert record.failure.kind == "divergence"
+    assert record.failure.message == (
+        "every rank: 1 of the tensors are not the same on all 2 ranks: linear.bias on ranks 0, 1"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_way_from_the_command_line(tmp_path: Path):
+    options = ["--sync", ",".join((*OURS, *PEERS)), "--out", "all.jsonl"]
+    code, out, err = finish(start("parallel", *SMALL, *options, folder=tmp_path), timeout_s=380)
+    assert code == 0, err
+    assert "What a rank holds" in out
+    records = Store(tmp_path / "all.jsonl").read()
+    assert [record.config["sync"] for record in records] == [*OURS, *PEERS]
+    assert [record.failure for record in records] == [None] * len(records)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--sync", "bucketd"], "sync: 'bucketd' is not known (did you mean bucketed?)"),
+        (["--ranks", "0"], "ranks: must be a whole number of at least 1"),
+        (["--sync", "none,flat", "--bucket-mib", "1,2"], "bucket_mib: has no effect with sync none, flat"),
+        (["--sync", "bucketed", "--bucket-mib", "0"], "bucket_mib: must be a positive number of MiB"),
+        (["--sync", "fsdp", "--compile", "model"], "compile: fsdp gathers block by block"),
+        (["--ranks", "1", "--sync", "torch_ddp"], "ranks: torch_ddp needs others to talk to"),
+        (["--check-agreement", "maybe"], "check_agreement: must be true or false"),
+        (["--device", "cuda"], "device: no NVIDIA GPU is visible"),
+        (["--data", "nowhere.txt"], "data: there is no file or folder 'nowhere.txt'"),
+        (["--page", "x.jsonl", "--out", "x.jsonl"], "page: x.jsonl is the file of records"),
+        (["--keep-trace", "/dev/null/folder"], "keep_trace: no file can be made in '/dev/null/folder'"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert app.run(["parallel", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def machine(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with so many GPUs."""
+    here = dataclasses.replace(ENVIRONMENT, gpu_count=gpus)
+
+    def this_machine(device: str | None) -> tuple[Environment, str]:
+        return here, "cpu" if device == "cpu" else "cuda"
+
+    monkeypatch.setattr(parallel, "this_machine", this_machine)
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    machine(1, monkeypatch)
+    assert app.run(["parallel", "--ranks", "1,2"]) == 2
+    said = capsys.readouterr().err
+    assert "ranks: 2 ranks need a GPU each, and 1 is visible" in said
+    assert "trainstep parallel --device cpu --ranks 2" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "expected"),
+    [
+        (4, [], ("small", 256, 4, "cuda")),
+        (1, [], ("tiny", 64, 2, "cpu")),
+        (4, ["--device", "cpu", "--ranks", "3"], ("tiny", 64, 3, "cpu")),
+        (4, ["--model", "xl", "--ranks", "2", "--check-agreement", "false"], ("xl", 256, 2, "cuda")),
+    ],
+)
+def test_what_runs_without_options(
+    gpus: int, arguments: list[str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    from trainstep.cli import cells
+
+    monkeypatch.chdir(tmp_path)
+    machine(gpus, monkeypatch)
+    asked: list[Any] = []
+    monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: asked.extend(groups) or [])
+    monkeypatch.setattr(cells, "show", lambda *rest, **more: 0)
+    assert app.run(["parallel", *arguments]) == 0
+    (group,) = asked
+    assert [cell.config["sync"] for cell in group] == list(OURS)
+    config = group[0].config
+    assert (config["model"]["name"], config["context"], config["ranks"], config["device"]) == expected
+    assert config["check_agreement"] is ("--check-agreement" not in arguments)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["parallel", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "trainstep parallel --model medium --sync none,bucketed,torch_ddp --bucket-mib 1,10,25,100,1000" in out
+    assert "true, false [true]" in out

@@ -1,0 +1,86 @@
+"""ParallelConfig, and how options that a way does not have stay out of grids."""
+
+from typing import Any
+
+import pytest
+
+from sources import ROOT
+from trainstep.config.cell import Cell
+from trainstep.config.grid import expand, expand_all, grid_from_settings, groups_along
+from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parsing import build_config, from_plain, to_plain
+from trainstep.config.sweep import load_sweep
+from trainstep.config.sync import SYNCS, USED_BY, SyncConfig, needless
+
+
+def cells(**grid: list[Any]) -> list[Cell]:
+    return expand({"workload": ["parallel"], "model": ["tiny"], **grid}, {"device": "cpu"})
+
+
+def test_there_and_back():
+    config = build_config("parallel", {"model": "tiny", "layers": 1, "sync": None, "bucket_mib": 3, "context": 8})
+    assert (config.sync, config.bucket_mib, config.model.layers) == ("none", 3.0, 1)
+    assert from_plain(ParallelConfig, to_plain(config)) == config
+    assert (config.run().sync, config.run().context) == ("step", 8)
+    assert config.sync_config() == SyncConfig(sync="none", bucket_mib=3.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"ranks": 0}, "ranks: must be a whole number of at least 1"),
+        ({"sync": "bucketd"}, "sync: 'bucketd' is not known (did you mean bucketed?)"),
+        ({"ranks": 1, "sync": "torch_ddp"}, "ranks: torch_ddp needs others to talk to"),
+        ({"compile": "model", "sync": "fsdp"}, "compile: fsdp gathers block by block"),
+        ({"window_steps": 0}, "window_steps: must be"),
+        ({"ahead": 3}, "ahead: must be 0, 1 or 2"),
+        ({"context": 0}, "context: must be"),
+        ({"contxt": 1}, "parallel: unknown key 'contxt' (did you mean context?)"),
+    ],
+)
+def test_what_cannot_be(values: dict[str, Any], words: str):
+    with pytest.raises(ValueError) as caught:
+        build_config("parallel", {"model": "tiny", **values})
+    assert str(caught.value).startswith(words)
+
+
+def test_bucket_sizes_multiply_ways_with_buckets_only():
+    found = cells(sync=[None, "naive", "bucketed", "fsdp"], bucket_mib=[1, 10], ahead=[0, 1])
+    assert [cell.label for cell in found] == [
+        *("tiny, sync none", "tiny, naive"),
+        *("tiny, bucketed, bucket_mib 1", "tiny, bucketed, bucket_mib 10"),
+        *("tiny, fsdp, ahead 0", "tiny, fsdp, ahead 1"),
+    ]
+    assert found[0].config["bucket_mib"] == SyncConfig.bucket_mib
+
+
+def test_every_option_of_a_way_is_said_to_be_somebodys():
+    assert set(USED_BY) == set(SyncConfig.__dataclass_fields__) - {"sync"}
+    assert {way for ways in USED_BY.values() for way in ways} <= set(SYNCS)
+    assert needless({"sync": "torch_ddp"}) == set(USED_BY) - {"bucket_mib"}
+
+
+def test_ways_are_compared_with_all_their_options():
+    found = cells(context=[8, 16], sync=["none", "bucketed", "fsdp"], bucket_mib=[1, 10])
+    groups = groups_along(found, "sync")
+    assert [len(group) for group in groups] == [4, 4]
+    assert [group[0].config["sync"] for group in groups] == ["none", "none"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "groups"),
+    [
+        ("ddp", ["model=tiny"], [11]),
+        ("ddp", ["model=medium,xl"], [11, 11, 8, 8]),
+        ("buckets", ["device=cpu", "model=tiny", "context=64", "compile=none", "bucket_mib=0.1,0.5,1,2"], [9]),
+        ("sharded_optimizer", ["device=cpu", "model=tiny", "context=64"], [6]),
+    ],
+)
+def test_sweeps_expand_here_and_for_gpus(name: str, settings: list[str], groups: list[int]):
+    sweep = load_sweep(ROOT / "sweeps" / f"{name}.toml")
+    assert groups_along(expand_all(sweep.grids({}), {"device": "cuda"}), sweep.compare)
+    overrides = grid_from_settings(settings)
+    device = overrides.pop("device", ["cpu"])[0]
+    found = groups_along(expand_all(sweep.grids(overrides), {"device": device}), sweep.compare)
+    assert [len(group) for group in found] == groups
+    assert {group[0].config["sync"] for group in found} == {"none"}

@@ -1,0 +1,165 @@
+"""The workload `parallel` on two ranks: what is timed, counted, held and sent, way by way."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel_cells import SMALL, failure_of, measured
+from ranks import run_ranks
+from trainstep.config.parsing import build_config, to_plain
+from trainstep.config.sync import OURS, PEERS
+from trainstep.measure import parallel
+from trainstep.measure.failures import CellFailed
+from trainstep.measure.workload import Findings
+
+FAST = ("none", "bucketed", "sharded_flat", "fsdp")
+
+
+def rows_of(found: Findings, name: str) -> list[dict[str, Any]]:
+    table = found.tables[name]
+    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+
+
+def check_counts(found: Findings, sync: str) -> None:
+    """Every message and byte of a step is the formula's."""
+    if sync in PEERS:
+        assert "traffic" not in found.tables
+        return
+    for line in rows_of(found, "traffic"):
+        assert (line["messages"], line["bytes"]) == (line["expected_messages"], line["expected_bytes"])
+    assert found.facts["wire_bytes"].value == found.facts["expected_wire_bytes"].value
+    assert bool(found.facts["wire_bytes"].value) == (sync != "none")
+
+
+def check_memory(found: Findings, sync: str) -> None:
+    """At four points of both ranks every category is the formula's, to the byte."""
+    lines = rows_of(found, "memory_points")
+    assert {(line["rank"], line["point"]) for line in lines} == {
+        (rank, f"after {point}") for rank in (0, 1) for point in ("init", "forward", "backward", "step")
+    }
+    held = {(line["point"], line["line"]): line["bytes"] for line in lines if line["rank"] == 0}
+    assert held["after forward", "activations"] > held["after backward", "activations"] == 0
+    assert held["after backward", "gradients"] > 0
+    assert held["after init", "optimizer state"] == 0 < held["after step", "optimizer state"]
+    for line in lines:
+        if sync in PEERS:
+            assert line["expected_bytes"] is None
+        else:
+            assert line["bytes"] == line["expected_bytes"], line
+
+
+@pytest.mark.parametrize(
+    "sync", [pytest.param(sync, marks=() if sync in FAST else pytest.mark.slow) for sync in (*OURS, *PEERS)]
+)
+def test_every_way(sync: str):
+    both = run_ranks(2, measured, {"sync": sync, "steps": 4, "bucket_mib": 0.01}, (3, 1))
+    for found in both:
+        assert {name: len(samples.values) for name, samples in found.samples.items() if name != "grad_sync"} == {
+            **dict.fromkeys(("step", "forward", "backward", "optimizer"), 4),
+            "window_step": 2,  # one a turn
+        }
+        assert ("grad_sync" in found.samples) == (sync != "none")
+        assert found.facts["tokens"].value == 2 * SMALL["batch_size"] * SMALL["context"]
+        assert "afterwards_failed" not in found.facts
+        check_counts(found, sync)
+        check_memory(found, sync)
+        check_trace(found, sync)
+    checked = {"none": None, "fsdp": "buffers", "torch_fsdp2": "buffers"}.get(sync, "parameters and buffers")
+    assert [found.facts["agreement"].value if checked else None for found in both] == [checked] * 2
+
+
+def check_trace(found: Findings, sync: str) -> None:
+    """Messages of one step, each hidden or exposed; communication is waiting and transfer."""
+    if sync == "none":
+        assert "buckets" not in found.tables
+        return
+    lines = rows_of(found, "buckets")
+    if sync not in PEERS:
+        assert len(lines) == sum(line["messages"] for line in rows_of(found, "traffic"))
+    for line in lines:
+        assert line["launched_s"] <= line["finished_s"]
+        assert line["hidden_s"] + line["exposed_s"] == pytest.approx(line["finished_s"] - line["started_s"], abs=1e-8)
+    seconds = {name: found.facts[f"{name}_s"].value for name in ("communication", "waiting", "transfer", "exposed")}
+    assert seconds["communication"] == pytest.approx(seconds["waiting"] + seconds["transfer"])
+    assert 0 <= seconds["exposed"] <= seconds["communication"] * (1 + 1e-9)
+    assert [line["rank"] for line in rows_of(found, "communication")] == [0, 1]
+
+
+@pytest.mark.parametrize("sync", ["bucketed", "sharded_flat"])
+def test_replicas_that_drifted_apart_are_a_failure_by_name(sync: str):
+    for found in run_ranks(2, measured, {"sync": sync}, (1,), True):
+        failure = failure_of(found)
+        assert (failure.kind, failure.phase) == ("divergence", "agreement")
+        assert "blocks.0.attention_norm.weight on ranks 0, 1" in failure.message
+    unchecked = run_ranks(2, measured, {"sync": sync, "check_agreement": False}, (1,), True)
+    assert all("agreement" not in found.facts for found in unchecked)
+
+
+def test_options_of_a_step_reach_it():
+    values = {"sync": "fsdp", "accumulation": 2, "clip_grad_norm": 0.5, "reshard_after_forward": False, "adamw": "loop"}
+    for found in run_ranks(2, measured, values):
+        assert found.facts["tokens"].value == 2 * 2 * SMALL["batch_size"] * SMALL["context"]
+        check_counts(found, "fsdp")
+        assert {line["operation"] for line in rows_of(found, "traffic")} == {
+            "all_gather",
+            "reduce_scatter",
+            "all_reduce",
+        }
+
+
+@pytest.mark.slow
+def test_a_kept_trace_a_rank(tmp_path: Path):
+    both = run_ranks(2, measured, {"sync": "bucketed", "keep_trace": str(tmp_path)})
+    files = [Path(found.facts["trace_file"].value) for found in both]
+    assert sorted(tmp_path.iterdir()) == files
+    for rank, file in enumerate(files):
+        assert file.name.endswith(f"-rank{rank}.json.gz")
+        trace = json.loads(gzip.decompress(file.read_bytes()))
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert "all_reduce bucket 0" in names
+
+
+def test_a_rank_alone_sends_nothing():
+    config = build_config("parallel", {**SMALL, "ranks": 1, "sync": "bucketed", "warmups": 1, "window_steps": 1})
+    measurement = parallel.WORKLOAD.prepare(to_plain(config), lambda _stage: None)
+    measurement.take(1)
+    found = measurement.finish()
+    assert found.facts["wire_bytes"].value == 0
+    assert not found.tables.keys() & {"buckets", "communication"}
+
+
+def test_gpus_that_are_missing():
+    config = build_config("parallel", {**SMALL, "ranks": 512, "device": "cuda"})
+    with pytest.raises(CellFailed) as caught:
+        parallel.WORKLOAD.prepare(to_plain(config), lambda _stage: None)
+    assert caught.value.failure.kind == "unsupported"
+
+
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["bucketed", "fsdp", "torch_ddp"])
+def test_two_gpus(sync: str):
+    from cell_maker import silent
+    from trainstep.config.cell import Cell
+    from trainstep.measure.runner import Limits, open_run, run_alone
+
+    values = {"model": "small", "ranks": 2, "device": "cuda", "context": 128, "sync": sync, "steps": 3}
+    cell = Cell(workload="parallel", config=to_plain(build_config("parallel", values)), point={})
+    record, _ = run_alone(open_run(cell, Limits(), silent))
+    assert record.failure is None
+    assert record.fact("nccl_bytes") > 0
+    assert record.fact("communication_s") > record.fact("exposed_s") >= 0
+    table = record.tables["memory_points"]
+    lines = list(zip(table["point"], table["line"], table["bytes"], table["rank"], strict=True))
+    held = {(point, line): size for point, line, size, rank in lines if rank == 0}
+    for point in ("after init", "after forward", "after backward", "after step"):
+        named = sum(size for (where, line), size in held.items() if where == point and line not in _OF_THE_ALLOCATOR)
+        assert held[point, "allocated"] == named + held[point, "unnamed"]
+        if sync == "bucketed":
+            assert abs(held[point, "unnamed"]) < 0.1 * held[point, "allocated"]
+
+
+_OF_THE_ALLOCATOR = ("unnamed", "allocated", "reserved", "driver")

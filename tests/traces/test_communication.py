@@ -1,0 +1,337 @@
+"""Messages in a trace: matched with their spans, hidden and exposed to the nanosecond, on GPUs and on gloo."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from ranks import run_ranks
+from trace_maker import AUTOGRAD, EAGER, FIXTURES, MAIN, call, kernel, launched, op, span, trace
+from trainstep.config.model import ModelConfig
+from trainstep.config.parallel import ParallelConfig
+from trainstep.config.sync import OURS
+from trainstep.costs.gradient_sync import step_messages
+from trainstep.parallel.ranks import Ranks
+from trainstep.plan.communication import exchange_of
+from trainstep.plan.parameters import transformer_parameters
+from trainstep.spans import span as real_span
+from trainstep.traces.communication import Communication, read_communication, waiting_s
+from trainstep.traces.kineto import Activity, Call, Range, Trace, parse_trace, read_trace
+from trainstep.traces.work import read_work
+from trainstep.training.attention import attention_named
+from trainstep.training.optimizer import adamw_options
+from trainstep.training.parallelism import parallel
+from trainstep.training.step import TrainStep
+from trainstep.training.transformer import Transformer
+
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+GEMM = "nvjet_tst_128x64_NNT"
+US = 1e-6
+
+
+def read(*events: Activity | Call | Range) -> Communication:
+    return read_communication(read_work(trace(*events)))
+
+
+def in_microseconds(found: Communication) -> list[tuple[Any, ...]]:
+    times = ("launched_s", "started_s", "finished_s", "hidden_s", "exposed_s")
+    return [(one.label, *(round(getattr(one, name) / US) for name in times)) for one in found.messages]
+
+
+def message(
+    label: str, at: int, start: int, end: int, number: int, thread: tuple[int, int] = MAIN
+) -> list[Activity | Call | Range]:
+    """A span on the host, the call inside it, and NCCL's kernel on a stream of its own."""
+    return [
+        span(label, at, at + 10, thread),
+        call("cudaLaunchKernelExC", at + 2, at + 6, number, thread),
+        kernel(NCCL, start, end, number, stream=20),
+    ]
+
+
+def a_step(*events: Activity | Call | Range) -> Communication:
+    """Backward computes on the device from 20 to 100; the host is done with it at 60."""
+    return read(
+        span("step 0", 0, 200),
+        span("backward", 5, 60),
+        span("grad_sync", 61, 90),
+        *launched(GEMM, 10, 20, 100, 1),
+        *events,
+    )
+
+
+def test_hidden_and_exposed_and_the_tail():
+    found = a_step(
+        *message("all_reduce bucket 0", 30, 50, 80, 2, AUTOGRAD),
+        *message("all_reduce bucket 1", 40, 90, 130, 3),
+        *message("all_reduce usage", 65, 140, 145, 4),
+    )
+    assert in_microseconds(found) == [
+        ("all_reduce bucket 0", 32, 50, 80, 30, 0),
+        ("all_reduce bucket 1", 42, 90, 130, 10, 30),
+        ("all_reduce usage", 67, 140, 145, 0, 5),
+    ]
+    assert [one.phase for one in found.messages] == ["backward", "backward", "grad_sync"]
+    (step,) = found.steps
+    assert step.communication_s == pytest.approx(75 * US)
+    assert step.exposed_s == pytest.approx(35 * US)
+    assert step.hidden_share == pytest.approx(40 / 75)
+    assert step.tail_s == pytest.approx(45 * US)
+
+
+def test_messages_that_overlap_count_once_in_the_step():
+    found = a_step(
+        *message("reduce_scatter blocks.1", 30, 90, 120, 2), *message("all_gather blocks.0", 41, 110, 140, 3)
+    )
+    assert [one.exposed_s for one in found.messages] == pytest.approx([20 * US, 30 * US])
+    assert found.steps[0].communication_s == pytest.approx(50 * US)
+    assert found.steps[0].exposed_s == pytest.approx(40 * US)
+
+
+def test_parameters_gathered_in_the_optimizer_are_no_tail():
+    found = read(
+        span("step 0", 0, 300),
+        span("backward", 5, 60),
+        span("optimizer", 70, 200),
+        *launched(GEMM, 10, 20, 100, 1),
+        *message("all_gather root", 100, 150, 180, 2),
+    )
+    assert found.messages[0].phase == "optimizer"
+    assert found.steps[0].tail_s == 0
+
+
+def test_without_a_span_a_message_has_its_kernels_name():
+    found = a_step(span("nccl:all_reduce", 28, 40), *launched(NCCL, 30, 50, 80, 2))
+    assert found.messages[0].label.startswith("ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+
+
+def test_bytes_where_they_are_known():
+    work = read_work(trace(span("step 0", 0, 200), *message("all_reduce bucket 0", 30, 50, 80, 2)))
+    assert read_communication(work).messages[0].payload_bytes is None
+    assert read_communication(work, {"all_reduce bucket 0": 7}).messages[0].payload_bytes == 7
+    columns = read_communication(work, {"all_reduce bucket 0": 7}).columns()
+    assert columns["label"] == ["all_reduce bucket 0"]
+    assert columns["payload_bytes"] == [7]
+
+
+def test_a_step_without_messages():
+    found = a_step()
+    assert found.messages == ()
+    assert (found.steps[0].communication_s, found.steps[0].hidden_share, found.steps[0].tail_s) == (0, None, 0)
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=6)
+
+
+@given(messages=INTERVALS, kernels=INTERVALS)
+def test_times_are_those_of_counting_each_microsecond(messages: list[tuple[int, int]], kernels: list[tuple[int, int]]):
+    events: list[Activity | Call | Range] = [span("step 0", 0, 200), *launched(GEMM, 0, 150, 151, 1)]
+    for number, (start, length) in enumerate(messages):
+        events += [call("cudaLaunchKernelExC", number, number + 1, 10 + number)]
+        events += [kernel(NCCL, start, start + length, 10 + number, stream=20)]
+    for number, (start, length) in enumerate(kernels):
+        events += [call("cudaLaunchKernel", number, number + 1, 50 + number)]
+        events += [kernel(GEMM, start, start + length, 50 + number)]
+    found = read(*events)
+    computing = {150} | {moment for start, length in kernels for moment in range(start, start + length)}
+    sent = [set(range(start, start + length)) for start, length in messages]
+    assert [round(one.exposed_s / US) for one in found.messages] == [len(mine - computing) for mine in sent]
+    assert [round(one.hidden_s / US) for one in found.messages] == [len(mine & computing) for mine in sent]
+    together = set().union(*sent)
+    assert round(found.steps[0].communication_s / US) == len(together)
+    assert round(found.steps[0].exposed_s / US) == len(together - computing)
+
+
+def with_nccl(path: Path) -> tuple[Trace, list[tuple[str, int, int]]]:
+    """A real trace of a GPU, and in it three all-reduces a step, launched from autograd's thread, one behind backward's last
+    kernel; and what was put in: label, start and end in nanoseconds."""
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    events = [event for event in document["traceEvents"] if event.get("ph") == "X"]
+    main = next(event["tid"] for event in events if event["name"] == "step 0")
+    autograd = Counter(event["tid"] for event in events if event.get("cat") == "cpu_op" and event["tid"] != main)
+    thread, process = autograd.most_common(1)[0][0], next(event["pid"] for event in events if event["tid"] == main)
+    put_in = []
+    backwards = [event for event in events if event["name"] == "backward" and event.get("cat") == "user_annotation"]
+    for step, backward in enumerate(backwards):
+        for bucket, (share, length) in enumerate([(0.5, 400.0), (0.7, 900.0), (0.98, 2000.0)]):
+            at, number = backward["ts"] + share * backward["dur"], 10_000_000 + 10 * step + bucket
+            on_host = {"ph": "X", "pid": process, "tid": thread}
+            start = at + 50
+            document["traceEvents"] += [
+                {**on_host, "cat": "user_annotation", "name": f"all_reduce bucket {bucket}", "ts": at, "dur": 20.0},
+                {**on_host, "cat": "user_annotation", "name": "nccl:all_reduce", "ts": at + 1, "dur": 15.0},
+                {
+                    **on_host,
+                    "cat": "cuda_runtime",
+                    "name": "cudaLaunchKernelExC",
+                    "ts": at + 2,
+                    "dur": 8.0,
+                    "args": {"correlation": number},
+                },
+                {
+                    "ph": "X",
+                    "cat": "kernel",
+                    "name": NCCL,
+                    "pid": 0,
+                    "tid": 20,
+                    "ts": start,
+                    "dur": length,
+                    "args": {"device": 0, "stream": 20, "correlation": number},
+                },
+            ]
+            put_in.append((f"all_reduce bucket {bucket}", round(start * 1000), round((start + length) * 1000)))
+    return parse_trace(json.dumps(document), "with NCCL"), put_in
+
+
+def test_a_real_steps_kernels_hide_what_they_cover():
+    found_trace, put_in = with_nccl(EAGER)
+    found = read_communication(read_work(found_trace))
+    assert [(one.label, one.phase, one.step) for one in found.messages] == [
+        (label, "backward", index // 3) for index, (label, _, _) in enumerate(put_in)
+    ]
+    kernels = [(one.start_ns, one.end_ns) for one in found_trace.activities if "nccl" not in one.name]
+    for one, (_, start, end) in zip(found.messages, put_in, strict=True):
+        hidden = sum(max(0, min(end, its_end) - max(start, its_start)) for its_start, its_end in kernels)
+        assert one.hidden_s == pytest.approx(hidden / 1e9, abs=1e-12)
+        assert one.duration_s == pytest.approx((end - start) / 1e9, abs=1e-12)
+    for step, last in zip(found.steps, put_in[2::3], strict=True):
+        assert 0 < step.tail_s < (last[2] - last[1]) / 1e9 + 1e-3
+        assert 0 < step.exposed_s < step.communication_s == pytest.approx(3.3e-3)
+
+
+GLOO = (MAIN[0], 9)
+
+
+def gloo(label: str, at: int, start: int, end: int, thread: tuple[int, int] = GLOO) -> list[Range]:
+    return [
+        span(label, at, at + 10),
+        op("c10d::allreduce_", at + 2, at + 8),
+        span("gloo:all_reduce", start, end, thread),
+    ]
+
+
+def test_on_a_cpu_ops_of_the_main_thread_hide_messages():
+    found = read(
+        span("step 0", 0, 200),
+        span("backward", 5, 100),
+        op("autograd::engine::evaluate_function: AddmmBackward0", 10, 90),
+        op("aten::mm", 35, 50),
+        *gloo("all_reduce bucket 0", 20, 31, 45),
+        *gloo("all_reduce bucket 1", 51, 62, 110, (MAIN[0], 8)),
+        op("aten::mul_", 70, 95),
+        op("aten::mm", 60, 120, (MAIN[0], 8)),  # a thread of gloo's, at its message
+        span("grad_sync", 101, 150),
+        op("aten::div_", 105, 108),
+    )
+    assert in_microseconds(found) == [
+        ("all_reduce bucket 0", 22, 31, 45, 10, 4),
+        ("all_reduce bucket 1", 53, 62, 110, 28, 20),
+    ]
+    assert found.steps[0].tail_s == pytest.approx(10 * US)
+
+
+def test_what_began_before_the_recording_is_no_message_of_it():
+    found = read(
+        span("step 0", 0, 200),
+        span("backward", 5, 100),
+        op("aten::mm", 35, 50),
+        span("gloo:all_reduce", 6, 12, GLOO),
+        *gloo("all_reduce bucket 0", 20, 31, 45),
+        span("all_reduce bucket 1", 52, 60),
+        op("c10d::allreduce_", 53, 58),
+    )
+    assert [one.label for one in found.messages] == ["all_reduce bucket 0"]
+
+
+def gloo_fixture(rank: int) -> Trace:
+    return read_trace(FIXTURES / f"gloo_rank{rank}.json.gz")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_recorded_step_on_gloo(rank: int):
+    """One block in four buckets, two steps, recorded on two ranks at once."""
+    found = read_communication(read_work(gloo_fixture(rank)))
+    assert [(one.label, one.step) for one in found.messages] == [
+        (f"all_reduce bucket {bucket}", step) for step in range(2) for bucket in range(4)
+    ]
+    for one in found.messages:
+        assert one.launched_s < one.started_s < one.finished_s
+        assert one.duration_s == pytest.approx(one.finished_s - one.started_s, abs=1e-8)
+    for step in found.steps:
+        assert 0 < step.exposed_s < step.communication_s
+        assert step.tail_s > 0
+    assert sum(one.hidden_s for one in found.messages) > 0
+
+
+def test_ranks_of_one_machine_share_a_clock():
+    """A message cannot be over on one rank before the other began it."""
+    traces = [gloo_fixture(rank) for rank in range(2)]
+    assert traces[0].zero_ns > 0
+    found = [read_communication(read_work(one)).messages for one in traces]
+    zeros = [(one.zero_ns - traces[0].zero_ns) / 1e9 for one in traces]
+    for together in zip(*found, strict=True):
+        starts = [one.started_s + zero for one, zero in zip(together, zeros, strict=True)]
+        ends = [one.finished_s + zero for one, zero in zip(together, zeros, strict=True)]
+        assert max(starts) < min(ends)
+    waited = waiting_s(
+        [[(one.label, one.started_s + zero) for one in mine] for mine, zero in zip(found, zeros, strict=True)]
+    )
+    for first, second in zip(*waited, strict=True):
+        assert min(first, second) == 0 < max(first, second)
+    for mine, messages in zip(waited, found, strict=True):
+        assert all(wait <= one.duration_s for wait, one in zip(mine, messages, strict=True))
+
+
+def test_waiting_is_for_the_last_one():
+    starts = [[("a", 1.0), ("b", 5.0)], [("a", 3.0), ("b", 4.0)], [("a", 2.5), ("b", 5.5)]]
+    assert waiting_s(starts) == [[2.0, 0.5], [0.0, 1.5], [0.5, 0.0]]
+    assert waiting_s([]) == []
+
+
+def test_ranks_with_other_messages_cannot_be_compared():
+    with pytest.raises(ValueError, match="starts: rank 1 has not the messages of rank 0"):
+        waiting_s([[("a", 1.0)], [("b", 1.0)]])
+    with pytest.raises(ValueError, match="rank 1"):
+        waiting_s([[("a", 1.0)], []])
+
+
+MODEL = ModelConfig(d_model=8, d_ff=16, layers=3, heads=2, vocab_size=20)
+
+
+def recorded(ranks: Ranks, config: ParallelConfig, path: str) -> list[tuple[str, int | None]]:
+    """(label, step) of every message in a trace of two steps, the first steps having gone before."""
+    model = Transformer(MODEL, attention=attention_named("sdpa", 8, torch.device("cpu")), context=8)
+    options = adamw_options("foreach", learning_rate=1e-3)
+    wrapped = parallel(ranks, config.sync_config()).wrap(model, torch.optim.AdamW, options)
+    step = TrainStep(wrapped.module, wrapped.optimizer, gradient_sync=wrapped.gradient_sync)
+    batch = {name: torch.randint(MODEL.vocab_size, (1, 8)) for name in ("tokens", "targets")}
+    step([batch])
+    ranks_barrier = torch.zeros(1)
+    torch.distributed.all_reduce(ranks_barrier)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for number in range(2):
+            with real_span(f"step {number}"):
+                step([batch])
+        if config.sync == "sharded_flat":
+            wrapped.gradient_sync.wait_for_parameters()
+    file = f"{path}/{ranks.rank}.json"
+    profiler.export_chrome_trace(file)
+    return [(one.label, one.step) for one in read_communication(read_work(read_trace(Path(file)))).messages]
+
+
+@pytest.mark.parametrize("sync", OURS)
+def test_a_trace_holds_the_messages_of_the_formula(sync: str, tmp_path: Path):
+    config = ParallelConfig(model=MODEL, sync=sync, bucket_mib=0.002, context=8)
+    exchange = exchange_of(config)
+    assert exchange is not None
+    expected = Counter(one.span for one in step_messages(exchange, transformer_parameters(MODEL, "fp32")))
+    for found in run_ranks(2, recorded, config, str(tmp_path)):
+        for step in range(2):
+            assert Counter(label for label, its in found if its == step) == expected
