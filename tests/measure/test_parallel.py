@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -11,9 +12,10 @@ from parallel_cells import SMALL, failure_of, measured
 from ranks import run_ranks
 from trainstep.config.parsing import build_config, to_plain
 from trainstep.config.sync import OURS, PEERS
-from trainstep.measure import parallel
+from trainstep.measure import parallel, parallel_trace
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.workload import Findings
+from trainstep.parallel.ranks import Ranks
 
 FAST = ("none", "bucketed", "sharded_flat", "fsdp")
 
@@ -108,6 +110,27 @@ def test_options_of_a_step_reach_it():
             "reduce_scatter",
             "all_reduce",
         }
+
+
+def unreadable(ranks: Ranks) -> Any:
+    """Rank 1 finds nothing in its trace; rank 0 has one of its own."""
+
+    def read_trace(path: Path) -> Any:
+        if ranks.rank == 1:
+            raise ValueError(f"{path.name}: not JSON")
+        return original(path)
+
+    original = parallel_trace.read_trace
+    with patch.object(parallel_trace, "read_trace", read_trace):
+        return measured(ranks, {"sync": "bucketed"})
+
+
+def test_a_trace_that_cannot_be_read_costs_no_timed_step():
+    for found in run_ranks(2, unreadable):
+        assert found.facts["trace_failed"].value == "ValueError: trace.json: not JSON"
+        assert len(found.samples["step"].values) == 2
+        assert "traffic" in found.tables
+        assert "buckets" not in found.tables
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ and `reserved` are the allocator's own figures, `driver` is what the driver sees
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,10 @@ class _Point:
     reserved: int | None = None
     driver: int | None = None
 
-    def lines(self, gradients: Storages) -> dict[str, int]:
-        """Line -> bytes. `gradients`: storages that hold them once backward is over, and belong to them all the time."""
+    def lines(self, made_for_gradients: Collection[int]) -> dict[str, int]:
+        """Line -> bytes. `made_for_gradients`: buffers from the start, which hold gradients when backward is over."""
         kept = self.storages["communication"]
-        always = {address: size for address, size in kept.items() if address in gradients}
+        always = {address: size for address, size in kept.items() if address in made_for_gradients}
         found = {**self.storages, "gradients": {**self.storages["gradients"], **always}}
         lines, counted = dict[str, int](), set[int]()
         for name in CATEGORIES:
@@ -96,8 +96,11 @@ class StepMemory:
         if self._assembly.device.type == "cuda":
             torch.cuda.synchronize()
         self._points["after step"] = self._held()
-        gradients = self._points["after backward"].storages["gradients"]
-        lines = {name: point.lines(gradients) for name, point in self._points.items()}
+        made_for_gradients = (
+            self._points["after backward"].storages["gradients"].keys()
+            & self._points["after init"].storages["communication"].keys()
+        )
+        lines = {name: point.lines(made_for_gradients) for name, point in self._points.items()}
         texts = Collectives(self._assembly.ranks).gather_texts(json.dumps(lines))
         rows = [row for rank, text in enumerate(texts) for row in self._rows(rank, json.loads(text))]
         return {name: [row[place] for row in rows] for place, name in enumerate(_COLUMNS)}

@@ -12,13 +12,14 @@ collective in front of each would measure the waiting too, and change it.)
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainstep.costs.gradient_sync import Message
 from trainstep.parallel.collectives import Collectives
 from trainstep.records.record import Fact
-from trainstep.traces.communication import Communication, MessageTime, read_communication, waiting_s
+from trainstep.traces.communication import MessageTime, StepCommunication, read_communication, waiting_s
 from trainstep.traces.intervals import union_s
 from trainstep.traces.kineto import read_trace
 from trainstep.traces.work import read_work
@@ -31,17 +32,17 @@ def communication_of(
 ) -> tuple[dict[str, Fact], dict[str, Mapping[str, Sequence[Any]]]]:
     """Facts of this rank and tables of the first step in the trace; all ranks must ask.
 
-    Tables: `buckets`, this rank's messages with times since the step began; `communication`, a row a rank.
+    Tables: `buckets`, this rank's messages with times since the step began; `communication`, a row a rank. A trace that cannot be
+    read costs no timed step: the fact `trace_failed` says why, on all ranks.
     """
-    trace = read_trace(path)
-    work = read_work(trace)
-    read = read_communication(work, _sizes_by_span(expected))
-    number = work.steps[0].number
-    mine = [one for one in read.messages if one.step == number]  # in order of launch: the same on all ranks
-    waited = _waited(mine, trace.zero_ns, collectives)
-    times = _times(read, number, mine, waited)
+    read, trouble = _read(path, expected)
+    troubles = collectives.gather_texts(trouble)
+    if read is None or any(troubles):
+        return {"trace_failed": Fact(value=next(filter(None, troubles)))}, {}
+    mine, began_s = read.messages, read.began_s
+    waited = _waited(mine, read.zero_s, collectives)
+    times = _times(read.step, mine, waited)
     everyones = [json.loads(text) for text in collectives.gather_texts(json.dumps(times))]
-    began_s = work.steps[0].start_ns / 1e9
     tables: dict[str, Mapping[str, Sequence[Any]]] = {
         "buckets": {
             "name": [one.label for one in mine],
@@ -63,6 +64,35 @@ def communication_of(
     return facts, tables if mine else {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """One step of this rank's trace. `zero_s`: the trace's zero on the host's clock."""
+
+    messages: Sequence[MessageTime]
+    """In order of launch: the same on all ranks."""
+    step: StepCommunication | None
+    began_s: float
+    zero_s: float
+
+
+def _read(path: Path, expected: Sequence[Message]) -> tuple[_Read | None, str]:
+    """The first step, or why it could not be read."""
+    try:
+        trace = read_trace(path)
+        work = read_work(trace)
+        read = read_communication(work, _sizes_by_span(expected))
+    except Exception as error:  # noqa: BLE001  (whatever a profiler wrote; the other ranks wait for an answer)
+        return None, f"{type(error).__name__}: {error}"
+    number = work.steps[0].number
+    found = _Read(
+        messages=[one for one in read.messages if one.step == number],
+        step=next((one for one in read.steps if one.step == number), None),
+        began_s=work.steps[0].start_ns / 1e9,
+        zero_s=trace.zero_ns / 1e9,
+    )
+    return found, ""
+
+
 def _sizes_by_span(expected: Sequence[Message]) -> dict[str, int]:
     """Span -> bytes, of spans that stand for messages of one size."""
     sizes: dict[str, set[int]] = {}
@@ -71,9 +101,9 @@ def _sizes_by_span(expected: Sequence[Message]) -> dict[str, int]:
     return {span: size for span, found in sizes.items() if len(found) == 1 for size in found}
 
 
-def _waited(mine: Sequence[MessageTime], zero_ns: int, collectives: Collectives) -> list[float | None]:
+def _waited(mine: Sequence[MessageTime], zero_s: float, collectives: Collectives) -> list[float | None]:
     """Seconds of each message until the last rank had started it; None throughout where the ranks' messages do not pair up."""
-    starts = [(one.label, one.started_s + zero_ns / 1e9) for one in mine]
+    starts = [(one.label, one.started_s + zero_s) for one in mine]
     everyones = [
         [(label, start_s) for label, start_s in json.loads(text)]
         for text in collectives.gather_texts(json.dumps(starts))
@@ -85,10 +115,9 @@ def _waited(mine: Sequence[MessageTime], zero_ns: int, collectives: Collectives)
 
 
 def _times(
-    read: Communication, number: int, mine: Sequence[MessageTime], waited: Sequence[float | None]
+    step: StepCommunication | None, mine: Sequence[MessageTime], waited: Sequence[float | None]
 ) -> dict[str, float]:
     """The step's times on this rank, as far as they are known."""
-    step = next((one for one in read.steps if one.step == number), None)
     if step is None:
         return dict.fromkeys(_TIMES, 0.0)
     times = {"communication_s": step.communication_s, "exposed_s": step.exposed_s, "tail_s": step.tail_s}

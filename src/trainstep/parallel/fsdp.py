@@ -39,6 +39,9 @@ class FSDP(HookedGradients):
     gradients are averaged in. `reshard_after_forward` False: gathered once a step. `ahead`: units gathered before their turn, 0
     to 2. Every rank runs the same units in the same order; parameters within one may go unused. Blocks may be compiled by
     `block.forward = torch.compile(block.forward)`: the hooks stay outside.
+
+    A parameter is whole inside its unit's forward and backward and nowhere else: a module that reads another unit's parameter past
+    its `forward` sees a piece, and a `detach()`ed one kept for backward reads memory that may be freed.
     """
 
     def __init__(

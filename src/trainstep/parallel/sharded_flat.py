@@ -34,7 +34,8 @@ class ShardedGradients(HookedGradients):
     """Whole parameters, each rank's part of their gradients.
 
     `pieces`: for each trained parameter what this rank updates of it, one-dimensional and in place, or None. Their `.grad` is set
-    by `finish_gradient_synchronization`; the whole parameters' is None from then on.
+    by `finish_gradient_synchronization`; the whole parameters' is None from then on, so clear gradients by the optimizer's
+    `zero_grad`: the module's does not see the pieces.
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
     """

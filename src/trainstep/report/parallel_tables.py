@@ -88,7 +88,8 @@ def steps_table(ways: Sequence[Way]) -> Table:
             entries.append((*named, *cells, Entry(text=failure_sentence(failure), failure=failure)))
             continue
         numbers = [*_time(way, "step"), *_time(way, "window_step"), *_ranks(way), *_rates(way, unit)]
-        entries.append((*named, *numbers, Entry(text="; ".join(doubts(way.record)))))
+        trouble = [f"no trace: {said}"] if (said := way.record.fact("trace_failed")) else []
+        entries.append((*named, *numbers, Entry(text="; ".join([*doubts(way.record), *trouble]))))
     columns = [column for column, _ in points] + [Column(title=title, number=True) for title in titles]
     return Table(
         title="Ways of going parallel",
