@@ -112,6 +112,13 @@ def test_options_of_a_step_reach_it():
         }
 
 
+def test_gradients_may_stay_in_bf16_buckets():
+    values = {"sync": "bucketed", "reduce_dtype": "bf16", "keeps_gradient_dtype": False, "adamw": "trainstep"}
+    for found in run_ranks(2, measured, values):
+        check_counts(found, "bucketed")
+        assert rows_of(found, "memory_points")
+
+
 def unreadable(ranks: Ranks) -> Any:
     """Rank 1 finds nothing in its trace; rank 0 has one of its own."""
 

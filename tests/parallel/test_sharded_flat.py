@@ -248,3 +248,18 @@ def test_the_next_forward_waits_for_each_unit_where_it_needs_it():
             *("start root", "start first", "start second", "update over"),
             *("wait root", "wait first", "ran first", "wait second", "ran second"),
         ]
+
+
+def detached_after_an_update(ranks: Ranks) -> list[Tensor]:
+    model, optimizer = started(ranks)
+    rows = next(iter(batches(CASE, 2)))
+    loss_of(model, rows[ranks.rank][0], CASE, 0).backward()
+    optimizer.gradient_sync.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.gradient_sync.detach()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_detached_it_has_what_was_on_its_way():
+    first, second = run_ranks(2, detached_after_an_update)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -236,7 +236,7 @@ def test_a_failure_shows_in_its_row_and_on_the_page():
 def test_the_page_says_how_the_sharded_optimizers_differ():
     times, memory_section = parallel_sections(rows(cell("none"), cell("sharded"), cell("sharded_flat")))
     (said,) = memory_section.paragraphs
-    assert "200.0 MiB a rank and step" in said
+    assert "200.0 MiB of tensors a step" in said
     assert "as much as one all-reduce: 100.0 MiB" in said
     assert "holds 1.00 GiB of gradients, whole, one of sharded_flat 0.50 GiB, its 1/N" in said
     assert "optimizer state 1.00 GiB and 1.00 GiB" in said

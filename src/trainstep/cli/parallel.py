@@ -36,9 +36,10 @@ def parallel(
 ) -> int:
     """Time a training step on several ranks, in every way of keeping them together: step, what is sent, hidden, and held.
 
-    Ways of one model and context take turns, the yardstick none (each rank trains for itself) first; bucket sizes multiply those
-    that have buckets. batch_size is a rank's. Beside the time: messages and bytes against the formula, communication that is not
-    hidden, memory at four points of a step against the formula, and whether the ranks still agree bit by bit.
+    Ways of one model and context take turns; ratios are to the yardstick none (each rank trains for itself), so name it among
+    them. Bucket sizes multiply those that have buckets. batch_size is a rank's. Beside the time: messages and bytes against the
+    formula, communication that is not hidden, memory at four points of a step against the formula. What is replicated is
+    compared bit by bit: a divergence is a failure that names parameter and rank.
     Without options: a tiny model and two processes on the CPU; where there are several GPUs small at context 256 on all of them.
 
     Examples:

@@ -37,7 +37,9 @@ class SyncConfig:
     """One way of going parallel and its options. Raises ValueError naming the field and the way out."""
 
     sync: str = described(
-        "how gradients are averaged, or parameters sharded; none: each rank trains for itself, the yardstick",
+        "none: each rank trains for itself, the yardstick; naive, flat, overlapped, bucketed: gradients averaged (DDP); sharded: "
+        "and optimizer state by whole tensors (ZeRO 1); sharded_flat: gradients and state in flat shards (ZeRO 1, 2); fsdp: "
+        "parameters too; torch_...: torch's own",
         "bucketed",
         SYNCS,
     )

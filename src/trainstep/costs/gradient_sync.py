@@ -88,7 +88,7 @@ def totals(messages: Sequence[Message]) -> dict[str, Total]:
 
 
 def wire_bytes(messages: Sequence[Message], ranks: int) -> int:
-    """What the busiest rank sends, if every operation goes around a ring."""
+    """What a rank sends at most, if every operation goes around a ring: a broadcast counts as if this rank passed it on."""
     return sum(ring_bytes(message.operation, message.payload_bytes, ranks) for message in messages)
 
 

@@ -5,9 +5,10 @@ of steps timed as one, where what a way leaves for the next step (a gather behin
 what one of `train_step` holds, rank 0's but for `step`, and besides
 
 samples  window_step [s]: of each window, seconds a step. It and `step` are the slowest rank's; all ranks' are in the table `ranks`
-facts    tokens (of all ranks); model_flops (of one rank); wire_bytes that a rank sends by a ring, counted, and expected_wire_bytes;
-         context_bytes, nccl_bytes (GPU): what the driver gave for the context, and while the ranks met; expected_peak_bytes, and at
-         which point, by formula; communication_s and its parts, of rank 0 (parallel_trace.py); agreement: what was compared
+facts    tokens (of all ranks); model_flops (of one rank); wire_bytes that a rank sends at most by a ring, counted, and
+         expected_wire_bytes; context_bytes, nccl_bytes (GPU): what the driver gave for the context, and while the ranks met;
+         expected_peak_bytes, and at which point, by formula; communication_s and its parts, of rank 0 (parallel_trace.py);
+         agreement: what was compared
 tables   ranks, traffic (messages and bytes of a step by operation, counted and by formula), memory_points (parallel_memory.py),
          buckets and communication (parallel_trace.py)
 """
@@ -44,7 +45,7 @@ from trainstep.training.parallelism import parallel
 from trainstep.training.wrapping import OptimizerClass, Parallel, Wrapped
 
 _SHARDED = ("fsdp", "torch_fsdp2")
-"""Ways that keep each parameter on one rank: only buffers are alike on all."""
+"""Ways that cut parameters over all ranks: only buffers are alike on all."""
 _TRACED_STEPS = 2
 """The first is read: what it leaves for the second's forward ends there."""
 

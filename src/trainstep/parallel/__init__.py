@@ -2,7 +2,11 @@
 
 Usage, under torchrun:
 
+    from trainstep.parallel.ddp_bucketed import BucketedDDP
+    from trainstep.parallel.process_group import start_ranks, stop_ranks
+
     ranks = start_ranks()
+    model.to(ranks.device)
     sync = BucketedDDP(model, ranks)
     optimizer = torch.optim.AdamW(model.parameters())
     for batch in batches:
@@ -11,5 +15,5 @@ Usage, under torchrun:
         optimizer.step()
         optimizer.zero_grad()
     del sync, optimizer, model
-    stop_ranks(ranks)
+    stop_ranks(ranks)    # whoever ends without it counts as dead, and the others leave
 """

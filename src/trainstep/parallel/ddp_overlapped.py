@@ -1,7 +1,8 @@
 """Data parallel with each gradient sent as soon as it is ready, while backward goes on.
 
 As many messages as NaiveDDP, but hidden behind backward as far as the link keeps up. Gradients are averaged where they are: no
-copy, no buffer. A message costs the host some 20 us, so a small model waits for its host: then BucketedDDP is better.
+copy, no buffer. A message costs the host more than a kernel's launch, so a small model waits for its host: then
+BucketedDDP is better.
 """
 
 import torch

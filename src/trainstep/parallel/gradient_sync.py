@@ -25,7 +25,8 @@ from trainstep.parallel.ranks import Ranks, ranks_of_default_group
 class GradientSync(Protocol):
     """Gradients of one module, averaged over ranks.
 
-    The module stays what it is: its methods, its state_dict, its compiled blocks; only hooks stand on its parameters. A step is
+    The module stays what it is: its methods, its state_dict (FSDP: full_state_dict), its compiled blocks; only hooks stand on
+    its parameters and blocks. A step is
 
         loss.backward()                           (all but the last micro-batch: under `no_sync()`)
         sync.finish_gradient_synchronization()

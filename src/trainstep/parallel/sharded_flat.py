@@ -118,6 +118,11 @@ class ShardedGradients(HookedGradients):
         for unit in self._units:
             unit.wait()
 
+    def detach(self) -> None:
+        """Take the hooks off again, once parameters that are on their way are there."""
+        self.wait_for_parameters()
+        super().detach()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that the norm of all ranks' together is at most `max_norm`; one small message."""
         gradients = [piece.grad for piece in self.pieces if piece is not None]

@@ -30,8 +30,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
        A parameter of `pack_below_mib` or more goes as it lies; an owner's smaller ones share a message (one for each dtype), are
        copied into it and out of it, each at a multiple of eight elements. All are started, then waited for.
 
-    (On gloo packing pays below about 1 MiB: 32 parameters on two CPU cores took a fourteenth of the time at 1 KiB, 0.8 of it at
-    1 MiB, 1.7 times as long at 4 MiB. `trainstep collectives` says what a message costs elsewhere.)
+    (Packing saves messages and costs copies: on gloo it paid below about 1 MiB, docs/log.md. `trainstep collectives` says what
+    a message costs elsewhere.)
 
     Owners: the largest parameter first, each to the rank with the fewest bytes so far. Frozen parameters have none.
 

@@ -205,7 +205,8 @@ def _state_bytes(updated: _Updated) -> int:
 
 
 def _update_bytes(updated: _Updated, adamw: str) -> int:
-    """fused: none; foreach: the root of every second moment; loop: two tensors of a parameter's size, and the last one's root."""
+    """fused and ours: none (on a GPU); foreach: the root of every second moment; loop: two tensors of a parameter's size, and the
+    last one's root."""
     sizes = [numel * element_bytes for numel, element_bytes in updated]
     one_by_one = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
-    return {"fused": 0, "foreach": sum(sizes), "loop": one_by_one}[adamw]
+    return {"fused": 0, "trainstep": 0, "foreach": sum(sizes), "loop": one_by_one}[adamw]

@@ -20,8 +20,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _rates(rows: Sequence[Row]) -> list[str]:
-    timed = any("step" in row.record.samples and "tokens" in row.record.facts for row in rows)
-    return ["Times are means, rates (tokens/s, TFLOP/s, MFU) are over the median step."] if timed else []
+    timed = [row for row in rows if "step" in row.record.samples and "tokens" in row.record.facts]
+    if not timed:
+        return []
+    means = any(row.record.workload != "parallel" for row in timed)
+    return [f"{'Times are means, rates' if means else 'Rates'} (tokens/s, TFLOP/s, MFU) are over the median step."]
 
 
 def mixed_machines(rows: Sequence[Row]) -> list[str]:

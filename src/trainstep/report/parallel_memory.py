@@ -9,8 +9,9 @@ from trainstep.report.tables import ABSENT, ByteUnit, Column, Entry, Table, byte
 CATEGORIES = ("parameters", "gradients", "optimizer state", "communication", "activations")
 _ALLOCATOR = ("unnamed", "allocated")
 _POINTS = (
-    "Of rank 0. A number alone is the formula's too; else the formula's stands in brackets. Communication: buffers, and parameters "
-    "gathered from other ranks. Activations: what forward saved for backward; the formula takes it as measured."
+    "Of rank 0. A number alone is the formula's too, else the formula's stands in brackets; torch's ways have none, and buffers of "
+    "their own that are not seen here. Communication: buffers, and parameters gathered from other ranks. "
+    "Activations: what forward saved for backward; the formula takes it as measured."
 )
 _UNNAMED = "Unnamed: allocated, in none of these: batches, the loss, libraries' workspaces, temporaries, buffers of torch's ways."
 _DRIVER = (

@@ -168,9 +168,9 @@ def sharding_sentences(ways: Sequence[Way]) -> list[str]:
         said.append(
             f"{place}: how the two sharded optimizers differ, for P bytes of parameters on N = {ranks} ranks. sharded gives whole "
             "tensors to owners: gradients are all-reduced, 2 P (N - 1) / N on the wire, then owners broadcast what they updated, "
-            f"P more: {_sent(whole)} a rank and step. sharded_flat is ZeRO-1 with ZeRO-2's gradients: a reduce-scatter and an "
-            f"all-gather, P (N - 1) / N each, as much as one all-reduce: {_sent(flat)}. After backward a rank of sharded holds "
-            f"{_held(whole, 'gradients')} of gradients, whole, one of sharded_flat {_held(flat, 'gradients')}, its 1/N; of "
+            f"P more in all: {_sent(whole)} of tensors a step. sharded_flat is ZeRO-1 with ZeRO-2's gradients: a reduce-scatter "
+            f"and an all-gather, P (N - 1) / N each, as much as one all-reduce: {_sent(flat)}. After backward a rank of sharded "
+            f"holds {_held(whole, 'gradients')} of gradients, whole, one of sharded_flat {_held(flat, 'gradients')}, its 1/N; of "
             f"optimizer state {_held(whole, 'optimizer state')} and {_held(flat, 'optimizer state')}. Both update about 1/N of the "
             f"elements; a step in a row of steps takes {_ms(whole)} in sharded and {_ms(flat)} in sharded_flat, whose all-gather "
             "runs behind the next forward."

@@ -41,10 +41,12 @@ _FACTS = (
 )
 _STEPS = (
     "Median ± standard deviation, of the slowest rank. Window: steps in a row, timed as one, so that what a way leaves for the "
-    f"next step counts. Ratio: to sync {YARDSTICK} of the same run, in which ranks do not talk, with its 99 % interval."
+    f"next step counts. Ratio: to sync {YARDSTICK} of the same run, in which ranks do not talk, from pairs of turns "
+    "(so it need not be the medians' quotient), with its 99 % interval."
 )
 _COMMUNICATION = (
-    "Of a step. Sent: tensors' bytes; on the wire: what a rank sends by a ring. In brackets: the formula's, where it differs. "
+    "Of one profiled step, beside steps that were not. Sent: tensors' bytes; on the wire: what a rank sends at most by a "
+    "ring. In brackets: the formula's, where it differs. "
     "From rank 0's trace: under way, the time with at least one message; of that, waiting for the last rank to join; and exposed, "
     "nothing computing meanwhile. Longer than none: the medians' difference, what the whole step feels, slower kernels beside "
     "messages included."
