@@ -26,6 +26,7 @@ def attention(folder: Path, *arguments: object) -> tuple[int, str, str, list[Rec
     return code, out, err, Store(folder / told[0]).read()
 
 
+@pytest.mark.slow
 def test_implementations_side_by_side(tmp_path: Path):
     names = ["plain", "sdpa_cudnn", "trainstep"]
     code, out, err, records = attention(tmp_path, *QUICK, "--implementation", ",".join(names), "--direction", "forward")
@@ -41,6 +42,7 @@ def test_implementations_side_by_side(tmp_path: Path):
     assert path.name.startswith("attention-")
 
 
+@pytest.mark.slow
 def test_compared_as_json(tmp_path: Path):
     options = ["--implementation", "plain,trainstep", "--compare", "implementation", "--json", "--out", "a.jsonl"]
     code, out, err, records = attention(tmp_path, *QUICK, *options)

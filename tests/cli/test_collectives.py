@@ -41,6 +41,7 @@ def test_two_ranks_on_gloo(tmp_path: Path):
     assert "all_reduce by gloo, 2 ranks, fp32" in page
 
 
+@pytest.mark.slow
 def test_turns_and_json(tmp_path: Path):
     options = ["--compare", "dtype", "--dtype", "fp32,bf16", "--mib", "0.25", "--steps", 10, "--json"]
     code, out, err = finish(start("collectives", *options, folder=tmp_path), timeout_s=110)

@@ -26,6 +26,7 @@ def build(run, device):
 """
 
 
+@pytest.mark.slow
 def test_the_toy_and_ones_own(tmp_path: Path):
     (tmp_path / "own.py").write_text(NO_MATRICES)
     options = ["--model", "toy,own:build", "--precision", "fp32,fp16_autocast", "--context", 8, "--steps", 2]

@@ -18,6 +18,7 @@ from trainstep.records.store import Store
 SMALL = ["--model", "tiny", "--layers", 1, "--context", 16, "--steps", 4, "--warmups", 1, "--window-steps", 2]
 
 
+@pytest.mark.slow
 def test_two_ways_take_turns(tmp_path: Path):
     options = ["--sync", "bucketed,none", "--bucket-mib", "0.1,1", "--page", "p.html", "--json"]
     code, out, err = finish(start("parallel", *SMALL, *options, folder=tmp_path), timeout_s=115)

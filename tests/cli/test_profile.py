@@ -16,6 +16,7 @@ from trainstep.records.store import Store
 SWEEP = Path(__file__).parents[2] / "sweeps" / "profile.toml"
 
 
+@pytest.mark.slow
 def test_a_grid_on_a_cpu(tmp_path: Path):
     options = [
         "--context",

@@ -113,6 +113,7 @@ def test_an_export_without_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert (folder / "p.nsys-rep").exists(), "kept: Nsight Systems opens it all the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("installed", "words"), [(False, "nsys is not on PATH, so"), (True, "this is a CPU, so")])
 def test_without_nsys_or_a_gpu_torchs_profiler_is_used(
     folder: Path,

@@ -202,6 +202,7 @@ def test_tiles_that_cannot_run_are_cells():
     assert told[5] == "device: not for a CPU: algorithm.py, which runs there, has tiles of its own"
 
 
+@pytest.mark.slow
 def test_variants_take_turns():
     cells = expand({"workload": ["attention"], "implementation": ["plain", "trainstep"]}, {**SMALL, "device": "cpu"})
     [records] = run_groups([cells], Limits(), silent)

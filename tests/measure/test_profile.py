@@ -65,6 +65,7 @@ def test_attention_that_is_not_written_out():
     assert facts["attention_split"].startswith("Attention sdpa is not written out")
 
 
+@pytest.mark.slow
 def test_attention_flops_are_the_shapes():
     table = measured(accumulation=2).tables["attention"]
     index = list(zip(table["phase"], table["part"], strict=True)).index(("forward", "matmuls"))
