@@ -29,10 +29,10 @@ _ALIGNMENT_BYTES = 16
 
 @triton.jit
 def _update(
-    parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, first, elements, decay, step_size, root_correction2, eps, scale,
+    parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, first, elements, decay_rate, step_size, root_correction2, eps, scale,
     BETA1: tl.constexpr, BETA2: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, in fp32. `decay`: 1 - lr weight_decay. `step_size`: lr / (1 - beta1^step). `scale`: of the gradient."""
+    """One chunk, in fp32. `decay_rate`: lr weight_decay. `step_size`: lr / (1 - beta1^step). `scale`: of the gradient."""
     index = first + tl.arange(0, CHUNK)
     mask = index < elements if MASKED else None
     g = tl.load(gradient_ptr + index, mask=mask).to(tl.float32) / scale
@@ -42,7 +42,7 @@ def _update(
     m = m + (1 - BETA1) * (g - m)
     v = BETA2 * v + (1 - BETA2) * g * g
     denominator = tl.div_rn(tl.sqrt_rn(v), root_correction2) + eps
-    p = p * decay - step_size * tl.div_rn(m, denominator)
+    p = p - (decay_rate * p + step_size * tl.div_rn(m, denominator))  # rounded once; p (1 - decay_rate) loses digits
     tl.store(parameter_ptr + index, p.to(parameter_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_ptr + index, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq_ptr + index, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
@@ -83,17 +83,17 @@ def adamw_kernel(
         scale = tl.load(scale_ptr)
     correction1 = (1 - tl.exp2(step * LOG2_BETA1)).to(tl.float32)
     correction2 = (1 - tl.exp2(step * LOG2_BETA2)).to(tl.float32)
-    decay = 1 - lr * weight_decay
+    decay_rate = lr * weight_decay
     step_size = lr / correction1
     root_correction2 = tl.sqrt_rn(correction2)
     if first + CHUNK <= elements:
         _update(
-            parameter, gradient, exp_avg, exp_avg_sq, first, elements, decay, step_size, root_correction2, eps, scale,
+            parameter, gradient, exp_avg, exp_avg_sq, first, elements, decay_rate, step_size, root_correction2, eps, scale,
             BETA1, BETA2, CHUNK, False,
         )  # fmt: skip
     else:
         _update(
-            parameter, gradient, exp_avg, exp_avg_sq, first, elements, decay, step_size, root_correction2, eps, scale,
+            parameter, gradient, exp_avg, exp_avg_sq, first, elements, decay_rate, step_size, root_correction2, eps, scale,
             BETA1, BETA2, CHUNK, True,
         )  # fmt: skip
 
