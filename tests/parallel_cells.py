@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 
 from trainstep.config.parsing import build_config, to_plain
-from trainstep.measure import parallel
+from trainstep.measure import meeting, parallel
 from trainstep.measure.failures import CellFailed
 from trainstep.parallel.ranks import Ranks
 from trainstep.records.record import Failure
@@ -17,7 +17,7 @@ SMALL = {"d_model": 16, "d_ff": 32, "layers": 2, "heads": 2, "vocab_size": 256, 
 def measured(ranks: Ranks, values: dict[str, Any], turns: tuple[int, ...] = (2,), drift: bool = False) -> Any:
     """What this rank found, or the Failure it came to. `drift`: before it is checked, rank 1's first norm gets another value."""
     config = build_config("parallel", {**SMALL, "ranks": ranks.world_size, "warmups": 1, "window_steps": 2, **values})
-    with patch.object(parallel, "start_ranks", lambda *_, **__: ranks):
+    with patch.object(meeting, "start_ranks", lambda *_, **__: ranks):
         try:
             measurement = parallel.WORKLOAD.prepare(to_plain(config), lambda _stage: None)
             for steps in turns:

@@ -1,5 +1,6 @@
 """`trainstep memory` from the command line: a record and its tables, anyone's snapshot, and bad input in one sentence."""
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from cell_maker import finish, start
-from record_maker import a_record
+from record_maker import ENVIRONMENT, a_record
 from trainstep.cli.app import run
 from trainstep.records.record import Record
 from trainstep.records.store import Store
@@ -42,6 +43,69 @@ def test_records_a_step_and_keeps_its_snapshot(tmp_path: Path):
     assert "Memory over one step" in (tmp_path / "m.html").read_text()
     [kept] = (tmp_path / "kept").iterdir()
     assert run(["memory", "--from", str(kept)]) == 0
+
+
+def test_two_ranks_from_the_command_line(tmp_path: Path):
+    options = ("--ranks", "1,2", "--sync", "fsdp", "--page", "m.html", "--keep-snapshot", "kept", "--out", "m.jsonl")
+    code, out, err = finish(start("memory", *SMALL, *options, folder=tmp_path), timeout_s=100)
+    assert code == 0, err
+    assert "Peak of each rank" in out
+    assert "Held by each rank" in out
+    alone, both = Store(tmp_path / "m.jsonl").read()
+    assert [record.config["sync"] for record in (alone, both)] == ["none", "fsdp"]
+    assert "fullest_rank" not in alone.facts
+    assert set(both.tables["ledger"]["rank"]) == {0, 1}
+    assert both.fact("process_group") == "gloo"
+    assert both.fact("allocated_residual_share") <= 0.01
+    assert "Memory over one step of rank" in (tmp_path / "m.html").read_text()
+    kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert kept == [
+        "tiny-16-fp32-step-fsdp-rank0.pickle",
+        "tiny-16-fp32-step-fsdp-rank1.pickle",
+        "tiny-16-fp32-step.pickle",
+    ]
+
+
+def machine(gpus: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A machine with so many GPUs, on which nothing runs; the groups of cells that would."""
+    from trainstep.cli import cells, memory
+
+    here = dataclasses.replace(ENVIRONMENT, gpu_count=gpus)
+    monkeypatch.setattr(memory, "this_machine", lambda device: (here, "cpu" if device == "cpu" else "cuda"))
+    asked: list[Any] = []
+    monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: asked.extend(groups) or [])
+    monkeypatch.setattr(cells, "show", lambda *rest, **more: 0)
+    return asked
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    asked = machine(1, monkeypatch)
+    assert run(["memory", "--ranks", "2", "--sync", "fsdp"]) == 2
+    said = capsys.readouterr().err
+    assert "ranks: 2 ranks need a GPU each, and 1 is visible" in said
+    assert "trainstep memory --device cpu --ranks 2" in said
+    assert said.count("\n") == 1
+    assert not asked
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cells_of_several_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    asked = machine(4, monkeypatch)
+    assert run(["memory", "--ranks", "1,2", "--sync", "bucketed,fsdp", "--bucket-mib", "1,10"]) == 0
+    ways = [(cell.config["ranks"], cell.config["sync"], cell.config["bucket_mib"]) for [cell] in asked]
+    assert ways == [(1, "none", None), (2, "bucketed", 1.0), (2, "bucketed", 10.0), (2, "fsdp", None)]
+    asked.clear()
+    assert run(["memory", "--ranks", "4"]) == 0
+    assert [(cell.config["ranks"], cell.config["sync"]) for [cell] in asked] == [(4, "bucketed")]
+
+
+def test_help(capsys: pytest.CaptureFixture[str]):
+    assert run(["memory", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "trainstep memory --model xl --ranks 2 --sync bucketed,sharded_flat,fsdp" in out
+    assert "--bucket-mib" in out
 
 
 def test_an_interrupted_search_keeps_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -116,6 +180,13 @@ def test_a_full_ring_is_no_peak(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--recompute", "block", "--compile", "block", "--device", "cpu"], "recompute"),
         (["--fit", "layers"], "--fit"),
         (["--steps", "3"], "steps"),
+        (["--sync", "fsdp", "--device", "cpu"], "sync: has no effect on one rank; add --ranks 2 or more"),
+        (["--bucket-mib", "1", "--device", "cpu"], "bucket_mib: has no effect on one rank"),
+        (["--ranks", "2", "--sync", "fsdp", "--bucket-mib", "1", "--device", "cpu"], "bucket_mib: has no effect with"),
+        (["--ranks", "2", "--sync", "fdsp", "--device", "cpu"], "did you mean fsdp?"),
+        (["--ranks", "two", "--device", "cpu"], "ranks: must be a whole number"),
+        (["--ranks", "2", "--mode", "forward", "--device", "cpu"], "mode: of several ranks a whole step"),
+        (["--from", str(FIXTURE), "--ranks", "2"], "ranks would have no effect"),
     ],
 )
 def test_bad_input(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]):
@@ -125,10 +196,11 @@ def test_bad_input(arguments: list[str], word: str, capsys: pytest.CaptureFixtur
     assert err.count("\n") == 1
 
 
-def test_the_sweep_of_memory_is_whole():
+@pytest.mark.parametrize(("name", "count"), [("memory", 12), ("memory_ranks", 9)])
+def test_the_sweeps_of_memory_are_whole(name: str, count: int):
     from trainstep.config.grid import expand
     from trainstep.config.sweep import load_sweep
 
-    sweep = load_sweep(Path(__file__).parents[2] / "sweeps" / "memory.toml")
+    sweep = load_sweep(Path(__file__).parents[2] / "sweeps" / f"{name}.toml")
     cells = expand(sweep.grid, {"device": "cuda"})
-    assert (len(cells), {cell.workload for cell in cells}) == (12, {"memory"})
+    assert (len(cells), {cell.workload for cell in cells}) == (count, {"memory"})

@@ -73,7 +73,7 @@ def test_an_own_tile():
     assert facts["error_output"].value <= 2 * facts["error_same_dtype"].value
 
 
-@pytest.mark.parametrize("precision", ["ieee", "tf32", "tf32x3"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32", "tf32x3", "fp16x3"])
 def test_fp32_precisions(precision: str):
     facts = measured(fp32_precision=precision).facts
     assert facts["error_output"].value < (2e-3 if precision == "tf32" else 1e-5)

@@ -45,6 +45,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kernel", "arithmetic", "mask"),
     [
         ("forward", "fp16", "causal"),
+        pytest.param("key_gradients", "fp16x3", "causal", marks=pytest.mark.slow),
+        pytest.param("query_gradients", "fp16x3", "full", marks=pytest.mark.slow),
+        pytest.param("forward", "fp16x3", "causal", marks=pytest.mark.slow),
         pytest.param("key_gradients", "ieee", "full", marks=pytest.mark.slow),
         pytest.param("query_gradients", "fp16", "causal", marks=pytest.mark.slow),
     ],

@@ -112,6 +112,22 @@ def test_options_of_a_step_reach_it():
         }
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_fsdp_may_compute_in_bf16(accumulation: int):
+    """Messages and bytes of gathers are half as large, what is held between steps is not."""
+    values = {"sync": "fsdp", "compute_dtype": "bf16", "accumulation": accumulation}
+    whole = {
+        line["operation"]: line["bytes"] for line in rows_of(run_ranks(2, measured, {"sync": "fsdp"})[0], "traffic")
+    }
+    for found in run_ranks(2, measured, values):
+        check_counts(found, "fsdp")
+        check_memory(found, "fsdp")
+        if accumulation == 1:
+            sent = {line["operation"]: line["bytes"] for line in rows_of(found, "traffic")}
+            assert sent["all_gather"] == whole["all_gather"] // 2
+            assert sent["reduce_scatter"] == whole["reduce_scatter"]
+
+
 def test_gradients_may_stay_in_bf16_buckets():
     values = {"sync": "bucketed", "reduce_dtype": "bf16", "keeps_gradient_dtype": False, "adamw": "trainstep"}
     for found in run_ranks(2, measured, values):

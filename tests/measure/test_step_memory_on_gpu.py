@@ -10,12 +10,14 @@ from cell_maker import silent
 from trainstep.config.grid import expand
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.runner import Limits
+from trainstep.records.ranks import facts_of_rank, table_of_rank
 from trainstep.records.record import Record
 from trainstep.traces.memory_timeline import MemoryTimeline
 from trainstep.traces.snapshot import read_snapshot
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
+MOMENT = "after step"
 
 
 def measured(**fields: Any) -> Record:
@@ -51,3 +53,23 @@ def test_a_kept_snapshot_has_the_same_peak(tmp_path: Path):
     timeline = MemoryTimeline(read_snapshot(Path(record.fact("snapshot"))))
     assert timeline.requested_bytes.max() >= record.fact("peak_requested_bytes")
     assert timeline.held_before_bytes == 0
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("sync", ["none", "bucketed", "sharded", "sharded_flat", "fsdp", "torch_fsdp2"])
+def test_every_rank_is_accounted_for(sync: str):
+    """On two GPUs: to the byte against the allocator, categories against the formula, NCCL with a line of its own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs here")
+    record = measured(ranks=2, sync=sync)
+    assert record.fact("process_group") == "nccl"
+    for rank in (0, 1):
+        facts = facts_of_rank(record, rank)
+        assert facts["allocated_residual_share"] <= 0.01
+        assert facts["timeline_peak_bytes"] == pytest.approx(facts["peak_requested_bytes"], rel=0.01)
+        assert facts["nccl_bytes"] > 0
+        ledger, expected = (table_of_rank(record, name, rank) for name in ("ledger", "expected"))
+        assert "NCCL" in ledger["line"]
+        for line in ("parameters", "gradients", "optimizer state", "communication") if expected else ():
+            seen, formula = (table[MOMENT][list(table["line"]).index(line)] for table in (ledger, expected))
+            assert seen == pytest.approx(formula, rel=0.01, abs=4096)

@@ -45,3 +45,9 @@ def test_each_tensor_in_one_bucket_in_reverse(numels: list[int], limit: int, fir
     plan = plan_buckets(of(*numels), bucket_bytes=limit, first_bucket_bytes=first, last_bucket_bytes=last)
     assert [index for bucket in plan for index in bucket] == list(range(len(numels) - 1, -1, -1))
     assert all(plan)
+
+
+def test_the_usual_size_makes_sixteen_messages_or_fewer_of_25_mib():
+    few, many = [torch.empty(2**20, device="meta")] * 40, [torch.empty(2**20, device="meta")] * 160
+    assert [len(bucket) for bucket in plan_buckets(few, bucket_bytes=None)] == [6, 6, 6, 6, 6, 6, 4]
+    assert [len(bucket) for bucket in plan_buckets(many, bucket_bytes=None)] == [10] * 16

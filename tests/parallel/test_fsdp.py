@@ -297,6 +297,60 @@ def test_detached_it_is_the_module_again():
     assert all(same for found in run_ranks(2, detached) for same in found)
 
 
+class Tied(Stack):
+    """Uses a block's weight outside of the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(super().forward(x).expand(2 * WIDTH), self.blocks[0].down.weight).sum()
+
+
+def used_elsewhere(ranks: Ranks) -> tuple[str, list[str]]:
+    """What is said of a piece used outside its block, and of an error that is none of FSDP's."""
+    torch.manual_seed(0)
+    model = Tied()
+    FSDP(model, ranks, ahead=0)
+    with pytest.raises(RuntimeError) as caught:
+        model(data())
+    [said] = caught.value.__notes__
+    broken = stack()
+    FSDP(broken, ranks)
+    with pytest.raises(RuntimeError) as other:
+        broken(Closed())
+    return said, getattr(other.value, "__notes__", [])
+
+
+class Closed(Tensor):
+    """Data that cannot be read."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> Tensor:
+        raise RuntimeError("the reader is closed")
+
+
+def test_a_parameter_used_outside_its_block_is_named():
+    for said, nothing in run_ranks(2, used_elsewhere):
+        assert "one-dimensional. If this was " in said
+        assert "blocks.0.down.weight (" in said
+        assert nothing == []
+
+
+def cast_afterwards(ranks: Ranks) -> list[str]:
+    found = []
+    for change in (nn.Module.bfloat16, nn.Module.double, lambda model: model._apply(torch.clone)):
+        model = stack()
+        FSDP(model, ranks)
+        change(model)
+        with pytest.raises(ValueError, match="compute_dtype") as caught:
+            model(data())
+        found.append(str(caught.value))
+    return found
+
+
+def test_casting_after_wrapping_is_refused_by_name():
+    for found in run_ranks(2, cast_afterwards):
+        assert all(said.startswith("stem.weight: is no longer the piece") for said in found)
+
+
 def test_ahead_is_at_most_two():
     with pytest.raises(ValueError, match="ahead: must be 0, 1 or 2, not 3"):
         FSDP(stack(), alone(), ahead=3)

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from parallel_training import Case, batches, built, loss_of
 from ranks import run_ranks
+from trainstep.costs.exchange import flat_units_of
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.ranks import Ranks, alone
+from trainstep.parallel.units import parameter_sizes
 
 CASE = Case()
 
@@ -263,3 +265,36 @@ def detached_after_an_update(ranks: Ranks) -> list[Tensor]:
 def test_detached_it_has_what_was_on_its_way():
     first, second = run_ranks(2, detached_after_an_update)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def many_blocks(ranks: Ranks) -> tuple[dict[str, int], list[str], list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))
+    whole = deepcopy(model)
+    expected = [unit.name for unit in flat_units_of(parameter_sizes(model), ranks.world_size)]
+    optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, lr=1e-2)
+    optimizer.gradient_sync.traffic.clear()
+    unsharded = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for step in range(3):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        model(inputs).square().mean().backward()
+        optimizer.gradient_sync.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole(inputs).square().mean().backward()
+        unsharded.step()
+        unsharded.zero_grad()
+    optimizer.gradient_sync.wait_for_parameters()
+    messages = dict(optimizer.gradient_sync.traffic.messages)
+    return messages, expected, list(model.state_dict().values()), list(whole.state_dict().values())
+
+
+def test_small_blocks_travel_with_their_neighbours():
+    """40 alike: two are a twentieth of all, three more than a sixteenth."""
+    for messages, expected, sharded, whole in run_ranks(2, many_blocks):
+        assert expected[0] == "0 to 1"
+        assert expected[-1] == "38 to 39"
+        assert len(expected) == 20
+        assert messages["reduce_scatter"] == messages["all_gather"] == 3 * 20
+        for one, other in zip(sharded, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

@@ -114,6 +114,82 @@ def test_own_tables_only_while_cells_are_few():
     assert len(memory_tables(rows(*many[:2]))) == 3 + 2 * 3
 
 
+def two_ranks(**config: Any) -> Record:
+    """Rank 1 holds a GiB more of activations than rank 0, and communicates."""
+    each = [
+        {"rank_facts": [("peak_allocated_bytes", peak * GIB), ("expected_peak_bytes", 6 * GIB), ("nccl_bytes", GIB)]}
+        for peak in (6, 7)
+    ]
+    fuller = [size if size is None else size + GIB for size in LEDGER["after forward"]]
+    ledgers = [LEDGER, {**LEDGER, "after forward": fuller, "peak": fuller}]
+    expected = {"line": ["parameters"], "init": [2 * GIB], "after forward": [GIB]}
+    tables = {
+        name: {"rank": [rank for rank in (0, 1) for _ in next(iter(table.values()))]}
+        | {column: [*values, *values] for column, values in table.items()}
+        for name, table in {**TABLES, "expected": expected}.items()
+    }
+    tables["ledger"] |= {column: [size for one in ledgers for size in one[column]] for column in LEDGER}
+    rows_of_facts = [(rank, name, size, "bytes") for rank, one in enumerate(each) for name, size in one["rank_facts"]]
+    tables["rank_facts"] = {
+        name: [row[place] for row in rows_of_facts] for place, name in enumerate(("rank", "fact", "value", "unit"))
+    }
+    facts = {"fullest_rank": 1, "expected_peak_bytes": 6 * GIB, "expected_peak_point": "after_forward"}
+    return a_cell(facts, tables=tables, config={"ranks": 2, "sync": "fsdp", **config})
+
+
+def test_ranks_have_a_table_and_the_fullest_is_shown():
+    titled = {table.title: table for table in memory_tables(rows(two_ranks()))}
+    peaks = titled["Peak of each rank"]
+    assert [column.title for column in peaks.columns] == [
+        *("model", "context", "sync", "rank", "allocated", "by formula", "NCCL", "peaks in"),
+    ]
+    assert [[entry.text for entry in entries[2:7]] for entries in peaks.entries] == [
+        ["fsdp", "0", "6.00", "6.00", "1.00"],
+        ["fsdp", "1", "7.00", "6.00", "1.00"],
+    ]
+    held = titled["Held by each rank"]
+    texts = [[entry.text for entry in entries] for entries in held.entries]
+    assert [text[:2] for text in texts][:2] == [["0", "init"], ["0", "after forward"]]
+    assert texts[0][2] == "2.00"  # the formula's too
+    assert texts[1][2] == "2.00 (1.00)"
+    assert texts[6][2] == "3.00 (1.00)"
+    ledger = titled["Ledger of rank 1, the fullest of 2"]
+    assert [entries[0].text for entries in ledger.entries] == list(LINES)  # one rank's
+    assert "Ledger" not in titled
+
+
+def test_programs_read_every_rank():
+    cell, *each = json.loads(json_text(memory_tables(rows(two_ranks()))))
+    assert (cell["workload"], cell["fullest_rank"]) == ("memory", 1)
+    assert [one["workload"] for one in each] == ["memory_rank"] * 2
+    assert [one["peak_allocated_bytes"] for one in each] == [6 * GIB, 7 * GIB]
+    assert each[1]["parameters_after_forward_bytes"] == 3 * GIB
+    assert each[1]["parameters_after_forward_expected_bytes"] == GIB
+
+
+def test_the_page_of_several_ranks():
+    [_, section] = memory_sections(rows(two_ranks()))
+    assert section.paragraphs[0] == (
+        "2 ranks, kept together by fsdp: shown first is rank 1, which held most, 7.00 GiB at its peak; rank 0 held least, "
+        "6.00 GiB. By formula it is fullest after forward, with 6.00 GiB."
+    )
+    assert [chart.title for chart in section.charts] == [
+        "Memory over one step of rank 1, the fullest of 2",
+        "Memory over one step of rank 0",
+    ]
+    assert [table.title for table in section.tables][:2] == ["Ledger of rank 1, the fullest of 2", "Held by each rank"]
+    assert section.tables[-1].title == "Ledger of rank 0"
+    assert section.tables[-1].folded
+    assert "Peak of each rank" in page(rows(two_ranks(), a_cell()))
+
+
+def test_each_rank_has_its_part_of_a_cpus_limit():
+    given = {"driver_bytes": None, "peak_reserved_bytes": None, "memory_limit_bytes": 6 * GIB}
+    alone = a_cell({**given, "process_data_bytes": GIB})
+    both = a_cell({**given, "process_data_bytes": GIB}, config={"ranks": 2})
+    assert (headroom_bytes(alone), headroom_bytes(both)) == (5 * GIB, 2 * GIB)
+
+
 def test_out_of_memory_is_a_row():
     text = plain(memory_tables(rows(a_cell(), failed(context=512))))
     assert "OOM in backward: asked for 1.00 GiB" in text

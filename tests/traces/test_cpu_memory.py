@@ -54,3 +54,31 @@ def test_stacks_are_what_was_open_on_the_thread():
 def test_a_trace_without_memory_is_refused():
     with pytest.raises(ValueError, match="profile_memory=True"):
         cpu_memory({"traceEvents": [span("aten::mm", 1, 2)]})
+
+
+def test_frees_on_gloos_threads_are_found():
+    """Its copy is let go unseen: free once gradients are synchronised, or when the address is given out again."""
+    events = [
+        change(1, 64, 100, 100),
+        span("c10d::_reduce_scatter_base_", 2, 2),
+        change(3, 640, 50, 150),  # a copy whose free nobody tells
+        span("grad_sync", 5, 2, "user_annotation"),
+        change(8, 320, 7, 157),  # the allocator's count does not know either
+        span("c10d::_reduce_scatter_base_", 9, 1.5),
+        change(10, 640, 50, 207),  # another, at the same address
+        change(11, 640, 30, 237),  # given out again before gradients are synchronised
+        span("grad_sync", 12, 2, "user_annotation"),
+        change(15, 64, -100, 137),
+    ]
+    memory = cpu_memory({"traceEvents": events})
+    timeline = MemoryTimeline(snapshot_of(memory.document, where="here"))
+    told = [(one.address, one.requested_bytes, one.born == 0) for one in timeline.allocations]
+    assert told == [(64, 100, False), (640, 50, False), (320, 7, False), (640, 50, False), (640, 30, False)]
+    at = [timeline.requested_bytes[timeline.position_at(time)] for time in (3, 6.9, 7, 8, 10, 11, 15)]
+    assert at == [150, 150, 100, 107, 157, 137, 37]
+    assert [memory.allocated_bytes(time) for time in (3, 6.9, 7, 8, 10, 11, 15)] == at
+
+
+def test_what_is_held_without_a_message_stays_held():
+    events = [change(1, 64, 100, 100), span("grad_sync", 2, 2, "user_annotation"), change(5, 320, 1, 101)]
+    assert cpu_memory({"traceEvents": events}).allocated_bytes(9) == 101

@@ -8,7 +8,7 @@ import pytest
 from trainstep.config.model import ModelConfig
 from trainstep.traces.ledger import CATEGORIES, MARK, Known, Ledger, step_window
 from trainstep.traces.memory_timeline import Allocation, MemoryTimeline
-from trainstep.traces.snapshot import Snapshot, Span, read_snapshot
+from trainstep.traces.snapshot import Snapshot, Span, read_snapshot, snapshot_of
 
 TINY = ModelConfig(d_model=128, d_ff=512, layers=2, heads=4, vocab_size=256)
 BATCH, CONTEXT = 2, 64
@@ -119,3 +119,59 @@ def test_rounding_is_what_the_allocator_gave_on_top(ledger: Ledger):
 def test_a_history_without_marks_is_refused():
     with pytest.raises(ValueError, match="no marks of a step"):
         step_window(MemoryTimeline(read_snapshot(FIXTURE)))
+
+
+KINDS = ("gathered", "gradient", "clone", "fresh", "copied")
+
+
+@pytest.fixture
+def of_a_rank() -> Ledger:
+    """Five allocations of a rank's step, a kind each, all let go before it ends but the last."""
+    births = dict(zip(KINDS, (10.0, 20.0, 30.0, 40.0, 50.0), strict=True))
+    allocations = [
+        {"action": "alloc", "addr": 512 * number, "size": 512, "time_us": time, "frames": []}
+        for number, time in enumerate(births.values(), 1)
+    ]
+    frees = [
+        {"action": "free_completed", "addr": 512 * number, "size": 512, "time_us": 60.0, "frames": []}
+        for number in (1, 2, 3, 4)
+    ]
+    ranges = [
+        *(("forward", 5.0, 15.0), ("unshard blocks.0", 9.0, 11.0), ("backward", 16.0, 35.0), ("grad_sync", 36.0, 45.0)),
+        *((f"{MARK}gradient 0", 21.0, 21.0), ("reduce_scatter blocks.0", 29.0, 31.0), ("optimizer", 46.0, 65.0)),
+        *((f"{MARK}begin", 1.0, 1.0), (f"{MARK}forward", 15.0, 15.0), (f"{MARK}backward", 35.0, 35.0)),
+        *((f"{MARK}grad_sync", 45.0, 45.0), (f"{MARK}end", 70.0, 70.0)),
+    ]
+    annotations = [
+        {"stage": stage, "name": name, "device": 0, "time_us": time}
+        for name, *times in ranges
+        for stage, time in zip(("START", "END"), times, strict=True)
+    ]
+    block = {"size": 512, "requested_size": 512, "address": 512 * 5, "state": "active_allocated", "frames": []}
+    document = {
+        "segments": [{"address": 512 * 5, "total_size": 512, "segment_type": "host", "blocks": [block]}],
+        "device_traces": [[*allocations, *frees]],
+        "external_annotations": annotations,
+    }
+    timeline = MemoryTimeline(snapshot_of(document, where="here"))
+    known = Known(whole_gradients={"gradient 0": {1024}}, communication={"end": {2560}, "backward": {4096}})
+    return Ledger(timeline, step_window(timeline), known)
+
+
+def test_what_ranks_communicate_with_has_a_category(of_a_rank: Ledger):
+    category_of = {
+        KINDS[one.address // 512 - 1]: category
+        for one, category in zip(of_a_rank.timeline.allocations, of_a_rank.category_of, strict=True)
+    }
+    assert category_of == {
+        "gathered": "communication",  # under the span that gathers
+        "gradient": "gradients",  # whole, and gone when gradients are shards
+        "clone": "workspaces",  # made inside a message, by the library that sends
+        "fresh": "communication",  # born while gradients are synchronised
+        "copied": "communication",  # kept by the way at the end
+    }
+
+
+def test_backward_is_over_when_gradients_are_synchronised(of_a_rank: Ledger):
+    timeline = of_a_rank.timeline
+    assert of_a_rank.window.moments["after backward"] == timeline.position_at(45.0) != timeline.position_at(35.0)

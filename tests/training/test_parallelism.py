@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import torch
 
 from ranks import run_ranks
 from trainstep.config.model import ModelConfig
@@ -53,6 +54,23 @@ def test_gradients_may_be_averaged_in_bf16(sync: str):
     assert second != pytest.approx(losses_alone(), rel=1e-9)
 
 
+def test_fsdp_computes_in_bf16_and_keeps_fp32():
+    """The pieces, their gradients' average and the update stay fp32, as in torch's; one process in bf16 alone loses more."""
+    ours, theirs = (
+        run_ranks(2, losses, SyncConfig(sync=sync, compute_dtype="bf16"))[1] for sync in ("fsdp", "torch_fsdp2")
+    )
+    assert ours == pytest.approx(losses_alone(), rel=1e-2)
+    assert ours != pytest.approx(losses_alone(), rel=1e-9)
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    assert run_ranks(2, kept_dtypes) == [{torch.float32}] * 2
+
+
+def kept_dtypes(ranks: Ranks) -> set[torch.dtype]:
+    assembly = build_step(run_config(), parallel(ranks, SyncConfig(sync="fsdp", compute_dtype="bf16")))
+    assembly.step(assembly.micro_batches(0))
+    return {parameter.dtype for parameter in assembly.module.parameters()}
+
+
 def losses_of_bf16_gradients(ranks: Ranks) -> list[float]:
     config = SyncConfig(sync="bucketed", reduce_dtype="bf16", keeps_gradient_dtype=False)
     assembly = build_step(run_config(adamw="trainstep"), parallel(ranks, config))
@@ -73,6 +91,8 @@ def test_our_adamw_reads_bf16_buckets():
         ({"ahead": 3}, "ahead: must be 0, 1 or 2"),
         ({"keeps_gradient_dtype": False}, "keeps_gradient_dtype: only gradients that"),
         ({"sync": "torch_ddp", "reduce_dtype": "bf16"}, "reduce_dtype: torch_ddp averages"),
+        ({"sync": "bucketed", "compute_dtype": "bf16"}, "compute_dtype: only fsdp and torch_fsdp2"),
+        ({"sync": "fsdp", "compute_dtype": "fp16"}, "compute_dtype: 'fp16' is not known"),
     ],
 )
 def test_nonsense_is_refused_by_name(fields: dict[str, object], message: str):

@@ -4,12 +4,14 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from trainstep.cli.options import check_data, limits, this_machine, with_memory_fields
+from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.sync import USED_BY, SyncConfig
 from trainstep.records.store import Store
 
 _MIN_SHARE = 0.005
@@ -31,7 +33,9 @@ def memory(
 
     The ledger has every byte in a category (parameters, gradients, optimizer state, activations by layer, logits and loss,
     temporaries, workspaces...) and says what is left unexplained between tensors, allocator and driver. Each cell runs in a
-    process of its own. Without options: a tiny model on a CPU, small at context 256 on a GPU.
+    process of its own; with --ranks in one a rank (NCCL between GPUs, gloo on a CPU), kept together as --sync says: each rank
+    has its ledger, timeline and snapshot, beside what it should hold by formula, and the page shows the fullest rank.
+    Without options: a tiny model on a CPU, small at context 256 on a GPU; with several ranks: bucketed.
 
     Examples:
 
@@ -43,9 +47,14 @@ def memory(
 
         trainstep memory --model small --keep-snapshot runs/snapshots
 
+        trainstep memory --model xl --ranks 2 --sync bucketed,sharded_flat,fsdp --precision bf16_autocast --page report.html
+
+        trainstep memory --device cpu --ranks 2 --sync fsdp --reshard-after-forward true,false --keep-snapshot runs/snapshots
+
         trainstep memory --from snapshot.pickle.gz
 
-    A kept snapshot can be dragged to pytorch.org/memory_viz, or read here with --from; so can anyone's own.
+    A kept snapshot (one a rank: ...rank0.pickle) can be dragged to pytorch.org/memory_viz, or read here with --from; so can
+    anyone's own.
 
     Parameters
     ----------
@@ -60,7 +69,7 @@ def memory(
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
-        Memory a CPU cell may take; by default 90 % of the machine's.
+        Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
     json
         Print the table as JSON: plain numbers, units in the names.
     """
@@ -72,6 +81,8 @@ def memory(
     bounds = limits(timeout_s, memory_limit_gib)
     here, device = this_machine(fields.get("device"))
     grid = {"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid}
+    grid = _with_ways(grid)
+    check_gpus(grid.get("ranks", ()), device, here, verb="memory")
     cells = expand(grid, {"device": device})
 
     from trainstep.cli.cells import check_kept, check_page, run_cells, show
@@ -87,6 +98,19 @@ def memory(
     groups = groups_along(cells, None)
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
     return show(records, store, page, as_json=json)
+
+
+def _with_ways(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The grid with a way of going parallel where there are several ranks; ValueError for one, or an option, without effect."""
+    if all(ranks == 1 for ranks in grid.get("ranks", [1])):
+        if given := next(
+            (name for name in ("sync", *USED_BY) if grid.get(name, [None]) not in ([None], ["none"])), None
+        ):
+            raise ValueError(f"{given}: has no effect on one rank; add --ranks 2 or more")
+        return dict(grid)
+    ways = grid.get("sync", [SyncConfig.sync])
+    check_sync_options(grid, ways)
+    return {**grid, "sync": ways}
 
 
 def _check_snapshot_alone(fields: Mapping[str, str | None], options: Mapping[str, object]) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from trainstep.cli.options import check_data, limits, this_machine, with_parallel_fields
+from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import OURS, USED_BY
 from trainstep.records.record import Environment
@@ -72,8 +73,8 @@ def parallel(
     if fields.get("device") is None and "ranks" not in asked and here.gpu_count < 2:
         device = "cpu"
     grid = _with_defaults(asked, device, here)
-    _check_options(asked, grid)
-    _check_gpus(grid, device, here)
+    check_sync_options(asked, grid["sync"])
+    check_gpus(grid["ranks"], device, here, verb="parallel")
     cells = expand({"workload": ["parallel"], **grid}, {"device": device})
 
     from trainstep.cli.cells import check_kept, check_page, run_cells, show
@@ -95,20 +96,3 @@ def _with_defaults(asked: Mapping[str, list[Any]], device: str, here: Environmen
     options = {name: values for name, values in grid.items() if name in USED_BY}
     rest = {name: values for name, values in grid.items() if name not in (*USED_BY, "sync")}
     return {**rest, "sync": list(dict.fromkeys(ordered)), **options}
-
-
-def _check_options(asked: Mapping[str, list[Any]], grid: Mapping[str, list[Any]]) -> None:
-    """An option that none of the ways has would be passed over in silence."""
-    for name, ways in USED_BY.items():
-        if name in asked and not set(ways) & set(grid["sync"]):
-            raise ValueError(f"{name}: has no effect with sync {', '.join(grid['sync'])}; it is for {', '.join(ways)}")
-
-
-def _check_gpus(grid: Mapping[str, list[Any]], device: str, here: Environment) -> None:
-    """More ranks than GPUs are bad input, not cells that failed."""
-    most = max((ranks for ranks in grid["ranks"] if isinstance(ranks, int)), default=0)
-    if device == "cuda" and most > here.gpu_count:
-        raise ValueError(
-            f"ranks: {most} ranks need a GPU each, and {here.gpu_count} {'is' if here.gpu_count == 1 else 'are'} visible; "
-            f"take fewer, or the CPU with gloo: trainstep parallel --device cpu --ranks {most}"
-        )

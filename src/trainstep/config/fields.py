@@ -14,6 +14,13 @@ def described(help: str, default: Any = dataclasses.MISSING, choices: Iterable[s
     return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices)})
 
 
+def as_in(config: type, name: str, **changed: Any) -> Any:
+    """A field that means the same as another config's. `changed`: a `default` of its own."""
+    field = config.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    default = changed.get("default", None if field.default is dataclasses.MISSING else field.default)
+    return described(field.metadata["help"], default, field.metadata["choices"])
+
+
 def aliases_of(field: dataclasses.Field[Any]) -> dict[str, str]:
     """Another name -> its choice, of those that the field has."""
     choices = field.metadata.get("choices", ())

@@ -99,7 +99,7 @@ def groups_along(cells: Sequence[Cell], axis: str | None) -> list[list[Cell]]:
 
 def _cell(values: Mapping[str, Any], defaults: Mapping[str, Any], point: Mapping[str, Any]) -> Cell:
     workload = values.get("workload", "train_step")
-    idle = needless(values) if workload == "parallel" else frozenset()
+    idle = _idle(workload, values)
     fields = {name: value for name, value in values.items() if name != "workload" and name not in idle}
     if workload in CONFIGS:
         config = to_plain(build_config(workload, {**defaults, **fields}))
@@ -109,6 +109,14 @@ def _cell(values: Mapping[str, Any], defaults: Mapping[str, Any], point: Mapping
         raise ValueError(f"workload: {workload!r} is not known; known: {', '.join(CONFIGS)}, or package.module:object")
     point = {name: value for name, value in point.items() if name not in idle}
     return Cell(workload=workload, config=config, point=_as_recorded(point, config) or {"workload": workload})
+
+
+def _idle(workload: Any, values: Mapping[str, Any]) -> frozenset[str]:
+    """Options of going parallel that this cell does not have: the way's, or, where there is one rank, all."""
+    if workload not in ("parallel", "memory"):
+        return frozenset()
+    given = {name: CONFIGS[workload].__dataclass_fields__[name].default for name in ("ranks", "sync")} | dict(values)
+    return _OF_A_WAY if workload == "memory" and given["ranks"] == 1 else needless(given)
 
 
 def _as_recorded(point: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,13 @@
 """A training step on several ranks, one way of going parallel: a cell of the workload `parallel`."""
 
-from dataclasses import MISSING, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from trainstep.config.fields import check_choices, check_integer, described
+from trainstep.config.fields import as_in, check_choices, check_integer, described
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.run import RunConfig
 from trainstep.config.sync import IN_UNITS, PEERS, SyncConfig
 
 _MOST_RANKS = 1024
-
-
-def _as_in(config: type, name: str) -> Any:
-    """A field that means the same here."""
-    field = config.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    default = None if field.default is MISSING else field.default
-    return described(field.metadata["help"], default, field.metadata["choices"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,28 +16,29 @@ class ParallelConfig:
 
     model: ModelConfig | UserModel
     ranks: int = described("processes; with a GPU each where there are GPUs", 2)
-    sync: str = _as_in(SyncConfig, "sync")
-    bucket_mib: float = _as_in(SyncConfig, "bucket_mib")
-    first_bucket_mib: float | None = _as_in(SyncConfig, "first_bucket_mib")
-    last_bucket_mib: float | None = _as_in(SyncConfig, "last_bucket_mib")
-    reduce_dtype: str = _as_in(SyncConfig, "reduce_dtype")
-    keeps_gradient_dtype: bool = _as_in(SyncConfig, "keeps_gradient_dtype")
-    reshard_after_forward: bool = _as_in(SyncConfig, "reshard_after_forward")
-    ahead: int = _as_in(SyncConfig, "ahead")
+    sync: str = as_in(SyncConfig, "sync")
+    bucket_mib: float | None = as_in(SyncConfig, "bucket_mib")
+    first_bucket_mib: float | None = as_in(SyncConfig, "first_bucket_mib")
+    last_bucket_mib: float | None = as_in(SyncConfig, "last_bucket_mib")
+    reduce_dtype: str = as_in(SyncConfig, "reduce_dtype")
+    keeps_gradient_dtype: bool = as_in(SyncConfig, "keeps_gradient_dtype")
+    compute_dtype: str = as_in(SyncConfig, "compute_dtype")
+    reshard_after_forward: bool = as_in(SyncConfig, "reshard_after_forward")
+    ahead: int = as_in(SyncConfig, "ahead")
     batch_size: int = described("sequences in a rank's (micro-)batch", 2)
-    context: int = _as_in(RunConfig, "context")
-    precision: str = _as_in(RunConfig, "precision")
-    attention: str = _as_in(RunConfig, "attention")
-    compile: str = _as_in(RunConfig, "compile")
-    recompute: str = _as_in(RunConfig, "recompute")
-    adamw: str = _as_in(RunConfig, "adamw")
-    learning_rate: float = _as_in(RunConfig, "learning_rate")
-    clip_grad_norm: float | None = _as_in(RunConfig, "clip_grad_norm")
-    accumulation: int = _as_in(RunConfig, "accumulation")
-    data: str = _as_in(RunConfig, "data")
-    seed: int = _as_in(RunConfig, "seed")
-    device: str = _as_in(RunConfig, "device")
-    warmups: int = _as_in(RunConfig, "warmups")
+    context: int = as_in(RunConfig, "context")
+    precision: str = as_in(RunConfig, "precision")
+    attention: str = as_in(RunConfig, "attention")
+    compile: str = as_in(RunConfig, "compile")
+    recompute: str = as_in(RunConfig, "recompute")
+    adamw: str = as_in(RunConfig, "adamw")
+    learning_rate: float = as_in(RunConfig, "learning_rate")
+    clip_grad_norm: float | None = as_in(RunConfig, "clip_grad_norm")
+    accumulation: int = as_in(RunConfig, "accumulation")
+    data: str = as_in(RunConfig, "data")
+    seed: int = as_in(RunConfig, "seed")
+    device: str = as_in(RunConfig, "device")
+    warmups: int = as_in(RunConfig, "warmups")
     steps: int = described("timed steps, each synchronised", 10)
     window_steps: int = described("steps of a window, timed as one: what runs into the next step counts then", 10)
     check_agreement: bool = described("after the timed steps, compare by hash what all ranks hold alike", True)

@@ -20,6 +20,7 @@ USED_BY = {
     "last_bucket_mib": ("bucketed", "sharded"),
     "reduce_dtype": (*OURS[1:], "torch_fsdp2"),
     "keeps_gradient_dtype": ("flat", "bucketed", "sharded"),
+    "compute_dtype": ("fsdp", "torch_fsdp2"),
     "reshard_after_forward": ("fsdp", "torch_fsdp2"),
     "ahead": ("fsdp",),
 }
@@ -43,13 +44,21 @@ class SyncConfig:
         "bucketed",
         SYNCS,
     )
-    bucket_mib: float = described("MiB of gradients in a message, of bucketed ways", 25.0)
+    bucket_mib: float | None = described(
+        "MiB of gradients in a message, of bucketed ways; by default a sixteenth of them all, at least 25; torch's: 25",
+        None,
+    )
     first_bucket_mib: float | None = described("of the first message, if another", None)
     last_bucket_mib: float | None = described("of the last message, if another", None)
     reduce_dtype: str = described("gradients are averaged in: own, their own dtype, or bf16", "own", ("own", "bf16"))
     keeps_gradient_dtype: bool = described(
         "gradients averaged in bf16 are copied back to fp32; without, they stay in their buckets, which adamw trainstep takes",
         True,
+    )
+    compute_dtype: str = described(
+        "fsdp gathers parameters and computes in: own, their own dtype, or bf16; what is updated keeps its own",
+        "own",
+        ("own", "bf16"),
     )
     reshard_after_forward: bool = described("fsdp frees a block's parameters behind its forward", True)
     ahead: int = described("blocks that fsdp gathers before their turn, 0 to 2", 1)
@@ -58,7 +67,7 @@ class SyncConfig:
         check_choices(self)
         for name in ("bucket_mib", "first_bucket_mib", "last_bucket_mib"):
             size = getattr(self, name)
-            if size is None and name != "bucket_mib":
+            if size is None:
                 continue
             if not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < math.inf:
                 raise ValueError(f"{name}: must be a positive number of MiB, not {size!r}")
@@ -69,6 +78,11 @@ class SyncConfig:
         ):
             raise ValueError(
                 "keeps_gradient_dtype: only gradients that flat, bucketed and sharded average with reduce_dtype bf16 can stay so"
+            )
+        if self.compute_dtype != "own" and self.sync not in USED_BY["compute_dtype"]:
+            raise ValueError(
+                f"compute_dtype: only fsdp and torch_fsdp2 gather parameters in another dtype; with {self.sync} take precision "
+                "bf16_autocast"
             )
         if self.reduce_dtype != "own" and self.sync in ("torch_ddp", "torch_zero"):
             raise ValueError(f"reduce_dtype: {self.sync} averages gradients in their own dtype here; leave it at own")

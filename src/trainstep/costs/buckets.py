@@ -2,6 +2,16 @@
 
 from collections.abc import Hashable, Sequence
 
+LARGEST_SHARE = 1 / 16
+"""Of all parameters, in one message: neighbouring tensors and blocks travel together up to here. A message costs the host a fifth
+to half of a millisecond however large it is (docs/log.md), as much as a small block's kernels."""
+_SMALLEST_BUCKET_BYTES = 25 * 2**20
+
+
+def usual_bucket_bytes(total_bytes: int) -> float:
+    """A bucket's size where none is asked for: 16 messages, or fewer of 25 MiB."""
+    return max(_SMALLEST_BUCKET_BYTES, LARGEST_SHARE * total_bytes)
+
 
 def plan_buckets(
     sizes_bytes: Sequence[int],
@@ -30,6 +40,20 @@ def plan_buckets(
         order = order[len(buckets[-1]) :]
     buckets.append(last)
     return [part for bucket in buckets for part in _by_kind(bucket, kinds)]
+
+
+def neighbours(sizes_bytes: Sequence[int], kinds: Sequence[Hashable], most_bytes: float) -> list[list[int]]:
+    """Indices of neighbours of one kind that together stay within `most_bytes`, in order; a larger one is alone."""
+    groups: list[list[int]] = []
+    held = 0
+    for index, size in enumerate(sizes_bytes):
+        if groups and kinds[index] == kinds[groups[-1][-1]] and held + size <= most_bytes:
+            groups[-1].append(index)
+            held += size
+        else:
+            groups.append([index])
+            held = size
+    return groups
 
 
 def assign_owners(sizes_bytes: Sequence[int], owned_bytes: Sequence[int]) -> list[int]:

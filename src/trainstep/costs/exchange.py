@@ -6,7 +6,7 @@ All from the parameters' sizes: what is sent (gradient_sync.py) and what is held
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainstep.costs.buckets import assign_owners, plan_buckets
+from trainstep.costs.buckets import LARGEST_SHARE, assign_owners, neighbours, plan_buckets, usual_bucket_bytes
 from trainstep.costs.flat_layout import FlatLayout, lay_out
 
 WAYS = ("none", "naive", "flat", "overlapped", "bucketed", "sharded", "sharded_flat", "fsdp")
@@ -35,14 +35,17 @@ class ParameterSize:
 class Exchange:
     """One of WAYS and its options. Raises ValueError for a way whose messages are not known.
 
-    `reduce_element_bytes`: of what gradients are averaged in; None: their own. `micro_batches`: whose gradients are added before
-    they are averaged. `clips`, `scales_loss`: shards' norms, and whether one overflowed, are put together in a small message.
+    `bucket_bytes`: None: as costs/buckets.py chooses. `reduce_element_bytes`: of what gradients are averaged in; None: their own.
+    `compute_element_bytes`: of what fsdp gathers and computes with; None: the parameters' own. `micro_batches`: whose gradients are
+    added before they are averaged. `clips`, `scales_loss`: shards' norms, and whether one overflowed, are put together in a small
+    message.
     """
 
     way: str
     ranks: int
     reduce_element_bytes: int | None = None
-    bucket_bytes: float = 25 * 2**20
+    compute_element_bytes: int | None = None
+    bucket_bytes: float | None = None
     first_bucket_bytes: float | None = None
     last_bucket_bytes: float | None = None
     pack_below_bytes: float = 2**20
@@ -59,6 +62,10 @@ class Exchange:
     def gradient_bytes(self, parameter: ParameterSize) -> int:
         """Of an element of this parameter's gradient, as it is sent."""
         return self.reduce_element_bytes or parameter.element_bytes
+
+    def compute_bytes(self, parameter: ParameterSize) -> int:
+        """Of an element of this parameter, and of the gradient that autograd makes of it, where a block runs."""
+        return self.compute_element_bytes or parameter.element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +107,12 @@ def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[
     """The buckets of the trained parameters' gradients, in the order in which they are sent; one, or one a dtype, of way flat."""
     trained = [parameter for parameter in parameters if parameter.trained]
     element_bytes = [exchange.gradient_bytes(parameter) for parameter in trained]
+    sizes = [parameter.numel * size for parameter, size in zip(trained, element_bytes, strict=True)]
     flat = exchange.way == "flat"
     plan = plan_buckets(
-        [parameter.numel * size for parameter, size in zip(trained, element_bytes, strict=True)],
+        sizes,
         element_bytes,
-        bucket_bytes=float("inf") if flat else exchange.bucket_bytes,
+        bucket_bytes=float("inf") if flat else exchange.bucket_bytes or usual_bucket_bytes(sum(sizes)),
         first_bucket_bytes=None if flat else exchange.first_bucket_bytes,
         last_bucket_bytes=None if flat else exchange.last_bucket_bytes,
     )
@@ -125,6 +133,24 @@ def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
     return [
         Unit(name=name, parameters=tuple(mine), layout=_layout(mine, parts=ranks)) for (name, _, _), mine in ordered
     ]
+
+
+def flat_units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
+    """Units of way sharded_flat: what is trained, neighbouring blocks together up to LARGEST_SHARE of all."""
+    units = [unit for unit in units_of(parameters, ranks) if unit.trained]
+    sizes = [_sum_bytes(unit.parameters) for unit in units]
+    kinds = [(unit.name == ROOT, unit.element_bytes) for unit in units]
+    merged = []
+    for group in neighbours(sizes, kinds, LARGEST_SHARE * sum(sizes)):
+        members = tuple(one for index in group for one in units[index].parameters)
+        name = joined_name([units[index].name for index in group])
+        merged.append(Unit(name=name, parameters=members, layout=_layout(members, parts=ranks)))
+    return merged
+
+
+def joined_name(names: Sequence[str]) -> str:
+    """Of units that travel together."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def owners_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[list[ParameterSize]]:
@@ -156,6 +182,10 @@ def freed_between(unit: Unit, units: Sequence[Unit], exchange: Exchange) -> bool
     """Whether fsdp frees this unit behind its forward: not those around the blocks, nor the last block's, which backward
     needs first."""
     return exchange.reshard_after_forward and unit.name not in (ROOT, units[-1].name)
+
+
+def _sum_bytes(parameters: Sequence[ParameterSize]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _layout(parameters: Sequence[ParameterSize], *, parts: int = 1, extra: int = 0) -> FlatLayout:

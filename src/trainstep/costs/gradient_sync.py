@@ -20,6 +20,7 @@ from trainstep.costs.exchange import (
     ParameterSize,
     Unit,
     buckets_of,
+    flat_units_of,
     freed_between,
     owners_of,
     pack_bytes,
@@ -121,15 +122,17 @@ def _with_owners(exchange: Exchange, parameters: Sequence[ParameterSize]) -> lis
 
 
 def _in_flat_shards(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    units = [unit for unit in units_of(parameters, exchange.ranks) if unit.trained]
-    return [_reduced(exchange, unit) for unit in units] + [_gathered(unit) for unit in units]
+    units = flat_units_of(parameters, exchange.ranks)
+    return [_reduced(exchange, unit) for unit in units] + [_gathered(exchange, unit) for unit in units]
 
 
 def _fully_sharded(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
     units = units_of(parameters, exchange.ranks)
     passes = exchange.micro_batches if exchange.reshard_after_forward else 1
     return [_reduced(exchange, unit) for unit in units if unit.trained] + [
-        _gathered(unit) for unit in units for _ in range(passes * (2 if freed_between(unit, units, exchange) else 1))
+        _gathered(exchange, unit)
+        for unit in units
+        for _ in range(passes * (2 if freed_between(unit, units, exchange) else 1))
     ]
 
 
@@ -138,5 +141,6 @@ def _reduced(exchange: Exchange, unit: Unit) -> Message:
     return Message(operation="reduce_scatter", label=unit.name, payload_bytes=payload_bytes)
 
 
-def _gathered(unit: Unit) -> Message:
-    return Message(operation="all_gather", label=unit.name, payload_bytes=unit.nbytes)
+def _gathered(exchange: Exchange, unit: Unit) -> Message:
+    payload_bytes = unit.layout.numel * exchange.compute_bytes(unit.parameters[0])
+    return Message(operation="all_gather", label=unit.name, payload_bytes=payload_bytes)

@@ -28,7 +28,7 @@ from torch import Tensor
 from trainstep.config.attention import AttentionConfig
 from trainstep.measure.attention_checks import check_values
 from trainstep.measure.attention_inputs import Tensors, accounting_words, counted_facts, random_tensors
-from trainstep.measure.attention_looks import device_facts, held_bytes, peak_facts
+from trainstep.measure.attention_looks import device_facts, held_bytes, kernels_chosen, peak_facts
 from trainstep.measure.call_clock import time_alone_s
 from trainstep.measure.failures import CellFailed, failure_of, out_of_memory, out_of_memory_as
 from trainstep.measure.memory import MemoryWatch
@@ -115,8 +115,10 @@ class AttentionMeasurement:
             if self._device.type == "cuda":  # a CPU's allocator does not tell
                 self._try_afterwards("memory", lambda: peak_facts(self._run, self._before, self._base_bytes))
             self._try_afterwards("values", lambda: check_values(config, tensors, attend))
+            chosen = kernels_chosen(config, tensors)
             self._try_afterwards(
-                "device", lambda: device_facts(config, self._run, before=self._before, times=self._times)
+                "device",
+                lambda: device_facts(config, self._run, before=self._before, times=self._times, chosen=chosen),
             )
         self._facts["timing"] = Fact(value="host_clock" if self._device.type == "cpu" else "cuda_events")
         if self._throttle_reasons:

@@ -9,6 +9,7 @@ from torch import Tensor
 from trainstep.config.attention import AttentionConfig
 from trainstep.measure.attention_inputs import Tensors
 from trainstep.measure.device_time import DeviceEvent, device_events
+from trainstep.ops.flash_attention.choice import describe_choice
 from trainstep.records.record import Fact
 from trainstep.traces.intervals import union_s
 from trainstep.traces.launch_bound import is_launch_bound
@@ -57,14 +58,18 @@ def held_bytes(tensors: Tensors, attend: Attention) -> int:
 
 
 def device_facts(
-    config: AttentionConfig, run: Run, *, before: Before, times: Sequence[tuple[float, float]]
+    config: AttentionConfig, run: Run, *, before: Before, times: Sequence[tuple[float, float]], chosen: str = ""
 ) -> dict[str, Fact]:
-    """What ran, and whether the device waited for the host. `times`: (device, host) seconds of the timed passes."""
+    """What ran, and whether the device waited for the host. `times`: (device, host) seconds of the timed passes.
+
+    `chosen`: kernels_chosen's words, to stand behind the kernels' names.
+    """
     if config.device == "cpu":
         name = config.implementation
         return {"which_ran": Fact(value=_ON_A_CPU.get(name, f"torch's {name} backend"))}
     events = device_events(run, before)
-    facts = {"which_ran": Fact(value=main_kernels(events))} if events else {}
+    words = "; ".join(filter(None, (main_kernels(events), chosen)))
+    facts = {"which_ran": Fact(value=words)} if events else {}
     busy_s = union_s((event.start_ns, event.end_ns) for event in events)
     if busy_s and times:
         facts["device_busy_s"] = Fact(value=busy_s, unit="s")
@@ -72,6 +77,14 @@ def device_facts(
         launch_bound = is_launch_bound(busy_s=busy_s, enqueue_s=host_s, step_s=time_s)
         facts["launch_bound"] = Fact(value=launch_bound)
     return facts
+
+
+def kernels_chosen(config: AttentionConfig, tensors: Tensors) -> str:
+    """Which of its kernels trainstep's attention chose and why; nothing of others."""
+    if config.implementation != "trainstep":
+        return ""
+    by_head = {"BHSD": lambda x: x, "BSHD": lambda x: x.transpose(1, 2), "BSD": lambda x: x.unsqueeze(1)}[config.layout]
+    return describe_choice(*map(by_head, tensors.leaves), backward=config.direction != "forward")
 
 
 def main_kernels(events: Sequence[DeviceEvent]) -> str:

@@ -1,6 +1,6 @@
 """What a process takes of the device beside the allocator's memory, measured in a process of its own.
 
-    outside = outside_bytes(run)      # starts `python -m trainstep.measure.empty_process`, which answers on stdout
+    outside = outside_bytes(run, device)      # starts `python -m trainstep.measure.empty_process`, which answers on stdout
 
 First with a CUDA context and nothing else; then after a step of the same width with a single layer, which loads the kernels
 and libraries that the whole model's step will use. What the allocator reserved is taken off each time.
@@ -32,9 +32,10 @@ class OutsideBytes:
     step: int
 
 
-def outside_bytes(run: RunConfig) -> OutsideBytes | None:
-    """Ask a new process; None where the driver cannot be asked or the process fails."""
-    command = [sys.executable, "-m", "trainstep.measure.empty_process", json.dumps(to_plain(one_layer(run)))]
+def outside_bytes(run: RunConfig, device: torch.device) -> OutsideBytes | None:
+    """Ask a new process on this GPU; None where the driver cannot be asked or the process fails."""
+    asked = [json.dumps(to_plain(one_layer(run))), str(device.index or 0)]
+    command = [sys.executable, "-m", "trainstep.measure.empty_process", *asked]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         return OutsideBytes(**json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None
@@ -48,13 +49,14 @@ def one_layer(run: RunConfig) -> RunConfig:
     return dataclasses.replace(run, model=model, compile="none", data="random")
 
 
-def measure(run: RunConfig) -> OutsideBytes:
-    """In this process, which must not have used the device before."""
-    before = torch.cuda.device_memory_used()
+def measure(run: RunConfig, index: int) -> OutsideBytes:
+    """In this process, which must not have used the GPU of that number before."""
+    before = torch.cuda.device_memory_used(index)
+    torch.cuda.set_device(index)  # only now: it makes the context
 
     def outside() -> int:
         torch.cuda.synchronize()
-        return torch.cuda.device_memory_used() - before - torch.cuda.memory_reserved()
+        return torch.cuda.device_memory_used(index) - before - torch.cuda.memory_reserved()
 
     torch.zeros(1, device=run.device)
     context = outside()
@@ -65,4 +67,4 @@ def measure(run: RunConfig) -> OutsideBytes:
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(measure(from_plain(RunConfig, json.loads(sys.argv[1]))))))
+    print(json.dumps(dataclasses.asdict(measure(from_plain(RunConfig, json.loads(sys.argv[1])), int(sys.argv[2])))))

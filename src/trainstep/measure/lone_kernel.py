@@ -12,14 +12,30 @@ from torch import Tensor
 from trainstep.config.attention_tiles import AttentionTilesConfig
 from trainstep.ops import reference
 from trainstep.ops.flash_attention.launch import BoundKernel, Problem, tile_problem
-from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileConfig, TileProblem
+from trainstep.ops.flash_attention.tiles import (
+    MOST_PART_ROWS,
+    Arithmetic,
+    KernelPass,
+    TileConfig,
+    TileProblem,
+    choose_row,
+)
 from trainstep.training.precision import DTYPES
 
 try:
     from trainstep.ops.flash_attention.backward import bind_backward
     from trainstep.ops.flash_attention.forward import bind_forward, launch_forward
+    from trainstep.ops.flash_attention.split_backward import bind_split_backward
+    from trainstep.ops.flash_attention.split_forward import bind_split_forward, launch_split_forward
+    from trainstep.ops.flash_attention.split_parts import (
+        Peak,
+        split_gradient,
+        split_into_parts,
+        whole_tiles,
+        zero_peaks,
+    )
 except ImportError:  # no triton for this platform: no GPU it could drive either
-    bind_backward = bind_forward = launch_forward = None  # type: ignore[assignment]
+    bind_backward = bind_forward = launch_forward = launch_split_forward = None  # type: ignore[assignment]
 
 Shape = tuple[int, int, int, int]
 
@@ -66,7 +82,8 @@ def operands_of(config: AttentionTilesConfig) -> Operands:
     batch, heads, positions = config.sizes
     shape = (batch, heads, positions, config.head_dim)
     q, k, v, do = normal_tensors(config, shape, shape)
-    return Operands(q, k, v, do, *launch_forward(q, k, v, problem_of(config)))
+    launch = launch_split_forward if arithmetic_of(config) is Arithmetic.FP16X3 else launch_forward
+    return Operands(q, k, v, do, *launch(q, k, v, problem_of(config)))
 
 
 def reference_outputs(
@@ -89,19 +106,20 @@ class LoneKernel:
         self._pass = KernelPass(config.kernel)
         self._problem = problem_of(config)
         self._operands = operands
-        q, k, v, do, o, lse = operands
+        q, k, v, *_, lse = operands
         if self._pass is KernelPass.FORWARD:
             self.outputs: Mapping[str, Tensor] = {"o": torch.empty_like(q), "lse": torch.empty_like(lse)}
-            inputs: tuple[Tensor, ...] = (q, k, v)
         else:
             read = (q,) if self._pass is KernelPass.QUERY_GRADIENTS else (k, v)
             names = ("dq",) if self._pass is KernelPass.QUERY_GRADIENTS else ("dk", "dv")
             self.outputs = {name: torch.empty_like(like) for name, like in zip(names, read, strict=True)}
-            inputs = (q, k, v, do, lse, (o.float() * do.float()).sum(-1))
+        inputs = self._parts() if self._problem.arithmetic is Arithmetic.FP16X3 else self._whole()
         self._arguments = (*inputs, *self.outputs.values())
 
     def bind(self, tile: TileConfig) -> BoundKernel:
         """The kernel with this tile."""
+        if self._problem.arithmetic is Arithmetic.FP16X3:
+            return self._bind_parts(self._pass, tile)
         q, k, v, do, o, _ = self._operands
         if self._pass is KernelPass.FORWARD:
             return bind_forward(
@@ -112,6 +130,41 @@ class LoneKernel:
             v.stride(), q.dtype, q.device, self._problem, tile, tile,
         )  # fmt: skip
         return both[self._pass]
+
+    def _whole(self) -> tuple[Tensor, ...]:
+        """What the kernels read that take tensors as they are."""
+        q, k, v, do, o, lse = self._operands
+        if self._pass is KernelPass.FORWARD:
+            return q, k, v
+        return q, k, v, do, lse, (o.float() * do.float()).sum(-1)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        """What the kernels read that take parts split beforehand; padded for tiles of any size."""
+        q, k, v, do, o, lse = self._operands
+        key_heads, peaks = k.shape[1], zero_peaks(k)
+        q_parts, k_parts, v_parts = (
+            split_into_parts(x, peaks, peak, key_heads, whole_tiles(x.shape[2], MOST_PART_ROWS))
+            for x, peak in ((q, Peak.Q), (k, Peak.K), (v, Peak.V))
+        )
+        if self._pass is KernelPass.FORWARD:
+            return q_parts, k_parts, v_parts, peaks
+        do_parts, delta = split_gradient(do, o, peaks, key_heads, whole_tiles(do.shape[2], MOST_PART_ROWS))
+        inputs = (q_parts, k_parts, v_parts, do_parts, peaks, lse, delta)
+        if self._pass is KernelPass.KEY_GRADIENTS:  # scales by what the other pass leaves in `peaks`
+            where = tile_problem(KernelPass.QUERY_GRADIENTS, q.shape[-1], self._problem.arithmetic, q.device)
+            other = self._bind_parts(KernelPass.QUERY_GRADIENTS, choose_row(where).config)
+            other(*inputs, torch.empty_like(q))
+        return inputs
+
+    def _bind_parts(self, pass_: KernelPass, tile: TileConfig) -> BoundKernel:
+        q, k, v, _, o, _ = self._operands
+        padded_rows = (whole_tiles(q.shape[2], MOST_PART_ROWS), whole_tiles(k.shape[2], MOST_PART_ROWS))
+        if pass_ is KernelPass.FORWARD:
+            return bind_split_forward(q.shape, k.shape, padded_rows, o.stride(), q.device, self._problem, tile)
+        both = bind_split_backward(
+            q.shape, k.shape, padded_rows, q.stride(), k.stride(), v.stride(), q.device, self._problem, tile, tile
+        )
+        return both[pass_]
 
     def run(self, bound: BoundKernel) -> None:
         """Launch it; the outputs are there once the device is done."""

@@ -1,4 +1,4 @@
-"""Ranks of a cell meet: are there GPUs for all, which is whose, and who else is on them."""
+"""Ranks of a cell meet: are there GPUs for all, which is whose, who else is on them, and what meeting took of the device."""
 
 import os
 from collections.abc import Sequence
@@ -7,11 +7,14 @@ from pathlib import Path
 import torch
 
 from trainstep.measure.failures import CellFailed
+from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.nvml import GpuState
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.launch import find_launch
+from trainstep.parallel.process_group import start_ranks
 from trainstep.parallel.ranks import Ranks
 from trainstep.records.record import Fact, Failure
+from trainstep.training.build import Assembly
 
 
 def check_gpus(ranks: int, device: str) -> None:
@@ -31,6 +34,38 @@ def own_device(ranks: int, device: str) -> torch.device:
     if device == "cpu":
         return torch.device(device)
     return torch.device("cuda", 0 if ranks == 1 else find_launch(os.environ).local_rank)
+
+
+def meet(device: torch.device, memory: MemoryWatch) -> tuple[Ranks, dict[str, Fact]]:
+    """The group of all ranks, and facts: on a GPU `context_bytes` and `nccl_bytes`, what the driver had given for the context, and
+    gave while the ranks met; `gpu_other_processes`. The context must be there."""
+    before = memory.driver_bytes()
+    ranks = start_ranks("nccl" if device.type == "cuda" else "gloo", device=device)
+    _call_first_collectives(ranks)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    after = memory.driver_bytes()
+    facts = {}
+    if before is not None and after is not None:
+        facts = {"context_bytes": before, "nccl_bytes": after - before}
+    return ranks, {name: Fact(value=size, unit="bytes") for name, size in facts.items()} | others_on_gpu(ranks)
+
+
+def _call_first_collectives(ranks: Ranks) -> None:
+    """The first of each kind makes its connections, and on a GPU loads what runs it."""
+    collectives = Collectives(ranks)
+    whole = torch.zeros(ranks.world_size, device=ranks.device)
+    collectives.all_reduce(whole, reduction="average", label="first").wait()
+    collectives.reduce_scatter(whole[:1].clone(), whole, reduction="average", label="first").wait()
+    collectives.all_gather(whole, whole[:1].clone(), label="first").wait()
+    collectives.broadcast(whole, label="first").wait()
+
+
+def wait_for_parameters(assembly: Assembly) -> None:
+    """For gathers that a step leaves to the next one's forward. A profiler that ends while gloo's threads still send crashes."""
+    wait = getattr(assembly.step.gradient_sync, "wait_for_parameters", None)
+    if wait is not None:
+        wait()
 
 
 def others_on_gpu(ranks: Ranks) -> dict[str, Fact]:

@@ -8,7 +8,7 @@ import torch
 
 from trainstep.measure.empty_process import OutsideBytes
 from trainstep.records.record import Fact
-from trainstep.traces.ledger import CATEGORIES, MOMENTS, ROUNDING, Ledger
+from trainstep.traces.ledger import AFTER, CATEGORIES, MOMENTS, ROUNDING, Ledger
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -57,11 +57,13 @@ def ledger_tables(
     min_share: float,
     outside: OutsideBytes | None,
     parameters: int,
+    nccl_bytes: int | None = None,
 ) -> tuple[dict[str, Fact], dict[str, Columns]]:
-    """Facts and tables of a recorded step. `readings`: moment -> what allocator and driver said."""
+    """Facts and tables of a recorded step. `readings`: `init`, `after` a phase, `after step` -> what allocator and driver said.
+    `nccl_bytes`: what the driver gave while ranks met."""
     peak = ledger.window.moments["peak"]
     readings = {**readings, **_at_peak(ledger, readings)}
-    lines = _ledger(ledger, readings, outside)
+    lines = _ledger(ledger, _at_moments(ledger, readings), outside, nccl_bytes)
     facts = {
         "timeline_peak_bytes": Fact(value=int(ledger.timeline.requested_bytes[peak]), unit="bytes"),
         "timeline_peak_phase": Fact(value=ledger.window.phase_at(peak)),
@@ -90,8 +92,14 @@ def _at_peak(ledger: Ledger, readings: Mapping[str, Reading]) -> dict[str, Readi
     return {"peak": Reading(allocated_bytes=reading.peak_allocated_bytes, reserved_bytes=reading.peak_reserved_bytes)}
 
 
+def _at_moments(ledger: Ledger, readings: Mapping[str, Reading]) -> dict[str, Reading]:
+    """Moment -> reading: of the phases that end at a moment, the last one's."""
+    at_phases = {moment: readings[f"after {phase}"] for phase, moment in AFTER.items() if f"after {phase}" in readings}
+    return {**readings, **at_phases}
+
+
 def _ledger(
-    ledger: Ledger, readings: Mapping[str, Reading], outside: OutsideBytes | None
+    ledger: Ledger, readings: Mapping[str, Reading], outside: OutsideBytes | None, nccl_bytes: int | None
 ) -> dict[str, dict[str, int | None]]:
     """Line -> moment -> bytes."""
     lines: dict[str, dict[str, int | None]] = {category: {} for category in CATEGORIES}
@@ -107,7 +115,7 @@ def _ledger(
         rest = _rest(reading, sum(held.values()) + rounding) if reading else {}
         if reading and outside:
             kernels_bytes = outside.build if moment == "init" else outside.step
-            rest |= _driver(reading, outside.context, kernels_bytes)
+            rest |= _driver(reading, outside.context, kernels_bytes, nccl_bytes)
         for name, value in {ROUNDING: rounding, **rest}.items():
             lines.setdefault(name, {})[moment] = value
     return {name: line for name, line in lines.items() if any(value is not None for value in line.values())}
@@ -127,13 +135,15 @@ def _rest(reading: Reading, accounted_bytes: int) -> dict[str, int | None]:
     return lines
 
 
-def _driver(reading: Reading, context_bytes: int, kernels_bytes: int) -> dict[str, int | None]:
+def _driver(reading: Reading, context_bytes: int, kernels_bytes: int, nccl_bytes: int | None) -> dict[str, int | None]:
     """From what the allocator reserved to what the driver sees of the process."""
     if reading.driver_bytes is None or reading.reserved_bytes is None:
         return {}
-    explained = reading.reserved_bytes + context_bytes + kernels_bytes
-    lines = {"context": context_bytes, "loaded kernels": kernels_bytes, "driver": reading.driver_bytes}
-    return {**lines, "driver, unexplained": reading.driver_bytes - explained}
+    lines: dict[str, int | None] = {"context": context_bytes, "loaded kernels": kernels_bytes}
+    if nccl_bytes is not None:
+        lines["NCCL"] = nccl_bytes
+    explained = reading.reserved_bytes + sum(size or 0 for size in lines.values())
+    return {**lines, "driver": reading.driver_bytes, "driver, unexplained": reading.driver_bytes - explained}
 
 
 def _residual_facts(lines: Mapping[str, Mapping[str, int | None]]) -> dict[str, Fact]:

@@ -27,7 +27,7 @@ from trainstep.costs.exchange import ParameterSize
 from trainstep.costs.gradient_sync import Message, totals, wire_bytes
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.kept_files import kept_folder
-from trainstep.measure.meeting import check_gpus, others_on_gpu, own_device
+from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_parameters
 from trainstep.measure.parallel_memory import StepMemory
 from trainstep.measure.parallel_trace import communication_of
 from trainstep.measure.step_trace import keep_trace, record_steps
@@ -35,14 +35,13 @@ from trainstep.measure.train_step import TrainStepMeasurement
 from trainstep.measure.workload import Findings, Stage
 from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
 from trainstep.parallel.collectives import Collectives, Traffic
-from trainstep.parallel.process_group import start_ranks
 from trainstep.parallel.ranks import alone
 from trainstep.parallel.units import parameter_sizes
 from trainstep.plan.communication import expected_messages
 from trainstep.records.record import Fact, Failure, Samples
 from trainstep.training.build import Assembly, build_step
 from trainstep.training.parallelism import parallel
-from trainstep.training.wrapping import OptimizerClass, Parallel, Wrapped
+from trainstep.training.wrapping import looked_at
 
 _SHARDED = ("fsdp", "torch_fsdp2")
 """Ways that cut parameters over all ranks: only buffers are alike on all."""
@@ -126,31 +125,19 @@ class ParallelMeasurement:
         if self._config.ranks == 1:
             return
         self._stage("meet")
-        before = self._timed.memory.driver_bytes()
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self._ranks = start_ranks(backend, device=device)
+        self._ranks, met = meet(device, self._timed.memory)
         self._collectives = Collectives(self._ranks)
-        self._collectives.all_reduce(torch.zeros(1, device=device), label="first").wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        after = self._timed.memory.driver_bytes()
-        if before is not None and after is not None:
-            self._facts["context_bytes"] = Fact(value=before, unit="bytes")
-            self._facts["nccl_bytes"] = Fact(value=after - before, unit="bytes")
-        self._facts |= others_on_gpu(self._ranks)
+        self._facts |= met
         self._stage("build")
 
     def _build(self) -> Assembly:
         """The step, its parameters' sizes noted before a way takes them apart."""
-        way = parallel(self._ranks, self._config.sync_config())
 
-        def noting_sizes(
-            module: torch.nn.Module, optimizer_cls: OptimizerClass | None, options: Mapping[str, Any]
-        ) -> Wrapped:
+        def note_sizes(module: torch.nn.Module) -> None:
             self._sizes = list(parameter_sizes(module))
-            return way.wrap(module, optimizer_cls, options)
 
-        return build_step(self._config.run(), Parallel(ranks=self._ranks, wrap=noting_sizes))
+        way = parallel(self._ranks, self._config.sync_config())
+        return build_step(self._config.run(), looked_at(way, note_sizes))
 
     def _check_agreement(self, assembly: Assembly) -> None:
         """CellFailed, naming parameter and ranks, where replicas have drifted apart; the yardstick's differ by design."""
@@ -215,11 +202,8 @@ class ParallelMeasurement:
         )
 
     def _wait_for_parameters(self) -> None:
-        """For gathers that a step leaves to the next one's forward."""
         assembly, _ = self._timed.prepared()
-        wait = getattr(assembly.step.gradient_sync, "wait_for_parameters", None)
-        if wait is not None:
-            wait()
+        wait_for_parameters(assembly)
 
     def _trace_name(self) -> str:
         config = self._config

@@ -14,19 +14,18 @@ and `reserved` are the allocator's own figures, `driver` is what the driver sees
 """
 
 import json
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.phases import Phase
 from trainstep.costs.exchange import ParameterSize
+from trainstep.measure.held_storages import Storages, held_storages, storages_of
 from trainstep.measure.memory import MemoryWatch
 from trainstep.parallel.collectives import Collectives
 from trainstep.plan.peak_memory import expected_memory
@@ -42,10 +41,6 @@ _AFTER = {
 """Of several micro-batches, and of backward and grad_sync, the last one's figures stay."""
 _EXPECTED = ("after init", "after forward", "after backward", "after step")
 _COLUMNS = ("rank", "point", "line", "bytes", "expected_bytes")
-_OURS = "trainstep.parallel."
-
-Storages = Mapping[int, int]
-"""Address -> bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +80,7 @@ class StepMemory:
         self._assembly = assembly
         self._watch = watch
         self._sizes = sizes
-        self._parameters = self._storages(assembly.module.parameters())
+        self._parameters = storages_of(assembly.module.parameters(), assembly.device)
         self._saved: list[Tensor] = []
         self._points = {"after init": self._held()}
 
@@ -137,20 +132,9 @@ class StepMemory:
 
     def _held(self) -> "_Point":
         """Who holds what, now."""
-        step, module = self._assembly.step, self._assembly.module
-        optimizer = step.optimizer
-        owned = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
-        inner = getattr(optimizer, "optim", optimizer)  # torch's ZeRO wraps the one that has the state
-        states = inner.state.values() if inner is not None else ()
-        kept = kept_tensors([step.gradient_sync, optimizer])
         storages = {
-            "parameters": self._parameters,
-            "gradients": self._storages(one.grad for one in (*module.parameters(), *owned) if one.grad is not None),
-            "optimizer state": self._storages(
-                value for state in states for value in state.values() if isinstance(value, Tensor)
-            ),
-            "communication": self._storages((*module.parameters(), *kept)),
-            "activations": self._storages(self._saved),
+            **held_storages(self._assembly, self._parameters),
+            "activations": storages_of(self._saved, self._assembly.device),
         }
         if self._assembly.device.type != "cuda":
             return _Point(storages=storages)
@@ -160,29 +144,3 @@ class StepMemory:
             reserved=torch.cuda.memory_reserved(),
             driver=self._watch.driver_bytes(),
         )
-
-    def _storages(self, tensors: Iterable[Tensor]) -> Storages:
-        """Of those on the step's device."""
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        storages = [one.untyped_storage() for one in local if one.device.type == self._assembly.device.type]
-        return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-def kept_tensors(roots: Iterable[object]) -> list[Tensor]:
-    """Tensors that objects of parallel/ hold: in their attributes, and in lists, dicts and objects of parallel/ among these."""
-    found: list[Tensor] = []
-    waiting, seen = list(roots), set[int]()
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, nn.Module) or id(one) in seen:
-            continue
-        elif isinstance(one, Mapping):
-            waiting += one.values()
-        elif isinstance(one, list | tuple | set | frozenset | deque):
-            waiting += one
-        elif type(one).__module__.startswith(_OURS):
-            waiting += vars(one).values() if hasattr(one, "__dict__") else ()
-        seen.add(id(one))
-    return found

@@ -10,12 +10,16 @@ facts   parameters; peak_allocated_bytes, peak_requested_bytes, peak_reserved_by
 tables  ledger (a line a category, a column a moment), peaks (by phase), layers (activations after forward),
         timeline (bytes by category over time), allocations (the largest at the peak, with their stacks)
 
+Of several ranks each looks at its own step, and the record has all of them (memory_ranks.py). "After backward" is then when
+gradients are synchronised too.
+
 [Note: the residuals] allocated minus the categories minus rounding, and driver minus reserved minus context and kernels:
 computed from the allocator's and the driver's own figures at the same moments, never set to what is left.
 """
 
 import pickle
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +30,33 @@ from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain
 from trainstep.config.phases import Phase
+from trainstep.costs.exchange import ParameterSize
 from trainstep.measure.empty_process import OutsideBytes, outside_bytes
 from trainstep.measure.failures import CellFailed, out_of_memory, out_of_memory_as
+from trainstep.measure.gradient_notes import GradientNotes
+from trainstep.measure.held_storages import Storages, held_storages, state_tensors, storages_of
 from trainstep.measure.kept_files import kept_folder
+from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_parameters
 from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.memory_history import history_of, mark
+from trainstep.measure.memory_ranks import expected_tables, together
 from trainstep.measure.memory_tables import Reading, ledger_tables
 from trainstep.measure.workload import Findings, Stage
+from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.ranks import alone
+from trainstep.parallel.units import parameter_sizes
 from trainstep.records.record import Fact
 from trainstep.traces.ledger import Known, Ledger, step_window
 from trainstep.traces.memory_timeline import MemoryTimeline
 from trainstep.traces.snapshot import snapshot_of
 from trainstep.training.batches import Batch
-from trainstep.training.build import Assembly, build_step, parameter_count
+from trainstep.training.build import Assembly, build_step
+from trainstep.training.parallelism import parallel
 from trainstep.training.precision import precision_named
 from trainstep.training.step import Mark
+from trainstep.training.wrapping import looked_at
 
+_LET_GO_S = 0.01
 _PICKLE_PROTOCOL = 4
 """memory_viz shows a blank page for 5."""
 
@@ -61,12 +76,14 @@ WORKLOAD = StepMemoryWorkload()
 
 
 class StepMemoryMeasurement:
-    """One run whose memory is recorded. Memory running out raises CellFailed with what held it."""
+    """One run, or one rank's side of it, whose memory is recorded. Memory running out raises CellFailed with what held it."""
 
     def __init__(self, config: MemoryConfig, stage: Stage) -> None:
         self._config = config
         self._run = config.run()
-        self._device = torch.device(config.device)
+        check_gpus(config.ranks, config.device)
+        self._device = own_device(config.ranks, config.device)
+        self._ranks = alone(self._device)
         self._tell_stage = stage
         self._stage = "build"
         self._watch = MemoryWatch(self._device)
@@ -74,9 +91,14 @@ class StepMemoryMeasurement:
         self._assembly: Assembly | None = None
         self._readings: dict[str, Reading] = {}
         self._data_bytes: dict[str, int] = {}
+        self._sizes: list[ParameterSize] = []
+        self._cast_bytes: tuple[int, ...] = ()
+        self._whole_gradients = GradientNotes()
         self._gradients: frozenset[int] = frozenset()
+        self._communication: dict[str, frozenset[int]] = {}
         self._inputs: frozenset[int] = frozenset()
         self._outside: OutsideBytes | None = None
+        self._met: dict[str, Fact] = {}
 
     def prepare(self) -> None:
         """Build, and take the steps before the recorded one."""
@@ -85,11 +107,16 @@ class StepMemoryMeasurement:
         with out_of_memory_as(self.out_of_memory):
             self._tell("build")
             if self._device.type == "cuda":
-                self._outside = outside_bytes(self._run)
+                self._outside = outside_bytes(self._run, self._device)
                 self._watch.before_context()
+                torch.cuda.set_device(self._device)
                 torch.zeros(1, device=self._device)
+            if self._config.ranks > 1:
+                self._tell("meet")
+                self._ranks, self._met = meet(self._device, self._watch)
+                self._tell("build")
             self._history.start()
-            self._assembly = build_step(self._run)
+            self._assembly = self._build()
             self._synchronize()
             mark("built")
             self._read("init")
@@ -104,23 +131,30 @@ class StepMemoryMeasurement:
             self._tell("steps")
             batches = self._assembly.micro_batches(self._config.warmups)
             tensors = [tensor for batch in batches for tensor in batch.values() if isinstance(tensor, Tensor)]
-            self._inputs = storages([*tensors, *self._assembly.module.buffers()])
+            self._inputs = self._addresses([*tensors, *self._assembly.module.buffers()])
             self._synchronize()
             self._reset_peaks()
-            with self._history.spans():
+            with self._history.spans(), self._whole_gradients.listening():
                 mark("begin")
                 self._run_step(batches, self._mark_phase)
+                wait_for_parameters(self._assembly)
                 self._synchronize()
                 mark("end")
+            self._note_communication("end")
             self._read("after step")
 
     def finish(self) -> Findings:
-        """Stop recording, put every allocation into its category, and hand the tables over."""
+        """Stop recording, put every allocation into its category, and hand the tables over: all ranks', where there are several."""
         self._tell("afterwards")
         assert self._assembly is not None
-        known = self._known(self._assembly)
+        Collectives(self._ranks).barrier()  # nothing is on its way when the recorder stops
+        found = self._found(self._assembly)
+        return found if self._config.ranks == 1 else together(self._ranks, found)
+
+    def _found(self, assembly: Assembly) -> Findings:
+        known = self._known(assembly)
         document = self._history.stop()
-        facts = self._facts(self._assembly)
+        facts = self._facts(assembly)
         if self._config.keep_snapshot is not None:
             facts["snapshot"] = Fact(value=str(self._keep(document)))
         snapshot = snapshot_of(document, where="history", ring_entries=self._history.ring_entries)
@@ -135,8 +169,12 @@ class StepMemoryMeasurement:
             self._readings,
             min_share=self._config.min_share,
             outside=self._outside,
+            nccl_bytes=self._met["nccl_bytes"].value if "nccl_bytes" in self._met else None,
             parameters=int(facts["parameters"].value),
         )
+        if self._config.ranks > 1:
+            expected = expected_tables(self._config.parallel(), self._sizes, self._ranks.rank, tables["ledger"])
+            more, tables = more | expected[0], tables | expected[1]
         return Findings(samples={}, facts={**facts, **more}, tables=tables)
 
     @property
@@ -157,19 +195,51 @@ class StepMemoryMeasurement:
         )
         return CellFailed(failure)
 
+    def _build(self) -> Assembly:
+        """The step; what its parameters are is noted before a way of going parallel takes them apart."""
+        if self._config.ranks == 1:
+            assembly = build_step(self._run)
+            self._note_weights(assembly.module)
+            return assembly
+        way = parallel(self._ranks, self._config.parallel().sync_config())
+        return build_step(self._run, looked_at(way, self._look))
+
+    def _look(self, module: nn.Module) -> None:
+        self._note_weights(module)
+        self._whole_gradients.listen_to(module)
+
+    def _note_weights(self, module: nn.Module) -> None:
+        autocast = precision_named(self._run.precision).autocast if self._config.compute_dtype == "own" else None
+        self._sizes = parameter_sizes(module)
+        self._cast_bytes = weight_copies(module, autocast) if autocast else ()
+
     def _run_step(self, batches: list[Batch], mark_phase: Mark | None = None) -> None:
         assert self._assembly is not None
-        self._assembly.step(batches, *([mark_phase] if mark_phase else []))
+        self._assembly.step(batches, mark_phase or (lambda _phase: self._let_go()))
         if self._run.mode == "forward_backward":
             self._assembly.step.clear_gradients()
 
     def _mark_phase(self, phase: Phase) -> None:
-        assert self._assembly is not None
+        self._let_go()
         mark(phase)
         self._read(f"after {phase}")
+        held = self._note_communication(phase)
+        self._whole_gradients.addresses[phase] = frozenset(held["gradients"])
         if phase in (Phase.BACKWARD, Phase.GRAD_SYNC):
-            gradients = [one.grad for one in self._assembly.module.parameters() if one.grad is not None]
-            self._gradients = storages(gradients)
+            self._gradients = frozenset(held["gradients"])
+
+    def _let_go(self) -> None:
+        """A moment for gloo's threads, which hold what they sent a little longer than who waited for it: were theirs the last
+        reference, the profiler would miss that it is free."""
+        if self._config.ranks > 1 and self._device.type == "cpu":
+            time.sleep(_LET_GO_S)
+
+    def _note_communication(self, name: str) -> dict[str, Storages]:
+        """Note, under a mark's name, what the way of going parallel keeps now; all that is held by anybody."""
+        assert self._assembly is not None
+        held = held_storages(self._assembly, {})
+        self._communication[name] = frozenset(held["communication"])
+        return held
 
     def _read(self, moment: str) -> None:
         """Note what allocator and driver say now, and the peaks since the last reading."""
@@ -200,23 +270,28 @@ class StepMemoryMeasurement:
         return {name: Fact(value=value, unit="bytes") for name, value in facts.items()}
 
     def _known(self, assembly: Assembly) -> Known:
-        optimizer, scaler = assembly.step.optimizer, assembly.step.scaler
-        states = [value for state in (optimizer.state.values() if optimizer else ()) for value in state.values()]
-        states += list(vars(scaler).values()) if scaler is not None else []
-        autocast = precision_named(self._run.precision).autocast
+        scaler = assembly.step.scaler
+        states = state_tensors(assembly.step.optimizer)
+        states += [value for value in (vars(scaler).values() if scaler else ()) if isinstance(value, Tensor)]
         return Known(
-            parameters=storages(list(assembly.module.parameters())),
+            parameters=self._addresses(assembly.module.parameters()),
             gradients=self._gradients,
-            optimizer_state=storages([value for value in states if isinstance(value, Tensor)]),
+            optimizer_state=self._addresses(states),
             inputs=self._inputs,
-            cast_bytes=weight_copies(assembly.module, autocast) if autocast else (),
+            cast_bytes=self._cast_bytes,
+            communication=self._communication,
+            whole_gradients=self._whole_gradients.addresses,
         )
+
+    def _addresses(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        return frozenset(storages_of(tensors, self._device))
 
     def _facts(self, assembly: Assembly) -> dict[str, Fact]:
         facts = {
             **self._watch.facts(),
-            "parameters": Fact(value=parameter_count(assembly.module), unit="count"),
-            "tokens": Fact(value=self._run.tokens, unit="count"),
+            **self._met,
+            "parameters": Fact(value=sum(one.numel for one in self._sizes), unit="count"),
+            "tokens": Fact(value=self._run.tokens * self._config.ranks, unit="count"),
             "process_group": Fact(value=_process_group()),
         }
         facts.pop("driver_bytes", None)  # the readings have it at each moment
@@ -245,9 +320,10 @@ class StepMemoryMeasurement:
 
     def _keep(self, document: Mapping[str, Any]) -> Path:
         folder = kept_folder("keep_snapshot", str(self._config.keep_snapshot))
-        name = "-".join(
-            [self._run.model.name.replace(":", "."), str(self._run.context), self._run.precision, self._run.mode]
-        )
+        parts = [self._run.model.name.replace(":", "."), str(self._run.context), self._run.precision, self._run.mode]
+        if self._config.ranks > 1:
+            parts += [self._config.sync, f"rank{self._ranks.rank}"]
+        name = "-".join(parts)
         path = next(
             path
             for number in range(1, 10_000)
@@ -269,11 +345,6 @@ def _process_group() -> str:
     """The backend of the process group that a user's model may have opened, or `none`."""
     opened = distributed.is_available() and distributed.is_initialized()
     return str(distributed.get_backend()) if opened else "none"
-
-
-def storages(tensors: list[Any]) -> frozenset[int]:
-    """Addresses of the storages behind tensors."""
-    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 def weight_copies(module: nn.Module, dtype: torch.dtype) -> tuple[int, ...]:

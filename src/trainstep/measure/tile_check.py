@@ -83,7 +83,7 @@ def _errors(
     """`error_ratio` is the error over what the 2x rule (ops/accuracy.py) allows."""
     with float32_matmuls("high" if config.arithmetic == "tf32" else "highest"):
         same_dtype = reference_outputs(config, tensors, tensors[0].dtype)
-    times = 4 if config.arithmetic in ("tf32", "tf32x3") else 2  # rounded otherwise than torch rounds
+    times = 4 if config.arithmetic in ("tf32", "tf32x3", "fp16x3") else 2  # rounded otherwise than torch rounds
     error, ratio = 0.0, 0.0
     for name, output in outputs.items():
         if not output.isfinite().all():

@@ -112,20 +112,21 @@ def make_buckets(
 def plan_buckets(
     tensors: Sequence[Tensor],
     *,
-    bucket_bytes: float,
+    bucket_bytes: float | None,
     first_bucket_bytes: float | None = None,
     last_bucket_bytes: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
     """Indices of the tensors that share a bucket, in the order of their messages, as costs/buckets.py plans them.
 
-    A bucket has one dtype: `dtype`, else its tensors' own.
+    `bucket_bytes` None: as it chooses. A bucket has one dtype: `dtype`, else its tensors' own.
     """
     dtypes = [dtype or tensor.dtype for tensor in tensors]
+    sizes_bytes = [tensor.numel() * its.itemsize for tensor, its in zip(tensors, dtypes, strict=True)]
     return buckets.plan_buckets(
-        [tensor.numel() * its.itemsize for tensor, its in zip(tensors, dtypes, strict=True)],
+        sizes_bytes,
         dtypes,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=buckets.usual_bucket_bytes(sum(sizes_bytes)) if bucket_bytes is None else bucket_bytes,
         first_bucket_bytes=first_bucket_bytes,
         last_bucket_bytes=last_bucket_bytes,
     )

@@ -16,7 +16,8 @@ MIB = 2**20
 
 
 class BucketedDDP(ReplicatedGradients):
-    """`bucket_mib`: of a message; `first_bucket_mib`, `last_bucket_mib`: of the first and the last to be sent, if they differ.
+    """`bucket_mib`: of a message, by default a sixteenth of all gradients, at least 25; `first_bucket_mib`, `last_bucket_mib`: of the
+    first and the last to be sent, if they differ.
 
     `reduce_dtype`: what gradients are sent and averaged in; by default their own. If it differs and `keeps_gradient_dtype`,
     the average is copied back into gradients of the parameters' dtype; without, gradients are views of the buckets in
@@ -30,7 +31,7 @@ class BucketedDDP(ReplicatedGradients):
         module: nn.Module,
         ranks: Ranks | None = None,
         *,
-        bucket_mib: float = 25.0,
+        bucket_mib: float | None = None,
         first_bucket_mib: float | None = None,
         last_bucket_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -43,7 +44,7 @@ class BucketedDDP(ReplicatedGradients):
         super().__init__(module, ranks)
         self._plan = plan_buckets(
             self.parameters,
-            bucket_bytes=_bytes(bucket_mib),
+            bucket_bytes=None if bucket_mib is None else _bytes(bucket_mib),
             first_bucket_bytes=None if first_bucket_mib is None else _bytes(first_bucket_mib),
             last_bucket_bytes=None if last_bucket_mib is None else _bytes(last_bucket_mib),
             dtype=reduce_dtype,

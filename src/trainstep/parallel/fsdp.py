@@ -19,7 +19,8 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from trainstep.costs.exchange import MOST_IN_FLIGHT
 from trainstep.parallel.clipping import clip_gradients_
-from trainstep.parallel.fsdp_unit import FSDPUnit
+from trainstep.parallel.fsdp_errors import explain_shapes
+from trainstep.parallel.fsdp_unit import FSDPUnit, UnitState
 from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.ranks import Ranks
@@ -41,7 +42,8 @@ class FSDP(HookedGradients):
     `block.forward = torch.compile(block.forward)`: the hooks stay outside.
 
     A parameter is whole inside its unit's forward and backward and nowhere else: a module that reads another unit's parameter past
-    its `forward` sees a piece, and a `detach()`ed one kept for backward reads memory that may be freed.
+    its `forward` sees a piece (an error about shapes says so in a note), and a `detach()`ed one kept for backward reads memory that
+    may be freed. Move and cast the module before wrapping it: afterwards that is refused, by name.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class FSDP(HookedGradients):
         self._in_flight: deque[FSDPUnit] = deque()
         self._sent: set[FSDPUnit] = set()
         """Units whose backward is over; other ranks may still wait for a gradient of theirs."""
+        self._concluded: set[FSDPUnit] = set()
+        """Of this pass: units that backward is done with, and nobody has asked for since."""
         self._in_forward = False
         """Whether the module's own forward runs; a block that runs outside of it is recomputed for its backward."""
         self._awaited: Counter[nn.Module] = Counter()
@@ -91,6 +95,8 @@ class FSDP(HookedGradients):
         for trigger in self._known_order:
             self._hooks.append(trigger.register_forward_pre_hook(torch.compiler.disable(self._before_forward)))
             self._hooks.append(trigger.register_forward_hook(torch.compiler.disable(self._after_forward)))
+        explain = torch.compiler.disable(self._explain_shapes)
+        self._hooks.append(module.register_forward_hook(explain, always_call=True))
         self._hooks.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
         self._hooks.append(module.register_load_state_dict_pre_hook(self._refuse_to_load))
 
@@ -150,6 +156,11 @@ class FSDP(HookedGradients):
             unit.reshard()
             unit.load(index, state[name])
 
+    @property
+    def unsent_gradients(self) -> list[Tensor]:
+        """Whole gradients kept for averaging: those of micro-batches under no_sync()."""
+        return [gradient for unit in self.units for gradient in unit.unsent_gradients]
+
     def placed(self) -> Iterator[tuple[str, nn.Parameter, FSDPUnit, int]]:
         """(name, parameter, its unit, its number there) of every parameter, for who saves them."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -168,6 +179,7 @@ class FSDP(HookedGradients):
 
     def _begin_pass(self) -> None:
         """Free what passes before left whole: a rank may have broken one off, and from here on all gather the same units."""
+        self._concluded.clear()
         if self._reshard_after_forward:
             for unit in self.units:
                 unit.reshard()
@@ -189,6 +201,12 @@ class FSDP(HookedGradients):
             if unit not in still_needed:
                 unit.reshard()
 
+    def _explain_shapes(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        sharded = [unit for unit in self.units if unit.state is UnitState.SHARDED] if output is None else []
+        explain_shapes(
+            (named for unit in sharded for named in zip(unit.parameter_names, unit.pieces, strict=True)), output
+        )
+
     def _before_backward(self, trigger: nn.Module) -> None:
         self._awaited[trigger] -= 1
         order = self._known_order[::-1]
@@ -202,7 +220,8 @@ class FSDP(HookedGradients):
         What has all its gradients went when the last came. But a parameter may go unused, here or on another rank alone: all must
         send a unit before they gather the next, or messages would not pair up. Frozen units, and all under no_sync, are freed.
         """
-        for unit in {unit: None for trigger in before for unit in self._needs[trigger]}:
+        behind = (unit for trigger in before for unit in self._needs[trigger])
+        for unit in [unit for unit in behind if unit not in self._concluded]:
             awaited = any(self._awaited[trigger] > 0 for trigger in self._triggers[unit])
             if awaited or unit in needed or unit in self._needs[self.module]:
                 continue
@@ -210,14 +229,17 @@ class FSDP(HookedGradients):
                 for turn in self._order.ready(index) or []:
                     self._send(turn)
             unit.reshard()
+            self._concluded.add(unit)
 
     def _make_whole(self, trigger: nn.Module, order: Sequence[nn.Module]) -> None:
         for unit in self._needs[trigger]:
+            self._concluded.discard(unit)
             unit.wait_for_unshard()
         place = order.index(trigger) + 1 if trigger in order else len(order)
         for following in order[place : place + self._ahead]:
             for unit in self._needs[following]:
                 if unit not in self._sent:
+                    self._concluded.discard(unit)
                     unit.unshard()
 
     def _gradient_ready(self, index: int) -> None:
@@ -242,6 +264,7 @@ class FSDP(HookedGradients):
         for turn in self._order.rest():
             self._send(turn)
         self._sent.clear()
+        self._concluded.clear()
         self._awaited.clear()
         self._usage.send(self._used)
         while self._in_flight:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.flat_buffer import lay_out, view_like
+from trainstep.parallel.fsdp_errors import check_pieces
 from trainstep.parallel.gradient_shards import GradientShards
 from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import UnitPlan
+from trainstep.spans import span
 
 
 class UnitState(Enum):
@@ -50,6 +52,7 @@ class FSDPUnit:
         ranks = collectives.ranks
         self.name = plan.name
         self.parameters = plan.parameters
+        self.parameter_names = plan.parameter_names
         self.trains = plan.parameters[0].requires_grad
         self.state = UnitState.SHARDED
         self._collectives = collectives
@@ -60,6 +63,7 @@ class FSDPUnit:
         self.layout = lay_out(self._templates, parts=ranks.world_size)
         dtype = plan.parameters[0].dtype
         self.shard = self._own_shard(dtype)
+        self._places = [self._place(index) for index in range(len(plan.parameters))]
         self.pieces = [self.piece_of(self.shard, index) for index in range(len(plan.parameters))]
         self._whole = torch.empty(self.layout.numel, dtype=compute_dtype or dtype, device=ranks.device)
         self._views = [
@@ -86,11 +90,13 @@ class FSDPUnit:
         self._show_pieces()
 
     def unshard(self) -> None:
-        """Start gathering the whole parameters, unless that is done."""
+        """Start gathering the whole parameters, unless that is done. ValueError where they are no longer this unit's pieces."""
         if self.state is not UnitState.SHARDED:
             return
+        check_pieces(self.parameter_names, self.parameters, self.pieces)
         self.state = UnitState.GATHERING
-        self._whole.untyped_storage().resize_(self._whole_bytes)
+        with span(f"unshard {self.name}"):
+            self._whole.untyped_storage().resize_(self._whole_bytes)
         ranks = self._collectives.ranks
         first, end = self.layout.shard(ranks.rank, ranks.world_size)
         with torch.no_grad():
@@ -158,12 +164,14 @@ class FSDPUnit:
                 parameter.grad = piece if parameter.grad is None else parameter.grad.add_(piece)
         self._reduced = None
 
+    @property
+    def unsent_gradients(self) -> list[Tensor]:
+        """Whole ones that wait for a backward whose gradients are averaged."""
+        return [gradient for gradient in self._unsent if gradient is not None]
+
     def piece_of(self, shard: Tensor, index: int) -> Tensor:
         """What a tensor laid out as this rank's shard holds of parameter `index`."""
-        first, end = self.ends(index)
-        ranks = self._collectives.ranks
-        start = self.layout.starts[index] - self.layout.shard(ranks.rank, ranks.world_size)[0]
-        return shard[start + first : start + end] if end > first else shard[:0]
+        return shard[self._places[index]]
 
     def ends(self, index: int) -> tuple[int, int]:
         """First and end element of parameter `index` that this rank holds."""
@@ -194,6 +202,13 @@ class FSDPUnit:
         )
         arranged.copy_(whole)
         self.pieces[index].copy_(arranged.as_strided((template.numel(),), (1,))[first:end])
+
+    def _place(self, index: int) -> slice:
+        """Where this rank's shard has parameter `index`."""
+        first, end = self.ends(index)
+        ranks = self._collectives.ranks
+        start = self.layout.starts[index] - self.layout.shard(ranks.rank, ranks.world_size)[0]
+        return slice(start + first, start + end) if end > first else slice(0)
 
     def _own_shard(self, dtype: torch.dtype) -> Tensor:
         ranks = self._collectives.ranks

@@ -14,6 +14,7 @@ from trainstep.costs.flat_layout import FlatLayout
 from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.flat_buffer import FlatBuffer
 from trainstep.parallel.staging import StagingPool
+from trainstep.spans import span
 
 
 class GradientShards:
@@ -45,19 +46,16 @@ class GradientShards:
     def send(self, gradients: Sequence[Tensor | None]) -> None:
         """Copy gradients into a buffer, zeros for None, and start reducing. They may be freed at once."""
         world_size = self._collectives.ranks.world_size
-        buffer = self._staging.borrow(self._templates, dtype=self._reduce_dtype, parts=world_size)
+        with span(f"send gradients {self._name}"):
+            buffer = self._staging.borrow(self._templates, dtype=self._reduce_dtype, parts=world_size)
+            reduced = torch.empty(self._layout.numel // world_size, dtype=self._reduce_dtype, device=buffer.flat.device)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if present:
             torch._foreach_copy_([buffer.views[index] for index in present], [g for g in gradients if g is not None])
         if absent := [view for view, gradient in zip(buffer.views, gradients, strict=True) if gradient is None]:
             torch._foreach_zero_(absent)
-        self._reduced = torch.empty(
-            self._layout.numel // world_size, dtype=self._reduce_dtype, device=buffer.flat.device
-        )
-        self._pending = self._collectives.reduce_scatter(
-            self._reduced, buffer.flat, reduction="average", label=self._name
-        )
-        self._buffer = buffer
+        self._pending = self._collectives.reduce_scatter(reduced, buffer.flat, reduction="average", label=self._name)
+        self._buffer, self._reduced = buffer, reduced
 
     @torch.no_grad()
     def receive(self) -> Tensor | None:

@@ -26,7 +26,7 @@ from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.staging import StagingPool
-from trainstep.parallel.units import UnitPlan, plan_units
+from trainstep.parallel.units import UnitPlan, merged_units, plan_units
 from trainstep.parallel.usage import Usage
 
 
@@ -36,6 +36,9 @@ class ShardedGradients(HookedGradients):
     `pieces`: for each trained parameter what this rank updates of it, one-dimensional and in place, or None. Their `.grad` is set
     by `finish_gradient_synchronization`; the whole parameters' is None from then on, so clear gradients by the optimizer's
     `zero_grad`: the module's does not see the pieces.
+
+    A unit is a block, or neighbouring ones that together hold at most a sixteenth of all parameters; `units`: other modules to cut
+    at, as in plan_units.
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
     """
@@ -57,7 +60,7 @@ class ShardedGradients(HookedGradients):
         self._in_flight: deque[_FlatUnit] = deque()
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
         self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
-        self._make_units([plan for plan in plan_units(module, units) if plan.parameters[0].requires_grad])
+        self._make_units(merged_units([plan for plan in plan_units(module, units) if plan.parameters[0].requires_grad]))
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """Take up parameters of the module that were frozen until now; they make units of their own. Their indices.

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from trainstep.costs.exchange import ParameterSize
+from trainstep.costs.buckets import LARGEST_SHARE, neighbours
+from trainstep.costs.exchange import ROOT, ParameterSize, joined_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,29 @@ def plan_units(module: nn.Module, units: Sequence[nn.Module] | None = None) -> l
             sharing = [owner, *(other for _, p in alike for other in owners[p])]
             plans.append(
                 UnitPlan(
-                    name=names[owner] or "root",
+                    name=names[owner] or ROOT,
                     parameter_names=tuple(name for name, _ in alike),
                     parameters=tuple(parameter for _, parameter in alike),
                     triggers=tuple(dict.fromkeys(sharing)),
                 )
             )
     return plans
+
+
+def merged_units(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """Neighbouring blocks as one unit, each of them a trigger, up to LARGEST_SHARE of all: fewer messages cost the host less."""
+    sizes = [sum(parameter.nbytes for parameter in plan.parameters) for plan in plans]
+    kinds = [(plan.name == ROOT, plan.parameters[0].dtype) for plan in plans]
+    groups = [[plans[index] for index in group] for group in neighbours(sizes, kinds, LARGEST_SHARE * sum(sizes))]
+    return [
+        UnitPlan(
+            name=joined_name([plan.name for plan in group]),
+            parameter_names=tuple(name for plan in group for name in plan.parameter_names),
+            parameters=tuple(parameter for plan in group for parameter in plan.parameters),
+            triggers=tuple(dict.fromkeys(trigger for plan in group for trigger in plan.triggers)),
+        )
+        for group in groups
+    ]
 
 
 def parameter_sizes(module: nn.Module, units: Sequence[nn.Module] | None = None) -> list[ParameterSize]:

@@ -15,6 +15,7 @@ from trainstep.costs.exchange import (
     ParameterSize,
     Unit,
     buckets_of,
+    flat_units_of,
     freed_between,
     owners_of,
     pack_bytes,
@@ -128,16 +129,16 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
     The last unit that backward completes is the first of forward: when it is sent, those before it are shards already.
     """
     ranks = exchange.ranks
-    units = units_of(parameters, ranks)
-    trained = [unit for unit in units if unit.trained]
     fully = exchange.way == "fsdp"
+    units = units_of(parameters, ranks) if fully else flat_units_of(parameters, ranks)
+    trained = [unit for unit in units if unit.trained]
     first = trained[0]
     on_the_way = trained[: MOST_IN_FLIGHT + 1]
     received = trained[MOST_IN_FLIGHT + 1 :]
     shards_in_sync = sum(unit.nbytes // ranks for unit in received) + sum(
         _sent_bytes(exchange, unit) // ranks for unit in on_the_way
     )
-    times_whole = 2 if fully and exchange.micro_batches > 1 else 1  # fsdp keeps those of earlier micro-batches apart
+    earlier = _earlier_bytes(exchange, first) if fully else 0  # fsdp keeps those of earlier micro-batches apart
     held_of = {
         one.name: end - begin
         for unit in trained
@@ -159,15 +160,17 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
         else sum(unit.nbytes for unit in trained) + _sum_bytes([one for one in parameters if not one.trained]),
         state_bytes=_state_bytes(updated),
         update_bytes=_update_bytes(updated, adamw),
-        whole_gradients_bytes=sum(_sum_bytes(unit.parameters) for unit in trained),
+        whole_gradients_bytes=sum(_earlier_bytes(exchange, unit) for unit in trained)
+        if fully
+        else sum(_sum_bytes(unit.parameters) for unit in trained),
         gradients_bytes=_shards_bytes(
             [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
         ),
-        gradients_before_sync_bytes=times_whole * _sum_bytes(first.parameters) + shards_in_sync,
+        gradients_before_sync_bytes=earlier + _computed_bytes(exchange, first.parameters) + shards_in_sync,
         buffers_bytes=_staging_bytes(exchange, trained) + sum(len(unit.parameters) for unit in trained),
-        whole_after_forward_bytes=sum(unit.nbytes for unit in kept_whole) if fully else 0,
-        whole_entering_backward_bytes=sum(unit.nbytes for unit in [*kept_whole, *gathered_ahead]) if fully else 0,
-        in_sync_bytes=sum(unit.nbytes for unit in [first, *frozen]) if fully else 0,
+        whole_after_forward_bytes=_whole_bytes(exchange, kept_whole) if fully else 0,
+        whole_entering_backward_bytes=_whole_bytes(exchange, [*kept_whole, *gathered_ahead]) if fully else 0,
+        in_sync_bytes=_whole_bytes(exchange, [first, *frozen]) if fully else 0,
     )
 
 
@@ -182,6 +185,24 @@ def _staging_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:
 
 def _sent_bytes(exchange: Exchange, unit: Unit) -> int:
     return unit.layout.numel * exchange.gradient_bytes(unit.parameters[0])
+
+
+def _whole_bytes(exchange: Exchange, units: Sequence[Unit]) -> int:
+    """Of units while they are gathered."""
+    return sum(unit.layout.numel * exchange.compute_bytes(unit.parameters[0]) for unit in units)
+
+
+def _computed_bytes(exchange: Exchange, parameters: Sequence[ParameterSize]) -> int:
+    """Of whole gradients as autograd makes them."""
+    return sum(one.numel * exchange.compute_bytes(one) for one in parameters)
+
+
+def _earlier_bytes(exchange: Exchange, unit: Unit) -> int:
+    """Of a unit's whole gradients that fsdp keeps of micro-batches before the last: one's as autograd made them, the sum of
+    several in the parameters' dtype."""
+    if exchange.micro_batches == 1:
+        return 0
+    return _computed_bytes(exchange, unit.parameters) if exchange.micro_batches == 2 else _sum_bytes(unit.parameters)
 
 
 def _ends(unit: Unit, rank: int, ranks: int) -> list[tuple[int, int]]:

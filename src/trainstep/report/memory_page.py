@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
 from trainstep.records.record import Record
 from trainstep.report.charts import Chart, Panels, bar, label, lines_of, short_labels
+from trainstep.report.memory_ranks import held_by_ranks_table, rank_words, ranks_table, several_ranks
 from trainstep.report.memory_tables import (
     allocations_table,
     fit_table,
@@ -24,12 +26,15 @@ from trainstep.report.tables import byte_words, in_gib, in_ms
 
 _DETAILED = 8
 """Cells with a section of their own; the rest stand in the common tables."""
+_MOST_OTHERS = 3
+"""Timelines of ranks beside the fullest's."""
 _FEW = 24
 """Cells whose bars one chart holds."""
 _COLOURS = {
     "parameters": "theme:blue",
     "optimizer state": "theme:green",
     "gradients": "theme:orange",
+    "communication": "theme:purple",
     "workspaces": "theme:grey",
     "batch and buffers": "theme:ink",
     "autocast weight copies": "theme:purple",
@@ -39,7 +44,7 @@ _COLOURS = {
     "rounding": "theme:line",
 }
 """Bottom to top: what stays first, what comes and goes above."""
-_PATTERNS = {"temporaries": "/", "workspaces": "."}
+_PATTERNS = {"temporaries": "/", "workspaces": ".", "communication": "x"}
 
 
 def memory_sections(rows: Sequence[Row]) -> list[Section]:
@@ -52,27 +57,46 @@ def memory_sections(rows: Sequence[Row]) -> list[Section]:
     several = Section(
         title="Memory of a step",
         charts=(chart,) if chart else (),
-        tables=(*fit_table(mine), peaks_table(mine), *phases_table(mine), *held_table(mine)),
+        tables=(*fit_table(mine), peaks_table(mine), *ranks_table(mine), *phases_table(mine), *held_table(mine)),
     )
     return [several, *(cell_section(row) for row in recorded[:_DETAILED])]
 
 
 def cell_section(row: Row) -> Section:
-    """One cell: its timeline, what the numbers say, its ledger."""
-    tables = (ledger_table(row), layers_table(row), allocations_table(row, 40))
-    shown = [table for table in tables if table is not None]
-    folded = [shown[0], *(dataclasses.replace(table, folded=True) for table in shown[1:])]
+    """One cell: its timeline, what the numbers say, its ledger; of several ranks the fullest's first."""
+    others = [rank for rank in range(several_ranks(row.record)) if rank != fullest_rank(row.record)]
+    first = [ledger_table(row), held_by_ranks_table(row)]
+    further = [layers_table(row), allocations_table(row, 40), *(ledger_table(row, rank) for rank in others)]
+    folded = [dataclasses.replace(table, folded=True) for table in further if table is not None]
     return Section(
         title=f"Memory: {row.label()}",
         paragraphs=tuple(sentences(row.record)),
-        charts=(timeline_chart(row),),
-        tables=tuple(folded),
+        charts=(timeline_chart(row), *(timeline_chart(row, rank) for rank in others[:_MOST_OTHERS])),
+        tables=(*(table for table in first if table is not None), *folded),
     )
 
 
 def sentences(record: Record) -> list[str]:
     """Why there are three numbers, what a residual-stream tensor is, what peaks when; all from this record."""
-    return [text for text in (_peak_words(record), _three_numbers(record), _stream_words(record)) if text]
+    made = (_ranks_words(record), _peak_words(record), _three_numbers(record), _stream_words(record))
+    return [text for text in made if text]
+
+
+def _ranks_words(record: Record) -> str:
+    """Whose numbers these are, and what the formula says of them."""
+    ranks = several_ranks(record)
+    if not ranks:
+        return ""
+    peaks = [(facts_of_rank(record, rank).get("peak_allocated_bytes") or 0) for rank in range(ranks)]
+    shown, least = fullest_rank(record), peaks.index(min(peaks))
+    how = "each trains for itself" if record.config["sync"] == "none" else f"kept together by {record.config['sync']}"
+    said = (
+        f"{ranks} ranks, {how}: shown first is rank {shown}, which held most, {byte_words(peaks[shown])} at its peak; rank {least} "
+        f"held least, {byte_words(peaks[least])}."
+    )
+    expected = record.fact("expected_peak_bytes")
+    point = str(record.fact("expected_peak_point", "")).replace("_", " ")
+    return f"{said} By formula it is fullest {point}, with {byte_words(expected)}." if expected is not None else said
 
 
 def _peak_words(record: Record) -> str:
@@ -119,9 +143,9 @@ def _stream_words(record: Record) -> str:
     return f"One tensor of the residual stream is {worked} = {byte_words(held)}: the unit in which activations come."
 
 
-def timeline_chart(row: Row) -> Chart:
-    """Bytes held over the step, stacked by category, phases marked."""
-    table = row.record.tables["timeline"]
+def timeline_chart(row: Row, rank: int | None = None) -> Chart:
+    """Bytes held over the step, stacked by category, phases marked; of several ranks the fullest's, or the one's asked for."""
+    table = table_of_rank(row.record, "timeline", rank)
     x = [in_ms(time_s) for time_s in table["time_s"]]
     panels = Panels(titles=[""], columns=1, x_title="host time since the step began (ms)", y_title="held (GiB)")
     for name, colour in _COLOURS.items():
@@ -147,7 +171,7 @@ def timeline_chart(row: Row) -> Chart:
         "right, as the host issues it."
     )
     return panels.chart(
-        "Memory over one step",
+        f"Memory over one step{rank_words(row.record, rank)}",
         caption,
         annotations=[*(mark["words"] for mark in marks), peak_mark],
         shapes=[mark["edge"] for mark in marks],

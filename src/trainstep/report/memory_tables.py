@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainstep.records.ranks import table_of_rank
 from trainstep.records.record import Record
+from trainstep.report.memory_ranks import held_by_ranks_table, rank_words, ranks_table, size_entry
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row
 from trainstep.report.tables import (
@@ -42,6 +44,10 @@ _FACTS = (
     "residual_stream_bytes",
     "history_full",
     "process_group",
+    "nccl_bytes",
+    "fullest_rank",
+    "expected_peak_bytes",
+    "expected_peak_point",
     "process_data_bytes",
     "fit_of",
     "memory_limit_bytes",
@@ -58,12 +64,14 @@ def memory_tables(rows: Sequence[Row]) -> list[Table]:
     if not mine:
         return []
     own = [table for row in mine for table in cell_tables(row, titled=len(mine) > 1)] if len(mine) <= _DETAILED else []
-    return [*fit_table(mine), peaks_table(mine), *phases_table(mine), *held_table(mine), *own]
+    ranks = ranks_table(mine)
+    return [*fit_table(mine), peaks_table(mine), *ranks, *phases_table(mine), *held_table(mine), *own]
 
 
 def cell_tables(row: Row, *, titled: bool = True) -> list[Table]:
-    """One cell's ledger, its activations by layer and its largest allocations."""
-    made = [ledger_table(row), layers_table(row), allocations_table(row)]
+    """One cell's ledger, its activations by layer and its largest allocations; of several ranks what each held, and the rest of
+    the fullest."""
+    made = [ledger_table(row), held_by_ranks_table(row), layers_table(row), allocations_table(row)]
     name = f"{row.label()}: " if titled else ""
     return [dataclasses.replace(table, title=f"{name}{table.title}") for table in made if table is not None]
 
@@ -110,7 +118,7 @@ def fit_table(rows: Sequence[Row]) -> list[Table]:
                 Entry(text=" ".join(value for _, value in rest)),
                 Entry(text=field.replace("_", " ")),
                 *(_value(row, field) for row in (best, fails[0] if fails else None)),
-                *(_size(size, unit) for size in taken),
+                *(size_entry(size, unit) for size in taken),
                 Entry(text=f"{len(found):,}", sort=len(found)),
                 Entry(text=failure_sentence(broken) if broken else "", failure=broken),
             )
@@ -134,10 +142,11 @@ def fit_table(rows: Sequence[Row]) -> list[Table]:
 
 
 def headroom_bytes(record: Record) -> int | None:
-    """What is left of the GPU, or of a CPU cell's limit."""
+    """What is left of the GPU, or of a CPU cell's limit, of which each rank has an equal part."""
     names = ("driver_bytes", "peak_reserved_bytes", "process_data_bytes", "peak_rss_bytes")
     used = next((size for name in names if (size := record.fact(name)) is not None), None)
-    there_is = record.fact("memory_limit_bytes") or record.environment.gpu_memory_bytes
+    limit = record.fact("memory_limit_bytes")
+    there_is = int(limit) // int(record.config.get("ranks", 1)) if limit else record.environment.gpu_memory_bytes
     return None if used is None or there_is is None else int(there_is) - int(used)
 
 
@@ -151,13 +160,14 @@ def phases_table(rows: Sequence[Row]) -> list[Table]:
     columns = [column for column, _ in points] + [Column(title="phase")]
     columns += [Column(title=name, number=True) for name in sizes]
     names = ("phase", *(f"{size}_bytes" for size in sizes))
-    lines = [(row, line) for row in found for line in zip(*(row.record.tables["peaks"][n] for n in names), strict=True)]
+    tables = [(row, table_of_rank(row.record, "peaks")) for row in found]
+    lines = [(row, line) for row, table in tables for line in zip(*(table[name] for name in names), strict=True)]
     unit = byte_unit(size for _, (_, *held) in lines for size in held)
     entries = [
         (
             *(make(row) for _, make in points),
             Entry(text=phase.replace("_", " ")),
-            *(_size(size, unit) for size in held),
+            *(size_entry(size, unit) for size in held),
         )
         for row, (phase, *held) in lines
     ]
@@ -175,15 +185,17 @@ def held_table(rows: Sequence[Row]) -> list[Table]:
     unit = byte_unit(held.get(name) for _, held in found for name in names)
     columns = [column for column, _ in points] + [Column(title=name, number=True) for name in names]
     entries = tuple(
-        (*(make(row) for _, make in points), *(_size(held.get(name), unit) for name in names)) for row, held in found
+        (*(make(row) for _, make in points), *(size_entry(held.get(name), unit) for name in names))
+        for row, held in found
     )
     return [Table(title=f"Held at the peak ({unit.name})", columns=tuple(columns), entries=entries)]
 
 
-def ledger_table(row: Row) -> Table | None:
-    """A line a category, a column a moment; sums and what is left unexplained below."""
-    ledger = row.record.tables.get("ledger")
-    if ledger is None:
+def ledger_table(row: Row, rank: int | None = None) -> Table | None:
+    """A line a category, a column a moment; sums and what is left unexplained below. Of several ranks that of the fullest, or of
+    the one asked for."""
+    ledger = table_of_rank(row.record, "ledger", rank)
+    if not ledger:
         return None
     moments = [moment for moment in MOMENTS if any(size is not None for size in ledger[moment])]
     lines = [
@@ -193,7 +205,8 @@ def ledger_table(row: Row) -> Table | None:
     ]
     columns = (Column(title=""), *(Column(title=moment, number=True) for moment in moments))
     entries = tuple((Entry(text=name), *(_words(size) for size in sizes)) for name, sizes in lines)
-    return Table(title="Ledger", columns=columns, entries=entries, note=f"{_LEDGER_NOTE}{_unseen(row.record)}")
+    title = f"Ledger{rank_words(row.record, rank)}"
+    return Table(title=title, columns=columns, entries=entries, note=f"{_LEDGER_NOTE}{_unseen(row.record)}")
 
 
 def _unseen(record: Record) -> str:
@@ -206,14 +219,14 @@ def _unseen(record: Record) -> str:
     group = record.fact("process_group")
     if record.fact("driver_bytes") is not None and group == "none":
         words += " NCCL has no line: this process is in no process group."
-    elif record.fact("driver_bytes") is not None and group is not None:
+    elif record.fact("driver_bytes") is not None and group is not None and record.fact("nccl_bytes") is None:
         words += f" What the process group ({group}) takes is not measured apart: it is in what is unexplained."
     return words
 
 
 def layers_table(row: Row) -> Table | None:
     """Activations by layer after forward, alike neighbours in one line."""
-    layers = row.record.tables.get("layers")
+    layers = table_of_rank(row.record, "layers")
     if not layers or not layers["layer"]:
         return None
     runs: list[tuple[str, str, int, int]] = []
@@ -239,7 +252,7 @@ def layers_table(row: Row) -> Table | None:
 
 def allocations_table(row: Row, most: int = _SHOWN_ALLOCATIONS) -> Table | None:
     """The largest held at the peak."""
-    found = row.record.tables.get("allocations")
+    found = table_of_rank(row.record, "allocations")
     if not found or not found["bytes"]:
         return None
     names = ("bytes", "count", "category", "phase", "layer", "stack")
@@ -254,9 +267,9 @@ def allocations_table(row: Row, most: int = _SHOWN_ALLOCATIONS) -> Table | None:
     return Table(title="Largest allocations at the peak", columns=columns, entries=entries, note=note)
 
 
-def ledger_of(record: Record, moment: str) -> dict[str, int]:
-    """Line -> bytes at that moment."""
-    ledger = record.tables.get("ledger", {})
+def ledger_of(record: Record, moment: str, rank: int | None = None) -> dict[str, int]:
+    """Line -> bytes at that moment; of several ranks of the fullest, or of the one asked for."""
+    ledger = table_of_rank(record, "ledger", rank)
     if not ledger:
         return {}
     return {name: size for name, size in zip(ledger["line"], ledger[moment], strict=True) if size is not None}
@@ -287,7 +300,7 @@ def _value(row: Row | None, field: str) -> Entry:
 
 
 def _peak(fact: str) -> Callable[[Record, ByteUnit], Entry]:
-    return lambda record, unit: _size(record.fact(fact), unit)
+    return lambda record, unit: size_entry(record.fact(fact), unit)
 
 
 def _unexplained(record: Record, _unit: ByteUnit) -> Entry:
@@ -319,8 +332,8 @@ _PEAKS: dict[str, Callable[[Record, ByteUnit], Entry]] = {
 
 _LEDGER_NOTE = (
     "Categories and rounding add up to allocated, allocated with cache and fragmentation to reserved, that with the context "
-    "(of an empty process) and loaded kernels (of a process that runs one layer) to what the driver sees; what is left at "
-    "each step is the line unexplained."
+    "(of an empty process) and loaded kernels (of a process that runs one layer), of several ranks with NCCL (what the driver gave "
+    "while they met), to what the driver sees; what is left at each step is the line unexplained."
 )
 
 
@@ -340,13 +353,6 @@ def _failed(row: Row, *, whole: bool = False) -> Entry | None:
     if failure is None:
         return None
     return Entry(text=failure_sentence(failure) if whole else failure_word(failure), failure=failure)
-
-
-def _size(size: int | None, unit: ByteUnit) -> Entry:
-    """In the table's unit."""
-    if size is None:
-        return Entry(text=ABSENT)
-    return Entry(text="<0.001" if 0 < size < unit.byte_count / 1000 else unit.words(size), sort=size)
 
 
 def _words(size: int | None) -> Entry:

@@ -78,7 +78,7 @@ def bucket_series(ways: Sequence[Way], rows: Sequence[Row]) -> list[BucketSeries
     """Ways that ran with at least two bucket sizes."""
     found: dict[tuple[str, str], list[Way]] = {}
     for way in ways:
-        if way.sync in BUCKETED:
+        if way.sync in BUCKETED and way.record.config["bucket_mib"] is not None:
             found.setdefault((way.place, way.sync), []).append(way)
     return [
         BucketSeries(

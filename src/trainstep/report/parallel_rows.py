@@ -104,7 +104,7 @@ def _run_of(row: Row) -> tuple[Any, ...]:
 
 def _option(name: str, value: Any) -> str:
     """`25 MiB`, `first 1 MiB`, `reduce bf16`, `kept whole`."""
-    if value is None or (name == "reduce_dtype" and value == "own"):
+    if value is None or (name in ("reduce_dtype", "compute_dtype") and value == "own"):
         return ""
     if name == "bucket_mib":
         return f"{words(value)} MiB"

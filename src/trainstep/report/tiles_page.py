@@ -18,7 +18,9 @@ from trainstep.report.tables import ABSENT, Column, Entry, Table, milliseconds, 
 WORKLOAD = "attention_tiles"
 _LABEL = ("kernel", "arithmetic", "head_dim", "mask", "shape")
 _ROW_NAMES = {"forward": "_FORWARD", "key_gradients": "_KEYS", "query_gradients": "_QUERIES"}
-_ARITHMETICS = {"bf16": "_HALF", "fp16": "_HALF", "ieee": "_IEEE", "tf32": "_TF32", "tf32x3": "_TF32X3"}
+_ARITHMETICS = {"bf16": "_HALF", "fp16": "_HALF"} | {
+    name: f"_{name.upper()}" for name in ("ieee", "tf32", "tf32x3", "fp16x3")
+}
 
 Tile = tuple[int, ...]
 Seen = Mapping[str, Any]

@@ -8,13 +8,16 @@
 tensors, which the measured process notes. What is born in forward and alive at its end is an activation, of the layer whose
 span was open; what is born under the spans `head` and `loss` is logits and loss, and so is backward's tensor of the same size
 while they live. Under autocast, as many of forward's survivors as the weights have 16-bit copies, by size, are those copies.
-What outlives the step and no tensor is known for is a workspace: cuBLAS's above all. Anything else comes and goes
-within the step: a temporary (gradients of activations among them).
+What outlives the step and no tensor is known for is a workspace: cuBLAS's above all; so is what a library takes to send a message.
+Anything else comes and goes within the step: a temporary (gradients of activations among them).
+
+Of several ranks: gradients are also the whole ones that autograd hands over and a way keeps a part of. Communication is what a way
+of going parallel kept at any mark, and what is born while it gathers, fills a buffer to send, or synchronises.
 """
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainstep.config.phases import Phase
@@ -26,10 +29,17 @@ MARK = "trainstep mark: "
 RECOMPUTE = "recompute "
 """Name, with the block's number, of the range in which a block's forward runs again."""
 MOMENTS = ("init", "after forward", "after backward", "after step", "peak")
+AFTER = {
+    Phase.FORWARD: "after forward",
+    Phase.BACKWARD: "after backward",
+    Phase.GRAD_SYNC: "after backward",
+}
+"""The moment at which a phase ends; where gradients are synchronised, backward is over when they are."""
 CATEGORIES = (
     "parameters",
     "gradients",
     "optimizer state",
+    "communication",
     "activations",
     "autocast weight copies",
     "logits and loss",
@@ -37,12 +47,20 @@ CATEGORIES = (
     "workspaces",
     "batch and buffers",
 )
+SAVED_FOR_BACKWARD = ("activations", "autocast weight copies", "logits and loss")
+"""Categories of what forward keeps for backward."""
 ROUNDING = "rounding"
 HELD = (*CATEGORIES, ROUNDING)
 """The lines that add up to what the allocator gave out."""
 NO_LAYER = "outside layers"
 _LOGITS_SPANS = ("head", "loss")
 _BACKWARD_PHASES = (Phase.BACKWARD, Phase.GRAD_SYNC)
+_COMMUNICATION_SPANS = ("unshard ", "send gradients ", "FSDP::")
+"""Spans of parallel/ and of torch's FSDP2 in which buffers are made."""
+_MESSAGE_SPANS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+"""Spans of parallel/collectives.py begin with one of them: inside, only the library that sends makes anything."""
+_NO_LAYERS = (*Phase, *_COMMUNICATION_SPANS, *_MESSAGE_SPANS, "gloo:", "nccl:")
+"""How spans begin that are around or between layers; the last two are those of torch's own threads."""
 _LAYER = re.compile(r"(^|[ .])\d+$")
 _LOGITS_SHARE = 0.2
 """Of the largest of forward's logits: what is smaller there is a scalar or a sum by row."""
@@ -50,14 +68,20 @@ _LOGITS_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Addresses of storages: gradients as backward ended, all else as the step ended. `cast_bytes`: of the copies of weights
-    that autocast makes in one forward."""
+    """Addresses of storages: gradients as backward (and synchronising them) ended, all else as the step ended. `cast_bytes`: of
+    the copies of weights that autocast makes in one forward.
+
+    Of several ranks, by the name of the mark at which they were noted: what the way of going parallel kept for `communication`,
+    and each of autograd's `whole_gradients`.
+    """
 
     parameters: frozenset[int] = frozenset()
     gradients: frozenset[int] = frozenset()
     optimizer_state: frozenset[int] = frozenset()
     inputs: frozenset[int] = frozenset()
     cast_bytes: Sequence[int] = ()
+    communication: Mapping[str, Collection[int]] = field(default_factory=dict)
+    whole_gradients: Mapping[str, Collection[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +95,16 @@ class PhaseWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWindow:
-    """The recorded step: its first and last position, its phases, and moment -> position (`peak` included)."""
+    """The recorded step: its first and last position, its phases, and moment -> position (`peak` included).
+
+    `marks`: name of each -> position, the last one's of several micro-batches."""
 
     first: int
     last: int
     began_us: float
     phases: tuple[PhaseWindow, ...]
     moments: Mapping[str, int] = field(default_factory=dict)
+    marks: Mapping[str, int] = field(default_factory=dict)
 
     def phase_at(self, position: int) -> str:
         """The phase in which an allocation born at this position was first used."""
@@ -100,11 +127,12 @@ def step_window(timeline: MemoryTimeline) -> StepWindow:
         if one.name in tuple(Phase) and marks["begin"] <= one.start_us <= marks["end"]
     )
     moments = {"init": timeline.position_at(marks["built"])} if "built" in marks else {}
-    for phase, moment in ((Phase.FORWARD, "after forward"), (Phase.BACKWARD, "after backward")):
+    for phase, moment in AFTER.items():
         if marks.get(phase, 0.0) >= marks["begin"]:
             moments[moment] = timeline.position_at(marks[phase])
     moments |= {"after step": last, "peak": timeline.peak(first, last)}
-    return StepWindow(first=first, last=last, began_us=marks["begin"], phases=phases, moments=moments)
+    positions = {name: timeline.position_at(time_us) for name, time_us in marks.items()}
+    return StepWindow(first=first, last=last, began_us=marks["begin"], phases=phases, moments=moments, marks=positions)
 
 
 class Ledger:
@@ -121,6 +149,8 @@ class Ledger:
             if not one.name.startswith(MARK) and one.end_us >= begin_us and one.start_us <= end_us
         ]
         self.layer_of = [self._layer(one) for one in timeline.allocations]
+        self._whole_gradients = self._noted(known.whole_gradients)
+        self._communication = self._noted(known.communication)
         self._cast = self._autocast_copies()
         self._logits = self._forward_logits()
         large = [timeline.allocations[index] for index in self._logits]
@@ -171,6 +201,12 @@ class Ledger:
         backward_end = self.window.moments.get("after backward")
         if backward_end is not None and one.address in known.gradients and one.held_at(backward_end):
             return "gradients"
+        if index in self._whole_gradients:
+            return "gradients"
+        if self._is_made_to_send(one):
+            return "workspaces"
+        if index in self._communication or self._is_born_communicating(one):
+            return "communication"
         if index in self._cast:
             return "autocast weight copies"
         if index in self._logits or self._is_logits_gradient(one):
@@ -178,6 +214,29 @@ class Ledger:
         if self._outlives_forward(one) or self._outlives_recompute(one):
             return "activations"
         return "workspaces" if one.held_at(end) else "temporaries"
+
+    def _noted(self, noted: Mapping[str, Collection[int]]) -> set[int]:
+        """Allocations that had one of these addresses at its mark."""
+        at: dict[int, list[int]] = {}
+        for index, one in enumerate(self.timeline.allocations):
+            at.setdefault(one.address, []).append(index)
+        return {
+            index
+            for mark, addresses in noted.items()
+            if mark in self.window.marks
+            for address in addresses
+            for index in at.get(address, ())
+            if self.timeline.allocations[index].held_at(self.window.marks[mark])
+        }
+
+    def _is_made_to_send(self, one: Allocation) -> bool:
+        return any(span.name.split(" ", 1)[0] in _MESSAGE_SPANS for span in self._open_spans(one))
+
+    def _is_born_communicating(self, one: Allocation) -> bool:
+        """Made to gather or to send, or once backward is over and gradients are synchronised."""
+        phase = self._phase_of(one)
+        in_sync = phase is not None and phase.phase == Phase.GRAD_SYNC
+        return in_sync or any(span.name.startswith(_COMMUNICATION_SPANS) for span in self._open_spans(one))
 
     def _phase_of(self, one: Allocation) -> PhaseWindow | None:
         return next((phase for phase in self.window.phases if phase.first < one.born <= phase.last), None)
@@ -241,7 +300,7 @@ class Ledger:
 
     def _layer(self, one: Allocation) -> str:
         """The span of a repeated block (`layer 3`, `model.layers.3`), else the outermost within the phase."""
-        names = [span.name for span in self._open_spans(one) if span.name not in tuple(Phase)]
+        names = [span.name for span in self._open_spans(one) if not span.name.startswith(_NO_LAYERS)]
         numbered = next((name for name in names if _LAYER.search(name)), None)
         if numbered is not None:
             return numbered.replace(RECOMPUTE, "layer ") if numbered.startswith(RECOMPUTE) else numbered

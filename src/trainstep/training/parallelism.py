@@ -57,8 +57,12 @@ def _wrapper(config: SyncConfig, reduce_dtype: torch.dtype | None) -> Callable[[
         reduce_dtype=reduce_dtype,
         keeps_gradient_dtype=config.keeps_gradient_dtype,
     )
-    torch_ddp = partial(TorchDDP, bucket_cap_mb=config.bucket_mib)
+    torch_ddp = TorchDDP if config.bucket_mib is None else partial(TorchDDP, bucket_cap_mb=config.bucket_mib)
     reshard = config.reshard_after_forward
+    compute_dtype = torch.bfloat16 if config.compute_dtype == "bf16" else None
+    averaged_in = (
+        torch.float32 if compute_dtype and reduce_dtype is None else reduce_dtype
+    )  # torch's would be what it computes in
     wrappers: dict[str, Callable[[nn.Module, Ranks], GradientSync]] = {
         "naive": partial(NaiveDDP, reduce_dtype=reduce_dtype),
         "flat": partial(FlatDDP, reduce_dtype=reduce_dtype, keeps_gradient_dtype=config.keeps_gradient_dtype),
@@ -66,9 +70,17 @@ def _wrapper(config: SyncConfig, reduce_dtype: torch.dtype | None) -> Callable[[
         "bucketed": bucketed,
         "sharded": bucketed,
         "sharded_flat": partial(ShardedGradients, reduce_dtype=reduce_dtype),
-        "fsdp": partial(FSDP, reduce_dtype=reduce_dtype, reshard_after_forward=reshard, ahead=config.ahead),
+        "fsdp": partial(
+            FSDP,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            reshard_after_forward=reshard,
+            ahead=config.ahead,
+        ),
         "torch_ddp": torch_ddp,
         "torch_zero": torch_ddp,
-        "torch_fsdp2": partial(TorchFSDP2, reduce_dtype=reduce_dtype, reshard_after_forward=reshard),
+        "torch_fsdp2": partial(
+            TorchFSDP2, param_dtype=compute_dtype, reduce_dtype=averaged_in, reshard_after_forward=reshard
+        ),
     }
     return wrappers[config.sync]
