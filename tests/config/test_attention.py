@@ -61,6 +61,10 @@ def test_what_is_left_open_is_as_the_queries():
             "implementation: plain does not multiply as tf32x3",
         ),
         (
+            {"implementation": "flex", "device": "cuda", "fp32_precision": "fp16x3"},
+            "implementation: flex does not multiply as fp16x3",
+        ),
+        (
             {"implementation": "sdpa_efficient", "device": "cuda", "fp32_precision": "ieee"},
             "implementation: sdpa_efficient multiplies fp32 as tf32x3, never as ieee",
         ),
@@ -74,10 +78,11 @@ def test_what_they_take():
     assert AttentionConfig(implementation="sdpa_flash").refusal is None, "torch has one for CPUs"
     for name in IMPLEMENTATIONS:
         assert AttentionConfig(implementation=name, device="cuda", dtype="bf16").refusal is None
-    for precision in ("ieee", "tf32", "tf32x3"):
+    for precision in ("ieee", "tf32", "tf32x3", "fp16x3"):
         assert AttentionConfig(device="cuda", fp32_precision=precision).refusal is None
-    efficient = AttentionConfig(implementation="sdpa_efficient", device="cuda", fp32_precision="tf32x3")
-    assert efficient.refusal is None
+    for precision in ("tf32x3", "fp16x3"):
+        efficient = AttentionConfig(implementation="sdpa_efficient", device="cuda", fp32_precision=precision)
+        assert efficient.refusal is None, "the peer of both, by its own three products"
 
 
 @pytest.mark.parametrize(

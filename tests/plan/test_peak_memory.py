@@ -213,6 +213,18 @@ def test_sharded_flat_by_hand():
     assert triple(found.after_backward) == (P, P // 2, P + 16, 0, 3 * ONE + FLAGS)
 
 
+def test_fsdp_that_computes_in_bf16_by_hand():
+    """What is whole is half as large, what stays is not: gradients are averaged in the parameters' dtype."""
+    found, own = by_hand("fsdp", compute_dtype="bf16"), by_hand("fsdp")
+    assert found.after_step == own.after_step
+    assert found.after_backward == own.after_backward
+    whole = [
+        moment.after_forward.communication_bytes - moment.after_step.communication_bytes for moment in (found, own)
+    ]
+    assert whole == [2 * ONE // 2, 2 * ONE]  # around the blocks, and the last block
+    assert own.before_sync.total_bytes - found.before_sync.total_bytes == ONE // 2 + ONE // 2  # its gradient, and it
+
+
 def test_fsdp_by_hand():
     """Half of everything, and whole: the root and the last block after forward, one more block when backward begins."""
     found = by_hand("fsdp")

@@ -20,9 +20,17 @@ import pytest
 
 from kernel_compiler import SHARED_MEMORY_BYTES
 from sources import ROOT
-from trainstep.ops.flash_attention.tiles import UNTUNED, Arithmetic, KernelPass, TileProblem, choose_row, padded
+from trainstep.ops.flash_attention.tiles import (
+    UNTUNED,
+    Arithmetic,
+    KernelPass,
+    TileConfig,
+    TileProblem,
+    choose_row,
+    padded,
+)
 
-HALF, IEEE, TF32, TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
+HALF, IEEE, TF32, TF32X3, FP16X3 = list(Arithmetic)
 VARIANTS = [  # element, arithmetic, head width, causal, ragged
     ("bf16", HALF, 64, True, False),
     ("bf16", HALF, 128, True, False),
@@ -31,10 +39,16 @@ VARIANTS = [  # element, arithmetic, head width, causal, ragged
     ("fp32", TF32, 128, False, False),
     ("fp32", [TF32X3, IEEE], 32, True, True),  # in turn
 ]
+PARTS_VARIANTS = [(64, True, False), (128, True, False), (80, False, True)]
+"""Of the kernels that take parts split beforehand: head width, causal, ragged."""
 KERNELS = {
     KernelPass.FORWARD: ("forward", "forward_kernel", "RAGGED_K"),
     KernelPass.KEY_GRADIENTS: ("backward", "key_gradients_kernel", "RAGGED_Q"),
     KernelPass.QUERY_GRADIENTS: ("backward", "query_gradients_kernel", "RAGGED_K"),
+}
+PARTS_KERNELS = {
+    pass_: (f"split_{module}", f"split_{kernel}", ragged_name)
+    for pass_, (module, kernel, ragged_name) in KERNELS.items()
 }
 GRADIENTS = ("fp32", "bf16", "bf16", "fp16")
 """Of AdamW's update, by architecture."""
@@ -57,25 +71,48 @@ def request(architecture: int, pass_: KernelPass, element: str, arithmetic: Arit
         )
     )
     config = row.config
-    module, kernel, ragged_name = KERNELS[pass_]
+    of_parts = arithmetic is FP16X3
+    module, kernel, ragged_name = (PARTS_KERNELS if of_parts else KERNELS)[pass_]
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded(head_dim),
         "BLOCK_Q": config.block_q,
         "BLOCK_K": config.block_k,
     }
-    constants |= {"CAUSAL": causal, ragged_name: ragged, "PRECISION": arithmetic.dot_precision}
+    constants |= {"CAUSAL": causal, ragged_name: ragged}
+    constants |= {} if of_parts else {"PRECISION": arithmetic.dot_precision}
     if pass_ is KernelPass.KEY_GRADIENTS:
         constants["HEADS_PER_KEY_HEAD"] = 4 if ragged else 1
     return {
         "module": f"trainstep.ops.flash_attention.{module}",
         "kernel": kernel,
         "constants": constants,
+        "types": types_of_parts(config, padded(head_dim)) if of_parts else {},
         "element": element,
         "architecture": architecture,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "most_spilled_bytes": SPILLED_BYTES if row.record == UNTUNED else MEASURED_SPILLED_BYTES,
+    }
+
+
+def types_of_parts(config: TileConfig, width: int) -> dict[str, str]:
+    sides = {"q": config.block_q, "k": config.block_k, "v": config.block_k, "do": config.block_q}
+    descriptors = {name: f"tensordesc<fp16[{side}, {width}]>" for name, side in sides.items()}
+    return {**descriptors, "parts_ptr": "*fp16", "peaks_ptr": "*i32"}
+
+
+def split_request(architecture: int) -> dict[str, Any]:
+    return {
+        "module": "trainstep.ops.flash_attention.split_parts",
+        "kernel": "split_kernel",
+        "constants": {"HEAD_DIM": 80, "BLOCK_D": 128, "BLOCK": 64, "DELTA": True},
+        "types": {"parts_ptr": "*fp16", "peaks_ptr": "*i32"},
+        "element": "fp32",
+        "architecture": architecture,
+        "num_warps": 4,
+        "num_stages": 1,
+        "most_spilled_bytes": 0,
     }
 
 
@@ -125,13 +162,25 @@ def covering_set() -> list[dict[str, Any]]:
     return requests
 
 
+def parts_set() -> list[dict[str, Any]]:
+    """The kernels of FP16X3, with the one that splits; the widest heads on Hopper alone, which has a row for them."""
+    variants = [(architecture, *shape) for architecture in SHARED_MEMORY_BYTES for shape in PARTS_VARIANTS]
+    variants.append((90, 256, True, True))
+    requests = [
+        request(architecture, pass_, "fp32", FP16X3, *shape)
+        for architecture, *shape in variants
+        for pass_ in KernelPass
+    ]
+    return [*map(split_request, SHARED_MEMORY_BYTES), *requests]
+
+
 def every_variant() -> list[dict[str, Any]]:
-    elements = [("bf16", HALF), ("fp16", HALF), ("fp32", IEEE), ("fp32", TF32), ("fp32", TF32X3)]
+    elements = [("bf16", HALF), ("fp16", HALF), ("fp32", IEEE), ("fp32", TF32), ("fp32", TF32X3), ("fp32", FP16X3)]
     shapes = itertools.product((64, 80, 128, 256), (True, False), (True, False))
     variants = itertools.product(SHARED_MEMORY_BYTES, KernelPass, elements, shapes)
     requests = [request(architecture, pass_, *element, *shape) for architecture, pass_, element, shape in variants]
     updates = itertools.starmap(adamw_request, itertools.product(SHARED_MEMORY_BYTES, {*GRADIENTS}))
-    return [*map(delta_request, SHARED_MEMORY_BYTES), *updates, *requests]
+    return [*map(delta_request, SHARED_MEMORY_BYTES), *map(split_request, SHARED_MEMORY_BYTES), *updates, *requests]
 
 
 def compile_all(requests: list[dict[str, Any]], cache: Path, triton_folder: str = "") -> list[dict[str, Any]]:
@@ -178,8 +227,8 @@ def test_covering_set_with_the_oldest_triton(tmp_path: Path, record_property: An
 
 
 def check_covering_set(cache: Path, record_property: Any, version: str, triton_folder: str = "") -> None:
-    requests = covering_set()
-    assert len(requests) <= MOST
+    assert len(covering_set()) <= MOST
+    requests = [*covering_set(), *parts_set()]
     results = compile_all(requests, cache, triton_folder)
     assert len(results) == len(requests)
     record_property("compiled", json.dumps(results))

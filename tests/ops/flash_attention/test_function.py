@@ -49,6 +49,11 @@ def test_layouts():
     torch.testing.assert_close(lse_BSD, lse[:, 1])
 
 
+def test_cpu_tensors_have_one_arithmetic():
+    q, k, v = qkv()
+    assert torch.equal(flash_attention(q, k, v, fp32_precision="fp16x3"), flash_attention(q, k, v))
+
+
 def test_last_stride():
     q, k, v = qkv()
     apart = [torch.stack((x, x), dim=-1)[..., 0] for x in (q, k, v)]

@@ -1,12 +1,14 @@
-"""test_kernels.py in Triton's interpreter, which must be chosen before triton is imported: hence a process of its own."""
+"""test_kernels.py and test_split_kernels.py in Triton's interpreter, which must be chosen before triton is imported: hence
+processes of their own."""
 
 import pytest
 
 from interpreter import in_the_interpreter
 
 KERNELS = "tests/ops/flash_attention/test_kernels.py"
+SPLIT_KERNELS = "tests/ops/flash_attention/test_split_kernels.py"
 SECONDS = 90
-"""What CI may spend here."""
+"""What CI may spend on each."""
 
 
 def test_a_few_shapes():
@@ -15,9 +17,17 @@ def test_a_few_shapes():
     assert passed == 5
 
 
+def test_a_few_shapes_of_parts():
+    shapes = [f"{SPLIT_KERNELS}::test_small_random_shapes[{seed}]" for seed in (10, 13, 14, 20)]
+    rest = ["widths_between_powers_of_two", "powers_of_two_change_no_bit", "parts", "queries_that_see_nothing"]
+    passed, _ = in_the_interpreter(*shapes, *(f"{SPLIT_KERNELS}::test_{name}" for name in rest))
+    assert passed == 13
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(4 * SECONDS)
-def test_kernels_in_the_interpreter():
-    passed, seconds = in_the_interpreter(KERNELS)
-    assert passed >= 60
+@pytest.mark.parametrize(("kernels", "least"), [(KERNELS, 60), (SPLIT_KERNELS, 35)])
+def test_kernels_in_the_interpreter(kernels: str, least: int):
+    passed, seconds = in_the_interpreter(kernels)
+    assert passed >= least
     assert seconds <= SECONDS

@@ -3,8 +3,6 @@
 test_interpreter.py runs this file with TRITON_INTERPRET=1 in a process of its own; by itself, without a GPU, it skips.
 """
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,51 +10,11 @@ from torch import Tensor
 from attention_cases import Case, check, random_case
 from trainstep.ops import flash_attention
 from trainstep.ops.flash_attention.function import Tiles
-from trainstep.ops.flash_attention.launch import Problem
-from trainstep.ops.flash_attention.tiles import Arithmetic, TileConfig
 
 pytest.importorskip("triton")
-from trainstep.ops.flash_attention.backward import launch_backward
-from trainstep.ops.flash_attention.forward import launch_forward
+from attention_kernels import DEVICE, INTERPRETED, RUNNABLE, SMALL, attend
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-SMALL = TileConfig(block_q=64, block_k=32, num_warps=4, num_stages=2, heads_together=2)
-"""Small, so that short sequences have full, cut and hidden tiles; two heads together, so that the last group is smaller."""
-
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA GPU, or TRITON_INTERPRET=1"
-)
-
-
-class _Interpreted(torch.autograd.Function):
-    """What function.py does on a GPU."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, problem: Problem):  # type: ignore[no-untyped-def]
-        o, lse = launch_forward(q, k, v, problem, SMALL)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.problem = problem
-        ctx.mark_non_differentiable(lse)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do: Tensor, _dlse: Tensor):  # type: ignore[no-untyped-def]
-        q, k, v, o, lse = ctx.saved_tensors
-        return *launch_backward(do.contiguous(), q, k, v, o, lse, ctx.problem, SMALL, SMALL), None
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, causal_alignment: str = "top_left", precision: str = "ieee"
-) -> tuple[Tensor, Tensor]:
-    if INTERPRETED:
-        arithmetic = Arithmetic.IEEE if q.dtype == torch.float32 else Arithmetic.HALF
-        problem = Problem(q.shape[-1] ** -0.5, causal, causal_alignment == "bottom_right", arithmetic)
-        return _Interpreted.apply(q, k, v, problem)  # type: ignore[no-any-return, no-untyped-call]
-    return flash_attention(  # type: ignore[return-value]
-        q, k, v, is_causal=causal, causal_alignment=causal_alignment, enable_gqa=True, fp32_precision=precision,
-        return_lse=True,
-    )  # fmt: skip
+pytestmark = pytest.mark.skipif(not RUNNABLE, reason="needs a CUDA GPU, or TRITON_INTERPRET=1")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the larger shapes below")
@@ -240,3 +198,33 @@ def test_memory_is_linear_in_length():
         held.append(torch.cuda.memory_allocated() - before)
         del o
     assert held[1] <= 2.1 * held[0]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU gradients need them right")
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_small_kernels_beside_the_hopper_kernels(head_dim: int):
+    """Rows before, the cast behind: what hopper_emulated.py writes out as formulas, on memory that was NaN."""
+    pytest.importorskip("triton.experimental.gluon")
+    from hopper_emulated import rows, unwritten
+    from trainstep.ops.flash_attention.hopper import backward_buffers, bind_hopper_backward
+    from trainstep.ops.flash_attention.launch import Problem
+    from trainstep.ops.flash_attention.tiles import Arithmetic
+
+    case = Case(
+        batch=2, heads=3, key_heads=3, queries=150, keys=150, head_dim=head_dim, dtype=torch.float16, strided="BSHD"
+    )
+    q, _, o, do = case.tensors()
+    lse = torch.randn(q.shape[:3])
+    lse[:, :, 5] = float("-inf")
+    problem = Problem(0.25, True, False, Arithmetic.HALF)
+    dq = unwritten(q)
+    kernels = bind_hopper_backward(q.shape, q.shape, *[q.stride()] * 8, q.dtype, q.device, problem, None)
+    lse_log2, delta, dq_sum = map(unwritten, backward_buffers(q))
+    kernels.rows(o, do, lse, lse_log2, delta, dq_sum)
+    wanted_lse, wanted_delta = rows(o, do, lse)
+    torch.testing.assert_close(lse_log2, wanted_lse)
+    torch.testing.assert_close(delta, wanted_delta)
+    assert not dq_sum.any()
+    dq_sum.normal_()
+    kernels.cast(dq_sum, dq)
+    assert torch.equal(dq, (dq_sum * 0.25).to(q.dtype))

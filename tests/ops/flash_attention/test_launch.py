@@ -76,6 +76,21 @@ def test_unaligned_tensors_are_bound_each_time():
     assert not kernel.started
 
 
+def test_parts_are_read_through_descriptors():
+    split_parts = pytest.importorskip("trainstep.ops.flash_attention.split_parts")
+    kernel = FakeKernel()
+    bound = split_parts.PartsKernel((32,), kernel, 7, {"BLOCK": 64, "rows": 3}, num_warps=4)
+    parts, x = torch.empty(2, 5, 64, 16, dtype=torch.float16), torch.empty(8)
+    bound(parts, x)
+    bound(parts, x)
+    ((_, (descriptor, *arguments), _),) = kernel.bound
+    assert arguments == [x, 3, 64]
+    assert (descriptor.shape, descriptor.strides, descriptor.block_shape) == ([2 * 5 * 64, 16], [16, 1], [32, 16])
+    ((*_, again, address, rows, block),) = kernel.started
+    assert again == descriptor
+    assert (address, rows, block) == (x.data_ptr(), 3, 64)
+
+
 def test_offset():
     assert Problem(1.0, True, False, Arithmetic.HALF).offset(3, 8) == 0
     assert Problem(1.0, True, True, Arithmetic.HALF).offset(3, 8) == 5

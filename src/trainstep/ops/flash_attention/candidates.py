@@ -2,7 +2,8 @@
 
 A tile has a side that stays with its program and a side that streams past it (tiles.staying_and_streaming). With 16-bit operands
 one warp for 16 rows of what stays won wherever it was measured (H200): a warpgroup owns 64 rows. Twice as many where accumulators
-need their registers. fp32 products take more registers and memory: smaller tiles, and fewer of them in flight.
+need their registers. fp32 products take more registers and memory: smaller tiles, and fewer of them in flight. Of fp16 parts, two
+to an operand, tiles of half the 16-bit ones' size take as much memory.
 """
 
 import itertools
@@ -21,7 +22,7 @@ def candidates(problem: TileProblem, *, heads: int) -> list[TileConfig]:
     """At most MOST legal tiles. `heads`: batch x heads; a single head leaves heads_together nothing to change."""
     head_bytes = 2 * _POSITIONS_SHARED * padded(problem.head_dim) * problem.arithmetic.element_bytes
     togethers = (1, max(2, _SHARED_CACHE_BYTES // head_bytes)) if heads > 1 else (1,)
-    rule = _half_tiles if problem.arithmetic is Arithmetic.HALF else _fp32_tiles
+    rule = {Arithmetic.HALF: _half_tiles, Arithmetic.FP16X3: _parts_tiles}.get(problem.arithmetic, _fp32_tiles)
     found = [tile for tile in rule(problem.pass_, problem.head_dim) if is_legal(tile, problem)]
     shapes = list(dict.fromkeys(found))[: MOST // len(togethers)]
     return [replace(tile, heads_together=number) for tile in shapes for number in togethers]
@@ -47,6 +48,16 @@ def _fp32_tiles(pass_: KernelPass, head_dim: int) -> Iterator[TileConfig]:
         yield _tile(pass_, stays, streams, warps, stages)
     for streams in (32, 64):
         yield _tile(pass_, 32, streams, 8, 1)
+    if padded(head_dim) > 128:
+        yield from _small_tiles(pass_)
+
+
+def _parts_tiles(pass_: KernelPass, head_dim: int) -> Iterator[TileConfig]:
+    streaming = (64, 32, 128) if padded(head_dim) <= 64 else (32, 64, 16)
+    for stages, streams, stays in itertools.product((2, 1, 3), streaming, (64, 128)):
+        yield _tile(pass_, stays, streams, stays // 16, stages)
+    for stages, streams in itertools.product((1, 2), (32, 16)):
+        yield _tile(pass_, 32, streams, 4, stages)
     if padded(head_dim) > 128:
         yield from _small_tiles(pass_)
 

@@ -9,7 +9,7 @@ from trainstep.ops.flash_attention.tiles import MOST_HEAD_DIM
 
 LAYOUTS = ("BHSD", "BSHD")
 ALIGNMENTS = ("top_left", "bottom_right")
-PRECISIONS = (None, "ieee", "tf32", "tf32x3")
+PRECISIONS = (None, "ieee", "tf32", "tf32x3", "fp16x3")
 LEAST_HEAD_DIM = 8
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 

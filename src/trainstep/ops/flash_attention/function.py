@@ -1,8 +1,8 @@
 """`flash_attention`: choice of kernel, and what makes it an operator torch knows: autograd, compile, FLOPs.
 
 Registered with torch.library's Library, an implementation a dispatch key, because that costs the host less than custom_op does.
-On CUDA devices the Triton kernels run, anywhere else algorithm.py. Memory kept for backward is linear in S: q, k, v, the output and
-the log-sum-exp. The gradient has no gradient of its own.
+On CUDA devices the Triton kernels run (choice.py: which), anywhere else algorithm.py. Memory kept for backward is linear in S:
+q, k, v, the output and the log-sum-exp. The gradient has no gradient of its own.
 """
 
 import math
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.ops.flash_attention import algorithm
 from trainstep.ops.flash_attention.checks import SDPA, check_scale, check_settings, check_tensors
+from trainstep.ops.flash_attention.choice import why_portable
 from trainstep.ops.flash_attention.launch import Problem
 from trainstep.ops.flash_attention.tiles import TILE_FIELDS, Arithmetic, TileConfig
 from trainstep.spans import span
@@ -24,8 +25,14 @@ from trainstep.spans import span
 try:
     from trainstep.ops.flash_attention.backward import launch_backward
     from trainstep.ops.flash_attention.forward import launch_forward
+    from trainstep.ops.flash_attention.split_backward import launch_split_backward
+    from trainstep.ops.flash_attention.split_forward import launch_split_forward
 except ImportError:  # no triton for this platform: no GPU it could drive either
-    launch_backward = launch_forward = None  # type: ignore[assignment]
+    launch_backward = launch_forward = launch_split_backward = launch_split_forward = None  # type: ignore[assignment]
+try:
+    from trainstep.ops.flash_attention.hopper import launch_hopper_backward, launch_hopper_forward
+except ImportError:  # as choice.py finds too
+    launch_hopper_backward = launch_hopper_forward = None  # type: ignore[assignment]
 
 _SETTINGS = "float scale, bool causal, bool bottom_right, str? fp32_precision, int[]? tiles"
 _library = torch.library.Library("trainstep", "FRAGMENT")
@@ -70,9 +77,11 @@ def flash_attention(
     all others are read as they lie. The output is laid out as q is.
 
     is_causal: query i sees keys 0..i, as in torch; with causal_alignment="bottom_right" the last query sees all keys, and a query
-    that sees none gives 0. fp32_precision: "ieee", "tf32" or "tf32x3" (three TF32 products, about fp32's error) for fp32 tensors on
-    a GPU; by default as torch's matmuls are set. return_lse: also log(sum(exp(scores))), (B, H, S) or (B, S), in fp32; it carries
-    no gradient. CPU tensors go through algorithm.py, the same algorithm in PyTorch.
+    that sees none gives 0. fp32_precision, for fp32 tensors on a GPU: "ieee", "tf32", or, by three products and with errors up to 4
+    times fp32's, "tf32x3" (of TF32 parts) and "fp16x3" (of fp16 parts that are split beforehand and scaled by head, see
+    split_parts.py: faster, and while it runs it takes as much memory again as q, k, v and in backward do); by default as torch's
+    matmuls are set. return_lse: also log(sum(exp(scores))), (B, H, S) or (B, S), in fp32; it carries no gradient. CPU tensors go
+    through algorithm.py, the same algorithm in PyTorch, in their dtype's own arithmetic.
     """
     check_settings(attn_mask, dropout_p, causal_alignment, layout, fp32_precision)
     q_BHSD, k_BHSD, v_BHSD = [_as_BHSD(x, layout) for x in _autocast(q, k, v)]
@@ -130,8 +139,12 @@ def _unflat(tiles: list[int] | None) -> tuple[TileConfig | None, TileConfig | No
 
 def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     *_, tiles = settings
+    problem = _problem(q.dtype, *settings)
     with _current(q.device):
-        return launch_forward(q, k, v, _problem(q.dtype, *settings), _unflat(tiles)[0])
+        if why_portable(q, k, v, tiles, backward=False) is None:
+            return launch_hopper_forward(q, k, v, problem)
+        launch = launch_split_forward if problem.arithmetic is Arithmetic.FP16X3 else launch_forward
+        return launch(q, k, v, problem, _unflat(tiles)[0])
 
 
 def _backward_cuda(
@@ -141,8 +154,12 @@ def _backward_cuda(
     _, key_config, query_config = _unflat(tiles)
     if do.stride(-1) != 1:  # out.sum() hands back one number, expanded
         do = do.contiguous()
+    problem = _problem(q.dtype, *settings)
     with _current(q.device):
-        return launch_backward(do, q, k, v, o, lse, _problem(q.dtype, *settings), key_config, query_config)
+        if why_portable(q, k, v, tiles, backward=True) is None:
+            return launch_hopper_backward(do, q, k, v, o, lse, problem)
+        launch = launch_split_backward if problem.arithmetic is Arithmetic.FP16X3 else launch_backward
+        return launch(do, q, k, v, o, lse, problem, key_config, query_config)
 
 
 def _problem(

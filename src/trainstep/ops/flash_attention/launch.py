@@ -68,18 +68,19 @@ class BoundKernel:
         self.compiled: Any = None
         """Triton's compiled kernel, once it has run."""
 
-    def __call__(self, *tensors: Tensor) -> None:
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        aligned = not any(address % 16 for address in addresses)
+    def __call__(self, *tensors: Any) -> None:
+        """Tensors, or descriptors of tensors, which Triton encodes at each launch and which are aligned."""
+        addresses = [tensor.data_ptr() if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+        aligned = not any(address % 16 for address in addresses if isinstance(address, int))
         if aligned and self._start is not None:
             self._start(*addresses, *self._arguments)
             return
         self.compiled = self._kernel[self._grid](*tensors, *self._arguments, **self._options)
         if aligned and self.compiled is not None:  # the interpreter compiles nothing
-            self._start = _starter(self.compiled, self._grid, tensors[0].device)
+            self._start = starter(self.compiled, self._grid, next(x for x in tensors if isinstance(x, Tensor)).device)
 
 
-def _starter(compiled: Any, grid: tuple[int, int, int], device: torch.device) -> Callable[..., None]:
+def starter(compiled: Any, grid: tuple[int, int, int], device: torch.device) -> Callable[..., None]:
     """What compiled[grid] does, at half its cost as long as no hook of Triton's is set. Takes addresses for tensors."""
     from triton import knobs  # launching means that it is there
 

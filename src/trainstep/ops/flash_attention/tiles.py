@@ -10,6 +10,8 @@ from enum import StrEnum
 UNTUNED = "untuned: estimate from compiled registers and shared memory"
 H200 = "results/h200/attention_tiles.jsonl"
 MOST_HEAD_DIM = 256
+MOST_PART_ROWS = 256
+"""Of a tile of fp16 parts: the box of a tensor map ends there."""
 
 
 class KernelPass(StrEnum):
@@ -21,12 +23,16 @@ class KernelPass(StrEnum):
 
 
 class Arithmetic(StrEnum):
-    """How tiles are multiplied: 16-bit operands, or fp32 ones as torch's fp32_precision names it, or by three TF32 products."""
+    """How tiles are multiplied: 16-bit operands, or fp32 ones as torch's fp32_precision names it, or by three products.
+
+    Of TF32 parts made where they are used, or of fp16 parts made beforehand (split_parts.py).
+    """
 
     HALF = "half"
     IEEE = "ieee"
     TF32 = "tf32"
     TF32X3 = "tf32x3"
+    FP16X3 = "fp16x3"
 
     @property
     def element_bytes(self) -> int:
@@ -35,7 +41,7 @@ class Arithmetic(StrEnum):
     @property
     def dot_precision(self) -> str:
         """tl.dot's input_precision, which 16-bit operands ignore."""
-        return "ieee" if self is Arithmetic.HALF else str(self)
+        return "ieee" if self in (Arithmetic.HALF, Arithmetic.FP16X3) else str(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +100,9 @@ def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
     stays, streams = staying_and_streaming(config, problem.pass_)
     staying = stays * (1 if problem.pass_ is KernelPass.FORWARD else 2)
     in_flight = 2 * streams * config.num_stages
-    again = {Arithmetic.HALF: 0, Arithmetic.IEEE: streams}.get(problem.arithmetic, staying)
+    again = {Arithmetic.HALF: 0, Arithmetic.FP16X3: streams // 2, Arithmetic.IEEE: streams}.get(
+        problem.arithmetic, staying
+    )
     return (staying + in_flight + again) * width + 8 * streams * config.num_stages
 
 
@@ -120,6 +128,8 @@ def why_illegal(config: TileConfig, problem: TileProblem) -> str | None:
         size = getattr(config, name)
         if size < 16 or size & (size - 1):
             return f"{name}={size} is not a power of two of at least 16"
+        if size > MOST_PART_ROWS and problem.arithmetic is Arithmetic.FP16X3:
+            return f"{name}={size} is more than the {MOST_PART_ROWS} rows of parts that are loaded at once"
     if config.num_warps not in (1, 2, 4, 8, 16):
         return f"num_warps={config.num_warps} is not 1, 2, 4, 8 or 16"
     if min(config.num_stages, config.heads_together) < 1:
@@ -187,6 +197,7 @@ def _rows(
 
 
 _HALF, _IEEE, _TF32, _TF32X3 = Arithmetic.HALF, Arithmetic.IEEE, Arithmetic.TF32, Arithmetic.TF32X3
+_FP16X3 = Arithmetic.FP16X3
 _FORWARD, _KEYS, _QUERIES = KernelPass.FORWARD, KernelPass.KEY_GRADIENTS, KernelPass.QUERY_GRADIENTS
 
 TABLE: tuple[Row, ...] = (
@@ -226,6 +237,9 @@ TABLE: tuple[Row, ...] = (
     *_rows("sm_90", _TF32X3, _FORWARD, {64: (32, 64, 4, 2), 128: (32, 64, 4, 2)}, H200),
     *_rows("sm_90", _TF32X3, _KEYS, {64: (64, 32, 4, 1), 128: (64, 32, 8, 1)}, H200),
     *_rows("sm_90", _TF32X3, _QUERIES, {64: (32, 64, 4, 2), 128: (32, 64, 8, 1)}, H200),
+    *_rows("sm_90", _FP16X3, _FORWARD, {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 1)}),
+    *_rows("sm_90", _FP16X3, _KEYS, {64: (64, 64, 4, 2), 128: (32, 64, 4, 2)}),
+    *_rows("sm_90", _FP16X3, _QUERIES, {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 16, 4, 1)}),
     *_rows("sm_90", _IEEE, _FORWARD, {64: (32, 64, 4, 2), 128: (32, 64, 8, 1)}, H200),
     *_rows("sm_90", _IEEE, _KEYS, {64: (64, 32, 4, 2), 128: (64, 32, 8, 1)}, H200),
     *_rows("sm_90", _IEEE, _QUERIES, {64: (32, 64, 4, 2), 128: (32, 64, 8, 1)}, H200),
@@ -234,7 +248,7 @@ TABLE: tuple[Row, ...] = (
     *_rows("any", _IEEE, _QUERIES, {64: (32, 32, 8, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)}),
     *(
         row
-        for arithmetic in (_TF32, _TF32X3)
+        for arithmetic in (_TF32, _TF32X3, _FP16X3)
         for pass_ in KernelPass
         for row in _rows("any", arithmetic, pass_, {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)})
     ),

@@ -1,0 +1,366 @@
+"""The backward kernels for Hopper: algorithm.backward in one pass over the keys. See [Note: the pipeline of a Hopper kernel].
+
+`hopper_rows_kernel`: rowsum(do o), the log-sum-exp base 2, and zeros for dq. `hopper_gradients_kernel`: dk and dv, and dq as a
+sum in fp32 that programs add to in any order: bits may differ from run to run. `hopper_cast_kernel`: dq in the tensors' dtype.
+
+[Note: one pass backward]
+A program keeps 128 keys, 64 a warpgroup, and runs over the queries that see them, and over the query heads that share the key
+head. Scores and the gradient of probabilities are computed transposed, (keys, queries), so that p and ds are in the registers
+that the products for dv and dk read. dq needs the ds of both warpgroups: each writes its half to shared memory, they meet, and
+each multiplies one half of dq's columns (or rows) and adds it to global memory by TMA. Two buffers of ds take turns, so that
+one meeting a step is enough: whoever is a step ahead writes the other buffer, and cannot be two ahead.
+
+With SCORES_AHEAD the next step's scores are started behind this step's dq, before dq is waited for and stored: the matrix units
+have work meanwhile.
+
+Queries beyond the end read as 0 with a log-sum-exp of +inf, so that p is 0 there; a query that sees no key is written so too.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from trainstep.ops.flash_attention.forward import LOG2_E
+from trainstep.ops.flash_attention.hopper_parts import (
+    PRODUCER_REGISTERS,
+    ROWS,
+    SIZES,
+    ZERO,
+    accumulator_layout,
+    add_out,
+    copy_in,
+    copy_out,
+    meet,
+    new_barriers,
+    operand_layout,
+    tile_and_head,
+    where_seen,
+)
+from trainstep.ops.flash_attention.tile_access import load_tile, store_tile
+
+CONSUMERS: gl.constexpr = gl.constexpr(2)
+BLOCK_K: gl.constexpr = gl.constexpr(128)
+CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
+DS_WRITTEN: gl.constexpr = gl.constexpr(9)
+"""The barrier at which both warpgroups' ds is in shared memory."""
+CONSUMER_THREADS: gl.constexpr = gl.constexpr(256)
+
+
+# Before and after, in plain Triton --------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=SIZES)
+def hopper_rows_kernel(
+    o_ptr, do_ptr, lse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr,
+    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries, padded_queries,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Rows are padded to whole tiles: lse_log2 with +inf, delta with 0. dq_sum (B, H, S, D) is set to 0."""
+    batch_head = tl.program_id(0) // tiles
+    first_q = tl.program_id(0) % tiles * BLOCK_Q
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    o_base = o_ptr + batch * stride_ob + head * stride_oh
+    do_base = do_ptr + batch * stride_gb + head * stride_gh
+    o = load_tile(o_base, stride_os, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    do = load_tile(do_base, stride_gs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    row = first_q + tl.arange(0, BLOCK_Q)
+    lse = tl.load(lse_ptr + batch_head.to(tl.int64) * queries + row, mask=row < queries, other=float("-inf"))
+    padded_row = batch_head.to(tl.int64) * padded_queries + row
+    tl.store(lse_log2_ptr + padded_row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
+    tl.store(delta_ptr + padded_row, tl.sum(o * do, 1))
+    zeros = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    dq_base = dq_sum_ptr + batch_head.to(tl.int64) * queries * HEAD_DIM
+    store_tile(dq_base, HEAD_DIM, first_q, queries, zeros, BLOCK_Q, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def hopper_cast_kernel(
+    dq_sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs, tiles, heads, queries, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    batch_head = tl.program_id(0) // tiles
+    first_q = tl.program_id(0) % tiles * BLOCK_Q
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    sum_base = dq_sum_ptr + batch_head.to(tl.int64) * queries * HEAD_DIM
+    dq = load_tile(sum_base, HEAD_DIM, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh
+    store_tile(dq_base, stride_dqs, first_q, queries, dq * scale, BLOCK_Q, HEAD_DIM, BLOCK_D)
+
+
+# Which work -------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _keys_and_head(tiles, batch_key_heads, heads_together):
+    """(first key, batch and key head) of this program. Under a causal mask the first keys are seen by the most queries."""
+    tile, batch_key_head = tile_and_head(gl.program_id(0), tiles, batch_key_heads, heads_together)
+    return tile * BLOCK_K, batch_key_head
+
+
+@gluon.jit
+def _steps(first_k, queries, keys, offset, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """(first, first without a mask, end) of the query tiles that see any of these keys. The last keys' tile may be ragged."""
+    end = (queries + BLOCK_Q - 1) // BLOCK_Q
+    begin = 0
+    begin_full = 0
+    if CAUSAL:
+        begin = gl.minimum(gl.maximum(first_k - offset, 0) // BLOCK_Q, end)
+        begin_full = (gl.maximum(first_k + BLOCK_K - 1 - offset, 0) + BLOCK_Q - 1) // BLOCK_Q
+        begin_full = gl.minimum(begin_full, end)
+    # 1 if keys end within the tile: then no step goes without a mask
+    ragged = gl.minimum(gl.maximum(first_k + BLOCK_K - keys, 0), 1)
+    return begin, begin_full + ragged * (end - begin_full), end
+
+
+# The producer warp ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _start_copies(copied, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+    """k and v once, then every tile of q and do with its rows of log-sum-exp and delta, in the consumers' order."""
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, kept_tiles, q_ring, do_ring, work = copied
+    k_tile, v_tile, kv_full = kept_tiles
+    q_tiles, lse_rows, q_full, q_empty = q_ring
+    do_tiles, delta_rows, do_full, do_empty = do_ring
+    tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset = work
+    first_k, batch_key_head = _keys_and_head(tiles, batch_key_heads, heads_together)
+    begin, _, end = _steps(first_k, queries, keys, offset, BLOCK_Q, CAUSAL)
+    batch = batch_key_head // key_heads
+    key_head = batch_key_head % key_heads
+    mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    copy_in(k_desc, [batch, key_head, first_k, 0], kv_full.index(0), k_tile)
+    copy_in(v_desc, [batch, key_head, first_k, 0], kv_full.index(0), v_tile)
+    started = 0
+    for member in range(heads_per_key_head):
+        head = key_head * heads_per_key_head + member
+        first_row = (batch * key_heads * heads_per_key_head + head) * padded_queries
+        for step in range(begin, end):
+            stage = started % STAGES
+            parity = (started // STAGES) & 1
+            mbarrier.wait(q_empty.index(stage), parity ^ 1)
+            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+            copy_in(q_desc, [batch, head, step * BLOCK_Q, 0], q_full.index(stage), q_tiles.index(stage))
+            copy_in(lse_desc, [first_row + step * BLOCK_Q], q_full.index(stage), lse_rows.index(stage))
+            mbarrier.wait(do_empty.index(stage), parity ^ 1)
+            mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+            copy_in(do_desc, [batch, head, step * BLOCK_Q, 0], do_full.index(stage), do_tiles.index(stage))
+            copy_in(delta_desc, [first_row + step * BLOCK_Q], do_full.index(stage), delta_rows.index(stage))
+            started += 1
+
+
+# A consumer warpgroup ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _start_scores(kept_tiles, q_ring, used, WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr):
+    """wgmma of this warpgroup's keys with the ring's used-th tile of queries."""
+    k_tile, _, _ = kept_tiles
+    q_tiles, _, _, _ = q_ring
+    BLOCK_D: gl.constexpr = k_tile.shape[3]
+    zeros = gl.zeros([ROWS, BLOCK_Q], gl.float32, accumulator_layout(BLOCK_Q))
+    k = k_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
+    q = q_tiles.index(used % STAGES).reshape([BLOCK_Q, BLOCK_D])
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_gradients(
+    dk, dv, next_scores, used, dq_desc, memory, place, begin, end, steps, scale_log2,
+    WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT_ROWS: gl.constexpr, SCORES_AHEAD: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Query tiles `begin`..`end` of one head. `used`: steps of this program so far, of `steps` in all.
+
+    SCORES_AHEAD: next_scores are those of the first step, and come back as those of the step behind the last.
+    """
+    kept_tiles, q_ring, do_ring, ds_tiles, dq_tile = memory
+    batch, head, first_k, keys, offset = place
+    k_tile, v_tile, _ = kept_tiles
+    q_tiles, lse_rows, q_full, q_empty = q_ring
+    do_tiles, delta_rows, do_full, do_empty = do_ring
+    SCORES: gl.constexpr = accumulator_layout(BLOCK_Q)  # (keys, queries)
+    DQ_COLUMNS: gl.constexpr = BLOCK_D if SPLIT_ROWS else BLOCK_D // CONSUMERS
+    OPERAND: gl.constexpr = operand_layout(BLOCK_D)
+    dtype: gl.constexpr = k_tile.dtype
+    zeros = gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES)
+    dq_zeros = gl.zeros([ROWS, DQ_COLUMNS], gl.float32, accumulator_layout(DQ_COLUMNS))
+    all_keys = k_tile.reshape([BLOCK_K, BLOCK_D])
+    v = v_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
+    key_index = first_k + WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    for step in range(begin, end):
+        stage = used % STAGES
+        q = q_tiles.index(stage).reshape([BLOCK_Q, BLOCK_D])
+        do = do_tiles.index(stage).reshape([BLOCK_Q, BLOCK_D])
+        if not SCORES_AHEAD:
+            started_scores = _start_scores(kept_tiles, q_ring, used, WARPGROUP, BLOCK_Q, STAGES)
+        mbarrier.wait(do_full.index(stage), (used // STAGES) & 1)
+        started_dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = next_scores if SCORES_AHEAD else warpgroup_mma_wait(1, deps=(started_scores,))
+        lse = lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))
+        p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
+        if MASKED:
+            last_seen = keys - 1 + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, SCORES)) * 0
+            if CAUSAL:
+                query_index = step * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, SCORES))
+                last_seen = gl.minimum(last_seen, query_index + offset)
+            p = where_seen(p, gl.expand_dims(key_index, 1), gl.expand_dims(last_seen, 0), ZERO)
+        p_operand = gl.convert_layout(p.to(dtype), OPERAND)
+        # Only the next step needs its tile of q; waited for here, it keeps ptxas from moving the wait for dp before the
+        # exponentials, which are to run beside that wgmma
+        mbarrier.wait(q_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=used + 1 < steps)
+        dp = warpgroup_mma_wait(0, deps=(started_dp,))
+        started_dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+        delta = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
+        ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
+        ds_tile = ds_tiles.index(used & 1)
+        ds_tile.slice(WARPGROUP * ROWS, ROWS).store(ds)
+        fence_async_shared()
+        meet(DS_WRITTEN, CONSUMER_THREADS)
+        started_dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
+        ds_of_all = ds_tile.permute((1, 0))
+        if SPLIT_ROWS:
+            started_dq = warpgroup_mma(
+                ds_of_all.slice(WARPGROUP * ROWS, ROWS), all_keys, dq_zeros, use_acc=False, is_async=True
+            )
+        else:
+            columns = all_keys.slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1)
+            started_dq = warpgroup_mma(ds_of_all, columns, dq_zeros, use_acc=False, is_async=True)
+        dv = warpgroup_mma_wait(2, deps=(started_dv,))
+        mbarrier.arrive(do_empty.index(stage), count=1)
+        dk = warpgroup_mma_wait(1, deps=(started_dk,))
+        mbarrier.arrive(q_empty.index(stage), count=1)
+        if SCORES_AHEAD:  # of whatever lies in the buffer behind the last step: nobody uses them
+            started_scores = _start_scores(kept_tiles, q_ring, used + 1, WARPGROUP, BLOCK_Q, STAGES)
+            dq = warpgroup_mma_wait(1, deps=(started_dq,))
+        else:
+            dq = warpgroup_mma_wait(0, deps=(started_dq,))
+        tma.store_wait(0)  # the last step's part of dq has left the buffer
+        dq_tile.reshape([ROWS, DQ_COLUMNS]).store(dq)
+        fence_async_shared()
+        if SPLIT_ROWS:
+            add_out(dq_desc, [batch, head, step * BLOCK_Q + WARPGROUP * ROWS, 0], dq_tile)
+        else:
+            add_out(dq_desc, [batch, head, step * BLOCK_Q, WARPGROUP * DQ_COLUMNS], dq_tile)
+        if SCORES_AHEAD:
+            next_scores = warpgroup_mma_wait(0, deps=(started_scores,))
+        used += 1
+    return dk, dv, next_scores, used
+
+
+@gluon.jit
+def _gradients_of_keys(
+    kept, WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT_ROWS: gl.constexpr, SCORES_AHEAD: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of 64 keys, and this warpgroup's part of dq."""
+    dk_desc, dv_desc, dq_desc, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2 = kept
+    k_tile, v_tile, kv_full = kept_tiles
+    _, _, q_full, _ = q_ring
+    tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, _padded_queries, keys, offset = work
+    GRADIENT: gl.constexpr = accumulator_layout(BLOCK_D)
+    dtype: gl.constexpr = k_tile.dtype
+    first_k, batch_key_head = _keys_and_head(tiles, batch_key_heads, heads_together)
+    begin, begin_full, end = _steps(first_k, queries, keys, offset, BLOCK_Q, CAUSAL)
+    steps = (end - begin) * heads_per_key_head
+    batch = batch_key_head // key_heads
+    key_head = batch_key_head % key_heads
+    memory = (kept_tiles, q_ring, do_ring, ds_tiles, dq_tiles.index(WARPGROUP))
+    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENT)
+    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENT)
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
+    used = 0
+    scores = gl.zeros([ROWS, BLOCK_Q], gl.float32, accumulator_layout(BLOCK_Q))
+    if SCORES_AHEAD:
+        started_scores = _start_scores(kept_tiles, q_ring, 0, WARPGROUP, BLOCK_Q, STAGES)
+        scores = warpgroup_mma_wait(0, deps=(started_scores,))
+    for member in range(heads_per_key_head):
+        place = (batch, key_head * heads_per_key_head + member, first_k, keys, offset)
+        if CAUSAL or RAGGED_K:
+            dk, dv, scores, used = _add_gradients(
+                dk, dv, scores, used, dq_desc, memory, place, begin, begin_full, steps, scale_log2,
+                WARPGROUP, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, SCORES_AHEAD, True, CAUSAL,
+            )  # fmt: skip
+        dk, dv, scores, used = _add_gradients(
+            dk, dv, scores, used, dq_desc, memory, place, begin_full, end, steps, scale_log2,
+            WARPGROUP, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, SCORES_AHEAD, False, CAUSAL,
+        )  # fmt: skip
+    tma.store_wait(0)
+    meet(DS_WRITTEN, CONSUMER_THREADS)  # nobody reads k and v any more: dk and dv leave through their memory
+    k_rows = k_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
+    v_rows = v_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
+    v_rows.store(dv.to(dtype))
+    k_rows.store((dk * scale).to(dtype))
+    fence_async_shared()
+    where = [batch, key_head, first_k + WARPGROUP * ROWS, 0]
+    copy_out(dv_desc, where, v_tile.slice(WARPGROUP * ROWS, ROWS, 2))
+    copy_out(dk_desc, where, k_tile.slice(WARPGROUP * ROWS, ROWS, 2))
+    tma.store_wait(0)
+
+
+# The kernel -------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def hopper_gradients_kernel(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+    tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset,
+    scale, scale_log2,
+    BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SPLIT_ROWS: gl.constexpr,
+    SCORES_AHEAD: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
+):  # fmt: skip
+    """Descriptors are of (batch, head, position, column), those of lse and delta of rows padded to `padded_queries` a head."""
+    dtype: gl.constexpr = q_desc.dtype
+    DQ_COLUMNS: gl.constexpr = BLOCK_D if SPLIT_ROWS else BLOCK_D // CONSUMERS
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
+    kept_tiles = (
+        gl.allocate_shared_memory(dtype, [1, 1, BLOCK_K, BLOCK_D], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, BLOCK_K, BLOCK_D], v_desc.layout),
+        new_barriers(1, 1),
+    )
+    q_ring = (
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, BLOCK_D], q_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, CONSUMERS),
+    )
+    do_ring = (
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, BLOCK_D], do_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, CONSUMERS),
+    )
+    ds_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], DS)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 1, ROWS, DQ_COLUMNS], dq_desc.layout)
+    work = (
+        tiles,
+        batch_key_heads,
+        heads_together,
+        key_heads,
+        heads_per_key_head,
+        queries,
+        padded_queries,
+        keys,
+        offset,
+    )
+    copied = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, kept_tiles, q_ring, do_ring, work)
+    kept = (dk_desc, dv_desc, dq_desc, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2)
+    gl.warp_specialize(
+        [
+            (_gradients_of_keys, (kept, 0, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, SCORES_AHEAD, CAUSAL, RAGGED_K)),
+            (_gradients_of_keys, (kept, 1, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, SCORES_AHEAD, CAUSAL, RAGGED_K)),
+            (_start_copies, (copied, BLOCK_Q, STAGES, CAUSAL)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

@@ -1,0 +1,311 @@
+"""The forward kernel for Hopper: algorithm.forward, one program a multiprocessor. See [Note: the pipeline of a Hopper kernel].
+
+[Note: blocks from the last to the first]
+A tile of 64 queries a warpgroup goes through its key blocks from the last it sees to the first, so that those that the mask
+cuts (the causal diagonal, the ragged end) come first: the very last by itself, more of them in a masked loop, then all others
+in a loop without masks. Within a loop the scores of the next block are computed while the last block's probabilities are
+multiplied with its values: both wgmma are started, the scores are waited for, and the softmax runs while the second goes on.
+
+Exponentials are base 2 with the scale folded in. The log-sum-exp is stored natural. A query that sees no key gives 0 and -inf.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from trainstep.ops.flash_attention.hopper_parts import (
+    LN_2,
+    MINUS_INFINITY,
+    PRODUCER_REGISTERS,
+    ROWS,
+    SIZES,
+    accumulator_layout,
+    copy_in,
+    copy_out,
+    new_barriers,
+    operand_layout,
+    place_of_turn,
+    tile_and_head,
+    turns_of_program,
+    where_seen,
+)
+
+
+@gluon.jit
+def _first_query_and_head(turn, tiles, batch_heads, heads_together, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of this program's turn-th tile; the longest tiles of a causal mask are the last and go first."""
+    tile, batch_head = tile_and_head(place_of_turn(turn), tiles, batch_heads, heads_together)
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    return tile * BLOCK_Q, batch_head
+
+
+@gluon.jit
+def _blocks_seen(first_q, count: gl.constexpr, queries, keys, offset, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
+    """(blocks that any of queries first_q..first_q + count sees, blocks that each of them sees whole). At least one is visited."""
+    seen_by_any = keys
+    seen_by_all = keys
+    if CAUSAL:
+        seen_by_any = gl.minimum(gl.maximum(gl.minimum(first_q + count, queries) + offset, 0), keys)
+        seen_by_all = gl.minimum(gl.maximum(first_q + 1 + offset, 0), keys)
+    blocks = gl.maximum((seen_by_any + BLOCK_K - 1) // BLOCK_K, 1)
+    return blocks, seen_by_all // BLOCK_K
+
+
+# The producer warp ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _start_copies(copied, WARPGROUPS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Every tile of q, k and v that the consumers will read, in their order, as buffers become empty."""
+    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work = copied
+    q_tiles, q_full, q_empty = q_ring
+    k_tiles, k_full, k_empty = k_ring
+    v_tiles, v_full, v_empty = v_ring
+    tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset = work
+    BLOCK_Q: gl.constexpr = ROWS * WARPGROUPS
+    started = 0
+    for turn in range(turns_of_program(tiles * batch_heads)):
+        first_q, batch_head = _first_query_and_head(turn, tiles, batch_heads, heads_together, BLOCK_Q, CAUSAL)
+        blocks, _ = _blocks_seen(first_q, BLOCK_Q, queries, keys, offset, BLOCK_K, CAUSAL)
+        batch = batch_head // heads
+        head = batch_head % heads
+        key_head = head // heads_per_key_head
+        for warpgroup in gl.static_range(WARPGROUPS):
+            mbarrier.wait(q_empty.index(warpgroup), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(warpgroup), q_desc.block_type.nbytes)
+            where = [batch, head, first_q + warpgroup * ROWS, 0]
+            copy_in(q_desc, where, q_full.index(warpgroup), q_tiles.index(warpgroup))
+        for back in range(blocks):
+            stage = started % STAGES
+            parity = (started // STAGES) & 1
+            where = [batch, key_head, (blocks - 1 - back) * BLOCK_K, 0]
+            mbarrier.wait(k_empty.index(stage), parity ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            copy_in(k_desc, where, k_full.index(stage), k_tiles.index(stage))
+            mbarrier.wait(v_empty.index(stage), parity ^ 1)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            copy_in(v_desc, where, v_full.index(stage), v_tiles.index(stage))
+            started += 1
+
+
+# A consumer warpgroup ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _softmax_step(scores, row_max, row_sum, block, last_seen, scale_log2, BLOCK_K: gl.constexpr, MASKED: gl.constexpr):
+    """(p, how much to shrink what was summed so far, new row_max, new row_sum). row_max is in the scores' own units."""
+    if MASKED:
+        LAYOUT: gl.constexpr = accumulator_layout(BLOCK_K)
+        columns = block * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
+        scores = where_seen(scores, gl.expand_dims(columns, 0), gl.expand_dims(last_seen, 1), MINUS_INFINITY)
+    new_max = gl.maximum(row_max, gl.max(scores, 1))
+    max_log2 = new_max * scale_log2
+    if MASKED:  # a row may have seen no key yet
+        max_log2 = gl.where(new_max == float("-inf"), 0.0, max_log2)
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(max_log2, 1))
+    shrink = gl.exp2(row_max * scale_log2 - max_log2)
+    return p, shrink, new_max, row_sum * shrink + gl.sum(p, 1)
+
+
+@gluon.jit
+def _attend(
+    p, acc, row_max, row_sum, used, q, k_ring, v_ring, begin, end, blocks, last_seen, scale_log2,
+    BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Blocks `begin`..`end` counted back from the last; p is of the block before. `used`: tiles of the ring, up to that block.
+
+    p goes through the masked loop in fp32 and through the other in 16 bits, in the layout of an operand: half of the registers, but
+    behind another loop LLVM takes its pairs apart and packs them again in each turn.
+    """
+    k_tiles, k_full, k_empty = k_ring
+    v_tiles, v_full, v_empty = v_ring
+    WIDE: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_D))
+    dtype: gl.constexpr = q.dtype
+    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, accumulator_layout(BLOCK_K))
+    for back in range(begin, end):
+        p_operand = gl.convert_layout(p.to(dtype), operand_layout(BLOCK_D)) if MASKED else p
+        k_stage = (used + 1) % STAGES
+        v_stage = used % STAGES
+        mbarrier.wait(k_full.index(k_stage), ((used + 1) // STAGES) & 1)
+        k = k_tiles.index(k_stage).reshape([BLOCK_K, BLOCK_D])
+        started_scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_stage), (used // STAGES) & 1)
+        v = v_tiles.index(v_stage).reshape([BLOCK_K, BLOCK_D])
+        started_acc = warpgroup_mma(p_operand, v, acc, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=(started_scores,))
+        mbarrier.arrive(k_empty.index(k_stage), count=1)
+        new_p, shrink, row_max, row_sum = _softmax_step(
+            scores, row_max, row_sum, blocks - 1 - back, last_seen, scale_log2, BLOCK_K, MASKED
+        )
+        acc = warpgroup_mma_wait(0, deps=(started_acc,))
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        acc = acc * gl.expand_dims(gl.convert_layout(shrink, WIDE), 1)
+        p = new_p if MASKED else gl.convert_layout(new_p.to(dtype), operand_layout(BLOCK_D))
+        used += 1
+    return p, acc, row_max, row_sum, used
+
+
+@gluon.jit
+def _skip_blocks(used, count, k_ring, v_ring, STAGES: gl.constexpr):
+    """Hand back blocks that other warpgroups of the program see and this one does not."""
+    _, k_full, k_empty = k_ring
+    _, v_full, v_empty = v_ring
+    for _skipped in range(count):
+        stage = used % STAGES
+        parity = (used // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), parity)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), parity)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        used += 1
+    return used
+
+
+@gluon.jit
+def _attend_tiles(
+    kept,
+    WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of 64 queries of each of the program's tiles."""
+    o_desc, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2 = kept
+    q_tiles, q_full, q_empty = q_ring
+    k_tiles, k_full, k_empty = k_ring
+    v_tiles, v_full, v_empty = v_ring
+    tiles, batch_heads, heads_together, heads, _heads_per_key_head, queries, keys, offset = work
+    BLOCK_Q: gl.constexpr = ROWS * WARPGROUPS
+    SCORES: gl.constexpr = accumulator_layout(BLOCK_K)
+    OUTPUT: gl.constexpr = accumulator_layout(BLOCK_D)
+    WIDE: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    dtype: gl.constexpr = q_tiles.dtype
+    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, SCORES)
+    q = q_tiles.index(WARPGROUP).reshape([ROWS, BLOCK_D])
+    o = o_tiles.index(WARPGROUP)
+    used = 0
+    for turn in range(turns_of_program(tiles * batch_heads)):
+        tile_q, batch_head = _first_query_and_head(turn, tiles, batch_heads, heads_together, BLOCK_Q, CAUSAL)
+        first_q = tile_q + WARPGROUP * ROWS
+        all_blocks, _ = _blocks_seen(tile_q, BLOCK_Q, queries, keys, offset, BLOCK_K, CAUSAL)
+        blocks, full_blocks = _blocks_seen(first_q, ROWS, queries, keys, offset, BLOCK_K, CAUSAL)
+        rows = first_q + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        last_seen = keys - 1 + rows * 0
+        if CAUSAL:
+            last_seen = gl.minimum(rows + offset, last_seen)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUTPUT)
+        mbarrier.wait(q_full.index(WARPGROUP), turn & 1)
+        used = _skip_blocks(used, all_blocks - blocks, k_ring, v_ring, STAGES)
+
+        # The last block's scores have no earlier block's values to run beside
+        stage = used % STAGES
+        mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+        k = k_tiles.index(stage).reshape([BLOCK_K, BLOCK_D])
+        started = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(started,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        p, _, row_max, row_sum = _softmax_step(
+            scores, row_max, row_sum, blocks - 1, last_seen, scale_log2, BLOCK_K, CAUSAL or RAGGED_K
+        )
+
+        first_full = gl.maximum(blocks - full_blocks, 1)
+        if CAUSAL:
+            p, acc, row_max, row_sum, used = _attend(
+                p, acc, row_max, row_sum, used, q, k_ring, v_ring, 1, first_full, blocks, last_seen, scale_log2,
+                BLOCK_D, BLOCK_K, STAGES, True,
+            )  # fmt: skip
+        p_operand = gl.convert_layout(p.to(dtype), operand_layout(BLOCK_D))
+        p_operand, acc, row_max, row_sum, used = _attend(
+            p_operand, acc, row_max, row_sum, used, q, k_ring, v_ring, first_full, blocks, blocks, last_seen, scale_log2,
+            BLOCK_D, BLOCK_K, STAGES, False,
+        )  # fmt: skip
+        mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
+
+        # The first block's values have no later block's scores to run beside
+        stage = used % STAGES
+        mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
+        v = v_tiles.index(stage).reshape([BLOCK_K, BLOCK_D])
+        started = warpgroup_mma(p_operand, v, acc, is_async=True)
+        lse = (row_max * scale_log2 + gl.log2(row_sum)) * LN_2
+        gl.store(lse_ptr + batch_head * queries + rows, lse, mask=rows < queries)
+        inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+        acc = warpgroup_mma_wait(0, deps=(started,))
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        used += 1
+
+        acc = acc * gl.expand_dims(gl.convert_layout(inverse, WIDE), 1)
+        tma.store_wait(0)  # the last tile's output has left the buffer
+        o.reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
+        fence_async_shared()
+        copy_out(o_desc, [batch_head // heads, batch_head % heads, first_q, 0], o)
+    tma.store_wait(0)
+
+
+# The kernel -------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr,
+    tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset, scale_log2,
+    BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Descriptors are of (batch, head, position, column). REGISTERS: of a thread of each consumer beyond the first."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_ring = (
+        gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout),
+        new_barriers(WARPGROUPS, 1),
+        new_barriers(WARPGROUPS, 1),
+    )
+    k_ring = (
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, WARPGROUPS),
+    )
+    v_ring = (
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], v_desc.layout),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, WARPGROUPS),
+    )
+    o_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, BLOCK_D], o_desc.layout)
+    work = (tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset)
+    copied = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work)
+    kept = (o_desc, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2)
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_tiles, (kept, 0, 1, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
+                (_start_copies, (copied, 1, BLOCK_K, STAGES, CAUSAL)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    elif WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend_tiles, (kept, 0, 2, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
+                (_attend_tiles, (kept, 1, 2, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
+                (_start_copies, (copied, 2, BLOCK_K, STAGES, CAUSAL)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_tiles, (kept, 0, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
+                (_attend_tiles, (kept, 1, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
+                (_attend_tiles, (kept, 2, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
+                (_start_copies, (copied, 3, BLOCK_K, STAGES, CAUSAL)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )

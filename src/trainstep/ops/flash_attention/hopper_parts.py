@@ -1,0 +1,153 @@
+"""What the Hopper kernels share: which tile a program works on, layouts of wgmma's operands, and what Gluon leaves out or
+renames.
+
+Gluon is Triton's lower level (triton.experimental.gluon, in triton 3.6 and newer): memory copies, barriers, layouts and the
+roles of warps are written out, and a kernel runs on the one architecture it was written for.
+
+[Note: the pipeline of a Hopper kernel]
+A program is one producer warp and one to three consumer warpgroups of four warps. The producer starts TMA copies from global to
+shared memory and computes nothing; consumers multiply with wgmma, which reads shared memory by itself, and start no copies. So
+copies run ahead of arithmetic, and while one warpgroup takes exponentials the matrix units work for another.
+
+Tiles that stream (k and v in forward; q, do and their rows in backward) go through rings: STAGES buffers, each with two
+barriers in shared memory. `full` completes when the bytes that the producer announced have arrived; `empty` when every consumer
+has said that it has read the buffer. The n-th tile of a ring, counted over all of a program's work, lies in buffer n % STAGES,
+and completes that buffer's phase n // STAGES. A wait names the parity of the phase it waits for; on a fresh barrier the parity
+1 has passed, which is how the producer finds every buffer empty at first.
+
+wgmma runs on by itself. It is told which shared memory to read, and a buffer may be handed back only behind the wait for the
+wgmma that reads it. `warpgroup_mma_wait(n, deps)` waits until at most the n newest are still running.
+
+Reads beyond a tensor's end give 0, writes beyond it are dropped: a TMA descriptor knows the tensor's shape and strides, so
+ragged ends need no code, and heads before or behind positions in memory are the same kernel. What lies beyond the last key is
+hidden by the mask."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+ROWS: gl.constexpr = gl.constexpr(64)
+"""Of a warpgroup: what one wgmma has."""
+PRODUCER_REGISTERS: gl.constexpr = gl.constexpr(24)
+
+SIZES = (
+    *("tiles", "batch_heads", "batch_key_heads", "heads_together", "heads", "key_heads", "heads_per_key_head"),
+    *("queries", "padded_queries", "keys", "offset"),
+)
+"""Arguments that compile no variant for the values they take."""
+
+
+if hasattr(tma, "async_load"):  # triton's names changed behind 3.6
+    copy_in, copy_out = tma.async_load, tma.async_store
+else:
+    copy_in, copy_out = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+if hasattr(tma, "async_atomic_add"):
+    add_out = tma.async_atomic_add
+else:
+    from triton._C.libtriton import ir
+
+    @_core.builtin
+    def add_out(tensor_desc, coord, src, _semantic=None):
+        """What triton 3.6 can compile but has no name for: shared memory added to global, the sum made in the L2 cache."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+# Layouts ----------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    """Of a (64, columns) result of wgmma over a warpgroup's registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(columns):
+    """Of a 16-bit left operand in registers, for a result `columns` wide: what an accumulator converts to without moving."""
+    return gl.DotOperandLayout(0, accumulator_layout(columns), 2)
+
+
+# Work -------------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def tile_and_head(place, tiles, heads, heads_together):
+    """The place-th piece of work: tile by tile over `heads_together` heads at a time, whose keys and values share the L2 cache."""
+    places_together = tiles * heads_together
+    first_head = place // places_together * heads_together
+    width = gl.minimum(heads - first_head, heads_together)
+    within = place % places_together
+    return within // width, first_head + within % width
+
+
+@gluon.jit
+def turns_of_program(places):
+    """How many pieces of work this program does: see place_of_turn."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    full_turns = places // programs
+    odd = full_turns % 2
+    in_last_turn = program + odd * (programs - 1 - 2 * program)
+    one_more = gl.minimum(gl.maximum(places - full_turns * programs - in_last_turn, 0), 1)
+    return full_turns + one_more
+
+
+@gluon.jit
+def place_of_turn(turn):
+    """Programs go through the work forwards, then backwards: whoever got the longest piece gets the shortest of the next turn."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    odd = turn % 2
+    return turn * programs + program + odd * (programs - 1 - 2 * program)
+
+
+# Masks -------------------------------------------------------------------------------------------------------------------------
+
+MINUS_INFINITY: gl.constexpr = gl.constexpr("0fFF800000")
+ZERO: gl.constexpr = gl.constexpr("0f00000000")
+"""fp32 numbers as PTX writes them."""
+
+
+@gluon.constexpr_function
+def _selection_text(otherwise):
+    return f"{{.reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, {otherwise}, seen;}}"
+
+
+@gluon.jit
+def where_seen(x, key, last_seen, OTHERWISE: gl.constexpr):
+    """x where key <= last_seen, else OTHERWISE.
+
+    gl.where says the same, but LLVM makes vectors of its conditions, and ptxas half a dozen instructions of each.
+    """
+    return gl.inline_asm_elementwise(
+        _selection_text(OTHERWISE), "=f,f,r,r", [x, key, last_seen], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+# Barriers ---------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def new_barriers(number: gl.constexpr, arrivals: gl.constexpr):
+    """Each waits for as many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@gluon.constexpr_function
+def _barrier_text(name, threads):
+    return f"bar.sync {name}, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def meet(name: gl.constexpr, threads: gl.constexpr):
+    """Wait for the other warpgroups. Names 8 to 15 are free: triton takes the lower ones for its own barriers."""
+    gl.inline_asm_elementwise(_barrier_text(name, threads), "=r", [], dtype=gl.int32, is_pure=False, pack=1)

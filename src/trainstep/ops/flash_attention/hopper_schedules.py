@@ -1,0 +1,93 @@
+"""How the Hopper kernels cut their work: rows of data, each with where it comes from, and what a row needs of the machine.
+
+A schedule is chosen by tile width and mask alone; a tuner passes others. "estimate" rows await a measurement.
+"""
+
+from dataclasses import dataclass
+
+SHARED_MEMORY_BYTES = 232_448
+"""A program's most on Hopper."""
+REGISTERS = 65_536
+"""32-bit registers of a multiprocessor."""
+WIDTHS = (64, 128)
+"""Of tiles: a head of another width takes the next, and TMA reads what lies beyond it as 0."""
+LEAST_HEAD_DIM = 40
+"""Narrower heads waste half of a tile and more."""
+ROWS = 64
+"""Of queries (forward) or keys (backward) a warpgroup keeps."""
+BACKWARD_KEYS = 2 * ROWS
+"""A program of backward: two warpgroups'."""
+CACHE_BYTES = 32 * 2**20
+"""What heads worked on together may read again and again: most of the L2 cache's 50 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardSchedule:
+    """A program keeps 64 queries a warpgroup and runs over the keys."""
+
+    warpgroups: int
+    """Consumers, 1 to 3."""
+    block_k: int
+    stages: int
+    """Tiles of k, and as many of v, in flight."""
+    programs_per_multiprocessor: int = 1
+    """At a time; as many programs are started in all, and each goes through several tiles. 0: a program a tile."""
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread: the producer's four warps keep 24."""
+        return {1: 232, 2: 240, 3: 160}[self.warpgroups]
+
+    @property
+    def most_registers(self) -> int | None:
+        """What a thread starts with, where triton's own choice (all of the multiprocessor's) leaves no room for other programs."""
+        return None if self.programs_per_multiprocessor <= 1 and self.warpgroups > 1 else 128
+
+    def shared_bytes(self, width: int) -> int:
+        """q and o, the rings of k and v, barriers."""
+        rows = 2 * ROWS * self.warpgroups + 2 * self.stages * self.block_k
+        return 2 * width * rows + 16 * (self.warpgroups + 2 * self.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardSchedule:
+    """A program keeps 128 keys, 64 a warpgroup of two, and runs over the queries."""
+
+    block_q: int
+    """64, or 128 for tiles 64 wide."""
+    stages: int
+    """Tiles of q, and as many of do, in flight."""
+    scores_ahead: bool = True
+    """Whether the next step's scores are started before this step's dq is waited for, and so run while it is stored."""
+
+    @property
+    def split_rows(self) -> bool:
+        """Whether the two warpgroups share out dq's rows or its columns: a wgmma has 64 rows."""
+        return self.block_q == 2 * ROWS
+
+
+FORWARD = {
+    (64, True): ForwardSchedule(warpgroups=2, block_k=128, stages=4),  # estimate
+    (64, False): ForwardSchedule(warpgroups=3, block_k=128, stages=3),  # estimate
+    (128, True): ForwardSchedule(warpgroups=2, block_k=128, stages=2),  # estimate
+    (128, False): ForwardSchedule(warpgroups=2, block_k=128, stages=2),  # estimate
+}
+"""By (tile width, causal)."""
+
+BACKWARD = {
+    (64, True): BackwardSchedule(block_q=128, stages=2),  # estimate
+    (64, False): BackwardSchedule(block_q=128, stages=2),  # estimate
+    (128, True): BackwardSchedule(block_q=64, stages=2),  # estimate
+    (128, False): BackwardSchedule(block_q=64, stages=2),  # estimate
+}
+
+
+def tile_width(head_dim: int) -> int:
+    """The narrowest that holds the head."""
+    return next(width for width in WIDTHS if head_dim <= width)
+
+
+def heads_together(heads_per_key_head: int, keys: int, head_dim: int, batch_heads: int) -> int:
+    """Query heads whose keys and values fit into the cache at once, at least those of one key head."""
+    key_heads = max(1, CACHE_BYTES // (4 * keys * head_dim))
+    return min(batch_heads, key_heads * heads_per_key_head)

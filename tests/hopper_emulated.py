@@ -1,0 +1,83 @@
+"""`flash_attention` as the Hopper kernels compute it, on a CPU: every Gluon kernel emulated, between them the small kernels'
+formulas.
+
+Outputs start as NaN, as memory may that nobody wrote.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gluon_emulator import emulate
+from trainstep.ops.flash_attention import hopper
+from trainstep.ops.flash_attention.hopper_schedules import BackwardSchedule, ForwardSchedule
+from trainstep.ops.flash_attention.launch import Problem
+from trainstep.ops.flash_attention.tiles import Arithmetic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated:
+    """How to run: with which schedules, whether what runs by itself is late, and who goes first."""
+
+    forward: ForwardSchedule | None = None
+    backward: BackwardSchedule | None = None
+    late: bool = False
+    seed: int = 0
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, causal_alignment: str = "top_left"
+    ) -> tuple[Tensor, Tensor]:
+        assert hopper.why_not_shape(q.dtype, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())) is None
+        problem = Problem(q.shape[-1] ** -0.5, causal, causal_alignment == "bottom_right", Arithmetic.HALF)
+        return _Emulated.apply(q, k, v, problem, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def run(self, kernel: hopper.BoxedKernel, *tensors: Tensor) -> None:
+        emulate(kernel.kernel, kernel.programs, kernel.arguments(*tensors), late=self.late, seed=self.seed)
+
+
+class _Emulated(torch.autograd.Function):
+    """As hopper.launch_hopper_forward and launch_hopper_backward launch them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, how: Emulated) -> tuple[Tensor, Tensor]:
+        o, lse = unwritten(q), torch.full(q.shape[:3], math.nan)
+        kernel = hopper.bind_hopper_forward(
+            q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), q.dtype, q.device, problem, how.forward
+        )
+        how.run(kernel, q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.problem, ctx.how = problem, how
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        dq, dk, dv = map(unwritten, (q, k, v))
+        kernels = hopper.bind_hopper_backward(
+            q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), dq.stride(), dk.stride(),
+            dv.stride(), q.dtype, q.device, ctx.problem, ctx.how.backward,
+        )  # fmt: skip
+        lse_log2, delta = rows(o, do, lse)
+        dq_sum = torch.zeros(q.shape)
+        ctx.how.run(kernels.gradients, q, k, v, do, lse_log2, delta, dk, dv, dq_sum)
+        return (dq_sum * ctx.problem.scale).to(q.dtype), dk, dv, None, None
+
+
+def unwritten(x: Tensor) -> Tensor:
+    """As torch.empty_like makes it, and NaN."""
+    return torch.empty_like(x).fill_(math.nan)
+
+
+def rows(o: Tensor, do: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-sum-exp base 2, delta), as hopper_rows_kernel writes them: padded, +inf where a query sees nothing or is none."""
+    batch, heads, queries, _ = o.shape
+    padded = hopper.padded_rows(queries)
+    lse_log2 = torch.full((batch, heads, padded), math.inf)
+    lse_log2[..., :queries] = torch.where(lse == -math.inf, math.inf, lse / math.log(2))
+    delta = torch.zeros(batch, heads, padded)
+    delta[..., :queries] = (o.float() * do.float()).sum(-1)
+    return lse_log2.flatten(), delta.flatten()

@@ -1,0 +1,239 @@
+"""fp32_precision="fp16x3": parts, and the kernels that multiply them, to the rule of three TF32 products: 4 times fp32's error.
+
+test_interpreter.py runs this file with TRITON_INTERPRET=1 in a process of its own; by itself, without a GPU, it skips.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_cases import Case, check, random_case
+from trainstep.ops import flash_attention
+from trainstep.ops.flash_attention.function import Tiles
+
+pytest.importorskip("triton")
+from attention_kernels import DEVICE, INTERPRETED, RUNNABLE, SMALL
+from attention_kernels import attend as attend_by
+from trainstep.ops.flash_attention.split_parts import Peak, split_into_parts, whole_tiles, zero_peaks
+
+pytestmark = pytest.mark.skipif(not RUNNABLE, reason="needs a CUDA GPU, or TRITON_INTERPRET=1")
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, causal_alignment: str = "top_left"
+) -> tuple[Tensor, Tensor]:
+    return attend_by(q, k, v, causal=causal, causal_alignment=causal_alignment, precision="fp16x3")
+
+
+def inputs(**changes: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = {"heads": 2, "key_heads": 1, "queries": 77, "keys": 50, "head_dim": 24}
+    return Case(**(shape | changes)).tensors(DEVICE)  # type: ignore[arg-type]
+
+
+def outputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **mask: object) -> dict[str, Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o, lse = attend(*leaves, **{"causal": True, **mask})  # type: ignore[arg-type]
+    dq, dk, dv = torch.autograd.grad(o, leaves, do)
+    return {"o": o.detach(), "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+# Right --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the larger shapes below")
+@pytest.mark.parametrize("seed", range(10, 24))
+def test_small_random_shapes(seed: int):
+    check(attend, random_case(seed, longest=200, dtypes=[torch.float32], most_pairs=5e4), times=4)
+
+
+@pytest.mark.parametrize("head_dim", [17, 80, 96])
+def test_widths_between_powers_of_two(head_dim: int):
+    case = Case(heads=2, key_heads=1, queries=70, keys=45, head_dim=head_dim, alignment="bottom_right", strided="fused")
+    check(attend, case, device=DEVICE, times=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(80), ids=lambda seed: f"part{seed % 8}-{seed}")
+def test_random_shapes(seed: int):
+    case = random_case(7000 + seed, longest=3000, dtypes=[torch.float32], most_pairs=3e7)
+    check(attend, case, device=DEVICE, times=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_a_long_sequence(head_dim: int):
+    """Sums over many tiles, which tensor cores round otherwise than fp32 units do."""
+    check(attend, Case(heads=2, key_heads=1, queries=8192, keys=8192, head_dim=head_dim), device=DEVICE, times=4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_sum_to_one(causal: bool):
+    q, k, v, _ = inputs()
+    o, _ = attend(q, k, torch.ones_like(v), causal=causal)
+    assert (o - 1).abs().max() <= 4 * torch.finfo(torch.float32).eps
+
+
+def test_queries_that_see_nothing():
+    got = outputs(*inputs(keys=13), causal_alignment="bottom_right")
+    assert not got["o"][:, :, :64].any()
+    assert not got["dq"][:, :, :64].any()
+    assert torch.equal(got["lse"] == -INFINITY, (torch.arange(77, device=DEVICE) < 64).expand_as(got["lse"]))
+    assert got["dk"].isfinite().all()
+    assert got["dv"].isfinite().all()
+
+
+def test_every_bit_repeats():
+    tensors = inputs(heads=4, queries=150, keys=150)
+    first = outputs(*tensors)
+    for _ in range(1 if INTERPRETED else 20):
+        assert all(torch.equal(x, first[name]) for name, x in outputs(*tensors).items())
+
+
+# Sizes --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_powers_of_two_change_no_bit():
+    """Each tensor is scaled by a power of two, so what it is multiplied by before comes out again, exactly."""
+    q, k, v, do = inputs(heads=2, key_heads=2)
+    plain = outputs(q, k, v, do)
+    a, b, c = (2.0 ** torch.tensor(x, device=DEVICE).view(1, 2, 1, 1) for x in ([-60, 45], [100, -70], [-90, 80]))
+    scaled = outputs(q * a, k / a, v * b, do * c)
+    expected = {"o": b, "lse": torch.ones_like(b[..., 0]), "dq": b * c / a, "dk": b * c * a, "dv": c}
+    for name, factor in expected.items():
+        assert torch.equal(scaled[name], plain[name] * factor), name
+
+
+@pytest.mark.parametrize("magnitude", [1e4, 1e10, 1e-30, 0.0])
+def test_queries_of_any_size(magnitude: float):
+    """Scores far above 1 choose one key; at or near 0 they choose all alike."""
+    q, k, v, do = inputs(queries=50)
+    got = outputs(q * magnitude, k, v, do)
+    assert all(x.isfinite().all() for x in got.values())
+    if magnitude < 1:
+        mean = v.cumsum(dim=2) / torch.arange(1, 51, device=DEVICE).view(-1, 1)
+        torch.testing.assert_close(got["o"], mean.expand_as(got["o"]))
+    else:
+        assert got["lse"].abs().max() > magnitude
+
+
+def test_heads_of_one_group_differ_in_size():
+    """They share a scale; down to 2^-16 of the largest that costs nothing."""
+    q, k, v, do = inputs(heads=3, queries=60, keys=60)
+    size = torch.tensor([1.0, 2.0**-10, 2.0**-8], device=DEVICE).view(1, 3, 1, 1)
+    case = Case(heads=3, key_heads=1, queries=60, keys=60, head_dim=24)
+
+    class Sized(Case):
+        def tensors(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            return (q * size).to(device), k.to(device), v.to(device), (do * size).to(device)
+
+    check(attend, Sized(**vars(case)), device=DEVICE, times=4)
+
+
+# Not finite ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_hidden_keys_are_not_read():
+    q, k, v, _ = inputs(queries=64, keys=256)
+    k[:, :, 128:], v[:, :, 128:] = NAN, NAN
+    o, lse = attend(q, k, v, causal=True)
+    assert o.isfinite().all()
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
+def test_what_is_not_finite_stays_where_it_is(value: float):
+    """A query's reaches its own row and the keys it sees; scales, and so all else, do without it.
+
+    But not dk's other rows: there 0 times NaN is NaN, as in every matrix product.
+    """
+    q, k, v, do = inputs(heads=1, queries=70, keys=70)
+    plain = outputs(q, k, v, do)
+    q[:, :, 20, 3] = value
+    got = outputs(q, k, v, do)
+    others = torch.arange(70, device=DEVICE) != 20
+    assert got["o"][:, :, 20].isnan().all()
+    assert got["dq"][:, :, 20].isnan().all()
+    for name in ("o", "dq"):
+        torch.testing.assert_close(got[name][:, :, others], plain[name][:, :, others])
+    assert got["dk"][:, :, :21].isnan().all()
+    assert got["dv"][:, :, :21].isnan().all()
+    torch.testing.assert_close(got["dv"][:, :, 21:], plain["dv"][:, :, 21:])
+
+
+# Parts --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strided", ["BHSD", "fused", "padded", "offset"])
+def test_parts(strided: str):
+    """Their sum is the scaled tensor, to the bound of the note; what is padded is 0."""
+    q, *_ = inputs(batch=2, heads=4, key_heads=2, strided=strided)
+    q = q * torch.logspace(-9, 3, 77, base=2.0, device=DEVICE).view(-1, 1)
+    peaks = zero_peaks(torch.empty(2, 2, 1, 1, device=DEVICE))
+    parts = split_into_parts(q, peaks, Peak.Q, 2, whole_tiles(77, 32))
+    assert parts.shape == (2, 8, 96, 32)
+    assert parts.dtype == torch.float16
+    assert not parts[:, :, 77:].any()
+    assert not parts[..., 24:].any()
+    largest = q.abs().unflatten(1, (2, 2)).amax(dim=(2, 3, 4))
+    assert torch.equal(peaks[Peak.Q].view(torch.float32), largest.flatten())
+    scale = 2.0 ** (14 - largest.log2().floor()).repeat_interleave(2, dim=1)[..., None, None]
+    exact = (q * scale).double().flatten(0, 1)
+    off = (parts[:, :, :77, :24].double().sum(dim=0) - exact).abs()
+    assert (off <= (2.0**-23 * exact.abs()).clamp(min=2.0**-25)).all()
+
+
+# On a GPU: as part of torch -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_given_tiles():
+    q, k, v, do = inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    tiles = Tiles(forward=SMALL, key_gradients=SMALL, query_gradients=SMALL)
+    o = flash_attention(*leaves, is_causal=True, enable_gqa=True, tiles=tiles, fp32_precision="fp16x3")
+    wanted, _ = attend(*leaves, causal=True)
+    torch.testing.assert_close(o, wanted)
+    torch.autograd.grad(o, leaves, do)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph():
+    """Scales are found on the device: a replay finds those of its own inputs."""
+    q, k, v, do = inputs(queries=256, keys=256, head_dim=64)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        outputs(q, k, v, do)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = outputs(q, k, v, do)
+    for x in (q, v, do):
+        x.mul_(1000)
+    graph.replay()
+    wanted = outputs(q, k, v, do)
+    assert all(torch.equal(x, wanted[name]) for name, x in captured.items())
+
+
+@pytest.mark.gpu
+def test_compiled_by_inductor():
+    q, k, v, do = inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q * 2, k, v, is_causal=True, enable_gqa=True, fp32_precision="fp16x3")  # type: ignore[return-value]
+
+    ours = torch.autograd.grad(torch.compile(run, fullgraph=True)(*leaves), leaves, do)
+    for a, b in zip(ours, torch.autograd.grad(run(*leaves), leaves, do), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_memory_is_linear_in_length():
+    """Parts live as long as the pass does: nothing of them is kept for backward."""
+    q, k, v, _ = inputs(heads=1, queries=4096, keys=4096, head_dim=64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    before = torch.cuda.memory_allocated()
+    o, lse = attend(*leaves, causal=True)
+    assert torch.cuda.memory_allocated() - before <= 1.05 * 4 * (o.numel() + lse.numel())

@@ -1,0 +1,114 @@
+"""The emulator refuses what a GPU would get wrong: small kernels that each break one rule of the machine."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gluon_emulator import emulate
+from gluon_machine import Wrong
+from trainstep.ops.flash_attention.hopper_parts import accumulator_layout, copy_in, copy_out, new_barriers
+
+TILE = gl.constexpr(64)
+
+
+@gluon.jit
+def _load(x_desc, tile, full, announced):
+    mbarrier.expect(full.index(0), announced)
+    copy_in(x_desc, [0, 0], full.index(0), tile)
+
+
+@gluon.jit
+def _square_and_store(y_desc, tile, out, full, WAITS: gl.constexpr, FENCES: gl.constexpr, STAYS: gl.constexpr):
+    if WAITS:
+        mbarrier.wait(full.index(0), 0)
+    zeros = gl.zeros([TILE, TILE], gl.float32, accumulator_layout(TILE))
+    started = warpgroup_mma(tile, tile, zeros, use_acc=False, is_async=True)
+    out.store(warpgroup_mma_wait(0, deps=(started,)).to(tile.dtype))
+    if FENCES:
+        fence_async_shared()
+    copy_out(y_desc, [0, 0], out)
+    if STAYS:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def square_kernel(
+    x_desc, y_desc, announced, WAITS: gl.constexpr, FENCES: gl.constexpr, STAYS: gl.constexpr, ARRIVALS: gl.constexpr
+):
+    """y = x x of one tile."""
+    tile = gl.allocate_shared_memory(x_desc.dtype, [TILE, TILE], x_desc.layout)
+    out = gl.allocate_shared_memory(x_desc.dtype, [TILE, TILE], y_desc.layout)
+    full = new_barriers(1, ARRIVALS)
+    gl.warp_specialize(
+        [
+            (_square_and_store, (y_desc, tile, out, full, WAITS, FENCES, STAYS)),
+            (_load, (x_desc, tile, full, announced)),
+        ],
+        [1],
+        [24],
+    )
+
+
+def square(x: torch.Tensor, *, late: bool, announced: int = 64 * 64 * 2, **rules: object) -> torch.Tensor:
+    y = torch.full_like(x, float("nan"))
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    descriptors = [TensorDescriptor.from_tensor(tensor, [64, 64], layout) for tensor in (x, y)]
+    kept = {"WAITS": True, "FENCES": True, "STAYS": True, "ARRIVALS": 1} | rules
+    emulate(square_kernel, 1, [*descriptors, announced, *kept.values()], late=late)
+    return y
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("size", [64, 40])
+def test_a_right_kernel(size: int, late: bool):
+    x = torch.randn(size, 64).half()
+    padded = torch.zeros(64, 64)
+    padded[:size] = x.float()
+    torch.testing.assert_close(square(x, late=late), (padded @ padded).half()[:size])
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"FENCES": False}, "fence"),
+        ({"STAYS": False}, "nobody waited for"),
+        ({"ARRIVALS": 2}, "deadlock"),
+        ({"announced": 64 * 64 * 2 + 16}, "deadlock"),
+        ({"announced": 64 * 64 * 2 - 16}, "more bytes"),
+    ],
+)
+def test_broken_rules(rules: dict[str, int], message: str):
+    with pytest.raises(Wrong, match=message):
+        square(torch.randn(64, 64).half(), late=True, **rules)  # type: ignore[arg-type]
+
+
+def test_a_buffer_read_too_early():
+    """Without the wait the tile is whatever was there."""
+    with pytest.raises(Wrong, match="nobody waited for"):
+        square(torch.randn(64, 64).half(), late=True, WAITS=False)
+
+
+@gluon.jit
+def divide_kernel(x_ptr, number):
+    gl.store(
+        x_ptr + gl.arange(0, 4, gl.BlockedLayout([1], [32], [4], [0])), gl.zeros([4], gl.float32, None) + number // 4
+    )
+
+
+def test_negative_numbers_are_not_divided():
+    x = torch.zeros(4)
+    emulate(divide_kernel, 1, [x, 9])
+    assert x.tolist() == [2.0] * 4
+    with pytest.raises(Wrong, match="divided"):
+        emulate(divide_kernel, 1, [x, -9])
