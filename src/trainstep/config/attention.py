@@ -17,7 +17,9 @@ DIRECTIONS = ("forward", "backward", "both")
 RULE = "rule"
 TILE_FIELDS = KERNEL_TILE_FIELDS[:4]
 """What a pass may be timed with: the number of heads that start together is the table's."""
-_FP32_PRECISIONS = ("ieee", "tf32", "tf32x3")
+_THREE_PRODUCTS = ("tf32x3", "fp16x3")
+"""One class of error. SDPA's memory-efficient kernel, always by three TF32 products, is the peer of both."""
+_FP32_PRECISIONS = ("ieee", "tf32", *_THREE_PRODUCTS)
 _ON_GPUS_ONLY = ("sdpa_cudnn", "sdpa_efficient", "flex", "flash_attn")
 _SIXTEEN_BIT_ON_GPUS = ("sdpa_flash", "sdpa_cudnn", "flash_attn")
 _MASKS_TOP_LEFT = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
@@ -39,7 +41,11 @@ class AttentionConfig:
         "where the diagonal ends if keys are not as many as queries", "top_left", ("top_left", "bottom_right")
     )
     dtype: str = described("of inputs and output", "fp32", ("fp32", "fp16", "bf16"))
-    fp32_precision: str | None = described("how fp32 is multiplied on a GPU: ieee, tf32, tf32x3; none: IEEE", None)
+    fp32_precision: str | None = described(
+        "how fp32 is multiplied on a GPU: ieee, tf32, or by three products, tf32x3 and fp16x3 (sdpa_efficient: tf32x3 at "
+        "either); none: IEEE",
+        None,
+    )
     direction: str = described("what is timed", "both", DIRECTIONS)
     l2: str = described(
         "the GPU's cache before each pass: as the last pass left it, or filled with others", "hot", ("hot", "cold")
@@ -160,10 +166,10 @@ class AttentionConfig:
         if name == "sdpa_efficient":
             return (
                 None
-                if precision == "tf32x3"
+                if precision in _THREE_PRODUCTS
                 else f"implementation: {name} multiplies fp32 as tf32x3, never as {precision}"
             )
-        return f"implementation: {name} does not multiply as tf32x3" if precision == "tf32x3" else None
+        return f"implementation: {name} does not multiply as {precision}" if precision in _THREE_PRODUCTS else None
 
 
 def rule_block(positions: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trainstep.config.fields import check_choices, check_integer, check_positive, described
 
 KERNELS = ("forward", "key_gradients", "query_gradients")
-ARITHMETICS = ("bf16", "fp16", "ieee", "tf32", "tf32x3")
+ARITHMETICS = ("bf16", "fp16", "ieee", "tf32", "tf32x3", "fp16x3")
 MASKS = ("causal", "full")
 GENERATED = "generated"
 KERNEL_TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages", "heads_together")
