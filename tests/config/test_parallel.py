@@ -84,3 +84,11 @@ def test_sweeps_expand_here_and_for_gpus(name: str, settings: list[str], groups:
     found = groups_along(expand_all(sweep.grids(overrides), {"device": device}), sweep.compare)
     assert [len(group) for group in found] == groups
     assert {group[0].config["sync"] for group in found} == {"none"}
+
+
+def test_master_weights_are_for_one_process():
+    with pytest.raises(ValueError, match="precision: bf16_master is for one process"):
+        build_config("parallel", {"model": "tiny", "precision": "bf16_master", "ranks": 2})
+    assert (
+        build_config("parallel", {"model": "tiny", "precision": "bf16_master", "ranks": 1, "sync": None}).run().trains
+    )

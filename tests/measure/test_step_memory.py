@@ -107,6 +107,7 @@ def test_small_allocations_are_hidden():
         {"mode": "forward"},
         {"mode": "forward_backward", "accumulation": 2},
         {"precision": "bf16"},
+        {"precision": "bf16_master", "adamw": "trainstep"},
         {"precision": "bf16_autocast", "clip_grad_norm": 1.0},
         {"precision": "bf16_autocast", "mode": "forward_no_grad"},
         {"recompute": "block"},
@@ -127,6 +128,13 @@ def test_recomputing_keeps_a_stream_tensor_a_layer():
     layers = dict(zip(recomputed.tables["layers"]["layer"], recomputed.tables["layers"]["bytes"], strict=True))
     assert layers["layer 1"] - STREAM_BYTES < 0.5 * 16384  # the state of the random numbers is kept too
     assert recomputed.facts["peak_allocated_bytes"].value < kept.facts["peak_allocated_bytes"].value
+
+
+@pytest.mark.parametrize(("precision", "each"), [("fp32", (4, 4, 8)), ("bf16", (2, 2, 4)), ("bf16_master", (2, 2, 12))])
+def test_bytes_of_a_parameter_by_recipe(precision: str, each: tuple[int, int, int]):
+    found = measured(precision=precision)
+    names = ("parameter_bytes_each", "gradient_bytes_each", "optimizer_state_bytes_each")
+    assert [value(found, name) for name in names] == pytest.approx(list(each), rel=0.01)
 
 
 def test_autocast_keeps_copies_of_weights():

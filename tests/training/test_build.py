@@ -69,7 +69,14 @@ def test_the_seed_decides_weights_and_batches():
 
 @pytest.mark.parametrize(
     "other",
-    [{"mode": "forward"}, {"attention": "plain"}, {"precision": "bf16"}, {"adamw": "loop"}, {"clip_grad_norm": 1.0}],
+    [
+        {"mode": "forward"},
+        {"attention": "plain"},
+        {"precision": "bf16"},
+        {"precision": "bf16_master"},
+        {"adamw": "loop"},
+        {"clip_grad_norm": 1.0},
+    ],
 )
 def test_every_strategy_sees_the_same_batches(other: dict[str, object]):
     for step in (0, 5):

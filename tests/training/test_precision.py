@@ -34,7 +34,7 @@ def check_dtypes(precision: str, device: str) -> None:
         hook = lambda _module, _inputs, output, name=name: seen.update({name: output.dtype})  # noqa: E731
         assembly.module.get_submodule(name).register_forward_hook(hook)
     loss = assembly.step(assembly.micro_batches(0))
-    weights = torch.bfloat16 if precision == "bf16" else torch.float32
+    weights = torch.bfloat16 if precision in ("bf16", "bf16_master") else torch.float32
     products = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}.get(precision, weights)
     assert {parameter.dtype for parameter in assembly.module.parameters()} == {weights}
     assert {seen[name] for name in ("head", "blocks.0.mlp.down", "blocks.0.attention.qkv")} == {products}
@@ -42,7 +42,9 @@ def check_dtypes(precision: str, device: str) -> None:
     assert loss.dtype == torch.float32
     assert assembly.module.cos.dtype == torch.float32, "angles keep their digits whatever the weights"
     states = assembly.step.optimizer.state.values()
-    assert {s[name].dtype for s in states for name in ("exp_avg", "exp_avg_sq")} == {weights}
+    assert {s[name].dtype for s in states for name in ("exp_avg", "exp_avg_sq")} == {
+        torch.float32 if precision == "bf16_master" else weights
+    }
     assert torch.get_float32_matmul_precision() == ("high" if precision == "tf32" else "highest")
 
 

@@ -67,4 +67,4 @@ def machine_spec(gpu_name: str | None) -> MachineSpec | None:
 
 def matmul_dtype(precision: str) -> str:
     """The dtype whose matmul peak a precision is held against (`bf16_autocast` -> bf16)."""
-    return precision.removesuffix("_autocast")
+    return precision.removesuffix("_autocast").removesuffix("_master")

@@ -7,7 +7,7 @@ from trainstep.config.fields import check_choices, check_integer, check_positive
 from trainstep.config.model import ModelConfig, UserModel
 
 MODES = ("forward", "forward_no_grad", "forward_backward", "step")
-PRECISIONS = ("fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "bf16_master")
 ATTENTIONS = ("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "trainstep")
 COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused", "trainstep")
@@ -23,7 +23,11 @@ class RunConfig:
     batch_size: int = described("sequences in a (micro-)batch", 4)
     context: int = described("tokens in a sequence", 256)
     mode: str = described("how much of the step runs", "step", MODES)
-    precision: str = described("arithmetic of the step", "fp32", PRECISIONS)
+    precision: str = described(
+        "arithmetic of the step; bf16: weights and optimizer state too; bf16_master: weights, with fp32 ones in the optimizer",
+        "fp32",
+        PRECISIONS,
+    )
     attention: str = described("attention of the built-in model", "sdpa", ATTENTIONS)
     compile: str = described("what torch.compile wraps", "none", COMPILES)
     recompute: str = described("whose activations backward computes again instead of keeping them", "none", RECOMPUTES)

@@ -3,7 +3,7 @@
 from trainstep.config.model import ModelConfig
 from trainstep.costs.exchange import ParameterSize
 
-_WEIGHT_BYTES = {"fp32": 4, "tf32": 4, "bf16_autocast": 4, "fp16_autocast": 4, "bf16": 2}
+_WEIGHT_BYTES = {"fp32": 4, "tf32": 4, "bf16_autocast": 4, "fp16_autocast": 4, "bf16": 2, "bf16_master": 2}
 
 
 def weight_bytes(precision: str) -> int:

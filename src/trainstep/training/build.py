@@ -1,6 +1,7 @@
 """RunConfig -> TrainStep: the whole assembly on a page."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from trainstep.parallel.ranks import Ranks, alone
 from trainstep.spans import span_children
 from trainstep.training.attention import attention_named
 from trainstep.training.batches import Batch, NextBatch, random_batches, read_text, text_batches
+from trainstep.training.master_weights import MasterWeights
 from trainstep.training.optimizer import adamw_named, adamw_options
 from trainstep.training.precision import precision_named
 from trainstep.training.recompute import recompute_blocks
@@ -61,7 +63,10 @@ def build_step(run: RunConfig, parallel: Parallel | None = None) -> Assembly:
     module = _compiled(module, run)
     options = adamw_options(run.adamw, learning_rate=run.learning_rate)
     wrap = parallel.wrap if parallel else unwrapped
-    wrapped = wrap(module, adamw_named(run.adamw) if run.trains else None, options)
+    optimizer_cls = adamw_named(run.adamw)
+    if precision.masters:
+        optimizer_cls = partial(MasterWeights, optimizer_cls=optimizer_cls)
+    wrapped = wrap(module, optimizer_cls if run.trains else None, options)
     step = TrainStep(
         wrapped.module,
         wrapped.optimizer,

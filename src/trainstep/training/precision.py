@@ -15,12 +15,14 @@ class Precision:
     """`weights`: dtype of parameters and optimizer state. `autocast`: dtype matmuls are cast to, or None.
 
     `matmul`: torch's float32 matmul precision, 'highest' (IEEE) or 'high' (TF32). `scales_loss`: GradScaler, for fp16's range.
+    `masters`: the optimizer keeps fp32 weights, and the model their rounding.
     """
 
     weights: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     matmul: str = "highest"
     scales_loss: bool = False
+    masters: bool = False
 
 
 _PRECISIONS = {
@@ -29,6 +31,7 @@ _PRECISIONS = {
     "bf16_autocast": Precision(autocast=torch.bfloat16),
     "fp16_autocast": Precision(autocast=torch.float16, scales_loss=True),
     "bf16": Precision(weights=torch.bfloat16),
+    "bf16_master": Precision(weights=torch.bfloat16, masters=True),
 }
 
 

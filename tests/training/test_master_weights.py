@@ -1,0 +1,100 @@
+"""Masters are what is updated, parameters their rounding, and nothing of it is lost on the way to a file and back."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainstep.ops.adamw import AdamW
+from trainstep.training.master_weights import MASTER, MasterWeights
+
+SHAPES = ((5, 3), (7,), (2, 2, 2))
+OPTIMIZERS = pytest.mark.parametrize("optimizer_cls", [AdamW, torch.optim.AdamW, torch.optim.SGD])
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(*shape, generator=generator).to(torch.bfloat16).to(dtype)) for shape in SHAPES]
+
+
+def gradients(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step + 1)
+    return [torch.randn(*shape, generator=generator).bfloat16() for shape in SHAPES]
+
+
+def take(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for index, (parameter, gradient) in enumerate(zip(params, gradients(step), strict=True)):
+            parameter.grad = None if index == step else gradient.to(parameter.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@OPTIMIZERS
+def test_masters_go_where_fp32_parameters_would(optimizer_cls: type[torch.optim.Optimizer]):
+    narrow, wide = parameters(), parameters(torch.float32)
+    optimizer = MasterWeights(narrow, optimizer_cls, lr=1e-2)
+    take(optimizer, narrow, range(5))
+    take(optimizer_cls(wide, lr=1e-2), wide, range(5))
+    for parameter, exact in zip(narrow, wide, strict=True):
+        assert torch.equal(optimizer.state[parameter][MASTER], exact)
+        assert torch.equal(parameter, exact.bfloat16())
+
+
+def test_small_updates_add_up():
+    """A hundred of 1/1000 of the weight: each is less than bf16 can tell."""
+    with_master, without = (nn.Parameter(torch.ones(1, dtype=torch.bfloat16)) for _ in range(2))
+    for parameter, optimizer in (
+        (with_master, MasterWeights([with_master], torch.optim.SGD, lr=1e-3)),
+        (without, torch.optim.SGD([without], lr=1e-3)),
+    ):
+        for _ in range(100):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    assert without.item() == 1
+    assert with_master.item() == pytest.approx(0.9, abs=2**-9)
+
+
+@OPTIMIZERS
+def test_state_goes_on_elsewhere(optimizer_cls: type[torch.optim.Optimizer]):
+    whole, first, second = parameters(), parameters(), parameters()
+    take(MasterWeights(whole, optimizer_cls, lr=1e-2), whole, range(6))
+    before = MasterWeights(first, optimizer_cls, lr=1e-2)
+    take(before, first, range(3))
+    saved = copy.deepcopy(before.state_dict())
+    after = MasterWeights(second, optimizer_cls, lr=0.5)
+    after.load_state_dict(saved)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    take(after, second, range(3, 6))
+    assert all(torch.equal(*pair) for pair in zip(whole, second, strict=True))
+
+
+def test_twelve_bytes_a_parameter():
+    params = parameters()
+    optimizer = MasterWeights(params, AdamW)
+    take(optimizer, params, range(len(SHAPES), len(SHAPES) + 1))
+    held = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    assert sum(value.nbytes for value in held) == 12 * sum(parameter.numel() for parameter in params)
+
+
+def test_schedulers_and_groups():
+    params = parameters()
+    groups = [{"params": params[:1], "lr": 1.0}, {"params": params[1:2]}]
+    optimizer = MasterWeights(groups, torch.optim.SGD, lr=2.0)
+    optimizer.add_param_group({"params": params[2:], "lr": 4.0})
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    before = [parameter.detach().float() for parameter in params]
+    for expected in (1.0, 0.5):
+        for parameter in params:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        schedule.step()
+        for parameter, start, factor in zip(params, before, (1.0, 2.0, 4.0), strict=True):
+            start -= expected * factor
+            assert torch.equal(optimizer.state[parameter][MASTER], start)
+
+
+def test_wide_parameters_need_none():
+    with pytest.raises(ValueError, match=r"params: a torch\.float32 parameter needs no master weight"):
+        MasterWeights(parameters(torch.float32), AdamW)
