@@ -57,7 +57,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._show_state()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters, round them into the parameters."""
         loss = None
         if closure is not None:
@@ -72,13 +72,19 @@ class MasterWeights(torch.optim.Optimizer):
             assert gradient is not None
             self._masters[parameter].grad = gradient if takes_narrow else gradient.float()
         self._inner.step()
-        masters = [self._masters[parameter] for parameter in updated]
+        masters: list[Tensor] = [self._masters[parameter] for parameter in updated]
         for master in masters:
             master.grad = None
         if updated:
             torch._foreach_copy_(updated, masters)
-        self._show_state()
+        if len(self._inner.state) != self._shown:
+            self._show_state()
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: state by number of the parameter, groups with their options."""
+        self._show_state()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A `state_dict` of this class. The base class would round what it loads to the parameters' dtype."""
@@ -104,3 +110,4 @@ class MasterWeights(torch.optim.Optimizer):
     def _show_state(self) -> None:
         for parameter, master in self._masters.items():
             self.state[parameter] = {MASTER: master.detach(), **self._inner.state.get(master, {})}
+        self._shown = len(self._inner.state)
