@@ -30,7 +30,7 @@ def instructions(sass: str) -> tuple[list[str], dict[str, int]]:
 def inner_loops(code: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
     """(first, last) instruction of each innermost loop that has wgmma.
 
-    Waits stand behind the kernel's end and branch back into it, which looks like loops over all between; with UTMASTG, a tile's end.
+    Waits stand behind the kernel's end and branch back into it, like loops around all between: UTMASTG tells those.
     """
     loops = []
     for last, text in enumerate(code):
