@@ -29,8 +29,8 @@ def variants(log: Path, *names: str, **config: Any) -> list[Cell]:
     return [planted(name=name, log=str(log), **config) for name in names]
 
 
-def run(cells: Sequence[Cell], timeout_s: float = 60.0) -> list[Record]:
-    records = run_interleaved(cells, Limits(timeout_s=timeout_s), silent)
+def run(cells: Sequence[Cell], timeout_s: float = 60.0, rounds: int | None = None) -> list[Record]:
+    records = run_interleaved(cells, Limits(timeout_s=timeout_s, rounds=rounds), silent)
     assert [record.key for record in records] == [cell.key for cell in cells]
     return records
 
@@ -155,6 +155,14 @@ def test_rounds_where_they_do_not_fit(log: Path):
         assert record.fact("turn_steps") == 4
     assert records[0].fact("interleaving_group") == records[1].fact("interleaving_group")
     assert compare_records(*records).n == 3
+
+
+def test_rounds_where_they_are_asked_for(log: Path):
+    records = run(variants(log, "a", "b", steps=10), rounds=2)
+    assert called(log, "prepare") == ["a", "b", "b", "a"]
+    assert called(log, "take") == ["a 5", "b 5", "b 5", "a 5"]
+    assert [record.fact("interleaving") for record in records] == ["rounds", "rounds"]
+    assert [len(record.samples["step"].values) for record in records] == [10, 10]
 
 
 def test_rounds_are_whole_windows_too(log: Path):

@@ -162,17 +162,20 @@ def chosen_device(asked: str | None, grid: dict[str, list[Any]]) -> str | None:
     return next((name for name in ("cuda", "cpu") if name in in_file), None)
 
 
-def limits(timeout_s: float, memory_limit_gib: float | None) -> "Limits":
-    """The limits of each cell's process."""
+def limits(timeout_s: float, memory_limit_gib: float | None, rounds: int | None = None) -> "Limits":
+    """The limits of each cell's process, and how compared variants share the machine."""
     from trainstep.measure.runner import Limits
 
     for name, value in (("timeout_s", timeout_s), ("memory_limit_gib", memory_limit_gib)):
         if value is not None and not 0 < value < _LONGEST:
             raise ValueError(f"{name}: must be a positive number, not {value}")
+    if rounds is not None and rounds < 1:
+        raise ValueError(f"rounds: must be at least 1, not {rounds}")
     return Limits(
         timeout_s=timeout_s,
         memory_limit_bytes=None if memory_limit_gib is None else int(memory_limit_gib * 2**30),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        rounds=rounds,
     )
 
 

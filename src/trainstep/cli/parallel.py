@@ -32,6 +32,7 @@ def parallel(
     page: Path | None = None,
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
+    rounds: int | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     **fields: str | None,
 ) -> int:
@@ -63,12 +64,14 @@ def parallel(
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
         Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
+    rounds
+        Compared variants run in so many rounds of whole processes; by default they take turns, alive together, if they fit.
     json
         Print the tables as JSON: plain numbers, units in the names.
     """
     asked = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     check_data(asked)
-    bounds = limits(timeout_s, memory_limit_gib)
+    bounds = limits(timeout_s, memory_limit_gib, rounds)
     here, device = this_machine(fields.get("device"))
     if fields.get("device") is None and "ranks" not in asked and here.gpu_count < 2:
         device = "cpu"

@@ -45,6 +45,7 @@ def sweep(
     page: Path | None = None,
     timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
+    rounds: int | None = None,
     allow_mixed: Annotated[bool, Parameter(negative=())] = False,
     retry_failed: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -81,6 +82,8 @@ def sweep(
         Seconds after which a cell is killed and recorded as a time-out, over the file's.
     memory_limit_gib
         Memory a CPU cell may take; by default 90 % of the machine's.
+    rounds
+        Compared variants run in so many rounds of whole processes; by default they take turns, alive together, if they fit.
     allow_mixed
         Go on although the records there were made with another GPU, torch or commit.
     retry_failed
@@ -92,7 +95,7 @@ def sweep(
     overrides, device_asked = _overrides(fields, settings or [])
     grids = config.grids(overrides)
     check_data({"data": [data for grid in grids for data in grid.get("data", ())]})
-    bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib)
+    bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds)
     request = None if slurm is None else _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
     asked = chosen_device(device_asked, grids[0])
     here, device = this_machine(asked) if slurm is None else (None, _device_of_jobs(asked, slurm_gpus))

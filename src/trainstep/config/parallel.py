@@ -58,7 +58,7 @@ class ParallelConfig:
             raise ValueError(f"ranks: {self.sync} needs others to talk to; take 2 or more ranks")
         if self.ranks > 1 and self.precision == "bf16_master":
             raise ValueError(
-                "precision: bf16_master is for one process; on several ranks take fsdp with compute_dtype bf16, its weights stay fp32"
+                "precision: bf16_master is for one process; on several ranks take fsdp with compute_dtype bf16: weights stay fp32"
             )
         if not self.keeps_gradient_dtype and self.adamw != "trainstep":
             raise ValueError(f"adamw: {self.adamw} refuses bf16 gradients of fp32 parameters; take trainstep")

@@ -32,7 +32,7 @@ from typing import Any, TextIO
 from trainstep.measure.compilation import use_compile_cache
 from trainstep.measure.environment import environment
 from trainstep.measure.failures import CellFailed, failure_of, storable
-from trainstep.measure.workload import Findings, Measurement, Settling, load_workload
+from trainstep.measure.workload import Findings, Measurement, Sampling, Settling, load_workload
 from trainstep.records.record import Fact
 
 _KILL_WITH_PARENT = 1
@@ -88,7 +88,9 @@ class CellProcess:
                 self._measurement.take(request["steps"])
                 self.conversation.tell("taken")
             else:
-                findings = self._measurement.finish()
+                measurement = self._measurement
+                looks = request.get("looks", True) or not isinstance(measurement, Sampling)
+                findings = measurement.finish() if looks else measurement.finish_unseen()
                 self._measurement = None
                 self._finished(findings=_plain_findings(findings, self._extra_facts), again=self._again)
         except BaseException as error:  # noqa: BLE001  (any failure of a workload is a result, sys.exit included)

@@ -31,16 +31,18 @@ class DoNotFit(Exception):
 def run_interleaved(
     cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None
 ) -> list[Record]:
-    """The records of cells that are compared, in the cells' order: taking turns if all fit, else in rounds.
+    """The records of cells that are compared, in the cells' order: taking turns if all fit, else, or if asked for, in rounds.
 
     `idle`: where processes come from and go to that can measure more than one cell; without it each cell has a fresh one.
     """
-    try:
-        return _run_in_turns(cells, limits, tell, idle)
-    except DoNotFit:
-        if idle is not None:
-            idle.close()  # they hold memory too
-        return _run_in_rounds(cells, limits, tell)
+    if limits.rounds is None:
+        try:
+            return _run_in_turns(cells, limits, tell, idle)
+        except DoNotFit:
+            pass
+    if idle is not None:
+        idle.close()  # they hold memory too
+    return _run_in_rounds(cells, limits, tell, limits.rounds or _ROUNDS)
 
 
 def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None) -> list[Record]:
@@ -113,19 +115,19 @@ def _advance(run: CellRun, do: str, runs: Sequence[CellRun], ended: dict[str, Re
     return again
 
 
-def _run_in_rounds(cells: Sequence[Cell], limits: Limits, tell: Tell) -> list[Record]:
-    """At least three rounds of whole processes, the order reversed each time; a variant that failed is not run again."""
+def _run_in_rounds(cells: Sequence[Cell], limits: Limits, tell: Tell, rounds: int) -> list[Record]:
+    """Rounds of whole processes, the order reversed each time; a variant that failed is not run again. The last looks."""
     parts: dict[str, list[Record]] = {cell.key: [] for cell in cells}
     window = _window(cells)
-    share = -(-max(map(steps_of, cells)) // _ROUNDS)
+    share = -(-max(map(steps_of, cells)) // rounds)
     steps = -(-share // window) * window
-    for round_index in range(_ROUNDS):
-        for cell in cells if round_index % 2 == 0 else list(reversed(cells)):
+    for index in range(rounds):
+        for cell in cells if index % 2 == 0 else list(reversed(cells)):
             if any(part.failure for part in parts[cell.key]):
                 continue
             run = open_run(cell, limits, tell)
             try:
-                parts[cell.key].append(run_alone(run, steps)[0])
+                parts[cell.key].append(run_alone(run, steps, looks=index == rounds - 1)[0])
             finally:
                 run.connection.close()
     return [with_facts(_joined(parts[cell.key]), **_facts("rounds", cells, cell, steps)) for cell in cells]

@@ -27,13 +27,8 @@ try:
     from trainstep.ops.flash_attention.forward import bind_forward, launch_forward
     from trainstep.ops.flash_attention.split_backward import bind_split_backward
     from trainstep.ops.flash_attention.split_forward import bind_split_forward, launch_split_forward
-    from trainstep.ops.flash_attention.split_parts import (
-        Peak,
-        split_gradient,
-        split_into_parts,
-        whole_tiles,
-        zero_peaks,
-    )
+    from trainstep.ops.flash_attention.split_parts import whole_tiles
+    from trainstep.ops.flash_attention.split_prologue import Prologue
 except ImportError:  # no triton for this platform: no GPU it could drive either
     bind_backward = bind_forward = launch_forward = launch_split_forward = None  # type: ignore[assignment]
 
@@ -138,18 +133,20 @@ class LoneKernel:
             return q, k, v
         return q, k, v, do, lse, (o.float() * do.float()).sum(-1)
 
+    def _prologue(self) -> "Prologue":
+        """Makes what the kernels read that take parts split beforehand; padded for tiles of any size."""
+        q, k, v, do, o, _ = self._operands
+        padded_rows = (whole_tiles(q.shape[2], MOST_PART_ROWS), whole_tiles(k.shape[2], MOST_PART_ROWS))
+        read = (q, k, v) if self._pass is KernelPass.FORWARD else (q, k, v, do, o)
+        return Prologue(q.shape, k.shape, padded_rows, *(x.stride() for x in read))
+
     def _parts(self) -> tuple[Tensor, ...]:
-        """What the kernels read that take parts split beforehand; padded for tiles of any size."""
         q, k, v, do, o, lse = self._operands
-        key_heads, peaks = k.shape[1], zero_peaks(k)
-        q_parts, k_parts, v_parts = (
-            split_into_parts(x, peaks, peak, key_heads, whole_tiles(x.shape[2], MOST_PART_ROWS))
-            for x, peak in ((q, Peak.Q), (k, Peak.K), (v, Peak.V))
-        )
         if self._pass is KernelPass.FORWARD:
-            return q_parts, k_parts, v_parts, peaks
-        do_parts, delta = split_gradient(do, o, peaks, key_heads, whole_tiles(do.shape[2], MOST_PART_ROWS))
-        inputs = (q_parts, k_parts, v_parts, do_parts, peaks, lse, delta)
+            parts = self._prologue()(q, k, v)
+            return parts.queries, parts.keys, parts.peaks
+        parts = self._prologue()(q, k, v, do, o)
+        inputs = (parts.queries, parts.keys, parts.peaks, lse, parts.delta)
         if self._pass is KernelPass.KEY_GRADIENTS:  # scales by what the other pass leaves in `peaks`
             where = tile_problem(KernelPass.QUERY_GRADIENTS, q.shape[-1], self._problem.arithmetic, q.device)
             other = self._bind_parts(KernelPass.QUERY_GRADIENTS, choose_row(where).config)
@@ -158,12 +155,11 @@ class LoneKernel:
 
     def _bind_parts(self, pass_: KernelPass, tile: TileConfig) -> BoundKernel:
         q, k, v, _, o, _ = self._operands
-        padded_rows = (whole_tiles(q.shape[2], MOST_PART_ROWS), whole_tiles(k.shape[2], MOST_PART_ROWS))
+        prologue = self._prologue()
         if pass_ is KernelPass.FORWARD:
-            return bind_split_forward(q.shape, k.shape, padded_rows, o.stride(), q.device, self._problem, tile)
-        both = bind_split_backward(
-            q.shape, k.shape, padded_rows, q.stride(), k.stride(), v.stride(), q.device, self._problem, tile, tile
-        )
+            return bind_split_forward(q.shape, k.shape, prologue, o.stride(), self._problem, tile)
+        made_strides = (q.stride(), k.stride(), v.stride())
+        both = bind_split_backward(q.shape, k.shape, prologue, made_strides, self._problem, tile, tile)
         return both[pass_]
 
     def run(self, bound: BoundKernel) -> None:

@@ -113,12 +113,16 @@ class ParallelMeasurement:
             self._facts["expected_peak_point"] = Fact(value=peak[1])
         self._stage("trace")
         more, from_trace = self._trace(expected or ())
-        samples = {
-            **found.samples,
-            "window_step": Samples(unit="s", values=tuple(self._window_steps_s)),
-        }
         facts = {**found.facts, **self._facts, **more}
-        return Findings(samples=samples, facts=facts, tables={**found.tables, **tables, **from_trace})
+        tables = {**found.tables, **tables, **from_trace}
+        return Findings(samples={**found.samples, **self._windows()}, facts=facts, tables=tables)
+
+    def finish_unseen(self) -> Findings:
+        """Steps and windows alone."""
+        return Findings(samples={**self._timed.samples(), **self._windows()}, facts=self._facts)
+
+    def _windows(self) -> dict[str, Samples]:
+        return {"window_step": Samples(unit="s", values=tuple(self._window_steps_s))}
 
     def _meet(self, device: torch.device) -> None:
         """The group, and what it takes of the device: the first message makes the connections."""

@@ -19,11 +19,13 @@ _MEMORY_SHARE = 0.9
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """`timeout_s`: seconds a cell's own process may take. `memory_limit_bytes`: what a CPU cell may allocate; None: 90 %
-    of the machine's memory. `visible_devices`: the value of CUDA_VISIBLE_DEVICES."""
+    of the machine's memory. `visible_devices`: the value of CUDA_VISIBLE_DEVICES. `rounds`: compared variants run in so many
+    rounds of whole processes; None: they take turns, alive together, if they fit."""
 
     timeout_s: float = 600.0
     memory_limit_bytes: int | None = None
     visible_devices: str | None = None
+    rounds: int | None = None
 
     def memory_for(self, cell: Cell) -> int | None:
         """The limit of a CPU cell; a GPU's process needs address space the host does not have, and gets none."""
@@ -97,14 +99,17 @@ class CellRun:
         return environment(visible_devices=self._limits.visible_devices)
 
 
-def run_alone(run: CellRun, steps: int | None = None) -> tuple[Record, bool]:
-    """Prepare, take every step, finish. Returns the record and whether the process can take another cell."""
+def run_alone(run: CellRun, steps: int | None = None, *, looks: bool = True) -> tuple[Record, bool]:
+    """Prepare, take every step, finish. Returns the record and whether the process can take another cell.
+
+    Without `looks` the record may hold samples alone.
+    """
     try:
         answer = run.prepare()
         if answer["event"] == "ready":
             answer = run.ask("take", steps=steps or steps_of(run.cell))
         if answer["event"] == "taken":
-            answer = run.ask("finish")
+            answer = run.ask("finish", looks=looks)
     except CellLost as lost:
         return run.failed(lost.failure), False
     return run.record(answer, interleaving="none"), bool(answer["again"])

@@ -153,7 +153,7 @@ class TrainStepMeasurement:
             if self._device.type == "cuda":
                 self._try_afterwards("device-busy time and a reallocated step", self._look_at_device)
             self._try_afterwards("model FLOPs", self._count_flops)
-        return Findings(samples=self._samples(), facts=self._facts)
+        return Findings(samples=self.samples(), facts=self._facts)
 
     @property
     def phase(self) -> str:
@@ -285,7 +285,8 @@ class TrainStepMeasurement:
             {name: Fact(value=value, unit=unit) for name, (value, unit) in readings.items() if value is not None}
         )
 
-    def _samples(self) -> dict[str, Samples]:
+    def samples(self) -> dict[str, Samples]:
+        """What was timed so far."""
         samples = {"step": _samples([w.step_s for w in self._windows], [w.step_s for w in self._warmups])}
         for phase in self._windows[0].phases[0]:
             samples[str(phase)] = _samples(

@@ -42,6 +42,15 @@ class Settling(Protocol):
         """Run one step that is not timed; called before each turn when variants take turns: another's left caches cold."""
 
 
+@runtime_checkable
+class Sampling(Protocol):
+    """A Measurement that has this method too may be spared its looks: of several rounds of whole processes only the last needs
+    them."""
+
+    def finish_unseen(self) -> Findings:
+        """Hand the samples over, and what tables are made of them."""
+
+
 class Workload(Protocol):
     """`shares_worker`: whether the process may measure another cell after this one."""
 
