@@ -89,8 +89,10 @@ class CellProcess:
                 self.conversation.tell("taken")
             else:
                 measurement = self._measurement
-                looks = request.get("looks", True) or not isinstance(measurement, Sampling)
-                findings = measurement.finish() if looks else measurement.finish_unseen()
+                if isinstance(measurement, Sampling) and not request.get("looks", True):
+                    findings = measurement.finish_unseen()
+                else:
+                    findings = measurement.finish()
                 self._measurement = None
                 self._finished(findings=_plain_findings(findings, self._extra_facts), again=self._again)
         except BaseException as error:  # noqa: BLE001  (any failure of a workload is a result, sys.exit included)

@@ -63,10 +63,10 @@ class FSDP(HookedGradients):
         self._ahead = ahead
         self._reshard_after_forward = reshard_after_forward
         plans = plan_units(module, units)
-        staging = StagingPool(self.ranks.device)
+        self._staging = StagingPool(self.ranks.device)
         index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
         self.units = [
-            FSDPUnit(plan, self.collectives, staging, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+            FSDPUnit(plan, self.collectives, self._staging, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
             for plan in plans
         ]
         self._trained = [unit for unit in self.units if unit.trains][::-1]
@@ -269,6 +269,7 @@ class FSDP(HookedGradients):
         self._usage.send(self._used)
         while self._in_flight:
             self._in_flight.popleft().receive_gradients()
+        self._staging.clear()
         for unit in self.units:
             unit.reshard()
         unused = set(self._usage.unused_everywhere(self._used))

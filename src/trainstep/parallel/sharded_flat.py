@@ -170,6 +170,7 @@ class ShardedGradients(HookedGradients):
         self._usage.send(self._used)
         while self._in_flight:
             self._in_flight.popleft().receive()
+        self._staging.clear()
         unused = set(self._usage.unused_everywhere(self._used))
         for unit, members in zip(self._units, self._members, strict=True):
             unit.hand_over([index not in unused for index in members])

@@ -1,7 +1,8 @@
 """Buffers that gradients pass through on their way to their shards: borrowed for a message, given back, borrowed by the next.
 
 Blocks of a Transformer have the same shapes, so two or three buffers serve all of them; allocating anew for each would cost the
-host a view a parameter, and the memory of every message that is still on its way.
+host a view a parameter, and the memory of every message that is still on its way. When all gradients are there the buffers go:
+a step holds most where backward begins, and nothing is on its way then.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,10 @@ class StagingPool:
     def give_back(self, buffer: FlatBuffer, tensors: Sequence[Tensor], *, parts: int) -> None:
         """The message that used it has been waited for."""
         self._free.setdefault(_kind(tensors, buffer.flat.dtype, parts), []).append(buffer)
+
+    def clear(self) -> None:
+        """Free the buffers that nobody uses."""
+        self._free.clear()
 
     @property
     def nbytes(self) -> int:

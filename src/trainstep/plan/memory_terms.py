@@ -167,15 +167,15 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
             [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
         ),
         gradients_before_sync_bytes=earlier + _computed_bytes(exchange, first.parameters) + shards_in_sync,
-        buffers_bytes=_staging_bytes(exchange, trained) + sum(len(unit.parameters) for unit in trained),
+        buffers_bytes=sum(len(unit.parameters) for unit in trained),
         whole_after_forward_bytes=_whole_bytes(exchange, kept_whole) if fully else 0,
         whole_entering_backward_bytes=_whole_bytes(exchange, [*kept_whole, *gathered_ahead]) if fully else 0,
-        in_sync_bytes=_whole_bytes(exchange, [first, *frozen]) if fully else 0,
+        in_sync_bytes=_staging_bytes(exchange, trained) + (_whole_bytes(exchange, [first, *frozen]) if fully else 0),
     )
 
 
 def _staging_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:
-    """Buffers are shared by units of the same shapes: as many as are ever on their way together, kept for the next step."""
+    """Buffers are shared by units of the same shapes: as many as are ever on their way together, kept until the last is there."""
     most: Counter[tuple[tuple[int, ...], int]] = Counter()
     for index in range(len(trained)):
         together = trained[index : index + MOST_IN_FLIGHT + 1]
