@@ -225,9 +225,10 @@ class FSDP(HookedGradients):
             awaited = any(self._awaited[trigger] > 0 for trigger in self._triggers[unit])
             if awaited or unit in needed or unit in self._needs[self.module]:
                 continue
-            for index in self._members_of.get(unit, []) if self._syncing else []:
-                for turn in self._order.ready(index) or []:
-                    self._send(turn)
+            if self._syncing and unit not in self._sent:
+                for index in self._members_of.get(unit, []):
+                    for turn in self._order.ready(index) or []:
+                        self._send(turn)
             unit.reshard()
             self._concluded.add(unit)
 

@@ -32,12 +32,12 @@ class GradientShards:
         staging: StagingPool,
     ) -> None:
         self._name = name
-        self._templates = list(templates)
-        self._layout = layout
         self._dtype = dtype
         self._reduce_dtype = reduce_dtype or dtype
         self._collectives = collectives
-        self._staging = staging
+        world_size = collectives.ranks.world_size
+        self._shelf = staging.shelf(templates, dtype=self._reduce_dtype, parts=world_size)
+        self._shard_numel = layout.numel // world_size
         self._buffer: FlatBuffer | None = None
         self._reduced: Tensor | None = None
         self._pending: Pending = DONE
@@ -45,10 +45,9 @@ class GradientShards:
     @torch.no_grad()
     def send(self, gradients: Sequence[Tensor | None]) -> None:
         """Copy gradients into a buffer, zeros for None, and start reducing. They may be freed at once."""
-        world_size = self._collectives.ranks.world_size
         with span(f"send gradients {self._name}"):
-            buffer = self._staging.borrow(self._templates, dtype=self._reduce_dtype, parts=world_size)
-            reduced = torch.empty(self._layout.numel // world_size, dtype=self._reduce_dtype, device=buffer.flat.device)
+            buffer = self._shelf.borrow()
+            reduced = torch.empty(self._shard_numel, dtype=self._reduce_dtype, device=buffer.flat.device)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if present:
             torch._foreach_copy_([buffer.views[index] for index in present], [g for g in gradients if g is not None])
@@ -63,7 +62,7 @@ class GradientShards:
         if self._buffer is None or self._reduced is None:
             return None
         self._pending.wait()
-        self._staging.give_back(self._buffer, self._templates, parts=self._collectives.ranks.world_size)
+        self._shelf.give_back(self._buffer)
         shard = self._reduced.to(self._dtype)
         self._buffer, self._reduced, self._pending = None, None, DONE
         return shard

@@ -15,32 +15,44 @@ from trainstep.parallel.flat_buffer import FlatBuffer
 _Kind = tuple[tuple[tuple[torch.Size, tuple[int, ...]], ...], torch.dtype, int]
 
 
-class StagingPool:
+class Shelf:
     """Flat buffers for tensors of the same shapes and strides."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device, parts: int) -> None:
+        self._tensors, self._dtype, self._device, self._parts = list(tensors), dtype, device, parts
+        self.free: list[FlatBuffer] = []
+
+    def borrow(self) -> FlatBuffer:
+        """What its views hold is old, the filling between and behind them is zero."""
+        if self.free:
+            return self.free.pop()
+        return FlatBuffer(self._tensors, dtype=self._dtype, device=self._device, parts=self._parts)
+
+    def give_back(self, buffer: FlatBuffer) -> None:
+        """The message that used it has been waited for."""
+        self.free.append(buffer)
+
+
+class StagingPool:
+    """The shelves of a module's units: those of units alike are one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[_Kind, list[FlatBuffer]] = {}
+        self._shelves: dict[_Kind, Shelf] = {}
 
-    def borrow(self, tensors: Sequence[Tensor], *, dtype: torch.dtype, parts: int) -> FlatBuffer:
-        """A buffer for these; what its views hold is old, the filling between and behind them is zero."""
-        kind = _kind(tensors, dtype, parts)
-        waiting = self._free.get(kind)
-        return waiting.pop() if waiting else FlatBuffer(tensors, dtype=dtype, device=self._device, parts=parts)
-
-    def give_back(self, buffer: FlatBuffer, tensors: Sequence[Tensor], *, parts: int) -> None:
-        """The message that used it has been waited for."""
-        self._free.setdefault(_kind(tensors, buffer.flat.dtype, parts), []).append(buffer)
+    def shelf(self, tensors: Sequence[Tensor], *, dtype: torch.dtype, parts: int) -> Shelf:
+        """The one for tensors like these."""
+        kind = tuple((tensor.shape, tensor.stride()) for tensor in tensors), dtype, parts
+        if kind not in self._shelves:
+            self._shelves[kind] = Shelf(tensors, dtype=dtype, device=self._device, parts=parts)
+        return self._shelves[kind]
 
     def clear(self) -> None:
         """Free the buffers that nobody uses."""
-        self._free.clear()
+        for shelf in self._shelves.values():
+            shelf.free.clear()
 
     @property
     def nbytes(self) -> int:
         """Of buffers that nobody uses."""
-        return sum(buffer.flat.nbytes for buffers in self._free.values() for buffer in buffers)
-
-
-def _kind(tensors: Sequence[Tensor], dtype: torch.dtype, parts: int) -> _Kind:
-    return tuple((tensor.shape, tensor.stride()) for tensor in tensors), dtype, parts
+        return sum(buffer.flat.nbytes for shelf in self._shelves.values() for buffer in shelf.free)
