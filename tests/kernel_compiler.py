@@ -50,6 +50,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
         "vector_accesses": len(re.findall(r"\b(?:ld|st)\.global\S*\.v[24]", compiled.asm["ptx"])),
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync|tcgen05\.mma", compiled.asm["ptx"])),
+        "running_sums": max(running_sums(compiled.asm[stage]) for stage in ("ttir", "ttgir")),
     }
 
 
@@ -59,6 +60,31 @@ def argument_type(name: str, element: str) -> str:
     if name.endswith("_ptr"):
         return f"*{element}"
     return "fp32" if name.startswith("scale") else "i32"
+
+
+def running_sums(mlir: str) -> int:
+    """Matrix products whose accumulator does not start from zero in the same tile: it is carried from tile to tile.
+
+    An accumulator may be a product itself, waited for or not, or zero. Blackwell's own products (tc_gen5_mma) are not looked
+    at: they are plain `tt.dot` in the stage before.
+    """
+    defined = {name: (operation, operands) for name, operation, operands in _DEFINITION.findall(mlir)}
+
+    def runs_on(name: str) -> bool:
+        name, _, result = name.partition("#")
+        operation, operands = defined.get(name, ("", ""))
+        names = re.findall(r"%[\w#-]+", operands)
+        if operation in _PRODUCTS:
+            return runs_on(names[2])
+        if operation in ("ttng.warp_group_dot_wait", "ttg.convert_layout"):
+            return runs_on(names[int(result or 0)])
+        return not (operation == "arith.constant" and operands.startswith("dense<0.0"))
+
+    return sum(runs_on(name) for name, (operation, _) in defined.items() if operation in _PRODUCTS)
+
+
+_PRODUCTS = ("tt.dot", "ttng.warp_group_dot")
+_DEFINITION = re.compile(r"^\s*(%[\w-]+)(?::\d+)? = ([\w.]+) (.*?)(?: : |$)", re.MULTILINE)
 
 
 def assemble(ptx: str, triton_folder: Path) -> tuple[int, int, list[str]]:

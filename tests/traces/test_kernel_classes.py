@@ -42,6 +42,8 @@ def test_names_of_a_torch_seen(path: Path):
         ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>(...)", "attention"),
         ("forward_kernel", "attention"),
         ("hopper_gradients_kernel", "attention"),
+        ("split_key_gradients_kernel", "attention"),
+        ("split_parts_kernel", "attention"),
         ("triton_tem_fused_mm_3", "matmul"),
         ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_64x3_tn", "matmul"),
         ("void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4>(...)", "matmul"),

@@ -22,7 +22,8 @@ _KERNELS = [
     (
         ATTENTION,
         r"flash_fwd|flash_bwd|flash::|FlashAttn|fmha|efficient_attention|AttentionKernel|AttentionBackwardKernel|sdpa|"
-        r"flex_attention|mha_|_attn_(fwd|bwd)|^(forward|key_gradients|query_gradients|gradients|delta|hopper_[a-z]+)_kernel$",
+        r"flex_attention|mha_|_attn_(fwd|bwd)|^(forward|key_gradients|query_gradients|gradients|delta|hopper_[a-z]+)_kernel$|"
+        r"^split_(peaks|parts|forward|key_gradients|query_gradients)_kernel$",
     ),
     (SOFTMAX, r"softmax"),
     (

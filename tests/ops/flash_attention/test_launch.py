@@ -1,5 +1,6 @@
 """Launching: what is kept between calls, and when the kernel has to be bound anew."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -79,16 +80,33 @@ def test_unaligned_tensors_are_bound_each_time():
 def test_parts_are_read_through_descriptors():
     split_parts = pytest.importorskip("trainstep.ops.flash_attention.split_parts")
     kernel = FakeKernel()
-    bound = split_parts.PartsKernel((32,), kernel, 7, {"BLOCK": 64, "rows": 3}, num_warps=4)
-    parts, x = torch.empty(2, 5, 64, 16, dtype=torch.float16), torch.empty(8)
-    bound(parts, x)
-    bound(parts, x)
+    shape = (2, 2, 5, 64, 16)
+    bound = split_parts.PartsKernel((shape,), (32,), kernel, 7, {"BLOCK": 64, "rows": 3}, num_warps=4)
+    first, second = torch.empty(2, *shape, dtype=torch.float16)
+    x = torch.empty(8)
+    bound(first, x)
+    bound(second, x)
     ((_, (descriptor, *arguments), _),) = kernel.bound
     assert arguments == [x, 3, 64]
-    assert (descriptor.shape, descriptor.strides, descriptor.block_shape) == ([2 * 5 * 64, 16], [16, 1], [32, 16])
+    assert (descriptor.shape, descriptor.strides, descriptor.block_shape) == ([2 * 2 * 5 * 64, 16], [16, 1], [32, 16])
+    assert descriptor.base is first
     ((*_, again, address, rows, block),) = kernel.started
-    assert again == descriptor
+    assert again.base is second
+    assert vars(again) == {**vars(descriptor), "base": second}
     assert (address, rows, block) == (x.data_ptr(), 3, 64)
+    del descriptor, again, arguments
+    kernel.bound.clear()
+    kernel.started.clear()
+    alive = weakref.ref(first)
+    del first
+    assert alive() is None
+
+
+def test_more_rows_of_parts_than_32_bits_count():
+    prologue = pytest.importorskip("trainstep.ops.flash_attention.split_prologue")
+    shape, stride = torch.Size((1, 1, 2**29, 64)), (0, 0, 64, 1)
+    with pytest.raises(ValueError, match="take tf32x3"):
+        prologue.Prologue(shape, shape, (2**29, 2**29), stride, stride, stride)
 
 
 def test_offset():

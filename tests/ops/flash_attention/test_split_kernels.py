@@ -14,7 +14,8 @@ from trainstep.ops.flash_attention.function import Tiles
 pytest.importorskip("triton")
 from attention_kernels import DEVICE, INTERPRETED, RUNNABLE, SMALL
 from attention_kernels import attend as attend_by
-from trainstep.ops.flash_attention.split_parts import Peak, split_into_parts, whole_tiles, zero_peaks
+from trainstep.ops.flash_attention.split_parts import Peak
+from trainstep.ops.flash_attention.split_prologue import Prologue
 
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="needs a CUDA GPU, or TRITON_INTERPRET=1")
 NAN, INFINITY = float("nan"), float("inf")
@@ -61,10 +62,11 @@ def test_random_shapes(seed: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_a_long_sequence(head_dim: int):
-    """Sums over many tiles, which tensor cores round otherwise than fp32 units do."""
-    check(attend, Case(heads=2, key_heads=1, queries=8192, keys=8192, head_dim=head_dim), device=DEVICE, times=4)
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (80, True), (128, True), (128, False)])
+def test_a_long_sequence(head_dim: int, causal: bool):
+    """Sums over many tiles: they show whether tensor cores, which add towards zero, carry them on from tile to tile."""
+    case = Case(heads=2, key_heads=1, queries=8192, keys=8192, head_dim=head_dim, causal=causal)
+    check(attend, case, device=DEVICE, times=4)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -166,21 +168,28 @@ def test_what_is_not_finite_stays_where_it_is(value: float):
 
 @pytest.mark.parametrize("strided", ["BHSD", "fused", "padded", "offset"])
 def test_parts(strided: str):
-    """Their sum is the scaled tensor, to the bound of the note; what is padded is 0."""
-    q, *_ = inputs(batch=2, heads=4, key_heads=2, strided=strided)
-    q = q * torch.logspace(-9, 3, 77, base=2.0, device=DEVICE).view(-1, 1)
-    peaks = zero_peaks(torch.empty(2, 2, 1, 1, device=DEVICE))
-    parts = split_into_parts(q, peaks, Peak.Q, 2, whole_tiles(77, 32))
-    assert parts.shape == (2, 8, 96, 32)
-    assert parts.dtype == torch.float16
-    assert not parts[:, :, 77:].any()
-    assert not parts[..., 24:].any()
-    largest = q.abs().unflatten(1, (2, 2)).amax(dim=(2, 3, 4))
-    assert torch.equal(peaks[Peak.Q].view(torch.float32), largest.flatten())
-    scale = 2.0 ** (14 - largest.log2().floor()).repeat_interleave(2, dim=1)[..., None, None]
-    exact = (q * scale).double().flatten(0, 1)
-    off = (parts[:, :, :77, :24].double().sum(dim=0) - exact).abs()
-    assert (off <= (2.0**-23 * exact.abs()).clamp(min=2.0**-25)).all()
+    """Their sum is the scaled tensor, to the bound of the note; what is padded is 0. q, k, v and do of different sizes."""
+    q, k, v, do = inputs(batch=2, heads=4, key_heads=2, strided=strided)
+    q, do = (x * torch.logspace(-9, 3, 77, base=2.0, device=DEVICE).view(-1, 1) for x in (q, do * 1000))
+    k, v = k * 2.0**-20, v * torch.tensor([1.0, 2.0**40], device=DEVICE).view(1, 2, 1, 1)
+    tensors = (q, k, v, do, q)
+    made = Prologue(q.shape, k.shape, (96, 64), *(x.stride() for x in tensors))(*tensors)
+    assert made.queries.shape == (2, 2, 8, 96, 32)
+    assert made.keys.shape == (2, 2, 4, 64, 32)
+    alone = Prologue(q.shape, k.shape, (96, 64), *(x.stride() for x in (q, k, v)))(q, k, v)
+    assert torch.equal(alone.queries, made.queries[:1])
+    assert torch.equal(alone.keys, made.keys)
+    for x, parts, peak in zip((q, k, v, do), (made.queries[0], *made.keys, made.queries[1]), Peak, strict=False):
+        largest = x.abs().unflatten(1, (2, -1)).amax(dim=(2, 3, 4))
+        assert torch.equal(made.peaks[peak].view(torch.float32), largest.flatten())
+        scale = 2.0 ** (14 - largest.log2().floor()).repeat_interleave(x.shape[1] // 2, dim=1)[..., None, None]
+        exact = (x * scale).double().flatten(0, 1)
+        rows = x.shape[2]
+        off = (parts[:, :, :rows, :24].double().sum(dim=0) - exact).abs()
+        assert (off <= (2.0**-23 * exact.abs()).clamp(min=2.0**-25)).all()
+        assert not parts[:, :, rows:].any()
+        assert not parts[..., 24:].any()
+    assert not made.peaks[Peak.DS].any()
 
 
 # On a GPU: as part of torch -----------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 q, k and v are split again, so that between the passes no more is kept than elsewhere. Gradients of the scores, ds, have no bound
 that is near them, so `split_query_gradients_kernel` scales each row of a tile by its own largest, and leaves each group's largest
-in `peaks`; `split_key_gradients_kernel`, which runs after it, scales by that. Sums for dk and dv go on within the tensor cores;
-those for dq, whose scale changes from tile to tile, do not. One loop each, masked where anything is, as in split_forward.py.
+in `peaks`; `split_key_gradients_kernel`, which runs after it, scales by that. One loop each, masked where anything is, as in
+split_forward.py.
 """
 
 import functools
@@ -27,7 +27,6 @@ from trainstep.ops.flash_attention.split_parts import (
     SPLIT_SIZES,
     V_PEAK,
     PartsKernel,
-    Peak,
     bits_of,
     dot_parts,
     dot_parts_transposed,
@@ -37,12 +36,10 @@ from trainstep.ops.flash_attention.split_parts import (
     power_of_two,
     scores_factor,
     split,
-    split_gradient,
-    split_into_parts,
     times_power_of_two,
     whole_tiles,
-    zero_peaks,
 )
+from trainstep.ops.flash_attention.split_prologue import Prologue
 from trainstep.ops.flash_attention.tile_access import load_row, program_tile, store_tile
 from trainstep.ops.flash_attention.tiles import KernelPass, TileConfig, choose_row, padded
 
@@ -66,7 +63,7 @@ def _ds_unit(peaks_ptr, groups, group):
 
 @triton.jit(do_not_specialize=SPLIT_SIZES)
 def split_key_gradients_kernel(
-    q, k, v, do, peaks_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    query_parts, key_parts, peaks_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
     tiles, batch_key_heads, heads_together, key_heads, queries, keys, padded_queries, padded_keys, offset,
     scale, scale_log2,
@@ -79,9 +76,10 @@ def split_key_gradients_kernel(
     factor = scores_factor(scale_log2, peaks_ptr, batch_key_heads, group)
     ds_exponent = _ds_unit(peaks_ptr, batch_key_heads, group)
     ds_unit = power_of_two(ds_exponent)
-    k1, k2 = load_parts(k, group * padded_keys + first_k, batch_key_heads * padded_keys)
-    v1, v2 = load_parts(v, group * padded_keys + first_k, batch_key_heads * padded_keys)
-    q_plane = batch_key_heads * HEADS_PER_KEY_HEAD * padded_queries
+    key_plane = batch_key_heads * padded_keys
+    k1, k2 = load_parts(key_parts, group * padded_keys + first_k, key_plane)
+    v1, v2 = load_parts(key_parts, 2 * key_plane + group * padded_keys + first_k, key_plane)
+    query_plane = batch_key_heads * HEADS_PER_KEY_HEAD * padded_queries
     begin = 0
     if CAUSAL:  # the first query that sees any of these keys, rounded to tiles
         begin = tl.maximum(first_k - offset, 0) // BLOCK_Q * BLOCK_Q
@@ -94,21 +92,21 @@ def split_key_gradients_kernel(
         lse_base = lse_ptr + batch_head.to(tl.int64) * queries
         delta_base = delta_ptr + batch_head.to(tl.int64) * queries
         for first_q in tl.range(begin, queries, BLOCK_Q):
-            q1, q2 = load_parts(q, batch_head * padded_queries + first_q, q_plane)
+            q1, q2 = load_parts(query_parts, batch_head * padded_queries + first_q, query_plane)
             q_index = first_q + tl.arange(0, BLOCK_Q)
-            scores = dot_parts_transposed(k1, k2, tl.trans(q1), tl.trans(q2), tl.zeros([BLOCK_K, BLOCK_Q], tl.float32))
+            scores = dot_parts_transposed(k1, k2, tl.trans(q1), tl.trans(q2))
             lse = load_row(lse_base, q_index, queries, RAGGED_Q)
             p = _probabilities(scores * factor - (lse * LOG2_E)[None, :]) * p_scale[:, None]
             if CAUSAL:
                 k_index = first_k + tl.arange(0, BLOCK_K)[:, None]
                 p = tl.where(k_index <= q_index[None, :] + offset, p, 0.0)
-            do1, do2 = load_parts(do, batch_head * padded_queries + first_q, q_plane)
+            do1, do2 = load_parts(query_parts, 2 * query_plane + batch_head * padded_queries + first_q, query_plane)
             p1, p2 = split(p)
-            dv = dot_parts(p1, p2, do1, do2, dv)
-            dp = dot_parts_transposed(v1, v2, tl.trans(do1), tl.trans(do2), tl.zeros([BLOCK_K, BLOCK_Q], tl.float32))
+            dv += dot_parts(p1, p2, do1, do2)
+            dp = dot_parts_transposed(v1, v2, tl.trans(do1), tl.trans(do2))
             delta = load_row(delta_base, q_index, queries, RAGGED_Q) * ds_unit
             ds1, ds2 = split(p * (dp * ds_unit - delta[None, :]))
-            dk = dot_parts(ds1, ds2, q1, q2, dk)
+            dk += dot_parts(ds1, ds2, q1, q2)
 
     do_exponent = exponent_at(peaks_ptr, DO_PEAK, batch_key_heads, group) - PART_EXPONENT - P_EXPONENT
     q_exponent = exponent_at(peaks_ptr, Q_PEAK, batch_key_heads, group) - PART_EXPONENT
@@ -125,7 +123,7 @@ def split_key_gradients_kernel(
 
 @triton.jit(do_not_specialize=SPLIT_SIZES)
 def split_query_gradients_kernel(
-    q, k, v, do, peaks_ptr, lse_ptr, delta_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs,
+    query_parts, key_parts, peaks_ptr, lse_ptr, delta_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs,
     tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, padded_queries, padded_keys, offset,
     scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -138,8 +136,10 @@ def split_query_gradients_kernel(
     group = batch_head // heads_per_key_head
     groups = batch_heads // heads_per_key_head
     factor = scores_factor(scale_log2, peaks_ptr, groups, group)
-    q1, q2 = load_parts(q, batch_head * padded_queries + first_q, batch_heads * padded_queries)
-    do1, do2 = load_parts(do, batch_head * padded_queries + first_q, batch_heads * padded_queries)
+    query_plane = batch_heads * padded_queries
+    q1, q2 = load_parts(query_parts, batch_head * padded_queries + first_q, query_plane)
+    do1, do2 = load_parts(query_parts, 2 * query_plane + batch_head * padded_queries + first_q, query_plane)
+    key_plane = groups * padded_keys
     q_index = first_q + tl.arange(0, BLOCK_Q)
     row = batch_head.to(tl.int64) * queries + q_index
     lse_log2 = tl.load(lse_ptr + row, mask=q_index < queries, other=0.0) * LOG2_E
@@ -151,9 +151,9 @@ def split_query_gradients_kernel(
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     largest = tl.zeros([BLOCK_Q], tl.int32)
     for first_k in tl.range(0, end, BLOCK_K):
-        k1, k2 = load_parts(k, group * padded_keys + first_k, groups * padded_keys)
-        v1, v2 = load_parts(v, group * padded_keys + first_k, groups * padded_keys)
-        scores = dot_parts(q1, q2, tl.trans(k1), tl.trans(k2), tl.zeros([BLOCK_Q, BLOCK_K], tl.float32))
+        k1, k2 = load_parts(key_parts, group * padded_keys + first_k, key_plane)
+        v1, v2 = load_parts(key_parts, 2 * key_plane + group * padded_keys + first_k, key_plane)
+        scores = dot_parts(q1, q2, tl.trans(k1), tl.trans(k2))
         p = _probabilities(scores * factor - lse_log2[:, None])
         if CAUSAL or RAGGED_K:
             k_index = first_k + tl.arange(0, BLOCK_K)[None, :]
@@ -161,14 +161,13 @@ def split_query_gradients_kernel(
             if CAUSAL:
                 seen = seen & (k_index <= q_index[:, None] + offset)
             p = tl.where(seen, p, 0.0)
-        dp = dot_parts(do1, do2, tl.trans(v1), tl.trans(v2), tl.zeros([BLOCK_Q, BLOCK_K], tl.float32))
+        dp = dot_parts(do1, do2, tl.trans(v1), tl.trans(v2))
         ds = p * (dp - delta[:, None])
         most = tl.max(bits_of(ds), 1)
         largest = tl.maximum(largest, tl.where(most < LEAST_INFINITY, most, 0))
         exponent = tl.maximum(exponent_of(most), LEAST_ROW_EXPONENT) - PART_EXPONENT
         ds1, ds2 = split(ds * power_of_two(-exponent)[:, None])
-        fresh = dot_parts(ds1, ds2, k1, k2, tl.zeros([BLOCK_Q, BLOCK_D], tl.float32))
-        dq += fresh * power_of_two(exponent)[:, None]
+        dq += dot_parts(ds1, ds2, k1, k2) * power_of_two(exponent)[:, None]
 
     tl.atomic_max(peaks_ptr + DS_PEAK * groups + group, tl.max(largest, 0))
     exponent = exponent_at(peaks_ptr, K_PEAK, groups, group) - PART_EXPONENT
@@ -184,44 +183,50 @@ def launch_split_backward(
     problem: Problem, key_config: TileConfig | None = None, query_config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, laid out as q, k, v are. The last stride of each is 1."""
-    device, (_, _, queries, head_dim), (_, key_heads, keys, _) = q_BHSD.device, q_BHSD.shape, k_BGSD.shape
-    key_config, query_config = (
-        config or choose_row(tile_problem(pass_, head_dim, problem.arithmetic, device)).config
-        for config, pass_ in ((key_config, KernelPass.KEY_GRADIENTS), (query_config, KernelPass.QUERY_GRADIENTS))
-    )
-    padded_queries = whole_tiles(queries, key_config.block_q, query_config.block_q)
-    padded_keys = whole_tiles(keys, key_config.block_k, query_config.block_k)
     dq, dk, dv = torch.empty_like(q_BHSD), torch.empty_like(k_BGSD), torch.empty_like(v_BGSD)
-    bound = bind_split_backward(
-        q_BHSD.shape, k_BGSD.shape, (padded_queries, padded_keys), dq.stride(), dk.stride(), dv.stride(), device, problem,
-        key_config, query_config,
+    prologue, kernels = _bind(
+        q_BHSD.shape, k_BGSD.shape, (q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), do_BHSD.stride(), o_BHSD.stride()),
+        (dq.stride(), dk.stride(), dv.stride()), q_BHSD.device, problem, key_config, query_config,
     )  # fmt: skip
-    peaks = zero_peaks(k_BGSD)
-    q = split_into_parts(q_BHSD, peaks, Peak.Q, key_heads, padded_queries)
-    k = split_into_parts(k_BGSD, peaks, Peak.K, key_heads, padded_keys)
-    v = split_into_parts(v_BGSD, peaks, Peak.V, key_heads, padded_keys)
-    do, delta = split_gradient(do_BHSD, o_BHSD, peaks, key_heads, padded_queries)
-    bound["query_gradients"](q, k, v, do, peaks, lse_BHS, delta, dq)
-    bound["key_gradients"](q, k, v, do, peaks, lse_BHS, delta, dk, dv)
+    parts = prologue(q_BHSD, k_BGSD, v_BGSD, do_BHSD, o_BHSD)
+    read = (parts.queries, parts.keys, parts.peaks, lse_BHS, parts.delta)
+    kernels["query_gradients"](*read, dq)
+    kernels["key_gradients"](*read, dk, dv)
     return dq, dk, dv
 
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
+def _bind(
+    q_shape: torch.Size, k_shape: torch.Size, read_strides: tuple[tuple[int, ...], ...],
+    made_strides: tuple[tuple[int, ...], ...], device: torch.device, problem: Problem,
+    key_config: TileConfig | None, query_config: TileConfig | None,
+) -> tuple[Prologue, dict[str, PartsKernel]]:  # fmt: skip
+    """All that one problem launches."""
+    key_config, query_config = (
+        config or choose_row(tile_problem(pass_, q_shape[3], problem.arithmetic, device)).config
+        for config, pass_ in ((key_config, KernelPass.KEY_GRADIENTS), (query_config, KernelPass.QUERY_GRADIENTS))
+    )
+    padded_queries = whole_tiles(q_shape[2], key_config.block_q, query_config.block_q)
+    padded_keys = whole_tiles(k_shape[2], key_config.block_k, query_config.block_k)
+    prologue = Prologue(q_shape, k_shape, (padded_queries, padded_keys), *read_strides)
+    return prologue, bind_split_backward(q_shape, k_shape, prologue, made_strides, problem, key_config, query_config)
+
+
 def bind_split_backward(
-    q_shape: torch.Size, k_shape: torch.Size, padded_rows: tuple[int, int], dq_stride: tuple[int, ...],
-    dk_stride: tuple[int, ...], dv_stride: tuple[int, ...], _device: torch.device, problem: Problem,
-    key_config: TileConfig, query_config: TileConfig,
+    q_shape: torch.Size, k_shape: torch.Size, prologue: Prologue, made_strides: tuple[tuple[int, ...], ...],
+    problem: Problem, key_config: TileConfig, query_config: TileConfig,
 ) -> dict[str, PartsKernel]:  # fmt: skip
-    """The two kernels of one problem by name; `padded_rows`: of the parts of q and do, and of k and v."""
+    """The two kernels of one problem by name, which read what the prologue makes; `made_strides`: of dq, dk and dv."""
     batch, heads, queries, head_dim = q_shape
     key_heads, keys = k_shape[1], k_shape[2]
+    dq_stride, dk_stride, dv_stride = made_strides
     both = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded(head_dim),
         "queries": queries,
         "keys": keys,
-        "padded_queries": padded_rows[0],
-        "padded_keys": padded_rows[1],
+        "padded_queries": prologue.query_shape[-2],
+        "padded_keys": prologue.key_shape[-2],
         "offset": problem.offset(queries, keys),
         "scale": problem.scale,
         "scale_log2": problem.scale * LOG2_E.value,
@@ -244,17 +249,22 @@ def bind_split_backward(
         "RAGGED_K": keys % query_config.block_k != 0,
     }
     key_tiles, query_tiles = triton.cdiv(keys, key_config.block_k), triton.cdiv(queries, query_config.block_q)
+    shapes = (prologue.query_shape, prologue.key_shape)
     return {
-        "key_gradients": _tiled(split_key_gradients_kernel, key_tiles, batch * key_heads, key_arguments, key_config),
+        "key_gradients": _tiled(
+            shapes, split_key_gradients_kernel, key_tiles, batch * key_heads, key_arguments, key_config
+        ),
         "query_gradients": _tiled(
-            split_query_gradients_kernel, query_tiles, batch * heads, query_arguments, query_config
+            shapes, split_query_gradients_kernel, query_tiles, batch * heads, query_arguments, query_config
         ),
     }
 
 
-def _tiled(kernel: Any, tiles: int, all_heads: int, arguments: dict[str, Any], config: TileConfig) -> PartsKernel:
-    """A kernel of q, k, v and do that runs one program a tile and head."""
-    sides = (config.block_q, config.block_k, config.block_k, config.block_q)
+def _tiled(
+    shapes: tuple[tuple[int, ...], ...], kernel: Any, tiles: int, all_heads: int, arguments: dict[str, Any],
+    config: TileConfig,
+) -> PartsKernel:  # fmt: skip
+    """A kernel of parts of these shapes that runs one program a tile and head."""
     arguments = {
         **arguments,
         "tiles": tiles,
@@ -263,5 +273,6 @@ def _tiled(kernel: Any, tiles: int, all_heads: int, arguments: dict[str, Any], c
         "BLOCK_K": config.block_k,
     }
     return PartsKernel(
-        sides, kernel, tiles * all_heads, arguments, num_warps=config.num_warps, num_stages=config.num_stages
-    )
+        shapes, (config.block_q, config.block_k), kernel, tiles * all_heads, arguments, num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip

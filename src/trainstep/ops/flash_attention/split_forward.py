@@ -18,17 +18,15 @@ from trainstep.ops.flash_attention.split_parts import (
     SPLIT_SIZES,
     V_PEAK,
     PartsKernel,
-    Peak,
     dot_parts,
     exponent_at,
     load_parts,
     scores_factor,
     split,
-    split_into_parts,
     times_power_of_two,
     whole_tiles,
-    zero_peaks,
 )
+from trainstep.ops.flash_attention.split_prologue import Prologue
 from trainstep.ops.flash_attention.tile_access import program_tile, store_tile
 from trainstep.ops.flash_attention.tiles import KernelPass, TileConfig, choose_row, padded
 
@@ -38,7 +36,7 @@ P_SCALE: tl.constexpr = tl.constexpr(32768.0)
 
 @triton.jit(do_not_specialize=SPLIT_SIZES)
 def split_forward_kernel(
-    q, k, v, peaks_ptr, o_ptr, lse_ptr, stride_ob, stride_oh, stride_os,
+    query_parts, key_parts, peaks_ptr, o_ptr, lse_ptr, stride_ob, stride_oh, stride_os,
     tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, padded_queries, padded_keys, offset,
     scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -51,7 +49,8 @@ def split_forward_kernel(
     group = batch_head // heads_per_key_head
     groups = batch_heads // heads_per_key_head
     factor = scores_factor(scale_log2, peaks_ptr, groups, group)
-    q1, q2 = load_parts(q, batch_head * padded_queries + first_q, batch_heads * padded_queries)
+    q1, q2 = load_parts(query_parts, batch_head * padded_queries + first_q, batch_heads * padded_queries)
+    plane = groups * padded_keys
     end = keys
     if CAUSAL:
         end = tl.minimum(tl.maximum(tl.minimum(first_q + BLOCK_Q, queries) + offset, 0), keys)
@@ -60,8 +59,8 @@ def split_forward_kernel(
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # in the units of scaled q and k
     for first_k in tl.range(0, end, BLOCK_K):
-        k1, k2 = load_parts(k, group * padded_keys + first_k, groups * padded_keys)
-        scores = dot_parts(q1, q2, tl.trans(k1), tl.trans(k2), tl.zeros([BLOCK_Q, BLOCK_K], tl.float32))
+        k1, k2 = load_parts(key_parts, group * padded_keys + first_k, plane)
+        scores = dot_parts(q1, q2, tl.trans(k1), tl.trans(k2))
         if CAUSAL or RAGGED_K:
             k_index = first_k + tl.arange(0, BLOCK_K)[None, :]
             seen = k_index < keys
@@ -77,8 +76,8 @@ def split_forward_kernel(
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         p1, p2 = split(p * P_SCALE)
-        v1, v2 = load_parts(v, group * padded_keys + first_k, groups * padded_keys)
-        acc = dot_parts(p1, p2, v1, v2, acc)
+        v1, v2 = load_parts(key_parts, 2 * plane + group * padded_keys + first_k, plane)
+        acc += dot_parts(p1, p2, v1, v2)
         row_max = new_max
 
     q_index = first_q + tl.arange(0, BLOCK_Q)
@@ -94,28 +93,35 @@ def launch_split_forward(
     q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, problem: Problem, config: TileConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """o, laid out as q is, and lse (B, H, S). The last stride of each is 1."""
-    batch, heads, queries, head_dim = q_BHSD.shape
-    key_heads, keys = k_BGSD.shape[1:3]
-    config = config or choose_row(tile_problem(KernelPass.FORWARD, head_dim, problem.arithmetic, q_BHSD.device)).config
     o = torch.empty_like(q_BHSD)
-    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q_BHSD.device)
-    peaks = zero_peaks(k_BGSD)
-    q = split_into_parts(q_BHSD, peaks, Peak.Q, key_heads, whole_tiles(queries, config.block_q))
-    k = split_into_parts(k_BGSD, peaks, Peak.K, key_heads, whole_tiles(keys, config.block_k))
-    v = split_into_parts(v_BGSD, peaks, Peak.V, key_heads, whole_tiles(keys, config.block_k))
-    bound = bind_split_forward(
-        q_BHSD.shape, k_BGSD.shape, (q.shape[2], k.shape[2]), o.stride(), q.device, problem, config
-    )
-    bound(q, k, v, peaks, o, lse)
+    lse = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
+    prologue, kernel = _bind(
+        q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), o.stride(), q_BHSD.device,
+        problem, config,
+    )  # fmt: skip
+    parts = prologue(q_BHSD, k_BGSD, v_BGSD)
+    kernel(parts.queries, parts.keys, parts.peaks, o, lse)
     return o, lse
 
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
+def _bind(
+    q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
+    v_stride: tuple[int, ...], o_stride: tuple[int, ...], device: torch.device, problem: Problem,
+    config: TileConfig | None,
+) -> tuple[Prologue, PartsKernel]:  # fmt: skip
+    """All that one problem launches."""
+    config = config or choose_row(tile_problem(KernelPass.FORWARD, q_shape[3], problem.arithmetic, device)).config
+    padded_rows = (whole_tiles(q_shape[2], config.block_q), whole_tiles(k_shape[2], config.block_k))
+    prologue = Prologue(q_shape, k_shape, padded_rows, q_stride, k_stride, v_stride)
+    return prologue, bind_split_forward(q_shape, k_shape, prologue, o_stride, problem, config)
+
+
 def bind_split_forward(
-    q_shape: torch.Size, k_shape: torch.Size, padded_rows: tuple[int, int], o_stride: tuple[int, ...],
-    _device: torch.device, problem: Problem, config: TileConfig,
+    q_shape: torch.Size, k_shape: torch.Size, prologue: Prologue, o_stride: tuple[int, ...], problem: Problem,
+    config: TileConfig,
 ) -> PartsKernel:  # fmt: skip
-    """The kernel of one problem; `padded_rows`: of the parts of q, and of k and v."""
+    """The kernel of one problem, which reads what the prologue makes; a tuner times it alone."""
     batch, heads, queries, head_dim = q_shape
     key_heads, keys = k_shape[1], k_shape[2]
     tiles = triton.cdiv(queries, config.block_q)
@@ -127,8 +133,8 @@ def bind_split_forward(
         "heads_per_key_head": heads // key_heads,
         "queries": queries,
         "keys": keys,
-        "padded_queries": padded_rows[0],
-        "padded_keys": padded_rows[1],
+        "padded_queries": prologue.query_shape[-2],
+        "padded_keys": prologue.key_shape[-2],
         "offset": problem.offset(queries, keys),
         "scale_log2": problem.scale * LOG2_E.value,
         "HEAD_DIM": head_dim,
@@ -139,6 +145,6 @@ def bind_split_forward(
         "RAGGED_K": keys % config.block_k != 0,
     }
     return PartsKernel(
-        (config.block_q, config.block_k, config.block_k), split_forward_kernel, tiles * batch * heads, arguments,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        (prologue.query_shape, prologue.key_shape), (config.block_q, config.block_k), split_forward_kernel,
+        tiles * batch * heads, arguments, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""fp32 tensors as two fp16 parts in memory, made once before the kernels that multiply them: `split_into_parts`.
+"""fp32 tensors as two fp16 parts in memory, and the arithmetic of the kernels that multiply them.
 
 [Note: Three products of parts split beforehand]
 An fp32 number, brought by a power of two below 2^15, is the sum of two fp16 numbers of 11 bits each: x = x1 + x2 up to
@@ -11,6 +11,13 @@ so by at most 2^-21 sum |a b|, beside the sum's own rounding: the error class of
 at twice their rate, since tensor cores take 16-bit operands twice as fast. Ootomo and Yokota 2022, "Recovering single precision
 accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance", correct TF32 and fp16 products like this.
 
+- *Sums start anew with each tile.* Tensor cores multiply exactly but add towards zero: what an addition cuts off has the sum's own
+  sign, so that errors of a sum carried on through thousands of additions do not cancel but grow with their number. Measured on an
+  H200 at 16,384 keys: o off by 8 times fp32's own error, dk and dv by up to 60. So tensor cores sum within a tile, from zero, and
+  tiles are added in fp32 registers, to nearest, as Ootomo and Yokota do: 0.4 to 0.9 times fp32's error. `dot_parts` takes no
+  accumulator, so there is no other way to multiply here. A compiler may turn `acc + dot(a, b)` into `dot(a, b, acc)`: Triton does
+  where a product stands alone, not where it is the last of three, as in `dot_parts`. tests/ops/flash_attention/test_compilation.py
+  looks at what is compiled; Triton's interpreter adds to nearest and shows none of this.
 - *Beforehand.* A kernel that splits fp32 tiles where it uses them splits each once for every tile it meets, and wgmma wants
   operands in shared memory. Here each element is split once, and tiles come from memory as they are multiplied (by TMA where there
   is one). The parts take as many bytes as the tensor, widths rounded up to a power of two, while the operator runs.
@@ -22,14 +29,15 @@ accuracy from Tensor Cores while surpassing the FP32 theoretical peak performanc
 - *Not finite.* An infinity counts as NaN (its parts are inf and inf - inf) and reaches what NaN reaches in a matrix product, no
   more: scales leave it out.
 
-Measured against fp64 in Triton's interpreter, the largest error of an output or gradient is 0.2 to 3.2 times plain PyTorch's in
-fp32 (where scores pass 80, dv's is up to 4 times, and the IEEE kernels' 5: both take probabilities from a rounded log-sum-exp).
+Against fp64 in Triton's interpreter the largest error of an output or gradient is 0.2 to 3.2 times plain PyTorch's in fp32 (where
+scores pass 80, dv's is up to 4 times, and the IEEE kernels' 5: both take probabilities from a rounded log-sum-exp).
 Tests hold it to the rule of three TF32 products: 4 times, and eps of the terms that cancel (docs/decisions/0004).
 
-Parts: (2, batch x heads, rows padded to whole tiles, BLOCK_D) fp16, zero beyond the tensor, so that no load needs a mask.
+Parts lie by two tensors, (tensors, 2, batch x heads, rows padded to whole tiles, BLOCK_D) fp16: those of k and v, and those of q,
+in the backward pass with do. Zero beyond the tensor, so that no load needs a mask.
 """
 
-import functools
+import math
 from enum import IntEnum
 from typing import Any
 
@@ -39,13 +47,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, strides
-from trainstep.ops.flash_attention.tile_access import SIZES, load_tile
-from trainstep.ops.flash_attention.tiles import padded
+from trainstep.ops.flash_attention.launch import BoundKernel
+from trainstep.ops.flash_attention.tile_access import SIZES
 
-SPLIT_SIZES = (*SIZES, "rows", "padded_rows", "first_peak", "padded_queries", "padded_keys", "groups")
-MOST_ROWS, MOST_ELEMENTS = 64, 8192
-"""Of a program that splits."""
+SPLIT_SIZES = (*SIZES, "query_tiles", "key_tiles", "padded_queries", "padded_keys")
 PART_EXPONENT: tl.constexpr = tl.constexpr(14)
 """Of the largest element of scaled parts."""
 LEAST_INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
@@ -123,76 +128,23 @@ def split(x):
 
 @triton.jit
 def load_parts(parts, row, plane):
-    """Rows from `row` on of both parts, which are `plane` rows apart."""
+    """Rows from `row` on of both parts, which are `plane` rows apart; the second tensor of two begins 2 planes on."""
     return parts.load([row, 0]), parts.load([row + plane, 0])
 
 
 @triton.jit
-def dot_parts(a1, a2, b1, b2, acc):
-    """acc + a b, the small products first."""
-    acc = tl.dot(a2, b1, acc)
-    acc = tl.dot(a1, b2, acc)
-    return tl.dot(a1, b1, acc)
+def dot_parts(a1, a2, b1, b2):
+    """a b, the small products first. Added up from zero, always: see the note."""
+    return tl.dot(a1, b1, tl.dot(a1, b2, tl.dot(a2, b1)))
 
 
 @triton.jit
-def dot_parts_transposed(a1, a2, b1, b2, acc):
-    """acc + a b, added up in the order of dot_parts of b^T and a^T, so that tensor cores give the same bits."""
-    acc = tl.dot(a1, b2, acc)
-    acc = tl.dot(a2, b1, acc)
-    return tl.dot(a1, b1, acc)
-
-
-# The kernels that make parts -------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=SPLIT_SIZES)
-def peak_kernel(
-    x_ptr, peaks_ptr, stride_xb, stride_xh, stride_xs, tiles, heads, heads_per_key_head, rows, first_peak,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """peaks[group] = bits of max |x| over the finite. Maxima of integers do not depend on their order: every run gives the same."""
-    batch_head = tl.program_id(0) // tiles
-    base = x_ptr + (batch_head // heads).to(tl.int64) * stride_xb + (batch_head % heads).to(tl.int64) * stride_xh
-    first = tl.program_id(0) % tiles * BLOCK
-    bits = bits_of(load_tile(base, stride_xs, first, rows, BLOCK, HEAD_DIM, BLOCK_D, True))
-    most = tl.max(tl.max(tl.where(bits < LEAST_INFINITY, bits, 0), 1), 0)
-    tl.atomic_max(peaks_ptr + first_peak + batch_head // heads_per_key_head, most)
-
-
-@triton.jit(do_not_specialize=SPLIT_SIZES)
-def split_kernel(
-    x_ptr, o_ptr, peaks_ptr, parts_ptr, delta_ptr, stride_xb, stride_xh, stride_xs, stride_ob, stride_oh, stride_os,
-    tiles, batch_heads, heads, heads_per_key_head, groups, rows, padded_rows, first_peak,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr,
-):  # fmt: skip
-    """Parts of x. DELTA: x is do, and delta = rowsum(do o) too, in the units of scaled do and v, where nothing overflows."""
-    batch_head = tl.program_id(0) // tiles
-    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
-    group = batch_head // heads_per_key_head
-    first = tl.program_id(0) % tiles * BLOCK
-    base = x_ptr + batch * stride_xb + head * stride_xh
-    x = load_tile(base, stride_xs, first, rows, BLOCK, HEAD_DIM, BLOCK_D, True)
-    x = times_power_of_two(x, PART_EXPONENT - exponent_of(tl.load(peaks_ptr + first_peak + group)))
-    row = first + tl.arange(0, BLOCK)
-    if DELTA:
-        o_base = o_ptr + batch * stride_ob + head * stride_oh
-        o = load_tile(o_base, stride_os, first, rows, BLOCK, HEAD_DIM, BLOCK_D, True)
-        o = times_power_of_two(o, PART_EXPONENT - exponent_at(peaks_ptr, V_PEAK, groups, group))  # |o| <= max |v|
-        tl.store(delta_ptr + batch_head.to(tl.int64) * rows + row, tl.sum(x * o, 1), mask=row < rows)
-    x1, x2 = split(x)
-    out = parts_ptr + (batch_head.to(tl.int64) * padded_rows + first) * BLOCK_D
-    out += tl.arange(0, BLOCK)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    tl.store(out, x1, mask=row[:, None] < padded_rows)
-    tl.store(out + batch_heads.to(tl.int64) * padded_rows * BLOCK_D, x2, mask=row[:, None] < padded_rows)
+def dot_parts_transposed(a1, a2, b1, b2):
+    """a b, added up in the order of dot_parts of b^T and a^T, so that tensor cores give the same bits."""
+    return tl.dot(a1, b1, tl.dot(a2, b1, tl.dot(a1, b2)))
 
 
 # Launching -------------------------------------------------------------------------------------------------------------------
-
-
-def zero_peaks(k_BGSD: Tensor) -> Tensor:
-    """To be filled by split_into_parts, and by the kernel of query gradients."""
-    return torch.zeros((len(Peak), k_BGSD.shape[0] * k_BGSD.shape[1]), dtype=torch.int32, device=k_BGSD.device)
 
 
 def whole_tiles(rows: int, *sides: int) -> int:
@@ -201,70 +153,30 @@ def whole_tiles(rows: int, *sides: int) -> int:
     return -(-rows // most) * most
 
 
-def split_into_parts(x_BHSD: Tensor, peaks: Tensor, peak: Peak, key_heads: int, padded_rows: int) -> Tensor:
-    """Parts of q, k or v, whose last stride is 1; its largest element goes into `peaks`."""
-    return _split(x_BHSD, x_BHSD, peaks, x_BHSD, peak, key_heads, padded_rows)
-
-
-def split_gradient(
-    do_BHSD: Tensor, o_BHSD: Tensor, peaks: Tensor, key_heads: int, padded_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Parts of do, and delta (B, H, S). After split_into_parts of v, whose scale delta shares."""
-    delta = torch.empty(do_BHSD.shape[:3], dtype=torch.float32, device=do_BHSD.device)
-    return _split(do_BHSD, o_BHSD, peaks, delta, Peak.DO, key_heads, padded_rows), delta
-
-
-def _split(x: Tensor, o: Tensor, peaks: Tensor, delta: Tensor, peak: Peak, key_heads: int, padded_rows: int) -> Tensor:
-    batch, heads, _, head_dim = x.shape
-    if 2 * batch * heads * padded_rows >= 2**31:
-        raise ValueError(
-            f"fp32_precision: fp16x3 counts rows of its parts in 32 bits, and {tuple(x.shape)} has more: take tf32x3"
-        )
-    parts = torch.empty((2, batch * heads, padded_rows, padded(head_dim)), dtype=torch.float16, device=x.device)
-    find_peak, split_all = _bind(x.shape, x.stride(), o.stride(), x.device, peak, key_heads, padded_rows)
-    find_peak(x, peaks)
-    split_all(x, o, peaks, parts, delta)
-    return parts
-
-
-@functools.lru_cache(maxsize=4 * PROBLEMS_KEPT)
-def _bind(
-    shape: torch.Size, stride: tuple[int, ...], o_stride: tuple[int, ...], _device: torch.device, peak: Peak, key_heads: int,
-    padded_rows: int,
-) -> tuple[BoundKernel, BoundKernel]:  # fmt: skip
-    batch, heads, rows, head_dim = shape
-    groups = batch * key_heads
-    block = min(MOST_ROWS, MOST_ELEMENTS // padded(head_dim))
-    both: dict[str, Any] = strides(x=stride) | {
-        "heads": heads,
-        "heads_per_key_head": heads // key_heads,
-        "rows": rows,
-        "first_peak": peak * groups,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": padded(head_dim),
-        "BLOCK": block,
-    }
-    tiles = triton.cdiv(rows, block)
-    find_peak = BoundKernel(peak_kernel, tiles * batch * heads, {**both, "tiles": tiles}, num_warps=4)
-    tiles = triton.cdiv(padded_rows, block)
-    arguments = both | strides(o=o_stride)
-    arguments |= {"tiles": tiles, "batch_heads": batch * heads, "groups": groups, "padded_rows": padded_rows}
-    arguments["DELTA"] = peak is Peak.DO
-    return find_peak, BoundKernel(split_kernel, tiles * batch * heads, arguments, num_warps=4)
-
-
 class PartsKernel(BoundKernel):
-    """A bound kernel whose first arguments are parts, each read in tiles of so many rows through a tensor descriptor."""
+    """A bound kernel whose first arguments are parts, each read in tiles of so many rows through a tensor descriptor.
 
-    def __init__(self, sides: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    What a descriptor says of shapes is worked out and checked once; a launch adds the tensor.
+    """
+
+    def __init__(self, shapes: tuple[tuple[int, ...], ...], sides: tuple[int, ...], *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._sides = sides
+        self._shapes = tuple(_in_tiles(shape, side) for shape, side in zip(shapes, sides, strict=True))
 
     def __call__(self, *tensors: Tensor) -> None:
-        read = len(self._sides)
-        super().__call__(*map(_in_tiles, tensors[:read], self._sides), *tensors[read:])
+        read = len(self._shapes)
+        super().__call__(*map(_described, self._shapes, tensors), *tensors[read:])
 
 
-def _in_tiles(parts: Tensor, side: int) -> Any:
-    width = parts.shape[-1]
-    return TensorDescriptor(parts, [parts.numel() // width, width], [width, 1], [side, width])
+def _in_tiles(shape: tuple[int, ...], side: int) -> dict[str, Any]:
+    """The fields of a descriptor of parts of this shape, without a tensor that it would keep alive."""
+    *rows, width = shape
+    nowhere = torch.empty(shape, dtype=torch.float16, device="meta")
+    fields: dict[str, Any] = vars(TensorDescriptor(nowhere, [math.prod(rows), width], [width, 1], [side, width]))
+    return fields
+
+
+def _described(fields: dict[str, Any], parts: Tensor) -> Any:
+    descriptor = object.__new__(TensorDescriptor)
+    vars(descriptor).update(fields, base=parts)
+    return descriptor
