@@ -94,6 +94,8 @@ def test_every_way_from_the_command_line(tmp_path: Path):
         (["--sync", "bucketd"], "sync: 'bucketd' is not known (did you mean bucketed?)"),
         (["--ranks", "0"], "ranks: must be a whole number of at least 1"),
         (["--sync", "none,flat", "--bucket-mib", "1,2"], "bucket_mib: has no effect with sync none, flat"),
+        (["--sync", "bucketed", "--rounds", "2"], "rounds: no variants are compared here"),
+        (["--sync", "none,bucketed", "--rounds", "0"], "rounds: must be at least 1"),
         (["--sync", "bucketed", "--bucket-mib", "0"], "bucket_mib: must be a positive number of MiB"),
         (["--sync", "fsdp", "--compile", "model"], "compile: fsdp gathers block by block"),
         (["--ranks", "1", "--sync", "torch_ddp"], "ranks: torch_ddp needs others to talk to"),

@@ -8,8 +8,11 @@ import pytest
 
 from trainstep.config.parsing import build_config, from_plain, to_plain
 from trainstep.config.profile import ProfileConfig
+from trainstep.config.run import PRECISIONS
+from trainstep.measure import profile
 from trainstep.measure.profile import WORKLOAD
 from trainstep.measure.workload import Findings, load_workload
+from trainstep.plan.parameters import weight_bytes
 from trainstep.traces.kineto import read_trace
 from trainstep.traces.work import read_work
 
@@ -109,3 +112,8 @@ def test_compiled_on_a_gpu():
     found = measured(device="cuda", compile="block", precision="bf16_autocast", warmups=3)
     assert "compiled" in found.tables["spans"]["span"]
     assert "eager mode only" in facts_of(found)["attention_split"]
+
+
+def test_every_precision_has_its_bytes():
+    assert set(profile._ELEMENT_BYTES) == set(PRECISIONS)
+    assert all(weight_bytes(name) in (2, 4) for name in PRECISIONS)

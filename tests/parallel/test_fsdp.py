@@ -359,3 +359,26 @@ def test_ahead_is_at_most_two():
 def test_a_unit_that_is_not_part_of_the_module_is_refused():
     with pytest.raises(ValueError, match="units: a Linear is not part of the module"):
         FSDP(stack(), alone(), units=[nn.Linear(1, 1)])
+
+
+def tied_across_blocks(ranks: Ranks, ahead: int) -> Tensor:
+    """Blocks with frozen weights and one trained weight that two of them share; rank 1 uses it in the later one alone."""
+    torch.manual_seed(0)
+    stack = Stack()
+    first, second = stack.blocks[0], stack.blocks[1]
+    second.up = first.up
+    for block in stack.blocks:
+        block.down.requires_grad_(False)
+    if ranks.rank == 1:
+        first.forward = lambda x: x + first.down(torch.cat([x, x], -1))
+    sync = FSDP(stack, ranks, ahead=ahead)
+    stack(torch.ones(2, WIDTH)).square().mean().backward()
+    sync.finish_gradient_synchronization()
+    return torch.stack([parameter.grad.sum() for parameter in stack.parameters() if parameter.grad is not None]).sum()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_weight_of_two_blocks_that_one_rank_uses_once(ahead: int):
+    """One rank's last gradient comes a block earlier than the other's: sent then, messages would not pair up."""
+    found = run_ranks(2, tied_across_blocks, ahead)
+    assert all(torch.isfinite(each) for each in found)

@@ -98,3 +98,45 @@ def test_schedulers_and_groups():
 def test_wide_parameters_need_none():
     with pytest.raises(ValueError, match=r"params: a torch\.float32 parameter needs no master weight"):
         MasterWeights(parameters(torch.float32), AdamW)
+
+
+def test_values_loaded_later_are_kept():
+    params = parameters()
+    optimizer = MasterWeights(params, AdamW, lr=1e-4)
+    with torch.no_grad():
+        for parameter in params:
+            parameter.copy_(torch.full_like(parameter, 3.0))
+    take(optimizer, params, range(len(SHAPES), len(SHAPES) + 2))
+    assert all((optimizer.state[parameter][MASTER] - 3).abs().max() < 1e-3 for parameter in params)
+
+
+def test_another_optimizers_state_is_refused():
+    params = parameters()
+    plain = torch.optim.AdamW(params)
+    take(plain, params, range(2))
+    with pytest.raises(ValueError, match="state_dict: has no master weights"):
+        MasterWeights(params, torch.optim.AdamW).load_state_dict(plain.state_dict())
+
+
+def test_groups_added_later_are_saved_too():
+    params = parameters()
+    optimizer = MasterWeights(params[:1], torch.optim.AdamW, lr=1e-2)
+    optimizer.add_param_group({"params": params[1:]})
+    take(optimizer, params, range(2))
+    again = MasterWeights(params[:1], torch.optim.AdamW, lr=1e-2)
+    again.add_param_group({"params": params[1:]})
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    take(again, params, range(2, 3))
+    with pytest.raises(ValueError, match="needs no master weight"):
+        again.add_param_group({"params": parameters(torch.float32)})
+    take(again, params, range(3, 4))
+
+
+def test_a_copy_goes_on_alike():
+    model = nn.ParameterList(parameters())
+    optimizer = MasterWeights(model, AdamW, lr=1e-2)
+    take(optimizer, list(model), range(2))
+    other_model, other = copy.deepcopy((model, optimizer))
+    for each, its in ((optimizer, model), (other, other_model)):
+        take(each, list(its), range(2, 4))
+    assert all(torch.equal(*pair) for pair in zip(model, other_model, strict=True))

@@ -24,6 +24,7 @@ from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
 
 if TYPE_CHECKING:
+    from trainstep.config.cell import Cell
     from trainstep.measure.runner import Limits
     from trainstep.records.record import Environment
 
@@ -177,6 +178,12 @@ def limits(timeout_s: float, memory_limit_gib: float | None, rounds: int | None 
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         rounds=rounds,
     )
+
+
+def check_rounds(rounds: int | None, groups: "Sequence[Sequence[Cell]]") -> None:
+    """Rounds of variants that nobody compares would be ignored in silence."""
+    if rounds is not None and all(len(group) == 1 for group in groups):
+        raise ValueError("rounds: no variants are compared here; leave it out, or name two or more of what is compared")
 
 
 def check_data(grid: Mapping[str, list[Any]]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_data, limits, this_machine, with_parallel_fields
+from trainstep.cli.options import check_data, check_rounds, limits, this_machine, with_parallel_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import OURS, USED_BY
@@ -65,7 +65,8 @@ def parallel(
     memory_limit_gib
         Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
     rounds
-        Compared variants run in so many rounds of whole processes; by default they take turns, alive together, if they fit.
+        Compared variants run in so many rounds of whole processes, of steps rounded up to whole rounds; by default they take
+        turns, alive together, if they fit.
     json
         Print the tables as JSON: plain numbers, units in the names.
     """
@@ -87,6 +88,7 @@ def parallel(
     check_page(page, store.path)
     check_kept(cells, "keep_trace")
     groups = groups_along(cells, "sync" if len(cells) > 1 and len(grid["sync"]) > 1 else None)
+    check_rounds(rounds, groups)
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
     return show(records, store, page, as_json=json)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from trainstep.cli.options import check_data, chosen_device, limits, this_machine, with_run_fields
+from trainstep.cli.options import check_data, check_rounds, chosen_device, limits, this_machine, with_run_fields
 from trainstep.config.grid import expand_all, grid_from_settings, grid_from_text, groups_along
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
@@ -83,7 +83,8 @@ def sweep(
     memory_limit_gib
         Memory a CPU cell may take; by default 90 % of the machine's.
     rounds
-        Compared variants run in so many rounds of whole processes; by default they take turns, alive together, if they fit.
+        Compared variants run in so many rounds of whole processes, of steps rounded up to whole rounds; by default they take
+        turns, alive together, if they fit.
     allow_mixed
         Go on although the records there were made with another GPU, torch or commit.
     retry_failed
@@ -100,6 +101,7 @@ def sweep(
     asked = chosen_device(device_asked, grids[0])
     here, device = this_machine(asked) if slurm is None else (None, _device_of_jobs(asked, slurm_gpus))
     groups = groups_along(expand_all(grids, {"device": device}), config.compare)
+    check_rounds(rounds, groups)
 
     from trainstep.cli.cells import check_page, run_cells, show
 

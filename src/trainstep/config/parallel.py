@@ -56,7 +56,7 @@ class ParallelConfig:
             )
         if self.ranks == 1 and self.sync in PEERS:
             raise ValueError(f"ranks: {self.sync} needs others to talk to; take 2 or more ranks")
-        if self.ranks > 1 and self.precision == "bf16_master":
+        if (self.ranks > 1 or self.sync != "none") and self.precision == "bf16_master":
             raise ValueError(
                 "precision: bf16_master is for one process; on several ranks take fsdp with compute_dtype bf16: weights stay fp32"
             )

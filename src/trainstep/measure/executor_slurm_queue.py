@@ -64,7 +64,7 @@ class JobRequest:
         """Whole minutes a job may take: one limit holds for a whole array."""
         if self.minutes is not None:
             return math.ceil(self.minutes)
-        return math.ceil(limits.timeout_s * max(map(len, groups)) / 60) + _MARGIN_MINUTES
+        return math.ceil(limits.timeout_s * max(map(len, groups)) * (limits.rounds or 1) / 60) + _MARGIN_MINUTES
 
 
 @dataclass(frozen=True, kw_only=True)

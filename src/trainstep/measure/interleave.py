@@ -42,7 +42,7 @@ def run_interleaved(
             pass
     if idle is not None:
         idle.close()  # they hold memory too
-    return _run_in_rounds(cells, limits, tell, limits.rounds or _ROUNDS)
+    return _run_in_rounds(cells, limits, tell, min(limits.rounds or _ROUNDS, max(map(steps_of, cells))))
 
 
 def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None) -> list[Record]:

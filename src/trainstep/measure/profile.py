@@ -29,7 +29,14 @@ from trainstep.traces.kineto import read_trace
 from trainstep.traces.profile import Profile, profile_of
 from trainstep.traces.verdict import Unprofiled
 
-_ELEMENT_BYTES = {"fp32": (4, 4), "tf32": (4, 4), "bf16_autocast": (2, 4), "fp16_autocast": (2, 4), "bf16": (2, 2)}
+_ELEMENT_BYTES = {
+    "fp32": (4, 4),
+    "tf32": (4, 4),
+    "bf16_autocast": (2, 4),
+    "fp16_autocast": (2, 4),
+    "bf16": (2, 2),
+    "bf16_master": (2, 2),
+}
 """Bytes of what attention's matmuls and its softmax read and write: autocast keeps softmax in fp32."""
 
 

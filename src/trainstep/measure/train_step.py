@@ -155,6 +155,10 @@ class TrainStepMeasurement:
             self._try_afterwards("model FLOPs", self._count_flops)
         return Findings(samples=self.samples(), facts=self._facts)
 
+    def finish_unseen(self) -> Findings:
+        """What was timed alone."""
+        return Findings(samples=self.samples(), facts={})
+
     @property
     def phase(self) -> str:
         """Where it is: the phase at work during steps, else the stage."""

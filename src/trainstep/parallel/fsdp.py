@@ -73,6 +73,7 @@ class FSDP(HookedGradients):
         """In the order in which backward completes them."""
         self._members = [[index_of[parameter] for parameter in unit.parameters] for unit in self._trained]
         self._members_of = dict(zip(self._trained, self._members, strict=True))
+        self._unit_of = {index: unit for unit, members in self._members_of.items() for index in members}
         self._order = LaunchOrder(self._members)
         self._usage = Usage(self.collectives, len(self.parameters))
         self._in_flight: deque[FSDPUnit] = deque()
@@ -244,6 +245,9 @@ class FSDP(HookedGradients):
                     unit.unshard()
 
     def _gradient_ready(self, index: int) -> None:
+        unit = self._unit_of[index]
+        if len(self._triggers[unit]) > 1 and any(self._awaited[trigger] > 0 for trigger in self._triggers[unit]):
+            return  # another rank may use it in the block that still waits for its backward, and send it only behind that
         turns = self._order.ready(index)
         if turns is None:
             raise sent_twice(self.names[index])

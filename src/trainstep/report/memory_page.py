@@ -71,7 +71,11 @@ def cell_section(row: Row) -> Section:
     return Section(
         title=f"Memory: {row.label()}",
         paragraphs=tuple(sentences(row.record)),
-        charts=(timeline_chart(row), *(timeline_chart(row, rank) for rank in others[:_MOST_OTHERS])),
+        charts=tuple(
+            timeline_chart(row, rank)
+            for rank in (None, *others[:_MOST_OTHERS])
+            if table_of_rank(row.record, "timeline", rank)["time_s"]  # a rank whose history was full has none
+        ),
         tables=(*(table for table in first if table is not None), *folded),
     )
 

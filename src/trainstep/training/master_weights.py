@@ -22,38 +22,42 @@ class MasterWeights(torch.optim.Optimizer):
 
     Groups and their options are this optimizer's: schedulers change them here. Gradients have the parameters' dtype; trainstep's
     AdamW takes them as they are, for other classes each is copied to fp32 during `step` (4 bytes a parameter more, for as long).
-    A parameter's state holds `master` beside what the class keeps; `state_dict` has both, and `load_state_dict` gives the
-    parameters their masters' values. ValueError for a parameter that is not fp16 or bf16.
+    Values that are copied into a parameter between steps (a checkpoint's) become its master's. A parameter's state holds
+    `master` beside what the class keeps; `state_dict` has both, and `load_state_dict` gives the parameters their masters' values.
+    ValueError for a parameter that is not fp16 or bf16.
     """
 
     def __init__(
         self, params: Iterable[Any], optimizer_cls: Callable[..., torch.optim.Optimizer] = AdamW, **options: Any
     ) -> None:
         self._masters: dict[Tensor, nn.Parameter] = {}
+        self._versions: dict[Tensor, int] = {}
+        """Of parameters, when they were last their masters' rounding."""
         super().__init__(params, options)
         groups = [
             {**group, "params": [self._masters[parameter] for parameter in group["params"]]}
             for group in self.param_groups
         ]
         self._inner = optimizer_cls(groups, **options)
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update({name: value for name, value in inner.items() if name != "params"})
+        self._take_options()
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Further parameters."""
-        super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        for parameter in added["params"]:
+        params = param_group["params"]
+        added: list[Tensor] = [params] if isinstance(params, Tensor) else list(params)
+        for parameter in added:
             if parameter.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(
                     f"params: a {parameter.dtype} parameter needs no master weight; take the optimizer itself"
                 )
+        super().add_param_group({**param_group, "params": added})
+        for parameter in added:
             self._masters[parameter] = nn.Parameter(parameter.detach().float())
-            self._masters[parameter].grad_dtype = None  # a narrow gradient is taken as it is
+            self._versions[parameter] = parameter._version
         if hasattr(self, "_inner"):
-            masters = [self._masters[parameter] for parameter in added["params"]]
-            self._inner.add_param_group({**added, "params": masters})
+            self._inner.add_param_group({**param_group, "params": [self._masters[parameter] for parameter in added]})
+            self._take_options()
             self._show_state()
 
     @torch.no_grad()
@@ -65,18 +69,23 @@ class MasterWeights(torch.optim.Optimizer):
                 loss = closure()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({name: value for name, value in group.items() if name != "params"})
+        for parameter, master in self._masters.items():
+            if parameter._version != self._versions[parameter]:  # loaded since
+                master.copy_(parameter)
         updated = [parameter for parameter in self._masters if parameter.grad is not None]
         takes_narrow = isinstance(self._inner, AdamW)
         for parameter in updated:
             gradient = parameter.grad
             assert gradient is not None
+            self._masters[parameter].grad_dtype = None  # a narrow gradient is taken as it is
             self._masters[parameter].grad = gradient if takes_narrow else gradient.float()
         self._inner.step()
         masters: list[Tensor] = [self._masters[parameter] for parameter in updated]
-        for master in masters:
-            master.grad = None
+        for each in masters:
+            each.grad = None
         if updated:
             torch._foreach_copy_(updated, masters)
+        self._versions = {parameter: parameter._version for parameter in self._masters}
         if len(self._inner.state) != self._shown:
             self._show_state()
         return loss
@@ -87,7 +96,9 @@ class MasterWeights(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A `state_dict` of this class. The base class would round what it loads to the parameters' dtype."""
+        """A `state_dict` of this class, else ValueError. The base class would round what it loads to the parameters' dtype."""
+        if any(MASTER not in state_dict["state"].get(index, {}) for index in range(len(self._masters))):
+            raise ValueError("state_dict: has no master weights; it is another optimizer's")
         inner_state = {
             index: {name: value for name, value in held.items() if name != MASTER}
             for index, held in state_dict["state"].items()
@@ -99,9 +110,22 @@ class MasterWeights(torch.optim.Optimizer):
             for index, (parameter, master) in enumerate(self._in_order()):
                 master.copy_(state_dict["state"][index][MASTER])
                 parameter.copy_(master)
+                self._versions[parameter] = parameter._version
+        self._take_options()
+        self._show_state()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_masters", "_versions", "_inner", "_shown")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._versions = {parameter: parameter._version for parameter in self._masters}  # a copy's begin anew
+
+    def _take_options(self) -> None:
+        """The inner groups' options, defaults included."""
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update({name: value for name, value in inner.items() if name != "params"})
-        self._show_state()
 
     def _in_order(self) -> list[tuple[Tensor, nn.Parameter]]:
         """As state_dict numbers them."""

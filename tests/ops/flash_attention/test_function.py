@@ -190,3 +190,8 @@ def test_whoever_listens_hears_the_operator(training: bool):
     for ours, other, another in zip(alone, counted, profiled, strict=True):
         assert torch.equal(ours, other)
         assert torch.equal(ours, another)
+
+
+def test_meta_tensors_have_shapes():
+    q = torch.empty(2, 3, 5, 16, device="meta")
+    assert flash_attention(q, q, q).shape == q.shape
