@@ -45,6 +45,7 @@ def test_records_a_step_and_keeps_its_snapshot(tmp_path: Path):
     assert run(["memory", "--from", str(kept)]) == 0
 
 
+@pytest.mark.slow
 def test_two_ranks_from_the_command_line(tmp_path: Path):
     options = ("--ranks", "1,2", "--sync", "fsdp", "--page", "m.html", "--keep-snapshot", "kept", "--out", "m.jsonl")
     code, out, err = finish(start("memory", *SMALL, *options, folder=tmp_path), timeout_s=100)

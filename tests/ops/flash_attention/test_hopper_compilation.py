@@ -86,6 +86,7 @@ def check_all(requests: list[dict[str, Any]], cache: Path, version: str, triton_
     assert {result["triton"] for result in results} == {version}
 
 
+@pytest.mark.slow
 def test_one_of_each_pass(tmp_path: Path):
     triton = pytest.importorskip("triton")
     requests = [request("forward", 64, True, True, "bfloat16"), request("backward", 128, True, False, "bfloat16")]

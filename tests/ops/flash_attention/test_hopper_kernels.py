@@ -68,6 +68,7 @@ def test_cases_the_other_way_round(name: str):
     check(Emulated(late=False, seed=1), dataclasses.replace(CASES[name], head_dim=64, dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", FORWARD_SCHEDULES, ids=str)
 def test_forward_schedules(schedule: ForwardSchedule):
     for late, name in enumerate(("ragged", "queries that see nothing")):
