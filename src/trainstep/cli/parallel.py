@@ -65,8 +65,7 @@ def parallel(
     memory_limit_gib
         Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
     rounds
-        Compared variants run in so many rounds of whole processes, of steps rounded up to whole rounds; by default they take
-        turns, alive together, if they fit.
+        Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, if all fit at once.
     json
         Print the tables as JSON: plain numbers, units in the names.
     """

@@ -83,8 +83,7 @@ def sweep(
     memory_limit_gib
         Memory a CPU cell may take; by default 90 % of the machine's.
     rounds
-        Compared variants run in so many rounds of whole processes, of steps rounded up to whole rounds; by default they take
-        turns, alive together, if they fit.
+        Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, if all fit at once.
     allow_mixed
         Go on although the records there were made with another GPU, torch or commit.
     retry_failed
@@ -109,15 +108,8 @@ def sweep(
     check_page(page, store.path)
     execute = _executor(bounds, request, store)
     records = run_cells(groups, store, execute, here=here, allow_mixed=allow_mixed, retry_failed=retry_failed)
-    return show(
-        records,
-        store,
-        page,
-        compare=config.compare,
-        as_json=json,
-        title=config.title,
-        description=config.description or None,
-    )
+    words = {"title": config.title, "description": config.description or None}
+    return show(records, store, page, compare=config.compare, as_json=json, **words)
 
 
 def _overrides(fields: Mapping[str, str | None], settings: Sequence[str]) -> tuple[dict[str, list[Any]], str | None]:
