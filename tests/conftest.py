@@ -1,6 +1,8 @@
-"""What every test gets: GPU tests skipped with a reason where there is no GPU, and the Slurm fixture."""
+"""What every test gets: GPU tests skipped with a reason where there is no GPU, the Slurm fixture, and one for bad input."""
 
 import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +23,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
     if needed and gpu_count() < needed:
         pytest.skip(f"needs {needed} CUDA GPU{'s' if needed > 1 else ''}; this machine has {gpu_count()}")
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[Sequence[str], str], None]:
+    """Checks that `trainstep` ends with exit code 2 and one sentence with these words, and leaves no file; no GPU is seen."""
+
+    def check(command: Sequence[str], words: str) -> None:
+        from trainstep.cli import app
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert app.run(list(command)) == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
+
+    return check

@@ -4,9 +4,7 @@ Run in a process of its own: `python hopper_compiler.py` reads a JSON list of re
 nothing) and prints one JSON object a line. What a call's launch would say to triton is asked of it, so nothing is said twice.
 """
 
-import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hopper_hazards import hazards, opcodes
-from kernel_compiler import assemble
+from kernel_compiler import answer_requests, assemble
 from trainstep.ops.flash_attention import hopper
 from trainstep.ops.flash_attention.hopper_schedules import BackwardSchedule, ForwardSchedule
 from trainstep.ops.flash_attention.launch import Problem
@@ -95,14 +93,5 @@ def disassemble(cubin: bytes, triton_folder: Path) -> str:
         return subprocess.run([str(tool), "-c", str(file)], capture_output=True, text=True, check=True).stdout
 
 
-def main() -> None:
-    for request in json.load(sys.stdin):
-        try:
-            result = compile_kernel(request)
-        except Exception as error:  # noqa: BLE001 - a compiler fails in many ways; the next request goes on
-            result = {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
-        print(json.dumps({**request, **result}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(compile_kernel)

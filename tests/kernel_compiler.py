@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,15 @@ def assemble(ptx: str, triton_folder: Path) -> tuple[int, int, list[str]]:
     return int(registers[1]), spilled, [line for line in log.splitlines() if re.search(r"C75\d\d|warning", line)]
 
 
-def main() -> None:
+def answer_requests(compile_one: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """A line of JSON for each request on standard input: what became of it."""
     for request in json.load(sys.stdin):
         try:
-            result = compile_kernel(request)
+            result = compile_one(request)
         except Exception as error:  # noqa: BLE001 - a compiler fails in many ways; the next request goes on
-            result = {"error": f"{type(error).__name__}: {str(error)[-300:]}"}
+            result = {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
         print(json.dumps({**request, **result}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(compile_kernel)

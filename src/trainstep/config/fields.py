@@ -21,6 +21,12 @@ def as_in(config: type, name: str, **changed: Any) -> Any:
     return described(field.metadata["help"], default, field.metadata["choices"])
 
 
+def part_of(config: Any, kind: type, *, without: str = "") -> dict[str, Any]:
+    """The fields that a config shares with another kind, to make one of that. `without`: one that means another thing there."""
+    names = {field.name for field in dataclasses.fields(config)} - {without}
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(kind) if field.name in names}
+
+
 def aliases_of(field: dataclasses.Field[Any]) -> dict[str, str]:
     """Another name -> its choice, of those that the field has."""
     choices = field.metadata.get("choices", ())

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainstep.config.fields import as_in, check_choices, check_integer, described
+from trainstep.config.fields import as_in, check_choices, check_integer, described, part_of
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.run import RunConfig
@@ -60,25 +60,8 @@ class MemoryConfig:
 
     def run(self) -> RunConfig:
         """The step whose memory is looked at; it is not timed."""
-        return RunConfig(
-            model=self.model,
-            batch_size=self.batch_size,
-            context=self.context,
-            mode=self.mode,
-            precision=self.precision,
-            attention=self.attention,
-            compile=self.compile,
-            recompute=self.recompute,
-            adamw=self.adamw,
-            clip_grad_norm=self.clip_grad_norm,
-            accumulation=self.accumulation,
-            data=self.data,
-            seed=self.seed,
-            device=self.device,
-            warmups=self.warmups,
-        )
+        return RunConfig(**part_of(self, RunConfig, without="sync"))
 
     def parallel(self) -> ParallelConfig:
         """The same step as `trainstep parallel` has it: where the ways and their options are checked, and formulas look."""
-        shared = [name for name in ParallelConfig.__dataclass_fields__ if name in self.__dataclass_fields__]
-        return ParallelConfig(**{name: getattr(self, name) for name in shared})
+        return ParallelConfig(**part_of(self, ParallelConfig))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainstep.config.fields import as_in, check_choices, check_integer, described
+from trainstep.config.fields import as_in, check_choices, check_integer, described, part_of
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.run import RunConfig
 from trainstep.config.sync import IN_UNITS, PEERS, SyncConfig
@@ -67,11 +67,8 @@ class ParallelConfig:
 
     def run(self) -> RunConfig:
         """The step of one rank."""
-        fields = [
-            name for name in RunConfig.__dataclass_fields__ if name in self.__dataclass_fields__ and name != "sync"
-        ]
-        return RunConfig(**{name: getattr(self, name) for name in fields})
+        return RunConfig(**part_of(self, RunConfig, without="sync"))
 
     def sync_config(self) -> SyncConfig:
         """How the ranks are kept together."""
-        return SyncConfig(**{name: getattr(self, name) for name in SyncConfig.__dataclass_fields__})
+        return SyncConfig(**part_of(self, SyncConfig))

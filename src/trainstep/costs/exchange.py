@@ -138,7 +138,7 @@ def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
 def flat_units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
     """Units of way sharded_flat: what is trained, neighbouring blocks together up to LARGEST_SHARE of all."""
     units = [unit for unit in units_of(parameters, ranks) if unit.trained]
-    sizes = [_sum_bytes(unit.parameters) for unit in units]
+    sizes = [sum_bytes(unit.parameters) for unit in units]
     kinds = [(unit.name == ROOT, unit.element_bytes) for unit in units]
     merged = []
     for group in neighbours(sizes, kinds, LARGEST_SHARE * sum(sizes)):
@@ -184,7 +184,8 @@ def freed_between(unit: Unit, units: Sequence[Unit], exchange: Exchange) -> bool
     return exchange.reshard_after_forward and unit.name not in (ROOT, units[-1].name)
 
 
-def _sum_bytes(parameters: Sequence[ParameterSize]) -> int:
+def sum_bytes(parameters: Sequence[ParameterSize]) -> int:
+    """Of all of them."""
     return sum(parameter.nbytes for parameter in parameters)
 
 

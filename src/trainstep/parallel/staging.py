@@ -51,8 +51,3 @@ class StagingPool:
         """Free the buffers that nobody uses."""
         for shelf in self._shelves.values():
             shelf.free.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """Of buffers that nobody uses."""
-        return sum(buffer.flat.nbytes for shelf in self._shelves.values() for buffer in shelf.free)

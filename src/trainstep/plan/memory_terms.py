@@ -20,6 +20,7 @@ from trainstep.costs.exchange import (
     owners_of,
     pack_bytes,
     packs_of,
+    sum_bytes,
     units_of,
 )
 
@@ -80,9 +81,9 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     ]
     neighbours = max((sum(pair) for pair in zip([0, *copies], copies, strict=False)), default=0)
     updated = [(one.numel, one.element_bytes) for one in trained]
-    gradients_bytes = _sum_bytes(trained)
+    gradients_bytes = sum_bytes(trained)
     return Terms(
-        parameters_bytes=_sum_bytes(parameters),
+        parameters_bytes=sum_bytes(parameters),
         state_bytes=_state_bytes(updated),
         update_bytes=_update_bytes(updated, adamw),
         whole_gradients_bytes=gradients_bytes,
@@ -111,12 +112,12 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     )
     updated = [(one.numel, one.element_bytes) for one in owned[rank]]
     return Terms(
-        parameters_bytes=_sum_bytes(parameters),
+        parameters_bytes=sum_bytes(parameters),
         state_bytes=_state_bytes(updated),
         update_bytes=_update_bytes(updated, adamw),
-        whole_gradients_bytes=_sum_bytes(trained),
-        gradients_bytes=_sum_bytes(copied),
-        gradients_before_sync_bytes=_sum_bytes(copied) + _sum_bytes(fresh),
+        whole_gradients_bytes=sum_bytes(trained),
+        gradients_bytes=sum_bytes(copied),
+        gradients_before_sync_bytes=sum_bytes(copied) + sum_bytes(fresh),
         kept_gradients_bytes=in_place,
         buffers_from_start_bytes=beside,
         buffers_bytes=beside + packs,
@@ -157,12 +158,12 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
     return Terms(
         parameters_bytes=_shards_bytes(units, ranks)
         if fully
-        else sum(unit.nbytes for unit in trained) + _sum_bytes([one for one in parameters if not one.trained]),
+        else sum(unit.nbytes for unit in trained) + sum_bytes([one for one in parameters if not one.trained]),
         state_bytes=_state_bytes(updated),
         update_bytes=_update_bytes(updated, adamw),
         whole_gradients_bytes=sum(_earlier_bytes(exchange, unit) for unit in trained)
         if fully
-        else sum(_sum_bytes(unit.parameters) for unit in trained),
+        else sum(sum_bytes(unit.parameters) for unit in trained),
         gradients_bytes=_shards_bytes(
             [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
         ),
@@ -202,7 +203,7 @@ def _earlier_bytes(exchange: Exchange, unit: Unit) -> int:
     several in the parameters' dtype."""
     if exchange.micro_batches == 1:
         return 0
-    return _computed_bytes(exchange, unit.parameters) if exchange.micro_batches == 2 else _sum_bytes(unit.parameters)
+    return _computed_bytes(exchange, unit.parameters) if exchange.micro_batches == 2 else sum_bytes(unit.parameters)
 
 
 def _ends(unit: Unit, rank: int, ranks: int) -> list[tuple[int, int]]:
@@ -215,10 +216,6 @@ def _shards_bytes(units: Sequence[Unit], ranks: int) -> int:
 
 def _copies(bucket: Bucket) -> bool:
     return any(one.element_bytes != bucket.element_bytes for one in bucket.parameters)
-
-
-def _sum_bytes(parameters: Sequence[ParameterSize]) -> int:
-    return sum(one.nbytes for one in parameters)
 
 
 def _state_bytes(updated: _Updated) -> int:
