@@ -103,7 +103,7 @@ def flash_attention(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As torch's own matmuls under autocast: all but fp64 in its dtype."""
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # a meta tensor has no autocast to ask for
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
