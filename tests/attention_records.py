@@ -10,7 +10,10 @@ from trainstep.config.parsing import config_hash, to_plain
 from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.records.record import Fact, Failure, Record, Samples
 
-PEERS = ("plain", "plain_compiled", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "flex", "flash_attn")
+PEERS = (
+    *("plain", "plain_compiled", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "flex"),
+    *("flash_attn", "flash_attn_4"),
+)
 OURS = "trainstep"
 CAPACITY_BYTES = 140 * 2**30
 _TFLOPS = {
@@ -21,7 +24,8 @@ _TFLOPS = {
     "sdpa_flash": 290,
     "sdpa_cudnn": 450,
     "flex": 370,
-    "flash_attn": 520,
+    "flash_attn": 280,
+    "flash_attn_4": 520,
     OURS: 410,
 }
 _QUADRATIC = ("plain", "plain_compiled", "sdpa_math")

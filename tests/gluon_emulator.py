@@ -89,6 +89,10 @@ def _store_to(pointer: Pointer, value: Tile, mask: Tile | None = None) -> None:
     pointer.memory.view(-1)[plain(pointer.offset)[seen]] = value.data[seen]
 
 
+def _load_from(pointer: Pointer) -> Whole:
+    return Whole(pointer.memory.view(-1)[int(plain(pointer.offset))])
+
+
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if dtype is gl.int64:
         return Barriers(int(shape[0])) if len(shape) > 1 else Barriers(1).index(0)
@@ -132,6 +136,8 @@ class _Language:
     arange = staticmethod(lambda first, end, _layout: Tile(torch.arange(int(first), int(end), dtype=torch.int32)))
     convert_layout = staticmethod(lambda tile, _layout: tile)
     expand_dims = staticmethod(lambda tile, axis: Tile(tile.data.unsqueeze(axis)))
+    reshape = staticmethod(lambda tile, shape: Tile(tile.data.reshape(*map(int, shape))))
+    permute = staticmethod(lambda tile, order: Tile(tile.data.permute(*order)))
     minimum = staticmethod(_either(min, torch.minimum))
     maximum = staticmethod(_either(max, torch.maximum))
     max = staticmethod(lambda tile, axis: Tile(tile.data.amax(axis)))
@@ -140,6 +146,7 @@ class _Language:
     log2 = staticmethod(_of_tiles(torch.log2))
     where = staticmethod(_where)
     store = staticmethod(_store_to)
+    load = staticmethod(_load_from)
     allocate_shared_memory = staticmethod(_allocate)
     inline_asm_elementwise = staticmethod(assembly)
 

@@ -46,6 +46,10 @@ class Tile:
     def dtype(self) -> Any:
         return GLUON_DTYPES[self.data.dtype]
 
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
     def to(self, dtype: Any) -> "Tile":
         return Tile(self.data.to(DTYPES[dtype]))
 

@@ -18,14 +18,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from hopper_hazards import hazards, opcodes
 from kernel_compiler import answer_requests, assemble
 from trainstep.ops.flash_attention import hopper
+from trainstep.ops.flash_attention.hopper_boxes import BoxedKernel
 from trainstep.ops.flash_attention.hopper_schedules import BackwardSchedule, ForwardSchedule
 from trainstep.ops.flash_attention.launch import Problem
 from trainstep.ops.flash_attention.tiles import Arithmetic
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
 
-def bound_kernel(request: dict[str, Any]) -> tuple[hopper.BoxedKernel, list[Any]]:
+def bound_kernel(request: dict[str, Any]) -> tuple[BoxedKernel, list[Any]]:
     """The kernel of a call and its arguments."""
     dtype = getattr(torch, request["dtype"])
     heads, positions, head_dim = 2, 300 if request["ragged"] else 256, request["head_dim"]
@@ -35,8 +36,8 @@ def bound_kernel(request: dict[str, Any]) -> tuple[hopper.BoxedKernel, list[Any]
     fields = request.get("schedule")
     if request["pass"] == "forward":
         schedule = ForwardSchedule(**fields) if fields else None
-        kernel = hopper.bind_hopper_forward(shape, shape, *[stride] * 4, *where, schedule)
-        return kernel, kernel.arguments(x, x, x, x, torch.empty(heads * positions))
+        bound = hopper.bind_hopper_forward(shape, shape, *[stride] * 4, *where, schedule)
+        return bound.attend, bound.attend.arguments(x, x, x, x, torch.empty(heads * positions), bound.order)
     backward_schedule = BackwardSchedule(**fields) if fields else None
     kernel = hopper.bind_hopper_backward(shape, shape, *[stride] * 8, *where, backward_schedule).gradients
     lse, delta, dq_sum = hopper.backward_buffers(x)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gluon_emulator import emulate
 from trainstep.ops.flash_attention import hopper
+from trainstep.ops.flash_attention.hopper_boxes import BoxedKernel
 from trainstep.ops.flash_attention.hopper_schedules import BackwardSchedule, ForwardSchedule
 from trainstep.ops.flash_attention.launch import Problem
 from trainstep.ops.flash_attention.tiles import Arithmetic
@@ -34,7 +35,7 @@ class Emulated:
         problem = Problem(q.shape[-1] ** -0.5, causal, causal_alignment == "bottom_right", Arithmetic.HALF)
         return _Emulated.apply(q, k, v, problem, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def run(self, kernel: hopper.BoxedKernel, *tensors: Tensor) -> None:
+    def run(self, kernel: BoxedKernel, *tensors: Tensor) -> None:
         emulate(kernel.kernel, kernel.programs, kernel.arguments(*tensors), late=self.late, seed=self.seed)
 
 
@@ -47,7 +48,7 @@ class _Emulated(torch.autograd.Function):
         kernel = hopper.bind_hopper_forward(
             q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), q.dtype, q.device, problem, how.forward
         )
-        how.run(kernel, q, k, v, o, lse)
+        how.run(kernel.attend, q, k, v, o, lse, kernel.order)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.problem, ctx.how = problem, how
         ctx.mark_non_differentiable(lse)
@@ -62,9 +63,10 @@ class _Emulated(torch.autograd.Function):
             dv.stride(), q.dtype, q.device, ctx.problem, ctx.how.backward,
         )  # fmt: skip
         lse_log2, delta = rows(o, do, lse)
-        dq_sum = torch.zeros(q.shape)
-        ctx.how.run(kernels.gradients, q, k, v, do, lse_log2, delta, dk, dv, dq_sum)
-        return (dq_sum * ctx.problem.scale).to(q.dtype), dk, dv, None, None
+        _, _, dq_sum = hopper.backward_buffers(q)
+        ctx.how.run(kernels.gradients, q, k, v, do, lse_log2, delta, dk, dv, dq_sum.zero_())
+        dq = out_of_pieces(dq_sum, q.shape, columns=dq_columns(kernels))
+        return (dq * ctx.problem.scale).to(q.dtype), dk, dv, None, None
 
 
 def unwritten(x: Tensor) -> Tensor:
@@ -81,3 +83,23 @@ def rows(o: Tensor, do: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     delta = torch.zeros(batch, heads, padded)
     delta[..., :queries] = (o.float() * do.float()).sum(-1)
     return lse_log2.flatten(), delta.flatten()
+
+
+def dq_columns(kernels: hopper.BackwardKernels) -> int:
+    """Of a piece of dq's sum: the last box, 64 queries of as many, is of 256 wide rows."""
+    rows_of_256, _ = kernels.gradients.boxes[-1].box
+    return rows_of_256 * 256 // 64
+
+
+def out_of_pieces(dq_sum: Tensor, shape: torch.Size, *, columns: int) -> Tensor:
+    """dq's sum (B, H, S, D) from pieces in the order of a warpgroup's registers, as hopper_cast_kernel reads them.
+
+    A result of wgmma lies so: row 16 w + 8 h + l // 4, column 8 j + 2 (l % 4) + n in lane l of warp w, register (j, h, n).
+    """
+    batch, heads, queries, head_dim = shape
+    across = hopper.tile_width(head_dim) // columns
+    held = dq_sum.view(
+        batch, heads, -1, across, columns // 8, 4, 8, 4, 2, 2
+    )  # piece down, across, j, w, l // 4, l % 4, h, n
+    in_place = held.permute(0, 1, 2, 5, 8, 6, 3, 4, 7, 9).reshape(batch, heads, -1, across * columns)
+    return in_place[:, :, :queries, :head_dim]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,22 @@ def test_compared_as_json(tmp_path: Path):
 
 
 def test_a_peer_that_is_not_installed(tmp_path: Path):
-    code, out, _, [record] = attention(tmp_path, *QUICK, "--implementation", "flash_attn")
+    code, out, _, records = attention(tmp_path, *QUICK, "--implementation", "flash_attn,flash_attn_4")
     assert code == 0
-    assert record.failure is not None
+    assert [record.failure is not None for record in records] == [True, True]
     assert "runs on GPUs only" in out
+
+
+@pytest.mark.parametrize("installed", [[], ["flash-attn"], ["flash-attn-4"], ["flash-attn", "flash-attn-4"]])
+def test_packages_take_part_where_they_are_installed(installed: list[str], monkeypatch: pytest.MonkeyPatch):
+    def version_of(package: str) -> str:
+        if package not in installed:
+            raise PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr("trainstep.cli.attention.version", version_of)
+    there = [name for name in runnable({"dtype": ["bf16"]}, "cuda") if name.startswith("flash_attn")]
+    assert there == [package.replace("-", "_") for package in installed]
 
 
 @pytest.mark.parametrize(

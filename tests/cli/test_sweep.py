@@ -292,9 +292,26 @@ def test_plain_takes_part_at_one_size():
     assert len(groups) == 33, "eleven sizes, three directions"
     (group,) = with_plain
     names = [cell.config["implementation"] for cell in group]
-    assert names == ["trainstep", "sdpa_flash", "sdpa_cudnn", "flex", "plain"]
+    assert names == ["trainstep", "sdpa_flash", "sdpa_cudnn", "flex", "flash_attn_4", "plain"]
     config = group[-1].config
     assert [config[name] for name in ("batch", "heads", "seq", "head_dim", "direction")] == [1, 16, 16384, 64, "both"]
+
+
+def test_a_hopper_gpus_peers_at_eleven_sizes():
+    groups = cells_of("attention_hopper.toml")
+    assert len(groups) == 33, "eleven sizes, three directions"
+    sizes = ("batch", "heads", "seq", "head_dim", "mask", "direction")
+    assert {tuple(group[0].config[name] for name in sizes) for group in groups} == {
+        tuple(group[0].config[name] for name in sizes) for group in cells_of("attention_peers.toml")
+    }
+    everywhere = ["trainstep", "sdpa_cudnn", "flash_attn_4"]
+    for group in groups:
+        names = [cell.config["implementation"] for cell in group]
+        assert names in (everywhere, [*everywhere, "flex", "sdpa_flash"])
+        assert {cell.config["dtype"] for cell in group} == {"bf16"}
+    with_all = [group[0].config for group in groups if len(group) == 5]
+    assert sorted({config["head_dim"] for config in with_all}) == [64, 128]
+    assert len(with_all) == 6, "two sizes, three directions"
 
 
 def test_memory_and_widths_of_our_attention():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainstep.config.attention import IMPLEMENTATIONS, AttentionConfig, rule_block
+from trainstep.config.attention import IMPLEMENTATIONS, PACKAGES, AttentionConfig, rule_block
 from trainstep.config.grid import check_grid_keys, expand
 from trainstep.config.parsing import build_config
 
@@ -48,6 +48,16 @@ def test_what_is_left_open_is_as_the_queries():
         ({"implementation": "flex"}, "implementation: flex runs on GPUs only"),
         ({"implementation": "sdpa_flash", "device": "cuda"}, "implementation: sdpa_flash does not take float32"),
         ({"implementation": "flash_attn", "device": "cuda"}, "implementation: flash_attn does not take float32"),
+        ({"implementation": "flash_attn_4", "dtype": "bf16"}, "implementation: flash_attn_4 runs on GPUs only"),
+        ({"implementation": "flash_attn_4", "device": "cuda"}, "implementation: flash_attn_4 does not take float32"),
+        (
+            {"implementation": "flash_attn_4", "head_dim": 100, "device": "cuda", "dtype": "bf16"},
+            "implementation: flash_attn_4 takes a head_dim that 8 divides, up to 256, not 100",
+        ),
+        (
+            {"implementation": "flash_attn_4", "head_dim": 264, "device": "cuda", "dtype": "fp16"},
+            "implementation: flash_attn_4 takes a head_dim that 8 divides, up to 256, not 264",
+        ),
         (
             {"implementation": "sdpa_math", "keys": 7, "causal_alignment": "bottom_right"},
             "implementation: sdpa_math masks from the top left only",
@@ -55,6 +65,10 @@ def test_what_is_left_open_is_as_the_queries():
         (
             {"implementation": "flash_attn", "keys": 7, "device": "cuda", "dtype": "bf16"},
             "implementation: flash_attn masks from the bottom right only",
+        ),
+        (
+            {"implementation": "flash_attn_4", "keys": 7, "device": "cuda", "dtype": "bf16"},
+            "implementation: flash_attn_4 masks from the bottom right only",
         ),
         (
             {"implementation": "plain", "device": "cuda", "fp32_precision": "tf32x3"},
@@ -78,6 +92,9 @@ def test_what_they_take():
     assert AttentionConfig(implementation="sdpa_flash").refusal is None, "torch has one for CPUs"
     for name in IMPLEMENTATIONS:
         assert AttentionConfig(implementation=name, device="cuda", dtype="bf16").refusal is None
+    for name in PACKAGES:
+        grouped = {"key_heads": 4, "keys": 7, "causal_alignment": "bottom_right", "head_dim": 256}
+        assert AttentionConfig(implementation=name, device="cuda", dtype="fp16", **grouped).refusal is None
     for precision in ("ieee", "tf32", "tf32x3", "fp16x3"):
         assert AttentionConfig(device="cuda", fp32_precision=precision).refusal is None
     for precision in ("tf32x3", "fp16x3"):

@@ -160,6 +160,8 @@ def test_main_kernels():
         DeviceEvent("b", 530, 531),
     ]
     assert main_kernels(events) == "forward_kernel, at::native::softmax, a"
+    of_cute = DeviceEvent("kernel_cutlass_kernel_flash_fwd_sm90ForwardSm90_object_at__tensor0000o1_None_0", 0, 9)
+    assert main_kernels([of_cute]) == "kernel_cutlass_kernel_flash_fwd_sm90ForwardSm90"
 
 
 def run(grid: dict[str, list[Any]], **limits: Any) -> list[Record]:

@@ -1,6 +1,8 @@
 """Peers by name: which errors are refusals, tiles from the table or the config, and packages that are absent."""
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -79,6 +81,21 @@ class OutOfResources(Exception):
             [],
             "implementation: trainstep does not fit this GPU: shared memory",
         ),
+        (
+            "flash_attn_4",
+            AssertionError("(head_dim, head_dim_v)=(192, 192) is not supported on SM100/SM110."),
+            [],
+            "implementation: flash_attn_4 does not take this case: (head_dim, head_dim_v)=(192, 192) is not supported "
+            "on SM100/SM110.",
+        ),
+        (
+            "flash_attn_4",
+            NotImplementedError("not on SM8x"),
+            [],
+            "implementation: flash_attn_4 does not take this case: not on SM8x",
+        ),
+        ("flash_attn_4", RuntimeError("a fault"), [], None),
+        ("plain", AssertionError("a fault"), [], None),
         ("plain", ValueError("a fault"), [], None),
         ("sdpa_math", RuntimeError("a fault"), [], None),
     ],
@@ -87,27 +104,63 @@ def test_refusals_and_faults(name: str, error: Exception, warnings: list[str], r
     assert why_refused(AttentionConfig(implementation=name), error, warnings) == reason
 
 
-def test_flash_attn_is_absent(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(CellFailed, match="flash_attn is not installed; pip install flash-attn-4") as caught:
-        attend_named(AttentionConfig(implementation="flash_attn", **ON_A_GPU))
+def install(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any] | None) -> None:
+    """The packages flash-attn and flash-attn-4, of which the second is a module inside the first: by `flash_attn` and
+    `flash_attn_4` their flash_attn_func. None: not installed; with the other alone, its module is empty or absent."""
+    flash_attn, flash_attn_4 = functions.get("flash_attn"), functions.get("flash_attn_4")
+    modules: dict[str, ModuleType | None] = {
+        "flash_attn": ModuleType("flash_attn") if flash_attn or flash_attn_4 else None,
+        "flash_attn.cute": ModuleType("flash_attn.cute") if flash_attn_4 else None,
+    }
+    for module, function in zip(modules.values(), (flash_attn, flash_attn_4), strict=True):
+        if function is not None:
+            module.flash_attn_func = function  # type: ignore[union-attr]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(
+    ("name", "installed"),
+    [("flash_attn", None), ("flash_attn_4", None), ("flash_attn", "flash_attn_4"), ("flash_attn_4", "flash_attn")],
+)
+def test_a_package_is_absent(name: str, installed: str | None, monkeypatch: pytest.MonkeyPatch):
+    install(monkeypatch, **({installed: lambda *_, causal: None} if installed else {}))
+    with pytest.raises(CellFailed) as caught:
+        attend_named(AttentionConfig(implementation=name, **ON_A_GPU))
     assert caught.value.failure.kind == "import_error"
+    package = name.replace("_", "-")
+    begin = f"implementation: {name} is not installed; pip install {package} (import flash_attn"
+    assert caught.value.failure.message.startswith(begin)
 
 
-@pytest.mark.parametrize("with_lse", [False, True])
+def test_what_a_package_lacks_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """flash-attn-4 needs packages of its own, such as CUTLASS's."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("import no_such_dsl\n")
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, None)  # whatever is imported under this name goes when the test ends
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(CellFailed, match=r"\(import flash_attn\.cute: No module named 'no_such_dsl'\)"):
+        attend_named(AttentionConfig(implementation="flash_attn_4", **ON_A_GPU))
+
+
+@pytest.mark.parametrize(("name", "with_lse"), [("flash_attn", False), ("flash_attn_4", True)])
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD", "BSD"])
-def test_flash_attn_gets_its_own_layout(layout: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_package_gets_its_own_layout(name: str, layout: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch):
     def flash_attn_func(*tensors: torch.Tensor, causal: bool) -> Any:
         q, k, v = (x.transpose(1, 2) for x in tensors)  # from (B, S, H, D)
         o = reference.attention(q, k, v, causal=causal).transpose(1, 2)
         return (o, None) if with_lse else o
 
-    package = ModuleType("flash_attn")
-    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    def never(*tensors: torch.Tensor, causal: bool) -> Any:
+        raise AssertionError("the other package's")
+
+    install(monkeypatch, **{"flash_attn": never, "flash_attn_4": never, name: flash_attn_func})
     heads = 1 if layout == "BSD" else 3
     shape = {"BHSD": (2, heads, 5, 4), "BSHD": (2, 5, heads, 4), "BSD": (2, 5, 4)}[layout]
-    config = AttentionConfig(implementation="flash_attn", layout=layout, heads=heads, seq=5, head_dim=4, **ON_A_GPU)
+    config = AttentionConfig(implementation=name, layout=layout, heads=heads, seq=5, head_dim=4, **ON_A_GPU)
     plain = AttentionConfig(implementation="plain", layout=layout, heads=heads, seq=5, head_dim=4)
     inputs = [torch.randn(shape) for _ in range(3)]
     torch.testing.assert_close(attend_named(config)(*inputs), attend_named(plain)(*inputs))

@@ -1,16 +1,16 @@
 """`trainstep attention`: which attention is fastest here, what it holds in memory, and whether it is right."""
 
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from trainstep.cli.options import limits, this_machine, with_attention_fields
-from trainstep.config.attention import IMPLEMENTATIONS, TILE_FIELDS
+from trainstep.config.attention import IMPLEMENTATIONS, PACKAGES, TILE_FIELDS
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.parsing import build_config
@@ -43,7 +43,8 @@ def attention(
     """Time implementations of attention on the same inputs, with their memory, their error, and what really ran.
 
     Without options: every implementation that runs here, forward and backward, at two lengths. One that does not take a case,
-    or runs out of memory, is a cell with its reason; the table of what memory is needed stands below.
+    or runs out of memory, is a cell with its reason; the table of what memory is needed stands below. flash_attn and
+    flash_attn_4 take part where the packages flash-attn and flash-attn-4 are installed.
 
     trainstep is our own FlashAttention; flash is another name of it, here and in `trainstep bench --attention`. Its tiles come
     from a table; --block-q, --block-k, --num-warps and --num-stages put others in their place, for whole passes. To search
@@ -103,7 +104,7 @@ def runnable(grid: Mapping[str, list[Any]], device: str) -> list[str]:
     """Implementations that take at least one of the grid's dtypes here; trainstep alone where its tiles are set."""
     if any(name in grid for name in TILE_FIELDS):
         return ["trainstep"]
-    absent = [] if importlib.util.find_spec("flash_attn") else ["flash_attn"]
+    absent = [name for name, package in PACKAGES.items() if not _is_installed(package)]
     left_out = [*absent, *(_SLOW_TO_COMPILE if device == "cpu" else ())]
     known = [name for name in IMPLEMENTATIONS if name not in left_out]
     return [
@@ -114,6 +115,15 @@ def runnable(grid: Mapping[str, list[Any]], device: str) -> list[str]:
             for dtype in grid.get("dtype", ["fp32"])
         )
     ]
+
+
+def _is_installed(package: str) -> bool:
+    """By its metadata: two packages share the module flash_attn, and importing either loads torch."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _runs_algorithm(cells: Sequence[Cell]) -> bool:

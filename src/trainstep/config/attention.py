@@ -10,9 +10,11 @@ from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
 
 IMPLEMENTATIONS = (
-    *("plain", "plain_compiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "flash_attn"),
-    "trainstep",
+    *("plain", "plain_compiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex"),
+    *("flash_attn", "flash_attn_4", "trainstep"),
 )
+PACKAGES = {"flash_attn": "flash-attn", "flash_attn_4": "flash-attn-4"}
+"""Of implementations that need not be there: what to install. flash-attn-4 is a package of its own, inside flash-attn's name."""
 DIRECTIONS = ("forward", "backward", "both")
 RULE = "rule"
 TILE_FIELDS = KERNEL_TILE_FIELDS[:4]
@@ -20,9 +22,12 @@ TILE_FIELDS = KERNEL_TILE_FIELDS[:4]
 _THREE_PRODUCTS = ("tf32x3", "fp16x3")
 """One class of error. SDPA's memory-efficient kernel, always by three TF32 products, is the peer of both."""
 _FP32_PRECISIONS = ("ieee", "tf32", *_THREE_PRODUCTS)
-_ON_GPUS_ONLY = ("sdpa_cudnn", "sdpa_efficient", "flex", "flash_attn")
-_SIXTEEN_BIT_ON_GPUS = ("sdpa_flash", "sdpa_cudnn", "flash_attn")
+_ON_GPUS_ONLY = ("sdpa_cudnn", "sdpa_efficient", "flex", *PACKAGES)
+_SIXTEEN_BIT_ON_GPUS = ("sdpa_flash", "sdpa_cudnn", *PACKAGES)
 _MASKS_TOP_LEFT = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
+_MASKS_BOTTOM_RIGHT = tuple(PACKAGES)
+_FLASH_ATTN_4_WIDTH_STEP, _FLASH_ATTN_4_WIDEST = 8, 256
+"""Of a head, on sm_90 (its interface.py, _validate_head_dims). It refuses more on other chips itself, when first called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +152,7 @@ class AttentionConfig:
                 return f"implementation: {name} runs on GPUs only"
         elif self.dtype == "fp32" and name in _SIXTEEN_BIT_ON_GPUS:
             return f"implementation: {name} does not take float32"
-        return self._mask_refusal() or self._precision_refusal()
+        return self._mask_refusal() or self._width_refusal() or self._precision_refusal()
 
     def _mask_refusal(self) -> str | None:
         name = self.implementation
@@ -155,9 +160,15 @@ class AttentionConfig:
             return None
         if self.bottom_right and name in _MASKS_TOP_LEFT:
             return f"implementation: {name} masks from the top left only"
-        if not self.bottom_right and name == "flash_attn":
-            return "implementation: flash_attn masks from the bottom right only"
+        if not self.bottom_right and name in _MASKS_BOTTOM_RIGHT:
+            return f"implementation: {name} masks from the bottom right only"
         return None
+
+    def _width_refusal(self) -> str | None:
+        name, width, step, widest = self.implementation, self.head_dim, _FLASH_ATTN_4_WIDTH_STEP, _FLASH_ATTN_4_WIDEST
+        if name != "flash_attn_4" or (width % step == 0 and width <= widest):
+            return None
+        return f"implementation: {name} takes a head_dim that {step} divides, up to {widest}, not {width}"
 
     def _precision_refusal(self) -> str | None:
         name, precision = self.implementation, self.fp32_precision

@@ -88,10 +88,14 @@ def kernels_chosen(config: AttentionConfig, tensors: Tensors) -> str:
 
 
 def main_kernels(events: Sequence[DeviceEvent]) -> str:
-    """The names of the kernels that took the longest, without their templates' arguments."""
+    """The names of the kernels that took the longest, without the types of what they take: a template's arguments, or what
+    CuTe's DSL writes behind the object that a kernel is a method of."""
     total_ns: dict[str, int] = {}
     for event in events:
-        name = event.name.removeprefix("void ").partition("(")[0].partition("<")[0].strip() or event.name
+        name = event.name.removeprefix("void ")
+        for types_begin in ("(", "<", "_object_at_"):
+            name = name.partition(types_begin)[0]
+        name = name.strip() or event.name
         total_ns[name] = total_ns.get(name, 0) + event.end_ns - event.start_ns
     ranked = sorted(total_ns, key=lambda name: -total_ns[name])
     return ", ".join(name[:_NAME_LENGTH] for name in ranked[:_KERNELS_NAMED])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.config.attention import TILE_FIELDS, AttentionConfig
+from trainstep.config.attention import PACKAGES, TILE_FIELDS, AttentionConfig
 from trainstep.measure.failures import CellFailed
 from trainstep.ops import reference
 from trainstep.ops.flash_attention import Tiles, flash_attention
@@ -21,8 +21,10 @@ from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileConf
 from trainstep.records.record import Failure
 from trainstep.training.attention import Attention, flex_attention, sdpa_on
 
-_FLASH_ATTN_MODULES = ("flash_attn.cute", "flash_attn")
-"""flash-attn-4 first: it is the faster one where both are installed."""
+_MODULES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
+"""Where each package has its flash_attn_func."""
+_REFUSALS = {"trainstep": (ValueError,), "flash_attn_4": (AssertionError, NotImplementedError)}
+"""What these raise at a case that they do not take."""
 _SMALL_TILE = 64 * 64
 _REASONS_TOLD = 2
 
@@ -32,7 +34,7 @@ def attend_named(config: AttentionConfig) -> Attention:
     name = config.implementation
     if name == "trainstep":
         return _trainstep(config)
-    if name == "flash_attn":
+    if name in PACKAGES:
         return _flash_attn(config)
     if name in ("plain_compiled", "flex"):
         # A process measures many cells, and after some recompilations of one function torch would run it eagerly.
@@ -71,7 +73,7 @@ def why_refused(config: AttentionConfig, error: Exception, warnings: Sequence[st
         told = [text.rstrip(".") for text in reasons if text and "not used because" not in text]
         because = "; ".join(dict.fromkeys(told[:_REASONS_TOLD])) or "torch gives no reason"
         return f"implementation: {name} does not take this case: {because}"
-    if name == "trainstep" and isinstance(error, ValueError):
+    if isinstance(error, _REFUSALS.get(name, ())):
         return f"implementation: {name} does not take this case: {error}"
     if type(error).__name__ == "OutOfResources":  # Triton's, of a block's shared memory
         return f"implementation: {name} does not fit this GPU: {error}"
@@ -101,11 +103,8 @@ def _plain(config: AttentionConfig) -> Attention:
 
 
 def _flash_attn(config: AttentionConfig) -> Attention:
-    """The package flash-attn, on (batch, seq, heads, head_dim)."""
-    functions = (_function_of(module, "flash_attn_func") for module in _FLASH_ATTN_MODULES)
-    attend = next(filter(None, functions), None)
-    if attend is None:
-        raise refused("implementation: flash_attn is not installed; pip install flash-attn-4", "import_error")
+    """flash_attn_func of the package flash-attn or flash-attn-4, on (batch, seq, heads, head_dim)."""
+    attend = _flash_attn_func(config.implementation)
     causal, layout = config.causal, config.layout
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,12 +118,20 @@ def _flash_attn(config: AttentionConfig) -> Attention:
     return run
 
 
-def _function_of(module: str, name: str) -> Callable[..., Tensor | tuple[Tensor, ...]] | None:
-    """The function, or None where the module or anything it needs is absent."""
+def _flash_attn_func(name: str) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    """CellFailed, with the reason, where the module or anything it needs is absent.
+
+    With flash-attn-4 alone there is a module flash_attn too, an empty one.
+    """
+    module, reason = _MODULES[name], "it has no flash_attn_func"
     try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
+        function = getattr(importlib.import_module(module), "flash_attn_func", None)
+    except ImportError as error:
+        function, reason = None, str(error)
+    if function is None:
+        words = f"implementation: {name} is not installed; pip install {PACKAGES[name]} (import {module}: {reason})"
+        raise refused(words, "import_error")
+    return function  # type: ignore[no-any-return]
 
 
 def _trainstep(config: AttentionConfig) -> Attention:

@@ -39,6 +39,7 @@ _STYLES = {
     "sdpa_cudnn": ("theme:orange", "solid", "triangle-down"),
     "flex": ("theme:purple", "solid", "star"),
     "flash_attn": ("theme:sky", "solid", "hexagon"),
+    "flash_attn_4": ("theme:sky", "dash", "hexagon-open"),
 }
 """Colour, dash and mark: told apart without any one of them."""
 _BETWEEN = 1.5

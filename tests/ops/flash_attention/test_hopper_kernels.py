@@ -23,8 +23,8 @@ from trainstep.ops.flash_attention.hopper_schedules import (
     WIDTHS,
     BackwardSchedule,
     ForwardSchedule,
-    heads_together,
 )
+from trainstep.ops.flash_attention.hopper_work import ForwardWork, fastest, heads_together, work_order
 
 CASES = {
     "whole tiles": Case(heads=2, queries=384, keys=384, head_dim=64),
@@ -41,7 +41,9 @@ CASES = {
     "far apart": Case(heads=2, key_heads=1, queries=70, keys=1000, head_dim=64, alignment="bottom_right"),
     "large scores": Case(queries=200, keys=200, head_dim=64, magnitude=40.0),
 }
+FORWARD_ROWS = [(width, schedule) for width in WIDTHS for schedule in FORWARD[width]]
 FORWARD_SCHEDULES = [
+    *FORWARD[64],
     ForwardSchedule(warpgroups=1, block_k=64, stages=2, programs_per_multiprocessor=2),
     ForwardSchedule(warpgroups=2, block_k=64, stages=3),
     ForwardSchedule(warpgroups=3, block_k=64, stages=2),
@@ -118,9 +120,9 @@ def test_every_bit_of_forward_repeats():
     assert torch.equal(lse, again_lse)
 
 
-@pytest.mark.parametrize(("key", "schedule"), FORWARD.items(), ids=str)
-def test_forward_rows_fit(key: tuple[int, bool], schedule: ForwardSchedule):
-    assert schedule.shared_bytes(key[0]) * max(1, schedule.programs_per_multiprocessor) <= SHARED_MEMORY_BYTES
+@pytest.mark.parametrize(("width", "schedule"), FORWARD_ROWS, ids=str)
+def test_forward_rows_fit(width: int, schedule: ForwardSchedule):
+    assert schedule.shared_bytes(width) * max(1, schedule.programs_per_multiprocessor) <= SHARED_MEMORY_BYTES
     threads = 128 * (schedule.warpgroups + 1)
     assert threads * (schedule.most_registers or REGISTERS // threads) <= REGISTERS
 
@@ -130,6 +132,43 @@ def test_heads_together():
         heads_together(heads_per_key_head=4, keys=1 << 20, head_dim=128, batch_heads=64) == 4
     )  # too long for any cache
     assert heads_together(heads_per_key_head=4, keys=128, head_dim=64, batch_heads=64) == 64
+
+
+def test_work_order():
+    """Every piece once, and no program far above the mean: here the causal tiles of 64 heads in groups of 16."""
+    costs = [1 + blocks for _ in range(4) for blocks in range(32, 0, -1) for _ in range(16)]
+    table = work_order(costs, 132)
+    begins, pieces = table[:133], table[133:]
+    assert sorted(pieces) == list(range(len(costs)))
+    loads = [sum(costs[i] for i in pieces[begins[n] : begins[n + 1]]) for n in range(132)]
+    assert max(loads) <= 1.02 * sum(costs) / 132
+
+
+def test_the_schedule_of_a_call():
+    """Measured on an H200 (docs/log.md): many tiles, of 192 queries; few, of 64; in between by how the last wave fills."""
+
+    def chosen(batch_heads: int, positions: int) -> tuple[int, int]:
+        together = heads_together(1, positions, 64, batch_heads)
+        work = ForwardWork(
+            heads=batch_heads, together=together, queries=positions, keys=positions, causal=True, offset=0
+        )
+        schedule = fastest(FORWARD[64], work, 132)
+        return schedule.block_q, schedule.block_k
+
+    assert chosen(16, 16384) == (192, 128)
+    assert chosen(1, 16384) == (64, 128)
+    assert chosen(512, 1024) == (64, 128)
+    assert chosen(8192, 8192) == (192, 128), "too many to simulate"
+
+
+def test_costs_are_in_the_kernels_order():
+    """Two heads together, then the third; a tile of 64 queries sees 1, 2, 3 blocks of 64, and offset 64 one more of at most 3."""
+    schedule = ForwardSchedule(warpgroups=1, block_k=64, stages=2)
+    work = ForwardWork(heads=3, together=2, queries=190, keys=190, causal=True, offset=0)
+    assert work.costs(schedule) == [4, 4, 3, 3, 2, 2, 4, 3, 2]
+    assert dataclasses.replace(work, offset=64).costs(schedule) == [4, 4, 4, 4, 3, 3, 4, 4, 3]
+    assert dataclasses.replace(work, causal=False).costs(schedule) == [4] * 9
+    assert dataclasses.replace(work, offset=-500).costs(schedule) == [2] * 9, "one block is always visited"
 
 
 def test_what_is_refused():
@@ -150,8 +189,8 @@ def test_what_is_refused():
     assert "not sm_90" in (hopper.why_not(q, q, q) or "")
 
 
-def test_every_head_width_and_mask_has_rows():
-    assert set(FORWARD) == set(BACKWARD) == {(head_dim, causal) for head_dim in WIDTHS for causal in (True, False)}
+def test_every_head_width_has_rows():
+    assert set(FORWARD) == set(BACKWARD) == set(WIDTHS)
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_memory_is_linear_in_length():
 def test_small_kernels_beside_the_hopper_kernels(head_dim: int):
     """Rows before, the cast behind: what hopper_emulated.py writes out as formulas, on memory that was NaN."""
     pytest.importorskip("triton.experimental.gluon")
-    from hopper_emulated import rows, unwritten
+    from hopper_emulated import dq_columns, out_of_pieces, rows, unwritten
     from trainstep.ops.flash_attention.hopper import backward_buffers, bind_hopper_backward
     from trainstep.ops.flash_attention.launch import Problem
     from trainstep.ops.flash_attention.tiles import Arithmetic
@@ -227,4 +227,5 @@ def test_small_kernels_beside_the_hopper_kernels(head_dim: int):
     assert not dq_sum.any()
     dq_sum.normal_()
     kernels.cast(dq_sum, dq)
-    assert torch.equal(dq, (dq_sum * 0.25).to(q.dtype))
+    wanted_dq = out_of_pieces(dq_sum, q.shape, columns=dq_columns(kernels))
+    assert torch.equal(dq, (wanted_dq * 0.25).to(q.dtype))

@@ -13,23 +13,20 @@ except ImportError:  # no triton, or one without Gluon
     HAS_GLUON = False
 
 
-def why_portable(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, tiles: Any, *, backward: bool) -> str | None:
-    """Why a pass runs on the portable kernels, in a few words; None where it runs on Hopper's.
-
-    `tiles`: what the caller gave.
-    """
+def why_always_portable(tiles: Any, *, backward: bool) -> str | None:
+    """Why a pass runs on the portable kernels whatever its tensors, in a few words, or None. `tiles`: what the caller gave."""
     if tiles is not None:
         return "tiles were given, which are theirs"
     if not HAS_GLUON:
         return "this triton has no Gluon for Hopper"
     if backward and torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and Hopper's adds up dq in any order"
-    return why_not_hopper(q_BHSD, k_BGSD, v_BGSD)
+    return None
 
 
 def describe_choice(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backward: bool) -> str:
     """In a sentence, for people."""
     if not q_BHSD.is_cuda:
         return "algorithm.py: the tensors are not on a GPU"
-    reason = why_portable(q_BHSD, k_BGSD, v_BGSD, None, backward=backward)
+    reason = why_always_portable(None, backward=backward) or why_not_hopper(q_BHSD, k_BGSD, v_BGSD)
     return "Hopper kernels" if reason is None else f"portable kernels: {reason}"

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.ops.flash_attention import algorithm
 from trainstep.ops.flash_attention.checks import SDPA, check_scale, check_settings, check_tensors
-from trainstep.ops.flash_attention.choice import why_portable
+from trainstep.ops.flash_attention.choice import why_always_portable
 from trainstep.ops.flash_attention.launch import Problem
 from trainstep.ops.flash_attention.tiles import TILE_FIELDS, Arithmetic, TileConfig
 from trainstep.spans import span
@@ -141,8 +141,10 @@ def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tens
     *_, tiles = settings
     problem = _problem(q.dtype, *settings)
     with _current(q.device):
-        if why_portable(q, k, v, tiles, backward=False) is None:
-            return launch_hopper_forward(q, k, v, problem)
+        if why_always_portable(tiles, backward=False) is None:
+            results = launch_hopper_forward(q, k, v, problem)
+            if results is not None:
+                return results
         launch = launch_split_forward if problem.arithmetic is Arithmetic.FP16X3 else launch_forward
         return launch(q, k, v, problem, _unflat(tiles)[0])
 
@@ -156,8 +158,10 @@ def _backward_cuda(
         do = do.contiguous()
     problem = _problem(q.dtype, *settings)
     with _current(q.device):
-        if why_portable(q, k, v, tiles, backward=True) is None:
-            return launch_hopper_backward(do, q, k, v, o, lse, problem)
+        if why_always_portable(tiles, backward=True) is None:
+            gradients = launch_hopper_backward(do, q, k, v, o, lse, problem)
+            if gradients is not None:
+                return gradients
         launch = launch_split_backward if problem.arithmetic is Arithmetic.FP16X3 else launch_backward
         return launch(do, q, k, v, o, lse, problem, key_config, query_config)
 

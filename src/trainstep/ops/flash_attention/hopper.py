@@ -4,14 +4,11 @@ What they do not take runs on the portable kernels (forward.py, backward.py), to
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trainstep.ops.flash_attention.forward import LOG2_E
 from trainstep.ops.flash_attention.hopper_backward import (
@@ -19,6 +16,7 @@ from trainstep.ops.flash_attention.hopper_backward import (
     hopper_gradients_kernel,
     hopper_rows_kernel,
 )
+from trainstep.ops.flash_attention.hopper_boxes import BoxedKernel, boxes, piece_boxes, row_boxes
 from trainstep.ops.flash_attention.hopper_forward import hopper_forward_kernel
 from trainstep.ops.flash_attention.hopper_schedules import (
     BACKWARD,
@@ -30,15 +28,14 @@ from trainstep.ops.flash_attention.hopper_schedules import (
     WIDTHS,
     BackwardSchedule,
     ForwardSchedule,
-    heads_together,
     tile_width,
 )
+from trainstep.ops.flash_attention.hopper_work import ForwardWork, fastest, heads_together, work_order
 from trainstep.ops.flash_attention.launch import (
     PROBLEMS_KEPT,
     BoundKernel,
     Problem,
     device_of,
-    starter,
     strides,
 )
 
@@ -47,32 +44,32 @@ ROWS_BLOCK_Q = 64
 PADDED_TO = 128
 """Queries that rows of log-sum-exp and delta are padded to: a multiple of every tile."""
 
-_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
 
 # Which calls -----------------------------------------------------------------------------------------------------------------
 
 
 def why_not(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> str | None:
-    """Why the Hopper kernels do not take these tensors, in a few words, or None."""
-    tensors = (q_BHSD, k_BGSD, v_BGSD)
+    """Why the Hopper kernels do not take these tensors, in a few words, or None. k and v have one shape."""
     reason = _why_not_ever(
-        q_BHSD.device, q_BHSD.dtype, tuple(x.shape for x in tensors), tuple(x.stride() for x in tensors)
+        q_BHSD.device, q_BHSD.dtype, q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride()
     )
-    if reason is None and any(x.data_ptr() % 16 for x in tensors):
+    if reason is None and not _aligned(q_BHSD, k_BGSD, v_BGSD):
         return "a tensor's address is not a multiple of 16 bytes"
     return reason
 
 
-@functools.lru_cache(maxsize=PROBLEMS_KEPT)
+def _aligned(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:
+    return not (q_BHSD.data_ptr() | k_BGSD.data_ptr() | v_BGSD.data_ptr()) % 16
+
+
 def _why_not_ever(
-    device: torch.device, dtype: torch.dtype, shapes: tuple[torch.Size, ...], steps: tuple[tuple[int, ...], ...]
+    device: torch.device, dtype: torch.dtype, q_shape: torch.Size, k_shape: torch.Size, *steps: tuple[int, ...]
 ) -> str | None:
     """What no other address would change."""
     architecture, shared_memory_bytes = device_of(device)
     if architecture != "sm_90" or shared_memory_bytes < SHARED_MEMORY_BYTES:
         return f"the device is {architecture}, not sm_90"
-    return why_not_shape(dtype, shapes, steps)
+    return why_not_shape(dtype, (q_shape, k_shape, k_shape), steps)
 
 
 def why_not_shape(dtype: torch.dtype, shapes: tuple[torch.Size, ...], steps: tuple[tuple[int, ...], ...]) -> str | None:
@@ -102,113 +99,79 @@ def padded_rows(queries: int) -> int:
     return -(-queries // PADDED_TO) * PADDED_TO
 
 
-class Boxes(NamedTuple):
-    """A tensor as TMA is told to see it."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    layout: Any
-
-    def of(self, tensor: Tensor) -> TensorDescriptor:
-        return TensorDescriptor(tensor, self.shape, self.strides, self.box, self.layout)
-
-
-def boxes(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, dtype: torch.dtype) -> Boxes:
-    """Of `rows` positions of one head of a (batch, head, position, column) tensor. The stride of a size of 1 means nothing."""
-    steps = tuple(step if size > 1 else shape[-1] for size, step in zip(shape[:-1], stride[:-1], strict=True))
-    box = [1, 1, rows, columns]
-    return Boxes(tuple(shape), (*steps, 1), tuple(box), gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[dtype]))
-
-
-def row_boxes(length: int, rows: int) -> Boxes:
-    """Of fp32 numbers in a row."""
-    return Boxes((length,), (1,), (rows,), gl.NVMMASharedLayout.get_default_for([rows], gl.float32))
-
-
-class BoxedKernel:
-    """A kernel whose first arguments are TMA descriptors, then come tensors, then what a shape fixes."""
-
-    def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        boxes: Sequence[Boxes],
-        arguments: dict[str, Any],
-        most_registers: int | None = None,
-    ) -> None:
-        names = kernel.arg_names
-        self.kernel, self.programs = kernel, programs
-        self._boxes = tuple(boxes)
-        self._arguments = tuple(arguments[name] for name in names[len(names) - len(arguments) :])
-        self.options = {"num_warps": 4} | ({} if most_registers is None else {"maxnreg": most_registers})
-        self._start: Callable[..., None] | None = None
-        self._fields: list[dict[str, Any]] = []
-        """Of the descriptors, once a launch has checked them."""
-        self.compiled: Any = None
-        """Triton's compiled kernel, once it has run."""
-
-    def arguments(self, *tensors: Tensor) -> list[Any]:
-        """All of the kernel's."""
-        descriptors = [form.of(tensor) for form, tensor in zip(self._boxes, tensors, strict=False)]
-        return [*descriptors, *tensors[len(descriptors) :], *self._arguments]
-
-    def __call__(self, *tensors: Tensor) -> None:
-        described = len(self._boxes)
-        if self._start is not None:  # descriptors that differ in their tensor alone need not be checked again
-            descriptors = [_described(fields, x) for fields, x in zip(self._fields, tensors, strict=False)]
-            self._start(*descriptors, *[x.data_ptr() for x in tensors[described:]], *self._arguments)
-            return
-        arguments = self.arguments(*tensors)
-        grid = (self.programs, 1, 1)
-        self.compiled = self.kernel[grid](*arguments, **self.options)
-        self._fields = [{**vars(descriptor), "base": None} for descriptor in arguments[:described]]
-        self._start = starter(self.compiled, grid, tensors[0].device)
-
-
-def _described(fields: dict[str, Any], tensor: Tensor) -> TensorDescriptor:
-    """A descriptor at a tenth of its constructor's cost."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(fields, base=tensor)
-    return descriptor
-
-
 def launch_hopper_forward(
     q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, problem: Problem, schedule: ForwardSchedule | None = None
-) -> tuple[Tensor, Tensor]:
-    """o, laid out as q is, and lse (B, H, S) in fp32, of tensors for which why_not is None."""
-    o = torch.empty_like(q_BHSD)
-    lse = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
-    bound = bind_hopper_forward(
-        q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), o.stride(),
-        q_BHSD.dtype, q_BHSD.device, problem, schedule,
+) -> tuple[Tensor, Tensor] | None:
+    """o, laid out as q is, and lse (B, H, S) in fp32; None for tensors that why_not has something against."""
+    shape = q_BHSD.shape
+    bound = _bound_forward(
+        q_BHSD.device, q_BHSD.dtype, shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(),
+        problem, schedule,
     )  # fmt: skip
-    bound(q_BHSD, k_BGSD, v_BGSD, o, lse)
+    if bound is None or not _aligned(q_BHSD, k_BGSD, v_BGSD):
+        return None
+    batch, heads, queries, _ = shape
+    o, lse = torch.empty_like(q_BHSD), q_BHSD.new_empty(batch, heads, queries, dtype=torch.float32)
+    bound.attend(q_BHSD, k_BGSD, v_BGSD, o, lse, bound.order)
     return o, lse
 
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
+def _bound_forward(
+    device: torch.device, dtype: torch.dtype, q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...],
+    k_stride: tuple[int, ...], v_stride: tuple[int, ...], problem: Problem, schedule: ForwardSchedule | None,
+) -> "ForwardKernel | None":  # fmt: skip
+    """One look-up a call: whether the kernel takes these, and the kernel."""
+    if _why_not_ever(device, dtype, q_shape, k_shape, q_stride, k_stride, v_stride):
+        return None
+    o_stride = _stride_like(q_shape, q_stride)
+    return bind_hopper_forward(
+        q_shape, k_shape, q_stride, k_stride, v_stride, o_stride, dtype, device, problem, schedule
+    )
+
+
+def _stride_like(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Of torch.empty_like's result."""
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+
+
+class ForwardKernel(NamedTuple):
+    """The kernel, and the last of its tensors: which program does what."""
+
+    attend: BoxedKernel
+    order: Tensor
+
+
 def bind_hopper_forward(
     q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
     v_stride: tuple[int, ...], o_stride: tuple[int, ...], dtype: torch.dtype, device: torch.device,
     problem: Problem, schedule: ForwardSchedule | None,
-) -> BoxedKernel:  # fmt: skip
-    """The forward kernel of one problem."""
+) -> ForwardKernel:  # fmt: skip
+    """The kernel of one problem."""
     batch, heads, queries, head_dim = q_shape
     key_heads, keys = k_shape[1], k_shape[2]
     width = tile_width(head_dim)
-    schedule = schedule or FORWARD[width, problem.causal]
-    tiles = triton.cdiv(queries, ROWS * schedule.warpgroups)
+    work = ForwardWork(
+        heads=batch * heads,
+        together=heads_together(heads // key_heads, keys, head_dim, batch * heads),
+        queries=queries,
+        keys=keys,
+        causal=problem.causal,
+        offset=problem.offset(queries, keys),
+    )
+    schedule = schedule or fastest(FORWARD[width], work, multiprocessors(device))
+    pieces = work.tiles(schedule) * work.heads
     at_a_time = multiprocessors(device) * schedule.programs_per_multiprocessor
+    table = 0 < at_a_time < pieces
     arguments = {
-        "tiles": tiles,
-        "batch_heads": batch * heads,
-        "heads_together": heads_together(heads // key_heads, keys, head_dim, batch * heads),
+        "tiles": work.tiles(schedule),
+        "batch_heads": work.heads,
+        "heads_together": work.together,
         "heads": heads,
         "heads_per_key_head": heads // key_heads,
         "queries": queries,
         "keys": keys,
-        "offset": problem.offset(queries, keys),
+        "offset": work.offset,
         "scale_log2": problem.scale * LOG2_E.value,
         "BLOCK_D": width,
         "BLOCK_K": schedule.block_k,
@@ -216,6 +179,7 @@ def bind_hopper_forward(
         "STAGES": schedule.stages,
         "CAUSAL": problem.causal,
         "RAGGED_K": keys % schedule.block_k != 0,
+        "TABLE": table,
         "REGISTERS": schedule.registers,
     }
     forms = (
@@ -224,23 +188,36 @@ def bind_hopper_forward(
         boxes(k_shape, v_stride, schedule.block_k, width, dtype),
         boxes(q_shape, o_stride, ROWS, width, dtype),
     )
-    all_places = tiles * batch * heads
-    programs = min(all_places, at_a_time) if at_a_time else all_places
-    return BoxedKernel(hopper_forward_kernel, programs, forms, arguments, schedule.most_registers)
+    programs = at_a_time if table else pieces
+    kernel = BoxedKernel(hopper_forward_kernel, programs, forms, arguments, schedule.most_registers)
+    return ForwardKernel(kernel, order_table(device, work, schedule, programs if table else 0))
+
+
+@functools.cache
+def order_table(device: torch.device, work: ForwardWork, schedule: ForwardSchedule, programs: int) -> Tensor:
+    """work_order on the device; a placeholder for no programs. Kept for good, since a CUDA graph may have its address."""
+    order = work_order(work.costs(schedule), programs) if programs else [0]
+    return torch.tensor(order, dtype=torch.int32, device=device)
 
 
 def launch_hopper_backward(
     do_BHSD: Tensor, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, o_BHSD: Tensor, lse_BHS: Tensor,
     problem: Problem, schedule: BackwardSchedule | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, laid out as q, k, v are, of tensors for which why_not is None. Bits of dq may differ from run to run."""
-    dq, dk, dv = torch.empty_like(q_BHSD), torch.empty_like(k_BGSD), torch.empty_like(v_BGSD)
-    if why_not_shape(do_BHSD.dtype, (do_BHSD.shape,), (do_BHSD.stride(),)) or do_BHSD.data_ptr() % 16:
-        do_BHSD = do_BHSD.contiguous()
-    bound = bind_hopper_backward(
-        q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), o_BHSD.stride(),
-        do_BHSD.stride(), dq.stride(), dk.stride(), dv.stride(), q_BHSD.dtype, q_BHSD.device, problem, schedule,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """dq, dk, dv, laid out as q, k, v are; None for tensors that why_not has something against.
+
+    Bits of dq may differ from run to run.
+    """
+    bound, do_fits = _bound_backward(
+        q_BHSD.device, q_BHSD.dtype, q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(),
+        o_BHSD.stride(), do_BHSD.stride(), problem, schedule,
     )  # fmt: skip
+    if bound is None or not _aligned(q_BHSD, k_BGSD, v_BGSD):
+        return None
+    if not do_fits or do_BHSD.data_ptr() % 16:
+        do_BHSD = do_BHSD.clone(memory_format=torch.contiguous_format)
+        return launch_hopper_backward(do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD, lse_BHS, problem, schedule)
+    dq, dk, dv = torch.empty_like(q_BHSD), torch.empty_like(k_BGSD), torch.empty_like(v_BGSD)
     lse_log2, delta, dq_sum = backward_buffers(q_BHSD)
     bound.rows(o_BHSD, do_BHSD, lse_BHS, lse_log2, delta, dq_sum)
     bound.gradients(q_BHSD, k_BGSD, v_BGSD, do_BHSD, lse_log2, delta, dk, dv, dq_sum)
@@ -248,11 +225,30 @@ def launch_hopper_backward(
     return dq, dk, dv
 
 
+@functools.lru_cache(maxsize=PROBLEMS_KEPT)
+def _bound_backward(
+    device: torch.device, dtype: torch.dtype, q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...],
+    k_stride: tuple[int, ...], v_stride: tuple[int, ...], o_stride: tuple[int, ...], do_stride: tuple[int, ...],
+    problem: Problem, schedule: BackwardSchedule | None,
+) -> tuple["BackwardKernels | None", bool]:  # fmt: skip
+    """As _bound_forward; and whether do can be read as it lies."""
+    if _why_not_ever(device, dtype, q_shape, k_shape, q_stride, k_stride, v_stride):
+        return None, False
+    dq_stride, dk_stride = _stride_like(q_shape, q_stride), _stride_like(k_shape, k_stride)
+    bound = bind_hopper_backward(
+        q_shape, k_shape, q_stride, k_stride, v_stride, o_stride, do_stride, dq_stride, dk_stride,
+        _stride_like(k_shape, v_stride), dtype, device, problem, schedule,
+    )  # fmt: skip
+    return bound, why_not_shape(dtype, (q_shape,), (do_stride,)) is None
+
+
 def backward_buffers(q_BHSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp base 2 and delta, rows padded, and dq in fp32 and of contiguous heads."""
-    batch, heads, queries, _ = q_BHSD.shape
-    rows = q_BHSD.new_empty(2, batch * heads * padded_rows(queries), dtype=torch.float32)
-    return rows[0], rows[1], q_BHSD.new_empty(q_BHSD.shape, dtype=torch.float32)
+    """Log-sum-exp base 2, delta, and dq's sum in fp32 (see [Note: one pass backward]): rows padded, the last as wide as tiles."""
+    batch, heads, queries, head_dim = q_BHSD.shape
+    rows = batch * heads * padded_rows(queries)
+    sizes = [rows, rows, rows * tile_width(head_dim)]
+    lse_log2, delta, dq_sum = q_BHSD.new_empty(sum(sizes), dtype=torch.float32).split_with_sizes(sizes)
+    return lse_log2, delta, dq_sum
 
 
 class BackwardKernels(NamedTuple):
@@ -263,7 +259,6 @@ class BackwardKernels(NamedTuple):
     cast: BoundKernel
 
 
-@functools.lru_cache(maxsize=PROBLEMS_KEPT)
 def bind_hopper_backward(
     q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
     v_stride: tuple[int, ...], o_stride: tuple[int, ...], do_stride: tuple[int, ...], dq_stride: tuple[int, ...],
@@ -274,14 +269,15 @@ def bind_hopper_backward(
     batch, heads, queries, head_dim = q_shape
     key_heads, keys = k_shape[1], k_shape[2]
     width = tile_width(head_dim)
-    schedule = schedule or BACKWARD[width, problem.causal]
+    schedule = schedule or BACKWARD[width]
     group = heads // key_heads
     tiles = triton.cdiv(keys, BACKWARD_KEYS)
     padded_queries = padded_rows(queries)
     arguments = {
         "tiles": tiles,
         "batch_key_heads": batch * key_heads,
-        "heads_together": heads_together(1, queries * group, head_dim, batch * key_heads),
+        # of each query, q and do, and dq in fp32, which takes as much as both
+        "heads_together": heads_together(1, 2 * queries * group, head_dim, batch * key_heads),
         "key_heads": key_heads,
         "heads_per_key_head": group,
         "queries": queries,
@@ -299,7 +295,9 @@ def bind_hopper_backward(
         "RAGGED_K": keys % BACKWARD_KEYS != 0,
     }
     row_form = row_boxes(batch * heads * padded_queries, schedule.block_q)
-    sum_stride = (heads * queries * head_dim, queries * head_dim, head_dim, 1)
+    pieces_across = 1 if schedule.split_rows else 2
+    columns = width // pieces_across
+    pieces = padded_queries // ROWS * pieces_across
     forms = (
         boxes(q_shape, q_stride, schedule.block_q, width, dtype),
         boxes(k_shape, k_stride, BACKWARD_KEYS, width, dtype),
@@ -309,17 +307,24 @@ def bind_hopper_backward(
         row_form,
         boxes(k_shape, dk_stride, ROWS, width, dtype),
         boxes(k_shape, dv_stride, ROWS, width, dtype),
-        boxes(q_shape, sum_stride, ROWS, width if schedule.split_rows else width // 2, torch.float32),
+        piece_boxes(batch * heads * pieces, columns),
     )
     small = {"heads": heads, "queries": queries, "HEAD_DIM": head_dim, "BLOCK_D": width, "BLOCK_Q": ROWS_BLOCK_Q}
     row_tiles = padded_queries // ROWS_BLOCK_Q
     row_arguments = small | strides(o=o_stride, g=do_stride) | {"tiles": row_tiles, "padded_queries": padded_queries}
-    cast_tiles = triton.cdiv(queries, ROWS_BLOCK_Q)
-    cast_arguments = small | strides(dq=dq_stride) | {"tiles": cast_tiles, "scale": problem.scale}
+    cast_arguments = strides(dq=dq_stride) | {
+        "pieces": pieces,
+        "heads": heads,
+        "queries": queries,
+        "scale": problem.scale,
+        "HEAD_DIM": head_dim,
+        "PIECES_ACROSS": pieces_across,
+        "COLUMNS": columns,
+    }
     return BackwardKernels(
         rows=BoundKernel(hopper_rows_kernel, row_tiles * batch * heads, row_arguments, num_warps=4),
         gradients=BoxedKernel(hopper_gradients_kernel, tiles * batch * key_heads, forms, arguments),
-        cast=BoundKernel(hopper_cast_kernel, cast_tiles * batch * heads, cast_arguments, num_warps=4),
+        cast=BoundKernel(hopper_cast_kernel, pieces * batch * heads, cast_arguments, num_warps=4),
     )
 
 

@@ -1,7 +1,7 @@
 """The backward kernels for Hopper: algorithm.backward in one pass over the keys. See [Note: the pipeline of a Hopper kernel].
 
 `hopper_rows_kernel`: rowsum(do o), the log-sum-exp base 2, and zeros for dq. `hopper_gradients_kernel`: dk and dv, and dq as a
-sum in fp32 that programs add to in any order: bits may differ from run to run. `hopper_cast_kernel`: dq in the tensors' dtype.
+sum in fp32 that programs add to in any order: bits may differ from run to run. `hopper_cast_kernel`: dq as the tensors are.
 
 [Note: one pass backward]
 A program keeps 128 keys, 64 a warpgroup, and runs over the queries that see them, and over the query heads that share the key
@@ -9,6 +9,10 @@ head. Scores and the gradient of probabilities are computed transposed, (keys, q
 that the products for dv and dk read. dq needs the ds of both warpgroups: each writes its half to shared memory, they meet, and
 each multiplies one half of dq's columns (or rows) and adds it to global memory by TMA. Two buffers of ds take turns, so that
 one meeting a step is enough: whoever is a step ahead writes the other buffer, and cannot be two ahead.
+
+dq is summed in pieces of 64 queries, each in the order in which a warpgroup's registers hold it: a thread writes 16 bytes at a
+time, its neighbours the next 16, so that no two meet in a bank of shared memory, whose traffic is what the loop waits for; and what
+TMA adds is contiguous.
 
 With SCORES_AHEAD the next step's scores are started behind this step's dq, before dq is waited for and stored: the matrix units
 have work meanwhile.
@@ -44,7 +48,7 @@ from trainstep.ops.flash_attention.hopper_parts import (
     tile_and_head,
     where_seen,
 )
-from trainstep.ops.flash_attention.tile_access import load_tile, store_tile
+from trainstep.ops.flash_attention.tile_access import load_tile
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 BLOCK_K: gl.constexpr = gl.constexpr(128)
@@ -63,7 +67,7 @@ def hopper_rows_kernel(
     stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries, padded_queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Rows are padded to whole tiles: lse_log2 with +inf, delta with 0. dq_sum (B, H, S, D) is set to 0."""
+    """Rows are padded to whole tiles: lse_log2 with +inf, delta with 0. dq_sum (B, H, padded S, BLOCK_D) is set to 0."""
     batch_head = tl.program_id(0) // tiles
     first_q = tl.program_id(0) % tiles * BLOCK_Q
     batch = (batch_head // heads).to(tl.int64)
@@ -77,24 +81,30 @@ def hopper_rows_kernel(
     padded_row = batch_head.to(tl.int64) * padded_queries + row
     tl.store(lse_log2_ptr + padded_row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
     tl.store(delta_ptr + padded_row, tl.sum(o * do, 1))
-    zeros = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    dq_base = dq_sum_ptr + batch_head.to(tl.int64) * queries * HEAD_DIM
-    store_tile(dq_base, HEAD_DIM, first_q, queries, zeros, BLOCK_Q, HEAD_DIM, BLOCK_D)
+    dq_base = dq_sum_ptr + (batch_head.to(tl.int64) * padded_queries + first_q) * BLOCK_D
+    tl.store(dq_base + tl.arange(0, BLOCK_Q * BLOCK_D), tl.zeros([BLOCK_Q * BLOCK_D], tl.float32))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def hopper_cast_kernel(
-    dq_sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs, tiles, heads, queries, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    dq_sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs, pieces, heads, queries, scale,
+    HEAD_DIM: tl.constexpr, PIECES_ACROSS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    batch_head = tl.program_id(0) // tiles
-    first_q = tl.program_id(0) % tiles * BLOCK_Q
-    batch = (batch_head // heads).to(tl.int64)
-    head = (batch_head % heads).to(tl.int64)
-    sum_base = dq_sum_ptr + batch_head.to(tl.int64) * queries * HEAD_DIM
-    dq = load_tile(sum_base, HEAD_DIM, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
-    dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh
-    store_tile(dq_base, stride_dqs, first_q, queries, dq * scale, BLOCK_Q, HEAD_DIM, BLOCK_D)
+    """A program a piece of 64 queries and COLUMNS of a head's columns, of `pieces` a head: out of the order of _in_registers."""
+    ROWS_OF_PIECE: tl.constexpr = 64
+    piece = tl.program_id(0).to(tl.int64)
+    batch_head = piece // pieces
+    first_q = piece % pieces // PIECES_ACROSS * ROWS_OF_PIECE
+    first_column = piece % PIECES_ACROSS * COLUMNS
+    if first_q < queries:
+        at = piece * ROWS_OF_PIECE * COLUMNS + tl.arange(0, ROWS_OF_PIECE * COLUMNS)
+        held = tl.reshape(tl.load(dq_sum_ptr + at), [COLUMNS // 8, 4, 8, 4, 2, 2])
+        dq = tl.reshape(tl.permute(held, [1, 4, 2, 0, 3, 5]), [ROWS_OF_PIECE, COLUMNS])
+        base = dq_ptr + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
+        row = first_q + tl.arange(0, ROWS_OF_PIECE)[:, None]
+        column = first_column + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < queries) & (column < HEAD_DIM)
+        tl.store(base + row * stride_dqs + column, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 # Which work -------------------------------------------------------------------------------------------------------------------
@@ -162,6 +172,17 @@ def _start_copies(copied, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, CAUSAL: g
 
 
 @gluon.jit
+def _in_registers(dq):
+    """A result of wgmma, (64, columns), in the order of a warpgroup's registers: 4 numbers of a thread, then the next thread's.
+
+    Nothing moves: row and column are numbered anew by (warp, half, lane // 4) and (eighth, lane % 4, neighbour).
+    """
+    COLUMNS: gl.constexpr = dq.shape[1]
+    numbered = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    return gl.reshape(numbered, [COLUMNS // 4, 256])
+
+
+@gluon.jit
 def _start_scores(kept_tiles, q_ring, used, WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr):
     """wgmma of this warpgroup's keys with the ring's used-th tile of queries."""
     k_tile, _, _ = kept_tiles
@@ -184,7 +205,7 @@ def _add_gradients(
     SCORES_AHEAD: next_scores are those of the first step, and come back as those of the step behind the last.
     """
     kept_tiles, q_ring, do_ring, ds_tiles, dq_tile = memory
-    batch, head, first_k, keys, offset = place
+    first_piece, first_k, keys, offset = place
     k_tile, v_tile, _ = kept_tiles
     q_tiles, lse_rows, q_full, q_empty = q_ring
     do_tiles, delta_rows, do_full, do_empty = do_ring
@@ -245,12 +266,9 @@ def _add_gradients(
         else:
             dq = warpgroup_mma_wait(0, deps=(started_dq,))
         tma.store_wait(0)  # the last step's part of dq has left the buffer
-        dq_tile.reshape([ROWS, DQ_COLUMNS]).store(dq)
+        dq_tile.store(_in_registers(dq))
         fence_async_shared()
-        if SPLIT_ROWS:
-            add_out(dq_desc, [batch, head, step * BLOCK_Q + WARPGROUP * ROWS, 0], dq_tile)
-        else:
-            add_out(dq_desc, [batch, head, step * BLOCK_Q, WARPGROUP * DQ_COLUMNS], dq_tile)
+        add_out(dq_desc, [(first_piece + step * CONSUMERS + WARPGROUP) * dq_desc.block_type.shape[0], 0], dq_tile)
         if SCORES_AHEAD:
             next_scores = warpgroup_mma_wait(0, deps=(started_scores,))
         used += 1
@@ -266,7 +284,7 @@ def _gradients_of_keys(
     dk_desc, dv_desc, dq_desc, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2 = kept
     k_tile, v_tile, kv_full = kept_tiles
     _, _, q_full, _ = q_ring
-    tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, _padded_queries, keys, offset = work
+    tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset = work
     GRADIENT: gl.constexpr = accumulator_layout(BLOCK_D)
     dtype: gl.constexpr = k_tile.dtype
     first_k, batch_key_head = _keys_and_head(tiles, batch_key_heads, heads_together)
@@ -285,7 +303,8 @@ def _gradients_of_keys(
         started_scores = _start_scores(kept_tiles, q_ring, 0, WARPGROUP, BLOCK_Q, STAGES)
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
     for member in range(heads_per_key_head):
-        place = (batch, key_head * heads_per_key_head + member, first_k, keys, offset)
+        batch_head = batch_key_head * heads_per_key_head + member
+        place = (batch_head * (padded_queries // BLOCK_Q) * CONSUMERS, first_k, keys, offset)
         if CAUSAL or RAGGED_K:
             dk, dv, scores, used = _add_gradients(
                 dk, dv, scores, used, dq_desc, memory, place, begin, begin_full, steps, scale_log2,
@@ -341,7 +360,7 @@ def hopper_gradients_kernel(
         new_barriers(STAGES, CONSUMERS),
     )
     ds_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], DS)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 1, ROWS, DQ_COLUMNS], dq_desc.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS * DQ_COLUMNS // 256, 256], dq_desc.layout)
     work = (
         tiles,
         batch_key_heads,

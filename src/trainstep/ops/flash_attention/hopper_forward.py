@@ -28,19 +28,19 @@ from trainstep.ops.flash_attention.hopper_parts import (
     accumulator_layout,
     copy_in,
     copy_out,
+    first_and_turns,
     new_barriers,
     operand_layout,
     place_of_turn,
     tile_and_head,
-    turns_of_program,
     where_seen,
 )
 
 
 @gluon.jit
-def _first_query_and_head(turn, tiles, batch_heads, heads_together, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
-    """Of this program's turn-th tile; the longest tiles of a causal mask are the last and go first."""
-    tile, batch_head = tile_and_head(place_of_turn(turn), tiles, batch_heads, heads_together)
+def _first_query_and_head(place, tiles, batch_heads, heads_together, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of a piece of work; the longest tiles of a causal mask are the last and go first."""
+    tile, batch_head = tile_and_head(place, tiles, batch_heads, heads_together)
     if CAUSAL:
         tile = tiles - 1 - tile
     return tile * BLOCK_Q, batch_head
@@ -62,17 +62,26 @@ def _blocks_seen(first_q, count: gl.constexpr, queries, keys, offset, BLOCK_K: g
 
 
 @gluon.jit
-def _start_copies(copied, WARPGROUPS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def _start_copies(
+    copied,
+    WARPGROUPS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    TABLE: gl.constexpr,
+):
     """Every tile of q, k and v that the consumers will read, in their order, as buffers become empty."""
     q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work = copied
     q_tiles, q_full, q_empty = q_ring
     k_tiles, k_full, k_empty = k_ring
     v_tiles, v_full, v_empty = v_ring
-    tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset = work
+    order_ptr, tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset = work
     BLOCK_Q: gl.constexpr = ROWS * WARPGROUPS
+    first, turns = first_and_turns(order_ptr, TABLE)
     started = 0
-    for turn in range(turns_of_program(tiles * batch_heads)):
-        first_q, batch_head = _first_query_and_head(turn, tiles, batch_heads, heads_together, BLOCK_Q, CAUSAL)
+    for turn in range(turns):
+        place = place_of_turn(order_ptr, first, turn, TABLE)
+        first_q, batch_head = _first_query_and_head(place, tiles, batch_heads, heads_together, BLOCK_Q, CAUSAL)
         blocks, _ = _blocks_seen(first_q, BLOCK_Q, queries, keys, offset, BLOCK_K, CAUSAL)
         batch = batch_head // heads
         head = batch_head % heads
@@ -172,14 +181,14 @@ def _skip_blocks(used, count, k_ring, v_ring, STAGES: gl.constexpr):
 def _attend_tiles(
     kept,
     WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 queries of each of the program's tiles."""
     o_desc, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2 = kept
     q_tiles, q_full, q_empty = q_ring
     k_tiles, k_full, k_empty = k_ring
     v_tiles, v_full, v_empty = v_ring
-    tiles, batch_heads, heads_together, heads, _heads_per_key_head, queries, keys, offset = work
+    order_ptr, tiles, batch_heads, heads_together, heads, _heads_per_key_head, queries, keys, offset = work
     BLOCK_Q: gl.constexpr = ROWS * WARPGROUPS
     SCORES: gl.constexpr = accumulator_layout(BLOCK_K)
     OUTPUT: gl.constexpr = accumulator_layout(BLOCK_D)
@@ -189,8 +198,10 @@ def _attend_tiles(
     q = q_tiles.index(WARPGROUP).reshape([ROWS, BLOCK_D])
     o = o_tiles.index(WARPGROUP)
     used = 0
-    for turn in range(turns_of_program(tiles * batch_heads)):
-        tile_q, batch_head = _first_query_and_head(turn, tiles, batch_heads, heads_together, BLOCK_Q, CAUSAL)
+    first, turns = first_and_turns(order_ptr, TABLE)
+    for turn in range(turns):
+        place = place_of_turn(order_ptr, first, turn, TABLE)
+        tile_q, batch_head = _first_query_and_head(place, tiles, batch_heads, heads_together, BLOCK_Q, CAUSAL)
         first_q = tile_q + WARPGROUP * ROWS
         all_blocks, _ = _blocks_seen(tile_q, BLOCK_Q, queries, keys, offset, BLOCK_K, CAUSAL)
         blocks, full_blocks = _blocks_seen(first_q, ROWS, queries, keys, offset, BLOCK_K, CAUSAL)
@@ -253,10 +264,10 @@ def _attend_tiles(
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, order_ptr,
     tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr, TABLE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors are of (batch, head, position, column). REGISTERS: of a thread of each consumer beyond the first."""
     dtype: gl.constexpr = q_desc.dtype
@@ -276,14 +287,14 @@ def hopper_forward_kernel(
         new_barriers(STAGES, WARPGROUPS),
     )
     o_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, BLOCK_D], o_desc.layout)
-    work = (tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset)
+    work = (order_ptr, tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset)
     copied = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work)
     kept = (o_desc, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2)
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend_tiles, (kept, 0, 1, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
-                (_start_copies, (copied, 1, BLOCK_K, STAGES, CAUSAL)),
+                (_attend_tiles, (kept, 0, 1, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_start_copies, (copied, 1, BLOCK_K, STAGES, CAUSAL, TABLE)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -291,9 +302,9 @@ def hopper_forward_kernel(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend_tiles, (kept, 0, 2, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
-                (_attend_tiles, (kept, 1, 2, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
-                (_start_copies, (copied, 2, BLOCK_K, STAGES, CAUSAL)),
+                (_attend_tiles, (kept, 0, 2, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_attend_tiles, (kept, 1, 2, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_start_copies, (copied, 2, BLOCK_K, STAGES, CAUSAL, TABLE)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -301,10 +312,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend_tiles, (kept, 0, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
-                (_attend_tiles, (kept, 1, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
-                (_attend_tiles, (kept, 2, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K)),
-                (_start_copies, (copied, 3, BLOCK_K, STAGES, CAUSAL)),
+                (_attend_tiles, (kept, 0, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_attend_tiles, (kept, 1, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_attend_tiles, (kept, 2, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_start_copies, (copied, 3, BLOCK_K, STAGES, CAUSAL, TABLE)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],

@@ -35,7 +35,7 @@ PRODUCER_REGISTERS: gl.constexpr = gl.constexpr(24)
 
 SIZES = (
     *("tiles", "batch_heads", "batch_key_heads", "heads_together", "heads", "key_heads", "heads_per_key_head"),
-    *("queries", "padded_queries", "keys", "offset"),
+    *("queries", "padded_queries", "keys", "offset", "pieces"),
 )
 """Arguments that compile no variant for the values they take."""
 
@@ -87,24 +87,23 @@ def tile_and_head(place, tiles, heads, heads_together):
 
 
 @gluon.jit
-def turns_of_program(places):
-    """How many pieces of work this program does: see place_of_turn."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    full_turns = places // programs
-    odd = full_turns % 2
-    in_last_turn = program + odd * (programs - 1 - 2 * program)
-    one_more = gl.minimum(gl.maximum(places - full_turns * programs - in_last_turn, 0), 1)
-    return full_turns + one_more
+def first_and_turns(order_ptr, TABLE: gl.constexpr):
+    """Where this program's pieces of work begin in the table, and how many they are: hopper_work.work_order."""
+    first = gl.program_id(0)
+    turns = 1
+    if TABLE:
+        first = gl.load(order_ptr + gl.program_id(0))
+        turns = gl.load(order_ptr + gl.program_id(0) + 1) - first
+    return first, turns
 
 
 @gluon.jit
-def place_of_turn(turn):
-    """Programs go through the work forwards, then backwards: whoever got the longest piece gets the shortest of the next turn."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    odd = turn % 2
-    return turn * programs + program + odd * (programs - 1 - 2 * program)
+def place_of_turn(order_ptr, first, turn, TABLE: gl.constexpr):
+    """This program's turn-th piece of work; without a table its only one, of its own number."""
+    place = first
+    if TABLE:
+        place = gl.load(order_ptr + gl.num_programs(0) + 1 + first + turn)
+    return place
 
 
 # Masks -------------------------------------------------------------------------------------------------------------------------

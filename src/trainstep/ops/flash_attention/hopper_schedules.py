@@ -1,6 +1,7 @@
-"""How the Hopper kernels cut their work: rows of data, each with where it comes from, and what a row needs of the machine.
+"""How the Hopper kernels cut their work: rows of data, and what a row needs of the machine.
 
-A schedule is chosen by tile width and mask alone; a tuner passes others. "estimate" rows await a measurement.
+A schedule is chosen by tile width, forward's among several by the tiles there are (hopper_work.fastest). Each won against others on
+an H200 (docs/log.md); a tuner passes others.
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,6 @@ ROWS = 64
 """Of queries (forward) or keys (backward) a warpgroup keeps."""
 BACKWARD_KEYS = 2 * ROWS
 """A program of backward: two warpgroups'."""
-CACHE_BYTES = 32 * 2**20
-"""What heads worked on together may read again and again: most of the L2 cache's 50 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +31,12 @@ class ForwardSchedule:
     """Tiles of k, and as many of v, in flight."""
     programs_per_multiprocessor: int = 1
     """At a time; as many programs are started in all, and each goes through several tiles. 0: a program a tile."""
+    tflops: float = 1.0
+    """Of a causal mask in bf16, on an H200, with every multiprocessor busy to the end: what a choice of schedules weighs."""
+
+    @property
+    def block_q(self) -> int:
+        return ROWS * self.warpgroups
 
     @property
     def registers(self) -> int:
@@ -67,27 +72,20 @@ class BackwardSchedule:
 
 
 FORWARD = {
-    (64, True): ForwardSchedule(warpgroups=3, block_k=64, stages=4),  # 0.99 of the best timed, which spills in its loop
-    (64, False): ForwardSchedule(warpgroups=3, block_k=128, stages=3),  # estimate, timed
-    (128, True): ForwardSchedule(warpgroups=2, block_k=128, stages=2),  # estimate, timed
-    (128, False): ForwardSchedule(warpgroups=2, block_k=128, stages=2),  # estimate, timed
+    64: (
+        ForwardSchedule(
+            warpgroups=3, block_k=128, stages=3, tflops=525
+        ),  # spills a few addresses in its loop, and wins even so
+        ForwardSchedule(warpgroups=1, block_k=128, stages=2, programs_per_multiprocessor=2, tflops=484),
+    ),
+    128: (ForwardSchedule(warpgroups=2, block_k=128, stages=2, tflops=700),),
 }
-"""By (tile width, causal)."""
+"""By tile width. Of those tried and left out: docs/log.md."""
 
-BACKWARD = {
-    (64, True): BackwardSchedule(block_q=128, stages=2),  # estimate
-    (64, False): BackwardSchedule(block_q=128, stages=2),  # estimate
-    (128, True): BackwardSchedule(block_q=64, stages=2),  # estimate
-    (128, False): BackwardSchedule(block_q=64, stages=2),  # estimate
-}
+BACKWARD = {64: BackwardSchedule(block_q=128, stages=2), 128: BackwardSchedule(block_q=64, stages=2)}
+"""By tile width."""
 
 
 def tile_width(head_dim: int) -> int:
     """The narrowest that holds the head."""
     return next(width for width in WIDTHS if head_dim <= width)
-
-
-def heads_together(heads_per_key_head: int, keys: int, head_dim: int, batch_heads: int) -> int:
-    """Query heads whose keys and values fit into the cache at once, at least those of one key head."""
-    key_heads = max(1, CACHE_BYTES // (4 * keys * head_dim))
-    return min(batch_heads, key_heads * heads_per_key_head)

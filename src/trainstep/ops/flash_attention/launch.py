@@ -1,16 +1,18 @@
 """From tensors to a running kernel, at little host cost: what depends on shapes alone is worked out once and kept.
 
 Triton's own launch binds and specialises every argument on every call, about as long as a short kernel runs. Here the first call of
-a shape goes that way; later ones, with tensors aligned to 16 bytes as then, start the compiled kernel directly.
+a shape goes that way; later ones, with tensors aligned to 16 bytes as then, start the compiled kernel directly (starter.py).
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainstep.ops.flash_attention.starter import starter
 from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileProblem
 
 PROBLEMS_KEPT = 1024
@@ -68,33 +70,16 @@ class BoundKernel:
         self.compiled: Any = None
         """Triton's compiled kernel, once it has run."""
 
-    def __call__(self, *tensors: Any) -> None:
-        """Tensors, or descriptors of tensors, which Triton encodes at each launch and which are aligned."""
-        addresses = [tensor.data_ptr() if isinstance(tensor, Tensor) else tensor for tensor in tensors]
-        aligned = not any(address % 16 for address in addresses if isinstance(address, int))
+    def __call__(self, *tensors: Tensor, descriptors: Sequence[Any] = ()) -> None:
+        """`descriptors`, of aligned tensors, are the kernel's first arguments; Triton encodes them at each launch."""
+        addresses = [x.data_ptr() for x in tensors]
+        aligned = not reduce(or_, addresses) % 16
         if aligned and self._start is not None:
-            self._start(*addresses, *self._arguments)
+            self._start(*descriptors, *addresses)
             return
-        self.compiled = self._kernel[self._grid](*tensors, *self._arguments, **self._options)
+        self.compiled = self._kernel[self._grid](*descriptors, *tensors, *self._arguments, **self._options)
         if aligned and self.compiled is not None:  # the interpreter compiles nothing
-            self._start = starter(self.compiled, self._grid, next(x for x in tensors if isinstance(x, Tensor)).device)
-
-
-def starter(compiled: Any, grid: tuple[int, int, int], device: torch.device) -> Callable[..., None]:
-    """What compiled[grid] does, at half its cost as long as no hook of Triton's is set. Takes addresses for tensors."""
-    from triton import knobs  # launching means that it is there
-
-    ordinary = compiled[grid]  # also loads the kernel, so that `function` is there
-    start, function, metadata, runtime = compiled.run, compiled.function, compiled.packed_metadata, knobs.runtime
-
-    def run(*arguments: Any) -> None:
-        if getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True):
-            ordinary(*arguments)
-        else:
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-            start(*grid, stream, function, metadata, None, None, None, *arguments)
-
-    return run
+            self._start = starter(self.compiled, self._grid, tensors[0].device, self._arguments)
 
 
 def strides(**by_letter: tuple[int, ...]) -> dict[str, int]:

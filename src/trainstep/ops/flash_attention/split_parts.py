@@ -163,9 +163,9 @@ class PartsKernel(BoundKernel):
         super().__init__(*arguments, **options)
         self._shapes = tuple(_in_tiles(shape, side) for shape, side in zip(shapes, sides, strict=True))
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:  # type: ignore[override]  # it makes the descriptors
         read = len(self._shapes)
-        super().__call__(*map(_described, self._shapes, tensors), *tensors[read:])
+        super().__call__(*tensors[read:], descriptors=[*map(_described, self._shapes, tensors)])
 
 
 def _in_tiles(shape: tuple[int, ...], side: int) -> dict[str, Any]:

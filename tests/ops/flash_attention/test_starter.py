@@ -1,0 +1,164 @@
+"""A direct start hands the C function behind Triton's launcher exactly what that launcher would."""
+
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+hopper_boxes = pytest.importorskip("trainstep.ops.flash_attention.hopper_boxes")
+nvidia_driver = pytest.importorskip("triton.backends.nvidia.driver")
+
+from trainstep.ops.flash_attention.starter import described_starter, starter  # noqa: E402  needs triton
+
+GRID, STREAM, DEVICE = (7, 1, 1), 77, torch.device("cpu")
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [1, 1, 8, 64], "fp4_padded": False}
+
+
+class Compiled:
+    """A compiled kernel as triton has it, with triton's own launcher, above a C function that notes what it is handed."""
+
+    function, packed_metadata = 123, (4, 1, 100)
+
+    def __init__(self, signature: dict[str, str], scratch_bytes: int = 0) -> None:
+        described = sum(x.startswith("tensordesc") for x in signature.values())
+        self.handed: list[tuple[Any, ...]] = []
+        self.hooked: list[tuple[Any, ...]] = []
+        self.src = SimpleNamespace(signature=signature)
+        self.metadata = SimpleNamespace(tensordesc_meta=[META] * described)
+        self.run = object.__new__(nvidia_driver.CudaLauncher)
+        c_function = self._c_function
+        vars(self.run).update(
+            launch=nvidia_driver.wrap_handle_tensordesc(
+                lambda *x: c_function(*x), dict(enumerate(signature.values())), self.metadata.tensordesc_meta
+            ),
+            num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
+            global_scratch_size=scratch_bytes, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+            arg_annotations=["annotation"], kernel_signature=b"signature", gsan_enabled=False,
+        )  # fmt: skip
+
+    def _c_function(self, *everything: Any) -> None:
+        self.handed.append(tuple(tuple(x) if isinstance(x, list) else x for x in everything))
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *arguments: self.hooked.append(arguments)
+
+    def by_triton(self, *arguments: Any) -> tuple[Any, ...]:
+        """What the C function is handed by triton's launcher."""
+        self.run(*GRID, STREAM, self.function, self.packed_metadata, None, None, None, *arguments)
+        return self.handed.pop()
+
+
+@pytest.fixture(autouse=True)
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses of the descriptors that were encoded, on a machine with a stream and a TMA."""
+    addresses: list[int] = []
+
+    def fill(address: int, *numbers: Any) -> tuple[Any, ...]:
+        addresses.append(address)
+        return "map", address, *map(str, numbers)
+
+    utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: STREAM, raising=False)
+    return addresses
+
+
+def boxed(*tensors: Tensor) -> list[Any]:
+    return [hopper_boxes.boxes(x.shape, x.stride(), 8, 64, x.dtype).of(x) for x in tensors]
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.empty(2, 3, 16, 64, dtype=torch.bfloat16)
+    return q, torch.empty_like(q), torch.empty(6)
+
+
+SIGNATURE = {"q": "tensordesc<bf16[1, 1, 8, 64],layout>", "k": "tensordesc<bf16[1, 1, 8, 64],layout>"}
+SIGNATURE |= {"lse_ptr": "*fp32", "tiles": "i32", "BLOCK": "constexpr"}
+
+
+def test_addresses_and_constants():
+    compiled = Compiled({"x_ptr": "*fp32", "rows": "i32", "BLOCK": "constexpr"})
+    start = starter(compiled, GRID, DEVICE, (3, 64))
+    start(4096)
+    start(8192)
+    assert compiled.handed == [compiled.by_triton(4096, 3, 64), compiled.by_triton(8192, 3, 64)]
+    assert not compiled.hooked
+
+
+def test_descriptors():
+    compiled = Compiled(SIGNATURE)
+    q, k, lse = inputs()
+    start = described_starter(compiled, GRID, DEVICE, boxed(q, k), (5, 64))
+    assert start is not None
+    for tensors in (inputs(), (k, q, lse), (q, k, lse)):
+        start(*tensors)
+        ours = compiled.handed.pop()
+        assert ours == compiled.by_triton(*boxed(*tensors[:2]), tensors[2].data_ptr(), 5, 64)
+
+
+def test_descriptors_are_encoded_once_an_address(encoded: list[int]):
+    q, k, lse = inputs()
+    start = described_starter(Compiled(SIGNATURE), GRID, DEVICE, boxed(q, k), (5, 64))
+    assert start is not None
+    for _ in range(3):
+        start(q, k, lse)
+    assert encoded == [q.data_ptr(), k.data_ptr()]
+    start(q, k, torch.empty(6))
+    assert len(encoded) == 2
+    start(k, k, lse)
+    assert encoded[2:] == [k.data_ptr()]
+
+
+def test_other_shapes_at_an_address_are_other_descriptors():
+    q, k, lse = inputs()
+    compiled = Compiled(SIGNATURE)
+    for shape in ((2, 3, 16, 64), (3, 2, 16, 64)):
+        start = described_starter(compiled, GRID, DEVICE, boxed(q.view(shape), k.view(shape)), (5, 64))
+        assert start is not None
+        start(q, k, lse)
+        ours = compiled.handed.pop()
+        assert ours == compiled.by_triton(*boxed(q.view(shape), k.view(shape)), lse.data_ptr(), 5, 64)
+
+
+def test_no_tensor_is_kept():
+    q, k, lse = inputs()
+    start = described_starter(Compiled(SIGNATURE), GRID, DEVICE, boxed(q, k), (5, 64))
+    assert start is not None
+    start(q, k, lse)
+    alive = weakref.ref(q)
+    del q
+    assert alive() is None
+
+
+def test_a_kernel_with_scratch_memory_goes_through_tritons_launcher():
+    compiled = Compiled({"x_ptr": "*fp32"}, scratch_bytes=8)
+    allocated: list[int] = []
+    previous = triton.runtime._allocation._allocator.get()
+    triton.set_allocator(lambda size, _align, _stream: allocated.append(size))
+    try:
+        start = starter(compiled, GRID, DEVICE, ())
+        start(4096)
+        start(8192)
+    finally:
+        triton.set_allocator(previous)
+    assert len(compiled.handed) == len(allocated) == 2
+    q, k, _ = inputs()
+    assert described_starter(Compiled(SIGNATURE, scratch_bytes=8), GRID, DEVICE, boxed(q, k), (5, 64)) is None
+
+
+def test_hooks_are_told():
+    compiled = Compiled({"x_ptr": "*fp32", "rows": "i32"})
+    start = starter(compiled, GRID, DEVICE, (3,))
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(print)
+    try:
+        start(4096)
+    finally:
+        hook.remove(print)
+    assert compiled.hooked == [(4096, 3)]
+    assert not compiled.handed
