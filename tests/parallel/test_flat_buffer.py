@@ -40,3 +40,14 @@ def test_a_dense_tensor_keeps_its_strides():
     buffer = FlatBuffer([channels_last, sparse], dtype=torch.float32, device=torch.device("cpu"))
     assert buffer.views[0].stride() == channels_last.stride()
     assert buffer.views[1].is_contiguous()
+
+
+def test_memory_comes_back_zeroed_and_views_stay_views_of_it():
+    buffer = FlatBuffer([torch.empty(3), torch.empty(2, 5)], dtype=torch.float32, device=torch.device("cpu"))
+    buffer.flat.fill_(1)
+    buffer.free_memory()
+    assert buffer.flat.untyped_storage().nbytes() == 0
+    buffer.take_memory()
+    assert not buffer.flat.any()
+    buffer.flat.fill_(2)
+    assert all((view == 2).all() for view in buffer.views)

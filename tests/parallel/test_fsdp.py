@@ -143,6 +143,86 @@ def test_kept_after_forward_is_gathered_once():
     assert sorted(line for line in log if " " not in line) == ["0", "1", "2", "3", "root"]
 
 
+class Backwards(Stack):
+    """Runs its blocks from the last to the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.stem(x).square().mean()
+
+
+def gathers_of_two_steps(ranks: Ranks) -> list[list[str]]:
+    model = Backwards()
+    sync = FSDP(model, ranks)
+    log = log_of_gathers(sync)
+    logs = []
+    for _ in range(2):
+        model(data()).backward()
+        sync.finish_gradient_synchronization()
+        logs.append(list(log))
+        log.clear()
+    return logs
+
+
+def test_units_are_gathered_ahead_in_the_order_of_the_last_forward():
+    first, second = run_ranks(2, gathers_of_two_steps)[0]
+    assert first[:3] == ["root", "0", "3"]  # as the module has them: the first block is gathered in vain
+    assert second == ["root", "3", "2", "1", "0", "1", "2", "3"]
+
+
+def sources_of_gathers(ranks: Ranks, dtype: torch.dtype | None) -> list[str]:
+    """Where each message's own part lies: in the unit's shard, or in the place it has in the whole."""
+    model = stack()
+    sync = FSDP(model, ranks, compute_dtype=dtype)
+    shards = {unit.shard.data_ptr() for unit in sync.units}
+    gather = sync.collectives.all_gather
+    found = []
+
+    def looked_at(tensor: Tensor, shard: Tensor, *, label: str = "") -> object:
+        own_place = tensor[ranks.rank * shard.numel() :]
+        found.append(
+            "shard" if shard.data_ptr() in shards else "whole" if shard.data_ptr() == own_place.data_ptr() else ""
+        )
+        return gather(tensor, shard, label=label)
+
+    sync.collectives.all_gather = looked_at
+    model(data().to(dtype)).backward()
+    sync.finish_gradient_synchronization()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "source"), [(None, "shard"), (torch.bfloat16, "whole")])
+def test_a_shard_is_copied_before_it_is_sent_only_to_cast_it(dtype: torch.dtype | None, source: str):
+    for found in run_ranks(2, sources_of_gathers, dtype):
+        assert found == [source] * (
+            2 * BLOCKS
+        )  # in backward what stands around the blocks, and the last one, are whole still
+
+
+def loss_after_a_broken_pass(ranks: Ranks) -> float:
+    """Pieces change while their unit is on its way, for a forward that broke off behind the second block."""
+    model = stack()
+    sync = FSDP(model, ranks)
+    broken = model.blocks[1].down.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(data())
+    broken.remove()
+    assert sync.units[3].state is UnitState.GATHERING
+    with torch.no_grad():
+        for parameter in model.blocks[2].parameters():
+            parameter.mul_(2)
+    return model(data()).item()
+
+
+def test_what_was_on_its_way_for_a_pass_that_broke_off_is_gathered_anew():
+    expected = stack()
+    with torch.no_grad():
+        for parameter in expected.blocks[2].parameters():
+            parameter.mul_(2)
+    assert run_ranks(2, loss_after_a_broken_pass) == [expected(data()).item()] * 2
+
+
 def checkpointed_under_no_sync(ranks: Ranks) -> list[str]:
     model = stack()
     sync = FSDP(model, ranks)

@@ -6,6 +6,7 @@ costs/collectives.py makes the one from the other.
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ class Traffic:
     def add(self, operation: str, tensor: Tensor) -> None:
         """Count one message."""
         self.messages[operation] += 1
-        self.payload_bytes[operation] += tensor.numel() * tensor.element_size()
+        self.payload_bytes[operation] += tensor.nbytes
 
     def clear(self) -> None:
         """Count from zero."""
@@ -65,12 +66,10 @@ class Collectives:
 
     def all_reduce(self, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
         """Every rank's tensor becomes their `sum`, `average` or `maximum`."""
-        return self._start(
-            "all_reduce",
-            tensor,
-            label,
-            lambda: dist.all_reduce(tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True),
-        )
+        if self.ranks.group is None:
+            return DONE
+        with self._counted("all_reduce", tensor, label):
+            return _ALL_REDUCE(tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True)
 
     def reduce_scatter(self, shard: Tensor, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
         """`shard` becomes this rank's part of the reduced `tensor`, which has world_size times as many elements.
@@ -80,33 +79,23 @@ class Collectives:
         if self.ranks.group is None:
             _copy_unless_same(shard, tensor)
             return DONE
-        return self._start(
-            "reduce_scatter",
-            tensor,
-            label,
-            lambda: _REDUCE_SCATTER(shard, tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True),
-        )
+        with self._counted("reduce_scatter", tensor, label):
+            return _REDUCE_SCATTER(shard, tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True)
 
     def all_gather(self, tensor: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """`tensor` becomes every rank's `shard`, one behind the other. `shard` may be this rank's part of `tensor` itself."""
         if self.ranks.group is None:
             _copy_unless_same(tensor, shard)
             return DONE
-        return self._start(
-            "all_gather",
-            tensor,
-            label,
-            lambda: _ALL_GATHER(tensor, shard, group=self.ranks.group, async_op=True),
-        )
+        with self._counted("all_gather", tensor, label):
+            return _ALL_GATHER(tensor, shard, group=self.ranks.group, async_op=True)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, label: str = "") -> Pending:
         """Every rank's tensor becomes that of rank `source`."""
-        return self._start(
-            "broadcast",
-            tensor,
-            label,
-            lambda: dist.broadcast(tensor, group=self.ranks.group, group_src=source, async_op=True),
-        )
+        if self.ranks.group is None:
+            return DONE
+        with self._counted("broadcast", tensor, label):
+            return _BROADCAST(tensor, group=self.ranks.group, group_src=source, async_op=True)
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, in order; for saying things, not for speed. Waits."""
@@ -126,13 +115,10 @@ class Collectives:
         if self.ranks.group is not None:
             dist.barrier(group=self.ranks.group)
 
-    def _start(self, operation: str, tensor: Tensor, label: str, start: Callable[[], Any]) -> Pending:
-        if self.ranks.group is None:
-            return DONE
+    def _counted(self, operation: str, tensor: Tensor, label: str) -> AbstractContextManager[Any]:
+        """The span to start the message in."""
         self.traffic.add(operation, tensor)
-        with span(f"{operation} {label}" if label else operation):
-            pending: Pending = start()
-        return pending
+        return span(f"{operation} {label}" if label else operation)
 
 
 def _copy_unless_same(to: Tensor, from_: Tensor) -> None:
@@ -140,6 +126,9 @@ def _copy_unless_same(to: Tensor, from_: Tensor) -> None:
         to.copy_(from_)
 
 
+_Start = Callable[..., Pending]
+_ALL_REDUCE: _Start = dist.all_reduce
+_BROADCAST: _Start = dist.broadcast
 # Renamed in torch 2.13, where the older names warn.
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: _Start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER: _Start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

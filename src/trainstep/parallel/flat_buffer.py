@@ -35,6 +35,15 @@ class FlatBuffer:
         first, end = self.layout.shard(rank, world_size)
         return self.flat[first:end]
 
+    def free_memory(self) -> None:
+        """Until `take_memory` neither it nor its views may be read."""
+        self.flat.untyped_storage().resize_(0)
+
+    def take_memory(self) -> None:
+        """Zeroed, as at first."""
+        self.flat.untyped_storage().resize_(self.flat.nbytes)
+        self.flat.zero_()
+
 
 def view_like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
     """The elements of `flat` from `start` on in the shape of `tensor`, and in its strides where it is dense."""

@@ -11,6 +11,7 @@ once a step; keeping parameters gathered after forward saves one of the two, and
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from trainstep.parallel.fsdp_errors import explain_shapes
 from trainstep.parallel.fsdp_unit import FSDPUnit, UnitState
 from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
+from trainstep.parallel.pass_order import PassOrder, UnitsAt
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import plan_units
@@ -60,7 +62,6 @@ class FSDP(HookedGradients):
         if ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {ahead!r}")
         super().__init__(module, ranks)
-        self._ahead = ahead
         self._reshard_after_forward = reshard_after_forward
         plans = plan_units(module, units)
         self._staging = StagingPool(self.ranks.device)
@@ -81,19 +82,27 @@ class FSDP(HookedGradients):
         """Units whose backward is over; other ranks may still wait for a gradient of theirs."""
         self._concluded: set[FSDPUnit] = set()
         """Of this pass: units that backward is done with, and nobody has asked for since."""
+        self._triggers = {unit: plan.triggers for unit, plan in zip(self.units, plans, strict=True)}
+        self._shared = {index: unit for index, unit in self._unit_of.items() if len(self._triggers[unit]) > 1}
+        triggers = dict.fromkeys([module, *(trigger for plan in plans for trigger in plan.triggers)])
+        self._needs = {
+            trigger: [unit for unit in self.units if trigger in self._triggers[unit]] for trigger in triggers
+        }
+        self._freed_behind = {
+            trigger: [unit for unit in needed if trigger is module or unit not in self._needs[module]]
+            for trigger, needed in self._needs.items()
+        }
+        """What no module needs any more when this one's forward is over."""
+        self._pass_order = PassOrder(self._needs, ahead=ahead)
         self._in_forward = False
         """Whether the module's own forward runs; a block that runs outside of it is recomputed for its backward."""
+        self._came_by: list[nn.Module] = []
+        """Triggers of the forward that runs, in their order."""
         self._awaited: Counter[nn.Module] = Counter()
         """How many of each trigger's forwards have no backward yet."""
-        self._forward_order: list[nn.Module] = []
-        self._known_order = list(dict.fromkeys([module, *(trigger for plan in plans for trigger in plan.triggers)]))
-        """Triggers as the last whole forward came by them."""
-        self._triggers = {unit: plan.triggers for unit, plan in zip(self.units, plans, strict=True)}
-        self._needs = {
-            trigger: [unit for unit in self.units if trigger in self._triggers[unit]] for trigger in self._known_order
-        }
+        self._backward_hooks = {trigger: partial(self._before_backward, trigger) for trigger in triggers}
         self._reading_state = False
-        for trigger in self._known_order:
+        for trigger in triggers:
             self._hooks.append(trigger.register_forward_pre_hook(torch.compiler.disable(self._before_forward)))
             self._hooks.append(trigger.register_forward_hook(torch.compiler.disable(self._after_forward)))
         explain = torch.compiler.disable(self._explain_shapes)
@@ -172,11 +181,13 @@ class FSDP(HookedGradients):
     def _before_forward(self, trigger: nn.Module, _inputs: Any) -> None:
         if trigger is self.module:
             self._in_forward = True
-            self._forward_order = []
+            self._came_by = []
             self._begin_pass()
         if self._in_forward:
-            self._forward_order.append(trigger)
-        self._make_whole(trigger, self._known_order if self._in_forward else [])
+            self._came_by.append(trigger)
+            self._make_whole(trigger, self._pass_order.next_in_forward)
+        else:
+            self._make_whole(trigger, {})
 
     def _begin_pass(self) -> None:
         """Free what passes before left whole: a rank may have broken one off, and from here on all gather the same units."""
@@ -190,17 +201,24 @@ class FSDP(HookedGradients):
         recomputed = training and not self._in_forward
         if trigger is self.module:
             self._in_forward = False
-            self._known_order = self._forward_order or self._known_order
-        if training and (tensors := [tensor for tensor in _tensors(output) if tensor.requires_grad]):
-            self._awaited[trigger] += 1
-            register_multi_grad_hook(tensors, lambda _gradient: self._before_backward(trigger), mode="any")
-        comes_next = recomputed or (training and trigger in (self.module, self._known_order[-1]))
+            self._pass_order.learn(self._came_by)
+        if training:
+            self._await_backward(trigger, [tensor for tensor in _tensors(output) if tensor.requires_grad])
+        comes_next = recomputed or (training and trigger in (self.module, self._pass_order.last))
         if comes_next or (training and not self._reshard_after_forward):
             return
-        still_needed = [] if trigger is self.module else self._needs[self.module]
-        for unit in self._needs[trigger]:
-            if unit not in still_needed:
-                unit.reshard()
+        for unit in self._freed_behind[trigger]:
+            unit.reshard()
+
+    def _await_backward(self, trigger: nn.Module, outputs: Sequence[Tensor]) -> None:
+        if not outputs:
+            return
+        self._awaited[trigger] += 1
+        hook = self._backward_hooks[trigger]
+        if len(outputs) == 1:  # the other does the same for several, and costs the host twice as much
+            outputs[0].register_hook(hook)
+        else:
+            register_multi_grad_hook(outputs, hook, mode="any")
 
     def _explain_shapes(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         sharded = [unit for unit in self.units if unit.state is UnitState.SHARDED] if output is None else []
@@ -208,23 +226,20 @@ class FSDP(HookedGradients):
             (named for unit in sharded for named in zip(unit.parameter_names, unit.pieces, strict=True)), output
         )
 
-    def _before_backward(self, trigger: nn.Module) -> None:
+    def _before_backward(self, trigger: nn.Module, _gradient: Tensor) -> None:
         self._awaited[trigger] -= 1
-        order = self._known_order[::-1]
-        if self._reshard_after_forward and trigger in order[:-1]:  # the module itself comes last there, but begins
-            self._conclude(order[: order.index(trigger)], self._needs[trigger])
-        self._make_whole(trigger, order)
+        if self._reshard_after_forward:
+            self._conclude(self._pass_order.behind_in_backward.get(trigger, ()))
+        self._make_whole(trigger, self._pass_order.next_in_backward)
 
-    def _conclude(self, before: Sequence[nn.Module], needed: Sequence[FSDPUnit]) -> None:
+    def _conclude(self, behind: Sequence[FSDPUnit]) -> None:
         """Send and free the units of blocks that backward is done with, whether or not it brought every gradient.
 
         What has all its gradients went when the last came. But a parameter may go unused, here or on another rank alone: all must
         send a unit before they gather the next, or messages would not pair up. Frozen units, and all under no_sync, are freed.
         """
-        behind = (unit for trigger in before for unit in self._needs[trigger])
         for unit in [unit for unit in behind if unit not in self._concluded]:
-            awaited = any(self._awaited[trigger] > 0 for trigger in self._triggers[unit])
-            if awaited or unit in needed or unit in self._needs[self.module]:
+            if self._is_awaited(unit):
                 continue
             if self._syncing and unit not in self._sent:
                 for index in self._members_of.get(unit, []):
@@ -233,20 +248,20 @@ class FSDP(HookedGradients):
             unit.reshard()
             self._concluded.add(unit)
 
-    def _make_whole(self, trigger: nn.Module, order: Sequence[nn.Module]) -> None:
+    def _is_awaited(self, unit: FSDPUnit) -> bool:
+        return any(self._awaited[trigger] > 0 for trigger in self._triggers[unit])
+
+    def _make_whole(self, trigger: nn.Module, comes_next: UnitsAt) -> None:
         for unit in self._needs[trigger]:
             self._concluded.discard(unit)
             unit.wait_for_unshard()
-        place = order.index(trigger) + 1 if trigger in order else len(order)
-        for following in order[place : place + self._ahead]:
-            for unit in self._needs[following]:
-                if unit not in self._sent:
-                    self._concluded.discard(unit)
-                    unit.unshard()
+        for unit in comes_next.get(trigger, ()):
+            if unit not in self._sent:
+                self._concluded.discard(unit)
+                unit.unshard()
 
     def _gradient_ready(self, index: int) -> None:
-        unit = self._unit_of[index]
-        if len(self._triggers[unit]) > 1 and any(self._awaited[trigger] > 0 for trigger in self._triggers[unit]):
+        if index in self._shared and self._is_awaited(self._shared[index]):
             return  # another rank may use it in the block that still waits for its backward, and send it only behind that
         turns = self._order.ready(index)
         if turns is None:
@@ -256,15 +271,16 @@ class FSDP(HookedGradients):
 
     def _send(self, turn: int) -> None:
         unit = self._trained[turn]
+        unit.reshard()
         used = unit.send_gradients()
         for index, here in zip(self._members[turn], used, strict=True):
             self._used[index] = here
-        unit.reshard()
         self._sent.add(unit)
         self._in_flight.append(unit)
         if len(self._in_flight) > MOST_IN_FLIGHT:
             self._in_flight.popleft().receive_gradients()
 
+    @torch.no_grad()
     def _finish(self) -> None:
         for turn in self._order.rest():
             self._send(turn)

@@ -27,15 +27,15 @@ def explain_shapes(pieces: Iterable[tuple[str, Tensor]], output: Any) -> None:
     )
 
 
-def check_pieces(names: Sequence[str], parameters: Sequence[nn.Parameter], pieces: Sequence[Tensor]) -> None:
+def check_pieces(names: Sequence[str], pieces: Sequence[tuple[int, nn.Parameter, Tensor]]) -> None:
     """ValueError where a parameter of a unit was cast, or the first that has a piece here no longer is that piece.
 
     A cast is seen on every rank, also one without a piece: the others would wait for it.
     """
-    for name, parameter, piece in zip(names, parameters, pieces, strict=True):
+    for index, parameter, piece in pieces:
         if parameter.dtype != piece.dtype or (piece.numel() and parameter.data_ptr() != piece.data_ptr()):
             raise ValueError(
-                f"{name}: is no longer the piece that FSDP made of it; move or cast the module before it is wrapped "
+                f"{names[index]}: is no longer the piece that FSDP made of it; move or cast the module before it is wrapped "
                 "(compute_dtype is what FSDP computes in), and load values by load_full_state_dict or load_checkpoint"
             )
         if piece.numel():

@@ -8,14 +8,15 @@ is gathered again. Nothing reads it in between.
 [Note: streams]
 On a GPU a collective starts behind what the current stream has been given so far and runs beside what it is given next. So a unit
 is gathered ahead by asking before the block in front of it is launched; memory that this block's predecessor freed may be taken for
-it at once; and waiting makes the stream wait, not the host.
+it at once; and waiting makes the stream wait, not the host. The shard is sent from where it lies: an optimizer updates it when
+gradients have been handed over, and every gather has been waited for by then.
 """
 
 from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.flat_buffer import lay_out, view_like
@@ -66,14 +67,21 @@ class FSDPUnit:
         self._places = [self._place(index) for index in range(len(plan.parameters))]
         self.pieces = [self.piece_of(self.shard, index) for index in range(len(plan.parameters))]
         self._whole = torch.empty(self.layout.numel, dtype=compute_dtype or dtype, device=ranks.device)
-        self._views = [
-            view_like(self._whole, start, template)
-            for start, template in zip(self.layout.starts, self._templates, strict=True)
+        self._as_wholes = [
+            (parameter, view_like(self._whole, start, template))
+            for parameter, start, template in zip(plan.parameters, self.layout.starts, self._templates, strict=True)
         ]
-        self._whole_bytes = self._whole.untyped_storage().nbytes()
-        self._whole.untyped_storage().resize_(0)  # [Note: storage that comes and goes]
+        self._as_pieces = list(zip(range(len(self.pieces)), plan.parameters, self.pieces, strict=True))
+        self._present = [
+            (index, parameter, self._places[index]) for index, parameter, piece in self._as_pieces if piece.numel()
+        ]
+        """Parameters of which this rank has a piece, and where its shard has it."""
+        self._own_part = self._whole[slice(*self.layout.shard(ranks.rank, ranks.world_size))]
+        self._storage = self._whole.untyped_storage()
+        self._whole_bytes = self._storage.nbytes()
+        self._storage.resize_(0)  # [Note: storage that comes and goes]
         self._gathering: Pending = DONE
-        self._held: list[Tensor | None] = [None] * len(plan.parameters)
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
         """Gradients: of pieces, while the parameters are whole."""
         self._unsent: list[Tensor | None] = [None] * len(plan.parameters)
         """Gradients: whole ones that have not been reduced yet."""
@@ -87,21 +95,19 @@ class FSDPUnit:
             collectives=collectives,
             staging=staging,
         )
-        self._show_pieces()
+        for _, parameter, piece in self._as_pieces:
+            parameter.data = piece
 
     def unshard(self) -> None:
         """Start gathering the whole parameters, unless that is done. ValueError where they are no longer this unit's pieces."""
         if self.state is not UnitState.SHARDED:
             return
-        check_pieces(self.parameter_names, self.parameters, self.pieces)
+        check_pieces(self.parameter_names, self._as_pieces)
         self.state = UnitState.GATHERING
         with span(f"unshard {self.name}"):
-            self._whole.untyped_storage().resize_(self._whole_bytes)
-        ranks = self._collectives.ranks
-        first, end = self.layout.shard(ranks.rank, ranks.world_size)
-        with torch.no_grad():
-            own = self._whole[first:end].copy_(self.shard)
-        self._gathering = self._collectives.all_gather(self._whole, own, label=self.name)
+            self._storage.resize_(self._whole_bytes)
+        sent = self.shard if self.shard.dtype == self._whole.dtype else self._own_part.copy_(self.shard)
+        self._gathering = self._collectives.all_gather(self._whole, sent, label=self.name)
 
     def wait_for_unshard(self) -> None:
         """From here on the parameters are whole."""
@@ -111,40 +117,39 @@ class FSDPUnit:
         self._gathering.wait()
         self._gathering = DONE
         self.state = UnitState.GATHERED
-        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
-            self._held[index], parameter.grad = parameter.grad, None
+        for parameter, view in self._as_wholes:
+            if parameter.grad is not None:
+                self._held.append((parameter, parameter.grad))
+                parameter.grad = None
             parameter.data = view
 
     def reshard(self) -> None:
         """Free the whole parameters. A gradient that autograd has added to them is kept, to be reduced."""
         if self.state is UnitState.SHARDED:
             return
-        self.wait_for_unshard()
-        self.keep_gradients()
-        self._show_pieces()
-        for index, parameter in enumerate(self.parameters):
-            parameter.grad, self._held[index] = self._held[index], None
-        self._whole.untyped_storage().resize_(0)
+        if self.state is UnitState.GATHERING:
+            self._gathering.wait()
+            self._gathering = DONE
+        else:
+            for index, parameter, piece in self._as_pieces:
+                if (gradient := parameter.grad) is not None:
+                    before = self._unsent[index]
+                    self._unsent[index] = gradient if before is None else self._sum(before, gradient)
+                    parameter.grad = None
+                parameter.data = piece
+            for parameter, gradient in self._held:
+                parameter.grad = gradient
+            self._held.clear()
+        self._storage.resize_(0)
         self.state = UnitState.SHARDED
 
     @torch.no_grad()
-    def keep_gradients(self) -> None:
-        """Take whole gradients off the parameters; several backward passes add up in the shard's dtype."""
-        if self.state is not UnitState.GATHERED:
-            return
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                continue
-            before = self._unsent[index]
-            if before is None:
-                self._unsent[index] = parameter.grad
-            else:
-                self._unsent[index] = before.to(self.shard.dtype).add_(parameter.grad)
-            parameter.grad = None
+    def _sum(self, before: Tensor, gradient: Tensor) -> Tensor:
+        """Of several backward passes, in the shard's dtype."""
+        return before.to(self.shard.dtype).add_(gradient)
 
     def send_gradients(self) -> list[bool]:
-        """Start reducing what is kept; which parameters had a gradient here."""
-        self.keep_gradients()
+        """Sharded: start reducing what is kept; which parameters had a gradient here."""
         used = [gradient is not None for gradient in self._unsent]
         self._gradients.send(self._unsent)
         self._unsent = [None] * len(self.parameters)
@@ -154,15 +159,14 @@ class FSDPUnit:
         """Wait for this rank's shard of the average."""
         self._reduced = self._gradients.receive()
 
-    @torch.no_grad()
     def hand_over_gradients(self, used: Sequence[bool]) -> None:
         """Sharded: give each piece its part of the average, added to a gradient that it still has."""
-        assert self.state is UnitState.SHARDED and self._reduced is not None
-        for index, (parameter, here) in enumerate(zip(self.parameters, used, strict=True)):
-            if here and parameter.numel():
-                piece = self.piece_of(self._reduced, index)
+        reduced, self._reduced = self._reduced, None
+        assert self.state is UnitState.SHARDED and reduced is not None
+        for index, parameter, place in self._present:
+            if used[index]:
+                piece = reduced[place]
                 parameter.grad = piece if parameter.grad is None else parameter.grad.add_(piece)
-        self._reduced = None
 
     @property
     def unsent_gradients(self) -> list[Tensor]:
@@ -218,7 +222,3 @@ class FSDPUnit:
                 view_like(flat, start, parameter).copy_(parameter)
         first, end = self.layout.shard(ranks.rank, ranks.world_size)
         return flat[first:end].clone()
-
-    def _show_pieces(self) -> None:
-        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
-            parameter.data = piece

@@ -42,21 +42,16 @@ class GradientShards:
         self._reduced: Tensor | None = None
         self._pending: Pending = DONE
 
-    @torch.no_grad()
     def send(self, gradients: Sequence[Tensor | None]) -> None:
         """Copy gradients into a buffer, zeros for None, and start reducing. They may be freed at once."""
         with span(f"send gradients {self._name}"):
             buffer = self._shelf.borrow()
             reduced = torch.empty(self._shard_numel, dtype=self._reduce_dtype, device=buffer.flat.device)
-        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        if present:
-            torch._foreach_copy_([buffer.views[index] for index in present], [g for g in gradients if g is not None])
-        if absent := [view for view, gradient in zip(buffer.views, gradients, strict=True) if gradient is None]:
-            torch._foreach_zero_(absent)
+        with torch.no_grad():
+            _fill(buffer.views, gradients)
         self._pending = self._collectives.reduce_scatter(reduced, buffer.flat, reduction="average", label=self._name)
         self._buffer, self._reduced = buffer, reduced
 
-    @torch.no_grad()
     def receive(self) -> Tensor | None:
         """Wait; this rank's shard of the average, in the parameters' dtype. None if nothing was sent since the last time."""
         if self._buffer is None or self._reduced is None:
@@ -66,3 +61,12 @@ class GradientShards:
         shard = self._reduced.to(self._dtype)
         self._buffer, self._reduced, self._pending = None, None, DONE
         return shard
+
+
+def _fill(views: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < len(views):
+        torch._foreach_zero_([view for view, gradient in zip(views, gradients, strict=True) if gradient is None])
+        views = [view for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+    if present:
+        torch._foreach_copy_(views, present)

@@ -134,14 +134,6 @@ class HookedGradients(ABC):
         """Whether this rank has a gradient to send."""
         return self._used[index] or self.parameters[index].grad is not None
 
-    def _accumulated(self, index: int) -> None:
-        gradient = self.parameters[index].grad
-        if gradient is not None and gradient.is_sparse:
-            raise ValueError(f"{self.names[index]}: its gradient is sparse; build its embedding with sparse=False")
-        self._used[index] = True
-        if self._syncing:
-            self._gradient_ready(index)
-
 
 class ReplicatedGradients(HookedGradients):
     """Base of those that keep whole parameters and whole gradients on every rank."""
@@ -158,6 +150,8 @@ class _Hook:
     for ever once a program drops them.
     """
 
+    __slots__ = ("_index", "_name", "_sync")
+
     def __init__(self, sync: HookedGradients, index: int) -> None:
         self._sync = weakref.ref(sync)
         self._name = sync.names[index]
@@ -168,13 +162,18 @@ class _Hook:
         """Whether there is still somebody to tell."""
         return self._sync() is not None
 
-    def __call__(self, _parameter: Tensor) -> None:
+    def __call__(self, parameter: Tensor) -> None:
         sync = self._sync()
         if sync is None:
             raise RuntimeError(
                 f"{self._name}: what synchronises its gradient is gone; keep it as long as you train, or detach() it first"
             )
-        sync._accumulated(self._index)
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            raise ValueError(f"{self._name}: its gradient is sparse; build its embedding with sparse=False")
+        sync._used[self._index] = True
+        if sync._syncing:
+            sync._gradient_ready(self._index)
 
 
 def sent_twice(name: str) -> RuntimeError:

@@ -17,7 +17,10 @@ class LaunchOrder:
         if member in self._there:
             return None
         self._there.add(member)
-        self._missing[self._group_of[member]] -= 1
+        group = self._group_of[member]
+        self._missing[group] -= 1
+        if self._missing[group]:
+            return []
         first = self._next
         while self._next < len(self._sizes) and not self._missing[self._next]:
             self._next += 1

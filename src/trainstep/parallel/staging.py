@@ -1,8 +1,8 @@
 """Buffers that gradients pass through on their way to their shards: borrowed for a message, given back, borrowed by the next.
 
 Blocks of a Transformer have the same shapes, so two or three buffers serve all of them; allocating anew for each would cost the
-host a view a parameter, and the memory of every message that is still on its way. When all gradients are there the buffers go:
-a step holds most where backward begins, and nothing is on its way then.
+host a view a parameter, and the memory of every message that is still on its way. When all gradients are there their memory is
+freed: a step holds most where backward begins, and nothing is on its way then.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,29 @@ class Shelf:
 
     def __init__(self, tensors: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device, parts: int) -> None:
         self._tensors, self._dtype, self._device, self._parts = list(tensors), dtype, device, parts
-        self.free: list[FlatBuffer] = []
+        self._free: list[FlatBuffer] = []
+        self._without_memory: list[FlatBuffer] = []
 
     def borrow(self) -> FlatBuffer:
         """What its views hold is old, the filling between and behind them is zero."""
-        if self.free:
-            return self.free.pop()
+        if self._free:
+            return self._free.pop()
+        if self._without_memory:
+            buffer = self._without_memory.pop()
+            buffer.take_memory()
+            return buffer
         return FlatBuffer(self._tensors, dtype=self._dtype, device=self._device, parts=self._parts)
 
     def give_back(self, buffer: FlatBuffer) -> None:
         """The message that used it has been waited for."""
-        self.free.append(buffer)
+        self._free.append(buffer)
+
+    def clear(self) -> None:
+        """Free the memory of buffers that nobody uses."""
+        for buffer in self._free:
+            buffer.free_memory()
+        self._without_memory += self._free
+        self._free.clear()
 
 
 class StagingPool:
@@ -48,6 +60,6 @@ class StagingPool:
         return self._shelves[kind]
 
     def clear(self) -> None:
-        """Free the buffers that nobody uses."""
+        """Free the memory of buffers that nobody uses."""
         for shelf in self._shelves.values():
-            shelf.free.clear()
+            shelf.clear()
