@@ -159,3 +159,10 @@ def test_overrides_of_a_field_that_rows_give_choose_rows():
         sweep.grids({"seq": [64, 256]})
     with pytest.raises(ValueError, match=r"head_dim, seq: no \[\[rows\]\] of sweep it has these values together"):
         sweep.grids({"head_dim": [16], "seq": [128]})
+
+
+def test_a_choice_named_none():
+    """Which a command line reads as no value."""
+    sweep = load_sweep(ROOT / "sweeps" / "ddp.toml")
+    [grid] = sweep.grids({"model": ["xl"], "context": [512], "sync": [None, "flat"]})
+    assert grid["sync"] == ["none", "flat"]

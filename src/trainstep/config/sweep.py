@@ -40,8 +40,11 @@ class SweepConfig:
         grids: list[dict[str, list[Any]]] = [{**self.grid, **row} for row in self.rows or ({},)]
         check_grid_keys({**overrides, "workload": grids[0].get("workload", ["train_step"])}, f"sweep {self.name}")
         of_rows = [name for name in overrides if any(name in row for row in self.rows)]
+        overrides = dict(overrides)
         for name in of_rows:
             there = list(dict.fromkeys(value for grid in grids for value in grid.get(name, ())))
+            if "none" in there:  # a choice of that name, which a command line reads as no value
+                overrides[name] = ["none" if value is None else value for value in overrides[name]]
             if absent := [value for value in overrides[name] if value not in there]:
                 known = ", ".join(map(str, there))
                 raise ValueError(f"{name}: no [[rows]] of sweep {self.name} has {absent[0]!r}; they have {known}")
