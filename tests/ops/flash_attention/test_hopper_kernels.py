@@ -24,7 +24,13 @@ from trainstep.ops.flash_attention.hopper_schedules import (
     BackwardSchedule,
     ForwardSchedule,
 )
-from trainstep.ops.flash_attention.hopper_work import ForwardWork, fastest, heads_together, work_order
+from trainstep.ops.flash_attention.hopper_work import (
+    ForwardWork,
+    fastest,
+    heads_together,
+    key_heads_together,
+    work_order,
+)
 
 CASES = {
     "whole tiles": Case(heads=2, queries=384, keys=384, head_dim=64),
@@ -132,6 +138,12 @@ def test_heads_together():
         heads_together(heads_per_key_head=4, keys=1 << 20, head_dim=128, batch_heads=64) == 4
     )  # too long for any cache
     assert heads_together(heads_per_key_head=4, keys=128, head_dim=64, batch_heads=64) == 64
+
+
+def test_key_heads_together():
+    """16 heads 4,096 long share a few key heads: two fit the cache, but 256 programs would end with two long ones; 2,048 do not."""
+    assert key_heads_together(32 * 8, 132, queries=8 * 4096, head_dim=64, batch_key_heads=8) == 8
+    assert key_heads_together(32 * 64, 132, queries=4096, head_dim=128, batch_key_heads=64) == 8
 
 
 def test_work_order():

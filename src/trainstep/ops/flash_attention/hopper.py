@@ -30,7 +30,13 @@ from trainstep.ops.flash_attention.hopper_schedules import (
     ForwardSchedule,
     tile_width,
 )
-from trainstep.ops.flash_attention.hopper_work import ForwardWork, fastest, heads_together, work_order
+from trainstep.ops.flash_attention.hopper_work import (
+    ForwardWork,
+    fastest,
+    heads_together,
+    key_heads_together,
+    work_order,
+)
 from trainstep.ops.flash_attention.launch import (
     PROBLEMS_KEPT,
     BoundKernel,
@@ -276,8 +282,9 @@ def bind_hopper_backward(
     arguments = {
         "tiles": tiles,
         "batch_key_heads": batch * key_heads,
-        # of each query, q and do, and dq in fp32, which takes as much as both
-        "heads_together": heads_together(1, 2 * queries * group, head_dim, batch * key_heads),
+        "heads_together": key_heads_together(
+            tiles * batch * key_heads, multiprocessors(device), queries * group, head_dim, batch * key_heads
+        ),
         "key_heads": key_heads,
         "heads_per_key_head": group,
         "queries": queries,

@@ -14,7 +14,9 @@ from trainstep.ops.flash_attention.hopper_schedules import ForwardSchedule
 CACHE_BYTES = 32 * 2**20
 """What heads worked on together may read again and again: most of the L2 cache's 50 MB."""
 _MANY = 64
-"""Tiles a program: with more, whichever is last no longer matters."""
+"""Tiles a program of forward: with more, whichever is last no longer matters."""
+_FEW = 8
+"""Programs of backward a multiprocessor: with more, the last are short beside all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,17 @@ def heads_together(heads_per_key_head: int, keys: int, head_dim: int, batch_head
     """Query heads whose keys and values fit into the cache at once, at least those of one key head."""
     key_heads = max(1, CACHE_BYTES // (4 * keys * head_dim))
     return min(batch_heads, key_heads * heads_per_key_head)
+
+
+def key_heads_together(programs: int, multiprocessors: int, queries: int, head_dim: int, batch_key_heads: int) -> int:
+    """Of backward, `programs` in all: key heads whose q, do and dq, of `queries` of all their query heads, fit into the cache.
+
+    All where programs are few: the longest of all must start first, or a multiprocessor is left with one at the end (with 8 query
+    heads a key head, 256 programs, that took 1.5 times as long).
+    """
+    if programs <= _FEW * multiprocessors:
+        return batch_key_heads
+    return heads_together(1, 2 * queries, head_dim, batch_key_heads)  # dq, in fp32, takes as much as q and do
 
 
 def fastest(schedules: Sequence[ForwardSchedule], work: ForwardWork, multiprocessors: int) -> ForwardSchedule:
