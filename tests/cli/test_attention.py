@@ -57,7 +57,7 @@ def test_compared_as_json(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_a_peer_that_is_not_installed(tmp_path: Path):
+def test_peers_that_run_on_gpus_only(tmp_path: Path):
     code, out, _, records = attention(tmp_path, *QUICK, "--implementation", "flash_attn,flash_attn_4")
     assert code == 0
     assert [record.failure is not None for record in records] == [True, True]

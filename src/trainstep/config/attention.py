@@ -14,7 +14,8 @@ IMPLEMENTATIONS = (
     *("flash_attn", "flash_attn_4", "trainstep"),
 )
 PACKAGES = {"flash_attn": "flash-attn", "flash_attn_4": "flash-attn-4"}
-"""Of implementations that need not be there: what to install. flash-attn-4 is a package of its own, inside flash-attn's name."""
+"""Of implementations that need not be there: what to install. flash-attn-4 is another package, whose module flash_attn.cute lies
+inside flash-attn's."""
 DIRECTIONS = ("forward", "backward", "both")
 RULE = "rule"
 TILE_FIELDS = KERNEL_TILE_FIELDS[:4]

@@ -71,4 +71,4 @@ class ParallelConfig:
 
     def sync_config(self) -> SyncConfig:
         """How the ranks are kept together."""
-        return SyncConfig(**part_of(self, SyncConfig))
+        return SyncConfig(**{name: getattr(self, name) for name in SyncConfig.__dataclass_fields__})

@@ -20,6 +20,8 @@ class FakeKernel:
 
     def __init__(self) -> None:
         self.bound, self.hooked, self.started = [], [], []
+        self.run = FakeLauncher()
+        self.run.launch = lambda *arguments: self.started.append(arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **options: Any) -> "FakeKernel":
@@ -28,8 +30,14 @@ class FakeKernel:
 
         return launch
 
-    def run(self, *arguments: Any) -> None:
-        self.started.append(arguments)
+
+class FakeLauncher:
+    """Hands everything on, as Triton's does, which adds more."""
+
+    launch: Any
+
+    def __call__(self, *everything: Any) -> None:
+        self.launch(*everything)
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +58,16 @@ def test_later_calls_start_the_compiled_kernel():
     assert options["num_warps"] == 4
     assert kernel.started == [(7, 1, 1, 77, "function", "metadata", None, None, None, x.data_ptr(), 3, 64)] * 2
     assert not kernel.hooked
+
+
+def test_a_launcher_of_another_make_is_not_passed_by():
+    kernel = FakeKernel()
+    kernel.run = object()
+    bound = BoundKernel(kernel, 7, {"BLOCK": 64, "rows": 3}, num_warps=4)
+    x = torch.empty(8)
+    bound(x)
+    bound(x)
+    assert kernel.hooked == [((7, 1, 1), (x.data_ptr(), 3, 64), {})]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])

@@ -105,6 +105,7 @@ def test_descriptors_are_encoded_once_an_address(encoded: list[int]):
     q, k, lse = inputs()
     start = described_starter(Compiled(SIGNATURE), GRID, DEVICE, boxed(q, k), (5, 64))
     assert start is not None
+    encoded.clear()  # each was encoded once, to see whether that works
     for _ in range(3):
         start(q, k, lse)
     assert encoded == [q.data_ptr(), k.data_ptr()]
@@ -135,20 +136,91 @@ def test_no_tensor_is_kept():
     assert alive() is None
 
 
-def test_a_kernel_with_scratch_memory_goes_through_tritons_launcher():
-    compiled = Compiled({"x_ptr": "*fp32"}, scratch_bytes=8)
-    allocated: list[int] = []
-    previous = triton.runtime._allocation._allocator.get()
-    triton.set_allocator(lambda size, _align, _stream: allocated.append(size))
-    try:
-        start = starter(compiled, GRID, DEVICE, ())
+def test_what_a_direct_start_does_not_know_goes_through_triton():
+    """Scratch memory, a launcher without its inner function, one that calls it twice, one of other arguments."""
+
+    def changed(**fields: Any) -> Compiled:
+        compiled = Compiled({"x_ptr": "*fp32"})
+        vars(compiled.run).update(fields)
+        return compiled
+
+    no_launch = changed()
+    del no_launch.run.launch
+    other = changed()
+    other.run = lambda grid, stream, arguments: None
+    for compiled in (changed(global_scratch_size=8), no_launch, other):
+        start = starter(compiled, GRID, DEVICE, (3,))
         start(4096)
-        start(8192)
-    finally:
-        triton.set_allocator(previous)
-    assert len(compiled.handed) == len(allocated) == 2
+        assert compiled.hooked == [(4096, 3)]
+        assert not compiled.handed
+        q, k, _ = inputs()
+        assert described_starter(compiled, GRID, DEVICE, boxed(q, k), (5, 64)) is None
+
+
+def test_descriptors_that_triton_wraps_otherwise_go_through_triton():
     q, k, _ = inputs()
-    assert described_starter(Compiled(SIGNATURE, scratch_bytes=8), GRID, DEVICE, boxed(q, k), (5, 64)) is None
+    unwrapped = Compiled(SIGNATURE)
+    unwrapped.run.launch = unwrapped._c_function
+    without_meta = Compiled(SIGNATURE)
+    del without_meta.metadata.tensordesc_meta
+    for compiled in (unwrapped, without_meta):
+        assert described_starter(compiled, GRID, DEVICE, boxed(q, k), (5, 64)) is None
+
+
+class FakeBoxed:
+    """A kernel as triton's jit has it: what it is launched with, and the compiled kernel it returns."""
+
+    arg_names = ("q", "k", "lse_ptr", "tiles", "BLOCK")
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled, self.launches = compiled, 0
+
+    def __getitem__(self, _grid: tuple[int, int, int]) -> Callable[..., Any]:
+        def launch(*_arguments: Any, **_options: Any) -> Any:
+            self.launches += 1
+            return self.compiled
+
+        return launch
+
+
+def boxed_kernel(compiled: Any) -> tuple[Any, FakeBoxed]:
+    q, k, _ = inputs()
+    kernel = FakeBoxed(compiled)
+    forms = [hopper_boxes.boxes(x.shape, x.stride(), 8, 64, x.dtype) for x in (q, k)]
+    return hopper_boxes.BoxedKernel(kernel, 7, forms, {"tiles": 5, "BLOCK": 64}), kernel
+
+
+def test_a_kernel_of_boxes_is_started_directly_but_for_the_first_time():
+    compiled = Compiled(SIGNATURE)
+    run, kernel = boxed_kernel(compiled)
+    q, k, lse = inputs()
+    for _ in range(3):
+        run(q, k, lse)
+    assert kernel.launches == 1
+    assert compiled.handed == [compiled.by_triton(*boxed(q, k), lse.data_ptr(), 5, 64)] * 2
+
+
+def test_a_kernel_of_boxes_tells_hooks():
+    compiled = Compiled(SIGNATURE)
+    run, kernel = boxed_kernel(compiled)
+    hook = triton.knobs.runtime.launch_enter_hook
+    run(*inputs())
+    hook.add(print)
+    try:
+        run(*inputs())
+    finally:
+        hook.remove(print)
+    assert kernel.launches == 2
+    assert not compiled.handed
+
+
+def test_a_starter_is_looked_for_once(monkeypatch: pytest.MonkeyPatch):
+    looked: list[Any] = []
+    monkeypatch.setattr(hopper_boxes, "described_starter", lambda *what: looked.append(what))
+    run, kernel = boxed_kernel(Compiled(SIGNATURE))
+    for _ in range(3):
+        run(*inputs())
+    assert (kernel.launches, len(looked)) == (3, 1)
 
 
 def test_hooks_are_told():

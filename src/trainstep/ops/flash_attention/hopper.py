@@ -56,7 +56,7 @@ PADDED_TO = 128
 
 def why_not(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> str | None:
     """Why the Hopper kernels do not take these tensors, in a few words, or None. k and v have one shape."""
-    reason = _why_not_ever(
+    reason = _why_not_at_any_address(
         q_BHSD.device, q_BHSD.dtype, q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride()
     )
     if reason is None and not _aligned(q_BHSD, k_BGSD, v_BGSD):
@@ -68,32 +68,34 @@ def _aligned(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:
     return not (q_BHSD.data_ptr() | k_BGSD.data_ptr() | v_BGSD.data_ptr()) % 16
 
 
-def _why_not_ever(
-    device: torch.device, dtype: torch.dtype, q_shape: torch.Size, k_shape: torch.Size, *steps: tuple[int, ...]
+def _why_not_at_any_address(
+    device: torch.device, dtype: torch.dtype, q_shape: torch.Size, k_shape: torch.Size, *each_stride: tuple[int, ...]
 ) -> str | None:
-    """What no other address would change."""
+    """Reasons that hold whatever the tensors' addresses."""
     architecture, shared_memory_bytes = device_of(device)
     if architecture != "sm_90" or shared_memory_bytes < SHARED_MEMORY_BYTES:
         return f"the device is {architecture}, not sm_90"
-    return why_not_shape(dtype, (q_shape, k_shape, k_shape), steps)
+    return why_not_shape(dtype, (q_shape, k_shape, k_shape), each_stride)
 
 
-def why_not_shape(dtype: torch.dtype, shapes: tuple[torch.Size, ...], steps: tuple[tuple[int, ...], ...]) -> str | None:
+def why_not_shape(
+    dtype: torch.dtype, shapes: tuple[torch.Size, ...], each_stride: tuple[tuple[int, ...], ...]
+) -> str | None:
     """The part that no device changes. Shapes and strides of q, k, v."""
     head_dim = shapes[0][-1]
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype} is not a 16-bit dtype"
     if head_dim % 8 or not LEAST_HEAD_DIM <= head_dim <= WIDTHS[-1]:
         return f"heads are {head_dim} wide, not a multiple of 8 from {LEAST_HEAD_DIM} to {WIDTHS[-1]}"
-    for shape, stride in zip(shapes, steps, strict=True):
+    for shape, stride in zip(shapes, each_stride, strict=True):
         step_bytes = [step * dtype.itemsize for size, step in zip(shape, stride, strict=True) if size > 1]
         if any(step % 16 for step in step_bytes[:-1]):
             return "a stride is not a multiple of 16 bytes"
         if any(step <= 0 or step >= 2**40 for step in step_bytes):
             return "a tensor is expanded, or strides beyond 2^40 bytes"
     batch, heads, queries, _ = shapes[0]
-    if batch * heads * queries * head_dim >= 2**40 or batch * heads * (queries + 128) >= 2**31:
-        return "there are more than 2^31 rows"
+    if batch * heads * (queries + PADDED_TO) >= 2**31:
+        return "there are 2^31 rows or more"
     return None
 
 
@@ -128,7 +130,7 @@ def _bound_forward(
     k_stride: tuple[int, ...], v_stride: tuple[int, ...], problem: Problem, schedule: ForwardSchedule | None,
 ) -> "ForwardKernel | None":  # fmt: skip
     """One look-up a call: whether the kernel takes these, and the kernel."""
-    if _why_not_ever(device, dtype, q_shape, k_shape, q_stride, k_stride, v_stride):
+    if _why_not_at_any_address(device, dtype, q_shape, k_shape, q_stride, k_stride, v_stride):
         return None
     o_stride = _stride_like(q_shape, q_stride)
     return bind_hopper_forward(
@@ -168,7 +170,7 @@ def bind_hopper_forward(
     schedule = schedule or fastest(FORWARD[width], work, multiprocessors(device))
     pieces = work.tiles(schedule) * work.heads
     at_a_time = multiprocessors(device) * schedule.programs_per_multiprocessor
-    table = 0 < at_a_time < pieces
+    table = at_a_time < pieces
     arguments = {
         "tiles": work.tiles(schedule),
         "batch_heads": work.heads,
@@ -201,7 +203,10 @@ def bind_hopper_forward(
 
 @functools.cache
 def order_table(device: torch.device, work: ForwardWork, schedule: ForwardSchedule, programs: int) -> Tensor:
-    """work_order on the device; a placeholder for no programs. Kept for good, since a CUDA graph may have its address."""
+    """work_order on the device, 4 bytes a tile; a placeholder for no programs.
+
+    Kept for good, since a CUDA graph may have its address: 8,192 heads of 8,192 queries take 1.3 MiB.
+    """
     order = work_order(work.costs(schedule), programs) if programs else [0]
     return torch.tensor(order, dtype=torch.int32, device=device)
 
@@ -238,7 +243,7 @@ def _bound_backward(
     problem: Problem, schedule: BackwardSchedule | None,
 ) -> tuple["BackwardKernels | None", bool]:  # fmt: skip
     """As _bound_forward; and whether do can be read as it lies."""
-    if _why_not_ever(device, dtype, q_shape, k_shape, q_stride, k_stride, v_stride):
+    if _why_not_at_any_address(device, dtype, q_shape, k_shape, q_stride, k_stride, v_stride):
         return None, False
     dq_stride, dk_stride = _stride_like(q_shape, q_stride), _stride_like(k_shape, k_stride)
     bound = bind_hopper_backward(

@@ -90,18 +90,20 @@ def hopper_cast_kernel(
     dq_sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs, pieces, heads, queries, scale,
     HEAD_DIM: tl.constexpr, PIECES_ACROSS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program a piece of 64 queries and COLUMNS of a head's columns, of `pieces` a head: out of the order of _in_registers."""
-    ROWS_OF_PIECE: tl.constexpr = 64
+    """One piece of dq's sum, 64 queries x COLUMNS, out of the order of _in_registers into rows, scaled.
+
+    A head has `pieces`, PIECES_ACROSS side by side.
+    """
     piece = tl.program_id(0).to(tl.int64)
     batch_head = piece // pieces
-    first_q = piece % pieces // PIECES_ACROSS * ROWS_OF_PIECE
+    first_q = piece % pieces // PIECES_ACROSS * ROWS
     first_column = piece % PIECES_ACROSS * COLUMNS
     if first_q < queries:
-        at = piece * ROWS_OF_PIECE * COLUMNS + tl.arange(0, ROWS_OF_PIECE * COLUMNS)
+        at = piece * ROWS * COLUMNS + tl.arange(0, ROWS * COLUMNS)
         held = tl.reshape(tl.load(dq_sum_ptr + at), [COLUMNS // 8, 4, 8, 4, 2, 2])
-        dq = tl.reshape(tl.permute(held, [1, 4, 2, 0, 3, 5]), [ROWS_OF_PIECE, COLUMNS])
+        dq = tl.reshape(tl.permute(held, [1, 4, 2, 0, 3, 5]), [ROWS, COLUMNS])
         base = dq_ptr + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
-        row = first_q + tl.arange(0, ROWS_OF_PIECE)[:, None]
+        row = first_q + tl.arange(0, ROWS)[:, None]
         column = first_column + tl.arange(0, COLUMNS)[None, :]
         inside = (row < queries) & (column < HEAD_DIM)
         tl.store(base + row * stride_dqs + column, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)

@@ -11,11 +11,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from trainstep.ops.flash_attention.hopper_schedules import ROWS
 from trainstep.ops.flash_attention.starter import described_starter, hooks_listen
 
-_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 class Boxes(NamedTuple):
-    """A tensor as TMA is told to see it."""
+    """A tensor as a TMA descriptor has it: sizes and strides in elements, `box`: what one copy moves, `layout`: how that lies in
+    shared memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -33,13 +34,13 @@ def boxes(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, 
     return Boxes(tuple(shape), (*steps, 1), tuple(box), gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[dtype]))
 
 
-def row_boxes(length: int, rows: int) -> Boxes:
-    """Of fp32 numbers in a row."""
-    return Boxes((length,), (1,), (rows,), gl.NVMMASharedLayout.get_default_for([rows], gl.float32))
+def row_boxes(length: int, box: int) -> Boxes:
+    """`box` at a time of fp32 numbers in a row."""
+    return Boxes((length,), (1,), (box,), gl.NVMMASharedLayout.get_default_for([box], gl.float32))
 
 
 def piece_boxes(pieces: int, columns: int) -> Boxes:
-    """Of fp32 in pieces of ROWS queries, each in a warpgroup's order, in rows of 256: the most of a box, and contiguous."""
+    """dq, summed in pieces of ROWS queries x `columns` in fp32 (hopper_backward's note): a box each, in rows of 256, its longest."""
     rows = ROWS * columns // 256
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return Boxes((pieces * rows, 256), (256, 1), (rows, 256), layout)
@@ -62,8 +63,7 @@ class BoxedKernel:
         self._arguments = tuple(arguments[name] for name in names[len(names) - len(arguments) :])
         self.options = {"num_warps": 4} | ({} if most_registers is None else {"maxnreg": most_registers})
         self._start: Callable[..., None] | None = None
-        self.compiled: Any = None
-        """Triton's compiled kernel, once it has run."""
+        self._has_run = False
 
     def arguments(self, *tensors: Tensor) -> list[Any]:
         """All of the kernel's."""
@@ -75,6 +75,8 @@ class BoxedKernel:
             self._start(*tensors)
             return
         arguments, grid = self.arguments(*tensors), (self.programs, 1, 1)
-        self.compiled = self.kernel[grid](*arguments, **self.options)
-        descriptors = arguments[: len(self.boxes)]
-        self._start = described_starter(self.compiled, grid, tensors[0].device, descriptors, self._arguments)
+        compiled = self.kernel[grid](*arguments, **self.options)
+        if not self._has_run:
+            descriptors = arguments[: len(self.boxes)]
+            self._start = described_starter(compiled, grid, tensors[0].device, descriptors, self._arguments)
+            self._has_run = True

@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper: algorithm.forward, one program a multiprocessor. See [Note: the pipeline of a Hopper kernel].
+"""The forward kernel for Hopper: algorithm.forward, by programs that stay. See [Note: the pipeline of a Hopper kernel].
 
 [Note: blocks from the last to the first]
 A tile of 64 queries a warpgroup goes through its key blocks from the last it sees to the first, so that those that the mask

@@ -27,7 +27,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 ROWS: gl.constexpr = gl.constexpr(64)
 """Of a warpgroup: what one wgmma has."""

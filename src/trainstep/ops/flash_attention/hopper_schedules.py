@@ -30,9 +30,10 @@ class ForwardSchedule:
     stages: int
     """Tiles of k, and as many of v, in flight."""
     programs_per_multiprocessor: int = 1
-    """At a time; as many programs are started in all, and each goes through several tiles. 0: a program a tile."""
-    tflops: float = 1.0
-    """Of a causal mask in bf16, on an H200, with every multiprocessor busy to the end: what a choice of schedules weighs."""
+    """At a time; no more programs are started in all, and each goes through several tiles."""
+    tflops: float | None = None
+    """Of a causal mask in bf16, on an H200, with every multiprocessor busy to the end: what a choice of several weighs. docs/log.md
+    has the fit."""
 
     @property
     def block_q(self) -> int:
@@ -46,7 +47,7 @@ class ForwardSchedule:
     @property
     def most_registers(self) -> int | None:
         """What a thread starts with, where triton's own choice (all of the multiprocessor's) leaves no room for other programs."""
-        return None if self.programs_per_multiprocessor <= 1 and self.warpgroups > 1 else 128
+        return None if self.programs_per_multiprocessor == 1 and self.warpgroups > 1 else 128
 
     def shared_bytes(self, width: int) -> int:
         """q and o, the rings of k and v, barriers."""
@@ -73,12 +74,11 @@ class BackwardSchedule:
 
 FORWARD = {
     64: (
-        ForwardSchedule(
-            warpgroups=3, block_k=128, stages=3, tflops=525
-        ),  # spills a few addresses in its loop, and wins even so
+        # Triton 3.6 spills a few addresses in its loop under a causal mask; it wins even so
+        ForwardSchedule(warpgroups=3, block_k=128, stages=3, tflops=525),
         ForwardSchedule(warpgroups=1, block_k=128, stages=2, programs_per_multiprocessor=2, tflops=484),
     ),
-    128: (ForwardSchedule(warpgroups=2, block_k=128, stages=2, tflops=700),),
+    128: (ForwardSchedule(warpgroups=2, block_k=128, stages=2),),
 }
 """By tile width. Of those tried and left out: docs/log.md."""
 

@@ -16,7 +16,7 @@ CACHE_BYTES = 32 * 2**20
 _MANY = 64
 """Tiles a program of forward: with more, whichever is last no longer matters."""
 _FEW = 8
-"""Programs of backward a multiprocessor: with more, the last are short beside all."""
+"""Programs of backward a multiprocessor: with more, the last are short beside all. An estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ def heads_together(heads_per_key_head: int, keys: int, head_dim: int, batch_head
 
 
 def key_heads_together(programs: int, multiprocessors: int, queries: int, head_dim: int, batch_key_heads: int) -> int:
-    """Of backward, `programs` in all: key heads whose q, do and dq, of `queries` of all their query heads, fit into the cache.
+    """Of backward: key heads that go side by side, so that q, do and dq of `queries` rows a key head fit into the cache.
 
-    All where programs are few: the longest of all must start first, or a multiprocessor is left with one at the end (with 8 query
-    heads a key head, 256 programs, that took 1.5 times as long).
+    All of them where there are few `programs`, since a long one that starts last is left alone at the end (simulated, 8 query heads
+    a key head, 256 programs: 1.5 times the mean).
     """
     if programs <= _FEW * multiprocessors:
         return batch_key_heads
@@ -67,6 +67,7 @@ def fastest(schedules: Sequence[ForwardSchedule], work: ForwardWork, multiproces
     def time(schedule: ForwardSchedule) -> float:
         programs = multiprocessors * schedule.programs_per_multiprocessor
         blocks = _longest(work.costs(schedule), programs) * schedule.programs_per_multiprocessor
+        assert schedule.tflops is not None, "one of several schedules has to be weighed"
         return blocks * schedule.block_q * schedule.block_k / schedule.tflops
 
     return min(schedules, key=time) if len(schedules) > 1 else schedules[0]

@@ -1,14 +1,15 @@
 """Start a compiled kernel below the Python that Triton's launcher runs at each launch.
 
 That launcher adds values that no launch changes, encodes every TMA descriptor anew, and hands all of it to a C function. Here what
-the C function is handed is recorded once; later launches call it with their stream and addresses, and a descriptor is encoded once
-an address. Where a launcher does not look like that (another Triton, scratch memory, instrumentation), it is called itself.
+the C function is handed is recorded once; later launches call it with their stream and addresses, and a descriptor is encoded
+once an address: forward and backward of attention cost the host 58 us that way, 98 by Triton's launcher (on a stub, docs/log.md).
+Triton 3.6 hands the C function a kernel's arguments one by one, 3.9 as one sequence. Where a launcher does not look like that
+(another Triton, scratch memory, instrumentation), Triton launches as it always does.
 """
 
 import copy
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -26,25 +27,26 @@ DESCRIPTORS_KEPT, LAUNCHES_KEPT = 16_384, 4096
 
 Grid = tuple[int, int, int]
 
+_UNFAMILIAR = (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError)
+"""What looking into a launcher of another make raises."""
+
 
 def hooks_listen() -> bool:
     """Whether somebody wants to be told of launches through Triton, which direct ones would pass by."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))
+    return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))  # one without `calls` may listen
 
 
 def starter(compiled: Any, grid: Grid, device: torch.device, constants: Sequence[Any]) -> Callable[..., None]:
-    """What compiled[grid] does, at a third of its cost as long as no hook listens.
+    """What compiled[grid] does, at less cost as long as no hook listens.
 
     Takes what comes before the constants, addresses for tensors.
     """
     ordinary = compiled[grid]  # also loads the kernel, so that `function` is there
-    handed, function = _handed(compiled, grid), compiled.run
+    handed = _handed(compiled, grid)
     if handed is None:
-        handed = _Handed((*grid,), (compiled.function, compiled.packed_metadata, None, None, None), in_one=False)
-    else:
-        function = function.launch
-    launch = handed.launch(function, device)
+        return lambda *varying: ordinary(*varying, *constants)
+    launch = handed.launch(compiled.run.launch, device)
 
     def run(*varying: Any) -> None:
         if hooks_listen():
@@ -62,16 +64,19 @@ def described_starter(
 
     Takes all the tensors. No hook may listen. None where Triton's launcher is not as it has to be for this.
     """
-    launch_with_descriptors = getattr(compiled.run, "launch", None)
     handed = _handed(compiled, grid)
-    if handed is None or not inspect.isfunction(launch_with_descriptors):
+    if handed is None:
         return None
-    function = inspect.getclosurevars(launch_with_descriptors).nonlocals.get("launcher")
-    types = [x for x in compiled.src.signature.values() if isinstance(x, str) and x.startswith("tensordesc")]
-    metas = compiled.metadata.tensordesc_meta or ()
-    if not callable(function) or not len(descriptors) == len(types) == len(metas):
+    try:
+        # The only way to the C function: the launcher that Triton wraps around it for descriptors closes over it by this name
+        function = inspect.getclosurevars(compiled.run.launch).nonlocals["launcher"]
+        types = [x for x in compiled.src.signature.values() if isinstance(x, str) and x.startswith("tensordesc")]
+        each = zip(descriptors, types, compiled.metadata.tensordesc_meta, strict=True)
+        encoders = [_encoder(handed, compiled, grid, *one) for one in each]
+        for encode, descriptor in zip(encoders, descriptors, strict=True):
+            encode(descriptor.base.data_ptr())
+    except _UNFAMILIAR:
         return None
-    encoders = [_encoder(handed, compiled, grid, *each) for each in zip(descriptors, types, metas, strict=True)]
     launch = handed.launch(function, device)
 
     def arguments(*addresses: int) -> tuple[Any, ...]:
@@ -105,11 +110,12 @@ def _encoder(
     from triton.backends.nvidia.driver import wrap_handle_tensordesc  # no other GPU has descriptors of this kind
 
     record = _recorder(compiled, grid, lambda launch: wrap_handle_tensordesc(launch, {0: type_}, [meta]))
-    kind, fields = type(descriptor), {**vars(descriptor), "base": None}  # keeps no tensor alive
+    checked = copy.copy(descriptor)
+    checked.base = None  # keeps no tensor alive
 
     def encode(address: int) -> tuple[Any, ...]:
-        moved = object.__new__(kind)  # checked when the first was made
-        vars(moved).update(fields, base=_At(address))
+        moved = copy.copy(checked)
+        moved.base = _At(address)
         return handed.arguments(record(moved))
 
     return encode
@@ -155,11 +161,13 @@ class _Handed(NamedTuple):
 
 def _handed(compiled: Any, grid: Grid) -> _Handed | None:
     """As Triton's launcher does it; None where that is not plain to see."""
-    launcher = compiled.run
-    scratch = [getattr(launcher, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
-    if not hasattr(launcher, "launch") or any(scratch):
+    scratch = [getattr(compiled.run, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
+    if not hasattr(compiled.run, "launch") or any(scratch):
         return None
-    *rest, last = _recorder(compiled, grid)(_ARGUMENT)
+    try:
+        *rest, last = _recorder(compiled, grid)(_ARGUMENT)
+    except _UNFAMILIAR:
+        return None
     stream = next((i for i, x in enumerate(rest) if x is _STREAM), None)
     in_one = last is not _ARGUMENT
     if stream is None or (in_one and not (isinstance(last, tuple | list) and len(last) == 1 and last[0] is _ARGUMENT)):
@@ -171,14 +179,13 @@ def _recorder(
     compiled: Any, grid: Grid, wrap: Callable[[Callable[..., None]], Callable[..., None]] = lambda launch: launch
 ) -> Callable[..., tuple[Any, ...]]:
     """From a kernel's arguments to everything that Triton's launcher hands to the C function behind it, which is not called."""
-    launcher, seen, one_at_a_time = copy.copy(compiled.run), [], threading.Lock()
-    launcher.launch = wrap(lambda *everything: seen.append(everything))
     before = (*grid, _STREAM, compiled.function, compiled.packed_metadata, None, None, None)
 
     def record(*arguments: Any) -> tuple[Any, ...]:
-        with one_at_a_time:
-            launcher(*before, *arguments)
-            everything: tuple[Any, ...] = seen.pop()
+        launcher, seen = copy.copy(compiled.run), []
+        launcher.launch = wrap(lambda *everything: seen.append(everything))
+        launcher(*before, *arguments)
+        (everything,) = seen  # ValueError of a launcher that does not call `launch` once
         return everything
 
     return record
