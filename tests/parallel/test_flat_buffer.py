@@ -51,3 +51,5 @@ def test_memory_comes_back_zeroed_and_views_stay_views_of_it():
     assert not buffer.flat.any()
     buffer.flat.fill_(2)
     assert all((view == 2).all() for view in buffer.views)
+    buffer.take_memory()
+    assert (buffer.flat == 2).all()  # it was there: nothing changes

@@ -126,9 +126,9 @@ def _copy_unless_same(to: Tensor, from_: Tensor) -> None:
         to.copy_(from_)
 
 
+# Typed: torch's own carry no annotations. The last two were renamed in torch 2.13, where the older names warn.
 _Start = Callable[..., Pending]
 _ALL_REDUCE: _Start = dist.all_reduce
 _BROADCAST: _Start = dist.broadcast
-# Renamed in torch 2.13, where the older names warn.
 _REDUCE_SCATTER: _Start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER: _Start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

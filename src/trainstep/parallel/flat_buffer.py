@@ -40,9 +40,11 @@ class FlatBuffer:
         self.flat.untyped_storage().resize_(0)
 
     def take_memory(self) -> None:
-        """Zeroed, as at first."""
-        self.flat.untyped_storage().resize_(self.flat.nbytes)
-        self.flat.zero_()
+        """Zeroed, as at first, where it was freed; else nothing changes."""
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.flat.nbytes)
+            self.flat.zero_()
 
 
 def view_like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:

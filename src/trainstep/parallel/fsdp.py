@@ -72,10 +72,8 @@ class FSDP(HookedGradients):
         ]
         self._trained = [unit for unit in self.units if unit.trains][::-1]
         """In the order in which backward completes them."""
-        self._members = [[index_of[parameter] for parameter in unit.parameters] for unit in self._trained]
-        self._members_of = dict(zip(self._trained, self._members, strict=True))
-        self._unit_of = {index: unit for unit, members in self._members_of.items() for index in members}
-        self._order = LaunchOrder(self._members)
+        self._members_of = {unit: [index_of[parameter] for parameter in unit.parameters] for unit in self._trained}
+        self._order = LaunchOrder(list(self._members_of.values()))
         self._usage = Usage(self.collectives, len(self.parameters))
         self._in_flight: deque[FSDPUnit] = deque()
         self._sent: set[FSDPUnit] = set()
@@ -83,7 +81,13 @@ class FSDP(HookedGradients):
         self._concluded: set[FSDPUnit] = set()
         """Of this pass: units that backward is done with, and nobody has asked for since."""
         self._triggers = {unit: plan.triggers for unit, plan in zip(self.units, plans, strict=True)}
-        self._shared = {index: unit for index, unit in self._unit_of.items() if len(self._triggers[unit]) > 1}
+        self._shared = {
+            index: unit
+            for unit, members in self._members_of.items()
+            for index in members
+            if len(self._triggers[unit]) > 1
+        }
+        """Parameters of units that several modules trigger."""
         triggers = dict.fromkeys([module, *(trigger for plan in plans for trigger in plan.triggers)])
         self._needs = {
             trigger: [unit for unit in self.units if trigger in self._triggers[unit]] for trigger in triggers
@@ -273,7 +277,7 @@ class FSDP(HookedGradients):
         unit = self._trained[turn]
         unit.reshard()
         used = unit.send_gradients()
-        for index, here in zip(self._members[turn], used, strict=True):
+        for index, here in zip(self._members_of[unit], used, strict=True):
             self._used[index] = here
         self._sent.add(unit)
         self._in_flight.append(unit)
@@ -294,7 +298,7 @@ class FSDP(HookedGradients):
         for unit in self.units:
             unit.reshard()
         unused = set(self._usage.unused_everywhere(self._used))
-        for unit, members in zip(self._trained, self._members, strict=True):
+        for unit, members in self._members_of.items():
             unit.hand_over_gradients([index not in unused for index in members])
 
     @contextmanager

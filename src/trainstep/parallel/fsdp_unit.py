@@ -67,15 +67,14 @@ class FSDPUnit:
         self._places = [self._place(index) for index in range(len(plan.parameters))]
         self.pieces = [self.piece_of(self.shard, index) for index in range(len(plan.parameters))]
         self._whole = torch.empty(self.layout.numel, dtype=compute_dtype or dtype, device=ranks.device)
-        self._as_wholes = [
-            (parameter, view_like(self._whole, start, template))
-            for parameter, start, template in zip(plan.parameters, self.layout.starts, self._templates, strict=True)
-        ]
-        self._as_pieces = list(zip(range(len(self.pieces)), plan.parameters, self.pieces, strict=True))
+        self._as_wholes = list(zip(plan.parameters, self._views(self._whole), strict=True))
+        """A parameter and what it is while the unit is gathered."""
+        self._as_pieces = [(index, parameter, self.pieces[index]) for index, parameter in enumerate(plan.parameters)]
+        """A parameter's number here, the parameter, and what it is while the unit is sharded."""
         self._present = [
             (index, parameter, self._places[index]) for index, parameter, piece in self._as_pieces if piece.numel()
         ]
-        """Parameters of which this rank has a piece, and where its shard has it."""
+        """The same of those of which this rank has a piece: number, parameter, and where its shard has it."""
         self._own_part = self._whole[slice(*self.layout.shard(ranks.rank, ranks.world_size))]
         self._storage = self._whole.untyped_storage()
         self._whole_bytes = self._storage.nbytes()
@@ -191,10 +190,7 @@ class FSDPUnit:
         """Whole tensors from every rank's shard of something laid out as the parameters are. Waits."""
         whole = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
         self._collectives.all_gather(whole, shard, label=f"{self.name} whole").wait()
-        return [
-            view_like(whole, start, template)
-            for start, template in zip(self.layout.starts, self._templates, strict=True)
-        ]
+        return self._views(whole)
 
     @torch.no_grad()
     def load(self, index: int, whole: Tensor) -> None:
@@ -207,6 +203,13 @@ class FSDPUnit:
         arranged.copy_(whole)
         self.pieces[index].copy_(arranged.as_strided((template.numel(),), (1,))[first:end])
 
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Of a flat tensor of all parameters, each in its own shape."""
+        return [
+            view_like(flat, start, template)
+            for start, template in zip(self.layout.starts, self._templates, strict=True)
+        ]
+
     def _place(self, index: int) -> slice:
         """Where this rank's shard has parameter `index`."""
         first, end = self.ends(index)
@@ -218,7 +221,7 @@ class FSDPUnit:
         ranks = self._collectives.ranks
         with torch.no_grad():
             flat = torch.zeros(self.layout.numel, dtype=dtype, device=ranks.device)
-            for start, parameter in zip(self.layout.starts, self.parameters, strict=True):
-                view_like(flat, start, parameter).copy_(parameter)
+            for view, parameter in zip(self._views(flat), self.parameters, strict=True):
+                view.copy_(parameter)
         first, end = self.layout.shard(ranks.rank, ranks.world_size)
         return flat[first:end].clone()

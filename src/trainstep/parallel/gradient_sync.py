@@ -130,6 +130,12 @@ class HookedGradients(ABC):
     def _finish(self) -> None:
         """Average what is left."""
 
+    def _accumulated(self, index: int) -> None:
+        """Backward has added the last of this parameter's gradient."""
+        self._used[index] = True
+        if self._syncing:
+            self._gradient_ready(index)
+
     def _was_used(self, index: int) -> bool:
         """Whether this rank has a gradient to send."""
         return self._used[index] or self.parameters[index].grad is not None
@@ -150,8 +156,6 @@ class _Hook:
     for ever once a program drops them.
     """
 
-    __slots__ = ("_index", "_name", "_sync")
-
     def __init__(self, sync: HookedGradients, index: int) -> None:
         self._sync = weakref.ref(sync)
         self._name = sync.names[index]
@@ -171,9 +175,7 @@ class _Hook:
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             raise ValueError(f"{self._name}: its gradient is sparse; build its embedding with sparse=False")
-        sync._used[self._index] = True
-        if sync._syncing:
-            sync._gradient_ready(self._index)
+        sync._accumulated(self._index)
 
 
 def sent_twice(name: str) -> RuntimeError:

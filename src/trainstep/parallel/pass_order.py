@@ -19,21 +19,20 @@ class PassOrder:
     def __init__(self, needs: UnitsAt, *, ahead: int) -> None:
         self._needs = needs
         self._ahead = ahead
-        self._learn(list(needs))
+        self._triggers: Sequence[nn.Module] = ()
+        self.learn(list(needs))
 
     def learn(self, triggers: Sequence[nn.Module]) -> None:
         """A forward of the outermost module came by these, in this order."""
-        if triggers != self._triggers:
-            self._learn(triggers)
-
-    def _learn(self, triggers: Sequence[nn.Module]) -> None:
+        if triggers == self._triggers:
+            return
         self._triggers = triggers
         self.last = triggers[-1]
         """The trigger whose backward begins where forward ends."""
         self.next_in_forward: UnitsAt = self._next(triggers)
         self.next_in_backward: UnitsAt = self._next(triggers[::-1])
         self.behind_in_backward: UnitsAt = self._behind(triggers[::-1])
-        """Save those that are needed still. None at the outermost module, where backward begins."""
+        """Units of triggers that backward has passed, without those that this trigger or the outermost module needs."""
 
     def _next(self, triggers: Sequence[nn.Module]) -> UnitsAt:
         found: dict[nn.Module, list[FSDPUnit]] = {}

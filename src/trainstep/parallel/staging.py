@@ -21,14 +21,11 @@ class Shelf:
     def __init__(self, tensors: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device, parts: int) -> None:
         self._tensors, self._dtype, self._device, self._parts = list(tensors), dtype, device, parts
         self._free: list[FlatBuffer] = []
-        self._without_memory: list[FlatBuffer] = []
 
     def borrow(self) -> FlatBuffer:
         """What its views hold is old, the filling between and behind them is zero."""
         if self._free:
-            return self._free.pop()
-        if self._without_memory:
-            buffer = self._without_memory.pop()
+            buffer = self._free.pop()
             buffer.take_memory()
             return buffer
         return FlatBuffer(self._tensors, dtype=self._dtype, device=self._device, parts=self._parts)
@@ -41,8 +38,6 @@ class Shelf:
         """Free the memory of buffers that nobody uses."""
         for buffer in self._free:
             buffer.free_memory()
-        self._without_memory += self._free
-        self._free.clear()
 
 
 class StagingPool:

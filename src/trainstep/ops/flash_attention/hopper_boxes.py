@@ -40,7 +40,7 @@ def row_boxes(length: int, box: int) -> Boxes:
 
 
 def piece_boxes(pieces: int, columns: int) -> Boxes:
-    """dq, summed in pieces of ROWS queries x `columns` in fp32 (hopper_backward's note): a box each, in rows of 256, its longest."""
+    """dq, summed in pieces of ROWS queries x `columns` in fp32 (hopper_backward's note): a box each, in rows of 256, the most."""
     rows = ROWS * columns // 256
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return Boxes((pieces * rows, 256), (256, 1), (rows, 256), layout)
