@@ -54,17 +54,17 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def sampled_at_messages(holdings: Holdings) -> Iterator[list[tuple[str, int]]]:
     """(label, bytes held) when each message starts."""
     samples: list[tuple[str, int]] = []
-    real = Collectives._start
+    real = Collectives._counted
 
-    def start(self: Collectives, operation: str, tensor: Tensor, label: str, send: Any) -> Any:
+    def counted(self: Collectives, operation: str, tensor: Tensor, label: str) -> Any:
         samples.append((label, holdings.total_bytes()))
-        return real(self, operation, tensor, label, send)
+        return real(self, operation, tensor, label)
 
-    Collectives._start = start  # type: ignore[method-assign]
+    Collectives._counted = counted  # type: ignore[method-assign]
     try:
         yield samples
     finally:
-        Collectives._start = real  # type: ignore[method-assign]
+        Collectives._counted = real  # type: ignore[method-assign]
 
 
 class MostHeld(TorchDispatchMode):

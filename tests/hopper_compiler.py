@@ -39,9 +39,9 @@ def bound_kernel(request: dict[str, Any]) -> tuple[BoxedKernel, list[Any]]:
         bound = hopper.bind_hopper_forward(shape, shape, *[stride] * 4, *where, schedule)
         return bound.attend, bound.attend.arguments(x, x, x, x, torch.empty(heads * positions), bound.order)
     backward_schedule = BackwardSchedule(**fields) if fields else None
-    kernel = hopper.bind_hopper_backward(shape, shape, *[stride] * 8, *where, backward_schedule).gradients
-    lse, delta, dq_sum = hopper.backward_buffers(x)
-    return kernel, kernel.arguments(x, x, x, x, lse, delta, x, x, dq_sum)
+    kernels = hopper.bind_hopper_backward(shape, shape, *[stride] * 8, *where, backward_schedule)
+    lse, delta, dq_sum = hopper.backward_buffers(x, kernels.padded_queries)
+    return kernels.gradients, kernels.gradients.arguments(x, x, x, x, lse, delta, x, x, dq_sum)
 
 
 def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:

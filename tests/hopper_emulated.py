@@ -62,8 +62,8 @@ class _Emulated(torch.autograd.Function):
             q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), dq.stride(), dk.stride(),
             dv.stride(), q.dtype, q.device, ctx.problem, ctx.how.backward,
         )  # fmt: skip
-        lse_log2, delta = rows(o, do, lse)
-        _, _, dq_sum = hopper.backward_buffers(q)
+        lse_log2, delta = rows(o, do, lse, padded=kernels.padded_queries)
+        _, _, dq_sum = hopper.backward_buffers(q, kernels.padded_queries)
         ctx.how.run(kernels.gradients, q, k, v, do, lse_log2, delta, dk, dv, dq_sum.zero_())
         dq = out_of_pieces(dq_sum, q.shape, columns=dq_columns(kernels))
         return (dq * ctx.problem.scale).to(q.dtype), dk, dv, None, None
@@ -74,10 +74,9 @@ def unwritten(x: Tensor) -> Tensor:
     return torch.empty_like(x).fill_(math.nan)
 
 
-def rows(o: Tensor, do: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def rows(o: Tensor, do: Tensor, lse: Tensor, *, padded: int) -> tuple[Tensor, Tensor]:
     """(log-sum-exp base 2, delta), as hopper_rows_kernel writes them: padded, +inf where a query sees nothing or is none."""
     batch, heads, queries, _ = o.shape
-    padded = hopper.padded_rows(queries)
     lse_log2 = torch.full((batch, heads, padded), math.inf)
     lse_log2[..., :queries] = torch.where(lse == -math.inf, math.inf, lse / math.log(2))
     delta = torch.zeros(batch, heads, padded)

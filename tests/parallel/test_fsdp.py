@@ -462,3 +462,82 @@ def test_a_weight_of_two_blocks_that_one_rank_uses_once(ahead: int):
     """One rank's last gradient comes a block earlier than the other's: sent then, messages would not pair up."""
     found = run_ranks(2, tied_across_blocks, ahead)
     assert all(torch.isfinite(each) for each in found)
+
+
+def called_twice(ranks: Ranks, compute_dtype: str, reshard_after_forward: bool) -> list[Tensor]:
+    """Two forwards before one backward: autograd reaches each parameter twice if what it computes with has another dtype."""
+    model = stack()
+    sync = FSDP(model, ranks, compute_dtype=getattr(torch, compute_dtype), reshard_after_forward=reshard_after_forward)
+    x = data(ranks.rank).to(getattr(torch, compute_dtype))
+    (model(x) + model(2 * x)).backward()
+    sync.finish_gradient_synchronization()
+    return [torch.cat([p.grad for p in model.parameters() if p.grad is not None])]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_model_called_twice_before_its_backward(reshard_after_forward: bool):
+    exact, rounded = (
+        torch.cat([part for [part] in run_ranks(2, called_twice, dtype, reshard_after_forward)])
+        for dtype in ("float32", "bfloat16")
+    )
+    assert (rounded - exact).abs().max() <= 0.05 * exact.abs().max()
+
+
+def whole_after_backward(ranks: Ranks, together: int) -> list[str]:
+    """Units left whole by a backward under no_sync, `together` blocks a checkpoint."""
+    model = stack()
+    sync = FSDP(model, ranks)
+
+    def blocks(first: int, x: Tensor) -> Tensor:
+        for block in model.blocks[first : first + together]:
+            x = block(x)
+        return x
+
+    model.forward = lambda x: (
+        sum(  # type: ignore[method-assign]
+            checkpoint(blocks, first, x, use_reentrant=False) for first in range(0, BLOCKS, together)
+        )
+        .square()
+        .mean()
+    )
+    with sync.no_sync():
+        model(data()).backward()
+    return [unit.name for unit in sync.units if unit.state is not UnitState.SHARDED]
+
+
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_checkpoints_over_several_blocks_leave_nothing_whole_but_the_last(together: int):
+    for found in run_ranks(2, whole_after_backward, together):
+        assert set(found) <= {"root", "blocks.0"}
+
+
+def loss_after_a_shorter_evaluation(ranks: Ranks) -> float:
+    """Of the second step, with an evaluation of fewer blocks before the update: what it gathers too much is old behind it."""
+    model = stack()
+    sync = FSDP(model, ranks, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(2):
+        loss = model(data())
+        loss.backward()
+        sync.finish_gradient_synchronization()
+        if step == 0:
+            forward = model.forward
+            model.forward = lambda x: model.blocks[0](model.stem(x)).square().mean()  # type: ignore[method-assign]
+            with torch.no_grad():
+                model(data())
+            model.forward = forward  # type: ignore[method-assign]
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def test_an_evaluation_of_fewer_blocks_before_the_update():
+    model = stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(data())
+        loss.backward()
+        optimizer.step()
+    for found in run_ranks(2, loss_after_a_shorter_evaluation):
+        assert found == pytest.approx(loss.item(), rel=1e-5)

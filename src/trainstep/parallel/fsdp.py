@@ -81,13 +81,8 @@ class FSDP(HookedGradients):
         self._concluded: set[FSDPUnit] = set()
         """Of this pass: units that backward is done with, and nobody has asked for since."""
         self._triggers = {unit: plan.triggers for unit, plan in zip(self.units, plans, strict=True)}
-        self._shared = {
-            index: unit
-            for unit, members in self._members_of.items()
-            for index in members
-            if len(self._triggers[unit]) > 1
-        }
-        """Parameters of units that several modules trigger."""
+        self._unit_of = {index: unit for unit, members in self._members_of.items() for index in members}
+        """Of each trained parameter."""
         triggers = dict.fromkeys([module, *(trigger for plan in plans for trigger in plan.triggers)])
         self._needs = {
             trigger: [unit for unit in self.units if trigger in self._triggers[unit]] for trigger in triggers
@@ -206,8 +201,11 @@ class FSDP(HookedGradients):
         if trigger is self.module:
             self._in_forward = False
             self._pass_order.learn(self._came_by)
-        if training:
+        if training and not (recomputed and self._awaited[trigger] > 0):  # its backward is awaited since the first time
             self._await_backward(trigger, [tensor for tensor in _tensors(output) if tensor.requires_grad])
+        if trigger is self.module and not training:  # an update may come before what was gathered too much is used
+            for unit in self.units:
+                unit.reshard()
         comes_next = recomputed or (training and trigger in (self.module, self._pass_order.last))
         if comes_next or (training and not self._reshard_after_forward):
             return
@@ -265,7 +263,7 @@ class FSDP(HookedGradients):
                 unit.unshard()
 
     def _gradient_ready(self, index: int) -> None:
-        if index in self._shared and self._is_awaited(self._shared[index]):
+        if index in self._unit_of and self._is_awaited(self._unit_of[index]):
             return  # another rank may use it in the block that still waits for its backward, and send it only behind that
         turns = self._order.ready(index)
         if turns is None:

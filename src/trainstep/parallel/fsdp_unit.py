@@ -102,9 +102,9 @@ class FSDPUnit:
         if self.state is not UnitState.SHARDED:
             return
         check_pieces(self.parameter_names, self._as_pieces)
-        self.state = UnitState.GATHERING
         with span(f"unshard {self.name}"):
-            self._storage.resize_(self._whole_bytes)
+            self._storage.resize_(self._whole_bytes)  # may run out of memory: then it is sharded as before
+        self.state = UnitState.GATHERING
         sent = self.shard if self.shard.dtype == self._whole.dtype else self._own_part.copy_(self.shard)
         self._gathering = self._collectives.all_gather(self._whole, sent, label=self.name)
 

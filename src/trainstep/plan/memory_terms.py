@@ -127,7 +127,7 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
 def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
     """Whole gradients of a unit live until they are copied for sending; then a rank keeps its shard of the average.
 
-    The last unit that backward completes is the first of forward: when it is sent, those before it are shards already.
+    The last unit that backward completes is the first of forward: when it is sent, it and those before it are shards already.
     """
     ranks = exchange.ranks
     fully = exchange.way == "fsdp"
@@ -171,7 +171,7 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
         buffers_bytes=sum(len(unit.parameters) for unit in trained),
         whole_after_forward_bytes=_whole_bytes(exchange, kept_whole) if fully else 0,
         whole_entering_backward_bytes=_whole_bytes(exchange, [*kept_whole, *gathered_ahead]) if fully else 0,
-        in_sync_bytes=_staging_bytes(exchange, trained) + (_whole_bytes(exchange, [first, *frozen]) if fully else 0),
+        in_sync_bytes=_staging_bytes(exchange, trained) + (_whole_bytes(exchange, frozen) if fully else 0),
     )
 
 

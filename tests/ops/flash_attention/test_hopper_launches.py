@@ -18,6 +18,7 @@ class Launched:
     """In place of every kernel."""
 
     order = None
+    padded_queries = 128
 
     def __init__(self) -> None:
         self.bound: list[tuple[Any, ...]] = []
@@ -46,13 +47,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 
 def laid_out(offset: int = 0) -> Tensor:
-    """(2, 3, 16, 64) laid out (B, S, H, D), `offset` elements from an aligned address."""
-    return torch.randn(2 * 16 * 3 * 64 + offset).to(torch.bfloat16)[offset:].view(2, 16, 3, 64).transpose(1, 2)
+    """(2, 3, 64, 64) laid out (B, S, H, D), `offset` elements from an aligned address."""
+    return torch.randn(2 * 64 * 3 * 64 + offset).to(torch.bfloat16)[offset:].view(2, 64, 3, 64).transpose(1, 2)
 
 
 def inputs() -> list[Tensor]:
     """q, k, v, o, lse."""
-    return [*(laid_out() for _ in range(4)), torch.randn(2, 3, 16)]
+    return [*(laid_out() for _ in range(4)), torch.randn(2, 3, 64)]
 
 
 def test_forward(launched: Launched):
@@ -79,7 +80,7 @@ def test_backward(launched: Launched):
     assert launched.tensors["cast"][1] is dq
 
 
-@pytest.mark.parametrize("do", [laid_out(offset=1), torch.randn(2, 3, 16, 68).to(torch.bfloat16)[..., :64]])
+@pytest.mark.parametrize("do", [laid_out(offset=1), torch.randn(2, 3, 64, 68).to(torch.bfloat16)[..., :64]])
 def test_a_gradient_that_tma_cannot_read_is_copied(launched: Launched, do: Tensor):
     q, k, v, o, lse = inputs()
     hopper.launch_hopper_backward(do, q, k, v, o, lse, PROBLEM)
@@ -105,3 +106,30 @@ def test_other_dtypes_are_left_to_other_kernels(launched: Launched):
     assert hopper.launch_hopper_forward(q, k, v, PROBLEM) is None
     assert hopper.launch_hopper_backward(o, q, k, v, o, lse, PROBLEM) is None
     assert not launched.bound
+
+
+def test_few_queries_are_left_to_other_kernels(launched: Launched):
+    """Of which a step of 128 queries would be padding, and its memory too."""
+    q, k, v = (torch.randn(2, 3, 64, 64).to(torch.bfloat16) for _ in range(3))
+    assert hopper.launch_hopper_forward(q, k, v, PROBLEM) is not None
+    assert "fewer than 64 queries" in hopper.why_not(q[:, :, :40], k, v)
+
+
+def test_lengths_of_as_many_blocks_share_their_table():
+    hopper.order_table.cache_clear()
+    device = torch.device("cpu")
+    tables = [
+        hopper.bind_hopper_forward(
+            (2, 4, queries, 64), (2, 4, queries, 64), *[(queries * 256, queries * 64, 64, 1)] * 4,
+            torch.bfloat16, device, PROBLEM, None,
+        ).order
+        for queries in (1000, 1010, 2000)
+    ]  # fmt: skip
+    assert tables[0] is tables[1]
+    assert tables[0] is not tables[2]
+
+
+def test_new_lengths_in_a_graph_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call it once with them before"):
+        hopper.order_table(torch.device("cuda"), (2, 1), 3, 3, 132)

@@ -34,6 +34,7 @@ from trainstep.ops.flash_attention.hopper_work import (
     ForwardWork,
     fastest,
     heads_together,
+    in_order,
     key_heads_together,
     work_order,
 )
@@ -47,8 +48,8 @@ from trainstep.ops.flash_attention.launch import (
 
 ROWS_BLOCK_Q = 64
 """Queries a program of the two small kernels of backward."""
-PADDED_TO = 128
-"""Queries that rows of log-sum-exp and delta are padded to: a multiple of every tile."""
+MOST_PADDED_TO = 128
+"""Queries of a step of backward at most."""
 
 
 # Which calls -----------------------------------------------------------------------------------------------------------------
@@ -75,6 +76,8 @@ def _why_not_at_any_address(
     architecture, shared_memory_bytes = device_of(device)
     if architecture != "sm_90" or shared_memory_bytes < SHARED_MEMORY_BYTES:
         return f"the device is {architecture}, not sm_90"
+    if q_shape[2] < ROWS:
+        return f"there are fewer than {ROWS} queries, and most of each tile would be empty"
     return why_not_shape(dtype, (q_shape, k_shape, k_shape), each_stride)
 
 
@@ -94,7 +97,7 @@ def why_not_shape(
         if any(step <= 0 or step >= 2**40 for step in step_bytes):
             return "a tensor is expanded, or strides beyond 2^40 bytes"
     batch, heads, queries, _ = shapes[0]
-    if batch * heads * (queries + PADDED_TO) >= 2**31:
+    if batch * heads * (queries + MOST_PADDED_TO) >= 2**31:
         return "there are 2^31 rows or more"
     return None
 
@@ -102,9 +105,9 @@ def why_not_shape(
 # Launches --------------------------------------------------------------------------------------------------------------------
 
 
-def padded_rows(queries: int) -> int:
-    """Of log-sum-exp and delta, a head."""
-    return -(-queries // PADDED_TO) * PADDED_TO
+def padded_rows(queries: int, schedule: BackwardSchedule) -> int:
+    """Of log-sum-exp, delta and dq's sum, a head: whole steps."""
+    return -(-queries // schedule.block_q) * schedule.block_q
 
 
 def launch_hopper_forward(
@@ -198,16 +201,24 @@ def bind_hopper_forward(
     )
     programs = at_a_time if table else pieces
     kernel = BoxedKernel(hopper_forward_kernel, programs, forms, arguments, schedule.most_registers)
-    return ForwardKernel(kernel, order_table(device, work, schedule, programs if table else 0))
+    costs = work.costs_of_head(schedule) if table else ()
+    return ForwardKernel(kernel, order_table(device, costs, work.heads, work.together, programs))
 
 
 @functools.cache
-def order_table(device: torch.device, work: ForwardWork, schedule: ForwardSchedule, programs: int) -> Tensor:
-    """work_order on the device, 4 bytes a tile; a placeholder for no programs.
+def order_table(
+    device: torch.device, costs_of_head: tuple[int, ...], heads: int, together: int, programs: int
+) -> Tensor:
+    """work_order on the device, 4 bytes a tile; a placeholder for no costs.
 
-    Kept for good, since a CUDA graph may have its address: 8,192 heads of 8,192 queries take 1.3 MiB.
+    Kept for good, since a CUDA graph may have its address: 8,192 heads of 8,192 queries take 1.3 MiB; lengths of as many blocks
+    share one. RuntimeError while a graph is captured, which a copy from the host would break.
     """
-    order = work_order(work.costs(schedule), programs) if programs else [0]
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "flash_attention: new lengths in a CUDA graph: call it once with them before the graph is captured"
+        )
+    order = work_order(in_order(costs_of_head, heads, together), programs) if costs_of_head else [0]
     return torch.tensor(order, dtype=torch.int32, device=device)
 
 
@@ -229,7 +240,7 @@ def launch_hopper_backward(
         do_BHSD = do_BHSD.clone(memory_format=torch.contiguous_format)
         return launch_hopper_backward(do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD, lse_BHS, problem, schedule)
     dq, dk, dv = torch.empty_like(q_BHSD), torch.empty_like(k_BGSD), torch.empty_like(v_BGSD)
-    lse_log2, delta, dq_sum = backward_buffers(q_BHSD)
+    lse_log2, delta, dq_sum = backward_buffers(q_BHSD, bound.padded_queries)
     bound.rows(o_BHSD, do_BHSD, lse_BHS, lse_log2, delta, dq_sum)
     bound.gradients(q_BHSD, k_BGSD, v_BGSD, do_BHSD, lse_log2, delta, dk, dv, dq_sum)
     bound.cast(dq_sum, dq)
@@ -253,10 +264,10 @@ def _bound_backward(
     return bound, why_not_shape(dtype, (q_shape,), (do_stride,)) is None
 
 
-def backward_buffers(q_BHSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward_buffers(q_BHSD: Tensor, padded_queries: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum-exp base 2, delta, and dq's sum in fp32 (see [Note: one pass backward]): rows padded, the last as wide as tiles."""
-    batch, heads, queries, head_dim = q_BHSD.shape
-    rows = batch * heads * padded_rows(queries)
+    batch, heads, _, head_dim = q_BHSD.shape
+    rows = batch * heads * padded_queries
     sizes = [rows, rows, rows * tile_width(head_dim)]
     lse_log2, delta, dq_sum = q_BHSD.new_empty(sum(sizes), dtype=torch.float32).split_with_sizes(sizes)
     return lse_log2, delta, dq_sum
@@ -268,6 +279,7 @@ class BackwardKernels(NamedTuple):
     rows: BoundKernel
     gradients: BoxedKernel
     cast: BoundKernel
+    padded_queries: int
 
 
 def bind_hopper_backward(
@@ -283,7 +295,7 @@ def bind_hopper_backward(
     schedule = schedule or BACKWARD[width]
     group = heads // key_heads
     tiles = triton.cdiv(keys, BACKWARD_KEYS)
-    padded_queries = padded_rows(queries)
+    padded_queries = padded_rows(queries, schedule)
     arguments = {
         "tiles": tiles,
         "batch_key_heads": batch * key_heads,
@@ -337,6 +349,7 @@ def bind_hopper_backward(
         rows=BoundKernel(hopper_rows_kernel, row_tiles * batch * heads, row_arguments, num_warps=4),
         gradients=BoxedKernel(hopper_gradients_kernel, tiles * batch * key_heads, forms, arguments),
         cast=BoundKernel(hopper_cast_kernel, pieces * batch * heads, cast_arguments, num_warps=4),
+        padded_queries=padded_queries,
     )
 
 

@@ -34,14 +34,19 @@ class ForwardWork:
         """Of a head."""
         return -(-self.queries // schedule.block_q)
 
-    def costs(self, schedule: ForwardSchedule) -> list[int]:
-        """Of every tile, in the kernel's order: longest first, over `together` heads at a time (see hopper_parts.tile_and_head)."""
+    def costs_of_head(self, schedule: ForwardSchedule) -> tuple[int, ...]:
+        """Of a head's tiles, longest first."""
         costs = []
         for tile in reversed(range(self.tiles(schedule))):
             seen = min(max((tile + 1) * schedule.block_q + self.offset, 0), self.keys) if self.causal else self.keys
             costs.append(1 + max(1, -(-seen // schedule.block_k)))
-        groups = [min(self.together, self.heads - first) for first in range(0, self.heads, self.together)]
-        return [cost for group in groups for cost in costs for _ in range(group)]
+        return tuple(costs)
+
+
+def in_order(costs_of_head: Sequence[int], heads: int, together: int) -> list[int]:
+    """Costs of all heads' tiles in the kernel's order: over `together` heads at a time (see hopper_parts.tile_and_head)."""
+    groups = [min(together, heads - first) for first in range(0, heads, together)]
+    return [cost for group in groups for cost in costs_of_head for _ in range(group)]
 
 
 def heads_together(heads_per_key_head: int, keys: int, head_dim: int, batch_heads: int) -> int:
@@ -66,7 +71,8 @@ def fastest(schedules: Sequence[ForwardSchedule], work: ForwardWork, multiproces
 
     def time(schedule: ForwardSchedule) -> float:
         programs = multiprocessors * schedule.programs_per_multiprocessor
-        blocks = _longest(work.costs(schedule), programs) * schedule.programs_per_multiprocessor
+        costs = in_order(work.costs_of_head(schedule), work.heads, work.together)
+        blocks = _longest(costs, programs) * schedule.programs_per_multiprocessor
         assert schedule.tflops is not None, "one of several schedules has to be weighed"
         return blocks * schedule.block_q * schedule.block_k / schedule.tflops
 
