@@ -46,6 +46,8 @@ class FSDP(HookedGradients):
     A parameter is whole inside its unit's forward and backward and nowhere else: a module that reads another unit's parameter past
     its `forward` sees a piece (an error about shapes says so in a note), and a `detach()`ed one kept for backward reads memory that
     may be freed. Move and cast the module before wrapping it: afterwards that is refused, by name.
+    Between `finish_gradient_synchronization()` and the optimizer's step run no forward that records gradients: what it leaves whole
+    would not be updated. After a forward that raised, let a whole one follow before `zero_grad()`.
     """
 
     def __init__(
