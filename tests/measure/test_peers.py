@@ -94,6 +94,12 @@ class OutOfResources(Exception):
             [],
             "implementation: flash_attn_4 does not take this case: not on SM8x",
         ),
+        (
+            "flash_attn_4",
+            AssertionError(),
+            [],
+            "implementation: flash_attn_4 does not take this case: it gives no reason",
+        ),
         ("flash_attn_4", RuntimeError("a fault"), [], None),
         ("plain", AssertionError("a fault"), [], None),
         ("plain", ValueError("a fault"), [], None),
@@ -133,16 +139,24 @@ def test_a_package_is_absent(name: str, installed: str | None, monkeypatch: pyte
     assert caught.value.failure.message.startswith(begin)
 
 
-def test_what_a_package_lacks_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import no_such_dsl", r"No module named 'no_such_dsl'"),
+        ("raise OSError('libcuda.so.1: cannot open')", r"libcuda\.so\.1: cannot open"),
+        ("raise RuntimeError('no driver')", "no driver"),
+    ],
+)
+def test_what_a_package_lacks_is_told(text: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """flash-attn-4 needs packages of its own, such as CUTLASS's."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "__init__.py").touch()
-    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("import no_such_dsl\n")
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text(f"{text}\n")
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, None)  # whatever is imported under this name goes when the test ends
         del sys.modules[name]
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(CellFailed, match=r"\(import flash_attn\.cute: No module named 'no_such_dsl'\)"):
+    with pytest.raises(CellFailed, match=rf"\(import flash_attn\.cute: {told}\)"):
         attend_named(AttentionConfig(implementation="flash_attn_4", **ON_A_GPU))
 
 

@@ -74,7 +74,7 @@ def why_refused(config: AttentionConfig, error: Exception, warnings: Sequence[st
         because = "; ".join(dict.fromkeys(told[:_REASONS_TOLD])) or "torch gives no reason"
         return f"implementation: {name} does not take this case: {because}"
     if isinstance(error, _REFUSALS.get(name, ())):
-        return f"implementation: {name} does not take this case: {error}"
+        return f"implementation: {name} does not take this case: {str(error) or 'it gives no reason'}"
     if type(error).__name__ == "OutOfResources":  # Triton's, of a block's shared memory
         return f"implementation: {name} does not fit this GPU: {error}"
     return None
@@ -126,7 +126,7 @@ def _flash_attn_func(name: str) -> Callable[..., Tensor | tuple[Tensor, ...]]:
     module, reason = _MODULES[name], "it has no flash_attn_func"
     try:
         function = getattr(importlib.import_module(module), "flash_attn_func", None)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # a library of its own that does not load, too
         function, reason = None, str(error)
     if function is None:
         words = f"implementation: {name} is not installed; pip install {PACKAGES[name]} (import {module}: {reason})"
