@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainstep.parallel.collectives import Collectives
@@ -84,7 +85,7 @@ class MostHeld(TorchDispatchMode):
 def _all_tensors() -> Iterator[Tensor]:
     """All that Python knows, and their gradients."""
     for one in gc.get_objects():
-        if issubclass(type(one), Tensor):
+        if issubclass(type(one), Tensor) and not issubclass(type(one), FakeTensor):  # torch.compile's stand for others
             yield one
             if one.is_leaf and one.grad is not None:
                 yield one.grad
