@@ -85,7 +85,7 @@ def test_under_torchrun_the_first_task_runs_it_once(tmp_path: Path):
     environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Latency and bandwidth") == 1
+    assert done.stdout.count("busiest rank") == 1, "the table's note; the fit is left out where noise hides it"
     records = Store(tmp_path / "c.jsonl").read()
     assert [set(rank_values(record, "time")) for record in records] == [{0, 1}] * 3
 
