@@ -25,7 +25,7 @@ def test_two_ranks_on_gloo(tmp_path: Path):
     code, out, err = finish(start("collectives", *options, folder=tmp_path), timeout_s=110)
     assert code == 0, err
     assert "Traceback" not in err
-    assert "Latency and bandwidth" in out
+    assert "busiest rank" in out, "the table's note; the fit is left out where noise hides it"
     assert re.search(r"all_reduce +gloo +2 +fp32 +1\.00 KiB", out)
     [path] = (tmp_path / "runs").glob("collectives-*.jsonl")
     records = Store(path).read()
