@@ -265,7 +265,7 @@ class FSDP(HookedGradients):
                 unit.unshard()
 
     def _gradient_ready(self, index: int) -> None:
-        if index in self._unit_of and self._is_awaited(self._unit_of[index]):
+        if self._is_awaited(self._unit_of[index]):
             return  # another rank may use it in the block that still waits for its backward, and send it only behind that
         turns = self._order.ready(index)
         if turns is None:
