@@ -182,6 +182,31 @@ def test_a_rank_alone_sends_nothing():
     assert not found.tables.keys() & {"buckets", "communication"}
 
 
+@pytest.mark.parametrize(
+    ("steps", "window_steps", "expected"),
+    [
+        (1, 10, [1, "window of 10"]),
+        (9, 10, [9, "window of 10"]),
+        (20, 10, [10, "window of 10", 10, "window of 10"]),
+        (7, 2, [2, "window of 2", 2, "window of 2", 3, "window of 2"]),
+    ],
+)
+def test_windows_fill_as_many_steps_as_are_taken_singly(steps: int, window_steps: int, expected: list[int | str]):
+    config = build_config("parallel", {**SMALL, "ranks": 1, "warmups": 1, "window_steps": window_steps})
+    measurement = parallel.WORKLOAD.prepare(to_plain(config), lambda _stage: None)
+    took: list[int | str] = []
+
+    def time_window(steps: int) -> float:
+        took.append(f"window of {steps}")
+        return 1.0
+
+    with patch.multiple(measurement._timed, take=took.append, time_window=time_window):
+        measurement.take(steps)
+    assert took == expected
+    windows = measurement._windows()["window_step"].values
+    assert windows == (1.0,) * took.count(f"window of {window_steps}")
+
+
 @pytest.mark.slow
 def test_of_several_rounds_the_last_looks():
     grid = {**SMALL, "ranks": 2, "device": "cpu", "warmups": 1, "steps": 4, "window_steps": 2}

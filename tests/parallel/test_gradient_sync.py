@@ -16,7 +16,7 @@ from ranks import run_ranks
 from trainstep.parallel.ddp_bucketed import BucketedDDP
 from trainstep.parallel.ddp_flat import FlatDDP
 from trainstep.parallel.ddp_overlapped import OverlappedDDP
-from trainstep.parallel.gradient_sync import ReplicatedGradients
+from trainstep.parallel.gradient_sync import GradientSync, ReplicatedGradients
 from trainstep.parallel.ranks import Ranks, alone
 
 WRAPPERS = [STRATEGIES[name] for name in ("naive", "flat", "overlapped", "bucketed")]
@@ -46,13 +46,29 @@ def replace(model: nn.Module) -> None:
     model.get_submodule("1").register_parameter("bias", nn.Parameter(torch.zeros(2)))
 
 
+def replace_module(model: nn.Module) -> None:
+    model.register_module("1", nn.Linear(4, 2))
+
+
+def change_sides(model: nn.Module) -> None:
+    """As many parameters as before, in other places."""
+    del model.get_submodule("1")._parameters["bias"]
+    model.get_submodule("0").register_parameter("extra", nn.Parameter(torch.zeros(2)))
+
+
 def unfreeze(model: nn.Module) -> None:
     model.get_parameter("0.bias").requires_grad_(True)
 
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(add, "more.weight: was added"), (replace, "1.bias: was added"), (unfreeze, "0.bias: was unfrozen")],
+    [
+        (add, "more.weight: was added"),
+        (replace, "1.bias: was added"),
+        (replace_module, "1.weight: was added"),
+        (change_sides, "0.extra: was added"),
+        (unfreeze, "0.bias: was unfrozen"),
+    ],
 )
 @pytest.mark.parametrize("start", WRAPPERS)
 def test_parameters_that_came_later_are_refused_by_name(
@@ -78,11 +94,17 @@ def test_a_second_backward_before_the_end_is_refused(wrap: Callable[..., Replica
     assert sync.traffic.messages.total() == 0
 
 
-def test_sparse_gradients_are_refused():
+@pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed", "sharded_flat", "fsdp"])
+def test_sparse_gradients_are_refused_by_name(name: str):
     model = nn.Embedding(4, 2, sparse=True)
-    _sync = FlatDDP(model, alone())
+    sync = STRATEGIES[name](model, alone(), SGD).sync
     with pytest.raises(ValueError, match="weight: its gradient is sparse"):
-        model(torch.tensor([1])).sum().backward()
+        backward_and_finish(model, sync, torch.tensor([1]))
+
+
+def backward_and_finish(model: nn.Module, sync: GradientSync, inputs: torch.Tensor) -> None:
+    model(inputs).sum().backward()
+    sync.finish_gradient_synchronization()
 
 
 def test_another_device_is_refused():
@@ -220,3 +242,40 @@ def test_bf16_buckets_are_the_gradients_and_are_clipped_in_place():
     for kind, weights, was_larger, clipped in run_ranks(2, bf16_views):
         assert (kind, weights, was_larger) == ("torch.bfloat16", "torch.float32", True)
         assert clipped == pytest.approx(1e-3, rel=0.02)
+
+
+class OneOrTwo(nn.Module):
+    """Its second layer may go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, uses_second: bool) -> torch.Tensor:
+        output = self.first(x)
+        return self.second(output) if uses_second else output
+
+
+def flags_of_steps(ranks: Ranks, name: str) -> list[list[bool]]:
+    """Of each step, which parameters have a gradient at its end. Ranks that use the second layer: both, none, one, none..."""
+    model = OneOrTwo()
+    run = STRATEGIES[name](model, ranks, SGD)
+    found = []
+    for users in ((0, 1), (), (1,), (), (0, 1), (0,), ()):
+        model(torch.ones(1, 2), ranks.rank in users).sum().backward()
+        run.sync.finish_gradient_synchronization()
+        parameters = getattr(run.sync, "pieces", run.sync.parameters)
+        found.append([parameter is not None and parameter.grad is not None for parameter in parameters])
+        run.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed", "sharded_flat", "fsdp"])
+def test_what_was_used_is_said_anew_each_step(name: str):
+    """Flags of a step in which all were used may be kept for the next; those of another must not."""
+    both = run_ranks(2, flags_of_steps, name)
+    if name not in ("sharded_flat", "fsdp"):  # whose ranks each have pieces
+        assert both[0] == both[1]
+    anywhere = [[one or other for one, other in zip(*steps, strict=True)] for steps in zip(*both, strict=True)]
+    used = [[True] * 4, [True, True, False, False]]
+    assert anywhere == [used[0], used[1], used[0], used[1], used[0], used[0], used[1]]

@@ -267,6 +267,32 @@ def test_detached_it_has_what_was_on_its_way():
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+def gradients_changed_in_place(ranks: Ranks) -> tuple[list[bool], bool]:
+    """Whether each piece's gradient is this rank's part of the average; then scaled by hand, zeroed in place, and made anew."""
+    model, optimizer = started(ranks)
+    sync = optimizer.gradient_sync
+    found = []
+    for _ in range(2):
+        whole = deepcopy(model)
+        for each in (model, whole):
+            loss_of(each, next(batches(CASE, 2))[0][0], CASE, 0).backward()
+        sync.finish_gradient_synchronization()
+        for index, (piece, parameter) in enumerate(zip(sync.pieces, whole.parameters(), strict=True)):
+            if piece is not None:
+                found.append(torch.allclose(piece.grad, sync.cut(index, parameter.grad), rtol=1e-5, atol=1e-7))
+                piece.grad.mul_(2)
+        optimizer.zero_grad(set_to_none=False)
+    zeroed = all(piece is None or not piece.grad.any() for piece in sync.pieces)
+    return found, zeroed
+
+
+def test_gradients_of_pieces_are_anybodys_to_change():
+    for found, zeroed in run_ranks(2, gradients_changed_in_place):
+        assert found
+        assert all(found)
+        assert zeroed
+
+
 def many_blocks(ranks: Ranks) -> tuple[dict[str, int], list[str], list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))

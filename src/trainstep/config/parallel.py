@@ -40,7 +40,11 @@ class ParallelConfig:
     device: str = as_in(RunConfig, "device")
     warmups: int = as_in(RunConfig, "warmups")
     steps: int = described("timed steps, each synchronised", 10)
-    window_steps: int = described("steps of a window, timed as one: what runs into the next step counts then", 10)
+    window_steps: int = described(
+        "steps of a window, timed as one: what runs into the next step counts then; windows take as many steps as are timed "
+        "singly, in each turn at least one window",
+        10,
+    )
     check_agreement: bool = described("after the timed steps, compare by hash what all ranks hold alike", True)
     keep_trace: str | None = described(
         "folder for the trace of one step, a .json.gz a rank: open them together in Perfetto (ui.perfetto.dev)", None

@@ -1,8 +1,10 @@
 """The workload `parallel`: a training step on several ranks, kept together in one of several ways. `trainstep parallel` runs it.
 
-Each rank's process times its own steps as `train_step` does, every step after a barrier; behind each turn of them comes a window
-of steps timed as one, where what a way leaves for the next step (a gather behind the next forward) counts. A record of it holds
-what one of `train_step` holds, rank 0's but for `step`, and besides
+Each rank's process times its own steps as `train_step` does, every step after a barrier; between them come windows, steps timed
+as one, where what a way leaves for the next step (a gather behind the next forward) counts. A turn has as many windows as fill as
+many steps as it takes singly, at least one.
+
+A record of it holds what one of `train_step` holds, rank 0's but for `step`, and besides
 
 samples  window_step [s]: of each window, seconds a step. It and `step` are the slowest rank's; all ranks' are in the table `ranks`
 facts    tokens (of all ranks); model_flops (of one rank); wire_bytes that a rank sends at most by a ring, counted, and
@@ -90,9 +92,11 @@ class ParallelMeasurement:
         self._timed.warm_up()
 
     def take(self, steps: int) -> None:
-        """So many steps, each from a barrier, then a window of `window_steps` timed as one."""
-        self._timed.take(steps)
-        self._window_steps_s.append(self._timed.time_window(self._config.window_steps))
+        """So many steps, each from a barrier, and about as many in windows of `window_steps`, each behind its share of them."""
+        windows = max(steps // self._config.window_steps, 1)
+        for window in range(windows):
+            self._timed.take(steps * (window + 1) // windows - steps * window // windows)
+            self._window_steps_s.append(self._timed.time_window(self._config.window_steps))
 
     def settle(self) -> None:
         self._timed.settle()

@@ -38,6 +38,7 @@ class Bucket:
         )
         self._flags = self._buffer.flat[-len(self.parameters) :]
         self._copied_back = [keeps_dtype and parameter.dtype != dtype for parameter in self.parameters]
+        self._back = [index for index, copied_back in enumerate(self._copied_back) if copied_back]
         self._missing: list[int] = []
         self._pending: Pending = DONE
         for parameter, copied_back in zip(self.parameters, self._copied_back, strict=True):
@@ -50,31 +51,29 @@ class Bucket:
         return self._buffer.flat.nbytes
 
     @torch.no_grad()
-    def send(self, collectives: Collectives, used: Sequence[bool]) -> None:
-        """Copy in what is not there yet, zeros for parameters not used, and start averaging."""
-        self._missing = [index for index, here in enumerate(used) if not here]
+    def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
+        """Copy in the parameters' gradients that are not there yet, zeros for None, and start averaging."""
         views = self._buffer.views
-        moved = [
-            index
-            for index, parameter in enumerate(self.parameters)
-            if used[index] and parameter.grad is not views[index]
-        ]
-        if moved:
-            gradients = [_present(self.parameters[index]) for index in moved]
-            torch._foreach_copy_([views[index] for index in moved], gradients)
-        for index in moved:
-            if not self._copied_back[index]:
-                self.parameters[index].grad = views[index]
-        if self._missing:
-            torch._foreach_zero_([views[index] for index in self._missing])
+        self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        copied: list[Tensor] = []
+        to: list[Tensor] = []
+        for parameter, gradient, view, copied_back in zip(
+            self.parameters, gradients, views, self._copied_back, strict=True
+        ):
+            if gradient is not None and gradient is not view:
+                copied.append(gradient)
+                to.append(view)
+                if not copied_back:
+                    parameter.grad = view
+        if copied:
+            torch._foreach_copy_(to, copied)
         self._flags.fill_(1)
-        for index in self._missing:
-            self._flags[index] = 0
+        if self._missing:
+            torch._foreach_zero_([part for index in self._missing for part in (views[index], self._flags[index])])
         self._pending = collectives.all_reduce(self._buffer.flat, reduction="average", label=self.name)
 
-    @torch.no_grad()
     def receive(self) -> None:
-        """Wait for the average and make it the parameters' gradients; a parameter that no rank used has none."""
+        """Wait for the average and make it the parameters' gradients; a parameter that no rank used has none. Under no_grad."""
         self._pending.wait()
         self._pending = DONE
         flags = self._flags.tolist() if self._missing else []  # which waits for the device
@@ -83,7 +82,7 @@ class Bucket:
             parameter.grad = (
                 None if flags[index] == 0 else view.to(parameter.dtype) if self._copied_back[index] else view
             )
-        back = [index for index, copied in enumerate(self._copied_back) if copied and index not in self._missing]
+        back = [index for index in self._back if index not in self._missing]
         if back:
             gradients = [_present(self.parameters[index]) for index in back]
             torch._foreach_copy_(gradients, [self._buffer.views[index] for index in back])

@@ -62,8 +62,7 @@ class BucketedDDP(ReplicatedGradients):
             self._send(turn)
 
     def _send(self, turn: int) -> None:
-        used = [self._was_used(index) for index in self._plan[turn]]
-        self.buckets[turn].send(self.collectives, used)
+        self.buckets[turn].send(self.collectives, self._gradients(self._plan[turn]))
 
     def _finish(self) -> None:
         for turn in self._order.rest():

@@ -35,6 +35,6 @@ class FlatDDP(ReplicatedGradients):
 
     def _finish(self) -> None:
         for bucket, indices in zip(self.buckets, self._plan, strict=True):
-            bucket.send(self.collectives, [self._was_used(index) for index in indices])
+            bucket.send(self.collectives, self._gradients(indices))
         for bucket in self.buckets:
             bucket.receive()

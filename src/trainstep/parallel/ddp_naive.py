@@ -19,20 +19,21 @@ class NaiveDDP(ReplicatedGradients):
     ) -> None:
         super().__init__(module, ranks)
         self._reduce_dtype = reduce_dtype
-        self._usage = Usage(self.collectives, len(self.parameters))
+        self._usage = Usage(self.collectives)
 
     def _gradient_ready(self, index: int) -> None:
         """Nothing before backward is over."""
 
     def _finish(self) -> None:
-        used = [self._was_used(index) for index in range(len(self.parameters))]
+        gradients = self._gradients(range(len(self.parameters)))
+        used = [gradient is not None for gradient in gradients]
         self._usage.send(used)
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            sent = parameter.grad.to(self._reduce_dtype or parameter.grad.dtype)
+        for name, parameter, gradient in zip(self.names, self.parameters, gradients, strict=True):
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            sent = gradient.to(self._reduce_dtype or gradient.dtype)
             self.collectives.all_reduce(sent, reduction="average", label=name).wait()
-            if sent is not parameter.grad:
-                parameter.grad.copy_(sent)
+            if sent is not gradient:
+                gradient.copy_(sent)
         for index in self._usage.unused_everywhere(used):
             self.parameters[index].grad = None

@@ -27,9 +27,10 @@ class OverlappedDDP(ReplicatedGradients):
     ) -> None:
         super().__init__(module, ranks)
         self._reduce_dtype = reduce_dtype
-        self._usage = Usage(self.collectives, len(self.parameters))
+        self._usage = Usage(self.collectives)
         self._order = LaunchOrder([[index] for index in reversed(range(len(self.parameters)))])
-        self._sent: list[tuple[int, Tensor, Pending]] = []
+        self._sent: list[tuple[Tensor, Tensor, Pending]] = []
+        """Gradients, what was sent of them, and what to wait for."""
 
     def _gradient_ready(self, index: int) -> None:
         turns = self._order.ready(index)
@@ -39,23 +40,22 @@ class OverlappedDDP(ReplicatedGradients):
             self._send(len(self.parameters) - 1 - turn)
 
     def _send(self, index: int) -> None:
-        parameter = self.parameters[index]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        sent = parameter.grad.to(self._reduce_dtype or parameter.grad.dtype)
-        pending = self.collectives.all_reduce(sent, reduction="average", label=self.names[index])
-        self._sent.append((index, sent, pending))
+        parameter, name = self.parameters[index], self.names[index]
+        gradient = self._gradients([index])[0]
+        self._used[index] = gradient is not None
+        if gradient is None:
+            gradient = parameter.grad = torch.zeros_like(parameter)
+        sent = gradient if self._reduce_dtype is None else gradient.to(self._reduce_dtype)
+        self._sent.append((gradient, sent, self.collectives.all_reduce(sent, reduction="average", label=name)))
 
     def _finish(self) -> None:
-        used = [self._was_used(index) for index in range(len(self.parameters))]
         for turn in self._order.rest():
             self._send(len(self.parameters) - 1 - turn)
-        self._usage.send(used)
-        for index, sent, pending in self._sent:
+        self._usage.send(self._used)
+        for gradient, sent, pending in self._sent:
             pending.wait()
-            gradient = self.parameters[index].grad
-            if gradient is not None and sent is not gradient:
+            if sent is not gradient:
                 gradient.copy_(sent)
-        for index in self._usage.unused_everywhere(used):
+        for index in self._usage.unused_everywhere(self._used):
             self.parameters[index].grad = None
         self._sent = []

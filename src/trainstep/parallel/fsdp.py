@@ -76,7 +76,7 @@ class FSDP(HookedGradients):
         """In the order in which backward completes them."""
         self._members_of = {unit: [index_of[parameter] for parameter in unit.parameters] for unit in self._trained}
         self._order = LaunchOrder(list(self._members_of.values()))
-        self._usage = Usage(self.collectives, len(self.parameters))
+        self._usage = Usage(self.collectives)
         self._in_flight: deque[FSDPUnit] = deque()
         self._sent: set[FSDPUnit] = set()
         """Units whose backward is over; other ranks may still wait for a gradient of theirs."""
@@ -265,6 +265,7 @@ class FSDP(HookedGradients):
                 unit.unshard()
 
     def _gradient_ready(self, index: int) -> None:
+        self._gradients([index])  # refuses a sparse one
         if self._is_awaited(self._unit_of[index]):
             return  # another rank may use it in the block that still waits for its backward, and send it only behind that
         turns = self._order.ready(index)

@@ -8,7 +8,7 @@ what: used nowhere, a gradient stays None, as in one process; used somewhere, th
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -62,7 +62,8 @@ class HookedGradients(ABC):
 
     At the start every parameter and buffer becomes that of rank 0. Tied parameters count once, frozen ones are left alone.
     Raises ValueError for a parameter on another device than the ranks', for one that is synchronised already, and at
-    `finish_gradient_synchronization` for one that was added, replaced or unfrozen since, by name.
+    `finish_gradient_synchronization` for one that was added, replaced or unfrozen since, by name; where a gradient is sent, for a
+    sparse one.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks | None = None) -> None:
@@ -73,6 +74,7 @@ class HookedGradients(ABC):
         self.parameters: list[nn.Parameter] = []
         """Those that are trained, in the module's order."""
         self._used: list[bool] = []
+        """Which parameters had a gradient here when theirs was sent."""
         self._hooks: list[RemovableHandle] = []
         self._syncing = True
         _check_device(module, self.ranks)
@@ -94,11 +96,11 @@ class HookedGradients(ABC):
         finally:
             self._syncing = before
 
+    @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Send what has not been sent; every gradient may be read then. ValueError for a parameter that is not known."""
         self._membership.check()
         self._finish()
-        self._used = [False] * len(self.parameters)
 
     def detach(self) -> None:
         """Take the hooks off again."""
@@ -124,21 +126,22 @@ class HookedGradients(ABC):
 
     @abstractmethod
     def _gradient_ready(self, index: int) -> None:
-        """Backward has added the last of this parameter's gradient, and it is to be synchronised."""
+        """Backward has added the last of this parameter's gradient, and it is to be synchronised.
+
+        Once a parameter and step: what it does the host pays hundreds of times.
+        """
 
     @abstractmethod
     def _finish(self) -> None:
-        """Average what is left."""
+        """Average what is left. Autograd does not look."""
 
-    def _accumulated(self, index: int) -> None:
-        """Backward has added the last of this parameter's gradient."""
-        self._used[index] = True
-        if self._syncing:
-            self._gradient_ready(index)
-
-    def _was_used(self, index: int) -> bool:
-        """Whether this rank has a gradient to send."""
-        return self._used[index] or self.parameters[index].grad is not None
+    def _gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """What this rank has to send; None for a parameter that it did not use. ValueError for a sparse gradient."""
+        gradients = [self.parameters[index].grad for index in indices]
+        for index, gradient in zip(indices, gradients, strict=True):
+            if gradient is not None and gradient.is_sparse:
+                raise ValueError(f"{self.names[index]}: its gradient is sparse; build its embedding with sparse=False")
+        return gradients
 
 
 class ReplicatedGradients(HookedGradients):
@@ -166,16 +169,14 @@ class _Hook:
         """Whether there is still somebody to tell."""
         return self._sync() is not None
 
-    def __call__(self, parameter: Tensor) -> None:
+    def __call__(self, _parameter: Tensor) -> None:
         sync = self._sync()
         if sync is None:
             raise RuntimeError(
                 f"{self._name}: what synchronises its gradient is gone; keep it as long as you train, or detach() it first"
             )
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            raise ValueError(f"{self._name}: its gradient is sparse; build its embedding with sparse=False")
-        sync._accumulated(self._index)
+        if sync._syncing:
+            sync._gradient_ready(self._index)
 
 
 def sent_twice(name: str) -> RuntimeError:

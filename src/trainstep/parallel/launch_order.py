@@ -12,27 +12,27 @@ class LaunchOrder:
         self._group_of = {member: group for group, members in enumerate(groups) for member in members}
         self._begin()
 
-    def ready(self, member: int) -> list[int] | None:
+    def ready(self, member: int) -> Sequence[int] | None:
         """Groups that may go now that this one is there; None if it was there already."""
-        if member in self._there:
+        group = self._waiting.pop(member, None)
+        if group is None:
             return None
-        self._there.add(member)
-        group = self._group_of[member]
         self._missing[group] -= 1
         if self._missing[group]:
-            return []
+            return ()
         first = self._next
         while self._next < len(self._sizes) and not self._missing[self._next]:
             self._next += 1
-        return list(range(first, self._next))
+        return range(first, self._next)
 
-    def rest(self) -> list[int]:
+    def rest(self) -> Sequence[int]:
         """Groups that have not gone; from here on a new step begins."""
-        left = list(range(self._next, len(self._sizes)))
+        left = range(self._next, len(self._sizes))
         self._begin()
         return left
 
     def _begin(self) -> None:
         self._missing = list(self._sizes)
-        self._there: set[int] = set()
+        self._waiting = dict(self._group_of)
+        """Groups of the members that are not there."""
         self._next = 0

@@ -1,8 +1,13 @@
 """Which parameters a module had when it was wrapped, and whether it still has just those.
 
 A parameter that came later has no hook: it would train on each rank by itself, silently. Looked at once a step, so it must cost
-microseconds: modules' own dictionaries are compared, not walked by name.
+microseconds: what modules' own dictionaries hold is compared, one by one but by no Python code, and not walked by name.
 """
+
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_
+from typing import Any
 
 from torch import nn
 
@@ -12,30 +17,28 @@ class Membership:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._modules = list(module.modules())
-        self._size = self._count()
-        self._known = [
-            (owner._parameters, name, parameter, parameter.requires_grad)
-            for owner in self._modules
-            for name, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
+        self._owners: list[dict[str, Any]] = []
+        """Each module's parameters and its children."""
+        for owner in module.modules():
+            self._owners += [owner._parameters, owner._modules]
+        self._counts = list(map(len, self._owners))
+        self._filled = [held for held in self._owners if held]
+        self._known = list(self._held())
+        parameters = list(module.parameters())
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 
     def check(self) -> None:
         """ValueError naming a parameter that was added, replaced or unfrozen since."""
-        same = self._count() == self._size and all(
-            owned.get(name) is parameter and (trained or not parameter.requires_grad)
-            for owned, name, parameter, trained in self._known
-        )
-        if not same:
+        same = list(map(len, self._owners)) == self._counts and all(map(is_, self._held(), self._known))
+        if not same or any(parameter.requires_grad for parameter in self._frozen):
             self._complain()
 
-    def _count(self) -> int:
-        return sum(len(owner._parameters) + len(owner._modules) for owner in self._modules)
+    def _held(self) -> Iterator[nn.Parameter | nn.Module | None]:
+        return chain.from_iterable(map(dict.values, self._filled))
 
     def _complain(self) -> None:
-        trained = {id(parameter) for _, _, parameter, trained in self._known if trained}
-        frozen = {id(parameter) for _, _, parameter, trained in self._known if not trained}
+        trained, frozen = set(map(id, self._trained)), set(map(id, self._frozen))
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in trained:
                 what = "unfrozen" if id(parameter) in frozen else "added or replaced"

@@ -11,7 +11,8 @@ the next forward. Ownership goes by elements, not by tensors, so it only suits o
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class ShardedGradients(HookedGradients):
             self._members.append([index_of[parameter] for parameter in plan.parameters])
             self._hooks += [trigger.register_forward_pre_hook(_waiter(unit)) for trigger in plan.triggers]
         self._order = LaunchOrder(self._members[::-1])
-        self._usage = Usage(self.collectives, len(self.parameters))
+        self._usage = Usage(self.collectives)
 
     @property
     def pieces(self) -> list[nn.Parameter | None]:
@@ -156,9 +157,10 @@ class ShardedGradients(HookedGradients):
     def _send(self, turn: int) -> None:
         number = len(self._units) - 1 - turn
         unit, members = self._units[number], self._members[number]
-        unit.send([self.parameters[index].grad for index in members])
-        for index in members:
-            self._used[index] = self._was_used(index)
+        gradients = self._gradients(members)
+        unit.send(gradients)
+        for index, gradient in zip(members, gradients, strict=True):
+            self._used[index] = gradient is not None
             self.parameters[index].grad = None
         self._in_flight.append(unit)
         if len(self._in_flight) > MOST_IN_FLIGHT:
@@ -171,9 +173,9 @@ class ShardedGradients(HookedGradients):
         while self._in_flight:
             self._in_flight.popleft().receive()
         self._staging.clear()
-        unused = set(self._usage.unused_everywhere(self._used))
+        unused = self._usage.unused_everywhere(self._used)
         for unit, members in zip(self._units, self._members, strict=True):
-            unit.hand_over([index not in unused for index in members])
+            unit.hand_over([members.index(index) for index in unused if index in members])
 
 
 class _FlatUnit:
@@ -202,6 +204,12 @@ class _FlatUnit:
             for start, (begin, end) in zip(layout.starts, self._ends, strict=True)
         ]
         self.pieces = [nn.Parameter(self._shard[place]) if place.stop > place.start else None for place in self._places]
+        held = [(index, self._places[index], piece) for index, piece in enumerate(self.pieces) if piece is not None]
+        edges = sorted({0, self._shard.numel(), *(edge for _, place, _ in held for edge in (place.start, place.stop))})
+        self._part_sizes = [end - begin for begin, end in pairwise(edges)]
+        """Of pieces, and of the filling between them: `split` cuts a shard into all of them by one call."""
+        self._held = [(index, edges.index(place.start), piece) for index, place, piece in held]
+        """Of each piece the parameter's number, the part's, and the piece itself."""
         self._gradients = GradientShards(
             plan.name,
             self._weights.views,
@@ -218,14 +226,18 @@ class _FlatUnit:
     def receive(self) -> None:
         self._received = self._gradients.receive()
 
-    @torch.no_grad()
-    def hand_over(self, used: Sequence[bool]) -> None:
-        """Give each piece its part of the gradient, added to one that it still has."""
+    def hand_over(self, unused: Collection[int]) -> None:
+        """Give each piece, but those of the parameters `unused`, its part of the gradient, added to one that it still has.
+
+        Under no_grad.
+        """
         shard, self._received = self._received, None
         assert shard is not None
-        for piece, place, here in zip(self.pieces, self._places, used, strict=True):
-            if piece is not None and here:
-                piece.grad = shard[place] if piece.grad is None else piece.grad.add_(shard[place])
+        parts = shard.split(self._part_sizes)
+        for index, part, piece in self._held:
+            if index not in unused:
+                before = piece.grad
+                piece.grad = parts[part] if before is None else before.add_(parts[part])
 
     def gather(self) -> None:
         self.wait()

@@ -8,16 +8,20 @@ from trainstep.parallel.collectives import DONE, Collectives, Pending
 
 
 class Usage:
-    """Flags of `count` parameters. They are read only where this rank lacks a gradient: that read waits for the device."""
+    """Flags of parameters. They are read only where this rank lacks a gradient: that read waits for the device."""
 
-    def __init__(self, collectives: Collectives, count: int) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._count = count
+        self._flags = torch.empty(0)
+        self._all_used = False
+        """Whether the flags say so. Their maximum with others' leaves them as they are, so the next step sends them again."""
         self._pending: Pending = DONE
 
     def send(self, used: Sequence[bool]) -> None:
         """Tell the others; every rank calls this once a step."""
-        self._flags = torch.tensor(used, dtype=torch.uint8).to(self._collectives.ranks.device, non_blocking=True)
+        if not (self._all_used and all(used)):
+            self._flags = torch.tensor(used, dtype=torch.uint8).to(self._collectives.ranks.device, non_blocking=True)
+            self._all_used = all(used)
         self._pending = self._collectives.all_reduce(self._flags, reduction="maximum", label="usage")
 
     def unused_everywhere(self, used: Sequence[bool]) -> list[int]:
