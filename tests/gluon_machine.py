@@ -305,15 +305,27 @@ def arrive(barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
         here().program.pause(lambda: True, "")
 
 
+def pass_by(name: int, threads: int) -> None:
+    """Come to a named barrier and go on; another partition may run first."""
+    _come(name, threads)
+    here().program.pause(lambda: True, "nothing")
+
+
 def meet(name: int, threads: int) -> None:
-    """A named barrier."""
-    program = here().program
-    meeting = program.meetings.setdefault(name, [0, 0])
+    """Come to a named barrier and wait for the others."""
+    number = _come(name, threads)
+    meeting = here().program.meetings[name]
+    here().program.pause(lambda: meeting[1] > number, f"named barrier {name}")
+
+
+def _come(name: int, threads: int) -> int:
+    """Which meeting there it is."""
+    meeting = here().program.meetings.setdefault(name, [0, 0])
     meeting[0] += WARPGROUP_THREADS
     number = meeting[1]
     if meeting[0] == threads:
         meeting[:] = [0, number + 1]
-    program.pause(lambda: meeting[1] > number, f"named barrier {name}")
+    return number
 
 
 def copy_in(descriptor: Descriptor, where: Sequence[int], barrier: Barrier, shared: Shared, pred: Any = True) -> None:

@@ -11,13 +11,10 @@ import triton
 from torch import Tensor
 
 from trainstep.ops.flash_attention.forward import LOG2_E
-from trainstep.ops.flash_attention.hopper_backward import (
-    hopper_cast_kernel,
-    hopper_gradients_kernel,
-    hopper_rows_kernel,
-)
+from trainstep.ops.flash_attention.hopper_backward import hopper_gradients_kernel
 from trainstep.ops.flash_attention.hopper_boxes import BoxedKernel, boxes, piece_boxes, row_boxes
 from trainstep.ops.flash_attention.hopper_forward import hopper_forward_kernel
+from trainstep.ops.flash_attention.hopper_rows import hopper_cast_kernel, hopper_rows_kernel
 from trainstep.ops.flash_attention.hopper_schedules import (
     BACKWARD,
     BACKWARD_KEYS,
@@ -314,7 +311,6 @@ def bind_hopper_backward(
         "BLOCK_Q": schedule.block_q,
         "STAGES": schedule.stages,
         "SPLIT_ROWS": schedule.split_rows,
-        "SCORES_AHEAD": schedule.scores_ahead,
         "CAUSAL": problem.causal,
         "RAGGED_K": keys % BACKWARD_KEYS != 0,
     }

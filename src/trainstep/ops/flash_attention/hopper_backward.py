@@ -1,27 +1,32 @@
-"""The backward kernels for Hopper: algorithm.backward in one pass over the keys. See [Note: the pipeline of a Hopper kernel].
+"""The backward kernel for Hopper: algorithm.backward in one pass over the keys. See [Note: the pipeline of a Hopper kernel].
 
-`hopper_rows_kernel`: rowsum(do o), the log-sum-exp base 2, and zeros for dq. `hopper_gradients_kernel`: dk and dv, and dq as a
-sum in fp32 that programs add to in any order: bits may differ from run to run. `hopper_cast_kernel`: dq as the tensors are.
+`hopper_gradients_kernel`: dk and dv, and dq as a sum in fp32 that programs add to in any order: bits may differ from run to run.
+What goes before and comes behind it is in hopper_rows.py.
 
 [Note: one pass backward]
 A program keeps 128 keys, 64 a warpgroup, and runs over the queries that see them, and over the query heads that share the key
 head. Scores and the gradient of probabilities are computed transposed, (keys, queries), so that p and ds are in the registers
-that the products for dv and dk read. dq needs the ds of both warpgroups: each writes its half to shared memory, they meet, and
-each multiplies one half of dq's columns (or rows) and adds it to global memory by TMA. Two buffers of ds take turns, so that
-one meeting a step is enough: whoever is a step ahead writes the other buffer, and cannot be two ahead.
+that the products for dv and dk read. dq needs the ds of both warpgroups: each writes its half to shared memory, and each
+multiplies one half of dq's columns (or rows) and adds it to global memory by TMA.
+
+    matrix units    dp(n)        | dv(n)   | dk(n)  dq(n-1) | scores(n+1)
+    a warpgroup     p from scores| ds(n)   |                | dq(n-1) to shared memory; one fence for it and ds(n)
+
+dq runs a step behind: by then the other warpgroup's ds has long been there, and nobody waits. So the two may be half a step apart,
+and while one takes exponentials the matrix units work for the other. Two buffers of ds take turns. A warpgroup says that its ds(n)
+is there behind its dq(n-1), and writes ds(n+1) only once the other has said that of ds(n): nobody reads ds(n-1) any more then. What
+dq reads in the first step is zeros.
 
 dq is summed in pieces of 64 queries, each in the order in which a warpgroup's registers hold it: a thread writes 16 bytes at a
 time, its neighbours the next 16, so that no two meet in a bank of shared memory, whose traffic is what the loop waits for; and what
 TMA adds is contiguous.
 
-With SCORES_AHEAD the next step's scores are started behind this step's dq, before dq is waited for and stored: the matrix units
-have work meanwhile.
+ds = p (dp - delta) is the product of two 16-bit numbers: p as dv takes it, and the rounded difference. Half as many instructions
+and registers as in fp32, where the loop would wait for the conversion of p back; the rounding is that of ds itself, twice more.
 
 Queries beyond the end read as 0 with a log-sum-exp of +inf, so that p is 0 there; a query that sees no key is written so too.
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trainstep.ops.flash_attention.forward import LOG2_E
 from trainstep.ops.flash_attention.hopper_parts import (
     PRODUCER_REGISTERS,
     ROWS,
@@ -45,68 +49,20 @@ from trainstep.ops.flash_attention.hopper_parts import (
     meet,
     new_barriers,
     operand_layout,
+    pass_by,
+    product,
     tile_and_head,
     where_seen,
 )
-from trainstep.ops.flash_attention.tile_access import load_tile
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 BLOCK_K: gl.constexpr = gl.constexpr(128)
 CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
 DS_WRITTEN: gl.constexpr = gl.constexpr(9)
-"""The barrier at which both warpgroups' ds is in shared memory."""
+"""Barriers 9 to 12: a warpgroup's ds of an even or an odd step is in shared memory."""
+ALL_READ: gl.constexpr = gl.constexpr(13)
+"""The barrier at which nobody reads k and v any more."""
 CONSUMER_THREADS: gl.constexpr = gl.constexpr(256)
-
-
-# Before and after, in plain Triton --------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=SIZES)
-def hopper_rows_kernel(
-    o_ptr, do_ptr, lse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr,
-    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries, padded_queries,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
-    """Rows are padded to whole tiles: lse_log2 with +inf, delta with 0. dq_sum (B, H, padded S, BLOCK_D) is set to 0."""
-    batch_head = tl.program_id(0) // tiles
-    first_q = tl.program_id(0) % tiles * BLOCK_Q
-    batch = (batch_head // heads).to(tl.int64)
-    head = (batch_head % heads).to(tl.int64)
-    o_base = o_ptr + batch * stride_ob + head * stride_oh
-    do_base = do_ptr + batch * stride_gb + head * stride_gh
-    o = load_tile(o_base, stride_os, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
-    do = load_tile(do_base, stride_gs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
-    row = first_q + tl.arange(0, BLOCK_Q)
-    lse = tl.load(lse_ptr + batch_head.to(tl.int64) * queries + row, mask=row < queries, other=float("-inf"))
-    padded_row = batch_head.to(tl.int64) * padded_queries + row
-    tl.store(lse_log2_ptr + padded_row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
-    tl.store(delta_ptr + padded_row, tl.sum(o * do, 1))
-    dq_base = dq_sum_ptr + (batch_head.to(tl.int64) * padded_queries + first_q) * BLOCK_D
-    tl.store(dq_base + tl.arange(0, BLOCK_Q * BLOCK_D), tl.zeros([BLOCK_Q * BLOCK_D], tl.float32))
-
-
-@triton.jit(do_not_specialize=SIZES)
-def hopper_cast_kernel(
-    dq_sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs, pieces, heads, queries, scale,
-    HEAD_DIM: tl.constexpr, PIECES_ACROSS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One piece of dq's sum, 64 queries x COLUMNS, out of the order of _in_registers into rows, scaled.
-
-    A head has `pieces`, PIECES_ACROSS side by side.
-    """
-    piece = tl.program_id(0).to(tl.int64)
-    batch_head = piece // pieces
-    first_q = piece % pieces // PIECES_ACROSS * ROWS
-    first_column = piece % PIECES_ACROSS * COLUMNS
-    if first_q < queries:
-        at = piece * ROWS * COLUMNS + tl.arange(0, ROWS * COLUMNS)
-        held = tl.reshape(tl.load(dq_sum_ptr + at), [COLUMNS // 8, 4, 8, 4, 2, 2])
-        dq = tl.reshape(tl.permute(held, [1, 4, 2, 0, 3, 5]), [ROWS, COLUMNS])
-        base = dq_ptr + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
-        row = first_q + tl.arange(0, ROWS)[:, None]
-        column = first_column + tl.arange(0, COLUMNS)[None, :]
-        inside = (row < queries) & (column < HEAD_DIM)
-        tl.store(base + row * stride_dqs + column, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 # Which work -------------------------------------------------------------------------------------------------------------------
@@ -185,6 +141,12 @@ def _in_registers(dq):
 
 
 @gluon.jit
+def _ds_written(warpgroup: gl.constexpr, step):
+    """The barrier for a warpgroup's ds of its step-th step."""
+    return DS_WRITTEN + 2 * warpgroup + (step & 1)
+
+
+@gluon.jit
 def _start_scores(kept_tiles, q_ring, used, WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr):
     """wgmma of this warpgroup's keys with the ring's used-th tile of queries."""
     k_tile, _, _ = kept_tiles
@@ -197,90 +159,104 @@ def _start_scores(kept_tiles, q_ring, used, WARPGROUP: gl.constexpr, BLOCK_Q: gl
 
 
 @gluon.jit
-def _add_gradients(
-    dk, dv, next_scores, used, dq_desc, memory, place, begin, end, steps, scale_log2,
-    WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT_ROWS: gl.constexpr, SCORES_AHEAD: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Query tiles `begin`..`end` of one head. `used`: steps of this program so far, of `steps` in all.
+def _start_dq(kept_tiles, ds_tiles, step, WARPGROUP: gl.constexpr, SPLIT_ROWS: gl.constexpr):
+    """wgmma of the step-th step's ds with all keys: this warpgroup's rows or columns."""
+    k_tile, _, _ = kept_tiles
+    BLOCK_D: gl.constexpr = k_tile.shape[3]
+    all_keys = k_tile.reshape([BLOCK_K, BLOCK_D])
+    ds = ds_tiles.index(step & 1).permute((1, 0))
+    DQ_COLUMNS: gl.constexpr = BLOCK_D if SPLIT_ROWS else BLOCK_D // CONSUMERS
+    zeros = gl.zeros([ROWS, DQ_COLUMNS], gl.float32, accumulator_layout(DQ_COLUMNS))
+    if SPLIT_ROWS:
+        started = warpgroup_mma(ds.slice(WARPGROUP * ROWS, ROWS), all_keys, zeros, use_acc=False, is_async=True)
+    else:
+        columns = all_keys.slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1)
+        started = warpgroup_mma(ds, columns, zeros, use_acc=False, is_async=True)
+    return started
 
-    SCORES_AHEAD: next_scores are those of the first step, and come back as those of the step behind the last.
-    """
+
+@gluon.jit
+def _probabilities(
+    scores, lse_row, step, place, begin_full, scale_log2,
+    WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """p of this warpgroup's keys and the step's queries; steps from `begin_full` on need no mask."""
+    _, first_k, keys, offset = place
+    SCORES: gl.constexpr = accumulator_layout(BLOCK_Q)  # (keys, queries)
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse_row.load(gl.SliceLayout(0, SCORES)), 0))
+    if MASKED:  # noqa: SIM102  (this one is known when compiling)
+        if step < begin_full:
+            key_index = first_k + WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+            query_index = step * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, SCORES))
+            last_seen = keys - 1 + query_index * 0
+            if CAUSAL:
+                last_seen = gl.minimum(last_seen, query_index + offset)
+            p = where_seen(p, gl.expand_dims(key_index, 1), gl.expand_dims(last_seen, 0), ZERO)
+    return p
+
+
+@gluon.jit
+def _add_gradients(
+    dk, dv, scores, used, due, dq_desc, memory, place, span, scale_log2,
+    WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT_ROWS: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The query tiles of one head. `used`: steps of this program so far. `scores`: those of the first step, and they come back as
+    those of the step behind the last. `due`: where the dq of the step before goes."""
     kept_tiles, q_ring, do_ring, ds_tiles, dq_tile = memory
-    first_piece, first_k, keys, offset = place
+    first_piece, _, _, _ = place
+    begin, begin_full, end, steps = span
     k_tile, v_tile, _ = kept_tiles
     q_tiles, lse_rows, q_full, q_empty = q_ring
     do_tiles, delta_rows, do_full, do_empty = do_ring
     SCORES: gl.constexpr = accumulator_layout(BLOCK_Q)  # (keys, queries)
-    DQ_COLUMNS: gl.constexpr = BLOCK_D if SPLIT_ROWS else BLOCK_D // CONSUMERS
     OPERAND: gl.constexpr = operand_layout(BLOCK_D)
     dtype: gl.constexpr = k_tile.dtype
     zeros = gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES)
-    dq_zeros = gl.zeros([ROWS, DQ_COLUMNS], gl.float32, accumulator_layout(DQ_COLUMNS))
-    all_keys = k_tile.reshape([BLOCK_K, BLOCK_D])
     v = v_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
-    key_index = first_k + WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     for step in range(begin, end):
         stage = used % STAGES
         q = q_tiles.index(stage).reshape([BLOCK_Q, BLOCK_D])
         do = do_tiles.index(stage).reshape([BLOCK_Q, BLOCK_D])
-        if not SCORES_AHEAD:
-            started_scores = _start_scores(kept_tiles, q_ring, used, WARPGROUP, BLOCK_Q, STAGES)
         mbarrier.wait(do_full.index(stage), (used // STAGES) & 1)
         started_dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = next_scores if SCORES_AHEAD else warpgroup_mma_wait(1, deps=(started_scores,))
-        lse = lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-        p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
-        if MASKED:
-            last_seen = keys - 1 + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, SCORES)) * 0
-            if CAUSAL:
-                query_index = step * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, SCORES))
-                last_seen = gl.minimum(last_seen, query_index + offset)
-            p = where_seen(p, gl.expand_dims(key_index, 1), gl.expand_dims(last_seen, 0), ZERO)
-        p_operand = gl.convert_layout(p.to(dtype), OPERAND)
-        # Only the next step needs its tile of q; waited for here, it keeps ptxas from moving the wait for dp before the
+        p = _probabilities(
+            scores, lse_rows.index(stage), step, place, begin_full, scale_log2, WARPGROUP, BLOCK_Q, MASKED, CAUSAL
+        ).to(dtype)
+        p_operand = gl.convert_layout(p, OPERAND)
+        # Only the next scores need their tile of q; waited for here, it keeps ptxas from moving the wait for dp before the
         # exponentials, which are to run beside that wgmma
         mbarrier.wait(q_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=used + 1 < steps)
         dp = warpgroup_mma_wait(0, deps=(started_dp,))
         started_dv = warpgroup_mma(p_operand, do, dv, is_async=True)
         delta = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-        ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
-        ds_tile = ds_tiles.index(used & 1)
-        ds_tile.slice(WARPGROUP * ROWS, ROWS).store(ds)
-        fence_async_shared()
-        meet(DS_WRITTEN, CONSUMER_THREADS)
+        ds = product(p, (dp - gl.expand_dims(delta, 0)).to(dtype))
+        meet(_ds_written(1 - WARPGROUP, used - 1), CONSUMER_THREADS)
+        ds_tiles.index(used & 1).slice(WARPGROUP * ROWS, ROWS).store(ds)
         started_dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
-        ds_of_all = ds_tile.permute((1, 0))
-        if SPLIT_ROWS:
-            started_dq = warpgroup_mma(
-                ds_of_all.slice(WARPGROUP * ROWS, ROWS), all_keys, dq_zeros, use_acc=False, is_async=True
-            )
-        else:
-            columns = all_keys.slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1)
-            started_dq = warpgroup_mma(ds_of_all, columns, dq_zeros, use_acc=False, is_async=True)
+        started_dq = _start_dq(kept_tiles, ds_tiles, used - 1, WARPGROUP, SPLIT_ROWS)
         dv = warpgroup_mma_wait(2, deps=(started_dv,))
         mbarrier.arrive(do_empty.index(stage), count=1)
         dk = warpgroup_mma_wait(1, deps=(started_dk,))
         mbarrier.arrive(q_empty.index(stage), count=1)
-        if SCORES_AHEAD:  # of whatever lies in the buffer behind the last step: nobody uses them
-            started_scores = _start_scores(kept_tiles, q_ring, used + 1, WARPGROUP, BLOCK_Q, STAGES)
-            dq = warpgroup_mma_wait(1, deps=(started_dq,))
-        else:
-            dq = warpgroup_mma_wait(0, deps=(started_dq,))
-        tma.store_wait(0)  # the last step's part of dq has left the buffer
+        # Behind the last step of whatever lies in the buffer: nobody uses them
+        started_scores = _start_scores(kept_tiles, q_ring, used + 1, WARPGROUP, BLOCK_Q, STAGES)
+        dq = warpgroup_mma_wait(1, deps=(started_dq,))
+        tma.store_wait(0)  # what was in the buffer has left it
         dq_tile.store(_in_registers(dq))
         fence_async_shared()
-        add_out(dq_desc, [(first_piece + step * CONSUMERS + WARPGROUP) * dq_desc.block_type.shape[0], 0], dq_tile)
-        if SCORES_AHEAD:
-            next_scores = warpgroup_mma_wait(0, deps=(started_scores,))
+        pass_by(_ds_written(WARPGROUP, used), CONSUMER_THREADS)
+        add_out(dq_desc, [due, 0], dq_tile)
+        due = (first_piece + step * CONSUMERS + WARPGROUP) * dq_desc.block_type.shape[0]
+        scores = warpgroup_mma_wait(0, deps=(started_scores,))
         used += 1
-    return dk, dv, next_scores, used
+    return dk, dv, scores, used, due
 
 
 @gluon.jit
 def _gradients_of_keys(
     kept, WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT_ROWS: gl.constexpr, SCORES_AHEAD: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
+    SPLIT_ROWS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and this warpgroup's part of dq."""
     dk_desc, dv_desc, dq_desc, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2 = kept
@@ -294,30 +270,34 @@ def _gradients_of_keys(
     steps = (end - begin) * heads_per_key_head
     batch = batch_key_head // key_heads
     key_head = batch_key_head % key_heads
-    memory = (kept_tiles, q_ring, do_ring, ds_tiles, dq_tiles.index(WARPGROUP))
+    dq_tile = dq_tiles.index(WARPGROUP)
+    memory = (kept_tiles, q_ring, do_ring, ds_tiles, dq_tile)
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENT)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENT)
+    no_ds = gl.zeros([ROWS, BLOCK_Q], dtype, accumulator_layout(BLOCK_Q))  # of the step before the first
+    ds_tiles.index(1).slice(WARPGROUP * ROWS, ROWS).store(no_ds)
+    fence_async_shared()
+    pass_by(_ds_written(WARPGROUP, 1), CONSUMER_THREADS)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
     used = 0
-    scores = gl.zeros([ROWS, BLOCK_Q], gl.float32, accumulator_layout(BLOCK_Q))
-    if SCORES_AHEAD:
-        started_scores = _start_scores(kept_tiles, q_ring, 0, WARPGROUP, BLOCK_Q, STAGES)
-        scores = warpgroup_mma_wait(0, deps=(started_scores,))
+    started_scores = _start_scores(kept_tiles, q_ring, 0, WARPGROUP, BLOCK_Q, STAGES)
+    scores = warpgroup_mma_wait(0, deps=(started_scores,))
+    pieces = padded_queries // BLOCK_Q * CONSUMERS
+    due = batch_key_head * heads_per_key_head * pieces * dq_desc.block_type.shape[0]
     for member in range(heads_per_key_head):
-        batch_head = batch_key_head * heads_per_key_head + member
-        place = (batch_head * (padded_queries // BLOCK_Q) * CONSUMERS, first_k, keys, offset)
-        if CAUSAL or RAGGED_K:
-            dk, dv, scores, used = _add_gradients(
-                dk, dv, scores, used, dq_desc, memory, place, begin, begin_full, steps, scale_log2,
-                WARPGROUP, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, SCORES_AHEAD, True, CAUSAL,
-            )  # fmt: skip
-        dk, dv, scores, used = _add_gradients(
-            dk, dv, scores, used, dq_desc, memory, place, begin_full, end, steps, scale_log2,
-            WARPGROUP, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, SCORES_AHEAD, False, CAUSAL,
+        place = ((batch_key_head * heads_per_key_head + member) * pieces, first_k, keys, offset)
+        dk, dv, scores, used, due = _add_gradients(
+            dk, dv, scores, used, due, dq_desc, memory, place, (begin, begin_full, end, steps), scale_log2,
+            WARPGROUP, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL or RAGGED_K, CAUSAL,
         )  # fmt: skip
+    meet(_ds_written(1 - WARPGROUP, used - 1), CONSUMER_THREADS)
+    dq = warpgroup_mma_wait(0, deps=(_start_dq(kept_tiles, ds_tiles, used - 1, WARPGROUP, SPLIT_ROWS),))
     tma.store_wait(0)
-    meet(DS_WRITTEN, CONSUMER_THREADS)  # nobody reads k and v any more: dk and dv leave through their memory
+    dq_tile.store(_in_registers(dq))
+    fence_async_shared()
+    add_out(dq_desc, [due, 0], dq_tile)
+    meet(ALL_READ, CONSUMER_THREADS)  # dk and dv leave through the memory of k and v
     k_rows = k_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
     v_rows = v_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
     v_rows.store(dv.to(dtype))
@@ -338,7 +318,7 @@ def hopper_gradients_kernel(
     tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset,
     scale, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SPLIT_ROWS: gl.constexpr,
-    SCORES_AHEAD: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
 ):  # fmt: skip
     """Descriptors are of (batch, head, position, column), those of lse and delta of rows padded to `padded_queries` a head."""
     dtype: gl.constexpr = q_desc.dtype
@@ -378,8 +358,8 @@ def hopper_gradients_kernel(
     kept = (dk_desc, dv_desc, dq_desc, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2)
     gl.warp_specialize(
         [
-            (_gradients_of_keys, (kept, 0, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, SCORES_AHEAD, CAUSAL, RAGGED_K)),
-            (_gradients_of_keys, (kept, 1, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, SCORES_AHEAD, CAUSAL, RAGGED_K)),
+            (_gradients_of_keys, (kept, 0, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL, RAGGED_K)),
+            (_gradients_of_keys, (kept, 1, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL, RAGGED_K)),
             (_start_copies, (copied, BLOCK_Q, STAGES, CAUSAL)),
         ],
         [4, 1],

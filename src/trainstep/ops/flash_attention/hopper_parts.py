@@ -105,6 +105,20 @@ def place_of_turn(order_ptr, first, turn, TABLE: gl.constexpr):
     return place
 
 
+# 16-bit arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _product_text(dtype):
+    return "mul.bf16x2 $0, $1, $2;" if dtype == gl.bfloat16 else "mul.f16x2 $0, $1, $2;"
+
+
+@gluon.jit
+def product(x, y):
+    """x y, two numbers an instruction."""
+    return gl.inline_asm_elementwise(_product_text(x.dtype), "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2)
+
+
 # Masks -------------------------------------------------------------------------------------------------------------------------
 
 MINUS_INFINITY: gl.constexpr = gl.constexpr("0fFF800000")
@@ -141,11 +155,17 @@ def new_barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _barrier_text(name, threads):
-    return f"bar.sync {name}, {threads}; mov.u32 $0, 0;"
+def _barrier_text(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"
 
 
 @gluon.jit
-def meet(name: gl.constexpr, threads: gl.constexpr):
-    """Wait for the other warpgroups. Names 8 to 15 are free: triton takes the lower ones for its own barriers."""
-    gl.inline_asm_elementwise(_barrier_text(name, threads), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def meet(name, threads: gl.constexpr):
+    """Wait at a barrier until `threads` have come to it. Names 8 to 15 are free: triton takes the lower ones for its own."""
+    gl.inline_asm_elementwise(_barrier_text("sync", threads), "=r,r", [name], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_by(name, threads: gl.constexpr):
+    """Come to a barrier at which others wait, and go on."""
+    gl.inline_asm_elementwise(_barrier_text("arrive", threads), "=r,r", [name], dtype=gl.int32, is_pure=False, pack=1)

@@ -63,8 +63,6 @@ class BackwardSchedule:
     """64, or 128 for tiles 64 wide."""
     stages: int
     """Tiles of q, and as many of do, in flight."""
-    scores_ahead: bool = True
-    """Whether the next step's scores are started before this step's dq is waited for, and so run while it is stored."""
 
     @property
     def split_rows(self) -> bool:

@@ -1,0 +1,60 @@
+"""Rows before and behind hopper_backward.py, in plain Triton.
+
+`hopper_rows_kernel`: rowsum(do o), the log-sum-exp base 2, and zeros for dq's sum. `hopper_cast_kernel`: dq as the tensors are, out
+of that sum. See [Note: one pass backward].
+"""
+
+import triton
+import triton.language as tl
+
+from trainstep.ops.flash_attention.forward import LOG2_E
+from trainstep.ops.flash_attention.hopper_parts import ROWS, SIZES
+from trainstep.ops.flash_attention.tile_access import load_tile
+
+
+@triton.jit(do_not_specialize=SIZES)
+def hopper_rows_kernel(
+    o_ptr, do_ptr, lse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr,
+    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries, padded_queries,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Rows are padded to whole tiles: lse_log2 with +inf, delta with 0. dq_sum (B, H, padded S, BLOCK_D) is set to 0."""
+    batch_head = tl.program_id(0) // tiles
+    first_q = tl.program_id(0) % tiles * BLOCK_Q
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    o_base = o_ptr + batch * stride_ob + head * stride_oh
+    do_base = do_ptr + batch * stride_gb + head * stride_gh
+    o = load_tile(o_base, stride_os, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    do = load_tile(do_base, stride_gs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    row = first_q + tl.arange(0, BLOCK_Q)
+    lse = tl.load(lse_ptr + batch_head.to(tl.int64) * queries + row, mask=row < queries, other=float("-inf"))
+    padded_row = batch_head.to(tl.int64) * padded_queries + row
+    tl.store(lse_log2_ptr + padded_row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
+    tl.store(delta_ptr + padded_row, tl.sum(o * do, 1))
+    dq_base = dq_sum_ptr + (batch_head.to(tl.int64) * padded_queries + first_q) * BLOCK_D
+    tl.store(dq_base + tl.arange(0, BLOCK_Q * BLOCK_D), tl.zeros([BLOCK_Q * BLOCK_D], tl.float32))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def hopper_cast_kernel(
+    dq_sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs, pieces, heads, queries, scale,
+    HEAD_DIM: tl.constexpr, PIECES_ACROSS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One piece of dq's sum, 64 queries x COLUMNS, out of the order of registers into rows, scaled.
+
+    A head has `pieces`, PIECES_ACROSS side by side.
+    """
+    piece = tl.program_id(0).to(tl.int64)
+    batch_head = piece // pieces
+    first_q = piece % pieces // PIECES_ACROSS * ROWS
+    first_column = piece % PIECES_ACROSS * COLUMNS
+    if first_q < queries:
+        at = piece * ROWS * COLUMNS + tl.arange(0, ROWS * COLUMNS)
+        held = tl.reshape(tl.load(dq_sum_ptr + at), [COLUMNS // 8, 4, 8, 4, 2, 2])
+        dq = tl.reshape(tl.permute(held, [1, 4, 2, 0, 3, 5]), [ROWS, COLUMNS])
+        base = dq_ptr + batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
+        row = first_q + tl.arange(0, ROWS)[:, None]
+        column = first_column + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < queries) & (column < HEAD_DIM)
+        tl.store(base + row * stride_dqs + column, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
