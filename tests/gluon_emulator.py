@@ -100,12 +100,12 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
 
 
 def assembly(text: str, _constraints: str, operands: Sequence[Tile], **_options: Any) -> Any:
-    """The texts of inline assembly there are: named barriers, a selection, a 16-bit product."""
+    """The texts of inline assembly there are: named barriers, a selection, a product in bf16."""
     if match := re.match(r"bar\.(sync|arrive) \$1, (\d+);", text):
         come = machine.meet if match[1] == "sync" else machine.pass_by
         come(int(operands[0]), int(match[2]))
         return None
-    if re.match(r"mul\.b?f16x2 \$0, \$1, \$2;", text):
+    if text == "mul.bf16x2 $0, $1, $2;":
         return Tile(operands[0].data * operands[1].data)
     if match := re.search(r"setp\.le\.s32 (\w+), \$2, \$3; selp\.f32 \$0, \$1, 0f(\w{8}), \1;", text):
         x, smaller, larger = (operand.data for operand in operands)

@@ -1,6 +1,7 @@
 """`trainstep sweep` as a process: killed at any moment it loses nothing, and every way a cell can fail is a record."""
 
 import random
+import shutil
 import signal
 import sys
 import time
@@ -85,6 +86,39 @@ def test_killed_and_resumed(tmp_path: Path):
     assert code == 0
     assert sorted(indices(tmp_path)) == list(range(4))
     assert len(Store(tmp_path / "runs" / "s.jsonl").read()) == 4, "no cell was run twice"
+
+
+@linux
+def test_killed_between_rounds(tmp_path: Path):
+    """Parts go on where they stopped, and are gone when all is stored."""
+    log = tmp_path / "log"
+    write_sweep(tmp_path, 1, head='compare = "name"', name=["a", "b"], steps=10, seconds=0.02, log=str(log))
+    parts = tmp_path / "runs" / "s.rounds"
+    mark = uuid.uuid4().hex
+    process = start("sweep", "s.toml", "--rounds", 2, folder=tmp_path, mark=mark)
+    assert wait_until(lambda: len(lines_in(parts)) >= 2, 30)
+    process.kill()
+    finish(process)
+    assert wait_until(lambda: not marked(mark)), "an orphan"
+    assert indices(tmp_path) == []
+    kept = len(lines_in(parts))
+    assert kept < 4
+    shutil.copytree(parts, tmp_path / "kept")
+    log.unlink()
+    code, _, _ = sweep(tmp_path, "--rounds", 2)
+    assert code == 0
+    taken = [line for line in log.read_text().splitlines() if "take" in line]
+    assert taken == ["a take 5", "b take 5", "b take 5", "a take 5"][kept:]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s.jsonl"]
+    assert [len(record.samples["step"].values) for record in Store(tmp_path / "runs" / "s.jsonl").read()] == [10, 10]
+    shutil.copytree(tmp_path / "kept", parts)  # as if killed before they were removed
+    sweep(tmp_path)
+    assert not parts.exists()
+
+
+def lines_in(folder: Path) -> list[str]:
+    """The whole lines of all files there."""
+    return [line for path in folder.glob("*.jsonl") for line in path.read_text().split("\n")[:-1]]
 
 
 @linux

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 
 from cell_maker import importable, is_alive, planted, silent, wait_until
 from trainstep.config.cell import Cell
+from trainstep.measure.environment import environment
 from trainstep.measure.interleave import run_interleaved
+from trainstep.measure.round_parts import RoundParts
 from trainstep.measure.runner import Limits
 from trainstep.records.compare import compare_records
 from trainstep.records.record import Record
+from trainstep.records.store import Store
 
 __all__ = ["importable"]
 pytestmark = pytest.mark.usefixtures("importable")
@@ -181,6 +185,98 @@ def test_rounds_skip_a_variant_that_failed(log: Path):
     assert records[1].failure.kind == "out_of_memory"
     assert records[1].failure.asked_bytes == 4096
     assert called(log, "prepare").count("bad") == 1
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> RoundParts:
+    return RoundParts(Store(tmp_path / "s.jsonl"))
+
+
+def run_until(cells: Sequence[Cell], kept: RoundParts, ended: int, rounds: int | None = 2) -> None:
+    """Rounds that are interrupted in the process that follows so many others."""
+    began: list[Cell] = []
+
+    def interrupt(cell: Cell, stage: str) -> None:
+        began.extend([cell] if stage == "steps" else [])
+        if len(began) > ended:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_interleaved(cells, Limits(rounds=rounds), interrupt, kept=kept)
+
+
+@pytest.mark.parametrize("ended", [1, 2, 3])
+def test_killed_rounds_go_on_where_they_stopped(log: Path, kept: RoundParts, ended: int):
+    cells = variants(log, "a", "b", steps=10)
+    run_until(cells, kept, ended)
+    assert called(log, "take") == ["a 5", "b 5", "b 5", "a 5"][:ended]
+    log.unlink()
+    stages: list[tuple[str, str]] = []
+    first_parts = kept.found(cells, 2, None)
+    records = run_interleaved(
+        cells, Limits(rounds=2), lambda cell, stage: stages.append((cell.label, stage)), kept=kept
+    )
+    assert called(log, "take") == ["a 5", "b 5", "b 5", "a 5"][ended:]
+    assert [stage for _, stage in stages[:ended]] == [f"round {n} of 2 is there already" for n in (1, 1, 2)][:ended]
+    for cell, record in zip(cells, records, strict=True):
+        assert len(record.samples["step"].values) == 10
+        assert record.samples["step"].values[:5] == kept.found(cells, 2, None)[cell.key, 0].samples["step"].values
+        assert record.fact("interleaving") == "rounds"
+        assert not {"round", "rounds"} & set(record.facts), "marks of parts alone"
+    assert records[0].started_at == first_parts[cells[0].key, 0].started_at
+    assert compare_records(*records).n == 2
+
+
+def test_all_parts_there_run_nothing(log: Path, kept: RoundParts):
+    """Killed after the last part, before the group was stored."""
+    cells = variants(log, "a", "b", steps=2)
+    first = run_interleaved(cells, Limits(rounds=2), silent, kept=kept)
+    log.unlink()
+    assert run_interleaved(cells, Limits(rounds=2), silent, kept=kept) == first
+    assert not log.exists()
+
+
+def test_parts_of_others_are_not_taken(log: Path, kept: RoundParts, monkeypatch: pytest.MonkeyPatch):
+    """Of another group, of another number of rounds, of other code."""
+    cells = variants(log, "a", "b", "c", steps=6)
+    run_until(cells[:2], kept, 1)
+    assert list(kept.found(cells[:2], 2, None)) == [(cells[0].key, 0)]
+    assert list(kept.found([cells[1], cells[0]], 2, None)) == [(cells[0].key, 0)], "in any order"
+    assert kept.found(cells, 2, None) == {}
+    assert kept.found(cells[:2], 3, None) == {}
+    edited = replace(environment(), source="fff")
+    monkeypatch.setattr("trainstep.measure.round_parts.environment", lambda **_: edited)
+    log.unlink()
+    run_interleaved(cells[:2], Limits(rounds=2), silent, kept=kept)
+    assert called(log, "take") == ["a 3", "b 3", "b 3", "a 3"]
+
+
+def test_parts_say_that_turns_do_not_fit(log: Path, kept: RoundParts):
+    cells = variants(log, "a", "b", steps=3, alone=str(log) + ".alone")
+    run_until(cells, kept, 3, rounds=None)  # the first stood alone, then the two of the first round
+    log.unlink()
+    run_interleaved(cells, Limits(), silent, kept=kept)
+    assert called(log, "prepare") == ["b", "a", "a", "b"]
+
+
+def test_a_part_that_failed_is_retried_if_asked(log: Path, kept: RoundParts, tmp_path: Path):
+    cells = [*variants(log, "bad", act="abort", steps=4), *variants(log, "good", steps=4)]
+    run_until(cells, kept, 2)
+    for again, ran in ((kept, ["good"]), (RoundParts(Store(tmp_path / "s.jsonl"), retry_failed=True), ["bad"])):
+        log.unlink()
+        records = run_interleaved(cells, Limits(rounds=2), silent, kept=again)
+        assert called(log, "prepare") == ran
+        assert [record.failure is not None for record in records] == [True, False]
+
+
+def test_parts_leave_with_their_group_alone(log: Path, kept: RoundParts, tmp_path: Path):
+    pair, other = variants(log, "a", "b", steps=2), variants(log, "c", "d", steps=2)
+    run_until(pair, kept, 1)
+    run_until(other, kept, 1)
+    kept.drop([pair])
+    assert (kept.found(pair, 2, None), len(kept.found(other, 2, None))) == ({}, 1)
+    kept.drop([pair, other])
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
-from cell_maker import planted
+from cell_maker import importable, planted, silent
 from record_maker import ENVIRONMENT, a_record
 from trainstep.config.cell import Cell
+from trainstep.measure.environment import environment
+from trainstep.measure.executor_local import run_groups
+from trainstep.measure.round_parts import RoundParts
+from trainstep.measure.runner import Limits
 from trainstep.measure.sweep import Progress, pending, run_sweep
 from trainstep.records.record import Environment, Failure, Record
 from trainstep.records.store import Store
+
+__all__ = ["importable"]
 
 CELLS = [planted(index=index) for index in range(5)]
 GROUPS = [[cell] for cell in CELLS]
@@ -165,3 +171,35 @@ def test_two_sweeps_on_one_store(store: Store):
         sweep(store, Executor(store))
     assert len(list(first)) == 5
     assert sweep(store, Executor(store))[0].done == 5
+
+
+@pytest.mark.usefixtures("importable")
+def test_parts_of_rounds_stay_until_their_group_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed between the records of a group: nothing is run again, and the sweep goes on with the next group."""
+    groups = [[planted(name=name, steps=2, log=str(tmp_path / "log")) for name in pair] for pair in ("ab", "cd")]
+    store = Store(tmp_path / "runs" / "s.jsonl")
+    kept = RoundParts(store)
+
+    def sweep_in_rounds() -> list[Progress]:
+        return list(
+            run_sweep(
+                groups, store, lambda waiting: run_groups(waiting, Limits(rounds=1), silent, kept), here=environment()
+            )
+        )
+
+    def kill(store: Store, record: Record) -> None:
+        if store.path.name == "s.jsonl" and record.config["name"] == "b":
+            raise KeyboardInterrupt
+        append(store, record)
+
+    append = Store.append
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "append", kill)
+        with pytest.raises(KeyboardInterrupt):
+            sweep_in_rounds()
+    assert [record.config["name"] for record in store.latest().values()] == ["a"]
+    (tmp_path / "log").unlink()
+    assert sweep_in_rounds()[-1].done == 4
+    assert [line for line in (tmp_path / "log").read_text().splitlines() if "take" in line] == ["c take 2", "d take 2"]
+    assert [record.config["name"] for record in store.latest().values()] == ["a", "b", "c", "d"]
+    assert [path.name for path in store.path.parent.iterdir()] == ["s.jsonl"]

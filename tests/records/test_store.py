@@ -266,6 +266,15 @@ def test_the_same_table_is_kept_once(store):
     assert [record.tables["big"]["time"][7] for record in store.read()] == [1.0, 1.0]
 
 
+def test_removed_with_its_tables(store):
+    store.append(a_record(tables={"big": {"time": [1.0] * 50_000}}))
+    assert len(list(store.path.parent.iterdir())) == 2
+    store.remove()
+    assert list(store.path.parent.iterdir()) == []
+    assert store.finished() == []
+    store.remove()
+
+
 def test_a_store_may_be_moved_with_its_tables(store, tmp_path):
     store.append(a_record(tables={"big": BIG}))
     store.path.parent.rename(tmp_path / "moved")

@@ -1,7 +1,7 @@
 """`trainstep sweep`: a whole table from a TOML file, resumable, here or on Slurm."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +14,11 @@ from trainstep.records.store import Store
 
 if TYPE_CHECKING:
     from trainstep.cli.cells import Execute
+    from trainstep.config.cell import Cell
+    from trainstep.measure.connection import Tell
     from trainstep.measure.executor_slurm_queue import JobRequest
     from trainstep.measure.runner import Limits
+    from trainstep.records.record import Record
 
 _SLURM = Group("On a Slurm cluster", sort_key=3)
 _PARTITION_HELP = (
@@ -84,6 +87,7 @@ def sweep(
         Memory a CPU cell may take; by default 90 % of the machine's.
     rounds
         Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, if all fit at once.
+        A killed sweep goes on behind the last process that ended, even within a round (not within a job of Slurm's).
     allow_mixed
         Go on although the records there were made with another GPU, torch or commit.
     retry_failed
@@ -106,7 +110,7 @@ def sweep(
 
     store = Store(out or Path("runs") / f"{config.name}.jsonl")
     check_page(page, store.path)
-    execute = _executor(bounds, request, store)
+    execute = _executor(bounds, request, store, groups, retry_failed)
     records = run_cells(groups, store, execute, here=here, allow_mixed=allow_mixed, retry_failed=retry_failed)
     words = {"title": config.title, "description": config.description or None}
     return show(records, store, page, compare=config.compare, as_json=json, **words)
@@ -125,13 +129,26 @@ def _overrides(fields: Mapping[str, str | None], settings: Sequence[str]) -> tup
     return overrides, device or None
 
 
-def _executor(bounds: "Limits", request: "JobRequest | None", store: Store) -> "Execute":
-    """Cells run here one after the other, or on Slurm."""
+def _executor(
+    bounds: "Limits",
+    request: "JobRequest | None",
+    store: Store,
+    groups: "Sequence[Sequence[Cell]]",
+    retry_failed: bool,
+) -> "Execute":
+    """Cells run here one after the other, or on Slurm. `groups`: all of the sweep's."""
     from trainstep.measure.executor_local import run_groups
     from trainstep.measure.executor_slurm import run_groups_on_slurm
+    from trainstep.measure.round_parts import RoundParts
+
+    parts = RoundParts(store, retry_failed=retry_failed)
+
+    def execute_here(waiting: "Sequence[Sequence[Cell]]", tell: "Tell") -> "Iterator[list[Record]]":
+        yield from run_groups(waiting, bounds, tell, parts)
+        parts.drop(groups)  # all are stored, also those that an earlier sweep was killed behind
 
     if request is None:
-        return lambda waiting, tell: run_groups(waiting, bounds, tell)
+        return execute_here
     return lambda waiting, tell: run_groups_on_slurm(waiting, bounds, tell, request=request, store=store)
 
 

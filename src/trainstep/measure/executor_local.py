@@ -6,21 +6,27 @@ from trainstep.config.cell import Cell
 from trainstep.measure.connection import Tell
 from trainstep.measure.idle_processes import IdleProcesses
 from trainstep.measure.interleave import run_interleaved
+from trainstep.measure.round_parts import RoundParts
 from trainstep.measure.runner import CellRun, Limits, run_alone
 from trainstep.records.record import Record
 
 
-def run_groups(groups: Sequence[Sequence[Cell]], limits: Limits, tell: Tell) -> Iterator[list[Record]]:
+def run_groups(
+    groups: Sequence[Sequence[Cell]], limits: Limits, tell: Tell, kept: RoundParts | None = None
+) -> Iterator[list[Record]]:
     """A group of one is a cell on its own, several are variants that take turns.
 
     A process that says it can measure another cell gets the next one of its workload, single or a variant among others; after
-    any failure the next cell has a fresh process. Closing the iterator ends whatever runs.
+    any failure the next cell has a fresh process. `kept`: where variants that run in rounds keep what each round gave, until
+    the next group is asked for: whoever asks has stored the records by then. Closing the iterator ends whatever runs.
     """
     idle = IdleProcesses()
     try:
         for group in groups:
             if len(group) > 1:
-                yield run_interleaved(group, limits, tell, idle)
+                yield run_interleaved(group, limits, tell, idle, kept)
+                if kept is not None:
+                    kept.drop([group])
                 continue
             [cell] = group
             run = CellRun(cell, limits, idle.take(cell, tell))

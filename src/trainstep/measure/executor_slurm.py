@@ -4,7 +4,7 @@
 A job writes its records to a part beside the store before it ends, and the part is removed only once the store has them. A
 driver that is killed therefore loses nothing: its jobs go on, and the next driver takes the parts that are there, waits for
 the jobs that are still in the queue, and submits the rest. A driver that is interrupted, or that stops with an error,
-cancels its jobs; the parts of those that ended stay.
+cancels its jobs; the parts of those that ended stay. A job that is lost between its variants' rounds runs all of them again.
 
 The nodes must see the store's folder, the current folder, this Python and this package, as on a shared file system.
 """

@@ -7,7 +7,6 @@ block on a pipe and use neither device nor core. Each turn begins with a step th
 the other's turn left the caches cold.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from trainstep.config.cell import Cell
 from trainstep.measure.connection import CellLost, Tell
 from trainstep.measure.idle_processes import IdleProcesses
 from trainstep.measure.rank_findings import joined_ranks
+from trainstep.measure.round_parts import RoundParts, group_name
 from trainstep.measure.runner import CellRun, Limits, open_run, run_alone, steps_of, with_facts
 from trainstep.records.ranks import RANKS
 from trainstep.records.record import Fact, Record, Samples
@@ -29,20 +29,27 @@ class DoNotFit(Exception):
 
 
 def run_interleaved(
-    cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None
+    cells: Sequence[Cell],
+    limits: Limits,
+    tell: Tell,
+    idle: IdleProcesses | None = None,
+    kept: RoundParts | None = None,
 ) -> list[Record]:
     """The records of cells that are compared, in the cells' order: taking turns if all fit, else, or if asked for, in rounds.
 
     `idle`: where processes come from and go to that can measure more than one cell; without it each cell has a fresh one.
+    `kept`: where each part of a round is kept as soon as it is measured; those found there are not measured again.
     """
-    if limits.rounds is None:
+    rounds = min(limits.rounds or _ROUNDS, max(map(steps_of, cells)))
+    found = {} if kept is None else kept.found(cells, rounds, limits.visible_devices)
+    if limits.rounds is None and not found:  # what is found was measured because they do not fit
         try:
             return _run_in_turns(cells, limits, tell, idle)
         except DoNotFit:
             pass
     if idle is not None:
         idle.close()  # they hold memory too
-    return _run_in_rounds(cells, limits, tell, min(limits.rounds or _ROUNDS, max(map(steps_of, cells))))
+    return _run_in_rounds(cells, limits, tell, rounds, found, kept)
 
 
 def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None) -> list[Record]:
@@ -115,7 +122,14 @@ def _advance(run: CellRun, do: str, runs: Sequence[CellRun], ended: dict[str, Re
     return again
 
 
-def _run_in_rounds(cells: Sequence[Cell], limits: Limits, tell: Tell, rounds: int) -> list[Record]:
+def _run_in_rounds(
+    cells: Sequence[Cell],
+    limits: Limits,
+    tell: Tell,
+    rounds: int,
+    found: Mapping[tuple[str, int], Record],
+    kept: RoundParts | None,
+) -> list[Record]:
     """Rounds of whole processes, the order reversed each time; a variant that failed is not run again. The last looks."""
     parts: dict[str, list[Record]] = {cell.key: [] for cell in cells}
     window = _window(cells)
@@ -125,9 +139,16 @@ def _run_in_rounds(cells: Sequence[Cell], limits: Limits, tell: Tell, rounds: in
         for cell in cells if index % 2 == 0 else list(reversed(cells)):
             if any(part.failure for part in parts[cell.key]):
                 continue
+            if (cell.key, index) in found:
+                tell(cell, f"round {index + 1} of {rounds} is there already")
+                parts[cell.key].append(found[cell.key, index])
+                continue
             run = open_run(cell, limits, tell)
             try:
-                parts[cell.key].append(run_alone(run, steps, looks=index == rounds - 1)[0])
+                part, _ = run_alone(run, steps, looks=index == rounds - 1)
+                if kept is not None:
+                    kept.add(cells, rounds, index, part)
+                parts[cell.key].append(part)
             finally:
                 run.connection.close()
     return [with_facts(_joined(parts[cell.key]), **_facts("rounds", cells, cell, steps)) for cell in cells]
@@ -157,7 +178,7 @@ def _joined(parts: Sequence[Record]) -> Record:
 def _facts(how: str, cells: Sequence[Cell], cell: Cell, turn: int) -> dict[str, object]:
     """How this cell took turns. `turn_steps` counts values of `step`, of which a window has one."""
     values = Fact(value=turn // _window([cell]), unit="count")
-    return {"interleaving": how, "interleaving_group": _group_name(cells), "turn_steps": values}
+    return {"interleaving": how, "interleaving_group": group_name(cells), "turn_steps": values}
 
 
 def _turn_steps(cells: Sequence[Cell]) -> int:
@@ -171,7 +192,3 @@ def _window(cells: Sequence[Cell]) -> int:
     """Steps after which a window of every one of these cells ends."""
     sizes = [cell.config.get("sync") for cell in cells]
     return math.lcm(*(size for size in sizes if isinstance(size, int)))
-
-
-def _group_name(cells: Sequence[Cell]) -> str:
-    return hashlib.sha256(" ".join(sorted(cell.key for cell in cells)).encode()).hexdigest()[:16]

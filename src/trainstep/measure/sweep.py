@@ -13,7 +13,8 @@ QUEUED = "queued"
 """Phase of a failure that came before the cell had a machine: its record's environment is merely the driver's."""
 _RESULTS = ("out_of_memory", "unsupported")
 """Failures that come again: `retry_failed` leaves them."""
-_MUST_MATCH = ("gpu", "torch", "commit", "source")
+MUST_MATCH = ("gpu", "torch", "commit", "source")
+"""Fields of the environment in which records of one sweep may not differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +28,13 @@ class Progress:
 
 def pending(groups: Sequence[Sequence[Cell]], store: Store, *, retry_failed: bool = False) -> list[list[Cell]]:
     """The groups that still have a cell to run. A compared group runs whole, since its variants take turns."""
-    done = {
-        key
-        for key, record in store.latest().items()
-        if record.failure is None or (record.failure.kind in _RESULTS or not retry_failed)
-    }
+    done = {key for key, record in store.latest().items() if is_done(record, retry_failed=retry_failed)}
     return [list(group) for group in groups if any(cell.key not in done for cell in group)]
+
+
+def is_done(record: Record, *, retry_failed: bool) -> bool:
+    """Whether what it measured need not be measured again."""
+    return record.failure is None or record.failure.kind in _RESULTS or not retry_failed
 
 
 def run_sweep(
@@ -76,7 +78,7 @@ def run_sweep(
 def check_same_place(store: Store, here: Environment) -> None:
     """Refuse to add to records made elsewhere or by other code, naming the difference."""
     for place in _places(store.latest().values()):
-        if difference := here.difference(place, *_MUST_MATCH):
+        if difference := here.difference(place, *MUST_MATCH):
             raise ValueError(
                 f"{store.path}: holds records made with {difference} (here against there); "
                 "resume with --allow-mixed, or give --out another file"
@@ -104,7 +106,7 @@ def check_like_first(store: Store, first: Environment, records: Sequence[Record]
 def _unlike(records: Iterable[Record], known: Environment) -> Iterator[tuple[Environment, str]]:
     """Where records were made, if not as the known ones were, with what differs."""
     for place in _places(records):
-        if difference := place.difference(known, *_MUST_MATCH):
+        if difference := place.difference(known, *MUST_MATCH):
             yield place, difference
 
 

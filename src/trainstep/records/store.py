@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +57,16 @@ class Store:
 
     def latest(self) -> dict[str, Record]:
         """The last record of each key, in the order the keys first appeared; empty if none was finished yet."""
-        return {record.key: record for record in self._read()[0]} if self.path.exists() else {}
+        return {record.key: record for record in self.finished()}
+
+    def finished(self) -> list[Record]:
+        """All records, oldest first; none, where `read` refuses, if none was finished yet."""
+        return self._read()[0] if self.path.exists() else []
+
+    def remove(self) -> None:
+        """Remove the file, then its tables; killed in between, it holds nothing and can be removed again."""
+        self.path.unlink(missing_ok=True)
+        shutil.rmtree(self._tables, ignore_errors=True)
 
     def _read(self) -> tuple[list[Record], bool]:
         """The whole records, and whether a torn line follows them."""

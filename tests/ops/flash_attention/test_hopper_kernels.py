@@ -3,6 +3,7 @@ too)."""
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from attention_cases import Case, check, random_case
 
 pytest.importorskip("triton.experimental.gluon")
 from hopper_emulated import Emulated
-from trainstep.ops import flash_attention
+from trainstep.ops import flash_attention, reference
 from trainstep.ops.flash_attention import hopper
 from trainstep.ops.flash_attention.choice import describe_choice
 from trainstep.ops.flash_attention.hopper_schedules import (
@@ -232,6 +233,24 @@ def fill_free_memory_with_nan() -> None:
 def test_cases_on_a_gpu(name: str, head_dim: int):
     fill_free_memory_with_nan()
     check(attend, dataclasses.replace(CASES[name], head_dim=head_dim, dtype=torch.bfloat16), device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_difference_beyond_fp16_times_a_probability_next_to_zero(dtype: torch.dtype):
+    """dp - delta is about 6e6 where p is 0: gradients of the others stay finite and right."""
+    case = Case(heads=1, queries=64, keys=64, head_dim=64, dtype=dtype, causal=False)
+    q, k, v, do = case.tensors()
+    q[..., 0], k[..., 0], k[:, :, 0, 0] = 20, 0, -200  # nobody sees key 0
+    v[:, :, 0], do = 300, torch.full_like(do, 300)
+
+    def gradients(attend: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        return torch.autograd.grad(attend(*leaves, causal=False), leaves, tensors[3])
+
+    found = gradients(lambda *x, causal: Emulated()(*x, causal=causal)[0], q, k, v, do)
+    exact = gradients(reference.attention, *(x.double() for x in (q, k, v, do)))
+    for ours, wanted in zip(found, exact, strict=True):
+        assert (ours - wanted).abs().max() <= 4 * torch.finfo(dtype).eps * wanted.abs().max()
 
 
 @pytest.mark.gpu

@@ -21,8 +21,8 @@ dq is summed in pieces of 64 queries, each in the order in which a warpgroup's r
 time, its neighbours the next 16, so that no two meet in a bank of shared memory, whose traffic is what the loop waits for; and what
 TMA adds is contiguous.
 
-ds = p (dp - delta) is the product of two 16-bit numbers: p as dv takes it, and the rounded difference. Half as many instructions
-and registers as in fp32, where the loop would wait for the conversion of p back; the rounding is that of ds itself, twice more.
+In bf16, ds = p (dp - delta) is the product of two bf16 numbers: p as dv takes it, and the rounded difference. That is half the
+instructions and registers of fp32, on the way that the loop waits for; the rounding is that of ds itself, twice more.
 
 Queries beyond the end read as 0 with a log-sum-exp of +inf, so that p is 0 there; a query that sees no key is written so too.
 """
@@ -44,13 +44,13 @@ from trainstep.ops.flash_attention.hopper_parts import (
     ZERO,
     accumulator_layout,
     add_out,
+    bf16_product,
     copy_in,
     copy_out,
     meet,
     new_barriers,
     operand_layout,
     pass_by,
-    product,
     tile_and_head,
     where_seen,
 )
@@ -196,6 +196,12 @@ def _probabilities(
 
 
 @gluon.jit
+def _gradient_of_scores(p, difference, dtype: gl.constexpr):
+    """p (dp - delta), rounded. A difference over 65504, where p may well be next to 0, must not become infinite in fp16."""
+    return bf16_product(p.to(dtype), difference.to(dtype)) if dtype == gl.bfloat16 else (p * difference).to(dtype)
+
+
+@gluon.jit
 def _add_gradients(
     dk, dv, scores, used, due, dq_desc, memory, place, span, scale_log2,
     WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
@@ -222,15 +228,15 @@ def _add_gradients(
         started_dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         p = _probabilities(
             scores, lse_rows.index(stage), step, place, begin_full, scale_log2, WARPGROUP, BLOCK_Q, MASKED, CAUSAL
-        ).to(dtype)
-        p_operand = gl.convert_layout(p, OPERAND)
+        )
+        p_operand = gl.convert_layout(p.to(dtype), OPERAND)
         # Only the next scores need their tile of q; waited for here, it keeps ptxas from moving the wait for dp before the
         # exponentials, which are to run beside that wgmma
         mbarrier.wait(q_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=used + 1 < steps)
         dp = warpgroup_mma_wait(0, deps=(started_dp,))
         started_dv = warpgroup_mma(p_operand, do, dv, is_async=True)
         delta = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-        ds = product(p, (dp - gl.expand_dims(delta, 0)).to(dtype))
+        ds = _gradient_of_scores(p, dp - gl.expand_dims(delta, 0), dtype)
         meet(_ds_written(1 - WARPGROUP, used - 1), CONSUMER_THREADS)
         ds_tiles.index(used & 1).slice(WARPGROUP * ROWS, ROWS).store(ds)
         started_dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)

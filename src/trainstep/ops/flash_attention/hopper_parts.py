@@ -105,18 +105,15 @@ def place_of_turn(order_ptr, first, turn, TABLE: gl.constexpr):
     return place
 
 
-# 16-bit arithmetic -----------------------------------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def _product_text(dtype):
-    return "mul.bf16x2 $0, $1, $2;" if dtype == gl.bfloat16 else "mul.f16x2 $0, $1, $2;"
+# bf16 arithmetic --------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def product(x, y):
-    """x y, two numbers an instruction."""
-    return gl.inline_asm_elementwise(_product_text(x.dtype), "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2)
+def bf16_product(x, y):
+    """x y in bf16, two numbers an instruction."""
+    return gl.inline_asm_elementwise(
+        "mul.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
 
 
 # Masks -------------------------------------------------------------------------------------------------------------------------
