@@ -162,6 +162,14 @@ class Partition:
     unfenced: list[Tensor] = field(default_factory=list)
 
 
+@dataclass
+class Meeting:
+    """A named barrier: which partitions have come, and how often all have."""
+
+    here: set[int] = field(default_factory=set)
+    number: int = 0
+
+
 _local = threading.local()
 
 
@@ -182,7 +190,7 @@ class Program:
         self.draw, self.late = draw, late
         self.copies: list[Callable[[], None]] = []
         self.partitions: list[Partition] = []
-        self.meetings: dict[int, list[int]] = {}
+        self.meetings: dict[int, Meeting] = {}
         self.error: BaseException | None = None
         self.done = threading.Semaphore(0)
 
@@ -226,7 +234,7 @@ class Program:
             raise self.error
         if self.copies:
             raise Wrong("copies that nobody waited for")
-        if any(count for count, _ in self.meetings.values()):
+        if any(meeting.here for meeting in self.meetings.values()):
             raise Wrong("a named barrier is left with arrivals that nobody met")
 
     @torch.no_grad()  # which holds for the thread that says so
@@ -315,16 +323,18 @@ def meet(name: int, threads: int) -> None:
     """Come to a named barrier and wait for the others."""
     number = _come(name, threads)
     meeting = here().program.meetings[name]
-    here().program.pause(lambda: meeting[1] > number, f"named barrier {name}")
+    here().program.pause(lambda: meeting.number > number, f"named barrier {name}")
 
 
 def _come(name: int, threads: int) -> int:
     """Which meeting there it is."""
-    meeting = here().program.meetings.setdefault(name, [0, 0])
-    meeting[0] += WARPGROUP_THREADS
-    number = meeting[1]
-    if meeting[0] == threads:
-        meeting[:] = [0, number + 1]
+    meeting = here().program.meetings.setdefault(name, Meeting())
+    if here().number in meeting.here:
+        raise Wrong(f"a partition comes to named barrier {name} twice before the others have come once")
+    meeting.here.add(here().number)
+    number = meeting.number
+    if len(meeting.here) * WARPGROUP_THREADS == threads:
+        meeting.here, meeting.number = set(), number + 1
     return number
 
 

@@ -17,7 +17,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gluon_emulator import emulate
 from gluon_machine import Wrong
-from trainstep.ops.flash_attention.hopper_parts import accumulator_layout, copy_in, copy_out, new_barriers
+from trainstep.ops.flash_attention.hopper_parts import (
+    accumulator_layout,
+    copy_in,
+    copy_out,
+    meet,
+    new_barriers,
+    pass_by,
+)
 
 TILE = gl.constexpr(64)
 
@@ -97,6 +104,30 @@ def test_a_buffer_read_too_early():
     """Without the wait the tile is whatever was there."""
     with pytest.raises(Wrong, match="nobody waited for"):
         square(torch.randn(64, 64).half(), late=True, WAITS=False)
+
+
+@gluon.jit
+def _come(TIMES: gl.constexpr):
+    for _ in range(TIMES):
+        pass_by(9, 256)
+
+
+@gluon.jit
+def _wait():
+    meet(9, 256)
+
+
+@gluon.jit
+def meeting_kernel(TIMES: gl.constexpr):
+    gl.warp_specialize([(_wait, ()), (_come, (TIMES,))], [4], [24])
+
+
+def test_named_barriers():
+    """One that comes twice is not two that come once."""
+    emulate(meeting_kernel, 1, [1])
+    for times, message in ((0, "deadlock"), (2, "twice|nobody met")):
+        with pytest.raises(Wrong, match=message):
+            emulate(meeting_kernel, 1, [times])
 
 
 @gluon.jit

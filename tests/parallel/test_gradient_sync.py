@@ -102,6 +102,18 @@ def test_sparse_gradients_are_refused_by_name(name: str):
         backward_and_finish(model, sync, torch.tensor([1]))
 
 
+@pytest.mark.parametrize("name", ["flat", "overlapped", "bucketed", "sharded_flat", "fsdp"])
+def test_a_sparse_gradient_of_an_earlier_micro_batch_is_refused_by_name(name: str):
+    """The last one does not use it."""
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    sync = STRATEGIES[name](model, alone(), SGD).sync
+    with sync.no_sync():
+        model(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"0\.weight: its gradient is sparse"):  # noqa: PT012  (in backward or behind it)
+        model[1](torch.ones(1, 2)).sum().backward()
+        sync.finish_gradient_synchronization()
+
+
 def backward_and_finish(model: nn.Module, sync: GradientSync, inputs: torch.Tensor) -> None:
     model(inputs).sum().backward()
     sync.finish_gradient_synchronization()

@@ -265,7 +265,6 @@ class FSDP(HookedGradients):
                 unit.unshard()
 
     def _gradient_ready(self, index: int) -> None:
-        self._gradients([index])  # refuses a sparse one
         if self._is_awaited(self._unit_of[index]):
             return  # another rank may use it in the block that still waits for its backward, and send it only behind that
         turns = self._order.ready(index)
@@ -277,15 +276,16 @@ class FSDP(HookedGradients):
     def _send(self, turn: int) -> None:
         unit = self._trained[turn]
         unit.reshard()
-        used = unit.send_gradients()
-        for index, here in zip(self._members_of[unit], used, strict=True):
-            self._used[index] = here
+        members = self._members_of[unit]
+        self._refuse_sparse(members, unit.unsent)
+        for index, gradient in zip(members, unit.unsent, strict=True):
+            self._used[index] = gradient is not None
+        unit.send_gradients()
         self._sent.add(unit)
         self._in_flight.append(unit)
         if len(self._in_flight) > MOST_IN_FLIGHT:
             self._in_flight.popleft().receive_gradients()
 
-    @torch.no_grad()
     def _finish(self) -> None:
         for turn in self._order.rest():
             self._send(turn)

@@ -82,7 +82,7 @@ class FSDPUnit:
         self._gathering: Pending = DONE
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         """Gradients: of pieces, while the parameters are whole."""
-        self._unsent: list[Tensor | None] = [None] * len(plan.parameters)
+        self.unsent: list[Tensor | None] = [None] * len(plan.parameters)
         """Gradients: whole ones that have not been reduced yet."""
         self._reduced: Tensor | None = None
         self._gradients = GradientShards(
@@ -132,8 +132,8 @@ class FSDPUnit:
         else:
             for index, parameter, piece in self._as_pieces:
                 if (gradient := parameter.grad) is not None:
-                    before = self._unsent[index]
-                    self._unsent[index] = gradient if before is None else self._sum(before, gradient)
+                    before = self.unsent[index]
+                    self.unsent[index] = gradient if before is None else self._sum(before, gradient)
                     parameter.grad = None
                 parameter.data = piece
             for parameter, gradient in self._held:
@@ -147,12 +147,10 @@ class FSDPUnit:
         """Of several backward passes, in the shard's dtype."""
         return before.to(self.shard.dtype).add_(gradient)
 
-    def send_gradients(self) -> list[bool]:
-        """Sharded: start reducing what is kept; which parameters had a gradient here."""
-        used = [gradient is not None for gradient in self._unsent]
-        self._gradients.send(self._unsent)
-        self._unsent = [None] * len(self.parameters)
-        return used
+    def send_gradients(self) -> None:
+        """Sharded: start reducing what is kept."""
+        self._gradients.send(self.unsent)
+        self.unsent = [None] * len(self.parameters)
 
     def receive_gradients(self) -> None:
         """Wait for this rank's shard of the average."""
@@ -170,7 +168,7 @@ class FSDPUnit:
     @property
     def unsent_gradients(self) -> list[Tensor]:
         """Whole ones that wait for a backward whose gradients are averaged."""
-        return [gradient for gradient in self._unsent if gradient is not None]
+        return [gradient for gradient in self.unsent if gradient is not None]
 
     def piece_of(self, shard: Tensor, index: int) -> Tensor:
         """What a tensor laid out as this rank's shard holds of parameter `index`."""

@@ -138,10 +138,13 @@ class HookedGradients(ABC):
     def _gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
         """What this rank has to send; None for a parameter that it did not use. ValueError for a sparse gradient."""
         gradients = [self.parameters[index].grad for index in indices]
+        self._refuse_sparse(indices, gradients)
+        return gradients
+
+    def _refuse_sparse(self, indices: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None and gradient.is_sparse:
                 raise ValueError(f"{self.names[index]}: its gradient is sparse; build its embedding with sparse=False")
-        return gradients
 
 
 class ReplicatedGradients(HookedGradients):

@@ -1,7 +1,7 @@
 """Which parameters a module had when it was wrapped, and whether it still has just those.
 
 A parameter that came later has no hook: it would train on each rank by itself, silently. Looked at once a step, so it must cost
-microseconds: what modules' own dictionaries hold is compared, one by one but by no Python code, and not walked by name.
+microseconds: what modules' own dictionaries hold is compared by map and all, in C, and not walked by name.
 """
 
 from collections.abc import Iterator

@@ -14,8 +14,8 @@ multiplies one half of dq's columns (or rows) and adds it to global memory by TM
 
 dq runs a step behind: by then the other warpgroup's ds has long been there, and nobody waits. So the two may be half a step apart,
 and while one takes exponentials the matrix units work for the other. Two buffers of ds take turns. A warpgroup says that its ds(n)
-is there behind its dq(n-1), and writes ds(n+1) only once the other has said that of ds(n): nobody reads ds(n-1) any more then. What
-dq reads in the first step is zeros.
+is there behind its dq(n-1), and writes ds(n+1) only once the other has said that of ds(n): nobody reads ds(n-1) any more then. The
+dq of the step before the first goes nowhere.
 
 dq is summed in pieces of 64 queries, each in the order in which a warpgroup's registers hold it: a thread writes 16 bytes at a
 time, its neighbours the next 16, so that no two meet in a bank of shared memory, whose traffic is what the loop waits for; and what
@@ -60,6 +60,8 @@ BLOCK_K: gl.constexpr = gl.constexpr(128)
 CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
 DS_WRITTEN: gl.constexpr = gl.constexpr(9)
 """Barriers 9 to 12: a warpgroup's ds of an even or an odd step is in shared memory."""
+NOWHERE: gl.constexpr = gl.constexpr(1 << 30)
+"""Behind the last row of any dq's sum: TMA drops what is added there."""
 ALL_READ: gl.constexpr = gl.constexpr(13)
 """The barrier at which nobody reads k and v any more."""
 CONSUMER_THREADS: gl.constexpr = gl.constexpr(256)
@@ -290,7 +292,7 @@ def _gradients_of_keys(
     started_scores = _start_scores(kept_tiles, q_ring, 0, WARPGROUP, BLOCK_Q, STAGES)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
     pieces = padded_queries // BLOCK_Q * CONSUMERS
-    due = batch_key_head * heads_per_key_head * pieces * dq_desc.block_type.shape[0]
+    due = NOWHERE
     for member in range(heads_per_key_head):
         place = ((batch_key_head * heads_per_key_head + member) * pieces, first_k, keys, offset)
         dk, dv, scores, used, due = _add_gradients(
