@@ -1,4 +1,5 @@
-"""Progress of long work on stderr: a live line with the time left for a person, a line a cell for a log."""
+"""Progress of long work on stderr: a live line with the time left for a person; for a log a line a cell, and while
+none ends what is at work, every half minute at most."""
 
 import contextlib
 import os
@@ -13,6 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from trainstep.config.cell import Cell
 from trainstep.records.record import Record
+
+_SILENCE_S = 30
+"""Of a log, at most, while something goes on."""
 
 
 class _Console(Console):
@@ -40,6 +44,7 @@ class CellProgress:
         )
         self._task = self._bar.add_task("starting", total=len(cells), left="")
         self._started_s = time.monotonic()
+        self._logged_s = self._started_s
         self._found_done: int | None = None
 
     def __enter__(self) -> "CellProgress":
@@ -57,6 +62,8 @@ class CellProgress:
         """What is happening now."""
         with outliving_reader(sys.stderr):
             self._bar.update(self._task, description=f"{cell.label}: {stage}")
+            if not self._live and time.monotonic() - self._logged_s >= _SILENCE_S:
+                self._log(f"{cell.label}: {stage}")
 
     def finished(self, done: int, of: int, records: Sequence[Record]) -> None:
         """Some cells are done; those done before this run are not counted in the rate."""
@@ -72,7 +79,11 @@ class CellProgress:
         self._bar.update(self._task, completed=done, total=of, left=left)
         if not self._live:
             for record in records:
-                print(f"[{done}/{of}] {self._line(record)}{', ' + left if left else ''}", file=sys.stderr, flush=True)
+                self._log(f"[{done}/{of}] {self._line(record)}{', ' + left if left else ''}")
+
+    def _log(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        self._logged_s = time.monotonic()
 
     def _time_left(self, done: int, of: int) -> str:
         run = done - (self._found_done or 0)

@@ -262,7 +262,7 @@ def test_random_cases_on_a_gpu(seed: int):
     """Split over processes by `-k part0-` to `part7-`."""
     draw = random.Random(seed)
     key_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 4, 8])
-    queries = draw.choice([1, draw.randint(1, 300), draw.randint(1, 3000)])
+    queries = draw.choice([64, draw.randint(64, 300), draw.randint(64, 3000)])
     case = Case(
         batch=max(draw.choice([1, 2, 3]), -(-32 // (key_heads * group * queries))),
         heads=key_heads * group,
