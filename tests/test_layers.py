@@ -168,7 +168,8 @@ def test_imports_without_torch():
 
 
 def test_imports_without_triton():
-    names = [module for module in MODULES if module not in triton_modules()]
+    theirs = triton_modules()
+    names = [module for module in MODULES if module not in theirs]
     assert run_bare(IMPORT_THEM.format(absent=["triton"], names=names)) == {}
 
 
