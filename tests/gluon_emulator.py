@@ -22,7 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 import gluon_machine as machine
-from gluon_machine import DTYPES, Barriers, Descriptor, Partition, Program, Shared, Tile, Wrong, plain
+from gluon_machine import Barriers
+from gluon_program import DTYPES, Descriptor, Partition, Program, Shared, Tile, Wrong, begin, plain
 from trainstep.ops.flash_attention import hopper_parts
 
 
@@ -213,6 +214,6 @@ def emulate(kernel: Any, programs: int, arguments: Sequence[Any], *, late: bool 
     draw = random.Random(seed)
     for number in range(programs):
         program = Program(draw, late)
-        machine.begin(Partition(program, -1))
+        begin(Partition(program, -1))
         language = _Language(program, (number, 0, 0), (programs, 1, 1))
         _python_function(kernel, language, {})(*map(_argument, arguments))

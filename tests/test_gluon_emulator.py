@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gluon_emulator import emulate
-from gluon_machine import Wrong
+from gluon_program import Wrong
 from trainstep.ops.flash_attention.hopper_parts import (
     accumulator_layout,
     copy_in,

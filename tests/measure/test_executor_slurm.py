@@ -14,10 +14,10 @@ from record_maker import ENVIRONMENT, a_record
 from slurm_cluster import SlurmCluster
 from sources import ROOT
 from trainstep.cli.app import run
-from trainstep.config.cell import Cell
+from trainstep.config.cell import Cell, group_name
 from trainstep.measure import executor_slurm
 from trainstep.measure.executor_slurm import run_groups_on_slurm
-from trainstep.measure.executor_slurm_job import drop_stored_parts, group_name, part_path, read_part
+from trainstep.measure.executor_slurm_job import drop_stored_parts, part_path, read_part
 from trainstep.measure.executor_slurm_queue import Job, JobRequest
 from trainstep.measure.runner import Limits
 from trainstep.measure.sweep import run_sweep

@@ -1,6 +1,7 @@
 """A cell: one point of a grid, to be measured on its own. What executors pass around, and what a record answers."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,13 @@ class Cell:
     def label(self) -> str:
         """The grid's values, in its order: `small, context 256, bf16`. A name speaks for itself, a number does not."""
         return ", ".join(_in_words(name, value) for name, value in self.point.items()) or self.workload
+
+
+def group_name(group: Sequence[Cell]) -> str:
+    """The cell's key, or a hash of the keys of several, in any order: a cell alone and the same in company are different work."""
+    if len(group) == 1:
+        return group[0].key
+    return hashlib.sha256(" ".join(sorted(cell.key for cell in group)).encode()).hexdigest()[:16]
 
 
 def _in_words(name: str, value: Any) -> str:

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainstep.config.cell import Cell
+from trainstep.config.cell import Cell, group_name
 from trainstep.measure.connection import Tell
 from trainstep.measure.environment import environment
-from trainstep.measure.executor_slurm_job import drop_stored_parts, group_name, part_path, read_part
+from trainstep.measure.executor_slurm_job import drop_stored_parts, part_path, read_part
 from trainstep.measure.executor_slurm_queue import (
     GONE,
     Job,

@@ -5,7 +5,6 @@ NAME.slurm/SUBMISSION/            submitit's own files and each job's logs
 NAME.slurm/SUBMISSION/GROUP.node  where and since when the group's job runs
 """
 
-import hashlib
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from trainstep.config.cell import Cell
+from trainstep.config.cell import Cell, group_name
 from trainstep.measure.environment import environment
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.runner import Limits
@@ -37,13 +36,6 @@ def run_group(group: Sequence[Cell], limits: Limits, part: Path, node: Path) -> 
     _write_whole(node, json.dumps(here))
     [records] = run_groups([group], replace(limits, visible_devices=visible_devices), lambda cell, stage: None)
     _write_whole(part, "".join(json.dumps(record_to_plain(record)) + "\n" for record in records))
-
-
-def group_name(group: Sequence[Cell]) -> str:
-    """The cell's key, or a hash of the keys of several: a cell alone and the same in company are different jobs."""
-    if len(group) == 1:
-        return group[0].key
-    return hashlib.sha256(" ".join(sorted(cell.key for cell in group)).encode()).hexdigest()[:16]
 
 
 def part_path(folder: Path, group: Sequence[Cell]) -> Path:

@@ -18,8 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainstep.config.cell import Cell
-from trainstep.measure.executor_slurm_job import group_name, part_path, run_group
+from trainstep.config.cell import Cell, group_name
+from trainstep.measure.executor_slurm_job import part_path, run_group
 from trainstep.measure.runner import Limits
 
 GONE = "GONE"

@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trainstep.config.cell import Cell
+from trainstep.config.cell import Cell, group_name
 from trainstep.measure.connection import CellLost, Tell
 from trainstep.measure.idle_processes import IdleProcesses
 from trainstep.measure.rank_findings import joined_ranks
-from trainstep.measure.round_parts import RoundParts, group_name
+from trainstep.measure.round_parts import RoundParts
 from trainstep.measure.runner import CellRun, Limits, open_run, run_alone, steps_of, with_facts
 from trainstep.records.ranks import RANKS
 from trainstep.records.record import Fact, Record, Samples

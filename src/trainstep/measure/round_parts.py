@@ -8,11 +8,10 @@ removed when its records are stored. Killed before that, the group is pending an
 records are made of them again. Killed right after storing, the file stays, needed by nobody, until the sweep next ends.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from trainstep.config.cell import Cell
+from trainstep.config.cell import Cell, group_name
 from trainstep.measure.environment import environment
 from trainstep.measure.runner import with_facts
 from trainstep.measure.sweep import MUST_MATCH, is_done
@@ -60,8 +59,3 @@ class RoundParts:
 
     def _store(self, group: Sequence[Cell]) -> Store:
         return Store(self._folder / f"{group_name(group)}.jsonl")
-
-
-def group_name(cells: Iterable[Cell]) -> str:
-    """Identifies cells that are compared, in any order."""
-    return hashlib.sha256(" ".join(sorted(cell.key for cell in cells)).encode()).hexdigest()[:16]

@@ -13,20 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.ops.flash_attention.forward import LOG2_E
 from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, strides, tile_problem
 from trainstep.ops.flash_attention.tile_access import SIZES, load_row, load_tile, program_tile, store_tile
 from trainstep.ops.flash_attention.tiles import KernelPass, TileConfig, choose_row, padded
 
 DELTA_BLOCK_Q = 64
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def delta_kernel(
-    o_ptr, do_ptr, delta_ptr, stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries,
+@triton.jit
+def deltas_of_tile(
+    o_ptr, do_ptr, stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """stride_g*: of the output's gradient, here and below."""
+    """(batch and head, queries, their rowsum(do o)) of this program; 0 beyond the last query."""
     batch_head = tl.program_id(0) // tiles
     first_q = tl.program_id(0) % tiles * BLOCK_Q
     batch = (batch_head // heads).to(tl.int64)
@@ -35,8 +35,20 @@ def delta_kernel(
     do_base = do_ptr + batch * stride_gb + head * stride_gh
     o = load_tile(o_base, stride_os, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
     do = load_tile(do_base, stride_gs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
-    q_index = first_q + tl.arange(0, BLOCK_Q)
-    tl.store(delta_ptr + batch_head.to(tl.int64) * queries + q_index, tl.sum(o * do, 1), mask=q_index < queries)
+    return batch_head.to(tl.int64), first_q + tl.arange(0, BLOCK_Q), tl.sum(o * do, 1)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_kernel(
+    o_ptr, do_ptr, delta_ptr, stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """stride_g*: of the output's gradient, here and below."""
+    batch_head, q_index, delta = deltas_of_tile(
+        o_ptr, do_ptr, stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries,
+        HEAD_DIM, BLOCK_D, BLOCK_Q,
+    )  # fmt: skip
+    tl.store(delta_ptr + batch_head * queries + q_index, delta, mask=q_index < queries)
 
 
 @triton.jit

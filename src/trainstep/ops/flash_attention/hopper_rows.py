@@ -7,9 +7,9 @@ of that sum. See [Note: one pass backward].
 import triton
 import triton.language as tl
 
+from trainstep.ops.flash_attention.backward import deltas_of_tile
 from trainstep.ops.flash_attention.forward import LOG2_E
 from trainstep.ops.flash_attention.hopper_parts import ROWS, SIZES
-from trainstep.ops.flash_attention.tile_access import load_tile
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -19,20 +19,16 @@ def hopper_rows_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Rows are padded to whole tiles: lse_log2 with +inf, delta with 0. dq_sum (B, H, padded S, BLOCK_D) is set to 0."""
-    batch_head = tl.program_id(0) // tiles
-    first_q = tl.program_id(0) % tiles * BLOCK_Q
-    batch = (batch_head // heads).to(tl.int64)
-    head = (batch_head % heads).to(tl.int64)
-    o_base = o_ptr + batch * stride_ob + head * stride_oh
-    do_base = do_ptr + batch * stride_gb + head * stride_gh
-    o = load_tile(o_base, stride_os, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
-    do = load_tile(do_base, stride_gs, first_q, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, True).to(tl.float32)
-    row = first_q + tl.arange(0, BLOCK_Q)
-    lse = tl.load(lse_ptr + batch_head.to(tl.int64) * queries + row, mask=row < queries, other=float("-inf"))
-    padded_row = batch_head.to(tl.int64) * padded_queries + row
+    batch_head, row, delta = deltas_of_tile(
+        o_ptr, do_ptr, stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, tiles, heads, queries,
+        HEAD_DIM, BLOCK_D, BLOCK_Q,
+    )  # fmt: skip
+    lse = tl.load(lse_ptr + batch_head * queries + row, mask=row < queries, other=float("-inf"))
+    padded_row = batch_head * padded_queries + row
     tl.store(lse_log2_ptr + padded_row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
-    tl.store(delta_ptr + padded_row, tl.sum(o * do, 1))
-    dq_base = dq_sum_ptr + (batch_head.to(tl.int64) * padded_queries + first_q) * BLOCK_D
+    tl.store(delta_ptr + padded_row, delta)
+    first_q = tl.program_id(0) % tiles * BLOCK_Q
+    dq_base = dq_sum_ptr + (batch_head * padded_queries + first_q) * BLOCK_D
     tl.store(dq_base + tl.arange(0, BLOCK_Q * BLOCK_D), tl.zeros([BLOCK_Q * BLOCK_D], tl.float32))
 
 

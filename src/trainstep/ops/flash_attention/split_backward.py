@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.flash_attention.backward import LOG2_E
+from trainstep.ops.flash_attention.forward import LOG2_E
 from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, Problem, strides, tile_problem
 from trainstep.ops.flash_attention.split_forward import P_EXPONENT, P_SCALE
 from trainstep.ops.flash_attention.split_parts import (
