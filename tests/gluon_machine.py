@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gluon_program import WARPGROUP_THREADS, Descriptor, Meeting, Shared, Started, Tile, Wrong, here
@@ -143,26 +142,24 @@ def _end_byte(x: Tensor) -> int:
 
 
 def start_wgmma(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
+    """What is on its way may be added to by a wgmma of the same shape: they run in order."""
     _refuse_unfenced(a, b)
-    if a.data.dtype != b.data.dtype or list(acc_shape(acc)) != [a.data.shape[0], b.data.shape[1]]:
-        raise Wrong(f"wgmma of {a.data.dtype} {a.data.shape} and {b.data.dtype} {b.data.shape} for {acc_shape(acc)}")
+    shape = acc.shape if isinstance(acc, Started) else acc.data.shape
+    if a.data.dtype != b.data.dtype or list(shape) != [a.data.shape[0], b.data.shape[1]]:
+        raise Wrong(f"wgmma of {a.data.dtype} {a.data.shape} and {b.data.dtype} {b.data.shape} for {shape}")
+    if isinstance(acc, Started) and acc not in here().wgmmas:
+        raise Wrong("an accumulator of a wgmma that was waited for, from before the wait")
 
     def compute() -> Tensor:
         product = a.data.float() @ b.data.float()
         before = acc.result if isinstance(acc, Started) else acc.data
         return product + before if use_acc else product
 
-    started = Started(compute)
+    started = Started(compute, shape)
     if not here().program.late:
         started.result = compute()
     here().wgmmas.append(started)
     return started if is_async else wait_wgmma(0, deps=(started,))
-
-
-def acc_shape(acc: Any) -> torch.Size:
-    if isinstance(acc, Started):
-        raise Wrong("an accumulator that is on its way: wait for it first")
-    return acc.data.shape  # type: ignore[no-any-return]
 
 
 def wait_wgmma(num_outstanding: int = 0, deps: Sequence[Started] = ()) -> Any:

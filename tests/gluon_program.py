@@ -130,11 +130,12 @@ class Descriptor:
         return whole[tuple(inside)], tuple(within)
 
 
-@dataclass
+@dataclass(eq=False)
 class Started:
     """A wgmma on its way."""
 
     compute: Callable[[], Tensor]
+    shape: torch.Size
     result: Tensor | None = None
 
 

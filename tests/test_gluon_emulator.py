@@ -107,6 +107,31 @@ def test_a_buffer_read_too_early():
 
 
 @gluon.jit
+def sum_kernel(y_ptr, WAITS: gl.constexpr):
+    """A result of wgmma that a second one adds to."""
+    tile = gl.allocate_shared_memory(gl.float16, [TILE, TILE], None)
+    tile.store(gl.full([TILE, TILE], 0.5, gl.float16, None))
+    fence_async_shared()
+    zeros = gl.zeros([TILE, TILE], gl.float32, accumulator_layout(TILE))
+    started = warpgroup_mma(tile, tile, zeros, use_acc=False, is_async=True)
+    if WAITS:
+        warpgroup_mma_wait(0, deps=(started,))
+    more = warpgroup_mma(tile, tile, started, is_async=True)
+    number = gl.arange(0, TILE, None)
+    place = gl.expand_dims(number, 1) * TILE + gl.expand_dims(number, 0)
+    gl.store(y_ptr + place, warpgroup_mma_wait(0, deps=(more,)))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_sum_of_two_products(late: bool):
+    y = torch.zeros(64, 64)
+    emulate(sum_kernel, 1, [y, False], late=late)
+    assert (y == 2 * 64 * 0.25).all()
+    with pytest.raises(Wrong, match="from before the wait"):
+        emulate(sum_kernel, 1, [y, True], late=late)
+
+
+@gluon.jit
 def _come(TIMES: gl.constexpr):
     for _ in range(TIMES):
         pass_by(9, 256)
