@@ -49,7 +49,9 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     kernel, arguments = bound_kernel(request)
     names = kernel.kernel.arg_names
     parameters = dict(zip(names, kernel.kernel.params, strict=True))
-    constants = {name: x for name, x in zip(names, arguments, strict=True) if parameters[name].is_constexpr}
+    constants = {
+        name: x for name, x in zip(names, arguments, strict=True) if parameters[name].is_constexpr or x is None
+    }
     signature = {
         name: "constexpr" if name in constants else type_of(x) for name, x in zip(names, arguments, strict=True)
     }

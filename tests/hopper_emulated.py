@@ -5,6 +5,7 @@ Outputs start as NaN, as memory may that nobody wrote.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,12 @@ from torch import Tensor
 from gluon_emulator import emulate
 from trainstep.ops.flash_attention import hopper
 from trainstep.ops.flash_attention.hopper_boxes import BoxedKernel
-from trainstep.ops.flash_attention.hopper_schedules import BackwardSchedule, ForwardSchedule
+from trainstep.ops.flash_attention.hopper_schedules import (
+    BACKWARD,
+    BackwardSchedule,
+    ForwardSchedule,
+    tile_width,
+)
 from trainstep.ops.flash_attention.launch import Problem
 from trainstep.ops.flash_attention.tiles import Arithmetic
 
@@ -65,7 +71,9 @@ class _Emulated(torch.autograd.Function):
         lse_log2, delta = rows(o, do, lse, padded=kernels.padded_queries)
         _, _, dq_sum = hopper.backward_buffers(q, kernels.padded_queries)
         ctx.how.run(kernels.gradients, q, k, v, do, lse_log2, delta, dk, dv, dq_sum.zero_())
-        dq = out_of_pieces(dq_sum, q.shape, columns=dq_columns(kernels))
+        width = tile_width(q.shape[-1])
+        schedule = ctx.how.backward or BACKWARD[width]
+        dq = out_of_pieces(dq_sum, q.shape, columns=schedule.dq_columns(width))
         return (dq * ctx.problem.scale).to(q.dtype), dk, dv, None, None
 
 
@@ -84,21 +92,15 @@ def rows(o: Tensor, do: Tensor, lse: Tensor, *, padded: int) -> tuple[Tensor, Te
     return lse_log2.flatten(), delta.flatten()
 
 
-def dq_columns(kernels: hopper.BackwardKernels) -> int:
-    """Of a piece of dq's sum: the last box, 64 queries of as many, is of 256 wide rows."""
-    rows_of_256, _ = kernels.gradients.boxes[-1].box
-    return rows_of_256 * 256 // 64
-
-
-def out_of_pieces(dq_sum: Tensor, shape: torch.Size, *, columns: int) -> Tensor:
+def out_of_pieces(dq_sum: Tensor, shape: torch.Size, *, columns: Sequence[int]) -> Tensor:
     """dq's sum (B, H, S, D) from pieces in the order of a warpgroup's registers, as hopper_cast_kernel reads them.
 
     A result of wgmma lies so: row 16 w + 8 h + l // 4, column 8 j + 2 (l % 4) + n in lane l of warp w, register (j, h, n).
     """
     batch, heads, queries, head_dim = shape
-    across = hopper.tile_width(head_dim) // columns
-    held = dq_sum.view(
-        batch, heads, -1, across, columns // 8, 4, 8, 4, 2, 2
-    )  # piece down, across, j, w, l // 4, l % 4, h, n
-    in_place = held.permute(0, 1, 2, 5, 8, 6, 3, 4, 7, 9).reshape(batch, heads, -1, across * columns)
-    return in_place[:, :, :queries, :head_dim]
+    together = dq_sum.view(batch, heads, -1, 64 * sum(columns))  # pieces side by side
+    in_place = []
+    for piece in together.split([64 * n for n in columns], dim=-1):
+        held = piece.reshape(*piece.shape[:3], -1, 4, 8, 4, 2, 2)  # piece down, j, w, l // 4, l % 4, h, n
+        in_place.append(held.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).reshape(batch, heads, held.shape[2] * 64, -1))
+    return torch.cat(in_place, dim=-1)[:, :, :queries, :head_dim]

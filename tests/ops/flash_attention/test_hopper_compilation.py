@@ -22,8 +22,12 @@ from trainstep.ops.flash_attention.hopper_schedules import FORWARD, SHARED_MEMOR
 
 SPILLED_BYTES = {
     ("forward", 64): 512,  # three warpgroups have 160 registers a thread; once a tile, in what goes before the loop
+    ("forward", 80): 0,
+    ("forward", 96): 0,
     ("forward", 128): 512,  # so too
     ("backward", 64): 768,  # fp16 and triton 3.6: probabilities in fp32, 128 queries a step; a few in the loop
+    ("backward", 80): 0,
+    ("backward", 96): 64,  # fp16 and triton 3.9, not in a loop
     ("backward", 128): 640,  # so too; triton 3.9 spills 80 at most, 8 in bf16
 }
 """A thread's at most, loads and stores together. Measure before allowing more."""
@@ -89,7 +93,7 @@ def check_all(requests: list[dict[str, Any]], cache: Path, version: str, triton_
 @pytest.mark.slow
 def test_one_of_each_pass(tmp_path: Path):
     triton = pytest.importorskip("triton")
-    requests = [request("forward", 64, True, True, "bfloat16"), request("backward", 128, True, False, "bfloat16")]
+    requests = [request("forward", 64, True, True, "bfloat16"), request("backward", 96, True, False, "bfloat16")]
     check_all(requests, tmp_path, triton.__version__)
 
 

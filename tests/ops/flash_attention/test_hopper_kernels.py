@@ -66,27 +66,38 @@ def test_cases(name: str):
     check(Emulated(late=True), dataclasses.replace(CASES[name], head_dim=64, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_cases_of_two_parts(name: str):
+    check(Emulated(late=True), dataclasses.replace(CASES[name], head_dim=80, dtype=torch.bfloat16))
+    check(Emulated(late=False), dataclasses.replace(CASES[name], head_dim=96, dtype=torch.float16))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_cases_the_other_way_round(name: str):
-    check(Emulated(late=True, seed=1), dataclasses.replace(CASES[name], head_dim=128, dtype=torch.float16))
-    check(Emulated(late=False, seed=1), dataclasses.replace(CASES[name], head_dim=64, dtype=torch.bfloat16))
+    for late, head_dim in ((True, 128), (False, 64), (False, 80), (True, 96)):
+        dtype = torch.float16 if late else torch.bfloat16
+        check(Emulated(late=late, seed=1), dataclasses.replace(CASES[name], head_dim=head_dim, dtype=dtype))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("schedule", FORWARD_SCHEDULES, ids=str)
-def test_forward_schedules(schedule: ForwardSchedule):
+def test_forward_schedules(schedule: ForwardSchedule, head_dim: int):
     for late, name in enumerate(("ragged", "queries that see nothing")):
-        check(Emulated(forward=schedule, late=bool(late)), dataclasses.replace(CASES[name], dtype=torch.bfloat16))
+        case = dataclasses.replace(CASES[name], head_dim=head_dim, dtype=torch.bfloat16)
+        check(Emulated(forward=schedule, late=bool(late)), case)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96])
 @pytest.mark.parametrize("schedule", BACKWARD_SCHEDULES, ids=str)
-def test_backward_schedules(schedule: BackwardSchedule):
+def test_backward_schedules(schedule: BackwardSchedule, head_dim: int):
     for late, name in enumerate(("ragged", "queries that see nothing")):
-        check(Emulated(backward=schedule, late=bool(late)), dataclasses.replace(CASES[name], dtype=torch.bfloat16))
+        case = dataclasses.replace(CASES[name], head_dim=head_dim, dtype=torch.bfloat16)
+        check(Emulated(backward=schedule, late=bool(late)), case)
 
 
-@pytest.mark.parametrize("head_dim", [40, 80, 96])
+@pytest.mark.parametrize("head_dim", [40, 72, 88, 104])
 def test_heads_narrower_than_their_tile(head_dim: int):
     check(Emulated(), dataclasses.replace(CASES["shared key heads"], head_dim=head_dim, dtype=torch.bfloat16))
 
@@ -250,7 +261,7 @@ def fill_free_memory_with_nan() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", WIDTHS)
 def test_cases_on_a_gpu(name: str, head_dim: int):
     fill_free_memory_with_nan()
     check(attend, dataclasses.replace(CASES[name], head_dim=head_dim, dtype=torch.bfloat16), device="cuda")

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,8 +69,13 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return addresses
 
 
-def boxed(*tensors: Tensor) -> list[Any]:
-    return [hopper_boxes.boxes(x.shape, x.stride(), 8, 64, x.dtype).of(x) for x in tensors]
+def forms(q: Tensor, k: Tensor) -> list[Any]:
+    """Of one tensor two descriptors, of the other one."""
+    return [hopper_boxes.boxes(x.shape, x.stride(), 8, width, x.dtype) for x, width in ((q, 80), (k, 64))]
+
+
+def boxed(q: Tensor, k: Tensor) -> list[list[Any]]:
+    return [[form and form.of(x) for form in each] for x, each in zip((q, k), forms(q, k), strict=True)]
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +83,8 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return q, torch.empty_like(q), torch.empty(6)
 
 
-SIGNATURE = {"q": "tensordesc<bf16[1, 1, 8, 64],layout>", "k": "tensordesc<bf16[1, 1, 8, 64],layout>"}
+SIGNATURE = {"q": "tensordesc<bf16[1, 1, 8, 64],layout>", "q_rest": "tensordesc<bf16[1, 1, 8, 16],layout>"}
+SIGNATURE |= {"k": "tensordesc<bf16[1, 1, 8, 64],layout>", "k_rest": "constexpr"}
 SIGNATURE |= {"lse_ptr": "*fp32", "tiles": "i32", "BLOCK": "constexpr"}
 
 
@@ -98,7 +105,7 @@ def test_descriptors():
     for tensors in (inputs(), (k, q, lse), (q, k, lse)):
         start(*tensors)
         ours = compiled.handed.pop()
-        assert ours == compiled.by_triton(*boxed(*tensors[:2]), tensors[2].data_ptr(), 5, 64)
+        assert ours == compiled.by_triton(*chain(*boxed(*tensors[:2])), tensors[2].data_ptr(), 5, 64)
 
 
 def test_descriptors_are_encoded_once_an_address(encoded: list[int]):
@@ -108,11 +115,11 @@ def test_descriptors_are_encoded_once_an_address(encoded: list[int]):
     encoded.clear()  # each was encoded once, to see whether that works
     for _ in range(3):
         start(q, k, lse)
-    assert encoded == [q.data_ptr(), k.data_ptr()]
+    assert encoded == [q.data_ptr(), q.data_ptr(), k.data_ptr()], "two boxes, and one"
     start(q, k, torch.empty(6))
-    assert len(encoded) == 2
+    assert len(encoded) == 3
     start(k, k, lse)
-    assert encoded[2:] == [k.data_ptr()]
+    assert encoded[3:] == [k.data_ptr()] * 2
 
 
 def test_other_shapes_at_an_address_are_other_descriptors():
@@ -123,7 +130,7 @@ def test_other_shapes_at_an_address_are_other_descriptors():
         assert start is not None
         start(q, k, lse)
         ours = compiled.handed.pop()
-        assert ours == compiled.by_triton(*boxed(q.view(shape), k.view(shape)), lse.data_ptr(), 5, 64)
+        assert ours == compiled.by_triton(*chain(*boxed(q.view(shape), k.view(shape))), lse.data_ptr(), 5, 64)
 
 
 def test_no_tensor_is_kept():
@@ -170,7 +177,7 @@ def test_descriptors_that_triton_wraps_otherwise_go_through_triton():
 class FakeBoxed:
     """A kernel as triton's jit has it: what it is launched with, and the compiled kernel it returns."""
 
-    arg_names = ("q", "k", "lse_ptr", "tiles", "BLOCK")
+    arg_names = ("q", "q_rest", "k", "k_rest", "lse_ptr", "tiles", "BLOCK")
 
     def __init__(self, compiled: Any) -> None:
         self.compiled, self.launches = compiled, 0
@@ -186,8 +193,7 @@ class FakeBoxed:
 def boxed_kernel(compiled: Any) -> tuple[Any, FakeBoxed]:
     q, k, _ = inputs()
     kernel = FakeBoxed(compiled)
-    forms = [hopper_boxes.boxes(x.shape, x.stride(), 8, 64, x.dtype) for x in (q, k)]
-    return hopper_boxes.BoxedKernel(kernel, 7, forms, {"tiles": 5, "BLOCK": 64}), kernel
+    return hopper_boxes.BoxedKernel(kernel, 7, forms(q, k), {"tiles": 5, "BLOCK": 64}), kernel
 
 
 def test_a_kernel_of_boxes_is_started_directly_but_for_the_first_time():
@@ -197,7 +203,7 @@ def test_a_kernel_of_boxes_is_started_directly_but_for_the_first_time():
     for _ in range(3):
         run(q, k, lse)
     assert kernel.launches == 1
-    assert compiled.handed == [compiled.by_triton(*boxed(q, k), lse.data_ptr(), 5, 64)] * 2
+    assert compiled.handed == [compiled.by_triton(*chain(*boxed(q, k)), lse.data_ptr(), 5, 64)] * 2
 
 
 def test_a_kernel_of_boxes_tells_hooks():

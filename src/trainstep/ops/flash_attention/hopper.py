@@ -25,6 +25,7 @@ from trainstep.ops.flash_attention.hopper_schedules import (
     WIDTHS,
     BackwardSchedule,
     ForwardSchedule,
+    column_parts,
     tile_width,
 )
 from trainstep.ops.flash_attention.hopper_work import (
@@ -181,7 +182,6 @@ def bind_hopper_forward(
         "keys": keys,
         "offset": work.offset,
         "scale_log2": problem.scale * LOG2_E.value,
-        "BLOCK_D": width,
         "BLOCK_K": schedule.block_k,
         "WARPGROUPS": schedule.warpgroups,
         "STAGES": schedule.stages,
@@ -307,7 +307,6 @@ def bind_hopper_backward(
         "offset": problem.offset(queries, keys),
         "scale": problem.scale,
         "scale_log2": problem.scale * LOG2_E.value,
-        "BLOCK_D": width,
         "BLOCK_Q": schedule.block_q,
         "STAGES": schedule.stages,
         "SPLIT_ROWS": schedule.split_rows,
@@ -315,9 +314,8 @@ def bind_hopper_backward(
         "RAGGED_K": keys % BACKWARD_KEYS != 0,
     }
     row_form = row_boxes(batch * heads * padded_queries, schedule.block_q)
-    pieces_across = 1 if schedule.split_rows else 2
-    columns = width // pieces_across
-    pieces = padded_queries // ROWS * pieces_across
+    dq_columns = schedule.dq_columns(width)
+    pieces = padded_queries // ROWS * len(dq_columns)
     forms = (
         boxes(q_shape, q_stride, schedule.block_q, width, dtype),
         boxes(k_shape, k_stride, BACKWARD_KEYS, width, dtype),
@@ -327,19 +325,30 @@ def bind_hopper_backward(
         row_form,
         boxes(k_shape, dk_stride, ROWS, width, dtype),
         boxes(k_shape, dv_stride, ROWS, width, dtype),
-        piece_boxes(batch * heads * pieces, columns),
+        piece_boxes(batch * heads * padded_queries * width, dq_columns),
     )
-    small = {"heads": heads, "queries": queries, "HEAD_DIM": head_dim, "BLOCK_D": width, "BLOCK_Q": ROWS_BLOCK_Q}
     row_tiles = padded_queries // ROWS_BLOCK_Q
-    row_arguments = small | strides(o=o_stride, g=do_stride) | {"tiles": row_tiles, "padded_queries": padded_queries}
+    first, *rest = column_parts(width)
+    row_arguments = strides(o=o_stride, g=do_stride) | {
+        "tiles": row_tiles,
+        "heads": heads,
+        "queries": queries,
+        "padded_queries": padded_queries,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(width),
+        "FIRST": first,
+        "REST": sum(rest),
+        "BLOCK_Q": ROWS_BLOCK_Q,
+    }
     cast_arguments = strides(dq=dq_stride) | {
         "pieces": pieces,
         "heads": heads,
         "queries": queries,
         "scale": problem.scale,
         "HEAD_DIM": head_dim,
-        "PIECES_ACROSS": pieces_across,
-        "COLUMNS": columns,
+        "PIECES_ACROSS": len(dq_columns),
+        "COLUMNS": dq_columns[0],
+        "LAST_COLUMNS": dq_columns[-1],
     }
     return BackwardKernels(
         rows=BoundKernel(hopper_rows_kernel, row_tiles * batch * heads, row_arguments, num_warps=4),

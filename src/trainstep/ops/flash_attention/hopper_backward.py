@@ -7,7 +7,7 @@ What goes before and comes behind it is in hopper_rows.py.
 A program keeps 128 keys, 64 a warpgroup, and runs over the queries that see them, and over the query heads that share the key
 head. Scores and the gradient of probabilities are computed transposed, (keys, queries), so that p and ds are in the registers
 that the products for dv and dk read. dq needs the ds of both warpgroups: each writes its half to shared memory, and each
-multiplies one half of dq's columns (or rows) and adds it to global memory by TMA.
+multiplies one half of dq's columns (or rows; or one part of two, see [Note: columns in parts]) and adds it to global memory by TMA.
 
     matrix units    dp(n)        | dv(n)   | dk(n)  dq(n-1) | scores(n+1)
     a warpgroup     p from scores| ds(n)   |                | dq(n-1) to shared memory; one fence for it and ds(n)
@@ -37,6 +37,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from trainstep.ops.flash_attention.hopper_columns import (
+    announce,
+    box_at,
+    copy_in_parts,
+    copy_out_parts,
+    finished,
+    in_parts,
+    matrices,
+    new_tiles,
+    rows_of,
+    start_products,
+    start_sum,
+    store_sums,
+    zero_sum,
+    zero_sums,
+)
 from trainstep.ops.flash_attention.hopper_parts import (
     PRODUCER_REGISTERS,
     ROWS,
@@ -46,7 +62,6 @@ from trainstep.ops.flash_attention.hopper_parts import (
     add_out,
     bf16_product,
     copy_in,
-    copy_out,
     meet,
     new_barriers,
     operand_layout,
@@ -98,7 +113,7 @@ def _steps(first_k, queries, keys, offset, BLOCK_Q: gl.constexpr, CAUSAL: gl.con
 @gluon.jit
 def _start_copies(copied, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """k and v once, then every tile of q and do with its rows of log-sum-exp and delta, in the consumers' order."""
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, kept_tiles, q_ring, do_ring, work = copied
+    q_descs, k_descs, v_descs, do_descs, lse_desc, delta_desc, kept_tiles, q_ring, do_ring, work = copied
     k_tile, v_tile, kv_full = kept_tiles
     q_tiles, lse_rows, q_full, q_empty = q_ring
     do_tiles, delta_rows, do_full, do_empty = do_ring
@@ -107,9 +122,9 @@ def _start_copies(copied, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, CAUSAL: g
     begin, _, end = _steps(first_k, queries, keys, offset, BLOCK_Q, CAUSAL)
     batch = batch_key_head // key_heads
     key_head = batch_key_head % key_heads
-    mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    copy_in(k_desc, [batch, key_head, first_k, 0], kv_full.index(0), k_tile)
-    copy_in(v_desc, [batch, key_head, first_k, 0], kv_full.index(0), v_tile)
+    announce(kv_full.index(0), k_descs + v_descs, 0)
+    copy_in_parts(k_descs, batch, key_head, first_k, kv_full.index(0), k_tile)
+    copy_in_parts(v_descs, batch, key_head, first_k, kv_full.index(0), v_tile)
     started = 0
     for member in range(heads_per_key_head):
         head = key_head * heads_per_key_head + member
@@ -118,12 +133,12 @@ def _start_copies(copied, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, CAUSAL: g
             stage = started % STAGES
             parity = (started // STAGES) & 1
             mbarrier.wait(q_empty.index(stage), parity ^ 1)
-            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-            copy_in(q_desc, [batch, head, step * BLOCK_Q, 0], q_full.index(stage), q_tiles.index(stage))
+            announce(q_full.index(stage), q_descs, lse_desc.block_type.nbytes)
+            copy_in_parts(q_descs, batch, head, step * BLOCK_Q, q_full.index(stage), box_at(q_tiles, stage))
             copy_in(lse_desc, [first_row + step * BLOCK_Q], q_full.index(stage), lse_rows.index(stage))
             mbarrier.wait(do_empty.index(stage), parity ^ 1)
-            mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            copy_in(do_desc, [batch, head, step * BLOCK_Q, 0], do_full.index(stage), do_tiles.index(stage))
+            announce(do_full.index(stage), do_descs, delta_desc.block_type.nbytes)
+            copy_in_parts(do_descs, batch, head, step * BLOCK_Q, do_full.index(stage), box_at(do_tiles, stage))
             copy_in(delta_desc, [first_row + step * BLOCK_Q], do_full.index(stage), delta_rows.index(stage))
             started += 1
 
@@ -153,27 +168,27 @@ def _start_scores(kept_tiles, q_ring, used, WARPGROUP: gl.constexpr, BLOCK_Q: gl
     """wgmma of this warpgroup's keys with the ring's used-th tile of queries."""
     k_tile, _, _ = kept_tiles
     q_tiles, _, _, _ = q_ring
-    BLOCK_D: gl.constexpr = k_tile.shape[3]
-    zeros = gl.zeros([ROWS, BLOCK_Q], gl.float32, accumulator_layout(BLOCK_Q))
-    k = k_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
-    q = q_tiles.index(used % STAGES).reshape([BLOCK_Q, BLOCK_D])
-    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    zeros = zero_sum(BLOCK_Q)
+    k = rows_of(matrices(k_tile), WARPGROUP * ROWS)
+    return start_sum(k, matrices(box_at(q_tiles, used % STAGES)), zeros)
 
 
 @gluon.jit
 def _start_dq(kept_tiles, ds_tiles, step, WARPGROUP: gl.constexpr, SPLIT_ROWS: gl.constexpr):
     """wgmma of the step-th step's ds with all keys: this warpgroup's rows or columns."""
     k_tile, _, _ = kept_tiles
-    BLOCK_D: gl.constexpr = k_tile.shape[3]
-    all_keys = k_tile.reshape([BLOCK_K, BLOCK_D])
+    keys = matrices(k_tile)
     ds = ds_tiles.index(step & 1).permute((1, 0))
-    DQ_COLUMNS: gl.constexpr = BLOCK_D if SPLIT_ROWS else BLOCK_D // CONSUMERS
-    zeros = gl.zeros([ROWS, DQ_COLUMNS], gl.float32, accumulator_layout(DQ_COLUMNS))
     if SPLIT_ROWS:
-        started = warpgroup_mma(ds.slice(WARPGROUP * ROWS, ROWS), all_keys, zeros, use_acc=False, is_async=True)
+        rows = ds.slice(WARPGROUP * ROWS, ROWS)
+        started = warpgroup_mma(rows, keys[0], zero_sum(keys[0].shape[1]), use_acc=False, is_async=True)
+    elif len(keys) == 2:
+        part = keys[WARPGROUP]
+        started = warpgroup_mma(ds, part, zero_sum(part.shape[1]), use_acc=False, is_async=True)
     else:
-        columns = all_keys.slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1)
-        started = warpgroup_mma(ds, columns, zeros, use_acc=False, is_async=True)
+        COLUMNS: gl.constexpr = keys[0].shape[1] // CONSUMERS
+        columns = keys[0].slice(WARPGROUP * COLUMNS, COLUMNS, 1)
+        started = warpgroup_mma(ds, columns, zero_sum(COLUMNS), use_acc=False, is_async=True)
     return started
 
 
@@ -205,29 +220,31 @@ def _gradient_of_scores(p, difference, dtype: gl.constexpr):
 
 @gluon.jit
 def _add_gradients(
-    dk, dv, scores, used, due, dq_desc, memory, place, span, scale_log2,
-    WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    dk, dv, scores, used, due, dq_descs, memory, place, span, scale_log2,
+    WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
     SPLIT_ROWS: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The query tiles of one head. `used`: steps of this program so far. `scores`: those of the first step, and they come back as
     those of the step behind the last. `due`: where the dq of the step before goes."""
     kept_tiles, q_ring, do_ring, ds_tiles, dq_tile = memory
-    first_piece, _, _, _ = place
+    first_step, _, _, _ = place
     begin, begin_full, end, steps = span
     k_tile, v_tile, _ = kept_tiles
     q_tiles, lse_rows, q_full, q_empty = q_ring
     do_tiles, delta_rows, do_full, do_empty = do_ring
     SCORES: gl.constexpr = accumulator_layout(BLOCK_Q)  # (keys, queries)
-    OPERAND: gl.constexpr = operand_layout(BLOCK_D)
-    dtype: gl.constexpr = k_tile.dtype
-    zeros = gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES)
-    v = v_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
+    OPERAND: gl.constexpr = operand_layout(k_tile[0].shape[3])
+    PARTS: gl.constexpr = len(k_tile)
+    STEP_ROWS: gl.constexpr = dq_descs[0].block_type.shape[0] + dq_descs[1].block_type.shape[0]
+    dtype: gl.constexpr = k_tile[0].dtype
+    zeros = zero_sum(BLOCK_Q)
+    v = rows_of(matrices(v_tile), WARPGROUP * ROWS)
     for step in range(begin, end):
         stage = used % STAGES
-        q = q_tiles.index(stage).reshape([BLOCK_Q, BLOCK_D])
-        do = do_tiles.index(stage).reshape([BLOCK_Q, BLOCK_D])
+        q = matrices(box_at(q_tiles, stage))
+        do = matrices(box_at(do_tiles, stage))
         mbarrier.wait(do_full.index(stage), (used // STAGES) & 1)
-        started_dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        started_dp = start_sum(v, do, zeros)
         p = _probabilities(
             scores, lse_rows.index(stage), step, place, begin_full, scale_log2, WARPGROUP, BLOCK_Q, MASKED, CAUSAL
         )
@@ -236,26 +253,26 @@ def _add_gradients(
         # exponentials, which are to run beside that wgmma
         mbarrier.wait(q_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=used + 1 < steps)
         dp = warpgroup_mma_wait(0, deps=(started_dp,))
-        started_dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+        started_dv = start_products(p_operand, do, dv)
         delta = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
         ds = _gradient_of_scores(p, dp - gl.expand_dims(delta, 0), dtype)
         meet(_ds_written(1 - WARPGROUP, used - 1), CONSUMER_THREADS)
         ds_tiles.index(used & 1).slice(WARPGROUP * ROWS, ROWS).store(ds)
-        started_dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
+        started_dk = start_products(gl.convert_layout(ds, OPERAND), q, dk)
         started_dq = _start_dq(kept_tiles, ds_tiles, used - 1, WARPGROUP, SPLIT_ROWS)
-        dv = warpgroup_mma_wait(2, deps=(started_dv,))
+        dv = finished(started_dv, PARTS + 1)
         mbarrier.arrive(do_empty.index(stage), count=1)
-        dk = warpgroup_mma_wait(1, deps=(started_dk,))
+        dk = finished(started_dk, 1)
         mbarrier.arrive(q_empty.index(stage), count=1)
         # Behind the last step of whatever lies in the buffer: nobody uses them
         started_scores = _start_scores(kept_tiles, q_ring, used + 1, WARPGROUP, BLOCK_Q, STAGES)
-        dq = warpgroup_mma_wait(1, deps=(started_dq,))
+        dq = warpgroup_mma_wait(PARTS, deps=(started_dq,))
         tma.store_wait(0)  # what was in the buffer has left it
         dq_tile.store(_in_registers(dq))
         fence_async_shared()
         pass_by(_ds_written(WARPGROUP, used), CONSUMER_THREADS)
-        add_out(dq_desc, [due, 0], dq_tile)
-        due = (first_piece + step * CONSUMERS + WARPGROUP) * dq_desc.block_type.shape[0]
+        add_out(dq_descs[WARPGROUP], [due, 0], dq_tile)
+        due = (first_step + step) * STEP_ROWS + WARPGROUP * dq_descs[0].block_type.shape[0]
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         used += 1
     return dk, dv, scores, used, due
@@ -263,26 +280,24 @@ def _add_gradients(
 
 @gluon.jit
 def _gradients_of_keys(
-    kept, WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    kept, WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
     SPLIT_ROWS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and this warpgroup's part of dq."""
-    dk_desc, dv_desc, dq_desc, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2 = kept
+    dk_descs, dv_descs, dq_descs, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2 = kept
     k_tile, v_tile, kv_full = kept_tiles
     _, _, q_full, _ = q_ring
     tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset = work
-    GRADIENT: gl.constexpr = accumulator_layout(BLOCK_D)
-    dtype: gl.constexpr = k_tile.dtype
     first_k, batch_key_head = _keys_and_head(tiles, batch_key_heads, heads_together)
     begin, begin_full, end = _steps(first_k, queries, keys, offset, BLOCK_Q, CAUSAL)
     steps = (end - begin) * heads_per_key_head
     batch = batch_key_head // key_heads
     key_head = batch_key_head % key_heads
-    dq_tile = dq_tiles.index(WARPGROUP)
+    dq_tile = dq_tiles[WARPGROUP]
     memory = (kept_tiles, q_ring, do_ring, ds_tiles, dq_tile)
-    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENT)
-    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENT)
-    no_ds = gl.zeros([ROWS, BLOCK_Q], dtype, accumulator_layout(BLOCK_Q))  # of the step before the first
+    dk = zero_sums(dk_descs)
+    dv = zero_sums(dv_descs)
+    no_ds = gl.zeros([ROWS, BLOCK_Q], ds_tiles.dtype, accumulator_layout(BLOCK_Q))  # of the step before the first
     ds_tiles.index(1).slice(WARPGROUP * ROWS, ROWS).store(no_ds)
     fence_async_shared()
     pass_by(_ds_written(WARPGROUP, 1), CONSUMER_THREADS)
@@ -291,30 +306,29 @@ def _gradients_of_keys(
     used = 0
     started_scores = _start_scores(kept_tiles, q_ring, 0, WARPGROUP, BLOCK_Q, STAGES)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
-    pieces = padded_queries // BLOCK_Q * CONSUMERS
+    steps_of_head = padded_queries // BLOCK_Q
+    STEP_ROWS: gl.constexpr = dq_descs[0].block_type.shape[0] + dq_descs[1].block_type.shape[0]
     # Not NOWHERE alone: of a constant ptxas makes a loop that runs 6 % slower
-    due = NOWHERE + batch_key_head * heads_per_key_head * pieces * dq_desc.block_type.shape[0]
+    due = NOWHERE + batch_key_head * heads_per_key_head * steps_of_head * STEP_ROWS
     for member in range(heads_per_key_head):
-        place = ((batch_key_head * heads_per_key_head + member) * pieces, first_k, keys, offset)
+        place = ((batch_key_head * heads_per_key_head + member) * steps_of_head, first_k, keys, offset)
         dk, dv, scores, used, due = _add_gradients(
-            dk, dv, scores, used, due, dq_desc, memory, place, (begin, begin_full, end, steps), scale_log2,
-            WARPGROUP, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL or RAGGED_K, CAUSAL,
+            dk, dv, scores, used, due, dq_descs, memory, place, (begin, begin_full, end, steps), scale_log2,
+            WARPGROUP, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL or RAGGED_K, CAUSAL,
         )  # fmt: skip
     meet(_ds_written(1 - WARPGROUP, used - 1), CONSUMER_THREADS)
     dq = warpgroup_mma_wait(0, deps=(_start_dq(kept_tiles, ds_tiles, used - 1, WARPGROUP, SPLIT_ROWS),))
     tma.store_wait(0)
     dq_tile.store(_in_registers(dq))
     fence_async_shared()
-    add_out(dq_desc, [due, 0], dq_tile)
+    add_out(dq_descs[WARPGROUP], [due, 0], dq_tile)
     meet(ALL_READ, CONSUMER_THREADS)  # dk and dv leave through the memory of k and v
-    k_rows = k_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
-    v_rows = v_tile.reshape([BLOCK_K, BLOCK_D]).slice(WARPGROUP * ROWS, ROWS)
-    v_rows.store(dv.to(dtype))
-    k_rows.store((dk * scale).to(dtype))
+    store_sums(rows_of(matrices(v_tile), WARPGROUP * ROWS), dv)
+    store_sums(rows_of(matrices(k_tile), WARPGROUP * ROWS), [x * scale for x in dk])
     fence_async_shared()
-    where = [batch, key_head, first_k + WARPGROUP * ROWS, 0]
-    copy_out(dv_desc, where, v_tile.slice(WARPGROUP * ROWS, ROWS, 2))
-    copy_out(dk_desc, where, k_tile.slice(WARPGROUP * ROWS, ROWS, 2))
+    row = first_k + WARPGROUP * ROWS
+    copy_out_parts(dv_descs, batch, key_head, row, rows_of(v_tile, WARPGROUP * ROWS, 2))
+    copy_out_parts(dk_descs, batch, key_head, row, rows_of(k_tile, WARPGROUP * ROWS, 2))
     tma.store_wait(0)
 
 
@@ -323,35 +337,44 @@ def _gradients_of_keys(
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_gradients_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, do_desc, do_rest_desc, lse_desc, delta_desc,
+    dk_desc, dk_rest_desc, dv_desc, dv_rest_desc, dq_desc, dq_rest_desc,
     tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset,
     scale, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SPLIT_ROWS: gl.constexpr,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SPLIT_ROWS: gl.constexpr,
     CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors are of (batch, head, position, column), those of lse and delta of rows padded to `padded_queries` a head."""
+    """Descriptors are of (batch, head, position, column), those of lse and delta of rows padded to `padded_queries` a head. Rests
+    are None, or of the columns from 64 on (hopper_columns); for dq those are the second warpgroup's.
+    """
     dtype: gl.constexpr = q_desc.dtype
-    DQ_COLUMNS: gl.constexpr = BLOCK_D if SPLIT_ROWS else BLOCK_D // CONSUMERS
+    q_descs = in_parts(q_desc, q_rest_desc)
+    k_descs = in_parts(k_desc, k_rest_desc)
+    v_descs = in_parts(v_desc, v_rest_desc)
+    do_descs = in_parts(do_desc, do_rest_desc)
+    dk_descs = in_parts(dk_desc, dk_rest_desc)
+    dv_descs = in_parts(dv_desc, dv_rest_desc)
+    dq_descs = (dq_desc, dq_desc if dq_rest_desc is None else dq_rest_desc)  # a warpgroup's each
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
     kept_tiles = (
-        gl.allocate_shared_memory(dtype, [1, 1, BLOCK_K, BLOCK_D], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, BLOCK_K, BLOCK_D], v_desc.layout),
+        box_at(new_tiles(k_descs, 1), 0),
+        box_at(new_tiles(v_descs, 1), 0),
         new_barriers(1, 1),
     )
     q_ring = (
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, BLOCK_D], q_desc.layout),
+        new_tiles(q_descs, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout),
         new_barriers(STAGES, 1),
         new_barriers(STAGES, CONSUMERS),
     )
     do_ring = (
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, BLOCK_D], do_desc.layout),
+        new_tiles(do_descs, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout),
         new_barriers(STAGES, 1),
         new_barriers(STAGES, CONSUMERS),
     )
     ds_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], DS)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS * DQ_COLUMNS // 256, 256], dq_desc.layout)
+    dq_tiles = [gl.allocate_shared_memory(gl.float32, x.block_type.shape, x.layout) for x in dq_descs]
     work = (
         tiles,
         batch_key_heads,
@@ -363,12 +386,12 @@ def hopper_gradients_kernel(
         keys,
         offset,
     )
-    copied = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, kept_tiles, q_ring, do_ring, work)
-    kept = (dk_desc, dv_desc, dq_desc, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2)
+    copied = (q_descs, k_descs, v_descs, do_descs, lse_desc, delta_desc, kept_tiles, q_ring, do_ring, work)
+    kept = (dk_descs, dv_descs, dq_descs, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2)
     gl.warp_specialize(
         [
-            (_gradients_of_keys, (kept, 0, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL, RAGGED_K)),
-            (_gradients_of_keys, (kept, 1, BLOCK_D, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL, RAGGED_K)),
+            (_gradients_of_keys, (kept, 0, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL, RAGGED_K)),
+            (_gradients_of_keys, (kept, 1, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL, RAGGED_K)),
             (_start_copies, (copied, BLOCK_Q, STAGES, CAUSAL)),
         ],
         [4, 1],

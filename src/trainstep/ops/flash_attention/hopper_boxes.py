@@ -1,6 +1,7 @@
 """Tensors as TMA is told to see them, and kernels that read and write them so."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trainstep.ops.flash_attention.hopper_schedules import ROWS
+from trainstep.ops.flash_attention.hopper_schedules import ROWS, column_parts
 from trainstep.ops.flash_attention.starter import described_starter, hooks_listen
 
 _GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -27,23 +28,39 @@ class Boxes(NamedTuple):
         return TensorDescriptor(tensor, self.shape, self.strides, self.box, self.layout)
 
 
-def boxes(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, dtype: torch.dtype) -> Boxes:
-    """Of `rows` positions of one head of a (batch, head, position, column) tensor. The stride of a size of 1 means nothing."""
+Forms = tuple[Boxes | None, ...]
+"""A kernel's descriptors of one tensor; None where tiles of other widths have one more."""
+
+
+def boxes(shape: Sequence[int], stride: Sequence[int], rows: int, width: int, dtype: torch.dtype) -> Forms:
+    """Of `rows` positions of one head of a (batch, head, position, column) tensor, in two parts (hopper_columns).
+
+    The stride of a size of 1 means nothing.
+    """
     steps = tuple(step if size > 1 else shape[-1] for size, step in zip(shape[:-1], stride[:-1], strict=True))
-    box = [1, 1, rows, columns]
-    return Boxes(tuple(shape), (*steps, 1), tuple(box), gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[dtype]))
+
+    def part(columns: int) -> Boxes:
+        box = [1, 1, rows, columns]
+        layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_DTYPES[dtype])
+        return Boxes(tuple(shape), (*steps, 1), tuple(box), layout)
+
+    first, *rest = map(part, column_parts(width))
+    return first, rest[0] if rest else None
 
 
-def row_boxes(length: int, box: int) -> Boxes:
+def row_boxes(length: int, box: int) -> Forms:
     """`box` at a time of fp32 numbers in a row."""
-    return Boxes((length,), (1,), (box,), gl.NVMMASharedLayout.get_default_for([box], gl.float32))
+    return (Boxes((length,), (1,), (box,), gl.NVMMASharedLayout.get_default_for([box], gl.float32)),)
 
 
-def piece_boxes(pieces: int, columns: int) -> Boxes:
-    """dq, summed in pieces of ROWS queries x `columns` in fp32 (hopper_backward's note): a box each, in rows of 256, the most."""
-    rows = ROWS * columns // 256
+def piece_boxes(size: int, columns: Sequence[int]) -> Forms:
+    """dq, `size` numbers in fp32, summed in pieces of ROWS queries x `columns` (hopper_backward's note): a box each, in rows of
+    256, the most. None for a second that is like the first."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return Boxes((pieces * rows, 256), (256, 1), (rows, 256), layout)
+    first, last = (
+        Boxes((size // 256, 256), (256, 1), (ROWS * n // 256, 256), layout) for n in (columns[0], columns[-1])
+    )
+    return first, None if last == first else last
 
 
 class BoxedKernel:
@@ -53,7 +70,7 @@ class BoxedKernel:
         self,
         kernel: Any,
         programs: int,
-        boxes: Sequence[Boxes],
+        boxes: Sequence[Forms],
         arguments: dict[str, Any],
         most_registers: int | None = None,
     ) -> None:
@@ -67,8 +84,13 @@ class BoxedKernel:
 
     def arguments(self, *tensors: Tensor) -> list[Any]:
         """All of the kernel's."""
-        descriptors = [form.of(tensor) for form, tensor in zip(self.boxes, tensors, strict=False)]
-        return [*descriptors, *tensors[len(descriptors) :], *self._arguments]
+        descriptors = chain.from_iterable(self._descriptors(tensors))
+        return [*descriptors, *tensors[len(self.boxes) :], *self._arguments]
+
+    def _descriptors(self, tensors: Sequence[Tensor]) -> list[list[TensorDescriptor | None]]:
+        """Of each tensor that has any."""
+        each = zip(self.boxes, tensors, strict=False)
+        return [[form and form.of(tensor) for form in forms] for forms, tensor in each]
 
     def __call__(self, *tensors: Tensor) -> None:
         if self._start is not None and not hooks_listen():
@@ -77,6 +99,6 @@ class BoxedKernel:
         arguments, grid = self.arguments(*tensors), (self.programs, 1, 1)
         compiled = self.kernel[grid](*arguments, **self.options)
         if not self._has_run:
-            descriptors = arguments[: len(self.boxes)]
-            self._start = described_starter(compiled, grid, tensors[0].device, descriptors, self._arguments)
+            each = self._descriptors(tensors)
+            self._start = described_starter(compiled, grid, tensors[0].device, each, self._arguments)
             self._has_run = True

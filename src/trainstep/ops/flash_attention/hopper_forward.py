@@ -15,19 +15,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from trainstep.ops.flash_attention.hopper_columns import (
+    announce,
+    box_at,
+    copy_in_parts,
+    copy_out_parts,
+    finished,
+    in_parts,
+    matrices,
+    new_tiles,
+    rows_times,
+    start_products,
+    start_sum,
+    store_sums,
+    zero_sums,
+)
 from trainstep.ops.flash_attention.hopper_parts import (
     LN_2,
     MINUS_INFINITY,
+    PAIRS_STAY,
     PRODUCER_REGISTERS,
     ROWS,
     SIZES,
     accumulator_layout,
-    copy_in,
-    copy_out,
     first_and_turns,
     new_barriers,
     operand_layout,
@@ -71,7 +84,7 @@ def _start_copies(
     TABLE: gl.constexpr,
 ):
     """Every tile of q, k and v that the consumers will read, in their order, as buffers become empty."""
-    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work = copied
+    q_descs, k_descs, v_descs, q_ring, k_ring, v_ring, work = copied
     q_tiles, q_full, q_empty = q_ring
     k_tiles, k_full, k_empty = k_ring
     v_tiles, v_full, v_empty = v_ring
@@ -88,19 +101,19 @@ def _start_copies(
         key_head = head // heads_per_key_head
         for warpgroup in gl.static_range(WARPGROUPS):
             mbarrier.wait(q_empty.index(warpgroup), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(warpgroup), q_desc.block_type.nbytes)
-            where = [batch, head, first_q + warpgroup * ROWS, 0]
-            copy_in(q_desc, where, q_full.index(warpgroup), q_tiles.index(warpgroup))
+            announce(q_full.index(warpgroup), q_descs, 0)
+            row = first_q + warpgroup * ROWS
+            copy_in_parts(q_descs, batch, head, row, q_full.index(warpgroup), box_at(q_tiles, warpgroup))
         for back in range(blocks):
             stage = started % STAGES
             parity = (started // STAGES) & 1
-            where = [batch, key_head, (blocks - 1 - back) * BLOCK_K, 0]
+            row = (blocks - 1 - back) * BLOCK_K
             mbarrier.wait(k_empty.index(stage), parity ^ 1)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            copy_in(k_desc, where, k_full.index(stage), k_tiles.index(stage))
+            announce(k_full.index(stage), k_descs, 0)
+            copy_in_parts(k_descs, batch, key_head, row, k_full.index(stage), box_at(k_tiles, stage))
             mbarrier.wait(v_empty.index(stage), parity ^ 1)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            copy_in(v_desc, where, v_full.index(stage), v_tiles.index(stage))
+            announce(v_full.index(stage), v_descs, 0)
+            copy_in_parts(v_descs, batch, key_head, row, v_full.index(stage), box_at(v_tiles, stage))
             started += 1
 
 
@@ -126,37 +139,34 @@ def _softmax_step(scores, row_max, row_sum, block, last_seen, scale_log2, BLOCK_
 @gluon.jit
 def _attend(
     p, acc, row_max, row_sum, used, q, k_ring, v_ring, begin, end, blocks, last_seen, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, FP32: gl.constexpr,
 ):  # fmt: skip
     """Blocks `begin`..`end` counted back from the last; p is of the block before. `used`: tiles of the ring, up to that block.
 
-    p goes through the masked loop in fp32 and through the other in 16 bits, in the layout of an operand: half of the registers, but
-    behind another loop LLVM takes its pairs apart and packs them again in each turn.
+    p goes from turn to turn in fp32 if `FP32`, else in 16 bits, in the layout of an operand.
     """
     k_tiles, k_full, k_empty = k_ring
     v_tiles, v_full, v_empty = v_ring
-    WIDE: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_D))
-    dtype: gl.constexpr = q.dtype
+    OPERAND: gl.constexpr = operand_layout(q[0].shape[1])
+    dtype: gl.constexpr = q[0].dtype
     zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, accumulator_layout(BLOCK_K))
     for back in range(begin, end):
-        p_operand = gl.convert_layout(p.to(dtype), operand_layout(BLOCK_D)) if MASKED else p
+        p_operand = gl.convert_layout(p.to(dtype), OPERAND) if FP32 else p
         k_stage = (used + 1) % STAGES
         v_stage = used % STAGES
         mbarrier.wait(k_full.index(k_stage), ((used + 1) // STAGES) & 1)
-        k = k_tiles.index(k_stage).reshape([BLOCK_K, BLOCK_D])
-        started_scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        started_scores = start_sum(q, matrices(box_at(k_tiles, k_stage)), zeros)
         mbarrier.wait(v_full.index(v_stage), (used // STAGES) & 1)
-        v = v_tiles.index(v_stage).reshape([BLOCK_K, BLOCK_D])
-        started_acc = warpgroup_mma(p_operand, v, acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(started_scores,))
+        started_acc = start_products(p_operand, matrices(box_at(v_tiles, v_stage)), acc)
+        scores = warpgroup_mma_wait(len(acc), deps=(started_scores,))
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         new_p, shrink, row_max, row_sum = _softmax_step(
             scores, row_max, row_sum, blocks - 1 - back, last_seen, scale_log2, BLOCK_K, MASKED
         )
-        acc = warpgroup_mma_wait(0, deps=(started_acc,))
+        acc = finished(started_acc, 0)
         mbarrier.arrive(v_empty.index(v_stage), count=1)
-        acc = acc * gl.expand_dims(gl.convert_layout(shrink, WIDE), 1)
-        p = new_p if MASKED else gl.convert_layout(new_p.to(dtype), operand_layout(BLOCK_D))
+        acc = rows_times(acc, shrink)
+        p = new_p if FP32 else gl.convert_layout(new_p.to(dtype), OPERAND)
         used += 1
     return p, acc, row_max, row_sum, used
 
@@ -180,23 +190,24 @@ def _skip_blocks(used, count, k_ring, v_ring, STAGES: gl.constexpr):
 @gluon.jit
 def _attend_tiles(
     kept,
-    WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr, TABLE: gl.constexpr,
+    WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 queries of each of the program's tiles."""
-    o_desc, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2 = kept
+    o_descs, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2 = kept
     q_tiles, q_full, q_empty = q_ring
     k_tiles, k_full, k_empty = k_ring
     v_tiles, v_full, v_empty = v_ring
     order_ptr, tiles, batch_heads, heads_together, heads, _heads_per_key_head, queries, keys, offset = work
     BLOCK_Q: gl.constexpr = ROWS * WARPGROUPS
     SCORES: gl.constexpr = accumulator_layout(BLOCK_K)
-    OUTPUT: gl.constexpr = accumulator_layout(BLOCK_D)
-    WIDE: gl.constexpr = gl.SliceLayout(1, OUTPUT)
-    dtype: gl.constexpr = q_tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, SCORES)
-    q = q_tiles.index(WARPGROUP).reshape([ROWS, BLOCK_D])
-    o = o_tiles.index(WARPGROUP)
+    q = matrices(box_at(q_tiles, WARPGROUP))
+    o = box_at(o_tiles, WARPGROUP)
+    OPERAND: gl.constexpr = operand_layout(q[0].shape[1])
+    # How p goes from turn to turn of the masked loop: 16 bits are half of the registers, but see PAIRS_STAY. With fp32 and acc in
+    # two parts ptxas of triton 3.9 spills
+    FP32: gl.constexpr = CAUSAL and (len(q) == 1 or not PAIRS_STAY)
     used = 0
     first, turns = first_and_turns(order_ptr, TABLE)
     for turn in range(turns):
@@ -211,15 +222,14 @@ def _attend_tiles(
             last_seen = gl.minimum(rows + offset, last_seen)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUTPUT)
+        acc = zero_sums(o_descs)
         mbarrier.wait(q_full.index(WARPGROUP), turn & 1)
         used = _skip_blocks(used, all_blocks - blocks, k_ring, v_ring, STAGES)
 
         # The last block's scores have no earlier block's values to run beside
         stage = used % STAGES
         mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
-        k = k_tiles.index(stage).reshape([BLOCK_K, BLOCK_D])
-        started = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        started = start_sum(q, matrices(box_at(k_tiles, stage)), zeros)
         scores = warpgroup_mma_wait(0, deps=(started,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         p, _, row_max, row_sum = _softmax_step(
@@ -227,35 +237,37 @@ def _attend_tiles(
         )
 
         first_full = gl.maximum(blocks - full_blocks, 1)
+        if not FP32:
+            p = gl.convert_layout(p.to(q[0].dtype), OPERAND)
         if CAUSAL:
             p, acc, row_max, row_sum, used = _attend(
                 p, acc, row_max, row_sum, used, q, k_ring, v_ring, 1, first_full, blocks, last_seen, scale_log2,
-                BLOCK_D, BLOCK_K, STAGES, True,
+                BLOCK_K, STAGES, True, FP32,
             )  # fmt: skip
-        p_operand = gl.convert_layout(p.to(dtype), operand_layout(BLOCK_D))
-        p_operand, acc, row_max, row_sum, used = _attend(
-            p_operand, acc, row_max, row_sum, used, q, k_ring, v_ring, first_full, blocks, blocks, last_seen, scale_log2,
-            BLOCK_D, BLOCK_K, STAGES, False,
+        if FP32:
+            p = gl.convert_layout(p.to(q[0].dtype), OPERAND)
+        p, acc, row_max, row_sum, used = _attend(
+            p, acc, row_max, row_sum, used, q, k_ring, v_ring, first_full, blocks, blocks, last_seen, scale_log2,
+            BLOCK_K, STAGES, False, False,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
 
         # The first block's values have no later block's scores to run beside
         stage = used % STAGES
         mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
-        v = v_tiles.index(stage).reshape([BLOCK_K, BLOCK_D])
-        started = warpgroup_mma(p_operand, v, acc, is_async=True)
+        started = start_products(p, matrices(box_at(v_tiles, stage)), acc)
         lse = (row_max * scale_log2 + gl.log2(row_sum)) * LN_2
         gl.store(lse_ptr + batch_head * queries + rows, lse, mask=rows < queries)
         inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
-        acc = warpgroup_mma_wait(0, deps=(started,))
+        acc = finished(started, 0)
         mbarrier.arrive(v_empty.index(stage), count=1)
         used += 1
 
-        acc = acc * gl.expand_dims(gl.convert_layout(inverse, WIDE), 1)
-        tma.store_wait(0)  # the last tile's output has left the buffer
-        o.reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
+        acc = rows_times(acc, inverse)
+        tma.store_wait(0)  # the last tile's output has left the buffers
+        store_sums(matrices(o), acc)
         fence_async_shared()
-        copy_out(o_desc, [batch_head // heads, batch_head % heads, first_q, 0], o)
+        copy_out_parts(o_descs, batch_head // heads, batch_head % heads, first_q, o)
     tma.store_wait(0)
 
 
@@ -264,36 +276,42 @@ def _attend_tiles(
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, order_ptr,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, o_desc, o_rest_desc, lse_ptr, order_ptr,
     tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr, TABLE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors are of (batch, head, position, column). REGISTERS: of a thread of each consumer beyond the first."""
-    dtype: gl.constexpr = q_desc.dtype
+    """Descriptors are of (batch, head, position, column), rests of None or of the columns from 64 on (hopper_columns).
+
+    REGISTERS: of a thread of each consumer beyond the first.
+    """
+    q_descs = in_parts(q_desc, q_rest_desc)
+    k_descs = in_parts(k_desc, k_rest_desc)
+    v_descs = in_parts(v_desc, v_rest_desc)
+    o_descs = in_parts(o_desc, o_rest_desc)
     q_ring = (
-        gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout),
+        new_tiles(q_descs, WARPGROUPS),
         new_barriers(WARPGROUPS, 1),
         new_barriers(WARPGROUPS, 1),
     )
     k_ring = (
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout),
+        new_tiles(k_descs, STAGES),
         new_barriers(STAGES, 1),
         new_barriers(STAGES, WARPGROUPS),
     )
     v_ring = (
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], v_desc.layout),
+        new_tiles(v_descs, STAGES),
         new_barriers(STAGES, 1),
         new_barriers(STAGES, WARPGROUPS),
     )
-    o_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, BLOCK_D], o_desc.layout)
+    o_tiles = new_tiles(o_descs, WARPGROUPS)
     work = (order_ptr, tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset)
-    copied = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, work)
-    kept = (o_desc, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2)
+    copied = (q_descs, k_descs, v_descs, q_ring, k_ring, v_ring, work)
+    kept = (o_descs, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2)
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend_tiles, (kept, 0, 1, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_attend_tiles, (kept, 0, 1, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
                 (_start_copies, (copied, 1, BLOCK_K, STAGES, CAUSAL, TABLE)),
             ],
             [1],
@@ -302,8 +320,8 @@ def hopper_forward_kernel(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend_tiles, (kept, 0, 2, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
-                (_attend_tiles, (kept, 1, 2, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_attend_tiles, (kept, 0, 2, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_attend_tiles, (kept, 1, 2, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
                 (_start_copies, (copied, 2, BLOCK_K, STAGES, CAUSAL, TABLE)),
             ],
             [4, 1],
@@ -312,9 +330,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend_tiles, (kept, 0, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
-                (_attend_tiles, (kept, 1, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
-                (_attend_tiles, (kept, 2, 3, BLOCK_D, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_attend_tiles, (kept, 0, 3, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_attend_tiles, (kept, 1, 3, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
+                (_attend_tiles, (kept, 2, 3, BLOCK_K, STAGES, CAUSAL, RAGGED_K, TABLE)),
                 (_start_copies, (copied, 3, BLOCK_K, STAGES, CAUSAL, TABLE)),
             ],
             [4, 4, 1],

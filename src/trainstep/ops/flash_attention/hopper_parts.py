@@ -44,6 +44,10 @@ if hasattr(tma, "async_load"):  # triton's names changed behind 3.6
 else:
     copy_in, copy_out = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
+PAIRS_STAY: gl.constexpr = gl.constexpr(hasattr(tma, "async_load"))
+"""Whether LLVM keeps 16-bit numbers packed from one loop to the next; that of triton 3.6 takes them apart and packs them again in
+each turn."""
+
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
 else:

@@ -1,7 +1,7 @@
 """How the Hopper kernels cut their work: rows of data, and what a row needs of the machine.
 
 A schedule is chosen by tile width, forward's among several by the tiles there are (hopper_work.fastest). Each won against others on
-an H200 (docs/log.md); a tuner passes others.
+an H200 (docs/log.md) but where it says so; a tuner passes others.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,10 @@ SHARED_MEMORY_BYTES = 232_448
 """A program's most on Hopper."""
 REGISTERS = 65_536
 """32-bit registers of a multiprocessor."""
-WIDTHS = (64, 128)
+WIDTHS = (64, 80, 96, 128)
 """Of tiles: a head of another width takes the next, and TMA reads what lies beyond it as 0."""
+FIRST_COLUMNS = 64
+"""The first part of a tile in two (hopper_columns)."""
 LEAST_HEAD_DIM = 40
 """Narrower heads waste half of a tile and more."""
 ROWS = 64
@@ -69,6 +71,16 @@ class BackwardSchedule:
         """Whether the two warpgroups share out dq's rows or its columns: a wgmma has 64 rows."""
         return self.block_q == 2 * ROWS
 
+    def dq_columns(self, width: int) -> tuple[int, ...]:
+        """Of the pieces of dq's sum side by side, 64 queries each: one that both warpgroups have to themselves, or one a warpgroup.
+
+        The second part of a tile in two is the second warpgroup's: fewer columns than the first's, but they share matrix units.
+        """
+        if self.split_rows:
+            return (width,)
+        parts = column_parts(width)
+        return parts if len(parts) == 2 else (width // 2, width // 2)
+
 
 FORWARD = {
     64: (
@@ -76,14 +88,27 @@ FORWARD = {
         ForwardSchedule(warpgroups=3, block_k=128, stages=3, tflops=525),
         ForwardSchedule(warpgroups=1, block_k=128, stages=2, programs_per_multiprocessor=2, tflops=484),
     ),
+    # Not timed yet. With three warpgroups and 128 keys registers spill, and ptxas makes every wgmma wait
+    80: (ForwardSchedule(warpgroups=2, block_k=128, stages=2),),
+    96: (ForwardSchedule(warpgroups=2, block_k=128, stages=2),),
     128: (ForwardSchedule(warpgroups=2, block_k=128, stages=2),),
 }
 """By tile width. Of those tried and left out: docs/log.md."""
 
-BACKWARD = {64: BackwardSchedule(block_q=128, stages=2), 128: BackwardSchedule(block_q=64, stages=2)}
+BACKWARD = {
+    64: BackwardSchedule(block_q=128, stages=2),
+    80: BackwardSchedule(block_q=64, stages=2),
+    96: BackwardSchedule(block_q=64, stages=2),
+    128: BackwardSchedule(block_q=64, stages=2),
+}
 """By tile width."""
 
 
 def tile_width(head_dim: int) -> int:
     """The narrowest that holds the head."""
     return next(width for width in WIDTHS if head_dim <= width)
+
+
+def column_parts(width: int) -> tuple[int, ...]:
+    """Powers of two that a tile's columns are cut into."""
+    return (width,) if width in (FIRST_COLUMNS, 2 * FIRST_COLUMNS) else (FIRST_COLUMNS, width - FIRST_COLUMNS)

@@ -58,11 +58,12 @@ def starter(compiled: Any, grid: Grid, device: torch.device, constants: Sequence
 
 
 def described_starter(
-    compiled: Any, grid: Grid, device: torch.device, descriptors: Sequence[Any], constants: Sequence[Any]
+    compiled: Any, grid: Grid, device: torch.device, descriptors: Sequence[Sequence[Any]], constants: Sequence[Any]
 ) -> Callable[..., None] | None:
     """Of a kernel whose arguments are descriptors like these, of any aligned tensors, then tensors, then constants.
 
-    Takes all the tensors. No hook may listen. None where Triton's launcher is not as it has to be for this.
+    `descriptors`: of each tensor one or several, None for an argument that is None. Takes all the tensors, each once. No hook may
+    listen. None where Triton's launcher is not as it has to be for this.
     """
     handed = _handed(compiled, grid)
     if handed is None:
@@ -71,9 +72,11 @@ def described_starter(
         # The only way to the C function: the launcher that Triton wraps around it for descriptors closes over it by this name
         function = inspect.getclosurevars(compiled.run.launch).nonlocals["launcher"]
         types = [x for x in compiled.src.signature.values() if isinstance(x, str) and x.startswith("tensordesc")]
-        each = zip(descriptors, types, compiled.metadata.tensordesc_meta, strict=True)
-        encoders = [_encoder(handed, compiled, grid, *one) for one in each]
-        for encode, descriptor in zip(encoders, descriptors, strict=True):
+        made = [x for x in chain.from_iterable(descriptors) if x is not None]
+        each = zip(made, types, compiled.metadata.tensordesc_meta, strict=True)
+        by_descriptor = {id(one[0]): _encoder(handed, compiled, grid, *one) for one in each}
+        encoders = [_together([by_descriptor.get(id(x), _no_descriptor) for x in some]) for some in descriptors]
+        for encode, (descriptor, *_) in zip(encoders, descriptors, strict=True):
             encode(descriptor.base.data_ptr())
     except _UNFAMILIAR:
         return None
@@ -101,6 +104,16 @@ def _kept(encode: Callable[[int], tuple[Any, ...]], address: int) -> tuple[Any, 
 def _all_kept(arguments: Callable[..., tuple[Any, ...]], *addresses: int) -> tuple[Any, ...]:
     """A training step comes back to the same addresses, as a rule."""
     return arguments(*addresses)
+
+
+def _together(encoders: Sequence[Callable[[int], tuple[Any, ...]]]) -> Callable[[int], tuple[Any, ...]]:
+    """All descriptors of one tensor."""
+    return lambda address: tuple(chain.from_iterable(encode(address) for encode in encoders))
+
+
+def _no_descriptor(_address: int) -> tuple[None]:
+    """What the C function takes for an argument that is None."""
+    return (None,)
 
 
 def _encoder(
