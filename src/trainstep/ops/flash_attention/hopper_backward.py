@@ -219,6 +219,15 @@ def _gradient_of_scores(p, difference, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _row_of_dq(dq_descs, piece, WARPGROUP: gl.constexpr):
+    """Where in the sum of dq a warpgroup's piece of a step goes. `piece`: the step's first, every step having CONSUMERS of them."""
+    FIRST: gl.constexpr = dq_descs[0].block_type.shape[0]
+    LAST: gl.constexpr = dq_descs[1].block_type.shape[0]
+    alike: gl.constexpr = FIRST == LAST
+    return (piece + WARPGROUP) * FIRST if alike else piece * ((FIRST + LAST) // CONSUMERS) + WARPGROUP * FIRST
+
+
+@gluon.jit
 def _add_gradients(
     dk, dv, scores, used, due, dq_descs, memory, place, span, scale_log2,
     WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
@@ -227,7 +236,7 @@ def _add_gradients(
     """The query tiles of one head. `used`: steps of this program so far. `scores`: those of the first step, and they come back as
     those of the step behind the last. `due`: where the dq of the step before goes."""
     kept_tiles, q_ring, do_ring, ds_tiles, dq_tile = memory
-    first_step, _, _, _ = place
+    first_piece, _, _, _ = place
     begin, begin_full, end, steps = span
     k_tile, v_tile, _ = kept_tiles
     q_tiles, lse_rows, q_full, q_empty = q_ring
@@ -235,7 +244,6 @@ def _add_gradients(
     SCORES: gl.constexpr = accumulator_layout(BLOCK_Q)  # (keys, queries)
     OPERAND: gl.constexpr = operand_layout(k_tile[0].shape[3])
     PARTS: gl.constexpr = len(k_tile)
-    STEP_ROWS: gl.constexpr = dq_descs[0].block_type.shape[0] + dq_descs[1].block_type.shape[0]
     dtype: gl.constexpr = k_tile[0].dtype
     zeros = zero_sum(BLOCK_Q)
     v = rows_of(matrices(v_tile), WARPGROUP * ROWS)
@@ -272,7 +280,7 @@ def _add_gradients(
         fence_async_shared()
         pass_by(_ds_written(WARPGROUP, used), CONSUMER_THREADS)
         add_out(dq_descs[WARPGROUP], [due, 0], dq_tile)
-        due = (first_step + step) * STEP_ROWS + WARPGROUP * dq_descs[0].block_type.shape[0]
+        due = _row_of_dq(dq_descs, first_piece + step * CONSUMERS, WARPGROUP)
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         used += 1
     return dk, dv, scores, used, due
@@ -306,12 +314,11 @@ def _gradients_of_keys(
     used = 0
     started_scores = _start_scores(kept_tiles, q_ring, 0, WARPGROUP, BLOCK_Q, STAGES)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
-    steps_of_head = padded_queries // BLOCK_Q
-    STEP_ROWS: gl.constexpr = dq_descs[0].block_type.shape[0] + dq_descs[1].block_type.shape[0]
+    pieces = padded_queries // BLOCK_Q * CONSUMERS
     # Not NOWHERE alone: of a constant ptxas makes a loop that runs 6 % slower
-    due = NOWHERE + batch_key_head * heads_per_key_head * steps_of_head * STEP_ROWS
+    due = NOWHERE + _row_of_dq(dq_descs, batch_key_head * heads_per_key_head * pieces, 0)
     for member in range(heads_per_key_head):
-        place = ((batch_key_head * heads_per_key_head + member) * steps_of_head, first_k, keys, offset)
+        place = ((batch_key_head * heads_per_key_head + member) * pieces, first_k, keys, offset)
         dk, dv, scores, used, due = _add_gradients(
             dk, dv, scores, used, due, dq_descs, memory, place, (begin, begin_full, end, steps), scale_log2,
             WARPGROUP, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL or RAGGED_K, CAUSAL,
@@ -376,16 +383,8 @@ def hopper_gradients_kernel(
     ds_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], DS)
     dq_tiles = [gl.allocate_shared_memory(gl.float32, x.block_type.shape, x.layout) for x in dq_descs]
     work = (
-        tiles,
-        batch_key_heads,
-        heads_together,
-        key_heads,
-        heads_per_key_head,
-        queries,
-        padded_queries,
-        keys,
-        offset,
-    )
+        tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset
+    )  # fmt: skip
     copied = (q_descs, k_descs, v_descs, do_descs, lse_desc, delta_desc, kept_tiles, q_ring, do_ring, work)
     kept = (dk_descs, dv_descs, dq_descs, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2)
     gl.warp_specialize(
