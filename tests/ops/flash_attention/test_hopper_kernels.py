@@ -118,8 +118,9 @@ def test_random_cases(part: int):
     assert taken >= 20
 
 
-def test_hidden_keys_are_not_read():
-    q, k, v, do = Case(queries=128, keys=512, head_dim=64, dtype=torch.bfloat16).tensors()
+@pytest.mark.parametrize("head_dim", WIDTHS)
+def test_hidden_keys_are_not_read(head_dim: int):
+    q, k, v, do = Case(queries=128, keys=512, head_dim=head_dim, dtype=torch.bfloat16).tensors()
     k[:, :, 128:], v[:, :, 128:] = float("nan"), float("nan")
     o, lse = Emulated()(q.requires_grad_(), k, v, causal=True)
     assert o.isfinite().all()
@@ -127,11 +128,12 @@ def test_hidden_keys_are_not_read():
     assert torch.autograd.grad(o, q, do)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("head_dim", [64, 96])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("seen", [False, True])
-def test_a_difference_beyond_fp16(seen: bool, dtype: torch.dtype):
+def test_a_difference_beyond_fp16(seen: bool, dtype: torch.dtype, head_dim: int):
     """dp - delta is about 1.5e5 for one key of 128, which nobody sees, or everybody as much as the others."""
-    q, k, v, do = Case(queries=64, keys=128, head_dim=64, dtype=dtype, causal=False).tensors()
+    q, k, v, do = Case(queries=64, keys=128, head_dim=head_dim, dtype=dtype, causal=False).tensors()
     q /= 10
     if not seen:
         q[..., 0], k[..., 0], k[:, :, 0, 0] = 20, 0, -200
@@ -236,6 +238,12 @@ def test_what_is_refused():
 
 def test_every_head_width_has_rows():
     assert set(FORWARD) == set(BACKWARD) == set(WIDTHS)
+
+
+def test_rows_and_columns_of_dq_are_not_both_shared_out():
+    with pytest.raises(ValueError, match=r"block_q: 128 .* take 64"):
+        BackwardSchedule(block_q=128, stages=2).dq_columns(80)
+    assert BackwardSchedule(block_q=128, stages=2).dq_columns(64) == (64,)
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------------------

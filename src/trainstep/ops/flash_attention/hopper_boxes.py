@@ -33,7 +33,7 @@ Forms = tuple[Boxes | None, ...]
 
 
 def boxes(shape: Sequence[int], stride: Sequence[int], rows: int, width: int, dtype: torch.dtype) -> Forms:
-    """Of `rows` positions of one head of a (batch, head, position, column) tensor, in two parts (hopper_columns).
+    """Of `rows` positions of one head of a (batch, head, position, column) tensor, in one part or two (hopper_columns).
 
     The stride of a size of 1 means nothing.
     """

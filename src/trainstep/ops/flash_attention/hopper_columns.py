@@ -2,13 +2,14 @@
 
 [Note: columns in parts]
 Sizes in Gluon are powers of two. A tile 80 or 96 columns wide is therefore two: 64 columns and a rest of 16 or 32, each with its
-own TMA box, its own shared memory and its own wgmma. What is called parts here is a tuple of one or two; the second begins at
-column 64. Loops over parts are unrolled when compiling, so that a tile in one part costs nothing.
+own TMA box, its own shared memory and its own wgmma. What is called parts here is a tuple or list of one or two; the second begins
+at column 64. Loops over parts are unrolled when compiling, so that a tile in one part costs nothing.
 
     a b^T   a sum over columns: one result, the second part's wgmma adds to the first's
     p v     columns of their own: a result a part
 
-Each wgmma counts in a wait: while p v of two parts is on its way, two are newer than what was started before it.
+A wait counts each warpgroup_mma as one, however many instructions it is: while p v of two parts is on its way, two are newer than
+what was started before it.
 """
 
 from triton.experimental import gluon
@@ -83,7 +84,7 @@ def copy_out_parts(descs, batch, head, row, boxes):
 
 @gluon.jit
 def start_sum(a, b, zeros):
-    """wgmma: a b^T, summed over the columns of all parts."""
+    """wgmma: a b^T, summed over the columns of all parts. `zeros` say the result's layout; they are not added."""
     started = warpgroup_mma(a[0], b[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
     for part in gl.static_range(1, len(a)):
         started = warpgroup_mma(a[part], b[part].permute((1, 0)), started, is_async=True)
@@ -99,7 +100,7 @@ def start_products(p, v, sums):
 
 @gluon.jit
 def _start_product(p, v, acc):
-    OPERAND: gl.constexpr = operand_layout(v.shape[1])
+    OPERAND: gl.constexpr = operand_layout(v.shape[1])  # the same numbers in the same registers for every width
     return warpgroup_mma(gl.convert_layout(p, OPERAND), v, acc, is_async=True)
 
 

@@ -46,7 +46,7 @@ else:
 
 PAIRS_STAY: gl.constexpr = gl.constexpr(hasattr(tma, "async_load"))
 """Whether LLVM keeps 16-bit numbers packed from one loop to the next; that of triton 3.6 takes them apart and packs them again in
-each turn."""
+each turn. Seen with 3.6 and 3.9; the name tells them apart."""
 
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add

@@ -62,7 +62,7 @@ class BackwardSchedule:
     """A program keeps 128 keys, 64 a warpgroup of two, and runs over the queries."""
 
     block_q: int
-    """64, or 128 for tiles 64 wide."""
+    """64, or 128 for tiles 64 wide: those of other widths have no room for so many (see split_rows)."""
     stages: int
     """Tiles of q, and as many of do, in flight."""
 
@@ -75,10 +75,13 @@ class BackwardSchedule:
         """Of the pieces of dq's sum side by side, 64 queries each: one that both warpgroups have to themselves, or one a warpgroup.
 
         The second part of a tile in two is the second warpgroup's: fewer columns than the first's, but they share matrix units.
+        ValueError where both rows and columns would be shared out.
         """
-        if self.split_rows:
-            return (width,)
         parts = column_parts(width)
+        if self.split_rows and len(parts) == 2:
+            raise ValueError(f"block_q: {self.block_q} splits dq's rows, and tiles {width} wide its columns; take 64")
+        if self.split_rows:
+            return parts
         return parts if len(parts) == 2 else (width // 2, width // 2)
 
 
@@ -88,7 +91,7 @@ FORWARD = {
         ForwardSchedule(warpgroups=3, block_k=128, stages=3, tflops=525),
         ForwardSchedule(warpgroups=1, block_k=128, stages=2, programs_per_multiprocessor=2, tflops=484),
     ),
-    # Not timed yet. With three warpgroups and 128 keys registers spill, and ptxas makes every wgmma wait
+    # No other was timed. With three warpgroups and 128 keys registers spill, and ptxas makes every wgmma wait
     80: (ForwardSchedule(warpgroups=2, block_k=128, stages=2),),
     96: (ForwardSchedule(warpgroups=2, block_k=128, stages=2),),
     128: (ForwardSchedule(warpgroups=2, block_k=128, stages=2),),
