@@ -25,8 +25,9 @@ def test_in_the_interpreter():
 @interpreted
 @pytest.mark.parametrize("head_dim", [72, *WIDTHS])
 def test_rows_and_cast(head_dim: int):
-    o, do = (torch.randn(1, 2, 100, head_dim).half() for _ in range(2))
-    lse = torch.randn(1, 2, 100)
+    """Two sequences, three heads, (B, S, H, D), an end within a tile; the buffers were NaN."""
+    o, do = (torch.randn(2, 100, 3, head_dim).half().transpose(1, 2) for _ in range(2))
+    lse = torch.randn(o.shape[:3])
     lse[..., 7] = -torch.inf
     problem = Problem(SCALE, True, False, Arithmetic.HALF)
     kernels = hopper.bind_hopper_backward(
@@ -37,7 +38,7 @@ def test_rows_and_cast(head_dim: int):
     wanted = rows(o, do, lse, padded=kernels.padded_queries)
     torch.testing.assert_close((lse_log2, delta), wanted)
     assert (dq_sum == 0).all()
-    assert dq_sum.numel() == 2 * kernels.padded_queries * tile_width(head_dim)
+    assert dq_sum.numel() == 6 * kernels.padded_queries * tile_width(head_dim)
 
     dq = unwritten(o)
     kernels.cast(dq_sum.normal_(), dq)

@@ -198,34 +198,3 @@ def test_memory_is_linear_in_length():
         held.append(torch.cuda.memory_allocated() - before)
         del o
     assert held[1] <= 2.1 * held[0]
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU gradients need them right")
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_small_kernels_beside_the_hopper_kernels(head_dim: int):
-    """Rows before, the cast behind: what hopper_emulated.py writes out as formulas, on memory that was NaN."""
-    pytest.importorskip("triton.experimental.gluon")
-    from hopper_emulated import dq_columns, out_of_pieces, rows, unwritten
-    from trainstep.ops.flash_attention.hopper import backward_buffers, bind_hopper_backward
-    from trainstep.ops.flash_attention.launch import Problem
-    from trainstep.ops.flash_attention.tiles import Arithmetic
-
-    case = Case(
-        batch=2, heads=3, key_heads=3, queries=150, keys=150, head_dim=head_dim, dtype=torch.float16, strided="BSHD"
-    )
-    q, _, o, do = case.tensors()
-    lse = torch.randn(q.shape[:3])
-    lse[:, :, 5] = float("-inf")
-    problem = Problem(0.25, True, False, Arithmetic.HALF)
-    dq = unwritten(q)
-    kernels = bind_hopper_backward(q.shape, q.shape, *[q.stride()] * 8, q.dtype, q.device, problem, None)
-    lse_log2, delta, dq_sum = map(unwritten, backward_buffers(q, kernels.padded_queries))
-    kernels.rows(o, do, lse, lse_log2, delta, dq_sum)
-    wanted_lse, wanted_delta = rows(o, do, lse, padded=kernels.padded_queries)
-    torch.testing.assert_close(lse_log2, wanted_lse)
-    torch.testing.assert_close(delta, wanted_delta)
-    assert not dq_sum.any()
-    dq_sum.normal_()
-    kernels.cast(dq_sum, dq)
-    wanted_dq = out_of_pieces(dq_sum, q.shape, columns=dq_columns(kernels))
-    assert torch.equal(dq, (wanted_dq * 0.25).to(q.dtype))
