@@ -30,8 +30,8 @@ class Wrong(AssertionError):
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
-    """A tensor in registers."""
+class _Numbers:
+    """What a kernel may ask of a tensor, wherever it is."""
 
     data: Tensor
 
@@ -42,6 +42,11 @@ class Tile:
     @property
     def shape(self) -> list[int]:
         return list(self.data.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Tile(_Numbers):
+    """A tensor in registers."""
 
     def to(self, dtype: Any) -> "Tile":
         return Tile(self.data.to(DTYPES[dtype]))
@@ -61,20 +66,11 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
     setattr(Tile, f"__{_name}__", _tile_operator(f"__{_name}__"))
 
 
-@dataclass(frozen=True)
-class Shared:
+@dataclass(frozen=True, eq=False)
+class Shared(_Numbers):
     """A tile in shared memory."""
 
-    data: Tensor
     layout: Any = None
-
-    @property
-    def dtype(self) -> Any:
-        return GLUON_DTYPES[self.data.dtype]
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.data.shape)
 
     def index(self, i: int) -> "Shared":
         return Shared(self.data[int(i)])

@@ -78,11 +78,11 @@ class BackwardSchedule:
         ValueError where both rows and columns would be shared out.
         """
         parts = column_parts(width)
-        if self.split_rows and len(parts) == 2:
+        if not self.split_rows:
+            return parts if len(parts) == 2 else (width // 2, width // 2)
+        if len(parts) == 2:
             raise ValueError(f"block_q: {self.block_q} splits dq's rows, and tiles {width} wide its columns; take 64")
-        if self.split_rows:
-            return parts
-        return parts if len(parts) == 2 else (width // 2, width // 2)
+        return parts
 
 
 FORWARD = {
