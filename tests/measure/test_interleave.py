@@ -33,8 +33,12 @@ def variants(log: Path, *names: str, **config: Any) -> list[Cell]:
     return [planted(name=name, log=str(log), **config) for name in names]
 
 
+def interleaved(*given: Any, **options: Any) -> list[Record]:
+    return [record for records in run_interleaved(*given, **options) for record in records]
+
+
 def run(cells: Sequence[Cell], timeout_s: float = 60.0, rounds: int | None = None) -> list[Record]:
-    records = run_interleaved(cells, Limits(timeout_s=timeout_s, rounds=rounds), silent)
+    records = interleaved(cells, Limits(timeout_s=timeout_s, rounds=rounds), silent)
     assert [record.key for record in records] == [cell.key for cell in cells]
     return records
 
@@ -187,6 +191,19 @@ def test_rounds_skip_a_variant_that_failed(log: Path):
     assert called(log, "prepare").count("bad") == 1
 
 
+def test_a_record_is_there_before_the_next_variant_looks(log: Path):
+    """So that whoever stores it loses nothing that is finished when the rest is killed."""
+    cells = variants(log, "a", "b", "c", steps=4)
+    coming = run_interleaved(cells, Limits(), silent)
+    first, second = next(coming), next(coming)
+    assert [record.config["name"] for records in (first, second) for record in records] == ["a", "b"]
+    assert called(log, "finish") == ["a", "b"]
+    coming.close()
+    assert called(log, "finish") == ["a", "b"]
+    assert len(first[0].samples["step"].values) == 4
+    assert compare_records(*first, *second).paired
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> RoundParts:
     return RoundParts(Store(tmp_path / "s.jsonl"))
@@ -202,7 +219,7 @@ def run_until(cells: Sequence[Cell], kept: RoundParts, ended: int, rounds: int |
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_interleaved(cells, Limits(rounds=rounds), interrupt, kept=kept)
+        interleaved(cells, Limits(rounds=rounds), interrupt, kept=kept)
 
 
 @pytest.mark.parametrize("ended", [1, 2, 3])
@@ -213,9 +230,7 @@ def test_killed_rounds_go_on_where_they_stopped(log: Path, kept: RoundParts, end
     log.unlink()
     stages: list[tuple[str, str]] = []
     first_parts = kept.found(cells, 2, None)
-    records = run_interleaved(
-        cells, Limits(rounds=2), lambda cell, stage: stages.append((cell.label, stage)), kept=kept
-    )
+    records = interleaved(cells, Limits(rounds=2), lambda cell, stage: stages.append((cell.label, stage)), kept=kept)
     assert called(log, "take") == ["a 5", "b 5", "b 5", "a 5"][ended:]
     assert [stage for _, stage in stages[:ended]] == [f"round {n} of 2 is there already" for n in (1, 1, 2)][:ended]
     for cell, record in zip(cells, records, strict=True):
@@ -230,9 +245,9 @@ def test_killed_rounds_go_on_where_they_stopped(log: Path, kept: RoundParts, end
 def test_all_parts_there_run_nothing(log: Path, kept: RoundParts):
     """Killed after the last part, before the group was stored."""
     cells = variants(log, "a", "b", steps=2)
-    first = run_interleaved(cells, Limits(rounds=2), silent, kept=kept)
+    first = interleaved(cells, Limits(rounds=2), silent, kept=kept)
     log.unlink()
-    assert run_interleaved(cells, Limits(rounds=2), silent, kept=kept) == first
+    assert interleaved(cells, Limits(rounds=2), silent, kept=kept) == first
     assert not log.exists()
 
 
@@ -247,7 +262,7 @@ def test_parts_of_others_are_not_taken(log: Path, kept: RoundParts, monkeypatch:
     edited = replace(environment(), source="fff")
     monkeypatch.setattr("trainstep.measure.round_parts.environment", lambda **_: edited)
     log.unlink()
-    run_interleaved(cells[:2], Limits(rounds=2), silent, kept=kept)
+    interleaved(cells[:2], Limits(rounds=2), silent, kept=kept)
     assert called(log, "take") == ["a 3", "b 3", "b 3", "a 3"]
 
 
@@ -255,7 +270,7 @@ def test_parts_say_that_turns_do_not_fit(log: Path, kept: RoundParts):
     cells = variants(log, "a", "b", steps=3, alone=str(log) + ".alone")
     run_until(cells, kept, 3, rounds=None)  # the first stood alone, then the two of the first round
     log.unlink()
-    run_interleaved(cells, Limits(), silent, kept=kept)
+    interleaved(cells, Limits(), silent, kept=kept)
     assert called(log, "prepare") == ["b", "a", "a", "b"]
 
 
@@ -264,7 +279,7 @@ def test_a_part_that_failed_is_retried_if_asked(log: Path, kept: RoundParts, tmp
     run_until(cells, kept, 2)
     for again, ran in ((kept, ["good"]), (RoundParts(Store(tmp_path / "s.jsonl"), retry_failed=True), ["bad"])):
         log.unlink()
-        records = run_interleaved(cells, Limits(rounds=2), silent, kept=again)
+        records = interleaved(cells, Limits(rounds=2), silent, kept=again)
         assert called(log, "prepare") == ran
         assert [record.failure is not None for record in records] == [True, False]
 
@@ -287,7 +302,7 @@ def test_an_interrupt_leaves_nothing_running(log: Path):
 
     cells = variants(log, "a", "b", "c", act="spawn", where="prepare", pid_file=str(log) + ".pid")
     with pytest.raises(KeyboardInterrupt):
-        run_interleaved(cells, Limits(), interrupt)
+        interleaved(cells, Limits(), interrupt)
     assert called(log, "prepare") == ["a", "b"]
     assert wait_until(lambda: not is_alive(int(Path(str(log) + ".pid").read_text())))
 

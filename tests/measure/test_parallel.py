@@ -217,7 +217,9 @@ def test_of_several_rounds_the_last_looks():
         for sync in ("none", "bucketed")
     ]
     stages: list[tuple[str, str]] = []
-    records = run_interleaved(cells, Limits(rounds=2), lambda cell, stage: stages.append((cell.config["sync"], stage)))
+    [records] = run_interleaved(
+        cells, Limits(rounds=2), lambda cell, stage: stages.append((cell.config["sync"], stage))
+    )
     order = [sync for sync, stage in stages if stage == "build"]
     assert [sync for sync, _ in itertools.groupby(order)] == ["none", "bucketed", "none"]
     assert [sync for sync, stage in stages if stage == "traffic"] == ["bucketed", "none"]

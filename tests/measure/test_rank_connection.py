@@ -116,7 +116,7 @@ def test_what_no_rank_supports_spoils_nothing():
 
 
 def test_variants_of_several_ranks_take_turns():
-    one, other = run_interleaved([ranked(ranks=2), ranked(ranks=2, index=1)], Limits(timeout_s=60), silent)
+    [one], [other] = run_interleaved([ranked(ranks=2), ranked(ranks=2, index=1)], Limits(timeout_s=60), silent)
     for record in (one, other):
         assert record.failure is None
         assert record.fact("interleaving") == "live"

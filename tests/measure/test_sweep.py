@@ -203,3 +203,36 @@ def test_parts_of_rounds_stay_until_their_group_is_stored(tmp_path: Path, monkey
     assert [line for line in (tmp_path / "log").read_text().splitlines() if "take" in line] == ["c take 2", "d take 2"]
     assert [record.config["name"] for record in store.latest().values()] == ["a", "b", "c", "d"]
     assert [path.name for path in store.path.parent.iterdir()] == ["s.jsonl"]
+
+
+def test_a_group_whose_records_come_one_by_one(store: Store):
+    """Killed between them the first is there, and the group runs again as a whole; other code is refused behind the last."""
+    group = CELLS[:2]
+
+    def killed(groups: Sequence[Sequence[Cell]]) -> Iterator[list[Record]]:
+        yield [done(group[0])]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(run_sweep([group], store, killed, here=ENVIRONMENT))
+    assert list(store.latest()) == [group[0].key]
+    assert pending([group], store) == [group]
+    edited = replace(ENVIRONMENT, source="fff")
+    steps = run_sweep(
+        [group],
+        store,
+        lambda groups: iter([[done(group[0], environment=edited)], [done(group[1], environment=edited)]]),
+        here=ENVIRONMENT,
+    )
+    assert [next(steps).done for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="the code changed during the sweep"):
+        next(steps)
+    assert pending([group], store) == []
+
+
+def test_a_record_that_comes_twice_counts_once(store: Store):
+    """As of a variant that had ended when another showed that they do not fit together."""
+    one, two = CELLS[:2]
+    found = [[done(one)], [done(one), done(two)]]
+    steps = run_sweep([[one, two]], store, lambda groups: iter(found), here=ENVIRONMENT)
+    assert [step.done for step in steps] == [0, 1, 2]

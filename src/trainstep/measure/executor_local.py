@@ -1,4 +1,4 @@
-"""Runs groups of cells on this machine, one at a time, and yields each group's records as soon as they are there."""
+"""Runs groups of cells on this machine, one at a time, and yields records as soon as they are there."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +24,7 @@ def run_groups(
     try:
         for group in groups:
             if len(group) > 1:
-                yield run_interleaved(group, limits, tell, idle, kept)
+                yield from run_interleaved(group, limits, tell, idle, kept)
                 if kept is not None:
                     kept.drop([group])
                 continue

@@ -8,7 +8,7 @@ the other's turn left the caches cold.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from trainstep.config.cell import Cell, group_name
@@ -34,8 +34,11 @@ def run_interleaved(
     tell: Tell,
     idle: IdleProcesses | None = None,
     kept: RoundParts | None = None,
-) -> list[Record]:
+) -> Iterator[list[Record]]:
     """The records of cells that are compared, in the cells' order: taking turns if all fit, else, or if asked for, in rounds.
+
+    Records of turns come one by one, as soon as each cell has looked at what it did; those of rounds together. Cells that
+    turn out not to fit while they look come once more.
 
     `idle`: where processes come from and go to that can measure more than one cell; without it each cell has a fresh one.
     `kept`: where each part of a round is kept as soon as it is measured; those found there are not measured again.
@@ -44,15 +47,18 @@ def run_interleaved(
     found = {} if kept is None else kept.found(cells, rounds, limits.visible_devices)
     if limits.rounds is None and not found:  # what is found was measured because they do not fit
         try:
-            return _run_in_turns(cells, limits, tell, idle)
+            yield from _run_in_turns(cells, limits, tell, idle)
+            return
         except DoNotFit:
             pass
     if idle is not None:
         idle.close()  # they hold memory too
-    return _run_in_rounds(cells, limits, tell, rounds, found, kept)
+    yield _run_in_rounds(cells, limits, tell, rounds, found, kept)
 
 
-def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None) -> list[Record]:
+def _run_in_turns(
+    cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None
+) -> Iterator[list[Record]]:
     processes = idle or IdleProcesses()
     runs: list[CellRun] = []
     ended: dict[str, Record] = {}
@@ -63,20 +69,18 @@ def _run_in_turns(cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleP
                 processes.give(cell, runs[-1].connection)
         turn = _turn_steps(cells)
         _take_turns(runs, ended, turn)
-        for run in _alive(runs, ended):
-            if _advance(run, "finish", runs, ended):
+        for run in runs:
+            if run.cell.key not in ended and _advance(run, "finish", runs, ended):
                 processes.give(run.cell, run.connection)
+            # The driver's figure is the whole device's: with several processes alive it is nobody's.
+            facts = _facts("live", cells, run.cell, turn)
+            yield [with_facts(ended[run.cell.key], **facts, driver_bytes=None, power_w=None)]
     finally:
         for run in _alive(runs, ended):
             run.connection.kill()
             run.connection.close()
         if idle is None:
             processes.close()
-    # The driver's figure is the whole device's: with several processes alive it is nobody's.
-    return [
-        with_facts(ended[cell.key], **_facts("live", cells, cell, turn), driver_bytes=None, power_w=None)
-        for cell in cells
-    ]
 
 
 def _take_turns(runs: Sequence[CellRun], ended: dict[str, Record], turn: int) -> None:

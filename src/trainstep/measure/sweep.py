@@ -1,6 +1,10 @@
-"""A sweep: the cells of a grid that a store does not hold yet, run by an executor, each record on disk before the next begins."""
+"""A sweep: the cells of a grid that a store does not hold yet, run by an executor, each record on disk before the next begins.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+A group that is killed after some of its records runs again as a whole; until then its records are there, and those that took turns
+with each other compare as pairs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from trainstep.config.cell import Cell
@@ -19,7 +23,7 @@ MUST_MATCH = ("gpu", "torch", "commit", "source")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """After a group: cells done (those found done included) of all, and the records just written."""
+    """Cells done (those found done included) of all, and the records just written: a group's, or one of those that took turns."""
 
     done: int
     of: int
@@ -61,18 +65,26 @@ def run_sweep(
         first = next(_places(store.latest().values()), None)
         waiting = [list(group) for group in groups] if anew else pending(groups, store, retry_failed=retry_failed)
         total = sum(map(len, groups))
-        done = total - sum(map(len, waiting))
-        yield Progress(done=done, of=total, records=())
+        left = {cell.key for group in waiting for cell in group}
+        yield Progress(done=total - len(left), of=total, records=())
+        unchecked: list[Record] = []
         for records in execute(waiting):
             first = first or next(_places(records), None)
             if here is None and first is not None and not allow_mixed:
                 check_like_first(store, first, records)
             for record in records:
                 store.append(record)
-            done += len(records)
-            yield Progress(done=done, of=total, records=tuple(records))
-            if here is not None and not allow_mixed:
-                check_unchanged(store, here, records)
+            left -= {record.key for record in records}
+            yield Progress(done=total - len(left), of=total, records=tuple(records))
+            unchecked += records
+            if here is not None and not allow_mixed and not _within_a_group(waiting, left):
+                check_unchanged(store, here, unchecked)
+                unchecked = []
+
+
+def _within_a_group(groups: Sequence[Sequence[Cell]], left: Set[str]) -> bool:
+    """Whether some of a group's cells are done and some are not: it is brought to its end before anything is refused."""
+    return any(0 < sum(cell.key in left for cell in group) < len(group) for group in groups)
 
 
 def check_same_place(store: Store, here: Environment) -> None:
