@@ -182,6 +182,16 @@ def test_no_ratio_without_a_yardstick_of_the_same_run():
     assert [way.base for way in ways_of(rows(failed, cell("bucketed")))] == [None, None]
 
 
+def test_a_yardstick_of_another_run_is_a_doubt():
+    for group, said in (("g", ""), ("earlier", "took no turns with none: another run")):
+        mine = rows(cell("none", facts={"interleaving_group": (group, "")}), cell("bucketed"))
+        none, bucketed = texts(titled(all_tables(mine), "Ways of going parallel"))
+        assert "turns" not in none["doubts"]
+        assert said in bucketed["doubts"]
+        assert ("turns" in bucketed["doubts"]) == bool(said)
+        assert bucketed["ratio"] != "–"
+
+
 def _other() -> Any:
     return dataclasses.replace(ENVIRONMENT, gpu="another")
 

@@ -42,7 +42,7 @@ _FACTS = (
 _STEPS = (
     "Median ± standard deviation, of the slowest rank. Window: steps in a row, timed as one, so that what a way leaves for the "
     f"next step counts. Ratio: to sync {YARDSTICK} of the same run, in which ranks do not talk, from pairs of turns "
-    "(so it need not be the medians' quotient), with its 99 % interval."
+    "(so it need not be the medians' quotient), with its 99 % interval; a doubt says where they took no turns."
 )
 _COMMUNICATION = (
     "Of one profiled step, beside steps that were not. Sent: tensors' bytes; on the wire: what a rank sends at most by a "
@@ -91,6 +91,8 @@ def steps_table(ways: Sequence[Way]) -> Table:
             continue
         numbers = [*_time(way, "step"), *_time(way, "window_step"), *_ranks(way), *_rates(way, unit)]
         trouble = [f"no trace: {said}"] if (said := way.record.fact("trace_failed")) else []
+        if (found := way.ratio("step")) is not None and found.interleaving == "none":
+            trouble.append(f"took no turns with {YARDSTICK}: another run")
         entries.append((*named, *numbers, Entry(text="; ".join([*doubts(way.record), *trouble]))))
     columns = [column for column, _ in points] + [Column(title=title, number=True) for title in titles]
     return Table(
