@@ -39,3 +39,16 @@ def test_a_cell_that_ends_breaks_the_silence(clock: list[float], capsys: pytest.
         clock[0] = 31
         shown.tell(cell, "afterwards")
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_no_time_left_from_half_a_group(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    """Those that took turns end one after the other: a rate from the first of them would be too low by their number."""
+    cells = [planted(name=name) for name in "abcd"]
+    with CellProgress(cells) as shown:
+        shown.finished(0, 4, [])
+        for done, at_s, whole in ((1, 100, False), (2, 101, True)):
+            clock[0] = at_s
+            shown.finished(done, 4, [a_record(key=cells[done - 1].key)], whole=whole)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "left" not in first
+    assert second.endswith("about 2 min left")

@@ -17,7 +17,7 @@ from trainstep.cli.app import run
 from trainstep.config.cell import Cell, group_name
 from trainstep.measure import executor_slurm
 from trainstep.measure.executor_slurm import run_groups_on_slurm
-from trainstep.measure.executor_slurm_job import drop_stored_parts, part_path, read_part
+from trainstep.measure.executor_slurm_job import drop_stored_parts, part_path, read_part, run_group
 from trainstep.measure.executor_slurm_queue import Job, JobRequest
 from trainstep.measure.runner import Limits
 from trainstep.measure.sweep import run_sweep
@@ -86,6 +86,15 @@ def test_a_part_the_store_has_is_dropped(tmp_path: Path):
     parts = [leave_part(store, [cell], [of(cell)]) for cell in (stored, other)]
     drop_stored_parts(parts[0].parent, store.latest())
     assert [part.exists() for part in parts] == [False, True]
+
+
+def test_a_part_has_each_variant_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where one was there already when another showed that they do not fit."""
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    group = [a_cell("a"), a_cell("b")]
+    group[1] = replace(group[1], config={**group[1].config, "act": "run_out", "where": "finish"})
+    run_group(group, Limits(), tmp_path / "part.jsonl", tmp_path / "node")
+    assert [record.key for record in read_part(tmp_path / "part.jsonl")] == [cell.key for cell in group]
 
 
 def test_a_part_that_says_nothing_is_no_part(tmp_path: Path):

@@ -204,6 +204,31 @@ def test_a_record_is_there_before_the_next_variant_looks(log: Path):
     assert compare_records(*first, *second).paired
 
 
+@pytest.mark.parametrize("rounds", [None, 2])
+def test_records_of_two_runs_are_no_pairs(log: Path, rounds: int | None):
+    cells = variants(log, "a", "b", steps=4)
+    first, second = run(cells, rounds=rounds), run(cells, rounds=rounds)
+    for one in (first, second):
+        assert compare_records(*one).interleaving != "none"
+    assert compare_records(first[0], second[1]).interleaving == "none"
+
+
+def test_variants_that_do_not_fit_while_they_look(log: Path):
+    """The first was there already: it comes again with the others."""
+    cells = [*variants(log, "a", steps=4), *variants(log, "b", act="run_out", where="finish", steps=4)]
+    cells += variants(log, "c", steps=4)
+    [early], records = run_interleaved(cells, Limits(), silent)
+    assert early.fact("interleaving") == "live"
+    assert [record.config["name"] for record in records] == ["a", "b", "c"]
+    assert [record.fact("interleaving") for record in records] == ["rounds"] * 3
+    assert [record.failure and record.failure.kind for record in records] == [None, "out_of_memory", None]
+
+
+def test_the_order_is_the_cells_also_where_one_failed_first(log: Path):
+    cells = [*variants(log, "a", steps=2), *variants(log, "b", act="abort", steps=2), *variants(log, "c", steps=2)]
+    assert [record.failure is not None for record in run(cells)] == [False, True, False]
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> RoundParts:
     return RoundParts(Store(tmp_path / "s.jsonl"))

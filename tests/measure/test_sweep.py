@@ -221,10 +221,14 @@ def test_a_group_whose_records_come_one_by_one(store: Store):
     steps = run_sweep(
         [group],
         store,
-        lambda groups: iter([[done(group[0], environment=edited)], [done(group[1], environment=edited)]]),
+        lambda groups: iter([[done(group[0], environment=edited)], [done(group[1])]]),
         here=ENVIRONMENT,
     )
-    assert [next(steps).done for _ in range(3)] == [0, 1, 2]
+    assert [(step.done, step.whole) for step in (next(steps), next(steps), next(steps))] == [
+        (0, True),
+        (1, False),
+        (2, True),
+    ]
     with pytest.raises(ValueError, match="the code changed during the sweep"):
         next(steps)
     assert pending([group], store) == []

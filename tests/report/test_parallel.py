@@ -183,7 +183,7 @@ def test_no_ratio_without_a_yardstick_of_the_same_run():
 
 
 def test_a_yardstick_of_another_run_is_a_doubt():
-    for group, said in (("g", ""), ("earlier", "took no turns with none: another run")):
+    for group, said in (("g", ""), ("earlier", "took no turns with none")):
         mine = rows(cell("none", facts={"interleaving_group": (group, "")}), cell("bucketed"))
         none, bucketed = texts(titled(all_tables(mine), "Ways of going parallel"))
         assert "turns" not in none["doubts"]

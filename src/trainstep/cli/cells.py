@@ -47,7 +47,7 @@ def run_cells(
             anew=anew,
         )
         for step in steps:
-            progress.finished(step.done, step.of, step.records)
+            progress.finished(step.done, step.of, step.records, whole=step.whole)
     latest = store.latest()
     return [latest[cell.key] for cell in cells if cell.key in latest]
 

@@ -65,17 +65,20 @@ class CellProgress:
             if not self._live and time.monotonic() - self._logged_s >= _SILENCE_S:
                 self._log(f"{cell.label}: {stage}")
 
-    def finished(self, done: int, of: int, records: Sequence[Record]) -> None:
-        """Some cells are done; those done before this run are not counted in the rate."""
-        with outliving_reader(sys.stderr):
-            self._finished(done, of, records)
+    def finished(self, done: int, of: int, records: Sequence[Record], *, whole: bool = True) -> None:
+        """Some cells are done; those done before this run are not counted in the rate.
 
-    def _finished(self, done: int, of: int, records: Sequence[Record]) -> None:
+        Not `whole`: others that took turns with them are next to done, so that the rate says nothing: no time left.
+        """
+        with outliving_reader(sys.stderr):
+            self._finished(done, of, records, whole=whole)
+
+    def _finished(self, done: int, of: int, records: Sequence[Record], *, whole: bool) -> None:
         if self._found_done is None:
             self._found_done = done
             if done:
                 self._console.print(f"{done} of {of} cells are there already", markup=False, highlight=False)
-        left = self._time_left(done, of)
+        left = self._time_left(done, of) if whole else ""
         self._bar.update(self._task, completed=done, total=of, left=left)
         if not self._live:
             for record in records:

@@ -37,8 +37,8 @@ def run_interleaved(
 ) -> Iterator[list[Record]]:
     """The records of cells that are compared, in the cells' order: taking turns if all fit, else, or if asked for, in rounds.
 
-    Records of turns come one by one, as soon as each cell has looked at what it did; those of rounds together. Cells that
-    turn out not to fit while they look come once more.
+    Records of turns come one by one, each as soon as its cell and those before it have looked at what they did; those of
+    rounds together. Where memory runs out during a look all come again, in rounds: also those that came already.
 
     `idle`: where processes come from and go to that can measure more than one cell; without it each cell has a fresh one.
     `kept`: where each part of a round is kept as soon as it is measured; those found there are not measured again.
@@ -73,7 +73,7 @@ def _run_in_turns(
             if run.cell.key not in ended and _advance(run, "finish", runs, ended):
                 processes.give(run.cell, run.connection)
             # The driver's figure is the whole device's: with several processes alive it is nobody's.
-            facts = _facts("live", cells, run.cell, turn)
+            facts = _facts("live", cells, run.cell, turn, first=ended[cells[0].key])
             yield [with_facts(ended[run.cell.key], **facts, driver_bytes=None, power_w=None)]
     finally:
         for run in _alive(runs, ended):
@@ -155,7 +155,8 @@ def _run_in_rounds(
                 parts[cell.key].append(part)
             finally:
                 run.connection.close()
-    return [with_facts(_joined(parts[cell.key]), **_facts("rounds", cells, cell, steps)) for cell in cells]
+    first = parts[cells[0].key][0]
+    return [with_facts(_joined(parts[cell.key]), **_facts("rounds", cells, cell, steps, first=first)) for cell in cells]
 
 
 def _joined(parts: Sequence[Record]) -> Record:
@@ -179,10 +180,15 @@ def _joined(parts: Sequence[Record]) -> Record:
     return replace(parts[-1], samples=samples, tables=tables, started_at=parts[0].started_at, duration_s=duration_s)
 
 
-def _facts(how: str, cells: Sequence[Cell], cell: Cell, turn: int) -> dict[str, object]:
-    """How this cell took turns. `turn_steps` counts values of `step`, of which a window has one."""
+def _facts(how: str, cells: Sequence[Cell], cell: Cell, turn: int, *, first: Record) -> dict[str, object]:
+    """How this cell took turns. `turn_steps` counts values of `step`, of which a window has one.
+
+    `first`: when it ran tells this run of the group from another, whose records may lie beside these; rounds that were
+    killed and go on keep it.
+    """
     values = Fact(value=turn // _window([cell]), unit="count")
-    return {"interleaving": how, "interleaving_group": group_name(cells), "turn_steps": values}
+    group = f"{group_name(cells)} {first.started_at} {first.duration_s}"
+    return {"interleaving": how, "interleaving_group": group, "turn_steps": values}
 
 
 def _turn_steps(cells: Sequence[Cell]) -> int:

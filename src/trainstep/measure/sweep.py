@@ -1,7 +1,6 @@
-"""A sweep: the cells of a grid that a store does not hold yet, run by an executor, each record on disk before the next begins.
+"""A sweep: the cells of a grid that a store does not hold yet, run by an executor, each record on disk as soon as it comes.
 
-A group that is killed after some of its records runs again as a whole; until then its records are there, and those that took turns
-with each other compare as pairs.
+A group that is killed after some of its records runs again as a whole, and new records take the place of the old ones.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -23,11 +22,15 @@ MUST_MATCH = ("gpu", "torch", "commit", "source")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Cells done (those found done included) of all, and the records just written: a group's, or one of those that took turns."""
+    """Cells done (those found done included) of all, and the records just written: a group's, or one of those that took turns.
+
+    `whole`: no group is half done.
+    """
 
     done: int
     of: int
     records: tuple[Record, ...]
+    whole: bool = True
 
 
 def pending(groups: Sequence[Sequence[Cell]], store: Store, *, retry_failed: bool = False) -> list[list[Cell]]:
@@ -52,7 +55,7 @@ def run_sweep(
     anew: bool = False,
 ) -> Iterator[Progress]:
     """Run what is pending. ValueError if the store holds records of another GPU, torch or code, unless `allow_mixed`;
-    also, once a record is stored, if these changed during the sweep.
+    also, once a group is stored, if these changed during the sweep.
 
     `anew`: measure every cell, whatever the store holds.
 
@@ -75,14 +78,15 @@ def run_sweep(
             for record in records:
                 store.append(record)
             left -= {record.key for record in records}
-            yield Progress(done=total - len(left), of=total, records=tuple(records))
+            whole = not _a_group_is_half_done(waiting, left)
+            yield Progress(done=total - len(left), of=total, records=tuple(records), whole=whole)
             unchecked += records
-            if here is not None and not allow_mixed and not _within_a_group(waiting, left):
+            if here is not None and not allow_mixed and whole:
                 check_unchanged(store, here, unchecked)
                 unchecked = []
 
 
-def _within_a_group(groups: Sequence[Sequence[Cell]], left: Set[str]) -> bool:
+def _a_group_is_half_done(groups: Sequence[Sequence[Cell]], left: Set[str]) -> bool:
     """Whether some of a group's cells are done and some are not: it is brought to its end before anything is refused."""
     return any(0 < sum(cell.key in left for cell in group) < len(group) for group in groups)
 

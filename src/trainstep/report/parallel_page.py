@@ -86,7 +86,10 @@ def _step_sentences(ways: Sequence[Way]) -> list[str]:
         sentence = f"{place}: quickest in a row of steps is {best.name}, at {milliseconds(_window_s(best))} ms a step"
         if found and found.ratio and found.low and found.high:
             interval = f"99 % interval {ratio_words(found.low)} to {ratio_words(found.high)}"
-            sentence += f", {ratio_words(found.ratio)} times as long as steps of ranks that do not talk ({interval})"
+            apart = "; they took no turns" if found.interleaving == "none" else ""
+            sentence += (
+                f", {ratio_words(found.ratio)} times as long as steps of ranks that do not talk ({interval}{apart})"
+            )
         said.append(f"{sentence}.")
     return said
 

@@ -19,7 +19,7 @@ _NO_MATTER = {"check_agreement", "keep_trace"}
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A row, and the row of the same run in which ranks do not talk; None where there is none, or it failed."""
+    """A row, and the row of the same file in which ranks do not talk; None where there is none, or it failed."""
 
     row: Row
     base: Row | None
@@ -66,7 +66,7 @@ def parallel_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def ways_of(rows: Sequence[Row]) -> list[Way]:
-    """Each row of this workload with its yardstick: of the same file and run, the ways' options aside."""
+    """Each row of this workload with its yardstick: of the same file, machine and config, the ways' options aside."""
     mine = parallel_rows(rows)
     bases = {_run_of(row): row for row in mine if row.record.config["sync"] == YARDSTICK and row.record.failure is None}
     return [Way(row=row, base=bases.get(_run_of(row))) for row in mine]

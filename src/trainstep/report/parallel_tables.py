@@ -41,8 +41,8 @@ _FACTS = (
 )
 _STEPS = (
     "Median ± standard deviation, of the slowest rank. Window: steps in a row, timed as one, so that what a way leaves for the "
-    f"next step counts. Ratio: to sync {YARDSTICK} of the same run, in which ranks do not talk, from pairs of turns "
-    "(so it need not be the medians' quotient), with its 99 % interval; a doubt says where they took no turns."
+    f"next step counts. Ratio: to sync {YARDSTICK}, in which ranks do not talk, from pairs of turns (so it need not be the "
+    "medians' quotient), with its 99 % interval; a doubt says where they took no turns."
 )
 _COMMUNICATION = (
     "Of one profiled step, beside steps that were not. Sent: tensors' bytes; on the wire: what a rank sends at most by a "
@@ -92,7 +92,7 @@ def steps_table(ways: Sequence[Way]) -> Table:
         numbers = [*_time(way, "step"), *_time(way, "window_step"), *_ranks(way), *_rates(way, unit)]
         trouble = [f"no trace: {said}"] if (said := way.record.fact("trace_failed")) else []
         if (found := way.ratio("step")) is not None and found.interleaving == "none":
-            trouble.append(f"took no turns with {YARDSTICK}: another run")
+            trouble.append(f"took no turns with {YARDSTICK}")
         entries.append((*named, *numbers, Entry(text="; ".join([*doubts(way.record), *trouble]))))
     columns = [column for column, _ in points] + [Column(title=title, number=True) for title in titles]
     return Table(
@@ -297,6 +297,7 @@ def _raw(way: Way) -> Mapping[str, Any]:
         found = way.ratio(quantity)
         numbers |= {
             f"{quantity}_ratio_to_none": found and found.ratio,
+            f"{quantity}_ratio_interleaving": found and found.interleaving,
             f"{quantity}_ratio_low": found and found.low,
             f"{quantity}_ratio_high": found and found.high,
             f"{quantity}_longer_than_none_s": way.longer_s(quantity),
