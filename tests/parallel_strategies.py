@@ -127,6 +127,7 @@ STRATEGIES: dict[str, Start] = {
     "sharded_each": with_optimizer(small_buckets, partial(ShardedOptimizer, pack_below_mib=0)),
     "sharded_flat": sharded_flat(),
     "sharded_flat_units": sharded_flat(layers),
+    "sharded_flat_joined": sharded_flat(layers, bucket_mib=1),
     "fsdp": fsdp(),
     "fsdp_units": fsdp(layers, ahead=2),
     "fsdp_kept": fsdp(layers, reshard_after_forward=False, ahead=0),

@@ -58,6 +58,7 @@ def test_every_option_of_a_way_is_said_to_be_somebodys():
     assert set(USED_BY) == set(SyncConfig.__dataclass_fields__) - {"sync"}
     assert {way for ways in USED_BY.values() for way in ways} <= set(SYNCS)
     assert needless({"sync": "torch_ddp"}) == set(USED_BY) - {"bucket_mib"}
+    assert needless({"sync": "sharded_flat"}) == set(USED_BY) - {"bucket_mib", "reduce_dtype"}
 
 
 def test_ways_are_compared_with_all_their_options():

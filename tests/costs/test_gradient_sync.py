@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "sharded_each": {"way": "sharded", "bucket_bytes": SMALL_BYTES, "pack_below_bytes": 0},
     "sharded_flat": {"way": "sharded_flat"},
     "sharded_flat_units": {"way": "sharded_flat"},
+    "sharded_flat_joined": {"way": "sharded_flat", "bucket_bytes": 2**20},
     "fsdp": {"way": "fsdp"},
     "fsdp_units": {"way": "fsdp"},
     "fsdp_kept": {"way": "fsdp", "reshard_after_forward": False},

@@ -293,12 +293,13 @@ def test_gradients_of_pieces_are_anybodys_to_change():
         assert zeroed
 
 
-def many_blocks(ranks: Ranks) -> tuple[dict[str, int], list[str], list[Tensor], list[Tensor]]:
+def many_blocks(ranks: Ranks, most_bytes: int | None) -> tuple[dict[str, int], list[str], list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))
     whole = deepcopy(model)
-    expected = [unit.name for unit in flat_units_of(parameter_sizes(model), ranks.world_size)]
-    optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, lr=1e-2)
+    expected = [unit.name for unit in flat_units_of(parameter_sizes(model), ranks.world_size, most_bytes)]
+    bucket_mib = None if most_bytes is None else most_bytes / 2**20
+    optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, bucket_mib=bucket_mib, lr=1e-2)
     optimizer.gradient_sync.traffic.clear()
     unsharded = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     for step in range(3):
@@ -315,12 +316,28 @@ def many_blocks(ranks: Ranks) -> tuple[dict[str, int], list[str], list[Tensor], 
     return messages, expected, list(model.state_dict().values()), list(whole.state_dict().values())
 
 
-def test_small_blocks_travel_with_their_neighbours():
-    """40 alike: two are a twentieth of all, three more than a sixteenth."""
-    for messages, expected, sharded, whole in run_ranks(2, many_blocks):
-        assert expected[0] == "0 to 1"
-        assert expected[-1] == "38 to 39"
-        assert len(expected) == 20
-        assert messages["reduce_scatter"] == messages["all_gather"] == 3 * 20
+@pytest.mark.parametrize(
+    ("most_bytes", "together"),
+    [(None, 2), (15 * 288, 15), (40 * 288, 40), (1, 1)],
+    ids=["a sixteenth", "15", "all", "each"],
+)
+def test_small_blocks_travel_with_their_neighbours(most_bytes: int | None, together: int):
+    """40 alike of 288 bytes: two are a twentieth of all, three more than a sixteenth."""
+    for messages, expected, sharded, whole in run_ranks(2, many_blocks, most_bytes):
+        units = -(-40 // together)
+        assert expected[0] == ("0" if together == 1 else f"0 to {together - 1}")
+        assert len(expected) == units
+        assert messages["reduce_scatter"] == messages["all_gather"] == 3 * units
         for one, other in zip(sharded, whole, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def refused_size(ranks: Ranks) -> str:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="bucket_mib: must be positive, not 0") as refused:
+        FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, bucket_mib=0)
+    return str(refused.value)
+
+
+def test_a_unit_of_nothing_is_refused():
+    assert len(run_ranks(2, refused_size)) == 2

@@ -38,6 +38,7 @@ WAYS = {
     "bucketed, bf16": {"sync": "bucketed", "bucket_mib": 6000 / MIB, "reduce_dtype": "bf16"},
     "sharded": {"sync": "sharded", "bucket_mib": 6000 / MIB},
     "sharded_flat": {"sync": "sharded_flat"},
+    "sharded_flat, joined": {"sync": "sharded_flat", "bucket_mib": 1},
     "sharded_flat, bf16": {"sync": "sharded_flat", "reduce_dtype": "bf16"},
     "fsdp": {"sync": "fsdp"},
     "fsdp, bf16": {"sync": "fsdp", "reduce_dtype": "bf16"},

@@ -282,6 +282,17 @@ def test_bucket_sizes_without_all_reduces_are_not_predicted():
     assert any("trainstep collectives" in one for one in times.paragraphs)
 
 
+def test_sizes_of_flat_shards_are_not_predicted_by_all_reduces():
+    ways = [
+        cell("none"),
+        *(cell("sharded_flat", bucket_mib=mib, step_s=step_s) for mib, step_s in ((1, 0.2), (10, 0.1))),
+    ]
+    times, _ = parallel_sections(rows(*ways, *map(collective, (1, 10, 100))))
+    assert [trace["name"] for trace in times.charts[1].data] == ["sharded_flat"]
+    said = next(one for one in times.paragraphs if "sizes tried" in one)
+    assert said.endswith("of the sizes tried 10.0 MiB is quickest; the formula of buckets is not of its messages.")
+
+
 def test_the_page():
     text = page(rows(cell("none"), cell("bucketed", bucket_mib=25), cell("bucketed", bucket_mib=1), cell("torch_ddp")))
     for words in ("Time of a step by way", "Time of a step by bucket size", "What a rank holds by way"):

@@ -11,11 +11,11 @@ OURS = ("none", "naive", "flat", "overlapped", "bucketed", "sharded", "sharded_f
 PEERS = ("torch_ddp", "torch_zero", "torch_fsdp2")
 SYNCS = OURS + PEERS
 BUCKETED = ("bucketed", "sharded", "torch_ddp", "torch_zero")
-"""Those that `bucket_mib` means something to."""
+"""Those whose messages of gradients are buckets."""
 IN_UNITS = ("sharded_flat", "fsdp", "torch_fsdp2")
 """Those that gather a block before it runs: their hooks stand on the blocks, so a model compiled whole would swallow them."""
 USED_BY = {
-    "bucket_mib": BUCKETED,
+    "bucket_mib": (*BUCKETED, "sharded_flat"),
     "first_bucket_mib": ("bucketed", "sharded"),
     "last_bucket_mib": ("bucketed", "sharded"),
     "reduce_dtype": (*OURS[1:], "torch_fsdp2"),
@@ -45,7 +45,8 @@ class SyncConfig:
         SYNCS,
     )
     bucket_mib: float | None = described(
-        "MiB of gradients in a message, of bucketed ways; by default a sixteenth of them all, at least 25; torch's: 25",
+        "MiB of gradients in a message, of bucketed ways; by default a sixteenth of them all, at least 25; torch's: 25; of "
+        "parameters in neighbouring blocks that sharded_flat sends together; by default a sixteenth",
         None,
     )
     first_bucket_mib: float | None = described("of the first message, if another", None)

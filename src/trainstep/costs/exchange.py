@@ -35,10 +35,10 @@ class ParameterSize:
 class Exchange:
     """One of WAYS and its options. Raises ValueError for a way whose messages are not known.
 
-    `bucket_bytes`: None: as costs/buckets.py chooses. `reduce_element_bytes`: of what gradients are averaged in; None: their own.
-    `compute_element_bytes`: of what fsdp gathers and computes with; None: the parameters' own. `micro_batches`: whose gradients are
-    added before they are averaged. `clips`, `scales_loss`: shards' norms, and whether one overflowed, are put together in a small
-    message.
+    `bucket_bytes`: of a bucket's gradients, of the parameters of a unit of sharded_flat; None: as costs/buckets.py chooses.
+    `reduce_element_bytes`: of what gradients are averaged in; None: their own. `compute_element_bytes`: of what fsdp gathers and
+    computes with; None: the parameters' own. `micro_batches`: whose gradients are added before they are averaged. `clips`,
+    `scales_loss`: shards' norms, and whether one overflowed, are put together in a small message.
     """
 
     way: str
@@ -135,13 +135,13 @@ def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
     ]
 
 
-def flat_units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
-    """Units of way sharded_flat: what is trained, neighbouring blocks together up to LARGEST_SHARE of all."""
+def flat_units_of(parameters: Sequence[ParameterSize], ranks: int, most_bytes: float | None = None) -> list[Unit]:
+    """Units of way sharded_flat: what is trained, neighbouring blocks together up to `most_bytes`; None: LARGEST_SHARE of all."""
     units = [unit for unit in units_of(parameters, ranks) if unit.trained]
     sizes = [sum_bytes(unit.parameters) for unit in units]
     kinds = [(unit.name == ROOT, unit.element_bytes) for unit in units]
     merged = []
-    for group in neighbours(sizes, kinds, LARGEST_SHARE * sum(sizes)):
+    for group in neighbours(sizes, kinds, most_bytes or LARGEST_SHARE * sum(sizes)):
         members = tuple(one for index in group for one in units[index].parameters)
         name = joined_name([units[index].name for index in group])
         merged.append(Unit(name=name, parameters=members, layout=_layout(members, parts=ranks)))

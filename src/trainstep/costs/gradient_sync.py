@@ -122,7 +122,7 @@ def _with_owners(exchange: Exchange, parameters: Sequence[ParameterSize]) -> lis
 
 
 def _in_flat_shards(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    units = flat_units_of(parameters, exchange.ranks)
+    units = flat_units_of(parameters, exchange.ranks, exchange.bucket_bytes)
     return [_reduced(exchange, unit) for unit in units] + [_gathered(exchange, unit) for unit in units]
 
 

@@ -22,6 +22,7 @@ class FlatShardedOptimizer(Optimizer):
 
     `param_groups` are those of the optimizer within, so schedulers and hyperparameters work as on that. Its tensors are pieces:
     clip by `gradient_sync.clip_grad_norm_`, not by torch's function, which would see this rank's part of the norm.
+    `units`, `bucket_mib`, `reduce_dtype`: as ShardedGradients'.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class FlatShardedOptimizer(Optimizer):
         ranks: Ranks | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         units: Sequence[nn.Module] | None = None,
+        bucket_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
         element_wise: bool = False,
         **kwargs: Any,
@@ -47,7 +49,9 @@ class FlatShardedOptimizer(Optimizer):
         chosen = [dict(group) for group in groups] if groups else [{"params": list(trained)}]
         self._members = [self._indices(group["params"]) for group in chosen]
         self._check_cover(list(trained.values()))
-        self.gradient_sync = ShardedGradients(module, ranks, units=units, reduce_dtype=reduce_dtype)
+        self.gradient_sync = ShardedGradients(
+            module, ranks, units=units, bucket_mib=bucket_mib, reduce_dtype=reduce_dtype
+        )
         pieces = self.gradient_sync.pieces
         inner = optimizer_cls(
             [

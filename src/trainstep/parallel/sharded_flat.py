@@ -30,6 +30,8 @@ from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import UnitPlan, merged_units, plan_units
 from trainstep.parallel.usage import Usage
 
+_MIB = 2**20
+
 
 class ShardedGradients(HookedGradients):
     """Whole parameters, each rank's part of their gradients.
@@ -38,8 +40,9 @@ class ShardedGradients(HookedGradients):
     by `finish_gradient_synchronization`; the whole parameters' is None from then on, so clear gradients by the optimizer's
     `zero_grad`: the module's does not see the pieces.
 
-    A unit is a block, or neighbouring ones that together hold at most a sixteenth of all parameters; `units`: other modules to cut
-    at, as in plan_units.
+    A unit is a block, or neighbouring ones that together hold at most `bucket_mib` MiB of parameters, by default a sixteenth of
+    all; larger units are fewer messages, and leave more to send when backward is over. `units`: other modules to cut at, as in
+    plan_units. ValueError for a `bucket_mib` that is not positive.
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
     """
@@ -50,8 +53,11 @@ class ShardedGradients(HookedGradients):
         ranks: Ranks | None = None,
         *,
         units: Sequence[nn.Module] | None = None,
+        bucket_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        if bucket_mib is not None and not bucket_mib > 0:
+            raise ValueError(f"bucket_mib: must be positive, not {bucket_mib}")
         super().__init__(module, ranks)
         self._reduce_dtype = reduce_dtype
         self._staging = StagingPool(self.ranks.device)
@@ -61,7 +67,8 @@ class ShardedGradients(HookedGradients):
         self._in_flight: deque[_FlatUnit] = deque()
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
         self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
-        self._make_units(merged_units([plan for plan in plan_units(module, units) if plan.parameters[0].requires_grad]))
+        trained = [plan for plan in plan_units(module, units) if plan.parameters[0].requires_grad]
+        self._make_units(merged_units(trained, None if bucket_mib is None else int(bucket_mib * _MIB)))
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """Take up parameters of the module that were frozen until now; they make units of their own. Their indices.

@@ -65,11 +65,13 @@ def plan_units(module: nn.Module, units: Sequence[nn.Module] | None = None) -> l
     return plans
 
 
-def merged_units(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
-    """Neighbouring blocks as one unit, each of them a trigger, up to LARGEST_SHARE of all: fewer messages cost the host less."""
+def merged_units(plans: Sequence[UnitPlan], most_bytes: float | None = None) -> list[UnitPlan]:
+    """Neighbouring blocks as one unit, each of them a trigger, up to `most_bytes`, by default LARGEST_SHARE of all: fewer messages
+    cost the host less."""
     sizes = [sum(parameter.nbytes for parameter in plan.parameters) for plan in plans]
     kinds = [(plan.name == ROOT, plan.parameters[0].dtype) for plan in plans]
-    groups = [[plans[index] for index in group] for group in neighbours(sizes, kinds, LARGEST_SHARE * sum(sizes))]
+    most_bytes = most_bytes or LARGEST_SHARE * sum(sizes)
+    groups = [[plans[index] for index in group] for group in neighbours(sizes, kinds, most_bytes)]
     return [
         UnitPlan(
             name=joined_name([plan.name for plan in group]),

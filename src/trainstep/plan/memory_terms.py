@@ -131,7 +131,7 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
     """
     ranks = exchange.ranks
     fully = exchange.way == "fsdp"
-    units = units_of(parameters, ranks) if fully else flat_units_of(parameters, ranks)
+    units = units_of(parameters, ranks) if fully else flat_units_of(parameters, ranks, exchange.bucket_bytes)
     trained = [unit for unit in units if unit.trained]
     first = trained[0]
     on_the_way = trained[: MOST_IN_FLIGHT + 1]

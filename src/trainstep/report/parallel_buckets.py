@@ -7,7 +7,7 @@ of a size is costs/bucket_size.py's overhead over a step in which ranks do not t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainstep.config.sync import BUCKETED
+from trainstep.config.sync import BUCKETED, USED_BY
 from trainstep.costs.bucket_size import best_bucket_bytes, bucket_overhead_s
 from trainstep.records.bandwidth import LatencyFit
 from trainstep.records.summary import summarize
@@ -78,14 +78,14 @@ def bucket_series(ways: Sequence[Way], rows: Sequence[Row]) -> list[BucketSeries
     """Ways that ran with at least two bucket sizes."""
     found: dict[tuple[str, str], list[Way]] = {}
     for way in ways:
-        if way.sync in BUCKETED and way.record.config["bucket_mib"] is not None:
+        if way.sync in USED_BY["bucket_mib"] and way.record.config["bucket_mib"] is not None:
             found.setdefault((way.place, way.sync), []).append(way)
     return [
         BucketSeries(
             place=place,
             sync=sync,
             ways=sorted(mine, key=lambda way: float(way.record.config["bucket_mib"])),
-            fit=_fit(mine[0], rows),
+            fit=_fit(mine[0], rows) if sync in BUCKETED else None,
         )
         for (place, sync), mine in found.items()
         if len({way.record.config["bucket_mib"] for way in mine}) > 1
@@ -144,6 +144,8 @@ def bucket_sentences(ways: Sequence[Way], rows: Sequence[Row]) -> list[str]:
                 f"; predicted is {three_digits(one.best_mib)} MiB, the root of {three_digits(one.gradient_bytes / _MIB)} MiB of "
                 f"gradients × {seconds_words(one.fit.alpha_s)} a message × {three_digits(one.fit.beta_bytes_per_s / 1e9)} GB/s"
             )
+        elif one.sync not in BUCKETED:
+            sentence += "; the formula of buckets is not of its messages"
         elif one.fit is None:
             sentence += (
                 "; with all-reduces of the same machine on this page (trainstep collectives) it would be predicted too"

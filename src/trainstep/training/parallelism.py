@@ -36,7 +36,9 @@ def _wrapped(
 ) -> Wrapped:
     reduce_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else None
     if config.sync == "sharded_flat" and optimizer_cls is not None:
-        flat = FlatShardedOptimizer(module, optimizer_cls, ranks=ranks, reduce_dtype=reduce_dtype, **options)
+        flat = FlatShardedOptimizer(
+            module, optimizer_cls, ranks=ranks, bucket_mib=config.bucket_mib, reduce_dtype=reduce_dtype, **options
+        )
         return Wrapped(module=module, gradient_sync=flat.gradient_sync, optimizer=flat)
     sync = _wrapper(config, reduce_dtype)(module, ranks)
     if optimizer_cls is not None and config.sync == "sharded":
@@ -69,7 +71,7 @@ def _wrapper(config: SyncConfig, reduce_dtype: torch.dtype | None) -> Callable[[
         "overlapped": partial(OverlappedDDP, reduce_dtype=reduce_dtype),
         "bucketed": bucketed,
         "sharded": bucketed,
-        "sharded_flat": partial(ShardedGradients, reduce_dtype=reduce_dtype),
+        "sharded_flat": partial(ShardedGradients, bucket_mib=config.bucket_mib, reduce_dtype=reduce_dtype),
         "fsdp": partial(
             FSDP,
             compute_dtype=compute_dtype,
