@@ -298,7 +298,7 @@ def many_blocks(ranks: Ranks, most_bytes: int | None) -> tuple[dict[str, int], l
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))
     whole = deepcopy(model)
     expected = [unit.name for unit in flat_units_of(parameter_sizes(model), ranks.world_size, most_bytes)]
-    bucket_mib = None if most_bytes is None else most_bytes / 2**20
+    bucket_mib = None if most_bytes is None else max(most_bytes, 0.1) / 2**20
     optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, bucket_mib=bucket_mib, lr=1e-2)
     optimizer.gradient_sync.traffic.clear()
     unsharded = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -318,8 +318,8 @@ def many_blocks(ranks: Ranks, most_bytes: int | None) -> tuple[dict[str, int], l
 
 @pytest.mark.parametrize(
     ("most_bytes", "together"),
-    [(None, 2), (15 * 288, 15), (40 * 288, 40), (1, 1)],
-    ids=["a sixteenth", "15", "all", "each"],
+    [(None, 2), (15 * 288, 15), (40 * 288, 40), (1, 1), (0, 1)],
+    ids=["a sixteenth", "15", "all", "each", "less than a byte"],
 )
 def test_small_blocks_travel_with_their_neighbours(most_bytes: int | None, together: int):
     """40 alike of 288 bytes: two are a twentieth of all, three more than a sixteenth."""

@@ -8,6 +8,13 @@ to half of a millisecond however large it is (docs/log.md), as much as a small b
 _SMALLEST_BUCKET_BYTES = 25 * 2**20
 
 
+def bytes_of_mib(name: str, mib: float | None) -> int | None:
+    """Of a message's size that somebody asked for, under this name; None where nobody did. ValueError unless it is positive."""
+    if mib is not None and not mib > 0:
+        raise ValueError(f"{name}: must be positive, not {mib}")
+    return None if mib is None else int(mib * 2**20)
+
+
 def usual_bucket_bytes(total_bytes: int) -> float:
     """A bucket's size where none is asked for: 16 messages, or fewer of 25 MiB."""
     return max(_SMALLEST_BUCKET_BYTES, LARGEST_SHARE * total_bytes)
@@ -42,8 +49,15 @@ def plan_buckets(
     return [part for bucket in buckets for part in _by_kind(bucket, kinds)]
 
 
-def neighbours(sizes_bytes: Sequence[int], kinds: Sequence[Hashable], most_bytes: float) -> list[list[int]]:
-    """Indices of neighbours of one kind that together stay within `most_bytes`, in order; a larger one is alone."""
+def neighbours(
+    sizes_bytes: Sequence[int], kinds: Sequence[Hashable], most_bytes: float | None = None
+) -> list[list[int]]:
+    """Indices of neighbours of one kind that together stay within `most_bytes`, in order; a larger one is alone.
+
+    None: LARGEST_SHARE of all.
+    """
+    if most_bytes is None:
+        most_bytes = LARGEST_SHARE * sum(sizes_bytes)
     groups: list[list[int]] = []
     held = 0
     for index, size in enumerate(sizes_bytes):

@@ -6,7 +6,7 @@ All from the parameters' sizes: what is sent (gradient_sync.py) and what is held
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainstep.costs.buckets import LARGEST_SHARE, assign_owners, neighbours, plan_buckets, usual_bucket_bytes
+from trainstep.costs.buckets import assign_owners, neighbours, plan_buckets, usual_bucket_bytes
 from trainstep.costs.flat_layout import FlatLayout, lay_out
 
 WAYS = ("none", "naive", "flat", "overlapped", "bucketed", "sharded", "sharded_flat", "fsdp")
@@ -109,10 +109,11 @@ def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[
     element_bytes = [exchange.gradient_bytes(parameter) for parameter in trained]
     sizes = [parameter.numel * size for parameter, size in zip(trained, element_bytes, strict=True)]
     flat = exchange.way == "flat"
+    bucket_bytes = usual_bucket_bytes(sum(sizes)) if exchange.bucket_bytes is None else exchange.bucket_bytes
     plan = plan_buckets(
         sizes,
         element_bytes,
-        bucket_bytes=float("inf") if flat else exchange.bucket_bytes or usual_bucket_bytes(sum(sizes)),
+        bucket_bytes=float("inf") if flat else bucket_bytes,
         first_bucket_bytes=None if flat else exchange.first_bucket_bytes,
         last_bucket_bytes=None if flat else exchange.last_bucket_bytes,
     )
@@ -136,12 +137,12 @@ def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
 
 
 def flat_units_of(parameters: Sequence[ParameterSize], ranks: int, most_bytes: float | None = None) -> list[Unit]:
-    """Units of way sharded_flat: what is trained, neighbouring blocks together up to `most_bytes`; None: LARGEST_SHARE of all."""
+    """Units of way sharded_flat: what is trained, neighbouring blocks together up to `most_bytes` (costs/buckets.py)."""
     units = [unit for unit in units_of(parameters, ranks) if unit.trained]
     sizes = [sum_bytes(unit.parameters) for unit in units]
     kinds = [(unit.name == ROOT, unit.element_bytes) for unit in units]
     merged = []
-    for group in neighbours(sizes, kinds, most_bytes or LARGEST_SHARE * sum(sizes)):
+    for group in neighbours(sizes, kinds, most_bytes):
         members = tuple(one for index in group for one in units[index].parameters)
         name = joined_name([units[index].name for index in group])
         merged.append(Unit(name=name, parameters=members, layout=_layout(members, parts=ranks)))

@@ -7,12 +7,11 @@ behind backward. What size is best depends on the link: `trainstep collectives` 
 import torch
 from torch import nn
 
+from trainstep.costs.buckets import bytes_of_mib
 from trainstep.parallel.bucket import make_buckets, plan_buckets
 from trainstep.parallel.gradient_sync import ReplicatedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.ranks import Ranks
-
-MIB = 2**20
 
 
 class BucketedDDP(ReplicatedGradients):
@@ -37,16 +36,15 @@ class BucketedDDP(ReplicatedGradients):
         reduce_dtype: torch.dtype | None = None,
         keeps_gradient_dtype: bool = True,
     ) -> None:
-        sizes = {"bucket_mib": bucket_mib, "first_bucket_mib": first_bucket_mib, "last_bucket_mib": last_bucket_mib}
-        for name, size in sizes.items():
-            if size is not None and not size > 0:
-                raise ValueError(f"{name}: must be positive, not {size}")
+        bucket_bytes = bytes_of_mib("bucket_mib", bucket_mib)
+        first_bucket_bytes = bytes_of_mib("first_bucket_mib", first_bucket_mib)
+        last_bucket_bytes = bytes_of_mib("last_bucket_mib", last_bucket_mib)
         super().__init__(module, ranks)
         self._plan = plan_buckets(
             self.parameters,
-            bucket_bytes=None if bucket_mib is None else _bytes(bucket_mib),
-            first_bucket_bytes=None if first_bucket_mib is None else _bytes(first_bucket_mib),
-            last_bucket_bytes=None if last_bucket_mib is None else _bytes(last_bucket_mib),
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+            last_bucket_bytes=last_bucket_bytes,
             dtype=reduce_dtype,
         )
         self.buckets = make_buckets(
@@ -69,7 +67,3 @@ class BucketedDDP(ReplicatedGradients):
             self._send(turn)
         for bucket in self.buckets:
             bucket.receive()
-
-
-def _bytes(mib: float) -> int:
-    return int(mib * MIB)

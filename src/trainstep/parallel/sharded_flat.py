@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstep.costs.buckets import bytes_of_mib
 from trainstep.costs.exchange import MOST_IN_FLIGHT
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import DONE, Collectives, Pending
@@ -29,8 +30,6 @@ from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import UnitPlan, merged_units, plan_units
 from trainstep.parallel.usage import Usage
-
-_MIB = 2**20
 
 
 class ShardedGradients(HookedGradients):
@@ -56,8 +55,7 @@ class ShardedGradients(HookedGradients):
         bucket_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        if bucket_mib is not None and not bucket_mib > 0:
-            raise ValueError(f"bucket_mib: must be positive, not {bucket_mib}")
+        most_bytes = bytes_of_mib("bucket_mib", bucket_mib)
         super().__init__(module, ranks)
         self._reduce_dtype = reduce_dtype
         self._staging = StagingPool(self.ranks.device)
@@ -68,7 +66,7 @@ class ShardedGradients(HookedGradients):
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
         self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
         trained = [plan for plan in plan_units(module, units) if plan.parameters[0].requires_grad]
-        self._make_units(merged_units(trained, None if bucket_mib is None else int(bucket_mib * _MIB)))
+        self._make_units(merged_units(trained, most_bytes))
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """Take up parameters of the module that were frozen until now; they make units of their own. Their indices.

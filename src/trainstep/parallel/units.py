@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from trainstep.costs.buckets import LARGEST_SHARE, neighbours
+from trainstep.costs.buckets import neighbours
 from trainstep.costs.exchange import ROOT, ParameterSize, joined_name
 
 
@@ -66,11 +66,10 @@ def plan_units(module: nn.Module, units: Sequence[nn.Module] | None = None) -> l
 
 
 def merged_units(plans: Sequence[UnitPlan], most_bytes: float | None = None) -> list[UnitPlan]:
-    """Neighbouring blocks as one unit, each of them a trigger, up to `most_bytes`, by default LARGEST_SHARE of all: fewer messages
-    cost the host less."""
+    """Neighbouring blocks as one unit, each of them a trigger, up to `most_bytes` (costs/buckets.py): fewer messages cost the host
+    less."""
     sizes = [sum(parameter.nbytes for parameter in plan.parameters) for plan in plans]
     kinds = [(plan.name == ROOT, plan.parameters[0].dtype) for plan in plans]
-    most_bytes = most_bytes or LARGEST_SHARE * sum(sizes)
     groups = [[plans[index] for index in group] for group in neighbours(sizes, kinds, most_bytes)]
     return [
         UnitPlan(

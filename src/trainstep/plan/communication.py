@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.sync import OURS
+from trainstep.costs.buckets import bytes_of_mib
 from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import Message, step_messages
-
-_MIB = 2**20
 
 
 def expected_messages(config: ParallelConfig, parameters: Sequence[ParameterSize]) -> tuple[Message, ...] | None:
@@ -25,9 +24,9 @@ def exchange_of(config: ParallelConfig) -> Exchange | None:
         ranks=config.ranks,
         reduce_element_bytes=2 if config.reduce_dtype == "bf16" else None,
         compute_element_bytes=2 if config.compute_dtype == "bf16" else None,
-        bucket_bytes=None if config.bucket_mib is None else int(config.bucket_mib * _MIB),
-        first_bucket_bytes=None if config.first_bucket_mib is None else int(config.first_bucket_mib * _MIB),
-        last_bucket_bytes=None if config.last_bucket_mib is None else int(config.last_bucket_mib * _MIB),
+        bucket_bytes=bytes_of_mib("bucket_mib", config.bucket_mib),
+        first_bucket_bytes=bytes_of_mib("first_bucket_mib", config.first_bucket_mib),
+        last_bucket_bytes=bytes_of_mib("last_bucket_mib", config.last_bucket_mib),
         reshard_after_forward=config.reshard_after_forward,
         ahead=config.ahead,
         micro_batches=config.accumulation,
