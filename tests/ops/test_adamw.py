@@ -153,6 +153,26 @@ def test_state_moves_between_torch_and_ours(device: str):
         assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-7) for pair in zip(result, straight, strict=True))
 
 
+def test_parts_of_a_group_may_step_in_turns(device: str):
+    """As flat shards step: the same numbers, and each part's table for the kernel stays, not made anew at every turn."""
+    whole, parts = parameters_of(contents()[3:7], device), parameters_of(contents()[3:7], device)
+    together, in_turns = OURS(whole, **OPTIONS), OURS(parts, **OPTIONS)
+    groups = in_turns.param_groups
+    gradients = [normal(*parameter.shape, seed=index).to(device) for index, parameter in enumerate(whole)]
+    tables = []
+    for _ in range(3):
+        for one, other, gradient in zip(whole, parts, gradients, strict=True):
+            one.grad = other.grad = gradient
+        together.step()
+        for part in (parts[:2], parts[2:]):
+            in_turns.param_groups = [{**groups[0], "params": part}]
+            in_turns.step()
+        tables.append([launch._addresses for launch in in_turns._launches.values()])
+    assert all(torch.equal(*pair) for pair in zip(whole, parts, strict=True))
+    assert len(tables[0]) == (2 if in_turns._has_kernel(parts[0]) else 0)
+    assert all(table is same for table, same in zip(tables[0], tables[2], strict=True))
+
+
 @pytest.mark.parametrize("lr", [0.3, torch.tensor(0.3)])
 def test_groups_schedulers_closures_and_tensor_lr(lr: Any, device: str):
     first, second = parameters_of(contents()[3:5], device)

@@ -1,5 +1,6 @@
 """Which gradients share a message."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +48,13 @@ def test_each_tensor_in_one_bucket_in_reverse(numels: list[int], limit: int, fir
     assert all(plan)
 
 
-def test_the_usual_size_makes_sixteen_messages_or_fewer_of_25_mib():
-    few, many = [torch.empty(2**20, device="meta")] * 40, [torch.empty(2**20, device="meta")] * 160
-    assert [len(bucket) for bucket in plan_buckets(few, bucket_bytes=None)] == [6, 6, 6, 6, 6, 6, 4]
-    assert [len(bucket) for bucket in plan_buckets(many, bucket_bytes=None)] == [10] * 16
+@pytest.mark.parametrize(
+    ("tensors", "in_a_bucket"),
+    [(20, 6), (160, 40), (800, 160), (3200, 320), (20_000, 1250)],
+    ids=["25 MiB", "a quarter", "root of 3,200 MiB x 128 MiB", "of 12,800 MiB", "a sixteenth"],
+)
+def test_the_usual_size_is_a_root_between_a_sixteenth_and_a_quarter(tensors: int, in_a_bucket: int):
+    """Tensors of 4 MiB."""
+    plan = plan_buckets([torch.empty(2**20, device="meta")] * tensors, bucket_bytes=None)
+    assert {len(bucket) for bucket in plan[:-1]} == {in_a_bucket}
+    assert sum(map(len, plan)) == tensors

@@ -252,6 +252,109 @@ def test_the_next_forward_waits_for_each_unit_where_it_needs_it():
         ]
 
 
+class CountsForAGroup(torch.optim.SGD):
+    """A stranger's: what it does depends on how often it has stepped, and it counts that in its groups."""
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+        super().step(closure)
+
+
+def order_of_updates(ranks: Ranks, optimizer_cls: type[torch.optim.Optimizer]) -> tuple[list[str], list[object]]:
+    """What is updated, and what goes to the other ranks, in one step of an optimizer with a group for the biases."""
+    model = built(CASE)
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups = [
+        {"params": [parameter for parameter in names if parameter.dim() > 1]},
+        {"params": [parameter for parameter in names if parameter.dim() == 1], "lr": 0.5},
+    ]
+    optimizer = FlatShardedOptimizer(
+        model, optimizer_cls, ranks=ranks, groups=groups, units=[model.first, model.second], element_wise=True, lr=1e-2
+    )
+    sync, log = optimizer.gradient_sync, []
+    gather = sync.collectives.all_gather
+
+    def logged(tensor: Tensor, shard: Tensor, *, label: str = "") -> object:
+        changed = [
+            name for name, piece in zip(sync.names, sync.pieces, strict=True) if piece is not None and moved(piece)
+        ]
+        log.append(f"{label} behind {', '.join(sorted({name.split('.')[0] for name in changed}))}")
+        return gather(tensor, shard, label=label)
+
+    loss_of(model, next(iter(batches(CASE, 2)))[ranks.rank][0], CASE, 0).backward()
+    sync.finish_gradient_synchronization()
+    before = {piece: piece.detach().clone() for piece in sync.pieces if piece is not None}
+
+    def moved(piece: Tensor) -> bool:
+        return not torch.equal(piece, before[piece])
+
+    sync.collectives.all_gather = logged
+    seen = optimizer.param_groups
+    optimizer.step()
+    return log, [optimizer.param_groups is seen, [group.get("calls") for group in optimizer.param_groups]]
+
+
+def test_a_unit_goes_before_the_next_is_updated():
+    for log, (same_groups, _) in run_ranks(2, order_of_updates, torch.optim.SGD):
+        told = [line.split(" behind ") for line in log]
+        assert [label for label, _ in told] == ["root", "first", "second"]
+        updated = [set(names.split(", ")) for _, names in told]
+        assert "first" not in updated[0]
+        assert "first" in updated[1]
+        assert "second" not in updated[1]
+        assert "second" in updated[2]
+        assert same_groups
+
+
+def test_an_optimizer_that_counts_for_a_group_steps_once():
+    for log, (_, calls) in run_ranks(2, order_of_updates, CountsForAGroup):
+        assert all("second" in line.split(" behind ")[1] for line in log)
+        assert calls == [1, 1]
+
+
+def groups_after_an_error(ranks: Ranks) -> bool:
+    """Whether an optimizer whose gradient it refuses shows its groups as they were."""
+    _, optimizer = started(ranks)
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    last = optimizer.gradient_sync.unit_pieces[-1][0]
+    last.grad = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), last.shape)
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    inner = optimizer._inner
+    return inner.param_groups is optimizer.param_groups and [group["params"] for group in inner.param_groups] == before
+
+
+def test_an_error_in_a_step_leaves_the_groups_whole():
+    assert all(run_ranks(2, groups_after_an_error))
+
+
+def update_in_a_closure(ranks: Ranks, in_a_closure: bool) -> tuple[list[float], float | None, list[Tensor]]:
+    """Losses that the passes gave, what `step` returned, and the parameters behind it."""
+    model, optimizer = started(ranks)
+    rows = next(iter(batches(CASE, 2)))
+    losses: list[float] = []
+
+    def passes() -> float:
+        loss = loss_of(model, rows[ranks.rank][0], CASE, 0)
+        loss.backward()
+        optimizer.gradient_sync.finish_gradient_synchronization()
+        losses.append(loss.item())
+        return loss.item()
+
+    if not in_a_closure:
+        passes()
+    returned = optimizer.step(passes if in_a_closure else None)
+    return losses, returned, list(model.state_dict().values())
+
+
+def test_a_closure_runs_once_before_the_first_unit():
+    with_closure, without = (run_ranks(2, update_in_a_closure, flag) for flag in (True, False))
+    for (losses, returned, one), (same, nothing, other) in zip(with_closure, without, strict=True):
+        assert (losses, returned, nothing) == (same, same[0], None)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def detached_after_an_update(ranks: Ranks) -> list[Tensor]:
     model, optimizer = started(ranks)
     rows = next(iter(batches(CASE, 2)))
@@ -318,11 +421,11 @@ def many_blocks(ranks: Ranks, most_bytes: int | None) -> tuple[dict[str, int], l
 
 @pytest.mark.parametrize(
     ("most_bytes", "together"),
-    [(None, 2), (15 * 288, 15), (40 * 288, 40), (1, 1), (0, 1)],
-    ids=["a sixteenth", "15", "all", "each", "less than a byte"],
+    [(None, 10), (15 * 288, 15), (40 * 288, 40), (1, 1), (0, 1)],
+    ids=["a quarter", "15", "all", "each", "less than a byte"],
 )
 def test_small_blocks_travel_with_their_neighbours(most_bytes: int | None, together: int):
-    """40 alike of 288 bytes: two are a twentieth of all, three more than a sixteenth."""
+    """40 alike of 288 bytes, so few that a quarter of them travels together where no size is asked for."""
     for messages, expected, sharded, whole in run_ranks(2, many_blocks, most_bytes):
         units = -(-40 // together)
         assert expected[0] == ("0" if together == 1 else f"0 to {together - 1}")

@@ -1,11 +1,14 @@
 """Which tensors share a message, from their sizes: gradients in buckets as backward completes them, parameters by owner."""
 
+import math
 from collections.abc import Hashable, Sequence
 
-LARGEST_SHARE = 1 / 16
-"""Of all parameters, in one message: neighbouring tensors and blocks travel together up to here. A message costs the host a fifth
-to half of a millisecond however large it is (docs/log.md), as much as a small block's kernels."""
 _SMALLEST_BUCKET_BYTES = 25 * 2**20
+_MESSAGE_COSTS_BYTES = 128 * 2**20
+"""What a link between GPUs of a machine (0.3 to 0.5 TB/s) carries while the host makes a message ready and starts it (0.3 to
+0.4 ms, however large it is: docs/facts.md)."""
+_SHARES = (1 / 16, 1 / 4)
+"""Of all, at least and at most in a message of the usual size."""
 
 
 def bytes_of_mib(name: str, mib: float | None) -> int | None:
@@ -15,9 +18,18 @@ def bytes_of_mib(name: str, mib: float | None) -> int | None:
     return None if mib is None else int(mib * 2**20)
 
 
+def usual_bytes(total_bytes: int) -> float:
+    """What travels together where no size is asked for: 4 to 16 messages, as many as cost the host what the last leaves exposed.
+
+    As bucket_size.py has it, with the host's time for the latency: s = sqrt(P a w), a w being 128 MiB.
+    """
+    smallest, largest = (share * total_bytes for share in _SHARES)
+    return min(max(math.sqrt(total_bytes * _MESSAGE_COSTS_BYTES), smallest), largest)
+
+
 def usual_bucket_bytes(total_bytes: int) -> float:
-    """A bucket's size where none is asked for: 16 messages, or fewer of 25 MiB."""
-    return max(_SMALLEST_BUCKET_BYTES, LARGEST_SHARE * total_bytes)
+    """A bucket's size where none is asked for: the usual one, but at least 25 MiB."""
+    return max(_SMALLEST_BUCKET_BYTES, usual_bytes(total_bytes))
 
 
 def plan_buckets(
@@ -54,10 +66,10 @@ def neighbours(
 ) -> list[list[int]]:
     """Indices of neighbours of one kind that together stay within `most_bytes`, in order; a larger one is alone.
 
-    None: LARGEST_SHARE of all.
+    None: the usual size.
     """
     if most_bytes is None:
-        most_bytes = LARGEST_SHARE * sum(sizes_bytes)
+        most_bytes = usual_bytes(sum(sizes_bytes))
     groups: list[list[int]] = []
     held = 0
     for index, size in enumerate(sizes_bytes):

@@ -12,8 +12,9 @@ from trainstep.costs.flat_layout import FlatLayout, lay_out
 WAYS = ("none", "naive", "flat", "overlapped", "bucketed", "sharded", "sharded_flat", "fsdp")
 ROOT = "root"
 """The unit of what stands around the blocks."""
-MOST_IN_FLIGHT = 2
-"""Units whose gradients are being reduced while the next is made ready: more would only hold more buffers."""
+MOST_IN_FLIGHT = {"sharded_flat": 1, "fsdp": 2}
+"""Of each way in units: those whose gradients are being reduced while the next is made ready. More would only hold more buffers; a
+unit of sharded_flat is several blocks, one of fsdp a single one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,8 @@ class AdamW(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    counts_steps_by_tensor = True
+    """So ShardedOptimizer.flat may update a part of a group and send it, and then the next."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with span("adamw"):
-            for number, group in enumerate(self.param_groups):
+            for group in self.param_groups:
                 by_kind: dict[tuple[Any, ...], list[Tensor]] = {}
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -94,7 +96,9 @@ class AdamW(torch.optim.Optimizer):
                         by_kind.setdefault(kind, []).append(parameter)
                 for kind, parameters in by_kind.items():
                     update = self._launch if kind[-1] else self._refer
-                    update((number, *kind), parameters, group)
+                    update(
+                        (parameters[0], *kind), parameters, group
+                    )  # its first tensor tells a part of a group from another
         return loss
 
     def _takes(self, parameter: Tensor) -> bool:

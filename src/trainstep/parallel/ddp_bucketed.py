@@ -15,8 +15,8 @@ from trainstep.parallel.ranks import Ranks
 
 
 class BucketedDDP(ReplicatedGradients):
-    """`bucket_mib`: of a message, by default a sixteenth of all gradients, at least 25; `first_bucket_mib`, `last_bucket_mib`: of
-    the first and the last to be sent, if they differ.
+    """`bucket_mib`: of a message, by default a sixteenth to a quarter of all gradients (costs/buckets.py), at least 25;
+    `first_bucket_mib`, `last_bucket_mib`: of the first and the last to be sent, if they differ.
 
     `reduce_dtype`: what gradients are sent and averaged in; by default their own. If it differs and `keeps_gradient_dtype`,
     the average is copied back into gradients of the parameters' dtype; without, gradients are views of the buckets in

@@ -17,12 +17,22 @@ ELEMENT_WISE = frozenset(
 """Classes of torch.optim, and of the same name elsewhere, whose update of an element looks at no other."""
 
 
+def _counts_by_tensor(optimizer: Optimizer) -> bool:
+    """Whether it may step some of its tensors now and others later: steps are counted beside each, not in a group."""
+    known = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in ELEMENT_WISE
+    return known or getattr(optimizer, "counts_steps_by_tensor", False)
+
+
 class FlatShardedOptimizer(Optimizer):
     """Made by `ShardedOptimizer.flat`. `gradient_sync` is the other half: finish it before `step`.
 
     `param_groups` are those of the optimizer within, so schedulers and hyperparameters work as on that. Its tensors are pieces:
     clip by `gradient_sync.clip_grad_norm_`, not by torch's function, which would see this rank's part of the norm.
     `units`, `bucket_mib`, `reduce_dtype`: as ShardedGradients'.
+
+    A unit is on its way to the other ranks while the next one's pieces are updated, where an optimizer counts its steps tensor by
+    tensor: those of torch.optim that are element-wise, and classes that say `counts_steps_by_tensor = True`. Of others all are
+    updated first.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class FlatShardedOptimizer(Optimizer):
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
         self._step_supports_amp_scaling = getattr(self._inner, "_step_supports_amp_scaling", False)
+        self._sort_by_unit()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update this rank's pieces and start gathering; the next forward waits where it must.
@@ -77,9 +88,31 @@ class FlatShardedOptimizer(Optimizer):
             elif hasattr(self._inner, name):
                 delattr(self._inner, name)
         self.gradient_sync.wait_for_parameters()
-        loss = self._inner.step(closure)
-        self.gradient_sync.gather_parameters()
+        if not _counts_by_tensor(self._inner):
+            loss = self._inner.step(closure)
+            self.gradient_sync.gather_parameters()
+            return loss
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_by_unit()
         return loss
+
+    def _step_by_unit(self) -> None:
+        """Update a unit's pieces and send them while the next unit's are updated: the link need not wait for all.
+
+        The optimizer within sees groups of that unit's pieces alone; those that everybody else sees are not touched.
+        """
+        inner = self._inner
+        try:
+            for unit, held in enumerate(self._held_by_unit):
+                inner.param_groups = [{**self.param_groups[group], "params": pieces} for group, pieces in held.items()]
+                if held:
+                    inner.step()
+                self.gradient_sync.gather_parameters([unit])
+        finally:
+            inner.param_groups = self.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Further parameters of the module, unfrozen since it was wrapped. Every rank must add the same."""
@@ -93,6 +126,7 @@ class FlatShardedOptimizer(Optimizer):
         self._members.append(members)
         pieces = self.gradient_sync.pieces
         self._inner.add_param_group({**param_group, "params": [pieces[i] for i in members if pieces[i] is not None]})
+        self._sort_by_unit()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: loads on the same rank of as many; `gathered_state_dict` loads anywhere."""
@@ -186,6 +220,16 @@ class FlatShardedOptimizer(Optimizer):
         agreed = torch.tensor(known, dtype=torch.float64, device=device)
         self.gradient_sync.collectives.all_reduce(agreed, reduction="maximum", label="optimizer state").wait()
         return [None if value < 0 else torch.tensor(value, dtype=torch.float32) for value in agreed.tolist()]
+
+    def _sort_by_unit(self) -> None:
+        """Of each unit, in the order in which units are gathered: number of a group -> the unit's pieces in it."""
+        group_of = {piece: number for number, group in enumerate(self.param_groups) for piece in group["params"]}
+        self._held_by_unit: list[dict[int, list[Tensor]]] = []
+        for pieces in self.gradient_sync.unit_pieces:
+            held: dict[int, list[Tensor]] = {}
+            for piece in pieces:
+                held.setdefault(group_of[piece], []).append(piece)
+            self._held_by_unit.append(held)
 
     def _indices(self, parameters: Any) -> list[int]:
         listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -283,7 +283,7 @@ class FSDP(HookedGradients):
         unit.send_gradients()
         self._sent.add(unit)
         self._in_flight.append(unit)
-        if len(self._in_flight) > MOST_IN_FLIGHT:
+        if len(self._in_flight) > MOST_IN_FLIGHT["fsdp"]:
             self._in_flight.popleft().receive_gradients()
 
     def _finish(self) -> None:

@@ -3,15 +3,17 @@
 Every rank keeps whole parameters, N ranks each 1/N of every unit's averaged gradient and optimizer state. A step:
 
     1. backward     a unit's gradients are complete: reduce-scatter; each rank keeps its shard of the average
-    2. optimizer    each rank updates its shard, 1/N of the elements, in place in the flat parameters
-    3. all-gather   each unit's shards, in the order of the next forward, which waits for a unit where it needs it
+    2. optimizer    unit by unit each rank updates its shard, 1/N of the elements, in place in the flat parameters
+    3. all-gather   a unit's shards once they are updated, in the order of the next forward, which waits for a unit where it
+                    needs it
 
 For P bytes of parameters a rank sends and receives as much as in an all-reduce (P (N-1)/N twice), but the second half runs behind
-the next forward. Ownership goes by elements, not by tensors, so it only suits optimizers that treat each element alone.
+the update of later units and the next forward. Ownership goes by elements, not by tensors, so it only suits optimizers that treat
+each element alone.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -39,8 +41,9 @@ class ShardedGradients(HookedGradients):
     by `finish_gradient_synchronization`; the whole parameters' is None from then on, so clear gradients by the optimizer's
     `zero_grad`: the module's does not see the pieces.
 
-    A unit is a block, or neighbouring ones that together hold at most `bucket_mib` MiB of parameters, by default a sixteenth of
-    all; larger units are fewer messages, and leave more to send when backward is over. `units`: other modules to cut at, as in
+    A unit is a block, or neighbouring ones that together hold at most `bucket_mib` MiB of parameters, by default as
+    costs/buckets.py chooses: a sixteenth to a quarter of all. Larger units are fewer messages, and leave more to send when backward
+    is over. `units`: other modules to cut at, as in
     plan_units. ValueError for a `bucket_mib` that is not positive.
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
@@ -117,10 +120,15 @@ class ShardedGradients(HookedGradients):
             found.update(zip(members, unit.pieces, strict=True))
         return [found[index] for index in range(len(self.parameters))]
 
-    def gather_parameters(self) -> None:
-        """Start giving every rank the others' updated shards, first what the next forward needs first."""
-        for unit in self._units:
-            unit.gather()
+    @property
+    def unit_pieces(self) -> list[list[nn.Parameter]]:
+        """This rank's by unit, in the order in which `gather_parameters` sends them: first what the next forward needs first."""
+        return [[piece for piece in unit.pieces if piece is not None] for unit in self._units]
+
+    def gather_parameters(self, units: Iterable[int] | None = None) -> None:
+        """Start giving every rank the others' updated shards, of these units or all."""
+        for number in range(len(self._units)) if units is None else units:
+            self._units[number].gather()
 
     def wait_for_parameters(self) -> None:
         """Until whole parameters may be read outside a forward. A forward, `state_dict()` and `load_state_dict()` wait."""
@@ -168,7 +176,7 @@ class ShardedGradients(HookedGradients):
             self._used[index] = gradient is not None
             self.parameters[index].grad = None
         self._in_flight.append(unit)
-        if len(self._in_flight) > MOST_IN_FLIGHT:
+        if len(self._in_flight) > MOST_IN_FLIGHT["sharded_flat"]:
             self._in_flight.popleft().receive()
 
     def _finish(self) -> None:

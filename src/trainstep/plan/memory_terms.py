@@ -134,8 +134,8 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
     units = units_of(parameters, ranks) if fully else flat_units_of(parameters, ranks, exchange.bucket_bytes)
     trained = [unit for unit in units if unit.trained]
     first = trained[0]
-    on_the_way = trained[: MOST_IN_FLIGHT + 1]
-    received = trained[MOST_IN_FLIGHT + 1 :]
+    at_once = MOST_IN_FLIGHT[exchange.way] + 1
+    on_the_way, received = trained[:at_once], trained[at_once:]
     shards_in_sync = sum(unit.nbytes // ranks for unit in received) + sum(
         _sent_bytes(exchange, unit) // ranks for unit in on_the_way
     )
@@ -146,6 +146,7 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
         for one, (begin, end) in zip(unit.parameters, _ends(unit, rank, ranks), strict=True)
     }
     updated = [(held_of[one.name], one.element_bytes) for one in parameters if held_of.get(one.name)]
+    together = [tuple(parameters)] if fully else [unit.parameters for unit in trained]
     kept_whole = [unit for unit in units if not freed_between(unit, units, exchange)]
     names = [name for name in dict.fromkeys(unit.name for unit in units) if name != ROOT]
     frozen = [
@@ -160,7 +161,10 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
         if fully
         else sum(unit.nbytes for unit in trained) + sum_bytes([one for one in parameters if not one.trained]),
         state_bytes=_state_bytes(updated),
-        update_bytes=_update_bytes(updated, adamw),
+        update_bytes=max(
+            _update_bytes([(held_of[one.name], one.element_bytes) for one in part if held_of.get(one.name)], adamw)
+            for part in together
+        ),  # flat shards are updated unit by unit
         whole_gradients_bytes=sum(_earlier_bytes(exchange, unit) for unit in trained)
         if fully
         else sum(sum_bytes(unit.parameters) for unit in trained),
@@ -179,7 +183,7 @@ def _staging_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:
     """Buffers are shared by units of the same shapes: as many as are ever on their way together, kept until the last is there."""
     most: Counter[tuple[tuple[int, ...], int]] = Counter()
     for index in range(len(trained)):
-        together = trained[index : index + MOST_IN_FLIGHT + 1]
+        together = trained[index : index + MOST_IN_FLIGHT[exchange.way] + 1]
         most |= Counter((unit.layout.sizes, _sent_bytes(exchange, unit)) for unit in together)
     return sum(nbytes * count for (_, nbytes), count in most.items())
 
