@@ -56,6 +56,14 @@ def check_memory(found: Findings, sync: str) -> None:
             assert line["expected_bytes"] is None
         else:
             assert line["bytes"] == line["expected_bytes"], line
+    if sync not in PEERS:
+        totals: dict[tuple[int, str], int] = {}
+        for line in lines:
+            place = line["rank"], line["point"]
+            totals[place] = totals.get(place, 0) + line["expected_bytes"]
+        peak, point = (found.facts[f"expected_peak_{name}"].value for name in ("bytes", "point"))
+        at_points = [total for (_, its), total in totals.items() if its == point]
+        assert peak in at_points if at_points else peak >= max(totals.values())
 
 
 @pytest.mark.parametrize(

@@ -96,15 +96,15 @@ class StepMemory:
             & self._points["after init"].storages["communication"].keys()
         )
         lines = {name: point.lines(made_for_gradients) for name, point in self._points.items()}
+        self._activations_bytes = lines["after forward"]["activations"]
         texts = Collectives(self._assembly.ranks).gather_texts(json.dumps(lines))
         rows = [row for rank, text in enumerate(texts) for row in self._rows(rank, json.loads(text))]
         return {name: [row[place] for row in rows] for place, name in enumerate(_COLUMNS)}
 
     def expected_peak(self) -> tuple[int, str] | None:
-        """Bytes and moment by formula, with the activations that this rank was seen to keep; None for torch's ways."""
-        activations_bytes = sum(self._points["after forward"].storages["activations"].values())
+        """Bytes and moment by formula, with the activations of the table, which must be there; None for torch's ways."""
         expected = expected_memory(
-            self._config, self._sizes, rank=self._assembly.ranks.rank, activations_bytes=activations_bytes
+            self._config, self._sizes, rank=self._assembly.ranks.rank, activations_bytes=self._activations_bytes
         )
         return None if expected is None else (expected.peak.total_bytes, expected.peak_point.replace("_", " "))
 
