@@ -176,7 +176,7 @@ def sharding_sentences(ways: Sequence[Way]) -> list[str]:
             f"holds {_held(whole, 'gradients')} of gradients, whole, one of sharded_flat {_held(flat, 'gradients')}, its 1/N; of "
             f"optimizer state {_held(whole, 'optimizer state')} and {_held(flat, 'optimizer state')}. Both update about 1/N of the "
             f"elements; a step in a row of steps takes {_ms(whole)} in sharded and {_ms(flat)} in sharded_flat, whose all-gather "
-            "runs behind the next forward."
+            "runs behind the update and the next forward."
         )
     return said
 
