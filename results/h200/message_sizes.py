@@ -5,8 +5,9 @@
 
 A variant is WAY@MIB:OPTION...: the size of what travels together (without, the usual one); `f2`, so many units on their way at once
 (now 1); `whole`, all updated before the first goes (now unit by unit). Prints a line of JSON a repetition, variant and rank: three
-steps, each from a barrier to the end of the device's work (ms), their phases on the host (ms, the last is waiting for the device)
-and by events from their beginning (ms), and five steps in a row (ms a step). The second command makes a table of them.
+steps, each from a barrier to the end of the device's work (ms), their phases on the host (ms: forward, backward, but for none
+grad_sync, optimizer, waiting for the device) and by events from their beginning (ms), and five steps in a row (ms a step). The
+second command makes a table of them.
 """
 
 import json
@@ -113,7 +114,8 @@ def main(model: str, context: str, repetitions: str, *variants: str) -> None:
 
 
 def summarise(path: str) -> None:
-    """A row a variant: medians of the slower rank's times, and of their ratios to none's in the same repetition, with quartiles."""
+    """A row a variant: medians over repetitions of the slower rank's time (the mean of three steps), and of its ratio to none's in
+    the same repetition, with quartiles."""
     taken: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for line in map(json.loads, Path(path).read_text().splitlines()):
         taken.setdefault((line["model"], line["variant"], line["rep"]), []).append(line)

@@ -45,8 +45,9 @@ class SyncConfig:
         SYNCS,
     )
     bucket_mib: float | None = described(
-        "MiB of gradients in a message, of bucketed ways; by default a sixteenth (where all are large) to a quarter of them, at "
-        "least 25; torch's: 25; of parameters in neighbouring blocks that sharded_flat sends together; by default likewise",
+        "MiB of gradients in a message, of bucketed ways, or of parameters in neighbouring blocks that sharded_flat sends "
+        "together; by default a quarter of all, the less the more there are, a sixteenth from 32 GiB on, but of bucketed ways "
+        "at least 25; torch's: 25",
         None,
     )
     first_bucket_mib: float | None = described("of the first message, if another", None)

@@ -4,11 +4,11 @@ import math
 from collections.abc import Hashable, Sequence
 
 _SMALLEST_BUCKET_BYTES = 25 * 2**20
-_MESSAGE_COSTS_BYTES = 128 * 2**20
-"""What a link between GPUs of a machine (0.3 to 0.5 TB/s) carries while the host makes a message ready and starts it (0.3 to
-0.4 ms, however large it is: docs/facts.md)."""
-_SHARES = (1 / 16, 1 / 4)
-"""Of all, at least and at most in a message of the usual size."""
+_SENT_MEANWHILE_BYTES = 128 * 2**20
+"""What a link between GPUs of a machine (0.3 to 0.5 TB/s) carries while the host makes a message ready and starts it: 0.3 to 0.4 ms
+in a step, however large it is, hooks and copies included (docs/facts.md)."""
+_LEAST_SHARE, _MOST_SHARE = 1 / 16, 1 / 4
+"""Of all, in a message of the usual size."""
 
 
 def bytes_of_mib(name: str, mib: float | None) -> int | None:
@@ -18,18 +18,19 @@ def bytes_of_mib(name: str, mib: float | None) -> int | None:
     return None if mib is None else int(mib * 2**20)
 
 
-def usual_bytes(total_bytes: int) -> float:
-    """What travels together where no size is asked for: 4 to 16 messages, as many as cost the host what the last leaves exposed.
+def usual_message_bytes(total_bytes: int) -> float:
+    """What travels together where no size is asked for: so much that all messages cost the host what the last leaves exposed.
 
-    As bucket_size.py has it, with the host's time for the latency: s = sqrt(P a w), a w being 128 MiB.
+    As bucket_size.py has it, with the host's time for the latency: s = sqrt(P a w), a w being 128 MiB; but a sixteenth of all at
+    least (from 32 GiB on) and a quarter at most (up to 2 GiB).
     """
-    smallest, largest = (share * total_bytes for share in _SHARES)
-    return min(max(math.sqrt(total_bytes * _MESSAGE_COSTS_BYTES), smallest), largest)
+    best = math.sqrt(total_bytes * _SENT_MEANWHILE_BYTES)
+    return min(max(best, _LEAST_SHARE * total_bytes), _MOST_SHARE * total_bytes)
 
 
 def usual_bucket_bytes(total_bytes: int) -> float:
     """A bucket's size where none is asked for: the usual one, but at least 25 MiB."""
-    return max(_SMALLEST_BUCKET_BYTES, usual_bytes(total_bytes))
+    return max(_SMALLEST_BUCKET_BYTES, usual_message_bytes(total_bytes))
 
 
 def plan_buckets(
@@ -69,7 +70,7 @@ def neighbours(
     None: the usual size.
     """
     if most_bytes is None:
-        most_bytes = usual_bytes(sum(sizes_bytes))
+        most_bytes = usual_message_bytes(sum(sizes_bytes))
     groups: list[list[int]] = []
     held = 0
     for index, size in enumerate(sizes_bytes):

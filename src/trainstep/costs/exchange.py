@@ -13,8 +13,8 @@ WAYS = ("none", "naive", "flat", "overlapped", "bucketed", "sharded", "sharded_f
 ROOT = "root"
 """The unit of what stands around the blocks."""
 MOST_IN_FLIGHT = {"sharded_flat": 1, "fsdp": 2}
-"""Of each way in units: those whose gradients are being reduced while the next is made ready. More would only hold more buffers; a
-unit of sharded_flat is several blocks, one of fsdp a single one."""
+"""Of each way in units: how many units' gradients are being reduced, besides the one that is made ready. More hold more buffers,
+and were no quicker (docs/log.md); a unit of sharded_flat is several blocks, one of fsdp a single one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,9 +96,7 @@ class AdamW(torch.optim.Optimizer):
                         by_kind.setdefault(kind, []).append(parameter)
                 for kind, parameters in by_kind.items():
                     update = self._launch if kind[-1] else self._refer
-                    update(
-                        (parameters[0], *kind), parameters, group
-                    )  # its first tensor tells a part of a group from another
+                    update((parameters[0], *kind), parameters, group)
         return loss
 
     def _takes(self, parameter: Tensor) -> bool:
@@ -122,7 +120,8 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
 
-    def _launch(self, kind: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _launch(self, key: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """`key`: these tensors have a table of their own; the first is in it, since parts of a group may step in turns."""
         states = [self.state[parameter] for parameter in parameters]
         gradients = [_laid_out_like(parameter, _gradient(parameter)) for parameter in parameters]
         steps = [state["step"] for state in states]
@@ -143,9 +142,9 @@ class AdamW(torch.optim.Optimizer):
             grad_scale=_on(device, scale),
             found_inf=found_inf,
         )
-        self._launches.setdefault(kind, Launch())(operands, settings)
+        self._launches.setdefault(key, Launch())(operands, settings)
 
-    def _refer(self, _kind: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _refer(self, _key: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and found_inf.item():  # which waits for a device, here where no kernel runs
             return

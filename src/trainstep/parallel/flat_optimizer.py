@@ -18,9 +18,13 @@ ELEMENT_WISE = frozenset(
 
 
 def _counts_by_tensor(optimizer: Optimizer) -> bool:
-    """Whether it may step some of its tensors now and others later: steps are counted beside each, not in a group."""
-    known = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in ELEMENT_WISE
-    return known or getattr(optimizer, "counts_steps_by_tensor", False)
+    """Whether it may step some of its tensors now and others later: steps are counted beside each, not in a group.
+
+    Known of torch's own classes. Others must say so themselves: what a class inherits says nothing of what it adds.
+    """
+    its = type(optimizer)
+    known = its.__module__.startswith("torch.optim.") and its.__name__ in ELEMENT_WISE
+    return known or bool(vars(its).get("counts_steps_by_tensor", False))
 
 
 class FlatShardedOptimizer(Optimizer):
@@ -31,8 +35,8 @@ class FlatShardedOptimizer(Optimizer):
     `units`, `bucket_mib`, `reduce_dtype`: as ShardedGradients'.
 
     A unit is on its way to the other ranks while the next one's pieces are updated, where an optimizer counts its steps tensor by
-    tensor: those of torch.optim that are element-wise, and classes that say `counts_steps_by_tensor = True`. Of others all are
-    updated first.
+    tensor: torch.optim's own that are element-wise, and classes that have `counts_steps_by_tensor = True` in their body. It then
+    steps once a unit, with copies of its groups that have that unit's pieces alone. Of others all are updated first, in one step.
     """
 
     def __init__(
@@ -75,10 +79,9 @@ class FlatShardedOptimizer(Optimizer):
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
         self._step_supports_amp_scaling = getattr(self._inner, "_step_supports_amp_scaling", False)
-        self._sort_by_unit()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update this rank's pieces and start gathering; the next forward waits where it must.
+        """Update this rank's pieces unit by unit, each on its way to the others from then on; the next forward waits where it must.
 
         A closure must run backward and finish gradient synchronisation itself.
         """
@@ -104,15 +107,20 @@ class FlatShardedOptimizer(Optimizer):
 
         The optimizer within sees groups of that unit's pieces alone; those that everybody else sees are not touched.
         """
-        inner = self._inner
+        inner, groups = self._inner, self.param_groups
+        group_of = {piece: number for number, group in enumerate(groups) for piece in group["params"]}
         try:
-            for unit, held in enumerate(self._held_by_unit):
-                inner.param_groups = [{**self.param_groups[group], "params": pieces} for group, pieces in held.items()]
+            for unit, pieces in enumerate(self.gradient_sync.unit_pieces):
+                held: dict[int, list[Tensor]] = {}
+                for piece in pieces:
+                    if piece in group_of:  # somebody may have taken it out
+                        held.setdefault(group_of[piece], []).append(piece)
+                inner.param_groups = [{**groups[number], "params": mine} for number, mine in held.items()]
                 if held:
                     inner.step()
                 self.gradient_sync.gather_parameters([unit])
         finally:
-            inner.param_groups = self.param_groups
+            inner.param_groups = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Further parameters of the module, unfrozen since it was wrapped. Every rank must add the same."""
@@ -126,7 +134,6 @@ class FlatShardedOptimizer(Optimizer):
         self._members.append(members)
         pieces = self.gradient_sync.pieces
         self._inner.add_param_group({**param_group, "params": [pieces[i] for i in members if pieces[i] is not None]})
-        self._sort_by_unit()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: loads on the same rank of as many; `gathered_state_dict` loads anywhere."""
@@ -220,16 +227,6 @@ class FlatShardedOptimizer(Optimizer):
         agreed = torch.tensor(known, dtype=torch.float64, device=device)
         self.gradient_sync.collectives.all_reduce(agreed, reduction="maximum", label="optimizer state").wait()
         return [None if value < 0 else torch.tensor(value, dtype=torch.float32) for value in agreed.tolist()]
-
-    def _sort_by_unit(self) -> None:
-        """Of each unit, in the order in which units are gathered: number of a group -> the unit's pieces in it."""
-        group_of = {piece: number for number, group in enumerate(self.param_groups) for piece in group["params"]}
-        self._held_by_unit: list[dict[int, list[Tensor]]] = []
-        for pieces in self.gradient_sync.unit_pieces:
-            held: dict[int, list[Tensor]] = {}
-            for piece in pieces:
-                held.setdefault(group_of[piece], []).append(piece)
-            self._held_by_unit.append(held)
 
     def _indices(self, parameters: Any) -> list[int]:
         listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)

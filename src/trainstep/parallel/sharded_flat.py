@@ -43,8 +43,7 @@ class ShardedGradients(HookedGradients):
 
     A unit is a block, or neighbouring ones that together hold at most `bucket_mib` MiB of parameters, by default as
     costs/buckets.py chooses: a sixteenth to a quarter of all. Larger units are fewer messages, and leave more to send when backward
-    is over. `units`: other modules to cut at, as in
-    plan_units. ValueError for a `bucket_mib` that is not positive.
+    is over. `units`: other modules to cut at, as in plan_units. ValueError for a `bucket_mib` that is not positive.
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
     """
@@ -122,12 +121,12 @@ class ShardedGradients(HookedGradients):
 
     @property
     def unit_pieces(self) -> list[list[nn.Parameter]]:
-        """This rank's by unit, in the order in which `gather_parameters` sends them: first what the next forward needs first."""
+        """This rank's by unit, first what the next forward needs first. A unit's number is its place here."""
         return [[piece for piece in unit.pieces if piece is not None] for unit in self._units]
 
-    def gather_parameters(self, units: Iterable[int] | None = None) -> None:
-        """Start giving every rank the others' updated shards, of these units or all."""
-        for number in range(len(self._units)) if units is None else units:
+    def gather_parameters(self, numbers: Iterable[int] | None = None) -> None:
+        """Start giving every rank the others' updated shards, of the units of these numbers, by default of all in order."""
+        for number in range(len(self._units)) if numbers is None else numbers:
             self._units[number].gather()
 
     def wait_for_parameters(self) -> None:

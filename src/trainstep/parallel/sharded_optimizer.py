@@ -70,7 +70,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         cls, module: torch.nn.Module, optimizer_cls: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> FlatShardedOptimizer:
         """Flat shards in place of whole parameters (ZeRO 1 and 2): the module's gradients are sharded too, and the gather hides
-        behind the next forward. For element-wise optimizers; options as FlatShardedOptimizer's, and the optimizer's own.
+        behind the update and the next forward. For element-wise optimizers (behind the update only where steps are counted tensor
+        by tensor); options as FlatShardedOptimizer's, and the optimizer's own.
         """
         return FlatShardedOptimizer(module, optimizer_cls, **options)
 

@@ -7,8 +7,8 @@ P: bytes of parameters, T: of those that are trained, N: ranks, with AdamW and g
       overlapped         P             T            2 T        (copies to average in another dtype: naive two, overlapped all)
     flat, bucketed       P             T, always    2 T        -               gradients are views of the buckets, which stay
     sharded              P             T, always    about 2 T/N  what small parameters are packed in
-    sharded_flat         P             T/N          2 T/N      up to three units' gradients on their way
-    fsdp                 P/N           T/N          2 T/N      the same, and units that are whole at the time
+    sharded_flat         P             T/N          2 T/N      up to two units' gradients on their way
+    fsdp                 P/N           T/N          2 T/N      up to three units', and units that are whole at the time
 
 Filling and flags are counted, and four bytes of AdamW's step counter a tensor. Not counted: what the allocator rounds up, the
 batch, buffers of the module, workspaces of libraries. Activations are given, not guessed. While backward runs, activations go and
