@@ -31,7 +31,7 @@ from trainstep.parallel.process_group import start_ranks, stop_ranks
 from trainstep.training.build import Assembly, build_step
 from trainstep.training.parallelism import parallel
 
-_AS_IT_IS = flat_optimizer._counts_by_tensor
+_AS_IT_IS = flat_optimizer._may_step_in_parts
 
 
 def _whole(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,7 +43,7 @@ def choose(variant: str) -> None:
     options = variant.split(":")[1:]
     in_flight = [int(option[1:]) for option in options if option != "whole"]
     exchange.MOST_IN_FLIGHT["sharded_flat"] = in_flight[0] if in_flight else 1
-    flat_optimizer._counts_by_tensor = _whole if "whole" in options else _AS_IT_IS
+    flat_optimizer._may_step_in_parts = _whole if "whole" in options else _AS_IT_IS
 
 
 def begin() -> float:

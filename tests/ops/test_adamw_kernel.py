@@ -8,7 +8,12 @@ TESTS = "tests/ops/test_adamw.py"
 
 
 def test_a_few_in_the_interpreter():
-    few = ("test_moments_as_accurate_as_torch", "test_narrow_parameters", "test_scaler_skips_and_unscales")
+    few = (
+        "test_moments_as_accurate_as_torch",
+        "test_narrow_parameters",
+        "test_parts_of_a_group_may_step_in_turns",
+        "test_scaler_skips_and_unscales",
+    )
     passed, _ = in_the_interpreter(*(f"{TESTS}::{name}" for name in few))
     assert passed == len(few)
 

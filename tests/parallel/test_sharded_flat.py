@@ -5,10 +5,12 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallel_training import Case, batches, built, loss_of
 from ranks import run_ranks
 from trainstep.costs.exchange import flat_units_of
+from trainstep.ops.adamw import AdamW
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.ranks import Ranks, alone
 from trainstep.parallel.units import parameter_sizes
@@ -114,6 +116,39 @@ def test_a_shard_of_elsewhere_is_refused():
     state = {**optimizer.state_dict(), "shard": {"rank": 1, "world_size": 2}}
     with pytest.raises(ValueError, match=r"shard of rank 1 of 2, and this is rank 0 of 1; save gathered_state_dict"):
         optimizer.load_state_dict(state)
+
+
+def shard_of_other_units(ranks: Ranks, saved_mib: float, loaded_mib: float | None) -> list[str]:
+    """What loading a shard says whose units were others, though pieces are as many and as large; and one that does not say how."""
+    said = []
+    states = []
+    for mib in (saved_mib, loaded_mib):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+        optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, bucket_mib=mib, lr=1e-2)
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.gradient_sync.finish_gradient_synchronization()
+        optimizer.step()
+        states.append((optimizer, optimizer.state_dict()))
+    (_, saved), (optimizer, own) = states
+    shapes = [[value.shape for entry in its["state"].values() for value in entry.values()] for its in (saved, own)]
+    assert shapes[0] == shapes[1]
+    unsaid = {**own, "shard": {"rank": ranks.rank, "world_size": ranks.world_size}}
+    for state in (saved, unsaid):
+        with pytest.raises(
+            ValueError, match="state_dict: its shards were cut elsewhere, by another bucket_mib"
+        ) as error:
+            optimizer.load_state_dict(state)
+        said.append(str(error.value))
+    optimizer.load_state_dict(own)
+    return said
+
+
+def test_a_shard_that_was_cut_elsewhere_is_refused():
+    """Units of two and of four blocks: each rank has every other block, or every other pair of them, whole."""
+    block = 288 / 2**20
+    for said in run_ranks(2, shard_of_other_units, 2 * block, 4 * block):
+        assert len(said) == 2
 
 
 def test_optimizers_that_look_at_whole_tensors_are_refused_by_name():
@@ -261,6 +296,27 @@ class CountsForAGroup(torch.optim.SGD):
         super().step(closure)
 
 
+class MoreThanOurs(AdamW):
+    """What it inherits counts steps tensor by tensor; what it adds does not."""
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+        super().step(closure)
+
+
+def hooked(*arguments: object, **options: object) -> torch.optim.Optimizer:
+    """With somebody at each of its steps who counts them in its groups."""
+    optimizer = torch.optim.SGD(*arguments, **options)
+
+    def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+
+    optimizer.register_step_post_hook(count)
+    return optimizer
+
+
 def order_of_updates(ranks: Ranks, optimizer_cls: type[torch.optim.Optimizer]) -> tuple[list[str], list[object]]:
     """What is updated, and what goes to the other ranks, in one step of an optimizer with a group for the biases."""
     model = built(CASE)
@@ -295,8 +351,9 @@ def order_of_updates(ranks: Ranks, optimizer_cls: type[torch.optim.Optimizer]) -
     return log, [optimizer.param_groups is seen, [group.get("calls") for group in optimizer.param_groups]]
 
 
-def test_a_unit_goes_before_the_next_is_updated():
-    for log, (same_groups, _) in run_ranks(2, order_of_updates, torch.optim.SGD):
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, AdamW])
+def test_a_unit_goes_before_the_next_is_updated(optimizer_cls: type[torch.optim.Optimizer]):
+    for log, (same_groups, _) in run_ranks(2, order_of_updates, optimizer_cls):
         told = [line.split(" behind ") for line in log]
         assert [label for label, _ in told] == ["root", "first", "second"]
         updated = [set(names.split(", ")) for _, names in told]
@@ -307,26 +364,104 @@ def test_a_unit_goes_before_the_next_is_updated():
         assert same_groups
 
 
-def test_an_optimizer_that_counts_for_a_group_steps_once():
-    for log, (_, calls) in run_ranks(2, order_of_updates, CountsForAGroup):
+@pytest.mark.parametrize("optimizer_cls", [CountsForAGroup, MoreThanOurs, hooked])
+def test_where_somebody_counts_steps_there_is_one(optimizer_cls: type[torch.optim.Optimizer]):
+    for log, (_, calls) in run_ranks(2, order_of_updates, optimizer_cls):
         assert all("second" in line.split(" behind ")[1] for line in log)
         assert calls == [1, 1]
 
 
-def groups_after_an_error(ranks: Ranks) -> bool:
-    """Whether an optimizer whose gradient it refuses shows its groups as they were."""
-    _, optimizer = started(ranks)
+def hooks_of_all_optimizers(ranks: Ranks) -> list[float]:
+    """A hook of torch's that stands on every optimizer and talks to the other ranks, where one rank has no piece of a unit."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(1, 1, bias=False))
+    optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, bucket_mib=1e-6)
+    lacks_one = [not pieces for pieces in optimizer.gradient_sync.unit_pieces]
+    sums = []
+
+    def meet(*_: object) -> None:
+        one = torch.ones(1)
+        optimizer.gradient_sync.collectives.all_reduce(one).wait()
+        sums.append(one.item())
+
+    handle = register_optimizer_step_post_hook(meet)
+    try:
+        for parameter in model.parameters():
+            parameter.sum().backward()
+        optimizer.gradient_sync.finish_gradient_synchronization()
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert any(lacks_one) == (ranks.rank == 1)
+    return sums
+
+
+def test_hooks_of_all_optimizers_run_as_often_on_every_rank():
+    assert run_ranks(2, hooks_of_all_optimizers) == [[2.0, 2.0]] * 2  # of this optimizer, and of the one within
+
+
+def step_after_an_error(ranks: Ranks) -> tuple[bool, list[Tensor]]:
+    """Whether an optimizer shows its groups as they were when it refused a gradient, of another unit on each rank; then parameters
+    after steps without one."""
+    model, optimizer = started(ranks)
     before = [list(group["params"]) for group in optimizer.param_groups]
-    last = optimizer.gradient_sync.unit_pieces[-1][0]
-    last.grad = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), last.shape)
+    refused = optimizer.gradient_sync.unit_pieces[ranks.rank + 1][0]
+    refused.grad = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), refused.shape)
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
     inner = optimizer._inner
-    return inner.param_groups is optimizer.param_groups and [group["params"] for group in inner.param_groups] == before
+    whole = inner.param_groups is optimizer.param_groups and [group["params"] for group in inner.param_groups] == before
+    optimizer.zero_grad()
+    train(model, optimizer, 0, 2)
+    return whole, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_an_error_in_a_step_leaves_the_groups_whole():
-    assert all(run_ranks(2, groups_after_an_error))
+def test_an_error_in_a_step_leaves_groups_whole_and_ranks_in_step():
+    (whole, first), (also, second) = run_ranks(2, step_after_an_error)
+    assert whole
+    assert also
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def changed_groups(ranks: Ranks, change: str) -> tuple[list[bool], list[bool]]:
+    """Which matrices and which biases move in a step, once groups were changed by hand; matrices have a learning rate, biases
+    none."""
+    model = built(CASE)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, biases = ([one for one in trained if (one.dim() > 1) == flag] for flag in (True, False))
+    optimizer = FlatShardedOptimizer(
+        model,
+        torch.optim.SGD,
+        ranks=ranks,
+        groups=[{"params": matrices}, {"params": biases, "lr": 0.0}],
+        units=[model.first, model.second],
+        lr=0.1,
+    )
+    groups = optimizer.param_groups
+    if change == "reverse":
+        groups.reverse()
+    elif change == "clear":
+        groups[0]["params"].clear()
+    elif change == "pop":
+        groups.pop(1)
+    elif change == "move":
+        groups[1]["params"] += groups[0]["params"]
+        groups[0]["params"] = []
+    before = [parameter.detach().clone() for parameter in trained]
+    loss_of(model, next(iter(batches(CASE, 2)))[ranks.rank][0], CASE, 0).backward()
+    optimizer.gradient_sync.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.gradient_sync.wait_for_parameters()
+    moved = [not torch.equal(one, was) for one, was in zip(trained, before, strict=True)]
+    return tuple(
+        [m for m, one in zip(moved, trained, strict=True) if (one.dim() > 1) == flag] for flag in (True, False)
+    )
+
+
+@pytest.mark.parametrize(("change", "move"), [("reverse", True), ("clear", False), ("pop", True), ("move", False)])
+def test_groups_are_read_as_they_are_at_the_step(change: str, move: bool):
+    for matrices, biases in run_ranks(2, changed_groups, change):
+        assert all(moved == move for moved in matrices)
+        assert not any(biases)
 
 
 def update_in_a_closure(ranks: Ranks, in_a_closure: bool) -> tuple[list[float], float | None, list[Tensor]]:

@@ -96,7 +96,7 @@ class AdamW(torch.optim.Optimizer):
                         by_kind.setdefault(kind, []).append(parameter)
                 for kind, parameters in by_kind.items():
                     update = self._launch if kind[-1] else self._refer
-                    update((parameters[0], *kind), parameters, group)
+                    update((id(parameters[0]), *kind), parameters, group)
         return loss
 
     def _takes(self, parameter: Tensor) -> bool:

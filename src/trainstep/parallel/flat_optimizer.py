@@ -1,12 +1,14 @@
 """The optimizer of ShardedGradients: any element-wise one, over this rank's pieces alone."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
 
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.sharded_flat import ShardedGradients
@@ -17,14 +19,20 @@ ELEMENT_WISE = frozenset(
 """Classes of torch.optim, and of the same name elsewhere, whose update of an element looks at no other."""
 
 
-def _counts_by_tensor(optimizer: Optimizer) -> bool:
-    """Whether it may step some of its tensors now and others later: steps are counted beside each, not in a group.
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
-    Known of torch's own classes. Others must say so themselves: what a class inherits says nothing of what it adds.
+
+def _may_step_in_parts(inner: Optimizer) -> bool:
+    """Whether it may step some of its tensors now and others later: steps are counted beside each, and nobody else counts calls.
+
+    The first is known of torch's own classes. Others must say so themselves: what a class inherits says nothing of what it adds.
     """
-    its = type(optimizer)
+    its = type(inner)
     known = its.__module__.startswith("torch.optim.") and its.__name__ in ELEMENT_WISE
-    return known or bool(vars(its).get("counts_steps_by_tensor", False))
+    by_tensor = known or vars(its).get("counts_steps_by_tensor", False)
+    hooked = any(getattr(inner, name, None) for name in _HOOKS) or any(getattr(hooks, name) for name in _HOOKS_OF_ALL)
+    return by_tensor and not hooked
 
 
 class FlatShardedOptimizer(Optimizer):
@@ -36,7 +44,9 @@ class FlatShardedOptimizer(Optimizer):
 
     A unit is on its way to the other ranks while the next one's pieces are updated, where an optimizer counts its steps tensor by
     tensor: torch.optim's own that are element-wise, and classes that have `counts_steps_by_tensor = True` in their body. It then
-    steps once a unit, with copies of its groups that have that unit's pieces alone. Of others all are updated first, in one step.
+    steps once a unit, with copies of its groups that have that unit's pieces alone. Of others, and where hooks wait for its step
+    (for all optimizers', or put on it by `optimizer_cls`), all are updated first, in one step. An error in `step` leaves
+    what was updated before it updated; all units are sent all the same, so that ranks stay in step.
     """
 
     def __init__(
@@ -91,7 +101,7 @@ class FlatShardedOptimizer(Optimizer):
             elif hasattr(self._inner, name):
                 delattr(self._inner, name)
         self.gradient_sync.wait_for_parameters()
-        if not _counts_by_tensor(self._inner):
+        if not _may_step_in_parts(self._inner):
             loss = self._inner.step(closure)
             self.gradient_sync.gather_parameters()
             return loss
@@ -109,18 +119,19 @@ class FlatShardedOptimizer(Optimizer):
         """
         inner, groups = self._inner, self.param_groups
         group_of = {piece: number for number, group in enumerate(groups) for piece in group["params"]}
+        unsent = deque(range(len(self.gradient_sync.unit_pieces)))
         try:
-            for unit, pieces in enumerate(self.gradient_sync.unit_pieces):
+            for pieces in self.gradient_sync.unit_pieces:
                 held: dict[int, list[Tensor]] = {}
                 for piece in pieces:
                     if piece in group_of:  # somebody may have taken it out
                         held.setdefault(group_of[piece], []).append(piece)
                 inner.param_groups = [{**groups[number], "params": mine} for number, mine in held.items()]
-                if held:
-                    inner.step()
-                self.gradient_sync.gather_parameters([unit])
+                inner.step()
+                self.gradient_sync.gather_parameters([unsent.popleft()])
         finally:
             inner.param_groups = groups
+            self.gradient_sync.gather_parameters(unsent)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Further parameters of the module, unfrozen since it was wrapped. Every rank must add the same."""
@@ -137,8 +148,13 @@ class FlatShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: loads on the same rank of as many; `gathered_state_dict` loads anywhere."""
-        ranks = self.gradient_sync.ranks
-        return {**self._inner.state_dict(), "shard": {"rank": ranks.rank, "world_size": ranks.world_size}}
+        return {**self._inner.state_dict(), "shard": self._shard()}
+
+    def _shard(self) -> dict[str, Any]:
+        """Whose, of how many, and where its piece of each trained parameter begins and ends, one after another."""
+        sync = self.gradient_sync
+        places = [place for ends in sync.ends for place in ends]
+        return {"rank": sync.ranks.rank, "world_size": sync.ranks.world_size, "pieces": places}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """What the optimizer would hold unsharded, on every rank: its own `state_dict`, and ours, load it. All ranks must ask."""
@@ -169,18 +185,26 @@ class FlatShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a whole state dict, from any number of ranks, or this rank's shard of as many. ValueError for another's."""
         shard = state_dict.get("shard")
-        ranks = self.gradient_sync.ranks
         if shard is not None:
-            if shard != {"rank": ranks.rank, "world_size": ranks.world_size}:
-                raise ValueError(
-                    f"state_dict: is the shard of rank {shard['rank']} of {shard['world_size']}, and this is rank {ranks.rank} of "
-                    f"{ranks.world_size}; save gathered_state_dict() to load at another number of ranks"
-                )
+            self._check_shard(shard)
             self._inner.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         else:
             self._inner.load_state_dict(self._cut(state_dict))
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
+
+    def _check_shard(self, shard: Mapping[str, Any]) -> None:
+        mine = self._shard()
+        if (shard["rank"], shard["world_size"]) != (mine["rank"], mine["world_size"]):
+            raise ValueError(
+                f"state_dict: is the shard of rank {shard['rank']} of {shard['world_size']}, and this is rank {mine['rank']} of "
+                f"{mine['world_size']}; save gathered_state_dict() to load at another number of ranks"
+            )
+        if shard.get("pieces") != mine["pieces"]:
+            raise ValueError(
+                "state_dict: its shards were cut elsewhere, by another bucket_mib or units, or by an earlier version; load it into "
+                "an optimizer made as that was, or save gathered_state_dict(), which loads anywhere"
+            )
 
     def _cut(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """A whole state dict as the inner optimizer numbers its pieces."""

@@ -120,6 +120,14 @@ class ShardedGradients(HookedGradients):
         return [found[index] for index in range(len(self.parameters))]
 
     @property
+    def ends(self) -> list[tuple[int, int]]:
+        """Where this rank's piece of each parameter begins and ends, in its elements as they lie in memory."""
+        found: dict[int, tuple[int, int]] = {}
+        for unit, members in zip(self._units, self._members, strict=True):
+            found.update(zip(members, unit.ends, strict=True))
+        return [found[index] for index in range(len(self.parameters))]
+
+    @property
     def unit_pieces(self) -> list[list[nn.Parameter]]:
         """This rank's by unit, first what the next forward needs first. A unit's number is its place here."""
         return [[piece for piece in unit.pieces if piece is not None] for unit in self._units]
@@ -209,11 +217,11 @@ class _FlatUnit:
                 view.copy_(parameter)
                 parameter.data = view
         layout = self._weights.layout
-        self._ends = [layout.piece(index, ranks.rank, ranks.world_size) for index in range(len(plan.parameters))]
+        self.ends = [layout.piece(index, ranks.rank, ranks.world_size) for index in range(len(plan.parameters))]
         first, _ = layout.shard(ranks.rank, ranks.world_size)
         self._places = [
             slice(start + begin - first, start + end - first)
-            for start, (begin, end) in zip(layout.starts, self._ends, strict=True)
+            for start, (begin, end) in zip(layout.starts, self.ends, strict=True)
         ]
         self.pieces = [nn.Parameter(self._shard[place]) if place.stop > place.start else None for place in self._places]
         held = [(index, self._places[index], piece) for index, piece in enumerate(self.pieces) if piece is not None]
@@ -278,7 +286,7 @@ class _FlatUnit:
     def cut(self, member: int, whole: Tensor) -> Tensor:
         view = self._weights.views[member]
         arranged = torch.empty_strided(view.shape, view.stride(), dtype=whole.dtype, device=view.device).copy_(whole)
-        begin, end = self._ends[member]
+        begin, end = self.ends[member]
         return arranged.as_strided((view.numel(),), (1,))[begin:end].clone()
 
 
