@@ -147,6 +147,9 @@ def agree(config: ParallelConfig, frozen: bool) -> None:
                 continue  # parameters are views of whole units then
             assert moment.parameters_bytes == parameters
             assert moment.optimizer_state_bytes == state
+        if messages and config.sync in ("sharded_flat", "fsdp"):
+            a_block_bytes = expected.after_forward.activations_bytes // MODEL.layers
+            assert abs(expected.in_backward.total_bytes - max(held for _, held in messages)) <= a_block_bytes
         if messages:
             beyond = messages[-1][1] - expected.before_sync.total_bytes
             assert beyond <= SCALARS_BYTES
@@ -210,8 +213,17 @@ def test_sharded_flat_by_hand():
     """Half of everything but the parameters; a block's and the root's gradients are on their way at the end."""
     found = by_hand("sharded_flat")
     assert triple(found.after_init) == (P, 0, 0, 0, 0)
+    assert triple(found.in_backward) == (
+        P,
+        ONE + 2 * ONE // 2,
+        P + 16,
+        333,
+        2 * ONE + FLAGS,
+    )  # the second of three blocks
     assert triple(found.before_sync) == (P, ONE + P // 2, P + 16, 0, 2 * ONE + FLAGS)
     assert triple(found.after_backward) == (P, P // 2, P + 16, 0, FLAGS)
+    assert found.peak_point == "in_backward"
+    assert by_hand("bucketed").in_backward == by_hand("bucketed").entering_backward
 
 
 def test_fsdp_that_computes_in_bf16_by_hand():
@@ -236,7 +248,14 @@ def test_fsdp_by_hand():
     assert triple(found.after_step) == (P // 2, 0, P + 16, 0, FLAGS)
     assert triple(by_hand("fsdp", ahead=0).entering_backward)[-1] == FLAGS + 2 * ONE
     assert triple(by_hand("fsdp", reshard_after_forward=False).after_forward)[-1] == FLAGS + 4 * ONE
-    assert found.peak_point == "entering_backward", "with smaller activations it would be where gradients are sent"
+    assert triple(found.in_backward) == (
+        P // 2,
+        ONE + 2 * ONE // 2,
+        P + 16,
+        333,
+        FLAGS + 2 * ONE + 2 * ONE,
+    )  # root and next
+    assert found.peak_point == "in_backward"
 
 
 def test_frozen_units_are_freed_as_backward_passes_them():

@@ -33,6 +33,16 @@ _Updated = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sending:
+    """When backward sends a unit: its whole gradients are there, shards of those sent before, and what blocks before it saved."""
+
+    activations_share: float
+    """Of what forward saved, what is left, taken to go as the blocks' parameters do."""
+    gradients_bytes: int
+    communication_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Terms:
     """Bytes. `gradients` and `whole_gradients` come on top of `kept_gradients`, other moments' buffers on top of `buffers`."""
 
@@ -53,6 +63,8 @@ class Terms:
     whole_after_forward_bytes: int = 0
     whole_entering_backward_bytes: int = 0
     in_sync_bytes: int = 0
+    sendings: tuple[Sending, ...] = ()
+    """Of ways in units, in backward's order."""
 
 
 def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
@@ -176,7 +188,34 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
         whole_after_forward_bytes=_whole_bytes(exchange, kept_whole) if fully else 0,
         whole_entering_backward_bytes=_whole_bytes(exchange, [*kept_whole, *gathered_ahead]) if fully else 0,
         in_sync_bytes=_staging_bytes(exchange, trained) + (_whole_bytes(exchange, frozen) if fully else 0),
+        sendings=_sendings(exchange, units, kept_whole if fully else ()),
     )
+
+
+def _sendings(exchange: Exchange, units: Sequence[Unit], kept_whole: Sequence[Unit]) -> tuple[Sending, ...]:
+    """`kept_whole`: units of fsdp that are whole until they are sent. The next ones are being gathered beside them."""
+    fully = exchange.way == "fsdp"
+    backward = [unit for unit in reversed(units) if unit.trained]
+    blocks_bytes = sum(unit.nbytes for unit in backward if unit.name != ROOT)
+    found, gone_bytes, shards_bytes = [], 0, 0
+    for index, unit in enumerate(backward):
+        left = backward[index + 1 :]
+        earlier = sum(_earlier_bytes(exchange, one) if fully else sum_bytes(one.parameters) for one in left)
+        gone_bytes += 0 if unit.name == ROOT else unit.nbytes
+        shards_bytes += _sent_bytes(exchange, unit) // exchange.ranks
+        ahead = [one for one in left if one.name != ROOT][: exchange.ahead] if fully else []
+        whole = dict.fromkeys([one for one in left if one in kept_whole] + ahead)
+        found.append(
+            Sending(
+                activations_share=1 - gone_bytes / blocks_bytes if blocks_bytes else 0.0,
+                gradients_bytes=_computed_bytes(exchange, unit.parameters)
+                + shards_bytes
+                + (earlier if exchange.micro_batches > 1 else 0),
+                communication_bytes=_staging_bytes(exchange, backward[: index + 1])
+                + _whole_bytes(exchange, list(whole)),
+            )
+        )
+    return tuple(found)
 
 
 def _staging_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:

@@ -12,7 +12,8 @@ P: bytes of parameters, T: of those that are trained, N: ranks, with AdamW and g
 
 Filling and flags are counted, and four bytes of AdamW's step counter a tensor. Not counted: what the allocator rounds up, the
 batch, buffers of the module, workspaces of libraries. Activations are given, not guessed. While backward runs, activations go and
-gradients come; both ends of it are among the moments, so the peak is one of these unless what comes and goes in between bulges.
+gradients come; ways in units hold most in between, where what a unit needs to be sent comes before what its blocks saved has paid
+for it. Of the others both ends are among the moments.
 """
 
 from collections.abc import Sequence
@@ -49,6 +50,8 @@ class ExpectedMemory:
     """Of the last micro-batch."""
     entering_backward: Held
     """With fsdp the next units are being gathered; otherwise as after forward."""
+    in_backward: Held
+    """Where a unit is sent and most is held, of ways in units; of others as entering backward."""
     before_sync: Held
     """The last gradient is there, and what synchronising it takes; no activations are left."""
     after_backward: Held
@@ -83,14 +86,25 @@ def expected_memory(
         return None
     terms = terms_of(exchange, parameters, rank=rank, adamw=config.adamw)
     earlier = terms.whole_gradients_bytes if config.accumulation > 1 else 0
+    entering = _held(
+        terms, gradients=earlier, activations=activations_bytes, communication=terms.whole_entering_backward_bytes
+    )
+    sending = [
+        _held(
+            terms,
+            gradients=one.gradients_bytes,
+            activations=round(one.activations_share * activations_bytes),
+            communication=one.communication_bytes,
+        )
+        for one in terms.sendings
+    ]
     return ExpectedMemory(
         after_init=_held(terms, state=0, communication=terms.buffers_from_start_bytes),
         after_forward=_held(
             terms, gradients=earlier, activations=activations_bytes, communication=terms.whole_after_forward_bytes
         ),
-        entering_backward=_held(
-            terms, gradients=earlier, activations=activations_bytes, communication=terms.whole_entering_backward_bytes
-        ),
+        entering_backward=entering,
+        in_backward=max(sending, key=lambda held: held.total_bytes, default=entering),
         before_sync=_held(terms, gradients=terms.gradients_before_sync_bytes, communication=terms.in_sync_bytes),
         after_backward=_held(terms, gradients=terms.gradients_bytes),
         in_step=_held(terms, gradients=terms.gradients_bytes, state=terms.state_bytes + terms.update_bytes),
