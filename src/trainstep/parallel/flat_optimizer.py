@@ -17,9 +17,8 @@ ELEMENT_WISE = frozenset(
     ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 """Classes of torch.optim, and of the same name elsewhere, whose update of an element looks at no other."""
-
-
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where torch keeps what is called at an optimizer's steps, and at those of all optimizers."""
 _HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
@@ -31,8 +30,8 @@ def _may_step_in_parts(inner: Optimizer) -> bool:
     its = type(inner)
     known = its.__module__.startswith("torch.optim.") and its.__name__ in ELEMENT_WISE
     by_tensor = known or vars(its).get("counts_steps_by_tensor", False)
-    hooked = any(getattr(inner, name, None) for name in _HOOKS) or any(getattr(hooks, name) for name in _HOOKS_OF_ALL)
-    return by_tensor and not hooked
+    hooked = [getattr(inner, name, None) for name in _HOOKS] + [getattr(hooks, name, None) for name in _HOOKS_OF_ALL]
+    return by_tensor and not any(hooked)
 
 
 class FlatShardedOptimizer(Optimizer):
@@ -119,9 +118,10 @@ class FlatShardedOptimizer(Optimizer):
         """
         inner, groups = self._inner, self.param_groups
         group_of = {piece: number for number, group in enumerate(groups) for piece in group["params"]}
-        unsent = deque(range(len(self.gradient_sync.unit_pieces)))
+        units = self.gradient_sync.unit_pieces
+        unsent = deque(range(len(units)))
         try:
-            for pieces in self.gradient_sync.unit_pieces:
+            for pieces in units:
                 held: dict[int, list[Tensor]] = {}
                 for piece in pieces:
                     if piece in group_of:  # somebody may have taken it out
