@@ -46,6 +46,21 @@ def test_a_long_sequence():
         check(attend, case, device=DEVICE)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim", "causal", "strict"),
+    [
+        (1, 4097, 64, False, ["o"]),
+        (128, 8000, 64, False, ["o", "dq", "dk", "dv"]),
+        (12289, 12289, 128, True, ["o", "dq", "dk", "dv"]),
+        (16384, 17, 128, False, ["o", "dq", "dk", "dv"]),
+    ],
+)
+def test_long_sums_in_fp32(queries: int, keys: int, head_dim: int, causal: bool, strict: list[str]):
+    case = Case(queries=queries, keys=keys, head_dim=head_dim, causal=causal)
+    check(attend, case, device=DEVICE, strict=strict)
+
+
 def inputs(**changes: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = {"heads": 2, "key_heads": 1, "queries": 77, "keys": 50, "head_dim": 24, "dtype": torch.float16}
     return Case(**(shape | changes)).tensors(DEVICE)  # type: ignore[arg-type]

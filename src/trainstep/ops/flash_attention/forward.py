@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, strides, tile_problem
-from trainstep.ops.flash_attention.tile_access import SIZES, load_tile, program_tile, store_tile
+from trainstep.ops.flash_attention.tile_access import SIZES, add_product, load_tile, program_tile, store_tile
 from trainstep.ops.flash_attention.tiles import KernelPass, TileConfig, choose_row, padded
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -46,7 +46,7 @@ def _attend(
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         v = load_tile(v_base, stride_vs, first_k, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = add_product(acc, p.to(v.dtype), v, PRECISION)
         row_max = new_max
     return acc, row_sum, row_max
 
@@ -93,7 +93,7 @@ def forward_kernel(
         BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, False, CAUSAL, PRECISION,
     )  # fmt: skip
 
-    lse = (row_max + tl.log2(row_sum)) * LN_2
+    lse = tl.fma(row_max, LN_2, tl.log(row_sum))
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     q_index = first_q + tl.arange(0, BLOCK_Q)
     tl.store(lse_ptr + batch_head.to(tl.int64) * queries + q_index, lse, mask=q_index < queries)

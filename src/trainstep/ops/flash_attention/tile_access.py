@@ -2,6 +2,12 @@
 
 Pointer arithmetic: within a tile in 32 bits, to a tile in 64, so that tensors of more than 2^31 elements work. HEAD_DIM is the
 true width, BLOCK_D the power of two that holds it; what lies beyond reads as 0.
+
+[Note: long sums in fp32]
+IEEE products run on multiply-adds, one after the other: a sum of n terms is rounded n times at its full size, where cuBLAS sums
+in pieces. So the forward and the query gradient kernel sum each tile by itself and add the tiles up. In the key gradient kernel
+that would spill registers (2.1 times the time, 64 wide): it sums ROWS_PER_SUM queries by themselves. Errors and times before and
+after: results/h200/fp32_sums.md.
 """
 
 import triton
@@ -12,6 +18,8 @@ SIZES = (
     *("queries", "keys", "offset"),
 )
 """Arguments that change no address's alignment: Triton compiles no variant for the values they take."""
+ROWS_PER_SUM: tl.constexpr = tl.constexpr(1024)
+"""Queries whose key gradients are summed by themselves in IEEE fp32: a multiple of every tile. [Note: long sums in fp32]"""
 
 
 @triton.jit
@@ -60,3 +68,12 @@ def store_tile(base, stride, first, limit, tile, BLOCK: tl.constexpr, HEAD_DIM: 
 def load_row(base, index, limit, CHECK: tl.constexpr):
     """One number a query; CHECK: 0 at or beyond `limit`."""
     return tl.load(base + index, mask=index < limit, other=0.0) if CHECK else tl.load(base + index)
+
+
+@triton.jit
+def add_product(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a b. In IEEE fp32 a b is summed by itself first. [Note: long sums in fp32]"""
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        # An addition, but spelled as fma: Triton folds `acc + tl.dot(a, b)` into one running sum.
+        return tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
