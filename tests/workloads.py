@@ -167,6 +167,11 @@ def _spawn(config: Config) -> None:
     ACTS[config.get("then", "nothing")](config)
 
 
+def _run_python(config: Config) -> None:
+    """A grandchild as torch starts them: `-c` puts the current folder first on the path."""
+    subprocess.run([sys.executable, "-c", "import json, random"], check=True)
+
+
 def _fork(config: Config) -> None:
     """Like `spawn`, but the grandchild holds this process's pipes open."""
     child = os.fork()
@@ -218,6 +223,7 @@ ACTS: dict[str, Callable[[Config], None]] = {
     "interrupt": _interrupt,
     "spawn": _spawn,
     "fork": _fork,
+    "run_python": _run_python,
     "return_twice": _return_twice,
     "last_words": _print_last_words,
     "compile": _fill_compile_cache,

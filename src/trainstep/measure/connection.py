@@ -6,7 +6,6 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,6 +14,7 @@ from contextlib import suppress
 from typing import IO, Any, Protocol
 
 from trainstep.config.cell import Cell
+from trainstep.config.import_path import python_command
 from trainstep.measure.failures import asked_bytes
 from trainstep.records.record import Failure
 
@@ -66,7 +66,7 @@ class CellConnection:
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         self._said_before = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainstep.measure.cell"],
+            python_command("trainstep.measure.cell"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
