@@ -199,6 +199,13 @@ def _fill_compile_cache(config: Config) -> None:
     ACTS[config.get("then", "nothing")](config)
 
 
+def _hold_folder(config: Config) -> None:
+    from trainstep.measure.temporary_folder import TemporaryFolder
+
+    with TemporaryFolder():
+        ACTS[config["then"]](config)
+
+
 def _be_noisy(config: Config) -> None:
     print("a line on stdout")
     os.write(1, b'{"event": "taken"}\n')
@@ -226,6 +233,7 @@ ACTS: dict[str, Callable[[Config], None]] = {
     "run_python": _run_python,
     "return_twice": _return_twice,
     "last_words": _print_last_words,
+    "hold_folder": _hold_folder,
     "compile": _fill_compile_cache,
     "print": _be_noisy,
 }

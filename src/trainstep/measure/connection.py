@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 from trainstep.config.cell import Cell
 from trainstep.config.import_path import python_command
 from trainstep.measure.failures import asked_bytes
+from trainstep.measure.temporary_folder import TemporaryFolder, remove_abandoned
 from trainstep.records.record import Failure
 
 _LAST_LINES = 20
@@ -62,7 +63,7 @@ class CellConnection:
         _check_folder()
         self._tell = tell
         self._stage = "start"
-        self._compile_cache: tempfile.TemporaryDirectory[str] | None = None
+        self._compile_cache: TemporaryFolder | None = None
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         self._said_before = 0
         self._process = subprocess.Popen(
@@ -91,8 +92,8 @@ class CellConnection:
     def empty_compile_cache(self) -> str:
         """A new folder, removed with the process: that one is always killed, and never cleans up."""
         self._remove_compile_cache()
-        self._compile_cache = tempfile.TemporaryDirectory(prefix="trainstep-compile-cache-", ignore_cleanup_errors=True)
-        return self._compile_cache.name
+        self._compile_cache = TemporaryFolder()
+        return str(self._compile_cache.path)
 
     def ask(self, cell: Cell, request: Mapping[str, Any], *, timeout_s: float, limit_s: float) -> Answer:
         """Send a request and wait for its answer. Raises CellLost on death, or, the process killed, on an answer to
@@ -127,18 +128,23 @@ class CellConnection:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self.kill()
-        self._remove_compile_cache()
+        self._remove_folders()
         self._stderr.close()
 
     def kill(self) -> None:
         """End the process and whatever it started, now."""
         self._kill_group()
         self._process.wait()
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        """Of the process that has ended: what was made for it here, and what it made itself and had no time to remove."""
         self._remove_compile_cache()
+        remove_abandoned()
 
     def _remove_compile_cache(self) -> None:
         if self._compile_cache is not None:
-            self._compile_cache.cleanup()
+            self._compile_cache.remove()
             self._compile_cache = None
 
     def _kill_group(self) -> None:
