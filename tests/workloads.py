@@ -199,6 +199,11 @@ def _fill_compile_cache(config: Config) -> None:
     ACTS[config.get("then", "nothing")](config)
 
 
+def _fill_memory(config: Config) -> None:
+    """A gibibyte, every page written."""
+    _ = b"x" * 2**30
+
+
 def _hold_folder(config: Config) -> None:
     from trainstep.measure.temporary_folder import TemporaryFolder
 
@@ -233,6 +238,7 @@ ACTS: dict[str, Callable[[Config], None]] = {
     "run_python": _run_python,
     "return_twice": _return_twice,
     "last_words": _print_last_words,
+    "fill_memory": _fill_memory,
     "hold_folder": _hold_folder,
     "compile": _fill_compile_cache,
     "print": _be_noisy,
