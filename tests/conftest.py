@@ -1,7 +1,9 @@
-"""What every test gets: GPU tests skipped with a reason where there is no GPU, the Slurm fixture, and one for bad input."""
+"""What every test gets: GPU tests skipped with a reason where there is no GPU, children that take signals, the Slurm fixture,
+and one for bad input."""
 
 import functools
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,29 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _children_take_signals() -> Iterator[None]:
+    """Under nohup or in a script's background job this process ignores SIGHUP or SIGINT, and its children would too.
+
+    A handler is not inherited by another program, ignoring is. So these signals get a handler that does nothing: this process goes
+    on as if it ignored them, and its children begin with the default.
+    """
+    ignored = [
+        number
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+        if signal.getsignal(number) == signal.SIG_IGN
+    ]
+    for number in ignored:
+        signal.signal(number, _do_nothing)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _do_nothing(_number: int, _frame: object) -> None:
+    pass
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

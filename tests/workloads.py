@@ -167,6 +167,11 @@ def _spawn(config: Config) -> None:
     ACTS[config.get("then", "nothing")](config)
 
 
+def _run_python(config: Config) -> None:
+    """A grandchild as torch starts them: `-c` puts the current folder first on the path."""
+    subprocess.run([sys.executable, "-c", "import json, random"], check=True)
+
+
 def _fork(config: Config) -> None:
     """Like `spawn`, but the grandchild holds this process's pipes open."""
     child = os.fork()
@@ -194,6 +199,18 @@ def _fill_compile_cache(config: Config) -> None:
     ACTS[config.get("then", "nothing")](config)
 
 
+def _fill_memory(config: Config) -> None:
+    """A gibibyte, every page written."""
+    _ = b"x" * 2**30
+
+
+def _hold_folder(config: Config) -> None:
+    from trainstep.measure.temporary_folder import TemporaryFolder
+
+    with TemporaryFolder():
+        ACTS[config["then"]](config)
+
+
 def _be_noisy(config: Config) -> None:
     print("a line on stdout")
     os.write(1, b'{"event": "taken"}\n')
@@ -218,8 +235,11 @@ ACTS: dict[str, Callable[[Config], None]] = {
     "interrupt": _interrupt,
     "spawn": _spawn,
     "fork": _fork,
+    "run_python": _run_python,
     "return_twice": _return_twice,
     "last_words": _print_last_words,
+    "fill_memory": _fill_memory,
+    "hold_folder": _hold_folder,
     "compile": _fill_compile_cache,
     "print": _be_noisy,
 }

@@ -1,6 +1,14 @@
-"""`python -m trainstep`: the same as the console script `trainstep`."""
+"""`python -m trainstep`: the same as the console script `trainstep`.
 
-from trainstep.cli.app import main
+What Python imports before it reads this file (trainstep itself, `types`, `functools`) may still come from the current folder;
+`python -P -m trainstep` and the console script never look there.
+"""
 
 if __name__ == "__main__":
+    from trainstep.config.import_path import leave_current_folder
+
+    leave_current_folder()  # before anything else is imported
+
+    from trainstep.cli.app import main
+
     main()

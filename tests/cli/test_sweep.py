@@ -195,7 +195,7 @@ def test_every_failure_is_a_record(tmp_path: Path):
     assert kinds == {
         "nothing": None,
         "run_out": "out_of_memory",
-        "kill": "out_of_memory",
+        "kill": "crash",
         "abort": "crash",
         "hang": "timeout",
         "import": "import_error",
@@ -227,6 +227,15 @@ def test_retry_failed(tmp_path: Path):
     assert code == 0
     assert "[2/2] index 1: done" in err
     assert [record.failure for record in Store(tmp_path / "runs" / "s.jsonl").latest().values()] == [None, None]
+
+
+def test_a_killed_cell_runs_again(tmp_path: Path):
+    write_sweep(tmp_path, 1, "KILLED")
+    code, _, err = sweep(tmp_path)
+    assert code == 3
+    assert "workloads:KILLED: killed by SIGKILL in steps: by whom is not known" in err
+    sweep(tmp_path, "--retry-failed")
+    assert len(Store(tmp_path / "runs" / "s.jsonl").read()) == 2
 
 
 def test_two_sweeps_on_one_store(tmp_path: Path):

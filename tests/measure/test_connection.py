@@ -11,7 +11,9 @@ import pytest
 
 from cell_maker import importable, is_alive, planted, silent, wait_until
 from trainstep.config.cell import Cell
+from trainstep.measure import connection as connection_module
 from trainstep.measure.connection import Answer, CellConnection, CellLost
+from trainstep.measure.host import OutOfMemoryKills
 from trainstep.records.record import Failure
 
 __all__ = ["importable"]
@@ -105,16 +107,45 @@ def test_a_crash_says_how(connect: Callable[..., CellConnection], act: str, word
     assert (failure.kind, failure.phase, failure.message) == ("crash", "steps", words)
 
 
-def test_sigkill_is_the_kernel_short_of_memory(connect: Callable[..., CellConnection]):
-    failure = lost(connect(), planted("KILLED"))
+def count_kills(monkeypatch: pytest.MonkeyPatch, *counts: int | None) -> None:
+    """The kernel's count at the beginning of a process, of a cell's turn, and at its death."""
+    kills = [None if count is None else OutOfMemoryKills(count=count, counted_by="control group g") for count in counts]
+    monkeypatch.setattr(connection_module, "out_of_memory_kills", iter(kills).__next__)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sigkill_that_the_kernel_counted(
+    connect: Callable[..., CellConnection], monkeypatch: pytest.MonkeyPatch, device: str
+):
+    count_kills(monkeypatch, 3, 4)
+    failure = lost(connect(), planted("KILLED", device=device))
     assert (failure.kind, failure.phase) == ("out_of_memory", "steps")
-    assert "ran out of memory" in failure.message
+    assert failure.message == "killed by the kernel in steps: out of memory, by the count of the control group g"
 
 
-def test_sigkill_beside_a_gpu_is_not(connect: Callable[..., CellConnection]):
-    failure = lost(connect(), planted("KILLED", device="cuda"))
-    assert failure.kind == "crash"
-    assert "SIGKILL" in failure.message
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [((3, 3), "the kernel counted no out-of-memory kill"), ((None, None), "this system counts no out-of-memory kills")],
+)
+def test_any_other_sigkill_is_a_kill(
+    connect: Callable[..., CellConnection],
+    monkeypatch: pytest.MonkeyPatch,
+    counts: tuple[int | None, ...],
+    words: str,
+):
+    count_kills(monkeypatch, *counts)
+    failure = lost(connect(), planted("KILLED"))
+    assert (failure.kind, failure.phase) == ("crash", "steps")
+    assert failure.message == f"killed by SIGKILL in steps: by whom is not known; {words}"
+
+
+def test_a_count_that_rose_before_the_cells_turn(
+    connect: Callable[..., CellConnection], monkeypatch: pytest.MonkeyPatch
+):
+    count_kills(monkeypatch, 3, 4, 4)
+    connection = connect()
+    connection.begin()
+    assert lost(connection, planted("KILLED")).kind == "crash"
 
 
 @pytest.mark.parametrize(

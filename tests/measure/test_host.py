@@ -1,11 +1,28 @@
-"""Memory limits of control groups, both versions; the processor's name."""
+"""Memory limits of control groups, both versions, and whom the kernel ended for them; the processor's name."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from trainstep.measure.host import cores, cpu_model, memory_bytes, os_name
+from cell_maker import importable, wait_until
+from trainstep.measure.host import (
+    _CGROUPS,
+    _LIMIT_FILES,
+    _MEMBERSHIP,
+    OutOfMemoryKills,
+    _memory_groups,
+    cores,
+    cpu_model,
+    memory_bytes,
+    os_name,
+    out_of_memory_kills,
+)
+
+__all__ = ["importable"]
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -47,6 +64,84 @@ def test_the_smallest_limit_counts(tmp_path: Path, membership: str, limits: dict
 
 def test_without_control_groups(tmp_path: Path):
     assert memory_bytes(tmp_path / "absent", tmp_path / "absent") == PHYSICAL
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "count", "counted_by"),
+    [
+        ("0::/job\n", {"job/memory.events": "oom 9\noom_kill 3\noom_group_kill 0\n"}, 3, "control group {}/job"),
+        ("0::/job/step\n", {"job/memory.events": "oom_kill 3\n"}, 3, "control group {}/job"),  # of all below it too
+        (
+            "4:memory:/a\n0::/\n",
+            {"memory/a/memory.oom_control": "oom_kill_disable 0\noom_kill 2\n"},
+            2,
+            "control group {}/memory/a",
+        ),
+        ("4:memory:/docker/x\n", {"memory/memory.oom_control": "oom_kill 5\n"}, 5, "control group {}/memory"),
+        (
+            "4:memory:/a\n",
+            {"memory/a/memory.oom_control": "under_oom 0\n", "vmstat": "oom_kill 8\n"},
+            8,
+            "whole machine",
+        ),
+        ("", {"vmstat": "pgfault 1\noom_kill 8\n"}, 8, "whole machine"),
+    ],
+)
+def test_who_counts_the_kernels_kills(
+    tmp_path: Path, membership: str, files: dict[str, str], count: int, counted_by: str
+):
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    kills = out_of_memory_kills(tmp_path / "membership", tmp_path, tmp_path / "vmstat")
+    assert kills == OutOfMemoryKills(count=count, counted_by=counted_by.format(tmp_path))
+
+
+def test_nobody_counts_the_kernels_kills(tmp_path: Path):
+    assert out_of_memory_kills(tmp_path / "absent", tmp_path, tmp_path / "absent") is None
+
+
+GROUP_DRIVER = """
+import json, os, sys
+from pathlib import Path
+from cell_maker import planted, silent
+from trainstep.measure.connection import CellConnection
+from trainstep.measure.runner import CellRun, Limits, run_alone
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+record, _ = run_alone(CellRun(planted(act="fill_memory"), Limits(memory_limit_bytes=2**40), CellConnection(silent)))
+print(record.failure.kind, record.failure.message)
+"""
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 200 MiB below this process's own; skips where none can be made."""
+    parent, version = next(_memory_groups(_MEMBERSHIP, _CGROUPS), (Path("/nowhere"), 1))
+    group = parent / f"trainstep-test-{os.getpid()}"
+    limits = group / _LIMIT_FILES[version]
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        if not limits.exists():
+            pytest.skip("control groups made here do not limit memory")
+        limits.write_text(str(200 * 2**20))
+        yield group
+    finally:
+        assert wait_until(lambda: (group / "cgroup.procs").read_text() == "")
+        group.rmdir()
+
+
+@pytest.mark.usefixtures("importable")
+def test_a_cell_that_the_kernel_ends(small_group: Path):
+    command = [sys.executable, "-c", GROUP_DRIVER, str(small_group)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.startswith(
+        "out_of_memory killed by the kernel in steps: out of memory, by the count of the control group"
+    )
+    assert str(small_group) in said
 
 
 def test_cpu_model(tmp_path: Path):

@@ -31,7 +31,7 @@ def test_the_command_line(tmp_path: Path):
     ):
         assert option in command, option
     assert not [option for option in command if option.startswith(("--pytorch", "--python-backtrace"))]
-    assert command[-4:-1] == [sys.executable, "-m", "trainstep.measure.nsys_steps"]
+    assert command[-5:-1] == [sys.executable, "-P", "-m", "trainstep.measure.nsys_steps"]
     assert json.loads(command[-1]) == to_plain(CONFIG)
 
 

@@ -58,7 +58,7 @@ def test_as_many_steps_as_asked(alone: Run):
 
 @pytest.mark.parametrize(
     ("act", "kind"),
-    [("raise", "crash"), ("abort", "crash"), ("run_out", "out_of_memory"), ("kill", "out_of_memory")],
+    [("raise", "crash"), ("abort", "crash"), ("run_out", "out_of_memory"), ("kill", "crash")],
 )
 def test_a_failure_is_a_record(alone: Run, act: str, kind: str):
     record, again = alone(planted("SHARED", act=act))

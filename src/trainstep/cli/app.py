@@ -1,7 +1,7 @@
 """The verbs, and what every one of them does with errors: one sentence and exit code 2, never a traceback.
 
-Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, 2 bad input, 3 done but some cells crashed, timed
-out or could not be imported, 130 interrupted with every finished cell kept.
+Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, 2 bad input, 3 done but some cells crashed, were
+killed, timed out or could not be imported, 130 interrupted with every finished cell kept.
 """
 
 import io

@@ -35,7 +35,7 @@ _GRID = Group("What to run (commas make a grid, but of switches)", sort_key=1)
 _ALL_GRID = Group("What to run (commas make a grid)", sort_key=1)
 _SHAPE = Group("The built-in model's shape, over its size's", sort_key=2)
 _OWN_HELP = {
-    "model": f"sizes: {', '.join(size_names())}; or your own: package.module:function",
+    "model": f"sizes: {', '.join(size_names())}; or your own: package.module:function, installed or in this folder",
     "device": "where it runs: cpu or cuda; by default the GPU, if there is one",
 }
 

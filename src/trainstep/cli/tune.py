@@ -70,7 +70,7 @@ def tune(
     allow_mixed
         Go on although the records there were made with another GPU, torch or commit.
     retry_failed
-        Run cells again that crashed or timed out.
+        Run cells again that crashed, were killed or timed out.
     """
     if top < 1:
         raise ValueError(f"top: must be at least 1, not {top}")

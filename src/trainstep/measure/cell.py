@@ -29,10 +29,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainstep.config.import_path import make_children_safe, search_current_folder
 from trainstep.measure.compilation import use_compile_cache
 from trainstep.measure.environment import environment
 from trainstep.measure.failures import CellFailed, failure_of, storable
-from trainstep.measure.workload import Findings, Measurement, Sampling, Settling, load_workload
+from trainstep.measure.workload import Findings, Measurement, Sampling, Settling, load_workload, runs_user_code
 from trainstep.records.record import Fact
 
 _KILL_WITH_PARENT = 1
@@ -113,6 +114,8 @@ class CellProcess:
         if request.get("compile_cache"):
             use_compile_cache(request["compile_cache"])
         started_s = time.perf_counter()
+        if runs_user_code(request["workload"], request["config"]):
+            search_current_folder()
         workload = load_workload(request["workload"])
         self._extra_facts = {"import_s": Fact(value=time.perf_counter() - started_s, unit="s")}
         self._again = workload.shares_worker
@@ -182,7 +185,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.path.insert(0, os.getcwd())
+    make_children_safe()
     process = CellProcess(Conversation(requests, answers), os.environ.get("CUDA_VISIBLE_DEVICES"))
     while True:
         process.answer(process.conversation.next_request())

@@ -6,7 +6,6 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,7 +14,10 @@ from contextlib import suppress
 from typing import IO, Any, Protocol
 
 from trainstep.config.cell import Cell
+from trainstep.config.import_path import python_command
 from trainstep.measure.failures import asked_bytes
+from trainstep.measure.host import out_of_memory_kills
+from trainstep.measure.temporary_folder import TemporaryFolder, remove_abandoned
 from trainstep.records.record import Failure
 
 _LAST_LINES = 20
@@ -62,11 +64,12 @@ class CellConnection:
         _check_folder()
         self._tell = tell
         self._stage = "start"
-        self._compile_cache: tempfile.TemporaryDirectory[str] | None = None
+        self._compile_cache: TemporaryFolder | None = None
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         self._said_before = 0
+        self._kernel_kills = out_of_memory_kills()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainstep.measure.cell"],
+            python_command("trainstep.measure.cell"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -87,12 +90,13 @@ class CellConnection:
         """Another cell's turn: what was printed until now belongs to the one before."""
         self._stage = "start"
         self._said_before = os.fstat(self._stderr.fileno()).st_size
+        self._kernel_kills = out_of_memory_kills()
 
     def empty_compile_cache(self) -> str:
         """A new folder, removed with the process: that one is always killed, and never cleans up."""
         self._remove_compile_cache()
-        self._compile_cache = tempfile.TemporaryDirectory(prefix="trainstep-compile-cache-", ignore_cleanup_errors=True)
-        return self._compile_cache.name
+        self._compile_cache = TemporaryFolder()
+        return str(self._compile_cache.path)
 
     def ask(self, cell: Cell, request: Mapping[str, Any], *, timeout_s: float, limit_s: float) -> Answer:
         """Send a request and wait for its answer. Raises CellLost on death, or, the process killed, on an answer to
@@ -127,18 +131,23 @@ class CellConnection:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self.kill()
-        self._remove_compile_cache()
+        self._remove_folders()
         self._stderr.close()
 
     def kill(self) -> None:
         """End the process and whatever it started, now."""
         self._kill_group()
         self._process.wait()
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        """Of the process that has ended: what was made for it here, and what it made itself and had no time to remove."""
         self._remove_compile_cache()
+        remove_abandoned()
 
     def _remove_compile_cache(self) -> None:
         if self._compile_cache is not None:
-            self._compile_cache.cleanup()
+            self._compile_cache.remove()
             self._compile_cache = None
 
     def _kill_group(self) -> None:
@@ -176,17 +185,27 @@ class CellConnection:
     def _died(self, cell: Cell) -> Failure:
         code = self._process.wait()
         lines = self._last_lines()
-        by_kernel = code == -signal.SIGKILL
-        if cell.config.get("device") == "cpu" and (by_kernel or any(map(_OUT_OF_MEMORY.search, lines))):
+        if code == -signal.SIGKILL:
+            return self._killed(lines)
+        if cell.config.get("device") == "cpu" and any(map(_OUT_OF_MEMORY.search, lines)):
             message = f"ran out of memory in {self._stage}, and native code ended the process"
-            if by_kernel:
-                message = f"killed by the kernel in {self._stage}: the machine ran out of memory"
             asked = next(filter(None, map(asked_bytes, reversed(lines))), None)
             return Failure(
                 kind="out_of_memory", phase=self._stage, message=message, asked_bytes=asked, last_lines=lines
             )
         how = f"killed by {_signal_name(-code)}" if code < 0 else f"left with exit code {code}"
         message = f"the process {'was ' if code < 0 else ''}{how} in {self._stage}"
+        return Failure(kind="crash", phase=self._stage, message=message, last_lines=lines)
+
+    def _killed(self, lines: tuple[str, ...]) -> Failure:
+        """By the kernel, short of memory, if it counted such a kill since this cell's turn began: it ends a cell before others
+        (oom_score_adj). Else by anybody, which says nothing of the cell."""
+        before, now = self._kernel_kills, out_of_memory_kills()
+        if before and now and now.count > before.count:
+            message = f"killed by the kernel in {self._stage}: out of memory, by the count of the {now.counted_by}"
+            return Failure(kind="out_of_memory", phase=self._stage, message=message, last_lines=lines)
+        counted = "the kernel counted no out-of-memory kill" if now else "this system counts no out-of-memory kills"
+        message = f"killed by SIGKILL in {self._stage}: by whom is not known; {counted}"
         return Failure(kind="crash", phase=self._stage, message=message, last_lines=lines)
 
     def _last_lines(self) -> tuple[str, ...]:

@@ -3,12 +3,12 @@
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.fields import nearest
+from trainstep.config.import_path import python_command
 from trainstep.measure.nvml import Driver, read_driver
 from trainstep.records.record import Environment
 
@@ -65,7 +65,7 @@ def usable_device(
 
 def probe_device(timeout_s: float = 120.0) -> Probe:
     """Import torch in a child process and ask it. Never raises: a crash, a hang or an ImportError is the answer."""
-    command = [sys.executable, "-m", _PROBE_MODULE]
+    command = python_command(_PROBE_MODULE)
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainstep.config.import_path import python_command
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain, to_plain
 from trainstep.config.presets import size
@@ -35,7 +36,7 @@ class OutsideBytes:
 def outside_bytes(run: RunConfig, device: torch.device) -> OutsideBytes | None:
     """Ask a new process on this GPU; None where the driver cannot be asked or the process fails."""
     asked = [json.dumps(to_plain(one_layer(run))), str(device.index or 0)]
-    command = [sys.executable, "-m", "trainstep.measure.empty_process", *asked]
+    command = python_command("trainstep.measure.empty_process", *asked)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         return OutsideBytes(**json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None

@@ -8,6 +8,7 @@ from trainstep.measure.idle_processes import IdleProcesses
 from trainstep.measure.interleave import run_interleaved
 from trainstep.measure.round_parts import RoundParts
 from trainstep.measure.runner import CellRun, Limits, run_alone
+from trainstep.measure.temporary_folder import remove_abandoned
 from trainstep.records.record import Record
 
 
@@ -20,6 +21,7 @@ def run_groups(
     any failure the next cell has a fresh process. `kept`: where variants that run in rounds keep what each round gave, until
     the next group is asked for: whoever asks has stored the records by then. Closing the iterator ends whatever runs.
     """
+    remove_abandoned()  # by an earlier driver that was killed
     idle = IdleProcesses()
     try:
         for group in groups:

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import math
+import shlex
 import shutil
 import subprocess
 import uuid
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.config.cell import Cell, group_name
+from trainstep.config.import_path import python
 from trainstep.measure.executor_slurm_job import part_path, run_group
 from trainstep.measure.runner import Limits
 
@@ -93,7 +95,7 @@ class Submission:
         """Submit every group. ValueError in Slurm's words if it refuses."""
         submitit = _submitit()
         self.folder.mkdir(parents=True)
-        executor = submitit.SlurmExecutor(self.folder)
+        executor = submitit.SlurmExecutor(self.folder, python=shlex.join(python()))
         executor.update_parameters(
             job_name=self.name,
             partition=request.partition,

@@ -8,14 +8,13 @@ while a profiler runs, so the recorded step runs under one that looks at the CPU
 """
 
 import json
-import tempfile
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from trainstep.measure.temporary_folder import TemporaryFolder
 from trainstep.traces.cpu_memory import CpuMemory, cpu_memory
 from trainstep.traces.ledger import MARK
 
@@ -80,8 +79,8 @@ class _CpuHistory:
 
     def stop(self) -> dict[str, Any]:
         self._profile.stop()
-        with tempfile.TemporaryDirectory(prefix="trainstep-memory-") as folder:
-            path = Path(folder) / "trace.json"
+        with TemporaryFolder() as folder:
+            path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))
             self.cpu = cpu_memory(json.loads(path.read_text(encoding="utf-8", errors="replace")))
         return self.cpu.document

@@ -10,10 +10,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainstep.config.import_path import python_command
 from trainstep.config.parsing import to_plain
 from trainstep.config.profile import ProfileConfig
 
@@ -44,7 +44,7 @@ def steps_command(
             else ["--sample=none", "--cpuctxsw=none"]
         ),
         *("--force-overwrite=true", f"--output={str(report.with_suffix('')).replace('%', '%%')}"),  # %p: its process id
-        *(sys.executable, "-m", "trainstep.measure.nsys_steps", json.dumps(to_plain(config))),
+        *python_command("trainstep.measure.nsys_steps", json.dumps(to_plain(config))),
     ]
 
 

@@ -5,11 +5,12 @@ NVTX ranges. It times nothing: nothing that nsys watches is an undisturbed time.
 """
 
 import json
-import os
 import sys
 
 import torch
 
+from trainstep.config.import_path import make_children_safe, search_current_folder
+from trainstep.config.model import UserModel
 from trainstep.config.parsing import from_plain
 from trainstep.config.profile import ProfileConfig
 from trainstep.measure.failures import failure_of
@@ -32,9 +33,12 @@ def run_steps(config: ProfileConfig) -> None:
 
 def main(text: str) -> int:
     """Run a config's steps; a failure as one line that the other side knows by its beginning."""
-    sys.path.insert(0, os.getcwd())
+    make_children_safe()
     try:
-        run_steps(from_plain(ProfileConfig, json.loads(text)))
+        config = from_plain(ProfileConfig, json.loads(text))
+        if isinstance(config.model, UserModel):
+            search_current_folder()
+        run_steps(config)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's model may raise anything)
         message = failure_of(error, "steps").message
         print(f"{SAID}{' '.join(message.split())}", file=sys.stderr, flush=True)

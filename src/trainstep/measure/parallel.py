@@ -15,7 +15,6 @@ tables   ranks, traffic (messages and bytes of a step by operation, counted and 
          buckets and communication (parallel_trace.py)
 """
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_par
 from trainstep.measure.parallel_memory import StepMemory
 from trainstep.measure.parallel_trace import communication_of
 from trainstep.measure.step_trace import keep_trace, record_steps
+from trainstep.measure.temporary_folder import TemporaryFolder
 from trainstep.measure.train_step import TrainStepMeasurement
 from trainstep.measure.workload import Findings, Stage
 from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
@@ -192,8 +192,8 @@ class ParallelMeasurement:
         """Two steps under the profiler: what was sent in the first, when, and how much of it was hidden."""
         if self._config.ranks == 1:
             return {}, {}
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
+        with TemporaryFolder() as folder:
+            path = folder / "trace.json"
             self._record(1, path)  # the profiler's first start is slow
             self._record(_TRACED_STEPS, path)
             facts, tables = communication_of(path, expected, self._collectives)

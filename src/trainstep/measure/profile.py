@@ -9,7 +9,6 @@ tables   kernels classes spans layers attention host outliers verdict alike stal
 """
 
 import statistics
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from trainstep.config.profile import ProfileConfig
 from trainstep.measure.graph_replay import graph_replay_facts
 from trainstep.measure.kept_files import kept_folder
 from trainstep.measure.step_trace import keep_trace, record_steps
+from trainstep.measure.temporary_folder import TemporaryFolder
 from trainstep.measure.train_step import TrainStepMeasurement
 from trainstep.measure.workload import Findings, Measurement, Stage
 from trainstep.records.record import Fact, Samples
@@ -78,8 +78,8 @@ class ProfileMeasurement:
         found = self._timed.finish()
         self._stage("profile")
         self._timed.settle()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
+        with TemporaryFolder() as folder:
+            path = folder / "trace.json"
             self._record(1, path)  # the profiler's first start costs a second, which would fall into the first step
             if self._config.keep_trace is not None:
                 kept = self._keep(path)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from trainstep.config.import_path import check_not_hidden
 from trainstep.records.record import Fact, Samples
 
 Stage = Callable[[str], None]
@@ -74,9 +75,16 @@ _BUILT_IN = {
 }
 
 
+def runs_user_code(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether the user names the workload's module, or that of its model."""
+    return name not in _BUILT_IN or "function" in (config.get("model") or {})
+
+
 def load_workload(name: str) -> Workload:
     """The workload of that name, imported now."""
     module, _, attribute = _BUILT_IN.get(name, name).partition(":")
+    if name not in _BUILT_IN:
+        check_not_hidden("workload", module)
     workload: Workload | None = getattr(importlib.import_module(module), attribute, None)
     if workload is None:
         raise ImportError(f"workload: {module} has no {attribute!r}")

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from typing import Any
 
+from trainstep.config.import_path import python_command
+
 _LARGEST_GROWTH = 100
 """Bytes in memory for one of the pickle: an empty dict takes 64 and its place in a list 8."""
 _SPARE_BYTES = 2**30
@@ -34,7 +36,7 @@ _DAMAGED = (
 
 def plain_pickle(content: bytes) -> Any:
     """What the pickle holds. ValueError for a damaged or a hostile one. [Note: the trial]"""
-    command = [sys.executable, "-m", "trainstep.traces.plain_pickle"]
+    command = python_command("trainstep.traces.plain_pickle")
     try:
         trial = subprocess.run(command, input=content, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainstep.config.import_path import check_not_hidden
 from trainstep.config.run import RunConfig
 from trainstep.training.batches import NextBatch
 
@@ -16,6 +17,7 @@ def build_user_model(function: str, run: RunConfig, device: torch.device) -> tup
     ImportError if it cannot be imported; ValueError if it is no function or returns anything else.
     """
     module_name, _, name = function.partition(":")
+    check_not_hidden("model", module_name)
     build: Any = getattr(importlib.import_module(module_name), name, None)
     if not callable(build):
         raise ImportError(f"model: {module_name} has no function {name!r}")
