@@ -228,6 +228,12 @@ def test_who_differs_from_most_comes_first():
     assert run_ranks(2, compare, [0])[0][0] == "x: has shape (3,) on rank 1 and (2,) on rank 0"
 
 
+@pytest.mark.multigpu
+def test_gpus_compare_too():
+    assert run_ranks(2, compare, [], backend="nccl") == [("", {"all_gather": 2 * 32})] * 2
+    assert run_ranks(2, compare, [0], backend="nccl")[1][0] == "x: has shape (3,) on rank 1 and (2,) on rank 0"
+
+
 def test_a_process_on_its_own_compares_nothing():
     def never() -> list[tuple[str, Tensor]]:
         raise AssertionError
