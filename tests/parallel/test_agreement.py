@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from ranks import run_ranks
-from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
+from trainstep.parallel.agreement import ReplicasDisagree, agreed, check_agreement
+from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.ranks import Ranks
 
 DTYPES = [
@@ -160,3 +161,27 @@ def test_bad_input():
         "what: must be of parameters, buffers, gradients, optimizer, not weights",
         "optimizer: must be given for what='optimizer'",
     ]
+
+
+def failing(ranks: Ranks, errors: dict[int, Exception]) -> tuple[str, str]:
+    def work() -> int:
+        if ranks.rank in errors:
+            raise errors[ranks.rank]
+        return ranks.rank
+
+    try:
+        return "fine", str(agreed(work, Collectives(ranks)))
+    except Exception as error:  # noqa: BLE001  (which it is is the question)
+        return type(error).__name__, str(error)
+
+
+def test_what_fails_on_one_rank_fails_on_all():
+    assert run_ranks(3, failing, {}) == [("fine", "0"), ("fine", "1"), ("fine", "2")]
+    other = ("ValueError", "x: is bad (found by rank 1)")
+    assert run_ranks(3, failing, {1: ValueError("x: is bad")}) == [other, ("ValueError", "x: is bad"), other]
+    assert run_ranks(3, failing, {1: ValueError("x: is bad"), 2: KeyError("y")})[2] == other
+    assert run_ranks(2, failing, {0: KeyError("y")}) == [
+        ("KeyError", "'y'"),
+        ("RuntimeError", "rank 0 failed: KeyError: 'y'"),
+    ]
+    assert run_ranks(2, failing, {0: PermissionError(13, "no")})[1] == ("OSError", "[Errno 13] no (found by rank 0)")

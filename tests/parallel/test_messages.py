@@ -52,7 +52,10 @@ def flat_bytes(sizes: list[int], element_bytes: int) -> int:
     return element_bytes * (sum(map(aligned, sizes)) + len(sizes))
 
 
-START = {"broadcast": (PARAMETERS + 1, 4 * (ELEMENTS + BUFFER))}
+START = {
+    "all_gather": (1, 3 * 32),  # a hash a rank of what it wraps
+    "broadcast": (PARAMETERS + 1, 4 * (ELEMENTS + BUFFER)),
+}
 EXPECTED = {
     "naive": (PARAMETERS + 1, 4 * ELEMENTS + USAGE),
     "overlapped": (PARAMETERS + 1, 4 * ELEMENTS + USAGE),

@@ -1,4 +1,4 @@
-"""Whether what should be equal on all ranks is, to the bit: hashes are compared, not tensors.
+"""Whether what should be equal on all ranks is, to the bit: hashes are compared, not tensors. And whether all ranks succeeded.
 
     hash = sum of bits_i w_i  modulo 2^64, twice, with two rows of odd weights that depend on the position i alone
 
@@ -9,7 +9,8 @@ element that differs always shows. Several must cancel in both sums at once to e
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ _CHUNK = 2**22
 _MULTIPLIERS = ((-0x61C8864680B583EB, -0x40A7B892E31B1A47), (-0x4B47D0C5A7ECB3F5, -0x6B2FB644ECCEEE15))
 """Two pairs of large odd numbers, for weights that look random (Steele 2014 and others use the like)."""
 
+_T = TypeVar("_T")
+
 
 class ReplicasDisagree(RuntimeError):
     """`differing`: the ranks that differ from the majority, by tensor; all ranks where there is no majority."""
@@ -31,6 +34,35 @@ class ReplicasDisagree(RuntimeError):
     def __init__(self, message: str, differing: dict[str, list[int]]) -> None:
         super().__init__(message)
         self.differing = differing
+
+
+def agreed(work: Callable[[], _T], collectives: Collectives) -> _T:
+    """What `work` returned on this rank, once it is known that it failed on none; else an exception on every rank.
+
+    A rank that fails alone would leave the others waiting for it in their next collective. `work` itself must use none. Every rank
+    raises what failed on the first rank that has an error: a ValueError or OSError as such, else a RuntimeError that quotes it.
+    """
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as raised:  # noqa: BLE001  (the other ranks must know of any)
+        error = raised
+    kind = next((known.__name__ for known in _KINDS_OF_ERRORS if isinstance(error, known)), type(error).__name__)
+    outcomes = [json.loads(text) for text in collectives.gather_texts(json.dumps(error and [kind, str(error)]))]
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None:
+            continue
+        if rank == collectives.ranks.rank and error is not None:
+            raise error
+        first_kind, sentence = outcome
+        for known in _KINDS_OF_ERRORS:
+            if known.__name__ == first_kind:
+                raise known(f"{sentence} (found by rank {rank})")
+        raise RuntimeError(f"rank {rank} failed: {first_kind}: {sentence}")
+    return result
+
+
+_KINDS_OF_ERRORS = (FileExistsError, OSError, ValueError)
 
 
 @torch.no_grad()

@@ -2,19 +2,24 @@
 
 Every parameter, and every tensor of optimizer state like it, is stored flat under its own name, a rank's piece as the range of
 elements that it is; torch.distributed.checkpoint puts together at loading what a rank needs. Buffers and single numbers of the
-state are written by one rank, hyperparameters as JSON beside. Nothing is pickled by us; the metadata, which torch pickles, is
-read by an unpickler that knows its classes and no others, and tensors with weights_only.
+state are written by one rank, hyperparameters as JSON beside. A manifest with checksums comes last (checkpoint_files.py).
+
+[Note: all ranks or none]
+What a rank does by itself (look at the folder, read, verify) it does inside `agreed`: an error of one rank is raised by all, and
+none waits in a collective for a rank that has left. Whatever can be wrong with a checkpoint is found before the first tensor of
+module or optimizer changes.
 """
 
-import io
 import json
-import pickle
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -24,31 +29,32 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from trainstep.parallel import checkpoint_files as files
+from trainstep.parallel.agreement import agreed
+from trainstep.parallel.checkpoint_hyperparameters import (
+    read_hyperparameters,
+    set_hyperparameters,
+    write_hyperparameters,
+)
+from trainstep.parallel.checkpoint_metadata import HAS_MANIFEST, check_stored, read_metadata
 from trainstep.parallel.fsdp import FSDP
 
-_HYPERPARAMETERS = "optimizer.json"
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size", "device"),
-    "pathlib": ("PosixPath", "Path", "PurePosixPath"),
-    "collections": ("OrderedDict",),
-}
+_State = dict[Tensor, dict[str, Any]]
+"""An optimizer's, by parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,52 +72,134 @@ class _Piece:
 
 
 def save_checkpoint(folder: str | Path, sync: FSDP, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write module and optimizer. Every rank calls it. FileExistsError for a folder with a checkpoint in it."""
+    """Write module and optimizer. Every rank calls it; when it returns the disk has a whole checkpoint.
+
+    A save that is interrupted, at whatever moment, leaves a folder that load_checkpoint refuses and the next save takes over.
+    FileExistsError for a folder with a checkpoint, or a file of such a name, in it; OSError where a rank cannot write. Either is
+    raised on every rank.
+    """
     folder = Path(folder)
-    if (folder / ".metadata").exists():
-        raise FileExistsError(f"{folder} holds a checkpoint; name another folder, or remove that one first")
-    sync.collectives.barrier()  # before any rank writes, all have looked
+    agreed(lambda: _begin(folder, optimizer) if sync.ranks.is_first else None, sync.collectives)
     for unit in sync.units:
         unit.reshard()
-    pieces = {**_module_pieces(sync), **(_optimizer_pieces(sync, optimizer) if optimizer else {})}
-    if sync.ranks.is_first and optimizer is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _HYPERPARAMETERS).write_text(json.dumps(_hyperparameters(optimizer)))
-    save(
-        dict(pieces),
-        storage_writer=FileSystemWriter(folder),
-        planner=_SavePieces(pieces),
-        process_group=sync.ranks.group,
-        no_dist=sync.ranks.group is None,
-    )
+    pieces = {**_module_pieces(sync), **(_optimizer_pieces(sync, optimizer.state) if optimizer else {})}
+    writer = _Writer(folder)
+    try:
+        save(
+            dict(pieces),
+            storage_writer=writer,
+            planner=_SavePieces(pieces),
+            process_group=sync.ranks.group,
+            no_dist=sync.ranks.group is None,
+        )
+    except CheckpointException as failed:
+        rank, error = _first_failure(failed)
+        raise OSError(f"{folder}: rank {rank} could not write: {error}; no checkpoint is there now") from error
+    told = [json.loads(text) for text in sync.collectives.gather_texts(json.dumps(writer.checksums))]
+    checksums = {name: checksum for of_rank in told for name, checksum in of_rank.items()}
+    agreed(lambda: files.finish(folder, checksums) if sync.ranks.is_first else None, sync.collectives)
 
 
 def load_checkpoint(folder: str | Path, sync: FSDP, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Read module and optimizer, written by any number of ranks. Every rank calls it.
 
-    ValueError, naming it, for a parameter that the checkpoint lacks or has in another size, and for a file that is none.
+    Everything is verified first: each rank reads its share of the files once for their checksums. ValueError on every rank, and
+    nothing has changed: for a file that is missing or damaged, named; for an interrupted save; for a parameter that the checkpoint
+    lacks or has in another size, and hyperparameters that are not the optimizer's.
+
+    A checkpoint without a manifest, of an earlier version, is read with a warning: its tensors are compared with the CRC-32 that
+    torch wrote beside them, and nothing says whether its files belong together.
     """
     folder = Path(folder)
-    reader = _Reader(folder)
-    metadata = reader.read_metadata()
     for unit in sync.units:
         unit.reshard()
+    verified = agreed(lambda: _verify(folder, sync, optimizer), sync.collectives)
+    if not verified.has_manifest and sync.ranks.is_first:
+        warnings.warn(
+            f"{folder}: has no manifest, as earlier versions wrote it, so damage to its metadata or {files.HYPERPARAMETERS} may "
+            "go unseen; save it anew",
+            stacklevel=2,
+        )
+    try:
+        load(
+            dict(verified.pieces),
+            storage_reader=_Reader(folder, verified.metadata),
+            planner=_LoadPieces(verified.pieces),
+            process_group=sync.ranks.group,
+            no_dist=sync.ranks.group is None,
+        )
+    except CheckpointException as failed:
+        rank, error = _first_failure(failed)
+        raise ValueError(
+            f"{folder}: rank {rank} could not read what it had verified: {error}; the module is loaded in part"
+        ) from error
     if optimizer is not None:
-        _make_state(folder, metadata, sync, optimizer)
-    pieces = {**_module_pieces(sync), **(_optimizer_pieces(sync, optimizer) if optimizer else {})}
+        for _, parameter, _, _ in sync.placed():
+            optimizer.state.pop(parameter, None)
+        optimizer.state.update(verified.state)
+        set_hyperparameters(optimizer, verified.hyperparameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verified:
+    """A checkpoint that fits, and where its tensors go."""
+
+    metadata: Metadata
+    pieces: dict[str, "_Piece"]
+    state: _State
+    """For the optimizer, still to be filled."""
+    hyperparameters: list[dict[str, Any]]
+    has_manifest: bool
+
+
+def _begin(folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
+    files.begin(folder)
+    if optimizer is not None:
+        files.write_to_disk(folder / files.HYPERPARAMETERS, write_hyperparameters(optimizer))
+
+
+def _verify(folder: Path, sync: FSDP, optimizer: torch.optim.Optimizer | None) -> _Verified:
+    """Everything that can be wrong, looked at by this rank for its part; changes nothing."""
+    checksums = files.read_manifest(folder)
+    metadata = read_metadata(folder, checksums)
+    if checksums is not None:
+        files.check_parts(folder, checksums, sync.ranks.rank, sync.ranks.world_size)
+    else:
+        check_stored(folder, metadata, sync.ranks.rank, sync.ranks.world_size)
+    content = files.read_checked(folder, files.HYPERPARAMETERS, checksums)
+    pieces = _module_pieces(sync)
+    state: _State = {}
+    hyperparameters: list[dict[str, Any]] = []
+    if optimizer is not None:
+        if content is None:
+            raise ValueError(f"{folder}: holds no optimizer; load the module alone")
+        hyperparameters = read_hyperparameters(folder / files.HYPERPARAMETERS, content, optimizer)
+        state = _empty_state(metadata, sync)
+        pieces |= _optimizer_pieces(sync, state)
     for name, piece in pieces.items():
+        if not piece.numel:  # nothing is stored of it
+            continue
         stored = metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"{folder}: has no {name}")
         if stored.size.numel() != piece.numel:
             raise ValueError(f"{folder}: {name} has {stored.size.numel()} elements, and the module's {piece.numel}")
-    load(
-        dict(pieces),
-        storage_reader=reader,
-        planner=_LoadPieces(pieces),
-        process_group=sync.ranks.group,
-        no_dist=sync.ranks.group is None,
+    return _Verified(
+        metadata=metadata,
+        pieces=pieces,
+        state=state,
+        hyperparameters=hyperparameters,
+        has_manifest=checksums is not None,
     )
+
+
+def _first_failure(failed: CheckpointException) -> tuple[int, BaseException]:
+    """The first rank that failed and why. Ctrl-C, which torch keeps as a failure, is raised again."""
+    for error, _ in failed.failures.values():
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+    rank = min(failed.failures)
+    return rank, failed.failures[rank][0]
 
 
 def _module_pieces(sync: FSDP) -> dict[str, _Piece]:
@@ -125,11 +213,11 @@ def _module_pieces(sync: FSDP) -> dict[str, _Piece]:
     return pieces
 
 
-def _optimizer_pieces(sync: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, _Piece]:
+def _optimizer_pieces(sync: FSDP, state: Mapping[Tensor, dict[str, Any]]) -> dict[str, _Piece]:
     """State like a parameter in pieces; single numbers whole."""
     pieces = {}
     for name, parameter, unit, index in sync.placed():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
             first = unit.ends(index)[0]
@@ -140,38 +228,37 @@ def _optimizer_pieces(sync: FSDP, optimizer: torch.optim.Optimizer) -> dict[str,
     return pieces
 
 
-def _make_state(folder: Path, metadata: Metadata, sync: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """Empty state for what the checkpoint has of each piece, and its hyperparameters."""
-    try:
-        saved = json.loads((folder / _HYPERPARAMETERS).read_text())
-    except (OSError, ValueError):
-        raise ValueError(f"{folder}: holds no optimizer; load the module alone") from None
-    if len(saved) != len(optimizer.param_groups):
-        raise ValueError(
-            f"{folder}: has {len(saved)} parameter groups, and the optimizer {len(optimizer.param_groups)}"
-        )
-    for group, options in zip(optimizer.param_groups, saved, strict=True):
-        group.update({name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+def _empty_state(metadata: Metadata, sync: FSDP) -> _State:
+    """Room for what the checkpoint has of this rank's pieces."""
+    stored_state: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for stored_name, stored in metadata.state_dict_metadata.items():
+        name, _, key = stored_name.removeprefix("optimizer.").rpartition(".")
+        if stored_name.startswith("optimizer.") and isinstance(stored, TensorStorageMetadata):
+            stored_state.setdefault(name, {})[key] = stored
+    state: _State = {}
     for name, parameter, _, _ in sync.placed():
-        prefix = f"optimizer.{name}."
-        keys = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
-        if not keys or not parameter.numel():
+        if not parameter.numel():
             continue
-        for key in keys:
-            stored = metadata.state_dict_metadata[prefix + key]
-            assert isinstance(stored, TensorStorageMetadata)
+        for key, stored in stored_state.get(name, {}).items():
             like = stored.size.numel() != 1 or key != "step"
-            dtype, shape = stored.properties.dtype, parameter.shape if like else ()
-            device = parameter.device if like else "cpu"
-            optimizer.state[parameter][key] = torch.zeros(shape, dtype=dtype, device=device)
+            shape, device = (parameter.shape, parameter.device) if like else ((), "cpu")
+            tensor = torch.zeros(shape, dtype=stored.properties.dtype, device=device)
+            state.setdefault(parameter, {})[key] = tensor
+    return state
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    plain = (bool, int, float, str, type(None), list, tuple)
-    return [
-        {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}
-        for group in optimizer.param_groups
-    ]
+class _Writer(FileSystemWriter):
+    """Knows the checksums of what this rank wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.checksums: dict[str, str] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        self.checksums = {name: files.checksum(Path(self.path) / name) for name in sorted(names)}
+        return written
 
 
 class _SavePieces(DefaultSavePlanner):
@@ -198,6 +285,10 @@ class _SavePieces(DefaultSavePlanner):
         self.plan = SavePlan(items)
         return self.plan
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, replace(metadata, planner_data=HAS_MANIFEST)
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._pieces[index.fqn].tensor
 
@@ -213,9 +304,9 @@ class _LoadPieces(DefaultLoadPlanner):
         assert self.metadata is not None
         items = []
         for name, piece in self._pieces.items():
-            stored = self.metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
             if piece.tensor.numel():
+                stored = self.metadata.state_dict_metadata[name]
+                assert isinstance(stored, TensorStorageMetadata)
                 items += create_read_items_for_chunk_list(name, stored, [piece.chunk])
         return LoadPlan(items)
 
@@ -224,26 +315,11 @@ class _LoadPieces(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """A checkpoint may come from anywhere: its metadata may name the classes it is made of and nothing else."""
+    """Reads by metadata that has been verified, so not again from the disk."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except FileNotFoundError:
-            raise ValueError(f"{self.path}: is no checkpoint: it has no .metadata") from None
-        except Exception as error:  # noqa: BLE001  (bytes of a stranger may fail in any way)
-            raise ValueError(f"{path}: is no metadata of a checkpoint: {error}") from None
-        if not isinstance(metadata, Metadata):
-            raise ValueError(f"{path}: is no metadata of a checkpoint")
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _METADATA_CLASSES.get(module, ()) or (module == "torch" and name in _DTYPES):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-_DTYPES = frozenset(str(kind).removeprefix("torch.") for kind in vars(torch).values() if isinstance(kind, torch.dtype))
+        return self._metadata

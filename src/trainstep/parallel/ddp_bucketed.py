@@ -39,7 +39,14 @@ class BucketedDDP(ReplicatedGradients):
         bucket_bytes = bytes_of_mib("bucket_mib", bucket_mib)
         first_bucket_bytes = bytes_of_mib("first_bucket_mib", first_bucket_mib)
         last_bucket_bytes = bytes_of_mib("last_bucket_mib", last_bucket_mib)
-        super().__init__(module, ranks)
+        options = {
+            "bucket_mib": bucket_mib,
+            "first_bucket_mib": first_bucket_mib,
+            "last_bucket_mib": last_bucket_mib,
+            "reduce_dtype": reduce_dtype,
+            "keeps_gradient_dtype": keeps_gradient_dtype,
+        }
+        super().__init__(module, ranks, options=options)
         self._plan = plan_buckets(
             self.parameters,
             bucket_bytes=bucket_bytes,

@@ -24,7 +24,8 @@ class FlatDDP(ReplicatedGradients):
         reduce_dtype: torch.dtype | None = None,
         keeps_gradient_dtype: bool = True,
     ) -> None:
-        super().__init__(module, ranks)
+        options = {"reduce_dtype": reduce_dtype, "keeps_gradient_dtype": keeps_gradient_dtype}
+        super().__init__(module, ranks, options=options)
         self._plan = plan_buckets(self.parameters, bucket_bytes=math.inf, dtype=reduce_dtype)
         self.buckets = make_buckets(
             "flat", self.parameters, self._plan, dtype=reduce_dtype, keeps_dtype=keeps_gradient_dtype

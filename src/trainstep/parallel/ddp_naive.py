@@ -17,7 +17,7 @@ class NaiveDDP(ReplicatedGradients):
     def __init__(
         self, module: nn.Module, ranks: Ranks | None = None, *, reduce_dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__(module, ranks)
+        super().__init__(module, ranks, options={"reduce_dtype": reduce_dtype})
         self._reduce_dtype = reduce_dtype
         self._usage = Usage(self.collectives)
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
-from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.ranks import Ranks, ranks_of_default_group
+from trainstep.parallel.same_setup import check_same_setup, named_tensors, names_of, options_of_groups
 from trainstep.parallel.sharded_flat import ShardedGradients
 
 ELEMENT_WISE = frozenset(
@@ -72,6 +74,17 @@ class FlatShardedOptimizer(Optimizer):
         chosen = [dict(group) for group in groups] if groups else [{"params": list(trained)}]
         self._members = [self._indices(group["params"]) for group in chosen]
         self._check_cover(list(trained.values()))
+        ranks = ranks or ranks_of_default_group()
+        options = {
+            "optimizer_cls": optimizer_cls,
+            "units": names_of(module, units),
+            "bucket_mib": bucket_mib,
+            "reduce_dtype": reduce_dtype,
+            **kwargs,
+            **options_of_groups(chosen),
+            **{f"group {number}: parameters": members for number, members in enumerate(self._members)},
+        }
+        check_same_setup(type(self).__name__, named_tensors(module), Collectives(ranks), options=options)
         self.gradient_sync = ShardedGradients(
             module, ranks, units=units, bucket_mib=bucket_mib, reduce_dtype=reduce_dtype
         )

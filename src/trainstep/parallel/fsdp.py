@@ -26,6 +26,7 @@ from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.pass_order import PassOrder, UnitsAt
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.same_setup import names_of
 from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import plan_units
 from trainstep.parallel.usage import Usage
@@ -63,7 +64,14 @@ class FSDP(HookedGradients):
     ) -> None:
         if ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {ahead!r}")
-        super().__init__(module, ranks)
+        options = {
+            "units": names_of(module, units),
+            "compute_dtype": compute_dtype,
+            "reduce_dtype": reduce_dtype,
+            "reshard_after_forward": reshard_after_forward,
+            "ahead": ahead,
+        }
+        super().__init__(module, ranks, options=options)
         self._reshard_after_forward = reshard_after_forward
         plans = plan_units(module, units)
         self._staging = StagingPool(self.ranks.device)

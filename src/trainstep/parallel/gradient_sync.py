@@ -8,7 +8,7 @@ what: used nowhere, a gradient stays None, as in one process; used somewhere, th
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import Collectives, Traffic
 from trainstep.parallel.membership import Membership
 from trainstep.parallel.ranks import Ranks, ranks_of_default_group
+from trainstep.parallel.same_setup import check_same_setup, named_tensors
 
 
 class GradientSync(Protocol):
@@ -60,13 +61,17 @@ class GradientSync(Protocol):
 class HookedGradients(ABC):
     """Base of all: hooks that tell when a gradient is there, and what is checked and remembered around them.
 
-    At the start every parameter and buffer becomes that of rank 0. Tied parameters count once, frozen ones are left alone.
+    At the start ranks compare what they wrap, and how (`options`: what must be equal on all of them): ValueError on every rank
+    where they differ. Then every parameter and buffer becomes that of rank 0. Tied parameters count once, frozen ones are left
+    alone.
     Raises ValueError for a parameter on another device than the ranks', for one that is synchronised already, and at
     `finish_gradient_synchronization` for one that was added, replaced or unfrozen since, by name; where a gradient is sent, for a
     sparse one.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, ranks: Ranks | None = None, *, options: Mapping[str, Any] | None = None
+    ) -> None:
         self.module = module
         self.ranks = ranks or ranks_of_default_group()
         self.collectives = Collectives(self.ranks)
@@ -79,12 +84,13 @@ class HookedGradients(ABC):
         self._syncing = True
         _check_device(module, self.ranks)
         _check_not_wrapped(module)
+        check_same_setup(type(self).__name__, named_tensors(module), self.collectives, options=options)
         broadcast_state(module, self.collectives)
         self._take_up([named for named in module.named_parameters() if named[1].requires_grad])
 
     @property
     def traffic(self) -> Traffic:
-        """Messages and bytes sent so far, the parameters' broadcast at the start included."""
+        """Messages and bytes sent so far, the comparison and the broadcast at the start included."""
         return self.collectives.traffic
 
     @contextmanager

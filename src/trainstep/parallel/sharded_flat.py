@@ -29,6 +29,7 @@ from trainstep.parallel.gradient_shards import GradientShards
 from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.same_setup import check_same_setup, names_of
 from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import UnitPlan, merged_units, plan_units
 from trainstep.parallel.usage import Usage
@@ -58,7 +59,8 @@ class ShardedGradients(HookedGradients):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         most_bytes = bytes_of_mib("bucket_mib", bucket_mib)
-        super().__init__(module, ranks)
+        options = {"units": names_of(module, units), "bucket_mib": bucket_mib, "reduce_dtype": reduce_dtype}
+        super().__init__(module, ranks, options=options)
         self._reduce_dtype = reduce_dtype
         self._staging = StagingPool(self.ranks.device)
         self._units: list[_FlatUnit] = []
@@ -73,7 +75,8 @@ class ShardedGradients(HookedGradients):
     def adopt(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """Take up parameters of the module that were frozen until now; they make units of their own. Their indices.
 
-        Every rank must adopt the same. ValueError for one that is not the module's, is frozen, or known already.
+        Every rank must adopt the same, else ValueError on every rank. ValueError too for one that is not the module's, is frozen,
+        or known already.
         """
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         for parameter in parameters:
@@ -84,6 +87,7 @@ class ShardedGradients(HookedGradients):
             ):
                 name = names.get(parameter, "a parameter")
                 raise ValueError(f"{name}: must be a parameter of the wrapped module, trained, and not known yet")
+        check_same_setup("adopt", [(names[parameter], parameter) for parameter in parameters], self.collectives)
         first = len(self.parameters)
         self._take_up([(names[parameter], parameter) for parameter in parameters])
         kinds = dict.fromkeys(parameter.dtype for parameter in parameters)

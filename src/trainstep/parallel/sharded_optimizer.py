@@ -16,6 +16,7 @@ from trainstep.parallel.collectives import DONE, Collectives, Pending, Traffic
 from trainstep.parallel.flat_buffer import FlatBuffer
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.ranks import Ranks, ranks_of_default_group
+from trainstep.parallel.same_setup import check_same_setup, named_in_groups, options_of_groups
 from trainstep.parallel.sharded_state import gather_state, own_part
 
 _NOT_OPTIONS = ("params", "param_names")
@@ -38,7 +39,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `optimizer_cls(parameter_groups, **kwargs)` makes the rank's own optimizer. What it does to one parameter must not depend on
     others: not LBFGS. Parameters begin equal on all ranks, as after wrapping the module for gradient synchronisation. A closure is
     called once a step, before the update, on every rank. Schedulers, hooks and `add_param_group` work as in any optimizer; hooks
-    that torch keeps for all optimizers are called for the rank's own one too. `state` holds what this rank owns.
+    that torch keeps for all optimizers are called for the rank's own one too. `state` holds what this rank owns. Parameters, groups
+    and options must be the same on all ranks, else ValueError on every rank.
     """
 
     def __init__(
@@ -59,6 +61,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._messages: list[_Message] | None = None
         self._local: torch.optim.Optimizer | None = None
         super().__init__(params, {})
+        self._check_same(
+            self.param_groups, {"optimizer_cls": optimizer_cls, "pack_below_mib": pack_below_mib, **kwargs}
+        )
         self._assign([parameter for group in self.param_groups for parameter in group["params"]])
         self._local = optimizer_cls([self._share(group) for group in self.param_groups], **kwargs)
         self.defaults = self._local.defaults
@@ -86,9 +91,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [self._owners[parameter] for group in self.param_groups for parameter in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Further parameters, given to whoever has least so far. Every rank must add the same."""
+        """Further parameters, given to whoever has least so far. Every rank must add the same, else ValueError on every rank."""
         super().add_param_group(param_group)
         if self._local is not None:
+            self._check_same(self.param_groups[-1:], {})
             self._assign(self.param_groups[-1]["params"])
             self._local.add_param_group(self._share(self.param_groups[-1]))
             self._messages = None
@@ -162,6 +168,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _own(self) -> torch.optim.Optimizer:
         assert self._local is not None
         return self._local
+
+    def _check_same(self, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
+        options |= options_of_groups(groups)
+        check_same_setup(type(self).__name__, named_in_groups(groups), self.collectives, options=options)
 
     def _assign(self, parameters: Sequence[Tensor]) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]

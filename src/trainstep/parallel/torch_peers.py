@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.gradient_sync import broadcast_state
 from trainstep.parallel.ranks import Ranks, ranks_of_default_group
+from trainstep.parallel.same_setup import check_same_setup, named_in_groups, named_tensors, names_of
 from trainstep.parallel.units import plan_units
 
 if TYPE_CHECKING:
@@ -42,16 +43,21 @@ class TorchDDP:
         broadcast_buffers: bool = False,
     ) -> None:
         self.ranks = _in_a_group(ranks)
-        broadcast_state(module, Collectives(self.ranks))  # without broadcast_buffers torch leaves buffers as they are
+        collectives = Collectives(self.ranks)
+        options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "broadcast_buffers": broadcast_buffers,
+        }
+        check_same_setup(type(self).__name__, named_tensors(module), collectives, options=options)
+        broadcast_state(module, collectives)  # without broadcast_buffers torch leaves buffers as they are
         self._ddp = DistributedDataParallel(
             module,
             device_ids=None if self.ranks.device.type == "cpu" else [self.ranks.device],
             process_group=self.ranks.group,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            broadcast_buffers=broadcast_buffers,
+            **options,
         )
         self.module: nn.Module = self._ddp
 
@@ -93,7 +99,15 @@ class TorchFSDP2:
     ) -> None:
         self.ranks = _in_a_group(ranks)
         self.module = module
-        broadcast_state(module, Collectives(self.ranks))
+        collectives = Collectives(self.ranks)
+        options = {
+            "units": names_of(module, units),
+            "reshard_after_forward": reshard_after_forward,
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+        }
+        check_same_setup(type(self).__name__, named_tensors(module), collectives, options=options)
+        broadcast_state(module, collectives)
         mesh = DeviceMesh.from_group(self.ranks.group, self.ranks.device.type)  # type: ignore[arg-type]
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         blocks = dict.fromkeys(plan.triggers[0] for plan in plan_units(module, units))
@@ -137,8 +151,11 @@ def torch_zero(
     """torch's ZeroRedundancyOptimizer, the peer of ShardedOptimizer, beside any gradient synchronisation."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles with TorchScript, and warns that it does
 
-    group = _in_a_group(ranks).group
-    return ZeroRedundancyOptimizer(params, optimizer_cls, process_group=group, **kwargs)  # type: ignore[arg-type]
+    ranks = _in_a_group(ranks)
+    parameters = list(params)
+    tensors = named_in_groups([{"params": parameters}])
+    check_same_setup("torch_zero", tensors, Collectives(ranks), options={"optimizer_cls": optimizer_cls, **kwargs})
+    return ZeroRedundancyOptimizer(parameters, optimizer_cls, process_group=ranks.group, **kwargs)  # type: ignore[arg-type]
 
 
 def _in_a_group(ranks: Ranks | None) -> Ranks:

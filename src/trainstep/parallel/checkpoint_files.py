@@ -1,0 +1,160 @@
+"""The files in a checkpoint's folder, and the manifest that says whether they are whole.
+
+    __R_N.distcp       what rank R wrote
+    .metadata          where in those files each tensor is, written by torch.distributed.checkpoint
+    optimizer.json     hyperparameters, if an optimizer was saved
+    manifest.sha256    a checksum for each of them; `sha256sum --check manifest.sha256` reads it too
+
+The manifest is written last and by a rename, so a folder with a manifest is a whole checkpoint. While a save runs the folder holds
+`manifest.sha256.partial`, and so does a folder whose save was interrupted: it cannot be loaded, and the next save into it removes
+what was left there. Checksums find damage, not forgery: whoever can write a part can write a manifest for it.
+
+SHA-256 runs at 1.7 GB/s on a core with SHA instructions (AMD EPYC), 0.4 GB/s without, CRC-32 at 2.6 GB/s. Each rank hashes what it
+wrote, and at loading its share of all parts, so that ranks work side by side.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+HYPERPARAMETERS = "optimizer.json"
+METADATA = ".metadata"
+MANIFEST = "manifest.sha256"
+_UNFINISHED = f"{MANIFEST}.partial"
+_PART = re.compile(r"__\d+_\d+\.distcp")
+_LEFTOVERS = (METADATA, f"{METADATA}.tmp", HYPERPARAMETERS)
+_FIRST_LINE = "# trainstep checkpoint 1"
+_LAST_LINE = "# sha256 of the lines above: "
+_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
+
+
+def is_part(name: object) -> bool:
+    """Whether a part may have this name. Such a name stays inside the folder."""
+    return isinstance(name, str) and _PART.fullmatch(name) is not None
+
+
+def begin(folder: Path) -> None:
+    """Mark the folder as one whose save is not finished, and remove what an interrupted save left there.
+
+    FileExistsError for a folder with a checkpoint, or with a file that a checkpoint would overwrite, and for a file of that name.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; name a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = sorted(path.name for path in folder.iterdir() if is_part(path.name) or path.name in _LEFTOVERS)
+    if (folder / MANIFEST).exists() or (METADATA in ours and not (folder / _UNFINISHED).exists()):
+        raise FileExistsError(f"{folder} holds a checkpoint; name another folder, or remove that one first")
+    if ours and not (folder / _UNFINISHED).exists():
+        raise FileExistsError(f"{folder} holds {ours[0]}, which a checkpoint would overwrite; name another folder")
+    (folder / _UNFINISHED).touch()
+    _to_disk(folder)
+    for name in ours:
+        (folder / name).unlink()
+
+
+def write_to_disk(path: Path, content: str) -> None:
+    """Write a file; when this returns the disk has its content."""
+    with path.open("w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def finish(folder: Path, checksums: Mapping[str, str]) -> None:
+    """Write the manifest. `checksums` of parts, by name; those of the other files are added here."""
+    others = {name: checksum(folder / name) for name in (METADATA, HYPERPARAMETERS) if (folder / name).exists()}
+    write_to_disk(folder / _UNFINISHED, manifest_text({**others, **checksums}))
+    _to_disk(folder)  # the names of the files, before the name that vouches for them
+    (folder / _UNFINISHED).rename(folder / MANIFEST)
+    _to_disk(folder)
+
+
+def manifest_text(checksums: Mapping[str, str]) -> str:
+    """What the manifest says of files with these checksums."""
+    lines = [_FIRST_LINE, *(f"{checksums[name]}  {name}" for name in sorted(checksums))]
+    text = "".join(f"{line}\n" for line in lines)
+    return f"{text}{_LAST_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def read_manifest(folder: Path) -> dict[str, str] | None:
+    """Checksums by file; None for a checkpoint of a version that wrote no manifest.
+
+    ValueError for a folder whose save was interrupted, one that holds no checkpoint, and a manifest that is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        if (folder / _UNFINISHED).exists():
+            raise ValueError(f"{folder}: its save was interrupted, so it is no whole checkpoint; load an earlier one")
+        if not (folder / METADATA).exists():
+            raise ValueError(f"{folder}: is no checkpoint: it has no {METADATA}")
+        return None
+    text = _read(path).decode(errors="replace")
+    checksums = {line[2]: line[1] for line in map(_LINE.fullmatch, text.split("\n")) if line is not None}
+    if text != manifest_text(checksums):
+        raise ValueError(f"{path}: is damaged; load another checkpoint")
+    if METADATA not in checksums or any(name not in _LEFTOVERS and not is_part(name) for name in checksums):
+        raise ValueError(f"{path}: lists files that are not a checkpoint's; load another checkpoint")
+    return checksums
+
+
+def checksum(path: Path) -> str:
+    """The file's SHA-256. ValueError where it is missing or cannot be read."""
+    _check_is_file(path)
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}; load another checkpoint") from None
+
+
+def check_parts(folder: Path, checksums: Mapping[str, str], rank: int, world_size: int) -> None:
+    """Compare this rank's share of the parts with the manifest. ValueError naming one that is missing or damaged."""
+    parts = sorted(filter(is_part, checksums))
+    for name in parts:
+        _check_is_file(folder / name)
+    for name in parts[rank::world_size]:
+        _compare(folder / name, checksum(folder / name), checksums[name])
+
+
+def read_checked(folder: Path, name: str, checksums: Mapping[str, str] | None) -> bytes | None:
+    """The content of a small file, compared with the manifest if there is one; None where there should be no such file.
+
+    ValueError for a file that is missing or damaged.
+    """
+    path = folder / name
+    if (checksums is None and not path.exists()) or (checksums is not None and name not in checksums):
+        return None
+    content = _read(path)
+    if checksums is not None:
+        _compare(path, hashlib.sha256(content).hexdigest(), checksums[name])
+    return content
+
+
+def _compare(path: Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise ValueError(f"{path}: is damaged: its checksum is not the manifest's; load another checkpoint")
+
+
+def _read(path: Path) -> bytes:
+    _check_is_file(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}; load another checkpoint") from None
+
+
+def _check_is_file(path: Path) -> None:
+    """Also because a pipe or a device would be read without end."""
+    if not path.is_file():
+        raise ValueError(f"{path}: is {'no file' if path.exists() else 'missing'}; load another checkpoint")
+
+
+def _to_disk(folder: Path) -> None:
+    """Have the disk know the names that the folder holds."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
