@@ -92,15 +92,21 @@ def test_what_a_kill_leaves_is_gone_at_the_next_start(tmp_path: Path):
 
 
 def test_what_other_processes_write_now_is_left_alone(tmp_path: Path):
-    others = [
-        tmp_path / f".a.{os.getpid()}-0123abcd.partial",
-        tmp_path / ".a.partial",
-        tmp_path / "a.1-0123abcd.partial",
-    ]
-    for other in others:
-        other.touch()
-    write(tmp_path / "a")
-    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "a"])
+    """Here or on another machine, of whose processes nothing is known here; and what somebody else gave such an ending."""
+    with whole_file(tmp_path / "here") as file:
+        file.write(NEW)
+        [here] = tmp_path.iterdir()
+        machine = here.name.split(".")[2].split("-")[0]
+        there = tmp_path / f".there.{int(machine, 16) ^ 1:08x}-4999999-0123abcd.partial"
+        others = [there, tmp_path / ".a.partial", tmp_path / "a.partial"]
+        for other in others:
+            other.touch()
+        write(tmp_path / "a")
+        assert sorted(tmp_path.iterdir()) == sorted([here, *others, tmp_path / "a"])
+    os.utime(there, (0, 0))
+    remove_leftovers(tmp_path)
+    assert not there.exists(), "nobody has written to it for an hour"
+    assert (tmp_path / "here").read_bytes() == NEW
 
 
 def test_a_symbolic_link_stays_and_its_file_is_replaced(tmp_path: Path):

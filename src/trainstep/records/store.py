@@ -159,7 +159,9 @@ class Store:
                     self.path.unlink()  # nothing was finished: leave nothing behind
 
     def _parse(self, line: bytes, number: int) -> Record:
-        corrupt = f"{self.path}: line {number} is corrupt; remove it to keep the others"
+        corrupt = (
+            f"{self.path}: line {number} is corrupt, or no record; remove it to keep the others, or name another file"
+        )
         try:
             plain = json.loads(line, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):

@@ -6,8 +6,9 @@
 Every file that a verb writes goes through here, but for records, which are appended (records/store.py).
 
 [Note: a kill at any moment] Until the neighbour is renamed the old content stays. An error, such as a full disk, removes the
-neighbour at once. What a kill leaves has the writer's process id in its name: whatever next writes into that folder, or checks
-that it can, removes it.
+neighbour at once. What a kill leaves has the writer's machine and process id in its name: whatever next writes into that folder,
+or checks that it can, removes it. Jobs on other nodes may be writing into the same folder, and nothing shows here whether they
+still run: what carries another machine's name goes once nobody has written to it for an hour.
 """
 
 import errno
@@ -15,12 +16,15 @@ import os
 import re
 import secrets
 import stat
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_NEIGHBOUR = re.compile(r"\..*\.(\d{1,7})-[0-9a-f]{8}\.partial", re.DOTALL)
+_NEIGHBOUR = re.compile(r"\..*\.([0-9a-f]{8})-(\d{1,7})-[0-9a-f]{8}\.partial", re.DOTALL)
+_ABANDONED_S = 3600
 _KEPT_CHARACTERS = 50
 """How much of a file's name its neighbour's holds: at most 200 bytes of the 255 that a name may have."""
 
@@ -68,10 +72,11 @@ def check_writable(path: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Remove the neighbour files in a folder whose writers are no more."""
     for path in folder.iterdir():
-        match = _NEIGHBOUR.fullmatch(path.name)
-        if match and not _is_running(int(match[1])):
-            with suppress(OSError):  # another process may have removed it, or it is another user's
-                path.unlink()
+        if match := _NEIGHBOUR.fullmatch(path.name):
+            with suppress(OSError):  # another process may have removed or renamed it, or it is another user's
+                here = match[1] == _machine() and not _is_running(int(match[2]))
+                if here or time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    path.unlink()
 
 
 def _make_folder(folder: Path) -> None:
@@ -85,7 +90,13 @@ def _target(path: Path) -> Path:
 
 
 def _neighbour(target: Path) -> Path:
-    return target.parent / f".{target.name[:_KEPT_CHARACTERS]}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+    writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return target.parent / f".{target.name[:_KEPT_CHARACTERS]}.{writer}.partial"
+
+
+def _machine() -> str:
+    """Eight characters that tell this machine from others."""
+    return f"{zlib.crc32(os.uname().nodename.encode()):08x}"
 
 
 def _status(target: Path) -> os.stat_result | None:
