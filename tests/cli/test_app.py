@@ -1,6 +1,7 @@
 """What every verb does with errors: one sentence on stderr, exit code 2, no traceback; and the other ways to end."""
 
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -201,6 +202,20 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(app, "build_app", fail)
     assert app.run([]) == 2
     assert capsys.readouterr().err == "trainstep: runs/x.jsonl: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_standard_output_on_a_full_disk_is_named(folder: Path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "trainstep", "report", "good.jsonl"],
+            env={**os.environ, "PYTHONPATH": import_path()},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "trainstep: standard output cannot be written: No space left on device\n"
 
 
 def test_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from trainstep.measure import inspection
 from trainstep.measure.device import Probe
 from trainstep.measure.environment import environment
 from trainstep.records.record import Fact, Failure, Record
+from trainstep.records.store import Store
 
 H200 = {
     "name": "NVIDIA H200",
@@ -211,6 +213,45 @@ def test_a_cpu_is_not_held_against_the_gpus_data_sheet(
     ceilings = as_json(capsys, measure=True, device="cpu")["ceilings"]
     assert ceilings
     assert all(row["of_data_sheet"] is None for row in ceilings)
+
+
+def test_what_was_measured_is_appended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    machine(monkeypatch)
+    monkeypatch.setattr(verb, "measure_ceilings", lambda cells: [record(cell, 1e11) for cell in cells])
+    out = tmp_path / "new" / "ceilings.jsonl"
+    for times in (1, 2):
+        verb.doctor(measure=True, out=out)
+        assert len(Store(out).read()) == times * len(inspection.ceiling_cells("cpu", 0))
+
+
+@pytest.mark.parametrize(
+    "text", ["a note", "a note\n", '{"workload":"mine"}', '{"a": 1}\n', "\0" * 100], ids=lambda text: repr(text[:12])
+)
+def test_a_file_that_holds_no_records_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+):
+    machine(monkeypatch)
+    monkeypatch.setattr(verb, "measure_ceilings", lambda cells: pytest.fail("measured"))
+    out = tmp_path / "notes.jsonl"
+    out.write_text(text)
+    with pytest.raises(ValueError, match=r"notes\.jsonl: line 1"):
+        verb.doctor(measure=True, out=out)
+    assert out.read_text() == text
+
+
+def test_a_store_that_another_process_writes_to_and_what_is_no_file_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    machine(monkeypatch)
+    monkeypatch.setattr(verb, "measure_ceilings", lambda cells: pytest.fail("measured"))
+    out = tmp_path / "runs.jsonl"
+    with Store(out).locked(), pytest.raises(ValueError, match="another trainstep is writing to it"):
+        verb.doctor(measure=True, out=out)
+    for path in (Path("/dev/null"), tmp_path, Path("/")):
+        with pytest.raises(ValueError, match=r"is no regular file|is a folder"):
+            verb.doctor(measure=True, out=path)
 
 
 def test_nothing_is_measured_past_a_problem(monkeypatch: pytest.MonkeyPatch):

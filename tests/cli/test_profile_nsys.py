@@ -84,7 +84,6 @@ def test_failures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], does: str, words: str
 ):
     """`runs`: the recorded process itself fails (no such GPU or no such model), and that is told, not nsys's last line."""
-    (folder / "p.sqlite").write_text("of an earlier run")
     fake_nsys.install(monkeypatch, folder / "bin", does=does, export=folder / "eager.sqlite")
     assert run("--nsys", "--out", "p.jsonl", "--model", "no_such_module:build") == 3
     printed = capsys.readouterr()
@@ -93,6 +92,19 @@ def test_failures(
     assert printed.err.count("\n") == 1
     assert "Kernels by phase" not in printed.out
     assert (folder / "p.nsys-rep").exists() is does.startswith("export")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("name", ["p.sqlite", "p.nsys-rep"])
+def test_a_file_in_the_reports_place_is_left_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+):
+    (folder / name).write_text("somebody's")
+    log = fake_nsys.install(monkeypatch, folder / "bin", export=folder / "eager.sqlite")
+    assert run("--nsys", "--out", "p.jsonl") == 2
+    assert f"out: {name} is there already" in capsys.readouterr().err
+    assert (folder / name).read_text() == "somebody's"
+    assert not log.exists(), "nothing was run"
 
 
 @pytest.mark.usefixtures("on_a_gpu")

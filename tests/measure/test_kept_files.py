@@ -1,13 +1,15 @@
-"""A folder for kept files is made and tried before anything is measured."""
+"""A folder for kept files is made and tried before anything is measured, and a file in it is there whole or not at all."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from full_disk import largest_file
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.parsing import to_plain
 from trainstep.config.presets import size
-from trainstep.measure.kept_files import kept_folder
+from trainstep.measure.kept_files import kept_file, kept_folder
 from trainstep.measure.step_memory import WORKLOAD
 
 
@@ -30,3 +32,27 @@ def test_a_cell_that_cannot_keep_its_snapshot_is_not_measured(tmp_path: Path):
     with pytest.raises(ValueError, match="keep_snapshot"):
         WORKLOAD.prepare(config, stages.append)
     assert stages == []
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path):
+    path = tmp_path / "trace.json.gz"
+    with kept_file("keep_trace", path) as file:
+        file.write(b"whole")
+    with pytest.raises(
+        ValueError, match=r"^keep_trace: .*trace\.json\.gz cannot be written: File too large; name another"
+    ):
+        fill(path)
+    assert [kept.read_bytes() for kept in tmp_path.iterdir()] == [b"whole"]
+
+
+def fill(path: Path) -> None:
+    with largest_file(1000), kept_file("keep_trace", path) as file:
+        file.write(bytes(5000))
+
+
+def test_what_a_killed_process_left_is_gone_at_the_next_start(tmp_path: Path):
+    left = tmp_path / ".trace.json.gz.01234567-1-0123abcd.partial"
+    left.touch()
+    os.utime(left, (0, 0))
+    kept_folder("keep_trace", str(tmp_path))
+    assert [*tmp_path.iterdir()] == []

@@ -1,6 +1,8 @@
 """The file of records: what comes back, what a crash may leave behind, and what is refused rather than read wrongly."""
 
+import errno
 import gzip
+import hashlib
 import json
 import os
 import subprocess
@@ -12,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainstep.records.store as store_module
+from full_disk import largest_file
 from record_maker import a_record, seconds
 from trainstep.records.record import FORMAT, Fact, Failure, Holder, record_to_plain
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 
 HOSTILE = (
     "line\nbreak \r\n tab\t",
@@ -38,6 +41,11 @@ def filled(store: Store, count: int = 3) -> Store:
     for i in range(count):
         store.append(a_record(key=f"k{i}"))
     return store
+
+
+def hold(store: Store) -> None:
+    with store.locked():
+        pass
 
 
 def keys(store: Store) -> list[str]:
@@ -129,10 +137,20 @@ def test_other_peoples_files_are_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "notes.txt"
     path.write_text(text)
     store = Store(path)
-    for touch in (store.read, store.latest, lambda: store.append(a_record())):
+    for touch in (store.read, store.latest, lambda: store.append(a_record()), lambda: hold(store)):
         with pytest.raises(ValueError, match=r"notes\.txt: "):
             touch()
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("name", ["/", ".", "", "runs.tables", "a/b.rounds", "c.slurm"])
+def test_a_name_that_no_file_of_records_can_have(name):
+    with pytest.raises(ValueError, match=r"name a file of records in it|another ending"):
+        Store(Path(name))
+
+
+def test_names_of_new_files_differ():
+    assert len({new_records_path("bench") for _ in range(100)}) == 100
 
 
 # Torn and corrupt lines.
@@ -142,7 +160,7 @@ def test_a_line_torn_at_any_byte_is_dropped_and_cut_off_by_the_next_append(store
     filled(store, 2)
     whole = store.path.read_bytes()
     first = whole.index(b"\n") + 1
-    for cut in range(first, len(whole)):
+    for cut in range(first, len(whole) - 1):
         store.path.write_bytes(whole[:cut])
         assert keys(store) == ["k0"], cut
         assert list(store.latest()) == ["k0"], cut
@@ -154,13 +172,48 @@ def test_a_line_torn_at_any_byte_is_dropped_and_cut_off_by_the_next_append(store
 def test_a_first_line_torn_at_any_byte_can_be_resumed(store):
     filled(store, 1)
     whole = store.path.read_bytes()
-    for cut in range(1, len(whole)):
+    for cut in range(1, len(whole) - 1):
         store.path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match="holds no whole record"):
             store.read()
         assert store.latest() == {}, cut
         store.append(a_record(key="new"))
         assert keys(store) == ["new"], cut
+
+
+@pytest.mark.parametrize("ending", [b"", b"\0" * 40, b"  "], ids=["nothing", "zeros", "spaces"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_whole_last_record_without_its_newline_is_kept(store, count, ending):
+    filled(store, count)
+    before = store.path.read_bytes()
+    store.path.write_bytes(before[:-1] + ending)
+    there = [f"k{i}" for i in range(count)]
+    assert keys(store) == there
+    assert list(store.latest()) == there
+    with store.locked():
+        store.append(a_record(key="new"))
+    assert keys(store) == [*there, "new"]
+    assert store.path.read_bytes().startswith(before[:-1])
+    assert b"\0" not in store.path.read_bytes()
+
+
+def test_a_last_line_that_is_json_and_no_record_is_never_cut_off(store):
+    filled(store, 1)
+    for line in (b'{"workload":"mine"}', b"{}", b"5", b'{"workload":' + b"[" * 100_000):
+        store.path.write_bytes(whole := store.path.read_bytes().split(b"\n")[0] + b"\n" + line)
+        for touch in (store.read, store.latest, lambda: store.append(a_record())):
+            with pytest.raises(ValueError, match=r"line 2|its last line is no record"):
+                touch()
+        assert store.path.read_bytes() == whole
+
+
+def test_a_file_of_zeros_is_not_ours_to_cut(tmp_path):
+    path = tmp_path / "disk.img"
+    path.write_bytes(bytes(5000))
+    for touch in (Store(path).read, lambda: Store(path).append(a_record()), lambda: hold(Store(path))):
+        with pytest.raises(ValueError, match=r"disk\.img: "):
+            touch()
+    assert path.read_bytes() == bytes(5000)
 
 
 def test_zeros_a_power_cut_left_at_the_end_are_a_torn_line(store):
@@ -177,7 +230,7 @@ def test_a_torn_line_longer_than_one_read_is_cut_off_whole(store):
     filled(store, 2)
     long = a_record(key="long", config={"text": "x" * 200_000})
     store.append(long)
-    for lost in (1, 65_535, 65_536, 65_537, 131_073, 200_000):
+    for lost in (2, 65_535, 65_536, 65_537, 131_073, 200_000):
         filled_bytes = store.path.read_bytes()
         store.path.write_bytes(filled_bytes[:-lost])
         store.append(long)
@@ -324,6 +377,21 @@ def test_another_tables_contents_are_refused(store):
 
 
 @pytest.mark.parametrize(
+    "text", ["5", "null", "[]", '"text"', "no JSON", '{"a":5}', "[" * 100_000, '{"a":' + "[" * 480 + "]" * 480 + "}"]
+)
+def test_a_table_without_columns_is_refused(store, text):
+    """Named by the hash of its content, so that nothing but its shape is wrong."""
+    data = text.encode()
+    name = hashlib.sha256(data).hexdigest()[:16] + ".json.gz"
+    (store.path.parent / "warmup.tables").mkdir(parents=True)
+    (store.path.parent / "warmup.tables" / name).write_bytes(gzip.compress(data))
+    plain = {**record_to_plain(a_record()), "tables": {"t": {"$file": name}}}
+    store.path.write_text(json.dumps(plain) + "\n")
+    with pytest.raises(ValueError, match=r"warmup\.jsonl: line 1(: its table .*json\.gz holds no columns| is corrupt)"):
+        store.read()
+
+
+@pytest.mark.parametrize(
     "name", ["../outside.json.gz", "/etc/passwd", "..", ".", "", "a/b.json.gz", "0123456789abcdef.json.gz\n", "\x00"]
 )
 def test_a_name_that_is_no_tables_is_refused(store, name):
@@ -335,12 +403,40 @@ def test_a_name_that_is_no_tables_is_refused(store, name):
         store.read()
 
 
+# A full disk, for which a limit on the size of files stands in.
+
+
+@pytest.mark.parametrize("tables", [{}, {"big": BIG}], ids=["record", "table"])
+def test_a_full_disk_is_named_and_leaves_what_was_there(store, tables):
+    filled(store, 1)
+    before = store.path.read_bytes()
+    record = a_record(key="new", tables=tables, config={"text": "x" * 5000})
+    with (
+        largest_file(len(before) + 1000),
+        pytest.raises(ValueError, match=r"warmup\.jsonl: a record cannot be written: File"),
+    ):
+        store.append(record)
+    assert keys(store) == ["k0"]
+    assert not list(store.path.parent.rglob("*.partial"))
+    store.append(record)
+    assert store.path.read_bytes().startswith(before)
+    assert keys(store) == ["k0", "new"]
+
+
+def test_a_table_that_was_killed_while_it_was_written_is_gone_at_the_next_start(store):
+    store.append(a_record(tables={"big": BIG}))
+    for name in ("0123456789abcdef.json.gz.partial", ".0123456789abcdef.json.gz.1-00000000.partial"):
+        (store.path.parent / "warmup.tables" / name).touch()
+    hold(store)
+    table_file(store)  # there is just one
+
+
 # The lock.
 
 HOLD = """
 import sys
 from pathlib import Path
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 with Store(Path(sys.argv[1])).locked():
     print("held", flush=True)
     sys.stdin.read()
@@ -374,6 +470,15 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written"), Store(tmp_path / "file" / "r.jsonl").locked():
         pass
+
+
+def test_a_file_system_without_locks_is_named(store, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store_module.fcntl, "flock", no_locks)
+    with pytest.raises(ValueError, match=r"warmup\.jsonl: it cannot be locked: No locks available; give --out"):
+        hold(store)
 
 
 def test_only_a_regular_file_is_locked(tmp_path):

@@ -4,6 +4,7 @@ Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, 2 bad 
 killed, timed out or could not be imported, 130 interrupted with every finished cell kept.
 """
 
+import errno
 import io
 import os
 import sys
@@ -72,7 +73,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a full disk, a folder that went away
-        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _refuse(f"{error.filename or _unnamed(error)}: {error.strerror or error}")
 
 
 def _speaks_for_all(words: Sequence[str]) -> bool:
@@ -91,6 +92,12 @@ def _speaks_for_all(words: Sequence[str]) -> bool:
             "or as jobs: trainstep sweep FILE --slurm PARTITION"
         )
     return launch.rank == 0
+
+
+def _unnamed(error: OSError) -> str:
+    """What an error is of that names no file: whoever writes a file names it, so only the standard streams are left."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+    return "standard output cannot be written" if full else "the operating system refused"
 
 
 def _refuse(reason: str) -> int:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from trainstep.config.attention import IMPLEMENTATIONS, PACKAGES, TILE_FIELDS
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.parsing import build_config
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 
 _ON_A_CPU = (
     "On a CPU trainstep's attention is algorithm.py, its kernels' algorithm in PyTorch: no measure of the kernels."
@@ -67,7 +66,7 @@ def attention(
     out
         File of records to append to; by default a new one under ./runs/.
     page
-        Also write the page here.
+        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
@@ -84,7 +83,7 @@ def attention(
     from trainstep.cli.cells import check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
 
-    store = Store(out or Path("runs") / f"attention-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    store = Store(out or new_records_path("attention"))
     check_page(page, store.path)
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
     code = show(records, store, page, compare=compare, as_json=json)

@@ -1,6 +1,5 @@
 """`trainstep bench`: time the step of one model or a grid of them."""
 
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ from cyclopts import Parameter
 
 from trainstep.cli.options import check_data, limits, this_machine, with_run_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 
 
 @with_run_fields
@@ -43,7 +42,7 @@ def bench(
     out
         File of records to append to; by default a new one under ./runs/.
     page
-        Also write the page here.
+        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
@@ -62,7 +61,7 @@ def bench(
     from trainstep.cli.cells import check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
 
-    store = Store(out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    store = Store(out or new_records_path("bench"))
     check_page(page, store.path)
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
     return show(records, store, page, compare=compare, as_json=json)

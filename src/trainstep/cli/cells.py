@@ -96,18 +96,14 @@ def show(
 
 
 def check_page(page: Path | None, records: Path) -> None:
-    """Refuse a page that cannot be written, or that would overwrite the records, before hours of measuring, not after."""
+    """Refuse a page that cannot be written, or in whose place there is another file, before hours of measuring, not after."""
     if page is None:
         return
-    if page.resolve() == records.resolve():
-        raise ValueError(f"page: {page} is the file of records; give the page another name")
-    folder = next(folder for folder in page.absolute().parents if folder.exists())
-    if page.is_dir() or not folder.is_dir() or not os.access(page if page.exists() else folder, os.W_OK):
-        raise ValueError(f"page: {page} cannot be written; name a file in a folder that can be")
-    if not page.exists():
-        from trainstep.measure.kept_files import kept_folder
+    from trainstep.report.output_file import check_output
 
-        kept_folder("page", str(page.parent))
+    if os.path.realpath(page) == os.path.realpath(records):
+        raise ValueError(f"page: {page} is the file of records; give the page another name")
+    check_output("page", page, "html")
 
 
 def check_kept(cells: Sequence[Cell], field: str) -> None:
@@ -121,13 +117,13 @@ def check_kept(cells: Sequence[Cell], field: str) -> None:
 def write_page(
     records: Sequence[Record], store: Store, page: Path, *, title: str | None = None, description: str | None = None
 ) -> None:
-    """Write the records' page."""
+    """Write the records' page. ValueError, saying that the records are kept, where it cannot be."""
+    from trainstep.report.output_file import write_output
     from trainstep.report.page import page as make_page
     from trainstep.report.rows import rows_of
 
     text = make_page(rows_of([(str(store.path), record) for record in records]), title=title, description=description)
     try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(f"page: {page} cannot be written: {error.strerror}") from None
+        write_output("page", page, "html", text)
+    except ValueError as error:
+        raise ValueError(f"{error}; {store.path} holds the records: trainstep report makes a page of them") from None

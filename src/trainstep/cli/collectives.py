@@ -1,7 +1,6 @@
 """`trainstep collectives`: what the interconnect does, by operation, size and number of ranks."""
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ from cyclopts import Parameter
 from trainstep.cli.options import limits, this_machine, with_collective_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Environment
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 
 _SIZES: dict[str, list[float]] = {
     "gloo": [0.001, 0.016, 0.25, 1, 4, 16],
@@ -58,7 +57,7 @@ def collectives(
     out
         File of records to append to; by default a new one under ./runs/.
     page
-        Also write the page here.
+        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     json
@@ -77,7 +76,7 @@ def collectives(
     from trainstep.cli.cells import check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
 
-    store = Store(out or Path("runs") / f"collectives-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    store = Store(out or new_records_path("collectives"))
     check_page(page, store.path)
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
     return show(records, store, page, compare=compare, as_json=json)

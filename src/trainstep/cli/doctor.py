@@ -44,17 +44,22 @@ def doctor(
     inspection = inspect_machine(device=device, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     if measure and not inspection["problem"]:
         cells = ceiling_cells(inspection["device"], len(inspection["gpus"]))
-        records = measure_ceilings(cells)
-        inspection = with_ceilings(inspection, records)
-        if out is not None:
-            for record in records:
-                Store(out).append(record)
+        inspection = with_ceilings(inspection, measure_ceilings(cells) if out is None else _into(Store(out), cells))
     if json:
         print(json_text.dumps(inspection, indent=2))
     else:
         show(list(sections(inspection)))
     if inspection["problem"]:
         raise ValueError(inspection["problem"])
+
+
+def _into(store: Store, cells: Sequence[Cell]) -> list[Record]:
+    """Measure and append the records, with the store held from before the first measurement."""
+    with store.locked():
+        records = measure_ceilings(cells)
+        for record in records:
+            store.append(record)
+    return records
 
 
 def measure_ceilings(cells: Sequence[Cell]) -> list[Record]:

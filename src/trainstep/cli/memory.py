@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from trainstep.cli.options import check_data, limits, this_machine, with_memory_
 from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import USED_BY, SyncConfig
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 
 _MIN_SHARE = 0.005
 
@@ -65,7 +64,7 @@ def memory(
     out
         File of records to append to; by default a new one under ./runs/.
     page
-        Also write the page here.
+        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
@@ -88,7 +87,7 @@ def memory(
     from trainstep.cli.cells import check_kept, check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
 
-    store = Store(out or Path("runs") / f"memory-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    store = Store(out or new_records_path("memory"))
     check_page(page, store.path)
     check_kept(cells, "keep_snapshot")
     if fit is not None:

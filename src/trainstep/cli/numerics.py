@@ -1,6 +1,5 @@
 """`trainstep numerics`: what each precision does to a model's numbers, beside what it costs."""
 
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +7,7 @@ from cyclopts import Parameter
 
 from trainstep.cli.options import check_data, limits, this_machine, with_numerics_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 
 _DEFAULTS: dict[str, dict[str, list[Any]]] = {
     "cpu": {
@@ -55,7 +54,7 @@ def numerics(
     out
         File of records to append to; by default a new one under ./runs/.
     page
-        Also write the page here.
+        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
@@ -73,7 +72,7 @@ def numerics(
     from trainstep.cli.cells import check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
 
-    store = Store(out or Path("runs") / f"numerics-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    store = Store(out or new_records_path("numerics"))
     check_page(page, store.path)
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
     return show(records, store, page, as_json=json)

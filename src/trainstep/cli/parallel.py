@@ -1,7 +1,6 @@
 """`trainstep parallel`: which way of going parallel is cheapest here, and is its communication hidden."""
 
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import OURS, USED_BY
 from trainstep.records.record import Environment
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 
 _YARDSTICK = "none"
 _DEFAULTS: dict[str, dict[str, list[Any]]] = {
@@ -59,7 +58,7 @@ def parallel(
     out
         File of records to append to; by default a new one under ./runs/.
     page
-        Also write the page here.
+        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
@@ -83,7 +82,7 @@ def parallel(
     from trainstep.cli.cells import check_kept, check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
 
-    store = Store(out or Path("runs") / f"parallel-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    store = Store(out or new_records_path("parallel"))
     check_page(page, store.path)
     check_kept(cells, "keep_trace")
     groups = groups_along(cells, "sync" if len(cells) > 1 and len(grid["sync"]) > 1 else None)

@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +13,7 @@ from trainstep.cli.profile_files import check_nsys, check_trace_alone, profile_w
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 
 if TYPE_CHECKING:
     from trainstep.measure.runner import Limits
@@ -80,9 +79,10 @@ def profile(
     top
         Kernels shown for each phase; the others stand in its row `rest`. A record keeps 20 of each phase.
     out
-        File of records to append to; by default a new one under ./runs/. nsys's report has its name, ending in .nsys-rep.
+        File of records to append to; by default a new one under ./runs/. nsys's report has its name, ending in .nsys-rep, and must
+        not be there yet.
     page
-        Also write the page here.
+        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
@@ -99,12 +99,12 @@ def profile(
         return show_trace(from_, top, as_json=json)
     bounds = limits(timeout_s, memory_limit_gib)
     here, cells = _cells(fields)
-    out = out or Path("runs") / f"profile-{datetime.now():%Y%m%d-%H%M%S}.jsonl"
+    store = Store(out or new_records_path("profile"))
     if nsys:
         check_nsys(cells, page)
         code = profile_with_nsys(
             cells[0],
-            out.with_suffix(".nsys-rep"),
+            store.path.with_suffix(".nsys-rep"),
             pytorch=nsys_pytorch or "none",
             python_backtrace=nsys_python_backtrace,
             top=top,
@@ -113,7 +113,7 @@ def profile(
         )
         if code is not None:
             return code
-    return _run(groups_along(cells, None), Store(out), bounds, here, top=top, page=page, as_json=json)
+    return _run(groups_along(cells, None), store, bounds, here, top=top, page=page, as_json=json)
 
 
 def _cells(fields: Mapping[str, str | None]) -> "tuple[Environment, list[Cell]]":

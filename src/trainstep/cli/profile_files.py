@@ -1,5 +1,6 @@
 """Profiles that come from a file: anyone's trace (`--from`), and the report of nsys, recorded first (`--nsys`)."""
 
+import os
 import shlex
 import shutil
 import sys
@@ -80,6 +81,9 @@ def profile_with_nsys(
     if cell.config["device"] == "cpu":
         print("nsys sees the work of a GPU, and this is a CPU, so torch.profiler is used.", file=where, flush=True)
         return None
+    for path in (report, report.with_suffix(".sqlite")):
+        if os.path.lexists(path):
+            raise ValueError(f"out: {path} is there already, and nsys would write over it; give --out another name")
     try:
         exported = record(command, report, timeout_s=timeout_s)
     except NsysFailed as error:

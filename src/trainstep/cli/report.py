@@ -1,5 +1,6 @@
 """`trainstep report`: tables of records for a terminal, a paper or a program, or one page to show others."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,11 +47,12 @@ def report(
     format
         How to write them; by default as --out's name ends, else for the terminal. html is one self-contained page.
     out
-        File to write; without one html goes to ./report.html, the rest to standard output.
+        File to write; without one html goes to ./report.html, the rest to standard output. A file that is there is replaced only
+        if it is empty or trainstep wrote it in the same format, which its last line, its head or its columns tell.
     """
     from trainstep.report.rows import read_rows
 
-    if out is not None and not out.is_dir() and out.resolve() in _record_files(paths):
+    if out is not None and os.path.realpath(out) in _record_files(paths):
         raise ValueError(f"out: {out} is one of the files of records; give the report another name")
     chosen = format or _format_of(out)
     rows = read_rows(paths)
@@ -60,16 +62,14 @@ def report(
 
         print_tables(_tables(rows), notes(rows), sys.stdout)
         return
-    text = _text(rows, chosen)
     target = out or (Path("report.html") if chosen == "html" else None)
     if target is None:
-        sys.stdout.write(text)
+        sys.stdout.write(_text(rows, chosen))
         return
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8", errors="replace")  # text of a record may hold a lone surrogate
-    except OSError as error:
-        raise ValueError(f"out: {target} cannot be written: {error.strerror}") from None
+    from trainstep.report.output_file import check_output, write_output
+
+    check_output("out", target, chosen)
+    write_output("out", target, chosen, _text(rows, chosen))
     print(target)
 
 
@@ -102,11 +102,11 @@ def _tables(rows: "list[Row]", *, compared: bool = True) -> "list[Table]":
     return [*all_tables(rows, compared=compared), *(comparison_tables(rows) if compared else [])]
 
 
-def _record_files(paths: list[Path]) -> set[Path]:
+def _record_files(paths: list[Path]) -> set[str]:
     """What the report reads, and must not overwrite."""
     from trainstep.report.rows import record_files
 
-    return {file.resolve() for path in paths for file in record_files(path)}
+    return {os.path.realpath(file) for path in paths for file in record_files(path)}
 
 
 def _format_of(out: Path | None) -> Format:

@@ -80,7 +80,7 @@ def sweep(
     out
         File of records; by default runs/NAME.jsonl, NAME being the sweep file's.
     page
-        Also write the page here.
+        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out, over the file's.
     memory_limit_gib

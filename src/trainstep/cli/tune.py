@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from trainstep.config.attention_tiles import GENERATED, KERNELS
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
-from trainstep.records.store import Store
+from trainstep.records.store import Store, new_records_path
 
 _NO_GPU = "device: tune needs a GPU, and none is visible here: tiles are chosen by timing on the GPU they are for"
 _NO_INTERPRETER = "device: a CPU runs these kernels in Triton's interpreter only, for tests; set TRITON_INTERPRET=1"
@@ -86,7 +85,7 @@ def tune(
     from trainstep.cli.cells import run_cells
     from trainstep.measure.executor_local import run_groups
 
-    store = Store(out or Path("runs") / f"tune-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    store = Store(out or new_records_path("tune"))
     records = run_cells(
         groups_along(cells, None),
         store,

@@ -19,6 +19,7 @@ from trainstep.measure.environment import environment
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.runner import Limits
 from trainstep.records.record import Record, record_from_plain, record_to_plain
+from trainstep.records.whole_file import whole_file
 
 
 def run_group(group: Sequence[Cell], limits: Limits, part: Path, node: Path) -> None:
@@ -65,12 +66,8 @@ def _same_run(one: Record, other: Record) -> bool:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with whole_file(path) as file:
+        file.write(text.encode())
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -23,6 +23,7 @@ from trainstep.config.cell import Cell, group_name
 from trainstep.config.import_path import python
 from trainstep.measure.executor_slurm_job import part_path, run_group
 from trainstep.measure.runner import Limits
+from trainstep.records.whole_file import whole_file
 
 GONE = "GONE"
 """No state of Slurm's: squeue no longer knows the job."""
@@ -115,7 +116,8 @@ class Submission:
             group_name(group): {"id": job.job_id, "stderr": str(job.paths.stderr)}
             for group, job in zip(groups, submitted, strict=True)
         }
-        (self.folder / _LEDGER).write_text(json.dumps(ledger), encoding="utf-8")
+        with whole_file(self.folder / _LEDGER) as file:
+            file.write(json.dumps(ledger).encode())
         return self._jobs(groups, ledger)
 
     def jobs_left(self, groups: Iterable[Sequence[Cell]]) -> list[Job]:

@@ -55,11 +55,11 @@ def export_command(report: Path) -> list[str]:
 
 
 def record(command: Sequence[str], report: Path, *, timeout_s: float) -> Path:
-    """Run the command and export its report; the SQLite file. NsysFailed where either fails or leaves no file."""
+    """Run the command and export its report; the SQLite file. Neither file may be there yet: nsys would write over them, and an
+    old one be read as this run's. NsysFailed where either command fails or leaves no file.
+    """
     report.parent.mkdir(parents=True, exist_ok=True)
     exported = report.with_suffix(".sqlite")
-    report.unlink(missing_ok=True)  # an old one must not be read as this run's
-    exported.unlink(missing_ok=True)
     _run(command, report, timeout_s)
     _run(export_command(report), exported, _EXPORT_TIMEOUT_S)
     return exported

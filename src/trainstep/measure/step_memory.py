@@ -35,7 +35,7 @@ from trainstep.measure.empty_process import OutsideBytes, outside_bytes
 from trainstep.measure.failures import CellFailed, out_of_memory, out_of_memory_as
 from trainstep.measure.gradient_notes import GradientNotes
 from trainstep.measure.held_storages import Storages, held_storages, state_tensors, storages_of
-from trainstep.measure.kept_files import kept_folder
+from trainstep.measure.kept_files import kept_file, kept_folder
 from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_parameters
 from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.memory_history import history_of, mark
@@ -329,7 +329,8 @@ class StepMemoryMeasurement:
             for number in range(1, 10_000)
             if not (path := folder / f"{name}{f'-{number}' if number > 1 else ''}.pickle").exists()
         )
-        path.write_bytes(pickle.dumps(dict(document), protocol=_PICKLE_PROTOCOL))
+        with kept_file("keep_snapshot", path) as file:
+            pickle.dump(dict(document), file, protocol=_PICKLE_PROTOCOL)
         return path
 
     def _synchronize(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainstep.measure.kept_files import kept_folder
+from trainstep.measure.kept_files import kept_file, kept_folder
 from trainstep.spans import span
 
 
@@ -36,9 +36,6 @@ def record_steps(
 def keep_trace(trace: Path, folder: str, name: str) -> Path:
     """Put a trace into a folder as NAME.json.gz. ValueError, naming the option keep_trace, if that cannot be."""
     kept = kept_folder("keep_trace", folder) / f"{name}.json.gz"
-    try:
-        with open(trace, "rb") as source, gzip.open(kept, "wb") as file:
-            shutil.copyfileobj(source, file)
-    except OSError as error:
-        raise ValueError(f"keep_trace: {folder} cannot be written: {error.strerror}") from None
+    with open(trace, "rb") as source, kept_file("keep_trace", kept) as file, gzip.open(file, "wb") as compressed:
+        shutil.copyfileobj(source, compressed)
     return kept

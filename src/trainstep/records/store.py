@@ -1,4 +1,7 @@
-"""Records on disk: JSON lines, appended whole, read back in order. A torn last line is dropped; anything else is refused."""
+"""Records on disk: JSON lines, appended whole, read back in order.
+
+A last line that a crash tore is dropped; a whole one that merely lacks its newline is kept; anything else is refused.
+"""
 
 import fcntl
 import gzip
@@ -7,33 +10,58 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainstep.records.record import Record, record_from_plain, record_to_plain
+from trainstep.records.whole_file import whole_file
 
 _TABLE_LIMIT_BYTES = 64 * 1024
 _OPENING = b'{"workload":'
 """How a record's line begins."""
 _TABLE_NAME = re.compile(r"[0-9a-f]{16}\.json\.gz")
+_FOLDERS = (".tables", ".rounds", ".slurm")
+"""Suffixes of the folders that are kept beside a file of records: it cannot have the name of one of them itself."""
+
+
+def new_records_path(verb: str) -> Path:
+    """`runs/bench-20261101-120000-5e0f3a.jsonl`: unlike that of another process that starts in the same second."""
+    return Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.jsonl"
 
 
 class Store:
-    """One file of records. `runs/warmup.jsonl` keeps tables over 64 KB beside it in `runs/warmup.tables/`, named by hash."""
+    """One file of records. `runs/warmup.jsonl` keeps tables over 64 KB beside it in `runs/warmup.tables/`, named by hash.
+
+    ValueError for a path that cannot be a file of records by its name alone.
+    """
 
     def __init__(self, path: Path) -> None:
+        if not path.name:
+            raise ValueError(f"{path}: is a folder; name a file of records in it")
+        if path.suffix in _FOLDERS:
+            raise ValueError(f"{path}: a folder beside records is named so; give the file of records another ending")
         self.path = path
         self._tables = path.with_suffix(".tables")
 
     def append(self, record: Record) -> None:
-        """Write one record and have it on disk before returning. A torn line a crash left behind is cut off first.
+        """Write one record and have it on disk before returning. A last line without its newline is completed first if it is a
+        whole record, and cut off if a crash tore it.
 
-        ValueError names the first value JSON cannot hold (NaN, an infinity, an object).
+        ValueError names the first value JSON cannot hold (NaN, an infinity, an object), or says why nothing can be written.
         """
+        try:
+            self._append(record)
+        except OSError as error:
+            reason = f"a record cannot be written: {error.strerror}"
+            raise ValueError(f"{self.path}: {reason}; every record before it is kept") from None
+
+    def _append(self, record: Record) -> None:
         plain = record_to_plain(record)
         try:
             plain["tables"] = {name: self._set_aside(columns) for name, columns in plain["tables"].items()}
@@ -42,8 +70,7 @@ class Store:
             raise ValueError(f"{self.path}: {_unstorable(plain) or error}") from None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a+b") as file:
-            if not _cut_torn_line(file):
-                raise ValueError(f"{self.path}: its last line is no record; give --out another file")
+            self._end_last_line(file)
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -76,19 +103,40 @@ class Store:
             raise ValueError(f"{self.path}: there is no such file of records") from None
         except OSError as error:
             raise ValueError(f"{self.path}: cannot be read: {error.strerror}") from None
-        *whole, torn = data.split(b"\n")
-        records = [self._parse(line, number) for number, line in enumerate(whole, 1) if line.strip()]
-        if not _is_torn_record(torn):
-            raise ValueError(f"{self.path}: line {len(whole) + 1} is no record; give another file")
-        return records, bool(torn)
+        *lines, last = data.split(b"\n")
+        records = [self._parse(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+        torn = _is_torn(last, follows_records=bool(records))
+        if last and not torn:
+            records.append(self._parse(last.rstrip(b"\0"), len(lines) + 1))
+        return records, torn
+
+    def _end_last_line(self, file: BinaryIO) -> None:
+        """Give a whole last record the newline that it lacks, or cut a torn one off. ValueError for what is neither."""
+        start = _end_of_last_newline(file)
+        file.seek(start)
+        last = file.read()
+        if not last:
+            return
+        if _is_torn(last, follows_records=start > 0):
+            file.truncate(start)
+            return
+        whole = last.rstrip(b"\0")
+        try:
+            self._parse(whole, 0)
+        except ValueError:
+            raise ValueError(f"{self.path}: its last line is no record; give --out another file") from None
+        file.truncate(start + len(whole))
+        file.write(b"\n")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the store for writing. ValueError if another process does, or if the path is no regular file."""
-        existed = self.path.exists()
-        if existed and not self.path.is_file():
-            raise ValueError(f"{self.path}: cannot be written: it is no regular file")
+        """Hold the store for writing. ValueError if another process does, if the path is no regular file, or if anything in the
+        file is no record.
+        """
         try:
+            made_here = not os.path.lexists(self.path)
+            if self.path.exists() and not self.path.is_file():
+                raise ValueError(f"{self.path}: cannot be written: it is no regular file")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = open(self.path, "ab")  # noqa: SIM115  (closed below)
         except OSError as error:
@@ -96,38 +144,44 @@ class Store:
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise ValueError(f"{self.path}: another trainstep is writing to it; give --out another file") from None
+            except OSError as error:
+                reason = f"it cannot be locked: {error.strerror}"
+                raise ValueError(f"{self.path}: {reason}; give --out a file on another file system") from None
+            for partial in self._tables.glob("*.partial"):  # a table whose writer was killed
+                partial.unlink(missing_ok=True)
             try:
+                self._read()
                 yield
             finally:
-                if not existed and self.path.exists() and not self.path.stat().st_size:
+                if made_here and self.path.exists() and not self.path.stat().st_size:
                     self.path.unlink()  # nothing was finished: leave nothing behind
 
     def _parse(self, line: bytes, number: int) -> Record:
+        corrupt = (
+            f"{self.path}: line {number} is corrupt, or no record; remove it to keep the others, or name another file"
+        )
         try:
             plain = json.loads(line, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
-            raise ValueError(f"{self.path}: line {number} is corrupt; remove it to keep the others") from None
+            raise ValueError(corrupt) from None
         try:
             if isinstance(plain, dict) and isinstance(plain.get("tables"), dict):
                 plain["tables"] = {name: self._fetch(columns) for name, columns in plain["tables"].items()}
             return record_from_plain(plain)
         except ValueError as error:
             raise ValueError(f"{self.path}: line {number}: {error}") from None
+        except RecursionError:  # brackets in brackets that JSON's parser could still follow
+            raise ValueError(corrupt) from None
 
     def _set_aside(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         text = _to_json(columns).encode()
         if len(text) <= _TABLE_LIMIT_BYTES:
             return dict(columns)
         name = _digest(text) + ".json.gz"
-        self._tables.mkdir(parents=True, exist_ok=True)
-        partial = self._tables / (name + ".partial")
-        with open(partial, "wb") as file:
+        with whole_file(self._tables / name) as file:
             file.write(gzip.compress(text, mtime=0))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._tables / name)
         return {"$file": name}
 
     def _fetch(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,7 +197,13 @@ class Store:
             raise ValueError(f"its table {path} is missing or damaged") from None
         if _digest(text) != name.split(".")[0]:
             raise ValueError(f"its table {path} is not what was written")
-        return dict(json.loads(text))
+        try:
+            table = json.loads(text)
+        except (ValueError, RecursionError):
+            table = None
+        if not isinstance(table, dict) or not all(isinstance(column, list) for column in table.values()):
+            raise ValueError(f"its table {path} holds no columns")
+        return table
 
 
 def _to_json(plain: Any) -> str:
@@ -173,23 +233,26 @@ def _unstorable(plain: Any, where: str = "record") -> str | None:
     return next((found for name, item in items if (found := _unstorable(item, name))), None)
 
 
-def _is_torn_record(line: bytes) -> bool:
-    """Whether a last line without newline is the beginning of a record (or nothing): what a killed append leaves."""
-    begun = line.rstrip(b"\0")
-    return begun.startswith(_OPENING) or _OPENING.startswith(begun)
+def _is_torn(last: bytes, *, follows_records: bool) -> bool:
+    """Whether a last line without a newline is the mere beginning of a record: what a crash leaves of one that was appended.
 
-
-def _cut_torn_line(file: BinaryIO) -> bool:
-    """Cut the file back to its last newline; False, and nothing is cut, where what follows it is no record's beginning."""
-    keep = _end_of_last_line(file)
-    file.seek(keep)
-    if not _is_torn_record(file.read()):
+    A power cut may leave zeros in place of what was written. Where no record comes before, a file of zeros is not ours.
+    """
+    begun = last.rstrip(b"\0")
+    if not begun:
+        return bool(last) and follows_records
+    if not (begun.startswith(_OPENING) or _OPENING.startswith(begun)):
         return False
-    file.truncate(keep)
-    return True
+    try:
+        json.loads(begun)
+    except RecursionError:
+        return False
+    except ValueError:
+        return True
+    return False
 
 
-def _end_of_last_line(file: BinaryIO) -> int:
+def _end_of_last_newline(file: BinaryIO) -> int:
     """Where the last newline ends, or 0: sought from the end, for files get long."""
     position = file.seek(0, os.SEEK_END)
     while position > 0:

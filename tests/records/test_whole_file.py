@@ -1,0 +1,171 @@
+"""A file that is there whole or not at all: full disks, kills, links, permissions, and what is left beside it."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainstep
+from full_disk import largest_file
+from trainstep.records.whole_file import check_writable, remove_leftovers, whole_file
+
+OLD, NEW = b"old" * 100, b"new" * 5000
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainstep.records.whole_file import whole_file
+with whole_file(Path(sys.argv[1])) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def write(path: Path, data: bytes = NEW) -> None:
+    with whole_file(path) as file:
+        file.write(data)
+
+
+def write_half(path: Path, error: type[BaseException]) -> None:
+    with whole_file(path) as file:
+        file.write(NEW)
+        raise error
+
+
+def run(program: str, path: Path) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(Path(trainstep.__file__).parents[1])}
+    return subprocess.run([sys.executable, "-c", program, path], env=environ, capture_output=True, text=True)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["a.html", "new/folder/a.html", "a" * 255, "日" * 85, "line\nbreak", "-", "..."])
+def test_new_and_written_again(tmp_path: Path, name: str):
+    path = tmp_path / name
+    for data in (NEW, b"", OLD):
+        check_writable(path)
+        write(path, data)
+        assert path.read_bytes() == data
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_an_error_in_the_block_leaves_the_old_content_alone(tmp_path: Path):
+    path = tmp_path / "a"
+    write(path, OLD)
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error):
+            write_half(path, error)
+    assert path.read_bytes() == OLD
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_full_disk_leaves_the_old_content_alone(tmp_path: Path, existed: bool):
+    path = tmp_path / "a"
+    if existed:
+        write(path, OLD)
+    with largest_file(1000), pytest.raises(OSError, match="File too large") as caught:
+        write(path)
+    assert caught.value.filename == str(path)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [OLD] * existed
+
+
+def test_what_a_kill_leaves_is_gone_at_the_next_start(tmp_path: Path):
+    path = tmp_path / "a"
+    write(path, OLD)
+    for clean in (
+        lambda: write(path, OLD),
+        lambda: check_writable(tmp_path / "another"),
+        lambda: remove_leftovers(tmp_path),
+    ):
+        assert run(KILLED, path).returncode == -signal.SIGKILL
+        assert path.read_bytes() == OLD
+        assert len([*tmp_path.iterdir()]) == 2
+        clean()
+        assert [*tmp_path.iterdir()] == [path]
+
+
+def test_what_other_processes_write_now_is_left_alone(tmp_path: Path):
+    """Here or on another machine, of whose processes nothing is known here; and what somebody else gave such an ending."""
+    with whole_file(tmp_path / "here") as file:
+        file.write(NEW)
+        [here] = tmp_path.iterdir()
+        machine = here.name.split(".")[2].split("-")[0]
+        there = tmp_path / f".there.{int(machine, 16) ^ 1:08x}-4999999-0123abcd.partial"
+        others = [there, tmp_path / ".a.partial", tmp_path / "a.partial"]
+        for other in others:
+            other.touch()
+        write(tmp_path / "a")
+        assert sorted(tmp_path.iterdir()) == sorted([here, *others, tmp_path / "a"])
+    os.utime(there, (0, 0))
+    remove_leftovers(tmp_path)
+    assert not there.exists(), "nobody has written to it for an hour"
+    assert (tmp_path / "here").read_bytes() == NEW
+
+
+def test_a_symbolic_link_stays_and_its_file_is_replaced(tmp_path: Path):
+    (tmp_path / "far").mkdir()
+    link, target = tmp_path / "link", tmp_path / "far" / "a"
+    link.symlink_to(target)
+    for data in (NEW, OLD):  # at first the link names a file that is not there
+        check_writable(link)
+        write(link, data)
+        assert link.is_symlink()
+        assert target.read_bytes() == data
+    assert [*target.parent.iterdir()] == [target]
+
+
+def test_permissions_stay_and_a_new_file_has_the_usual(tmp_path: Path):
+    path, usual = tmp_path / "a", tmp_path / "usual"
+    usual.touch()
+    write(path)
+    assert mode(path) == mode(usual)
+    path.chmod(0o640)
+    write(path)
+    assert mode(path) == 0o640
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    paths = [
+        tmp_path,
+        Path("/"),
+        Path(),
+        Path("/dev/null"),
+        tmp_path / "pipe",
+        tmp_path / "loop",
+        tmp_path / "loop" / "a",
+    ]
+    paths += [tmp_path / "file" / "a", tmp_path / ("a" * 256)]
+    for path in paths:
+        for touch in (check_writable, write):
+            with pytest.raises(OSError, match=r"."):
+                touch(path)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_write_protected_file_or_folder_is_refused(tmp_path: Path):
+    path = tmp_path / "a"
+    path.touch(0o444)
+    with pytest.raises(PermissionError, match="it is write-protected"):
+        check_writable(path)
+    tmp_path.chmod(0o555)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        check_writable(tmp_path / "b")
+
+
+def test_a_write_protected_file_is_refused_to_root_of_a_read_only_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a").touch()
+    monkeypatch.setattr(os, "access", lambda path, how: False)
+    with pytest.raises(PermissionError, match="it is write-protected"):
+        check_writable(tmp_path / "a")
