@@ -137,7 +137,7 @@ def _run(
 ) -> int:
     """Run the cells under torch's profiler; what they say, then their tables."""
     from trainstep.cli.cells import check_kept, check_page, run_cells, show, write_page
-    from trainstep.cli.progress import outliving_reader
+    from trainstep.cli.streams import outliving_reader
     from trainstep.measure.executor_local import run_groups
     from trainstep.report.profile_columns import TORCH_COLUMNS
 
@@ -172,14 +172,14 @@ def _with_top(records: Sequence[Record], top: int) -> list[Record]:
 
 def _print_sentences(records: Sequence[Record]) -> None:
     """The verdict of each cell, before any table."""
-    from trainstep.cli.progress import outliving_reader
+    from trainstep.cli.streams import outliving_reader
     from trainstep.report.profile_words import sentences
     from trainstep.report.rows import rows_of
-    from trainstep.report.terminal import printable
+    from trainstep.report.visible import one_line
 
     rows = rows_of([("", record) for record in records])
     with outliving_reader(sys.stdout):
         for row in rows:
             said = sentences(row.record.tables, row.record.fact)
-            print("\n  ".join(map(printable, [f"{row.label()}: {said[0]}", *said[1:]] if len(rows) > 1 else said)))
+            print("\n  ".join(map(one_line, [f"{row.label()}: {said[0]}", *said[1:]] if len(rows) > 1 else said)))
         print(flush=True)

@@ -31,7 +31,8 @@ def show_trace(path: Path, top: int, *, as_json: bool) -> int:
     from trainstep.report.profile_columns import TORCH_COLUMNS
     from trainstep.report.profile_tables import detail_tables
     from trainstep.report.profile_words import sentences
-    from trainstep.report.terminal import print_tables, printable
+    from trainstep.report.terminal import print_tables
+    from trainstep.report.visible import one_line
     from trainstep.traces.kineto import read_trace
     from trainstep.traces.nsys import is_report, read_report
     from trainstep.traces.profile import profile_of
@@ -45,7 +46,7 @@ def show_trace(path: Path, top: int, *, as_json: bool) -> int:
         sys.stdout.write(json_text(tables))
         return 0
     shares = {"assigned_share": found.assigned_share, "fallback_share": found.fallback_share}
-    print("\n  ".join(map(printable, sentences(found.tables, shares.get))), end="\n\n")
+    print("\n  ".join(map(one_line, sentences(found.tables, shares.get))), end="\n\n")
     print_tables(tables, [TORCH_COLUMNS], sys.stdout)
     return 0
 
