@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from trainstep.cli.options import check_data, limits, this_machine, with_profile_fields
-from trainstep.cli.profile_files import check_nsys, check_trace_alone, profile_with_nsys, show_trace
+from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_profile_fields
+from trainstep.cli.profile_files import check_nsys, profile_with_nsys, show_trace
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
@@ -41,7 +41,7 @@ def profile(
     top: int = _TOP,
     out: Path | None = None,
     page: Path | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = TIMEOUT_S,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     nsys: Annotated[bool, _of_nsys("Record under nsys instead, and read its report.")] = False,
@@ -95,10 +95,11 @@ def profile(
     if not nsys and (nsys_pytorch or nsys_python_backtrace):
         raise ValueError("nsys_pytorch and nsys_python_backtrace: have no effect without --nsys")
     if from_ is not None:
-        check_trace_alone(fields, out or page, nsys=nsys)
+        others = {"out": out, "page": page, "timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib, "nsys": nsys}
+        check_file_alone("a trace", {**others, **fields})
         return show_trace(from_, top, as_json=json)
     bounds = limits(timeout_s, memory_limit_gib)
-    here, cells = _cells(fields)
+    here, cells = _cells(fields, memory_limit_gib)
     out = out or Path("runs") / f"profile-{datetime.now():%Y%m%d-%H%M%S}.jsonl"
     if nsys:
         check_nsys(cells, page)
@@ -116,13 +117,14 @@ def profile(
     return _run(groups_along(cells, None), Store(out), bounds, here, top=top, page=page, as_json=json)
 
 
-def _cells(fields: Mapping[str, str | None]) -> "tuple[Environment, list[Cell]]":
+def _cells(fields: Mapping[str, str | None], memory_limit_gib: float | None) -> "tuple[Environment, list[Cell]]":
     """Where we are, and what to run there."""
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    check_data(grid)
     here, device = this_machine(fields.get("device"))
     small = "small" if device == "cuda" else "tiny"
-    return here, expand({"workload": ["profile"], "model": [small], **grid}, {"device": device})
+    cells = expand({"workload": ["profile"], "model": [small], **grid}, {"device": device})
+    check_cells(cells, memory_limit_gib=memory_limit_gib)
+    return here, cells
 
 
 def _run(

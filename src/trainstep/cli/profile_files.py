@@ -3,7 +3,7 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainstep.config.cell import Cell
@@ -15,14 +15,6 @@ _HOW_TO_GET = (
     "nsys comes with the CUDA toolkit, or alone from NVIDIA's pages of Nsight Systems: put its folder on PATH, or run the "
     "commands above where it is and read the export here with --from"
 )
-
-
-def check_trace_alone(fields: Mapping[str, object], files: Path | None, *, nsys: bool) -> None:
-    """Where a trace is read nothing runs: ValueError for what only a run would heed."""
-    given = next((name for name, value in fields.items() if value is not None), None)
-    if given is not None or files is not None or nsys:
-        named = given or ("nsys" if nsys else "out and page")
-        raise ValueError(f"from: a trace is read, nothing runs: {named} would have no effect; leave it out")
 
 
 def show_trace(path: Path, top: int, *, as_json: bool) -> int:

@@ -74,6 +74,8 @@ def tune(
     """
     if top < 1:
         raise ValueError(f"top: must be at least 1, not {top}")
+    if retry_failed and out is None:
+        raise ValueError("retry_failed: a new file holds no cell that failed; name the file with --out")
     cells = _cells(fields)
     bounds = limits(timeout_s, None)
     on_cpu = fields.get("device") == "cpu"
