@@ -49,9 +49,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "wrong_compare": 'compare = "nothing"\n' + SWEEP,
         "unknown_workload": '[grid]\nworkload = "sleep"\n',
         "cuda": '[grid]\nmodel = "tiny"\ndevice = "cuda"\n',
+        "one_workload": "[grid]\nworkload = 1\n",
+        "list_workload": "[grid]\nworkload = [[]]\n",
+        "eight": "[[8]]\n",
+        "deep": f"title = {'[' * 2000}{']' * 2000}\n",
+        "digits": f"timeout_s = {'9' * 5000}\n",
+        "no_such_day": "title = 2026-02-30\n",
+        "large": "#" * 2**20 + "\n",
+        "rows_of_lists": '[grid]\nworkload = "a:b"\n[[rows]]\nsides = [[1, 2]]\n',
     }.items():
         Path(f"{name}.toml").write_text(text)
     Path("binary.toml").write_bytes(b"\xff\xfe\x00")
+    Path("loop.toml").symlink_to("loop.toml")
+    os.mkfifo("pipe")
     return tmp_path
 
 
@@ -139,6 +149,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sweep good.toml --out newer.jsonl", "newer.jsonl: line 2: format 99"),
         ("sweep good.toml --out good.jsonl", "good.jsonl: holds records made with gpu None against NVIDIA H200"),
         ("sweep good.toml --page folder", "page: folder cannot be written"),
+        ("sweep one_workload.toml", "workload: must be a name"),
+        ("sweep list_workload.toml", "workload: must be a name"),
+        ("sweep eight.toml", "eight.toml: unknown key '8'"),
+        ("sweep deep.toml", "deep.toml: not a sweep: its lists or tables are nested too deeply"),
+        ("sweep digits.toml", "digits.toml: not TOML"),
+        ("sweep no_such_day.toml", "no_such_day.toml: not TOML"),
+        ("sweep large.toml", "large.toml: over 1,048,576 bytes"),
+        ("sweep rows_of_lists.toml --set sides=1", "sides: no [[rows]] of sweep rows_of_lists has 1"),
+        ("sweep /dev/zero", "/dev/zero: cannot be read: it is no regular file"),
+        ("sweep pipe", "pipe: cannot be read: it is no regular file"),
+        ("sweep loop.toml", "loop.toml: cannot be read"),
+        ("sweep good.toml --slurm-args qos=high", "slurm_args: has no effect without --slurm PARTITION"),
+        ("sweep good.toml --slurm-gpus 1", "slurm_gpus: has no effect without --slurm PARTITION"),
+        ("sweep good.toml --slurm-jobs 16", "slurm_jobs: has no effect"),
+        ("sweep good.toml --slurm-time 3", "slurm_time: has no effect"),
+        ("sweep good.toml --slurm gpu --memory-limit-gib 2", "memory_limit_gib: limits cells on a CPU"),
+        (
+            "memory --from x.pickle --timeout-s 5",
+            "from: a snapshot is read, nothing runs: timeout_s would have no effect",
+        ),
+        ("profile --from x.json --timeout-s 5", "from: a trace is read, nothing runs: timeout_s would have no effect"),
+        ("profile --from x.json --memory-limit-gib 5", "nothing runs: memory_limit_gib would have no effect"),
+        ("profile --from x.json --page p.html", "nothing runs: page would have no effect"),
+        ("profile --from x.json --nsys", "nothing runs: nsys would have no effect"),
+        ("tune --retry-failed", "retry_failed: a new file holds no cell that failed; name the file with --out"),
+        ("collectives --backend nccl", "take --backend gloo --device cpu"),
         ("report", "PATHS requires an argument"),
         ("report nowhere.jsonl", "nowhere.jsonl"),
         ("report empty.jsonl", "holds no records"),
@@ -224,7 +260,7 @@ def test_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
     monkeypatch.setattr(app, "build_app", interrupt)
     assert app.run([]) == 130
-    assert "every finished cell is kept" in capsys.readouterr().err
+    assert capsys.readouterr().err == "trainstep: interrupted\n"
 
 
 def test_a_fault_of_ours_is_no_bad_input(monkeypatch: pytest.MonkeyPatch):

@@ -1,11 +1,15 @@
 """`trainstep bench` on a CPU: from nothing to a table, one's own model, and memory that runs out."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cell_maker import finish, start
+from cell_maker import finish, planted, start
+from record_maker import a_record
 from trainstep.cli import app
+from trainstep.cli.cells import run_cells
 from trainstep.records.record import Record
 from trainstep.records.store import Store
 
@@ -93,3 +97,29 @@ def test_commas_make_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert app.run(["bench", "--device", "cpu", "--model", "tiny", "--context", "16,32", "--heads", "4,3"]) == 2
     assert "heads: 3 does not divide d_model 128" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("anew", [True, False])
+@pytest.mark.parametrize(
+    ("finished", "words"),
+    [
+        (0, "no cell was finished"),
+        (1, "1 of 3 cells is finished and kept in {0}"),
+        (2, "2 of 3 cells are finished and kept in {0}"),
+    ],
+)
+def test_an_interrupt_says_what_is_kept(tmp_path: Path, finished: int, words: str, anew: bool):
+    cells = [planted(index=index) for index in range(3)]
+    store = Store(tmp_path / "records.jsonl")
+    if anew:  # those that were there before are not what this run has kept
+        for cell in cells:
+            store.append(a_record(key=cell.key))
+
+    def execute(_waiting: Any, _tell: Any) -> Iterator[list[Record]]:
+        for cell in cells[:finished]:
+            yield [a_record(key=cell.key, duration_s=7.0)]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        run_cells([[cell] for cell in cells], store, execute, here=None, anew=anew)
+    assert str(interrupt.value) == words.format(store.path)

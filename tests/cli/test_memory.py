@@ -109,8 +109,13 @@ def test_help(capsys: pytest.CaptureFixture[str]):
     assert "--bucket-mib" in out
 
 
-def test_an_interrupted_search_keeps_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    trials = iter([a_record(workload="memory")])
+@pytest.mark.parametrize(
+    ("finished", "words"), [(0, "no trial was finished"), (1, "1 trial is finished and kept in "), (2, "2 trials are ")]
+)
+def test_an_interrupted_search_keeps_its_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], finished: int, words: str
+):
+    trials = iter([a_record(workload="memory")] * finished)
 
     def run_groups(_groups: Any, _bounds: Any, _tell: Any) -> Iterator[list[Record]]:
         found = next(trials, None)
@@ -120,8 +125,8 @@ def test_an_interrupted_search_keeps_its_trials(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("trainstep.cli.memory_fit.run_groups", run_groups)
     assert run(["memory", *SMALL, "--fit", "batch_size", "--out", str(tmp_path / "fit.jsonl")]) == 130
-    [kept] = Store(tmp_path / "fit.jsonl").read()
-    assert kept.fact("fit_of") == "batch_size"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"trainstep: interrupted; {words}")
+    assert [kept.fact("fit_of") for kept in Store(tmp_path / "fit.jsonl").finished()] == ["batch_size"] * finished
 
 
 @pytest.mark.slow

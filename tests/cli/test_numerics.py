@@ -57,7 +57,7 @@ def test_the_toy_and_ones_own(tmp_path: Path):
         (["--precision", "fp32,tf32"], "precision: tf32 is a mode of NVIDIA matrix units"),
         (["--model", "toy", "--layers", "3"], "layers: belongs to the built-in model"),
         (["--batch-size", "0"], "batch_size: must be"),
-        (["--data", "no/such/folder"], "data: there is no file"),
+        (["--model", "tiny", "--data", "no/such/folder"], "data: there is no file"),
         (["--page", "x.jsonl", "--out", "x.jsonl"], "page: x.jsonl is the file of records"),
     ],
 )

@@ -77,7 +77,7 @@ def test_markdown_and_latex_escape_names(rows, make):
     named = Record(**{**vars(record), "config": {**record.config, "model": {"name": "a|b_c<d>"}}})
     tables = cell_tables(rows([named]))
     assert r"a\|b_c&lt;d&gt;" in frames.markdown(tables)
-    assert r"a|b\_c<d>" in frames.latex(tables)
+    assert r"a\textbar{}b\_c\textless{}d\textgreater{}" in frames.latex(tables)
 
 
 def test_latex(table):

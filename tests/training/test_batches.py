@@ -88,7 +88,8 @@ def test_a_folder(tmp_path: Path):
 
 
 def test_a_folder_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainstep.training.batches._MAXIMUM_TEXT_BYTES", 5)
+    for module in ("config.text_files", "training.batches"):
+        monkeypatch.setattr(f"trainstep.{module}.MAXIMUM_FOLDER_BYTES", 5)
     for name in "abcd":
         (tmp_path / f"{name}.txt").write_text(name * 3)
     assert bytes(read_text(str(tmp_path))) == b"aaa\nb"
@@ -98,14 +99,6 @@ def test_the_standard_library():
     text = read_text("stdlib")
     assert len(text) > 2**20
     assert b"import" in bytes(text[: 2**16])
-
-
-@pytest.mark.parametrize("name", ["absent", "empty", "pictures"])
-def test_nothing_to_read(tmp_path: Path, name: str):
-    (tmp_path / "empty").touch()
-    (tmp_path / "pictures").mkdir()
-    with pytest.raises(ValueError, match=f"data: no text found at .*{name}; give a file, or a folder"):
-        read_text(str(tmp_path / name))
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,18 +1,22 @@
 """The verbs, and what every one of them does with errors: one sentence and exit code 2, never a traceback.
 
-Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, 2 bad input, 3 done but some cells crashed, were
-killed, timed out or could not be imported, 130 interrupted with every finished cell kept.
+Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, 2 bad input or standard output that cannot be
+written, 3 done but some cells crashed, were killed, timed out or could not be imported, 130 interrupted, with a sentence that
+says what is kept.
+
+This module imports nothing that takes time: a Ctrl-C during an import is met inside `main`, not before it.
 """
 
 import errno
-import io
 import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
-
 import trainstep
+
+TYPE_CHECKING = False  # type checkers take it for true; to import it from typing takes longer than all else here
+if TYPE_CHECKING:
+    from cyclopts import App
 
 _VERBS = {
     "bench": "Time the step of one model, or of a grid of them.",
@@ -30,8 +34,13 @@ _VERBS = {
 }
 
 
-def build_app(words: Sequence[str]) -> App:
+_ASKS_FOR_HELP = frozenset(("--help", "-h", "--version"))
+
+
+def build_app(words: Sequence[str]) -> "App":
     """The app for this command line. No verb's module is imported but the one that runs."""
+    from cyclopts import App
+
     app = App(
         name="trainstep",
         help="Measure, explain and speed up the training step of a Transformer language model.",
@@ -41,6 +50,10 @@ def build_app(words: Sequence[str]) -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
+    if not words or not _ASKS_FOR_HELP.isdisjoint(words):  # rich takes longer to import than most verbs run
+        from trainstep.report.console import VisibleConsole
+
+        app.console = VisibleConsole(sys.stdout)
     overview = not words or words[0] not in _VERBS
     for verb, summary in _VERBS.items():  # a summary would take the place of the docstring in the verb's own help
         app.command(f"trainstep.cli.{verb}:{verb}", help=summary if overview else None)
@@ -49,8 +62,14 @@ def build_app(words: Sequence[str]) -> App:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and leave with its exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is no text (a lone surrogate) must not cost the table
-        sys.stdout.reconfigure(errors="replace")
+    try:
+        from trainstep.cli.streams import open_streams
+
+        open_streams()
+    except ValueError as error:
+        sys.exit(_refuse(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(_interrupted())
     sys.exit(run(arguments))
 
 
@@ -58,22 +77,29 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit code it ends with."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if not _speaks_for_all(words):
-            return 0
-        code: int = build_app(words)(words, exit_on_error=False, print_error=False) or 0
+        code = _run_verb(words) if _speaks_for_all(words) else 0
         sys.stdout.flush()
         return code
-    except (ValueError, CycloptsError) as error:
+    except ValueError as error:
         return _refuse(str(error))
-    except KeyboardInterrupt:
-        print("\ntrainstep: interrupted; every finished cell is kept", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # Whoever read the output has left (`| head`). What Python still holds for them goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt as error:
+        return _interrupted(str(error))
+    except BrokenPipeError:  # whoever read the output has left (`| head`)
+        _silence_output()
         return 0
     except OSError as error:  # a full disk, a folder that went away
+        _silence_output()
         return _refuse(f"{error.filename or _unnamed(error)}: {error.strerror or error}")
+
+
+def _run_verb(words: Sequence[str]) -> int:
+    """ValueError for words that are no command line, too."""
+    from cyclopts import CycloptsError
+
+    try:
+        return build_app(words)(words, exit_on_error=False, print_error=False) or 0
+    except CycloptsError as error:
+        raise ValueError(str(error)) from None
 
 
 def _speaks_for_all(words: Sequence[str]) -> bool:
@@ -101,5 +127,29 @@ def _unnamed(error: OSError) -> str:
 
 
 def _refuse(reason: str) -> int:
-    print(f"trainstep: {' '.join(reason.split())}", file=sys.stderr)
+    _say(reason)
     return 2
+
+
+def _interrupted(kept: str = "") -> int:
+    """`kept`: what the verb knows of cells that were finished."""
+    # A Ctrl-C within any exec leaves a note that ends the interpreter by the signal, not by 130: the next exec takes it back
+    exec("")
+    _say(f"interrupted{'; ' if kept else ''}{kept}", under_echo=sys.stderr is not None and sys.stderr.isatty())
+    return 130
+
+
+def _say(sentence: str, *, under_echo: bool = False) -> None:
+    """One line on standard error. `under_echo`: below the ^C that the terminal wrote."""
+    from trainstep.cli.streams import outliving_reader
+
+    if sys.stderr is not None:
+        with outliving_reader(sys.stderr):
+            print(f"{chr(10) * under_echo}trainstep: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+
+
+def _silence_output() -> None:
+    """What standard output still holds goes nowhere: the interpreter would try again to write it, and complain."""
+    from trainstep.cli.streams import silence
+
+    silence(sys.stdout)

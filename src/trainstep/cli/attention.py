@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import limits, this_machine, with_attention_fields
+from trainstep.cli.options import check_cells, limits, this_machine, with_attention_fields
 from trainstep.config.attention import IMPLEMENTATIONS, PACKAGES, TILE_FIELDS
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
@@ -78,6 +78,7 @@ def attention(
     bounds = limits(timeout_s, memory_limit_gib)
     here, device = this_machine(fields.get("device"))
     cells = expand({"workload": ["attention"], **with_defaults(grid, device)}, {"device": device})
+    check_cells(cells, memory_limit_gib=memory_limit_gib)
     groups = groups_along(cells, compare)
 
     from trainstep.cli.cells import check_page, run_cells, show

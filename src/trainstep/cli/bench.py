@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_data, limits, this_machine, with_run_fields
+from trainstep.cli.options import check_cells, limits, this_machine, with_run_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.store import Store, new_records_path
 
@@ -51,11 +51,11 @@ def bench(
         Print the table as JSON: plain numbers, units in the names.
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    check_data(grid)
     bounds = limits(timeout_s, memory_limit_gib)
     here, device = this_machine(fields.get("device"))
     grid = {"model": ["small" if device == "cuda" else "tiny"], **grid}
     cells = expand(grid, {"device": device})
+    check_cells(cells, memory_limit_gib=memory_limit_gib)
     groups = groups_along(cells, compare)
 
     from trainstep.cli.cells import check_page, run_cells, show

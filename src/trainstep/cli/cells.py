@@ -1,12 +1,14 @@
 """What `bench` and `sweep` share: run groups of cells into a store, show progress, then the table, and say where it all is."""
 
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainstep.cli.progress import CellProgress, outliving_reader
+from trainstep.cli.progress import CellProgress
+from trainstep.cli.streams import outliving_reader
 from trainstep.config.cell import Cell
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import Store
@@ -36,6 +38,7 @@ def run_cells(
             yield [with_facts(record, command=command) for record in records]
 
     cells = [cell for group in groups for cell in group]
+    before = store.latest() if anew else {}
     with CellProgress(cells) as progress:
         steps = run_sweep(
             groups,
@@ -46,10 +49,29 @@ def run_cells(
             retry_failed=retry_failed,
             anew=anew,
         )
-        for step in steps:
-            progress.finished(step.done, step.of, step.records, whole=step.whole)
+        with interrupt_says(lambda: _kept_words(cells, store, before)):
+            for step in steps:
+                progress.finished(step.done, step.of, step.records, whole=step.whole)
     latest = store.latest()
     return [latest[cell.key] for cell in cells if cell.key in latest]
+
+
+@contextlib.contextmanager
+def interrupt_says(words: Callable[[], str]) -> Iterator[None]:
+    """Let a KeyboardInterrupt say what is kept. `words` are asked for then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(words()) from None
+
+
+def _kept_words(cells: Sequence[Cell], store: Store, before: Mapping[str, Record]) -> str:
+    """How many of the cells have a record in the store that was not there before."""
+    latest = store.latest()
+    count = sum(latest.get(cell.key) not in (None, before.get(cell.key)) for cell in cells)
+    if not count:
+        return "no cell was finished"
+    return f"{count} of {len(cells)} cells {'is' if count == 1 else 'are'} finished and kept in {store.path}"
 
 
 def show(
@@ -70,6 +92,7 @@ def show(
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
     from trainstep.report.terminal import print_tables
+    from trainstep.report.visible import one_line, visible
 
     rows = rows_of([(str(store.path), record) for record in records])
     tables = [*all_tables(rows), *(comparison_tables(rows, compare) if compare else [])]
@@ -84,7 +107,8 @@ def show(
     faults = [(row, failure) for row in rows if (failure := row.record.failure) and failure.kind in _FAULTS]
     with outliving_reader(sys.stderr):
         for row, failure in faults:
-            print("\n    ".join([f"{row.label()}: {failure.message}", *failure.last_lines[-3:]]), file=sys.stderr)
+            last = (visible(line).replace("\n", " ") for line in failure.last_lines[-3:])
+            print("\n    ".join([one_line(f"{row.label()}: {failure.message}"), *last]), file=sys.stderr)
     where = sys.stderr if as_json else sys.stdout
     with outliving_reader(where):
         print(f"records: {store.path}", file=where, flush=True)

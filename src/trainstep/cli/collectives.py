@@ -16,6 +16,7 @@ _SIZES: dict[str, list[float]] = {
     "nccl": [0.001, 0.016, 0.25, 1, 4, 16, 64, 256, 1024],
 }
 """MiB: small ones for the latency, large ones for the bandwidth."""
+_WITHOUT_A_GPU = "--backend gloo --device cpu"
 _IN_HELP: dict[str, dict[str, list[Any]]] = {
     "cpu": {"mib": _SIZES["gloo"], "ranks": [2]},
     "cuda": {"backend": ["nccl"], "mib": _SIZES["nccl"], "ranks": ["all GPUs"]},
@@ -66,7 +67,8 @@ def collectives(
     grid = grid_from_text(fields)
     bounds = limits(timeout_s, None)
     asked_device = ",".join(map(str, grid.pop("device", []))) or _device_of(grid)
-    here, device = this_machine(asked_device)
+    sends_between_gpus = "nccl" in grid.get("backend", ())
+    here, device = this_machine(asked_device, instead=_WITHOUT_A_GPU if sends_between_gpus else "--device cpu")
     grid = _with_defaults(grid, _sizes_in_mib(kib), device, here)
     _check_gpus(grid, device, here)
     if device == "cuda" and grid["backend"] == ["gloo"] and fields.get("device") is None:

@@ -1,6 +1,5 @@
 """`trainstep compare`: did it get faster? Two files of records, cell by cell, with intervals and verdicts."""
 
-import json as json_text
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -64,13 +63,9 @@ def compare(
         for left, right in matches.pairs
     ]
     if json:
-        print(
-            json_text.dumps(
-                [{"config": _plain(record), **asdict(comparison)} for record, comparison in found],
-                indent=2,
-                default=dict,  # a record's frozen mappings
-            )
-        )
+        from trainstep.report.visible import ascii_json
+
+        print(ascii_json([{"config": _plain(record), **asdict(comparison)} for record, comparison in found], indent=2))
         return
     _show(found)
     for name, only in ((a, matches.only_a), (b, matches.only_b)):
@@ -99,13 +94,14 @@ def _show(found: list[tuple[Record, Comparison]]) -> None:
     """One line a cell, aligned."""
     from trainstep.report.rows import rows_of
     from trainstep.report.tables import ratio_words
+    from trainstep.report.visible import one_line
 
     rows = rows_of([("", record) for record, _ in found])
     labels = [row.label() for row in rows]
     width = max(map(len, labels))
     for label, (_, comparison) in zip(labels, found, strict=True):
         ratio = "" if comparison.ratio is None else f"{ratio_words(comparison.ratio):>8}  "
-        print(f"{label:<{width}}  {ratio}{comparison.verdict}: {comparison.reason}")
+        print(f"{label:<{width}}  {ratio}{comparison.verdict}: {one_line(comparison.reason)}")
 
 
 def _plain(record: Record) -> dict[str, object]:

@@ -1,6 +1,5 @@
 """`trainstep doctor`: what this machine is, what it can do, what is missing and how to get it."""
 
-import json as json_text
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,7 +45,9 @@ def doctor(
         cells = ceiling_cells(inspection["device"], len(inspection["gpus"]))
         inspection = with_ceilings(inspection, measure_ceilings(cells) if out is None else _into(Store(out), cells))
     if json:
-        print(json_text.dumps(inspection, indent=2))
+        from trainstep.report.visible import ascii_json
+
+        print(ascii_json(inspection, indent=2))
     else:
         show(list(sections(inspection)))
     if inspection["problem"]:
@@ -73,17 +74,21 @@ def measure_ceilings(cells: Sequence[Cell]) -> list[Record]:
 
 def show(parts: Sequence[tuple[str, Sequence[Row]]]) -> None:
     """Print sections: as tables on a terminal, as plain indented lines into a pipe."""
+    from trainstep.report.visible import one_line
+
+    parts = [(one_line(title), [(label, one_line(value)) for label, value in rows]) for title, rows in parts]
     if not sys.stdout.isatty():
         for title, rows in parts:
             width = max(len(label) for label, _ in rows)
             print(title)
             print("".join(f"  {label:<{width}}  {value}\n" for label, value in rows), end="")
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    from trainstep.report.console import VisibleConsole
+
+    console = VisibleConsole(sys.stdout)
     for title, rows in parts:
         table = Table(title=escape(title), title_style="bold", title_justify="left", show_header=False, box=None)
         table.add_column(style="cyan", no_wrap=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_data, limits, this_machine, with_memory_fields
+from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_memory_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import USED_BY, SyncConfig
@@ -23,7 +23,7 @@ def memory(
     fit: Literal["batch_size", "context"] | None = None,
     out: Path | None = None,
     page: Path | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = TIMEOUT_S,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     **fields: str | None,
@@ -73,16 +73,16 @@ def memory(
         Print the table as JSON: plain numbers, units in the names.
     """
     if from_ is not None:
-        _check_snapshot_alone(fields, {"fit": fit, "out": out, "page": page, "memory_limit_gib": memory_limit_gib})
-        return _show_snapshot(from_, fields.get("min_share"), as_json=json)
+        others = {"fit": fit, "out": out, "page": page, "timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib}
+        return _show_snapshot(from_, {**others, **fields}, as_json=json)
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    check_data(grid)
     bounds = limits(timeout_s, memory_limit_gib)
     here, device = this_machine(fields.get("device"))
     grid = {"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid}
     grid = _with_ways(grid)
     check_gpus(grid.get("ranks", ()), device, here, verb="memory")
     cells = expand(grid, {"device": device})
+    check_cells(cells, memory_limit_gib=memory_limit_gib)
 
     from trainstep.cli.cells import check_kept, check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups
@@ -112,17 +112,10 @@ def _with_ways(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     return {**grid, "sync": ways}
 
 
-def _check_snapshot_alone(fields: Mapping[str, str | None], options: Mapping[str, object]) -> None:
-    """Where a snapshot is read nothing runs: ValueError for what only a run would heed."""
-    given = {name: value for name, value in {**options, **fields}.items() if value is not None and name != "min_share"}
-    if given:
-        raise ValueError(
-            f"from: a snapshot is read, nothing runs: {next(iter(given))} would have no effect; leave it out"
-        )
+def _show_snapshot(path: Path, options: Mapping[str, Any], *, as_json: bool) -> int:
+    """The tables of a snapshot that anyone recorded. ValueError for options that only a run would heed."""
+    check_file_alone("a snapshot", {name: value for name, value in options.items() if name != "min_share"})
 
-
-def _show_snapshot(path: Path, min_share: str | None, *, as_json: bool) -> int:
-    """The tables of a snapshot that anyone recorded."""
     from trainstep.report.frames import json_text
     from trainstep.report.snapshot_tables import snapshot_notes, snapshot_tables
     from trainstep.report.terminal import print_tables
@@ -130,7 +123,7 @@ def _show_snapshot(path: Path, min_share: str | None, *, as_json: bool) -> int:
     from trainstep.traces.snapshot import read_snapshot
 
     timeline = MemoryTimeline(read_snapshot(path))
-    tables = snapshot_tables(timeline, min_share=_share(min_share))
+    tables = snapshot_tables(timeline, min_share=_share(options.get("min_share")))
     if as_json:
         sys.stdout.write(json_text(tables))
     else:

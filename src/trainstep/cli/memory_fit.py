@@ -5,14 +5,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainstep.cli.cells import show
-from trainstep.cli.progress import outliving_reader
+from trainstep.cli.cells import interrupt_says, show
+from trainstep.cli.streams import outliving_reader
 from trainstep.config.cell import Cell
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.runner import Limits, with_facts
 from trainstep.measure.runner_fit import at, largest_fit
 from trainstep.records.record import Fact, Record
 from trainstep.records.store import Store
+from trainstep.report.visible import one_line
 
 
 def fit_cells(
@@ -29,10 +30,19 @@ def fit_cells(
         store.append(noted)
         how = "fits" if noted.failure is None else noted.failure.message
         with outliving_reader(sys.stderr):
-            print(f"{cell.label}: {how}", file=sys.stderr, flush=True)
+            print(one_line(f"{cell.label}: {how}"), file=sys.stderr, flush=True)
         return noted
 
     searched = {at(cell, field, 1).key: cell for cell in cells}  # values of the field itself are only where to start
-    with store.locked():
-        records = [record for cell in searched.values() for record in largest_fit(cell, field, run)]
+    records: list[Record] = []
+    with store.locked(), interrupt_says(lambda: _kept_words(len(records), store)):
+        for cell in searched.values():
+            for record in largest_fit(cell, field, run):
+                records.append(record)  # one by one: an interrupt counts them
     return show(records, store, page, as_json=as_json)
+
+
+def _kept_words(count: int, store: Store) -> str:
+    if not count:
+        return "no trial was finished"
+    return f"{count} trial{'s are' if count > 1 else ' is'} finished and kept in {store.path}"

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_data, limits, this_machine, with_numerics_fields
+from trainstep.cli.options import check_cells, limits, this_machine, with_numerics_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.store import Store, new_records_path
 
@@ -63,11 +63,12 @@ def numerics(
         Print the table of errors as JSON: plain numbers, units in the names.
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    check_data(grid)
     bounds = limits(timeout_s, memory_limit_gib)
     here, device = this_machine(fields.get("device"))
     grid = {"workload": ["numerics"], **_DEFAULTS[device], **grid}
-    groups = groups_along(expand(grid, {"device": device}), None)
+    cells = expand(grid, {"device": device})
+    check_cells(cells, memory_limit_gib=memory_limit_gib)
+    groups = groups_along(cells, None)
 
     from trainstep.cli.cells import check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups

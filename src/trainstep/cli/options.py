@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -18,10 +17,11 @@ from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
 from trainstep.config.numerics import NumericsConfig
 from trainstep.config.parallel import ParallelConfig
-from trainstep.config.parsing import fields_of
+from trainstep.config.parsing import CONFIGS, fields_of
 from trainstep.config.presets import size_names
 from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
+from trainstep.config.text_files import check_length
 
 if TYPE_CHECKING:
     from trainstep.config.cell import Cell
@@ -39,6 +39,8 @@ _OWN_HELP = {
     "device": "where it runs: cpu or cuda; by default the GPU, if there is one",
 }
 
+TIMEOUT_S = 600.0
+_AS_NOT_GIVEN: Mapping[str, object] = {"timeout_s": TIMEOUT_S, "nsys": False}
 _LONGEST = 1e9
 """No more than 30 years, nor than an exbibyte: clocks and limits of the operating system overflow beyond."""
 
@@ -142,8 +144,11 @@ def _default_words(name: str, field: dataclasses.Field[Any], defaults: Defaults)
     return f" [{words}]" if words else ""
 
 
-def this_machine(device: str | None) -> "tuple[Environment, str]":
-    """Where we are, and the device to run on: the one asked for, or the GPU if there is a usable one."""
+def this_machine(device: str | None, *, instead: str = "--device cpu") -> "tuple[Environment, str]":
+    """Where we are, and the device to run on: the one asked for, or the GPU if there is a usable one.
+
+    `instead`: options that do without a GPU, for the ValueError where it cannot be used.
+    """
     from trainstep.measure.device import usable_device
     from trainstep.measure.environment import environment
     from trainstep.measure.nvml import read_driver
@@ -151,7 +156,7 @@ def this_machine(device: str | None) -> "tuple[Environment, str]":
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     driver = read_driver(visible_devices)
     here = environment(driver=driver)
-    return here, usable_device(device or "auto", here, driver=driver)
+    return here, usable_device(device or "auto", here, driver=driver, instead=instead)
 
 
 def chosen_device(asked: str | None, grid: dict[str, list[Any]]) -> str | None:
@@ -180,14 +185,28 @@ def limits(timeout_s: float, memory_limit_gib: float | None, rounds: int | None 
     )
 
 
+def check_file_alone(kind: str, options: Mapping[str, object]) -> None:
+    """Where a file is read nothing runs: ValueError for options that only a run would heed. Not given: None, or the default."""
+    given = next((name for name, value in options.items() if value not in (None, _AS_NOT_GIVEN.get(name))), None)
+    if given is not None:
+        raise ValueError(f"from: {kind} is read, nothing runs: {given} would have no effect; leave it out")
+
+
 def check_rounds(rounds: int | None, groups: "Sequence[Sequence[Cell]]") -> None:
     """Rounds of variants that nobody compares would be ignored in silence."""
     if rounds is not None and all(len(group) == 1 for group in groups):
         raise ValueError("rounds: no variants are compared here; leave it out, or name two or more of what is compared")
 
 
-def check_data(grid: Mapping[str, list[Any]]) -> None:
-    """A text that is not there is bad input, not a cell that failed."""
-    for data in grid.get("data", ()):
-        if data not in ("random", "stdlib") and not Path(str(data)).exists():
-            raise ValueError(f"data: there is no file or folder {data!r}; or take random or stdlib")
+def check_cells(cells: "Sequence[Cell]", *, memory_limit_gib: float | None) -> None:
+    """ValueError for a text that is not there or too short, which is no cell's failure, and for a limit that no cell heeds."""
+    if memory_limit_gib is not None and all(cell.config.get("device") != "cpu" for cell in cells):
+        raise ValueError(
+            "memory_limit_gib: limits cells on a CPU, and there are none; leave it out, or take --device cpu"
+        )
+    contexts: dict[str, set[int]] = {}
+    for cell in cells:
+        if cell.workload in CONFIGS and cell.config.get("data") not in (None, "random", "stdlib"):
+            contexts.setdefault(cell.config["data"], set()).add(cell.config["context"])
+    for data, asked in contexts.items():
+        check_length(data, asked)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_data, check_rounds, limits, this_machine, with_parallel_fields
+from trainstep.cli.options import check_cells, check_rounds, limits, this_machine, with_parallel_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import OURS, USED_BY
@@ -69,7 +69,6 @@ def parallel(
         Print the tables as JSON: plain numbers, units in the names.
     """
     asked = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    check_data(asked)
     bounds = limits(timeout_s, memory_limit_gib, rounds)
     here, device = this_machine(fields.get("device"))
     if fields.get("device") is None and "ranks" not in asked and here.gpu_count < 2:
@@ -78,6 +77,7 @@ def parallel(
     check_sync_options(asked, grid["sync"])
     check_gpus(grid["ranks"], device, here, verb="parallel")
     cells = expand({"workload": ["parallel"], **grid}, {"device": device})
+    check_cells(cells, memory_limit_gib=memory_limit_gib)
 
     from trainstep.cli.cells import check_kept, check_page, run_cells, show
     from trainstep.measure.executor_local import run_groups

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from trainstep.cli.options import check_data, limits, this_machine, with_profile_fields
-from trainstep.cli.profile_files import check_nsys, check_trace_alone, profile_with_nsys, show_trace
+from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_profile_fields
+from trainstep.cli.profile_files import check_nsys, profile_with_nsys, show_trace
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
@@ -40,7 +40,7 @@ def profile(
     top: int = _TOP,
     out: Path | None = None,
     page: Path | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = TIMEOUT_S,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     nsys: Annotated[bool, _of_nsys("Record under nsys instead, and read its report.")] = False,
@@ -95,10 +95,11 @@ def profile(
     if not nsys and (nsys_pytorch or nsys_python_backtrace):
         raise ValueError("nsys_pytorch and nsys_python_backtrace: have no effect without --nsys")
     if from_ is not None:
-        check_trace_alone(fields, out or page, nsys=nsys)
+        others = {"out": out, "page": page, "timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib, "nsys": nsys}
+        check_file_alone("a trace", {**others, **fields})
         return show_trace(from_, top, as_json=json)
     bounds = limits(timeout_s, memory_limit_gib)
-    here, cells = _cells(fields)
+    here, cells = _cells(fields, memory_limit_gib)
     store = Store(out or new_records_path("profile"))
     if nsys:
         check_nsys(cells, page)
@@ -116,13 +117,14 @@ def profile(
     return _run(groups_along(cells, None), store, bounds, here, top=top, page=page, as_json=json)
 
 
-def _cells(fields: Mapping[str, str | None]) -> "tuple[Environment, list[Cell]]":
+def _cells(fields: Mapping[str, str | None], memory_limit_gib: float | None) -> "tuple[Environment, list[Cell]]":
     """Where we are, and what to run there."""
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    check_data(grid)
     here, device = this_machine(fields.get("device"))
     small = "small" if device == "cuda" else "tiny"
-    return here, expand({"workload": ["profile"], "model": [small], **grid}, {"device": device})
+    cells = expand({"workload": ["profile"], "model": [small], **grid}, {"device": device})
+    check_cells(cells, memory_limit_gib=memory_limit_gib)
+    return here, cells
 
 
 def _run(
@@ -137,7 +139,7 @@ def _run(
 ) -> int:
     """Run the cells under torch's profiler; what they say, then their tables."""
     from trainstep.cli.cells import check_kept, check_page, run_cells, show, write_page
-    from trainstep.cli.progress import outliving_reader
+    from trainstep.cli.streams import outliving_reader
     from trainstep.measure.executor_local import run_groups
     from trainstep.report.profile_columns import TORCH_COLUMNS
 
@@ -172,14 +174,14 @@ def _with_top(records: Sequence[Record], top: int) -> list[Record]:
 
 def _print_sentences(records: Sequence[Record]) -> None:
     """The verdict of each cell, before any table."""
-    from trainstep.cli.progress import outliving_reader
+    from trainstep.cli.streams import outliving_reader
     from trainstep.report.profile_words import sentences
     from trainstep.report.rows import rows_of
-    from trainstep.report.terminal import printable
+    from trainstep.report.visible import one_line
 
     rows = rows_of([("", record) for record in records])
     with outliving_reader(sys.stdout):
         for row in rows:
             said = sentences(row.record.tables, row.record.fact)
-            print("\n  ".join(map(printable, [f"{row.label()}: {said[0]}", *said[1:]] if len(rows) > 1 else said)))
+            print("\n  ".join(map(one_line, [f"{row.label()}: {said[0]}", *said[1:]] if len(rows) > 1 else said)))
         print(flush=True)

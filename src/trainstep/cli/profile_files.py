@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainstep.config.cell import Cell
@@ -18,21 +18,14 @@ _HOW_TO_GET = (
 )
 
 
-def check_trace_alone(fields: Mapping[str, object], files: Path | None, *, nsys: bool) -> None:
-    """Where a trace is read nothing runs: ValueError for what only a run would heed."""
-    given = next((name for name, value in fields.items() if value is not None), None)
-    if given is not None or files is not None or nsys:
-        named = given or ("nsys" if nsys else "out and page")
-        raise ValueError(f"from: a trace is read, nothing runs: {named} would have no effect; leave it out")
-
-
 def show_trace(path: Path, top: int, *, as_json: bool) -> int:
     """What a trace of torch's profiler or an export of nsys says, and its tables."""
     from trainstep.report.frames import json_text
     from trainstep.report.profile_columns import TORCH_COLUMNS
     from trainstep.report.profile_tables import detail_tables
     from trainstep.report.profile_words import sentences
-    from trainstep.report.terminal import print_tables, printable
+    from trainstep.report.terminal import print_tables
+    from trainstep.report.visible import one_line
     from trainstep.traces.kineto import read_trace
     from trainstep.traces.nsys import is_report, read_report
     from trainstep.traces.profile import profile_of
@@ -46,7 +39,7 @@ def show_trace(path: Path, top: int, *, as_json: bool) -> int:
         sys.stdout.write(json_text(tables))
         return 0
     shares = {"assigned_share": found.assigned_share, "fallback_share": found.fallback_share}
-    print("\n  ".join(map(printable, sentences(found.tables, shares.get))), end="\n\n")
+    print("\n  ".join(map(one_line, sentences(found.tables, shares.get))), end="\n\n")
     print_tables(tables, [TORCH_COLUMNS], sys.stdout)
     return 0
 

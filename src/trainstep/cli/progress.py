@@ -1,28 +1,21 @@
 """Progress of long work on stderr: a live line with the time left for a person; for a log a line a cell, and while
 none ends what is at work, every half minute at most."""
 
-import contextlib
-import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TextIO
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from trainstep.cli.streams import outliving_reader
 from trainstep.config.cell import Cell
 from trainstep.records.record import Record
+from trainstep.report.console import VisibleConsole
+from trainstep.report.visible import one_line
 
 _SILENCE_S = 30
 """Of a log, at most, while something goes on."""
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Rich would end the whole program."""
-        raise BrokenPipeError
 
 
 class CellProgress:
@@ -30,7 +23,7 @@ class CellProgress:
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._labels = {cell.key: cell.label for cell in cells}
-        self._console = _Console(stderr=True)
+        self._console = VisibleConsole(sys.stderr)
         self._live = self._console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -61,7 +54,7 @@ class CellProgress:
     def tell(self, cell: Cell, stage: str) -> None:
         """What is happening now."""
         with outliving_reader(sys.stderr):
-            self._bar.update(self._task, description=f"{cell.label}: {stage}")
+            self._bar.update(self._task, description=one_line(f"{cell.label}: {stage}"))
             if not self._live and time.monotonic() - self._logged_s >= _SILENCE_S:
                 self._log(f"{cell.label}: {stage}")
 
@@ -85,7 +78,7 @@ class CellProgress:
                 self._log(f"[{done}/{of}] {self._line(record)}{', ' + left if left else ''}")
 
     def _log(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        print(one_line(line), file=sys.stderr, flush=True)
         self._logged_s = time.monotonic()
 
     def _time_left(self, done: int, of: int) -> str:
@@ -100,12 +93,3 @@ class CellProgress:
         if record.failure is not None:
             return f"{label}: {record.failure.message}"
         return f"{label}: done in {record.duration_s:.1f} s"
-
-
-@contextlib.contextmanager
-def outliving_reader(stream: TextIO) -> Iterator[None]:
-    """Whoever read the stream may leave (`2>&1 | head`): we go on, and what is said from then on goes nowhere."""
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from trainstep.cli.options import check_data, check_rounds, chosen_device, limits, this_machine, with_run_fields
+from trainstep.cli.options import check_cells, check_rounds, chosen_device, limits, this_machine, with_run_fields
 from trainstep.config.grid import expand_all, grid_from_settings, grid_from_text, groups_along
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
@@ -53,9 +53,9 @@ def sweep(
     retry_failed: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
     slurm: Annotated[str | None, _on_slurm(_PARTITION_HELP)] = None,
-    slurm_gpus: Annotated[int, _on_slurm("GPUs of a job; 0: run on CPUs.")] = 1,
+    slurm_gpus: Annotated[int | None, _on_slurm("GPUs of a job; 0: run on CPUs [1].")] = None,
     slurm_time: Annotated[float | None, _on_slurm("Minutes a job may take [its cells' time-outs and five].")] = None,
-    slurm_jobs: Annotated[int, _on_slurm("Jobs that may run at the same time.")] = 16,
+    slurm_jobs: Annotated[int | None, _on_slurm("Jobs that may run at the same time [16].")] = None,
     slurm_args: Annotated[str | None, _on_slurm(_ARGUMENTS_HELP)] = None,
     **fields: str | None,
 ) -> int:
@@ -98,12 +98,13 @@ def sweep(
     config = load_sweep(file)
     overrides, device_asked = _overrides(fields, settings or [])
     grids = config.grids(overrides)
-    check_data({"data": [data for grid in grids for data in grid.get("data", ())]})
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds)
-    request = None if slurm is None else _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
+    request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
     asked = chosen_device(device_asked, grids[0])
-    here, device = this_machine(asked) if slurm is None else (None, _device_of_jobs(asked, slurm_gpus))
-    groups = groups_along(expand_all(grids, {"device": device}), config.compare)
+    here, device = this_machine(asked) if request is None else (None, _device_of_jobs(asked, request.gpus))
+    cells = expand_all(grids, {"device": device})
+    check_cells(cells, memory_limit_gib=memory_limit_gib)
+    groups = groups_along(cells, config.compare)
     check_rounds(rounds, groups)
 
     from trainstep.cli.cells import check_page, run_cells, show
@@ -159,8 +160,20 @@ def _device_of_jobs(asked: str | None, gpus: int) -> str:
     return asked if asked not in (None, "auto") else "cuda" if gpus else "cpu"
 
 
-def _job_request(partition: str, gpus: int, minutes: float | None, at_once: int, arguments: str | None) -> "JobRequest":
-    """What the --slurm options ask for. A comma only parts arguments where a new key begins: nodelist=n1,n2,qos=high."""
+def _job_request(
+    partition: str | None, gpus: int | None, minutes: float | None, at_once: int | None, arguments: str | None
+) -> "JobRequest | None":
+    """What the --slurm options ask for; None without a partition, and ValueError then for what jobs alone would heed.
+
+    A comma only parts arguments where a new key begins: nodelist=n1,n2,qos=high.
+    """
+    given = {"slurm_gpus": gpus, "slurm_time": minutes, "slurm_jobs": at_once, "slurm_args": arguments}
+    asked = {name: value for name, value in given.items() if value is not None}
+    if partition is None:
+        if asked:
+            raise ValueError(f"{next(iter(asked))}: has no effect without --slurm PARTITION; add that, or leave it out")
+        return None
+
     from trainstep.measure.executor_slurm_queue import JobRequest
 
     pairs = [pair.strip().partition("=") for pair in re.split(r",(?=[^,=]+=)", arguments or "") if pair.strip()]
@@ -170,4 +183,10 @@ def _job_request(partition: str, gpus: int, minutes: float | None, at_once: int,
                 f"slurm_args: {key!r} has no value; write key=value,key=value, and a flag as exclusive=true"
             )
     named = {key.strip().lstrip("-").replace("_", "-"): value.strip() for key, _, value in pairs}
-    return JobRequest(partition=partition, gpus=gpus, minutes=minutes, at_once=at_once, arguments=named)
+    return JobRequest(
+        partition=partition,
+        gpus=JobRequest.gpus if gpus is None else gpus,
+        minutes=minutes,
+        at_once=JobRequest.at_once if at_once is None else at_once,
+        arguments=named,
+    )

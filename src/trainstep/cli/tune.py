@@ -73,6 +73,8 @@ def tune(
     """
     if top < 1:
         raise ValueError(f"top: must be at least 1, not {top}")
+    if retry_failed and out is None:
+        raise ValueError("retry_failed: a new file holds no cell that failed; name the file with --out")
     cells = _cells(fields)
     bounds = limits(timeout_s, None)
     on_cpu = fields.get("device") == "cpu"
@@ -107,18 +109,19 @@ def _cells(fields: Mapping[str, str | None]) -> list[Cell]:
 
 def _show(records: list[Record], cells: list[Cell], store: Store, top: int) -> int:
     """The ranking of each cell, what failed, where the records are and, last, the rows. Returns the exit code."""
-    from trainstep.cli.progress import outliving_reader
+    from trainstep.cli.streams import outliving_reader
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
     from trainstep.report.terminal import print_tables
     from trainstep.report.tiles_page import summary_table, table_rows, tile_tables
+    from trainstep.report.visible import one_line
 
     rows = rows_of([(str(store.path), record) for record in records])
     failed = [row for row in rows if row.record.failure is not None]
     with outliving_reader(sys.stdout):
         print_tables([*tile_tables(rows, most=top), *summary_table(rows)], notes(rows), sys.stdout)
         for row in failed:
-            print(f"{row.label()}: {row.record.failure.message if row.record.failure else ''}")
+            print(one_line(f"{row.label()}: {row.record.failure.message if row.record.failure else ''}"))
         print(f"records: {store.path}\n")
         print(table_rows(rows, record=str(store.path)), flush=True)
     return 3 if failed or len(records) < len(cells) else 0

@@ -99,11 +99,13 @@ def groups_along(cells: Sequence[Cell], axis: str | None) -> list[list[Cell]]:
 
 def _cell(values: Mapping[str, Any], defaults: Mapping[str, Any], point: Mapping[str, Any]) -> Cell:
     workload = values.get("workload", "train_step")
+    if not isinstance(workload, str):
+        raise ValueError(f"workload: must be a name or package.module:object, not {workload!r}")
     idle = _idle(workload, values)
     fields = {name: value for name, value in values.items() if name != "workload" and name not in idle}
     if workload in CONFIGS:
         config = to_plain(build_config(workload, {**defaults, **fields}))
-    elif isinstance(workload, str) and ":" in workload:
+    elif ":" in workload:
         config = {**defaults, **fields}
     else:
         raise ValueError(f"workload: {workload!r} is not known; known: {', '.join(CONFIGS)}, or package.module:object")

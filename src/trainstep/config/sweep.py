@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from trainstep.config.fields import check_known
 from trainstep.config.grid import check_grid_keys
 
+_MOST_BYTES = 2**20
 _KEYS = ("title", "description", "compare", "timeout_s", "grid", "rows")
 
 
@@ -42,7 +43,7 @@ class SweepConfig:
         of_rows = [name for name in overrides if any(name in row for row in self.rows)]
         overrides = dict(overrides)
         for name in of_rows:
-            there = list(dict.fromkeys(value for grid in grids for value in grid.get(name, ())))
+            there = _once(value for grid in grids for value in grid.get(name, ()))
             if "none" in there:  # a choice of that name, which a command line reads as no value
                 overrides[name] = ["none" if value is None else value for value in overrides[name]]
             if absent := [value for value in overrides[name] if value not in there]:
@@ -61,17 +62,35 @@ class SweepConfig:
 
 def load_sweep(path: Path) -> SweepConfig:
     """Read a sweep file. ValueError in one sentence for a missing file, bad TOML, an unknown key, a wrong type."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such sweep file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
+    text = _text(path)
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ValueError(f"{path}: not a sweep: its lists or tables are nested too deeply") from None
+    except ValueError as error:  # of TOML, of a date that no calendar has, of a number of more digits than Python reads
         raise ValueError(f"{path}: not TOML: {error}") from None
     return sweep_from_document(document, name=path.stem, where=str(path))
+
+
+def _text(path: Path) -> str:
+    """The file's text. ValueError for what is no file of text or too large: a device has no end, a pipe may have no writer."""
+    try:
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"
+            raise ValueError(f"{path}: cannot be read: it is {kind}; name a TOML file")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(
+                f"{path}: over {_MOST_BYTES:,} bytes, the most that a sweep file may have; cut it in several"
+            )
+        return content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such sweep file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -> SweepConfig:
@@ -84,8 +103,9 @@ def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -
     rows = document.get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
         raise ValueError(f"{where}: rows: must be tables [[rows]] of fields")
-    for row in rows or [{}]:
-        check_grid_keys(grid | row, f"{where} [grid]" + (" with [[rows]]" if row else ""))
+    row_lists = tuple(_lists(row, f"{where} [[rows]]") for row in rows)
+    for row in row_lists or ({},):
+        check_grid_keys(lists | row, f"{where} [grid]" + (" with [[rows]]" if row else ""))
     timeout_s = document.get("timeout_s", 600.0)
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not timeout_s > 0:
         raise ValueError(f"{where}: timeout_s: must be a positive number of seconds, not {timeout_s!r}")
@@ -97,10 +117,19 @@ def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -
         title=document.get("title", name),
         description=document.get("description", ""),
         grid=lists,
-        rows=tuple(_lists(row, f"{where} [[rows]]") for row in rows),
+        rows=row_lists,
         compare=document.get("compare"),
         timeout_s=float(timeout_s),
     )
+
+
+def _once(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in order; lists, which no set takes, too."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
 
 
 def _lists(fields: Mapping[str, Any], where: str) -> dict[str, list[Any]]:

@@ -38,9 +38,15 @@ class Probe:
 
 
 def usable_device(
-    requested: str, environment: Environment, *, driver: Driver | None = None, probe: Probe | None = None
+    requested: str,
+    environment: Environment,
+    *,
+    driver: Driver | None = None,
+    probe: Probe | None = None,
+    instead: str = "--device cpu",
 ) -> str:
-    """'cuda' or 'cpu'. ValueError where a GPU is there but torch cannot use it, or is asked for and not there.
+    """'cuda' or 'cpu'. ValueError where a GPU is there but torch cannot use it, or is asked for and not there; it advises to
+    take the options `instead`.
 
     A GPU left idle by mistake must not become a table of CPU times, so `auto` is an error too until `cpu` is said.
     Minor versions do not matter: CUDA 12.8's torch runs on any driver for CUDA 12.
@@ -53,13 +59,13 @@ def usable_device(
     driver = driver or read_driver()
     if environment.gpu is None:
         if driver.error:
-            raise ValueError(f"device: the driver does not answer ({driver.error}); repair it, or take --device cpu")
+            raise ValueError(f"device: the driver does not answer ({driver.error}); repair it, or take {instead}")
         if requested == "cuda":
-            raise ValueError("device: no NVIDIA GPU is visible (no driver, or CUDA_VISIBLE_DEVICES); take --device cpu")
+            raise ValueError(f"device: no NVIDIA GPU is visible (no driver, or CUDA_VISIBLE_DEVICES); take {instead}")
         return "cpu"
     problem = _torch_problem(environment, driver, probe)
     if problem:
-        raise ValueError(f"device: {_shown(environment, driver)}, but {problem}, or take --device cpu")
+        raise ValueError(f"device: {_shown(environment, driver)}, but {problem}, or take {instead}")
     return "cuda"
 
 

@@ -1,15 +1,40 @@
 """Tables through pandas: Markdown and LaTeX for people, CSV and JSON (raw numbers, units in the names) for programs."""
 
-import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from trainstep.report.tables import Table
+from trainstep.report.visible import ascii_json, one_line
 
-_PLUS_MINUS = {"±": r"$\pm$", "\N{MINUS SIGN}": "$-$", "–": "--", "≥": r"$\ge$", "…": r"\dots{}"}
+_MARKDOWN = re.compile(
+    r"[\\`*\[\]|~$]"  # code, emphasis, links and images, columns, strikethrough, mathematics
+    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; within a word an underscore is one
+    r"|:(?=//)|(?<=www)\.|@"  # addresses that become links by themselves
+    r"|^[#+=-]"  # headings and lists
+)
+_LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        **{character: f"{{{character}}}" for character in "[]*"},  # behind a row's end they would be its arguments
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "±": r"$\pm$",
+        "\N{MINUS SIGN}": "$-$",
+        "–": "--",
+        "≥": r"$\ge$",
+        "…": r"\dots{}",
+    }
+)
+_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
+"""What a spreadsheet takes for the beginning of a formula, in any width of letters."""
 
 
 def markdown(tables: Sequence[Table]) -> str:
@@ -30,27 +55,31 @@ def latex(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
         sides = "".join("r" if column.number else "l" for column in table.columns)
-        text = _people(table).to_latex(index=False, escape=True, column_format=sides)
-        for character, command in _PLUS_MINUS.items():
-            text = text.replace(character, command)
-        parts.append(text + (f"% {' '.join(table.note.split())}\n" if table.note else ""))
+        body = _people(table).map(_for_latex)
+        body.columns = [_for_latex(title) for title in body.columns]
+        text = body.to_latex(index=False, escape=False, column_format=sides)
+        parts.append(text + (f"% {one_line(table.note)}\n" if table.note else ""))
     return "\n".join(parts)
 
 
 def csv(tables: Sequence[Table]) -> str:
-    """All cells in one sheet; a column that a row does not have stays empty."""
-    return str(pd.DataFrame(_raw(tables), dtype=object).to_csv(index=False))
+    """All cells in one sheet; a column that a row does not have stays empty.
+
+    Text that a spreadsheet would compute (=1+1) begins with a single quote; numbers are as they are.
+    """
+    rows = [{_for_csv(name): _for_csv(value) for name, value in row.items()} for row in _raw(tables)]
+    return str(pd.DataFrame(rows, dtype=object).to_csv(index=False))
 
 
 def json_text(tables: Sequence[Table]) -> str:
     """A list of objects, one a cell, null where a number is absent."""
     frame = pd.DataFrame(_raw(tables), dtype=object)
     rows = frame.where(frame.notna(), None).to_dict(orient="records")
-    return json.dumps(rows, indent=1, allow_nan=False, default=dict) + "\n"  # a record's frozen mappings
+    return ascii_json(rows, indent=1, allow_nan=False) + "\n"
 
 
 def _people(table: Table) -> pd.DataFrame:
-    texts = [[" ".join(entry.text.split()) for entry in row] for row in table.entries]
+    texts = [[entry.text for entry in row] for row in table.entries]
     return pd.DataFrame(texts, columns=[column.title for column in table.columns])
 
 
@@ -63,7 +92,25 @@ def _finite(value: Any) -> Any:
 
 
 def _for_markdown(text: str) -> str:
-    escaped = (
-        text.replace("\\", "\\\\").replace("|", "\\|").replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    )
-    return " ".join(escaped.split())
+    """The text on one line, shown letter by letter: no markup, HTML or address in it acts."""
+    escaped = _MARKDOWN.sub(lambda found: f"\\{found[0]}", one_line(text))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _for_latex(text: str) -> str:
+    return one_line(text).translate(_LATEX)
+
+
+def _for_csv(value: Any) -> Any:
+    """Text on one line that is text to a spreadsheet; all else as it is."""
+    if not isinstance(value, str):
+        return value
+    line = one_line(value)
+    return f"'{line}" if line.startswith(_FORMULA) and not _is_number(line) else line
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

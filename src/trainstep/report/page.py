@@ -29,6 +29,7 @@ from trainstep.report.section import Section
 from trainstep.report.sweep_page import ceilings_charts, phases_chart
 from trainstep.report.tables import byte_words, cell_tables, failure_sentence, failure_word
 from trainstep.report.tiles_page import tile_sections
+from trainstep.report.visible import visible
 from trainstep.report.warmup_page import warmup_section
 
 
@@ -104,6 +105,11 @@ def script_json(value: Any) -> str:
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
+def _shown(value: Any) -> Any:
+    """A value of the template; text of records visible, since files of pages are shown on terminals too."""
+    return visible(value) if type(value) is str else value  # markup is ours
+
+
 def _environment() -> jinja2.Environment:
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("trainstep.report", "."),
@@ -111,6 +117,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=_shown,
     )
     made.filters |= {
         "next": next,

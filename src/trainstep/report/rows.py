@@ -9,6 +9,7 @@ from typing import Any
 from trainstep.config.model import ModelConfig
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import Store
+from trainstep.report.visible import one_line
 
 ALWAYS = ("model", "context", "kind", "implementation", "seq", "head_dim")
 _SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
@@ -100,10 +101,10 @@ def needless(rows: Sequence[Row]) -> list[str]:
 
 
 def words(value: Any) -> str:
-    """A config value as people write it."""
+    """A config value as people write it, on one line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else one_line(str(value))
 
 
 def _points(pairs: Sequence[tuple[str, Record]]) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Batches of tokens, a function of seed and step alone: the same step sees the same tokens under every strategy and rank count."""
 
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,13 +8,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainstep.config.text_files import MAXIMUM_FOLDER_BYTES, text_files
+
 Batch = dict[str, Tensor]
 NextBatch = Callable[[int], Batch]
-
-_MAXIMUM_TEXT_BYTES = 64 * 2**20
-_TEXT_SUFFIXES = frozenset(
-    (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html", ".xml", ".tex", ".c", ".h", ".rs")
-)
 
 
 def random_batches(*, vocab_size: int, batch_size: int, context: int, seed: int, device: torch.device) -> NextBatch:
@@ -50,28 +46,14 @@ def read_text(data: str) -> npt.NDArray[np.uint8]:
 
     Folders are read in the order of their paths, up to 64 MiB. ValueError where there is nothing to read.
     """
+    files = text_files(data)
     try:
-        return _text_bytes(data)
+        if files == [Path(data)]:
+            return np.memmap(files[0], dtype=np.uint8, mode="r")
+        text = b"\n".join(file.read_bytes() for file in files)
     except OSError as error:
         raise ValueError(f"data: {data} cannot be read: {error}") from None
-
-
-def _text_bytes(data: str) -> npt.NDArray[np.uint8]:
-    path = Path(sysconfig.get_path("stdlib")) if data == "stdlib" else Path(data)
-    if path.is_file() and path.stat().st_size:
-        return np.memmap(path, dtype=np.uint8, mode="r")
-    suffixes = frozenset((".py",)) if data == "stdlib" else _TEXT_SUFFIXES
-    found = (file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-    files = sorted(file for file in found if data != "stdlib" or "site-packages" not in file.parts)
-    parts, total = [], 0
-    for file in files:
-        if total >= _MAXIMUM_TEXT_BYTES:
-            break
-        parts.append(file.read_bytes())
-        total += len(parts[-1])
-    if not total:
-        raise ValueError(f"data: no text found at {path}; give a file, or a folder of text files")
-    return np.frombuffer(b"\n".join(parts)[:_MAXIMUM_TEXT_BYTES], dtype=np.uint8)
+    return np.frombuffer(text[:MAXIMUM_FOLDER_BYTES], dtype=np.uint8)
 
 
 def _on(device: torch.device, tokens: npt.NDArray[np.int64]) -> Batch:

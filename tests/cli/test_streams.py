@@ -1,0 +1,96 @@
+"""Standard streams that are closed, full or read by nobody, and Ctrl-C before a verb begins: a sentence and an exit code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cell_maker import import_path
+from record_maker import a_record
+from trainstep.records.store import Store
+
+INTERRUPTED = """
+import os, signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test started in the background ignores it
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            exec("os.kill(os.getpid(), signal.SIGINT)")  # as in the exec of a dataclass
+            for _ in range(1000):
+                pass
+
+from trainstep.cli.app import main
+sys.meta_path.insert(0, Interrupt())
+main(sys.argv[2:])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Store(tmp_path / "a.jsonl").append(a_record())
+    return tmp_path
+
+
+def in_a_shell(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": ""}
+    line = f"{sys.executable} -m trainstep {command}"
+    return subprocess.run(["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("report a.jsonl >&-", 2, "standard output is closed"),
+        ("report a.jsonl >&- 2>&-", 2, ""),
+        ("report a.jsonl 2>&-", 0, ""),
+        ("report nowhere.jsonl 2>&-", 2, ""),
+        ("report a.jsonl >/dev/full", 2, "standard output: No space left on device"),
+        ("--help >/dev/full", 2, "standard output: No space left on device"),
+        ("compare a.jsonl a.jsonl --json 1</dev/null", 2, "standard output: Bad file descriptor"),
+    ],
+)
+def test_streams_that_cannot_be_written(folder: Path, command: str, code: int, words: str):
+    done = in_a_shell(folder, command)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert done.stderr.count("\n") == bool(words), "one line"
+    assert [path.name for path in folder.iterdir()] == ["a.jsonl"]
+
+
+def test_a_closed_stream_gives_its_number_to_no_file(folder: Path):
+    """Else the records of a cell would stand where its children print."""
+    program = (
+        "from trainstep.cli.streams import open_streams; import os; open_streams(); "
+        "print([os.path.realpath(f'/proc/self/fd/{number}') for number in (0, 2)])"
+    )
+    line = f'{sys.executable} -c "{program}" <&- 2>&-'
+    environ = {**os.environ, "PYTHONPATH": import_path()}
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['/dev/null', '/dev/null']"
+
+
+@pytest.mark.parametrize("module", ["trainstep.cli.streams", "cyclopts", "tabulate"])
+def test_ctrl_c_during_an_import(folder: Path, module: str):
+    command = [sys.executable, "-c", INTERRUPTED, module, "report", "a.jsonl"]
+    environ = {**os.environ, "PYTHONPATH": import_path()}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "trainstep: interrupted\n")
+
+
+def test_the_command_line_is_imported_at_once():
+    """What takes time is imported where Ctrl-C is met."""
+    program = "import sys; known = set(sys.modules); import trainstep.cli.app; print(*sorted(set(sys.modules) - known))"
+    environ = {**os.environ, "PYTHONPATH": import_path()}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert {name for name in loaded if name.startswith("trainstep")} == {
+        "trainstep",
+        "trainstep.cli",
+        "trainstep.cli.app",
+    }
+    assert loaded & {"typing", "enum", "re", "cyclopts", "rich"} == set()
