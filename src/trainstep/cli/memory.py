@@ -1,20 +1,22 @@
 """`trainstep memory`: where the memory of a step goes, what peaks when, and what is the largest that fits."""
 
-import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 from cyclopts import Parameter
 
 from trainstep.cli.options import check_data, limits, this_machine, with_memory_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
+from trainstep.cli.reading import read_limits, show_within
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import USED_BY, SyncConfig
+from trainstep.reading import ReadLimits
 from trainstep.records.store import Store
 
 _MIN_SHARE = 0.005
+_CELL_TIMEOUT_S = 600.0
 
 
 @with_memory_fields
@@ -24,7 +26,7 @@ def memory(
     fit: Literal["batch_size", "context"] | None = None,
     out: Path | None = None,
     page: Path | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     **fields: str | None,
@@ -67,18 +69,18 @@ def memory(
     page
         Also write the page here.
     timeout_s
-        Seconds after which a cell is killed and recorded as a time-out.
+        Seconds until a cell is killed and recorded as a time-out, by default 600; with --from until reading is given up, 60.
     memory_limit_gib
-        Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
+        Memory a CPU cell may take, all its ranks together, by default 90 % of the machine's; with --from reading, 1.86.
     json
         Print the table as JSON: plain numbers, units in the names.
     """
     if from_ is not None:
-        _check_snapshot_alone(fields, {"fit": fit, "out": out, "page": page, "memory_limit_gib": memory_limit_gib})
-        return _show_snapshot(from_, fields.get("min_share"), as_json=json)
+        _check_snapshot_alone(fields, {"fit": fit, "out": out, "page": page})
+        return _show_snapshot(from_, fields.get("min_share"), read_limits(timeout_s, memory_limit_gib), as_json=json)
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     check_data(grid)
-    bounds = limits(timeout_s, memory_limit_gib)
+    bounds = limits(_CELL_TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, device = this_machine(fields.get("device"))
     grid = {"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid}
     grid = _with_ways(grid)
@@ -122,20 +124,26 @@ def _check_snapshot_alone(fields: Mapping[str, str | None], options: Mapping[str
         )
 
 
-def _show_snapshot(path: Path, min_share: str | None, *, as_json: bool) -> int:
+def _show_snapshot(path: Path, min_share: str | None, limits: ReadLimits, *, as_json: bool) -> int:
     """The tables of a snapshot that anyone recorded."""
+    # Imported before the limited process begins: what libraries take is not the file's doing.
     from trainstep.report.frames import json_text
     from trainstep.report.snapshot_tables import snapshot_notes, snapshot_tables
     from trainstep.report.terminal import print_tables
     from trainstep.traces.memory_timeline import MemoryTimeline
     from trainstep.traces.snapshot import read_snapshot
 
-    timeline = MemoryTimeline(read_snapshot(path))
-    tables = snapshot_tables(timeline, min_share=_share(min_share))
-    if as_json:
-        sys.stdout.write(json_text(tables))
-    else:
-        print_tables(tables, snapshot_notes(timeline), sys.stdout)
+    least_share = _share(min_share)
+
+    def show(stream: TextIO) -> None:
+        timeline = MemoryTimeline(read_snapshot(path, limits))
+        tables = snapshot_tables(timeline, min_share=least_share)
+        if as_json:
+            stream.write(json_text(tables))
+        else:
+            print_tables(tables, snapshot_notes(timeline), stream)
+
+    show_within(limits, path, show)
     return 0
 
 

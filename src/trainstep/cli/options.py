@@ -167,9 +167,7 @@ def limits(timeout_s: float, memory_limit_gib: float | None, rounds: int | None 
     """The limits of each cell's process, and how compared variants share the machine."""
     from trainstep.measure.runner import Limits
 
-    for name, value in (("timeout_s", timeout_s), ("memory_limit_gib", memory_limit_gib)):
-        if value is not None and not 0 < value < _LONGEST:
-            raise ValueError(f"{name}: must be a positive number, not {value}")
+    check_positive({"timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib})
     if rounds is not None and rounds < 1:
         raise ValueError(f"rounds: must be at least 1, not {rounds}")
     return Limits(
@@ -178,6 +176,13 @@ def limits(timeout_s: float, memory_limit_gib: float | None, rounds: int | None 
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         rounds=rounds,
     )
+
+
+def check_positive(limits: Mapping[str, float | None]) -> None:
+    """ValueError for a limit, by its option's name, that is no positive number a clock or the system can hold."""
+    for name, value in limits.items():
+        if value is not None and not 0 < value < _LONGEST:
+            raise ValueError(f"{name}: must be a positive number, not {value}")
 
 
 def check_rounds(rounds: int | None, groups: "Sequence[Sequence[Cell]]") -> None:

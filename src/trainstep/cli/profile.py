@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 
 from trainstep.cli.options import check_data, limits, this_machine, with_profile_fields
 from trainstep.cli.profile_files import check_nsys, check_trace_alone, profile_with_nsys, show_trace
+from trainstep.cli.reading import read_limits
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from trainstep.records.record import Environment
 
 _TOP = 10
+_CELL_TIMEOUT_S = 600.0
 _NSYS = Group("nsys (unverified: nobody has run this with nsys yet)", sort_key=3)
 _PYTORCH_HELP = (
     "Its --pytorch. With autograd-nvtx backward's kernels find their layer and span, and the host is slower; an older nsys does "
@@ -41,7 +43,7 @@ def profile(
     top: int = _TOP,
     out: Path | None = None,
     page: Path | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     nsys: Annotated[bool, _of_nsys("Record under nsys instead, and read its report.")] = False,
@@ -84,9 +86,9 @@ def profile(
     page
         Also write the page here.
     timeout_s
-        Seconds after which a cell is killed and recorded as a time-out.
+        Seconds until a cell is killed and recorded as a time-out, by default 600; with --from until reading is given up, 60.
     memory_limit_gib
-        Memory a CPU cell may take; by default 90 % of the machine's.
+        Memory a CPU cell may take, by default 90 % of the machine's; with --from reading, 1.86: some 700 MB of unpacked JSON.
     json
         Print the tables as JSON: plain numbers, units in the names.
     """
@@ -96,8 +98,8 @@ def profile(
         raise ValueError("nsys_pytorch and nsys_python_backtrace: have no effect without --nsys")
     if from_ is not None:
         check_trace_alone(fields, out or page, nsys=nsys)
-        return show_trace(from_, top, as_json=json)
-    bounds = limits(timeout_s, memory_limit_gib)
+        return show_trace(from_, top, read_limits(timeout_s, memory_limit_gib), as_json=json)
+    bounds = limits(_CELL_TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, cells = _cells(fields)
     out = out or Path("runs") / f"profile-{datetime.now():%Y%m%d-%H%M%S}.jsonl"
     if nsys:
@@ -108,7 +110,8 @@ def profile(
             pytorch=nsys_pytorch or "none",
             python_backtrace=nsys_python_backtrace,
             top=top,
-            timeout_s=timeout_s,
+            timeout_s=bounds.timeout_s,
+            limits=read_limits(timeout_s, memory_limit_gib),
             as_json=json,
         )
         if code is not None:
