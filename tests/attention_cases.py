@@ -87,9 +87,7 @@ def random_case(seed: int, *, longest: int, dtypes: list[torch.dtype], most_pair
             return case
 
 
-def check(
-    attend: Attend, case: Case, *, device: str = "cpu", times: int = 2, strict: Sequence[str] = ()
-) -> None:
+def check(attend: Attend, case: Case, *, device: str = "cpu", times: int = 2, strict: Sequence[str] = ()) -> None:
     """Check output, log-sum-exp and the three gradients by the 2x rule. Queries that see no key: exactly 0 and -inf.
 
     `strict`: the outputs whose bound makes no allowance for terms that cancel.

@@ -24,6 +24,7 @@ LAYERS = {
     "config": 1,
     "costs": 1,
     "spans": 1,
+    "reading": 1,
 }
 STANDALONE = {"ops", "parallel"}
 """Lifted out and used alone: of ours they may use only LIFTED_WITH."""

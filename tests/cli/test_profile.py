@@ -82,9 +82,9 @@ def test_as_json(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--from absent.json", "absent.json: there is no such trace"),
+        ("--from absent.json", "absent.json: there is no such file"),
         ("--from words.json", "words.json: is no profiler trace"),
-        ("--from cut.json.gz", "cut.json.gz: the compressed trace is cut off or damaged"),
+        ("--from cut.json.gz", "cut.json.gz: the compressed file is cut off or damaged"),
         ("--from empty.json", "the trace is empty: it holds no op and no kernel; record one with"),
         ("--from good.json.gz --model small", "model would have no effect"),
         ("--from good.json.gz --page p.html", "would have no effect"),

@@ -155,7 +155,7 @@ def test_without_nsys_or_a_gpu_torchs_profiler_is_used(
         ("--nsys-python-backtrace", "have no effect without --nsys"),
         ("--nsys --nsys-pytorch all", "nsys-pytorch"),
         ("--from eager.sqlite --nsys", "nsys would have no effect"),
-        ("--from absent.sqlite", "absent.sqlite: there is no such report"),
+        ("--from absent.sqlite", "absent.sqlite: there is no such file"),
         ("--from cut.sqlite", "cut.sqlite: the SQLite file is cut off or damaged"),
         ("--from none.sqlite", "none.sqlite: holds no kernel"),
         ("--from own.nsys-rep", "own.nsys-rep: is nsys's own format; make one with: nsys export"),

@@ -344,7 +344,7 @@ def test_a_missing_table_is_refused(store):
     filled(store, 1)
     store.append(a_record(tables={"big": BIG}))
     table_file(store).unlink()
-    with pytest.raises(ValueError, match=r"line 2: its table .*\.json\.gz is missing or damaged"):
+    with pytest.raises(ValueError, match=r"line 2: its table .*\.json\.gz: there is no such file"):
         store.read()
 
 

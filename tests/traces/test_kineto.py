@@ -82,7 +82,7 @@ def test_what_is_no_trace(content: bytes, word: str, tmp_path: Path):
 
 
 def test_no_such_file_and_a_folder(tmp_path: Path):
-    with pytest.raises(ValueError, match="there is no such trace"):
+    with pytest.raises(ValueError, match="there is no such file"):
         read_trace(tmp_path / "absent.json")
     with pytest.raises(ValueError, match="cannot be read"):
         read_trace(tmp_path)

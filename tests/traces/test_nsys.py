@@ -121,7 +121,7 @@ def test_what_is_no_export(tmp_path: Path):
         assert is_report(tmp_path / name)
         with pytest.raises(ValueError, match=rf"{name}: is {words}; make one with: nsys export --type sqlite"):
             read_report(tmp_path / name)
-    with pytest.raises(ValueError, match="there is no such report"):
+    with pytest.raises(ValueError, match="there is no such file"):
         read_report(tmp_path / "absent.sqlite")
     sqlite3.connect(tmp_path / "another.db").execute("CREATE TABLE t (x)").connection.close()
     assert is_report(tmp_path / "another.db"), "known by its first bytes"

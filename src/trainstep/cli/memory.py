@@ -1,16 +1,17 @@
 """`trainstep memory`: where the memory of a step goes, what peaks when, and what is the largest that fits."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 from cyclopts import Parameter
 
 from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_memory_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
+from trainstep.cli.reading import read_limits, show_within
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import USED_BY, SyncConfig
+from trainstep.reading import ReadLimits
 from trainstep.records.store import Store, new_records_path
 
 _MIN_SHARE = 0.005
@@ -23,7 +24,7 @@ def memory(
     fit: Literal["batch_size", "context"] | None = None,
     out: Path | None = None,
     page: Path | None = None,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     **fields: str | None,
@@ -66,17 +67,17 @@ def memory(
     page
         Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
-        Seconds after which a cell is killed and recorded as a time-out.
+        Seconds until a cell is killed and recorded as a time-out, by default 600; with --from until reading is given up, 60.
     memory_limit_gib
-        Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
+        Memory a CPU cell may take, all its ranks together, by default 90 % of the machine's; with --from reading, 1.86.
     json
         Print the table as JSON: plain numbers, units in the names.
     """
     if from_ is not None:
-        others = {"fit": fit, "out": out, "page": page, "timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib}
-        return _show_snapshot(from_, {**others, **fields}, as_json=json)
+        check_file_alone("a snapshot", {"fit": fit, "out": out, "page": page, **fields, "min_share": None})
+        return _show_snapshot(from_, fields.get("min_share"), read_limits(timeout_s, memory_limit_gib), as_json=json)
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    bounds = limits(timeout_s, memory_limit_gib)
+    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, device = this_machine(fields.get("device"))
     grid = {"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid}
     grid = _with_ways(grid)
@@ -112,22 +113,26 @@ def _with_ways(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     return {**grid, "sync": ways}
 
 
-def _show_snapshot(path: Path, options: Mapping[str, Any], *, as_json: bool) -> int:
-    """The tables of a snapshot that anyone recorded. ValueError for options that only a run would heed."""
-    check_file_alone("a snapshot", {name: value for name, value in options.items() if name != "min_share"})
-
+def _show_snapshot(path: Path, min_share: str | None, limits: ReadLimits, *, as_json: bool) -> int:
+    """The tables of a snapshot that anyone recorded."""
+    # Imported before the limited process begins: what libraries take is not the file's doing.
     from trainstep.report.frames import json_text
     from trainstep.report.snapshot_tables import snapshot_notes, snapshot_tables
     from trainstep.report.terminal import print_tables
     from trainstep.traces.memory_timeline import MemoryTimeline
     from trainstep.traces.snapshot import read_snapshot
 
-    timeline = MemoryTimeline(read_snapshot(path))
-    tables = snapshot_tables(timeline, min_share=_share(options.get("min_share")))
-    if as_json:
-        sys.stdout.write(json_text(tables))
-    else:
-        print_tables(tables, snapshot_notes(timeline), sys.stdout)
+    least_share = _share(min_share)
+
+    def show(stream: TextIO) -> None:
+        timeline = MemoryTimeline(read_snapshot(path, limits))
+        tables = snapshot_tables(timeline, min_share=least_share)
+        if as_json:
+            stream.write(json_text(tables))
+        else:
+            print_tables(tables, snapshot_notes(timeline), stream)
+
+    show_within(limits, path, show)
     return 0
 
 

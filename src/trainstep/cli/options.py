@@ -40,7 +40,6 @@ _OWN_HELP = {
 }
 
 TIMEOUT_S = 600.0
-_AS_NOT_GIVEN: Mapping[str, object] = {"timeout_s": TIMEOUT_S, "nsys": False}
 _LONGEST = 1e9
 """No more than 30 years, nor than an exbibyte: clocks and limits of the operating system overflow beyond."""
 
@@ -172,9 +171,7 @@ def limits(timeout_s: float, memory_limit_gib: float | None, rounds: int | None 
     """The limits of each cell's process, and how compared variants share the machine."""
     from trainstep.measure.runner import Limits
 
-    for name, value in (("timeout_s", timeout_s), ("memory_limit_gib", memory_limit_gib)):
-        if value is not None and not 0 < value < _LONGEST:
-            raise ValueError(f"{name}: must be a positive number, not {value}")
+    check_positive({"timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib})
     if rounds is not None and rounds < 1:
         raise ValueError(f"rounds: must be at least 1, not {rounds}")
     return Limits(
@@ -186,10 +183,17 @@ def limits(timeout_s: float, memory_limit_gib: float | None, rounds: int | None 
 
 
 def check_file_alone(kind: str, options: Mapping[str, object]) -> None:
-    """Where a file is read nothing runs: ValueError for options that only a run would heed. Not given: None, or the default."""
-    given = next((name for name, value in options.items() if value not in (None, _AS_NOT_GIVEN.get(name))), None)
+    """Where a file is read nothing runs: ValueError for options that only a run would heed. Not given: None or False."""
+    given = next((name for name, value in options.items() if value is not None and value is not False), None)
     if given is not None:
         raise ValueError(f"from: {kind} is read, nothing runs: {given} would have no effect; leave it out")
+
+
+def check_positive(limits: Mapping[str, float | None]) -> None:
+    """ValueError for a limit, by its option's name, that is no positive number a clock or the system can hold."""
+    for name, value in limits.items():
+        if value is not None and not 0 < value < _LONGEST:
+            raise ValueError(f"{name}: must be a positive number, not {value}")
 
 
 def check_rounds(rounds: int | None, groups: "Sequence[Sequence[Cell]]") -> None:

@@ -10,6 +10,7 @@ from cyclopts import Group, Parameter
 
 from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_profile_fields
 from trainstep.cli.profile_files import check_nsys, profile_with_nsys, show_trace
+from trainstep.cli.reading import read_limits
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
@@ -40,7 +41,7 @@ def profile(
     top: int = _TOP,
     out: Path | None = None,
     page: Path | None = None,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     nsys: Annotated[bool, _of_nsys("Record under nsys instead, and read its report.")] = False,
@@ -84,9 +85,9 @@ def profile(
     page
         Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
-        Seconds after which a cell is killed and recorded as a time-out.
+        Seconds until a cell is killed and recorded as a time-out, by default 600; with --from until reading is given up, 60.
     memory_limit_gib
-        Memory a CPU cell may take; by default 90 % of the machine's.
+        Memory a CPU cell may take, by default 90 % of the machine's; with --from reading, 1.86: some 700 MB of unpacked JSON.
     json
         Print the tables as JSON: plain numbers, units in the names.
     """
@@ -95,10 +96,9 @@ def profile(
     if not nsys and (nsys_pytorch or nsys_python_backtrace):
         raise ValueError("nsys_pytorch and nsys_python_backtrace: have no effect without --nsys")
     if from_ is not None:
-        others = {"out": out, "page": page, "timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib, "nsys": nsys}
-        check_file_alone("a trace", {**others, **fields})
-        return show_trace(from_, top, as_json=json)
-    bounds = limits(timeout_s, memory_limit_gib)
+        check_file_alone("a trace", {"out": out, "page": page, "nsys": nsys, **fields})
+        return show_trace(from_, top, read_limits(timeout_s, memory_limit_gib), as_json=json)
+    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, cells = _cells(fields, memory_limit_gib)
     store = Store(out or new_records_path("profile"))
     if nsys:
@@ -109,7 +109,8 @@ def profile(
             pytorch=nsys_pytorch or "none",
             python_backtrace=nsys_python_backtrace,
             top=top,
-            timeout_s=timeout_s,
+            timeout_s=bounds.timeout_s,
+            limits=read_limits(timeout_s, memory_limit_gib),
             as_json=json,
         )
         if code is not None:

@@ -6,10 +6,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
+from trainstep.cli.reading import show_within
 from trainstep.config.cell import Cell
 from trainstep.config.parsing import from_plain
 from trainstep.config.profile import ProfileConfig
+from trainstep.reading import ReadLimits
 
 UNVERIFIED = "unverified: nobody has run this with nsys yet"
 _HOW_TO_GET = (
@@ -18,8 +21,9 @@ _HOW_TO_GET = (
 )
 
 
-def show_trace(path: Path, top: int, *, as_json: bool) -> int:
+def show_trace(path: Path, top: int, limits: ReadLimits, *, as_json: bool) -> int:
     """What a trace of torch's profiler or an export of nsys says, and its tables."""
+    # Imported before the limited process begins: what libraries take is not the file's doing.
     from trainstep.report.frames import json_text
     from trainstep.report.profile_columns import TORCH_COLUMNS
     from trainstep.report.profile_tables import detail_tables
@@ -30,17 +34,21 @@ def show_trace(path: Path, top: int, *, as_json: bool) -> int:
     from trainstep.traces.nsys import is_report, read_report
     from trainstep.traces.profile import profile_of
 
-    try:
-        found = profile_of(read_report(path) if is_report(path) else read_trace(path), kernels_kept=top)
-    except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-    tables = detail_tables(found.tables, whole=as_json)
-    if as_json:
-        sys.stdout.write(json_text(tables))
-        return 0
-    shares = {"assigned_share": found.assigned_share, "fallback_share": found.fallback_share}
-    print("\n  ".join(map(one_line, sentences(found.tables, shares.get))), end="\n\n")
-    print_tables(tables, [TORCH_COLUMNS], sys.stdout)
+    def show(stream: TextIO) -> None:
+        try:
+            trace = read_report(path) if is_report(path) else read_trace(path, largest_bytes=limits.file_bytes)
+            found = profile_of(trace, kernels_kept=top)
+        except ValueError as error:
+            raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+        tables = detail_tables(found.tables, whole=as_json)
+        if as_json:
+            stream.write(json_text(tables))
+            return
+        shares = {"assigned_share": found.assigned_share, "fallback_share": found.fallback_share}
+        print("\n  ".join(map(one_line, sentences(found.tables, shares.get))), end="\n\n", file=stream)
+        print_tables(tables, [TORCH_COLUMNS], stream)
+
+    show_within(limits, path, show)
     return 0
 
 
@@ -56,7 +64,15 @@ def check_nsys(cells: Sequence[Cell], page: Path | None) -> None:
 
 
 def profile_with_nsys(
-    cell: Cell, report: Path, *, pytorch: str, python_backtrace: bool, top: int, timeout_s: float, as_json: bool
+    cell: Cell,
+    report: Path,
+    *,
+    pytorch: str,
+    python_backtrace: bool,
+    top: int,
+    timeout_s: float,
+    limits: ReadLimits,
+    as_json: bool,
 ) -> int | None:
     """Print the command lines, run them and show what was recorded; None, and why in a sentence, where nsys is of no use."""
     from trainstep.measure.nsys import NsysFailed, export_command, record, steps_command
@@ -82,6 +98,6 @@ def profile_with_nsys(
     except NsysFailed as error:
         print(f"trainstep: {error} ({UNVERIFIED})", file=sys.stderr)
         return 3
-    code = show_trace(exported, top, as_json=as_json)
+    code = show_trace(exported, top, limits, as_json=as_json)
     print(f"report: {report} (opens in Nsight Systems)\nexport: {exported}", file=where, flush=True)
     return code

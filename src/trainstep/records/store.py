@@ -12,17 +12,19 @@ import os
 import re
 import secrets
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainstep.reading import read_file
 from trainstep.records.record import Record, record_from_plain, record_to_plain
 from trainstep.records.whole_file import whole_file
 
 _TABLE_LIMIT_BYTES = 64 * 1024
+_LARGEST_TABLE_BYTES = 64 * 2**20
+"""Bytes of a table's text that are read: a list in three bytes takes 64 in memory, so that 2 GB may come of it."""
 _OPENING = b'{"workload":'
 """How a record's line begins."""
 _TABLE_NAME = re.compile(r"[0-9a-f]{16}\.json\.gz")
@@ -192,9 +194,9 @@ class Store:
             raise ValueError(f"{name!r} is no name of a table in {self._tables}")
         path = self._tables / name
         try:
-            text = gzip.decompress(path.read_bytes())
-        except (OSError, EOFError, zlib.error):
-            raise ValueError(f"its table {path} is missing or damaged") from None
+            text = read_file(path, largest_bytes=_LARGEST_TABLE_BYTES, way_out="remove the line to keep the others")
+        except ValueError as error:
+            raise ValueError(f"its table {error}") from None
         if _digest(text) != name.split(".")[0]:
             raise ValueError(f"its table {path} is not what was written")
         try:

@@ -10,28 +10,19 @@ fallback  neither: the spans open on the main thread at that time (gradient accu
 
 import bisect
 import dataclasses
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainstep.config.phases import Phase
+from trainstep.traces.contexts import NOTHING_OPEN, PHASES, Context, Contexts, Spans, step_number
 from trainstep.traces.kineto import Activity, Call, Range, Thread, Trace
 from trainstep.traces.nesting import nestings
 
 DIRECT, JOINED, FALLBACK = "direct", "joined", "fallback"
 OUTSIDE = "outside phases"
 """The phase of work that no phase holds: the batch's upload, a library's own."""
-_PHASES = tuple(str(phase) for phase in Phase)
-_STEP = re.compile(r"^(?:step |ProfilerStep#)(\d+)$")
-_LAYER = re.compile(r"^(?:layer |.*\b(?:layers?|blocks?|h)\.)(\d+)$")
-_IN_LAYER = re.compile(r"^.*\b(?:layers?|blocks?|h)\.(\d+)\.(.+)$")
-"""Modules of other people's models are named by their paths: transformer.h.3.mlp.fc is mlp.fc of layer 3."""
-_ACCUMULATES = "AccumulateGrad"
-_COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 _COMPILED_SPAN = "compiled"
 """The span of compiled code, inside which ours vanish: its layer says which block, none that it is the whole model."""
-_GRAPH = "## Call CompiledFxGraph"
-_TORCH_OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +55,14 @@ class Attribution:
         self.main = _main_thread(trace)
         self._calls = _launches(trace)
         self._forward_ops = _forward_ops(trace.ranges)
-        self._names_phases = any(one.annotation and one.name in _PHASES for one in trace.ranges)
-        self.named = self._names_phases or any(one.annotation and _STEP.match(one.name) for one in trace.ranges)
+        self._names_phases = any(one.annotation and one.name in PHASES for one in trace.ranges)
+        self._contexts = {
+            thread: Contexts(nesting.ranges, self._names_phases) for thread, nesting in self.nestings.items()
+        }
+        self._direct: dict[Context, Place] = {}
+        self.named = self._names_phases or any(
+            one.annotation and step_number(one.name) is not None for one in trace.ranges
+        )
         """Whether the trace's spans name phases or steps at all."""
 
     def assign(self) -> list[Assigned]:
@@ -79,97 +76,67 @@ class Attribution:
 
     def place(self, thread: Thread, time_ns: int) -> Place:
         """Whose work that thread did at that time."""
-        nesting = self.nestings.get(thread)
-        stack = list(nesting.around(time_ns)) if nesting else []
-        backward = next((one for one in stack if one.backward), None)
-        forward = self._forward_op(backward) if backward else None
-        if backward is not None and forward is not None:
-            return self._joined(stack, backward, forward, time_ns)
-        if (
-            any(one.annotation and (one.name in _PHASES or _STEP.match(one.name)) for one in stack)
-            or thread == self.main
-        ):
-            return self._placed(stack, DIRECT, stack)
-        place = self._placed([*stack, *self._on_main(time_ns)], FALLBACK, stack)
-        accumulates = not place.span and any(_ACCUMULATES in one.name for one in stack)
+        context = self._context(thread, time_ns)
+        forward = self._forward_op(context.backward) if context.backward is not None else None
+        if forward is not None:
+            return self._joined(context, forward, time_ns)
+        if context.spans.names_step_or_phase or thread == self.main:
+            if context not in self._direct:
+                self._direct[context] = self._placed(context.spans, DIRECT, context)
+            return self._direct[context]
+        place = self._placed(context.spans.inside(self._spans_on_main(time_ns)), FALLBACK, context)
+        accumulates = not place.span and context.accumulates
         return dataclasses.replace(place, span="gradient accumulation") if accumulates else place
 
     def _assigned(self, activity: Activity) -> Assigned:
         call = self._calls.get(activity.correlation)
         if call is None:
-            place = self._placed(self._on_main(activity.start_ns), FALLBACK, [])
+            place = self._placed(self._spans_on_main(activity.start_ns), FALLBACK, NOTHING_OPEN)
         else:
             place = self.place(call.thread, call.start_ns)
         return Assigned(activity=activity, place=place, call=call)
 
-    def _joined(self, stack: Sequence[Range], backward: Range, forward: Range, time_ns: int) -> Place:
+    def _joined(self, context: Context, forward: Range, time_ns: int) -> Place:
         """The forward op's spans; where backward runs spans of its own (recomputation), those, in the same layer."""
-        around = list(self.nestings[forward.thread].around(forward.start_ns))
-        source = self._placed(around, JOINED, [forward, *around])
-        inside = [one for one in stack if one.annotation and one.start_ns >= backward.start_ns]
-        own = self._placed(inside, JOINED, [])
-        step = self._placed([*stack, *self._on_main(time_ns)], JOINED, stack)
+        around = self._context(forward.thread, forward.start_ns)
+        source = self._placed(around.spans, JOINED, around)
+        own = self._placed(context.spans_in_backward, JOINED, NOTHING_OPEN)
+        step = self._placed(context.spans.inside(self._spans_on_main(time_ns)), JOINED, context)
         return Place(
             step=step.step if step.step is not None else source.step,
             phase=step.phase if step.phase != OUTSIDE else str(Phase.BACKWARD),
             layer=own.layer if own.layer is not None else source.layer,
             span=own.span or source.span,
-            compiled=source.compiled or _is_compiled(stack),
+            compiled=source.compiled or context.compiled,
             how=JOINED,
         )
 
-    def _placed(self, spans: Sequence[Range], how: str, stack: Sequence[Range]) -> Place:
-        """From the spans around, innermost first, and the ops around where a trace of another's names no phases."""
-        step: int | None = None
-        layer: int | None = None
-        phase, names = "", list[str]()
-        for one in reversed(spans):
-            if not one.annotation or one.name.startswith(_GRAPH):
-                continue
-            if found := _STEP.match(one.name):
-                step, names = int(found[1]), []
-            elif one.name in _PHASES:
-                phase, layer, names = one.name, None, []
-            elif found := _LAYER.match(one.name):
-                layer, names = int(found[1]), []
-            elif found := _IN_LAYER.match(one.name):
-                layer, names = int(found[1]), _with_path(names, found[2])
-            elif not one.name.startswith(_TORCH_OPTIMIZER):
-                names = _with_path(names, one.name)
-            elif not phase and not self._names_phases:
-                phase = str(Phase.OPTIMIZER)
+    def _placed(self, spans: Spans, how: str, context: Context) -> Place:
+        """From the spans around, and from the ops around where a trace of another's names no phases."""
+        phase = spans.phase
         if not phase and not self._names_phases:
-            phase = _guessed_phase(stack)
-        compiled = _is_compiled(stack)
+            phase = _guessed_phase(context)
         return Place(
-            step=step,
+            step=spans.step,
             phase=phase or OUTSIDE,
-            layer=layer,
-            span=" / ".join(names) or (_COMPILED_SPAN if compiled else ""),
-            compiled=compiled,
+            layer=spans.layer,
+            span=" / ".join(spans.names) or (_COMPILED_SPAN if context.compiled else ""),
+            compiled=context.compiled,
             how=how,
         )
 
-    def _on_main(self, time_ns: int) -> list[Range]:
-        nesting = self.nestings.get(self.main) if self.main else None
-        return [one for one in nesting.around(time_ns) if one.annotation] if nesting else []
+    def _context(self, thread: Thread, time_ns: int) -> Context:
+        contexts = self._contexts.get(thread)
+        return contexts.at(time_ns) if contexts else NOTHING_OPEN
+
+    def _spans_on_main(self, time_ns: int) -> Spans:
+        return self._context(self.main, time_ns).spans if self.main else NOTHING_OPEN.spans
 
     def _forward_op(self, backward: Range) -> Range | None:
         """The last forward op before it that carries its number: earlier ones saw the number coming and made no node."""
         ops = self._forward_ops.get(backward.sequence, ())
-        index = bisect.bisect_left([one.start_ns for one in ops], backward.start_ns) - 1
+        index = bisect.bisect_left(ops, backward.start_ns, key=lambda one: one.start_ns) - 1
         return ops[index] if index >= 0 else None
-
-
-def _with_path(names: list[str], path: str) -> list[str]:
-    """The names with one more; a path that goes on from the last takes its place: mlp, then mlp.fc."""
-    return [*names[:-1], path] if names and path.startswith(f"{names[-1]}.") else [*names, path]
-
-
-def step_number(name: str) -> int | None:
-    """3 for `step 3`; None for what names no step."""
-    found = _STEP.match(name)
-    return int(found[1]) if found else None
 
 
 def _main_thread(trace: Trace) -> Thread | None:
@@ -177,7 +144,7 @@ def _main_thread(trace: Trace) -> Thread | None:
     votes: dict[Thread, tuple[int, int]] = {}
     for one in trace.ranges:
         named, ranges = votes.get(one.thread, (0, 0))
-        names = one.annotation and (one.name in _PHASES or _STEP.match(one.name) is not None)
+        names = one.annotation and (one.name in PHASES or step_number(one.name) is not None)
         votes[one.thread] = (named + names, ranges + 1)
     return max(votes, key=lambda thread: votes[thread]) if votes else None
 
@@ -195,12 +162,8 @@ def _forward_ops(ranges: Iterable[Range]) -> dict[int, list[Range]]:
     return found
 
 
-def _is_compiled(stack: Iterable[Range]) -> bool:
-    return any(one.name.startswith(_COMPILED) for one in stack)
-
-
-def _guessed_phase(stack: Sequence[Range]) -> str:
+def _guessed_phase(context: Context) -> str:
     """For a trace whose spans name no phase: what autograd runs is backward, what it numbers is forward."""
-    if any(one.backward or one.name.startswith("autograd::engine") for one in stack):
+    if context.in_engine:
         return str(Phase.BACKWARD)
-    return str(Phase.FORWARD) if any(one.sequence >= 0 for one in stack) else ""
+    return str(Phase.FORWARD) if context.numbered else ""

@@ -5,9 +5,11 @@ of microseconds that it waits for the host. Once the driver's queue is full (abo
 blocks until the device catches up, which is what a timeline shows as a host that stands still.
 """
 
+import bisect
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,32 +65,32 @@ def host_table(work: TraceWork) -> Columns:
         return {}
     calls = _calls_by_phase(work)
     phases = [*phases_of(work.pieces), *(phase for phase in calls if phase not in phases_of(work.pieces))]
-    full = _full_queue(work)
+    full = set(_full_queue(work))
     return columns_of([_row(work, phase, calls.get(phase, []), full) for phase in phases])
 
 
 def stall(work: TraceWork) -> Stall | None:
     """The stall between backward and optimizer, a step's mean; None where a step has not both."""
     attribution = work.attribution
-    ends = [
+    ends = sorted(
         one.end_ns
         for one in attribution.trace.ranges
         if one.annotation and one.thread == attribution.main and one.name == Phase.BACKWARD
-    ]
+    )
+    blocked, allocated = (_HostTime(attribution.trace.calls, names) for names in (_BLOCKING, _ALLOCATIONS))
     firsts = _first_pieces(work, str(Phase.OPTIMIZER))
     queue_full_s = _seconds(_full_queue(work)) / len(work.steps)
     found = []
     for first in firsts:
-        before = [end for end in ends if first.call is not None and end <= first.call.start_ns]
-        if not before or first.call is None:
+        place = bisect.bisect_right(ends, first.call.start_ns) if first.call is not None else 0
+        if not place or first.call is None:
             continue
-        start_ns, end_ns = max(before), first.call.start_ns
-        between = [one for one in attribution.trace.calls if start_ns <= one.start_ns < end_ns]
+        start_ns, end_ns = ends[place - 1], first.call.start_ns
         found.append(
             Stall(
                 gap_s=(end_ns - start_ns) / 1e9,
-                blocked_s=_seconds(_of(between, _BLOCKING)),
-                allocation_s=_seconds(_of(between, _ALLOCATIONS)),
+                blocked_s=blocked.between_s(start_ns, end_ns),
+                allocation_s=allocated.between_s(start_ns, end_ns),
                 behind_s=max(0, first.start_ns - end_ns) / 1e9,
                 queue_full_s=queue_full_s,
             )
@@ -108,7 +110,7 @@ def is_allocation(call: Call) -> bool:
     return call.name.startswith(_ALLOCATIONS)
 
 
-def _row(work: TraceWork, phase: str, calls: Sequence[Call], waiting: Sequence[Call]) -> dict[str, Any]:
+def _row(work: TraceWork, phase: str, calls: Sequence[Call], waiting: Collection[Call]) -> dict[str, Any]:
     steps = len(work.steps)
     mine = [one for one in work.pieces if one.place.phase == phase]
     leads = [one.start_ns - one.call.start_ns for one in mine if one.call is not None]
@@ -180,6 +182,21 @@ def _full_queue(work: TraceWork) -> list[Call]:
         and one.call.duration_ns > long_ns
         and one.start_ns - one.call.start_ns > _FAR_BEHIND_NS
     ]
+
+
+class _HostTime:
+    """Time that the host spent in calls of some names, between any two moments, in logarithmic time."""
+
+    def __init__(self, calls: Sequence[Call], names: tuple[str, ...]) -> None:
+        """`calls`: in order of start."""
+        named = _of(calls, names)
+        self._starts_ns = [one.start_ns for one in named]
+        self._before_ns = [0, *itertools.accumulate(one.duration_ns for one in named)]
+
+    def between_s(self, start_ns: int, end_ns: int) -> float:
+        """Seconds in calls that began from `start_ns` to before `end_ns`."""
+        first, last = (bisect.bisect_left(self._starts_ns, time_ns) for time_ns in (start_ns, end_ns))
+        return (self._before_ns[last] - self._before_ns[first]) / 1e9
 
 
 def _of(calls: Sequence[Call], names: tuple[str, ...]) -> list[Call]:

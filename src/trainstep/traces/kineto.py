@@ -4,22 +4,24 @@ Events are decoded one by one, so that a file of 100 MB takes little more memory
 since the trace's own zero: differences are exact.
 """
 
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainstep.reading import LARGEST_BYTES, read_file
+
 KERNEL, MEMCPY, MEMSET = "kernel", "memcpy", "memset"
 _ACTIVITIES = {"kernel": KERNEL, "gpu_memcpy": MEMCPY, "gpu_memset": MEMSET}
 _CALLS = ("cuda_runtime", "cuda_driver")
 _LIST = re.compile(r'"traceEvents"\s*:\s*\[')
-_ZERO = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
+_PROPERTIES = re.compile(r'"deviceProperties"\s*:\s*(?=\[)')
+_ZERO = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d{1,19})(?!\d)')
 _BETWEEN = re.compile(r"[\s,]*")
-_GZIP = b"\x1f\x8b"
+_TIME_END_NS = 2**62
+"""About 146 years; times since 1970 are below it. Sums of larger times would be no floats."""
 _HOW_TO_RECORD = (
     "record one with `trainstep profile --keep-trace FOLDER`, or torch.profiler.profile(...) around the steps and "
     "export_chrome_trace"
@@ -96,9 +98,12 @@ class Trace:
     """The trace's zero on the machine's clock, which all its processes share; 0 where the trace does not say."""
 
 
-def read_trace(path: Path) -> Trace:
-    """The trace in a .json or .json.gz file. ValueError in one sentence for what is none, is cut off or holds no event."""
-    return parse_trace(_text(path), str(path))
+def read_trace(path: Path, *, largest_bytes: int = LARGEST_BYTES) -> Trace:
+    """The trace in a .json or .json.gz file of at most `largest_bytes`, unpacked.
+
+    ValueError in one sentence for what is none, is cut off or holds no event.
+    """
+    return parse_trace(_text(path, largest_bytes), str(path))
 
 
 def parse_trace(text: str, where: str) -> Trace:
@@ -124,7 +129,8 @@ def parse_trace(text: str, where: str) -> Trace:
                 ranges.append(_range(event, category == "user_annotation", names))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise ValueError(
-                f"{where}: is no profiler trace: an event before character {end_of_events[0]:,} lacks a name or times"
+                f"{where}: is no profiler trace: an event before character {end_of_events[0]:,} lacks a name or times that can be "
+                "read; record it again"
             ) from None
     if not activities and not ranges:
         raise ValueError(f"{where}: the trace is empty: it holds no op and no kernel; {_HOW_TO_RECORD}")
@@ -137,22 +143,11 @@ def parse_trace(text: str, where: str) -> Trace:
     )
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, largest_bytes: int) -> str:
     try:
-        data = path.read_bytes()
-        if data.startswith(_GZIP):
-            data = gzip.decompress(data)
-        return data.decode("utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such trace") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(
-            f"{path}: the compressed trace is cut off or damaged ({error}); copy or record it again"
-        ) from None
+        return read_file(path, largest_bytes=largest_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is no profiler trace: byte {error.start:,} is no text; {_HOW_TO_RECORD}") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _events(text: str, position: int, where: str, reached: list[int]) -> Iterator[Mapping[str, Any]]:
@@ -166,7 +161,7 @@ def _events(text: str, position: int, where: str, reached: list[int]) -> Iterato
             return
         try:
             event, position = decode(text, position)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # ValueError: no JSON, or a number of thousands of digits
             raise ValueError(
                 f"{where}: the trace is cut off or damaged at character {position:,} of {len(text):,}; record it again"
             ) from None
@@ -179,11 +174,11 @@ def _activity(event: Mapping[str, Any], kind: str, names: dict[str, str]) -> Act
     arguments = event.get("args") or {}
     return Activity(
         kind=kind,
-        name=names.setdefault(event["name"], event["name"]),
+        name=_name(event, names),
         device=int(arguments.get("device", 0)),
         stream=int(arguments.get("stream", 0)),
         start_ns=_ns(event["ts"]),
-        duration_ns=_ns(event["dur"]),
+        duration_ns=_duration_ns(event["dur"]),
         correlation=int(arguments.get("correlation", -1)),
     )
 
@@ -191,10 +186,10 @@ def _activity(event: Mapping[str, Any], kind: str, names: dict[str, str]) -> Act
 def _call(event: Mapping[str, Any], names: dict[str, str]) -> Call:
     arguments = event.get("args") or {}
     return Call(
-        name=names.setdefault(event["name"], event["name"]),
+        name=_name(event, names),
         thread=(int(event["pid"]), int(event["tid"])),
         start_ns=_ns(event["ts"]),
-        duration_ns=_ns(event["dur"]),
+        duration_ns=_duration_ns(event["dur"]),
         correlation=int(arguments.get("correlation", -1)),
     )
 
@@ -202,24 +197,49 @@ def _call(event: Mapping[str, Any], names: dict[str, str]) -> Call:
 def _range(event: Mapping[str, Any], annotation: bool, names: dict[str, str]) -> Range:
     arguments = event.get("args") or {}
     return Range(
-        name=names.setdefault(event["name"], event["name"]),
+        name=_name(event, names),
         thread=(int(event["pid"]), int(event["tid"])),
         start_ns=_ns(event["ts"]),
-        duration_ns=_ns(event["dur"]),
+        duration_ns=_duration_ns(event["dur"]),
         annotation=annotation,
         sequence=int(arguments.get("Sequence number", -1)),
         forward_thread=int(arguments.get("Fwd thread id", 0)),
     )
 
 
-def _ns(microseconds: float) -> int:
-    return round(microseconds * 1000)
+def _name(event: Mapping[str, Any], names: dict[str, str]) -> str:
+    """Its name, kept once for all events that have it."""
+    name = event["name"]
+    if not isinstance(name, str):
+        raise TypeError(f"a name is text, not {type(name).__name__}")
+    return names.setdefault(name, name)
+
+
+def _ns(microseconds: Any) -> int:
+    if not isinstance(microseconds, int | float):
+        raise TypeError(f"a time is a number, not {type(microseconds).__name__}")
+    time_ns = round(microseconds * 1000)
+    if not -_TIME_END_NS < time_ns < _TIME_END_NS:
+        raise OverflowError("no clock reaches this time")
+    return time_ns
+
+
+def _duration_ns(microseconds: Any) -> int:
+    """At least 0: a range that ends before it begins is one whose clocks disagree."""
+    return max(0, _ns(microseconds))
 
 
 def _gpu(text: str, end: int) -> str | None:
-    """The name in `deviceProperties`, which stands before the events."""
-    found = re.search(r'"deviceProperties"\s*:.*?"name"\s*:\s*"([^"\\]+)"', text[:end], re.DOTALL)
-    return found[1] if found else None
+    """The name of the first of `deviceProperties`, which stand before the events."""
+    found = _PROPERTIES.search(text, 0, end)
+    if found is None:
+        return None
+    try:
+        properties, _ = json.JSONDecoder().raw_decode(text, found.end())
+        name = properties[0]["name"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
 
 
 def _zero_ns(text: str, start: int, end: int) -> int:

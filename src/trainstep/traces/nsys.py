@@ -11,12 +11,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from trainstep.reading import check_regular
 from trainstep.traces.kineto import KERNEL, MEMCPY, MEMSET, Activity, Call, Range, Trace
 from trainstep.traces.nvtx_names import parse_name
 
 _MAGIC = b"SQLite format 3\0"
 _OWN_FORMATS = (".nsys-rep", ".qdrep", ".qdstrm")
 _HOW_TO_EXPORT = "make one with: nsys export --type sqlite --output report.sqlite REPORT.nsys-rep"
+_LONGEST_VALUE = 2**24
+"""Bytes of one text or number that a query may make; a column may be computed, and its text of any length."""
 _TID_BITS = 24
 """A global number of a thread holds the thread in the lowest bits, its process in as many above, the machine's above those."""
 _NESTED_OF_NO_LIBRARY = (
@@ -34,13 +37,15 @@ def is_report(path: Path) -> bool:
 
 def read_report(path: Path) -> Trace:
     """The trace in an SQLite export. ValueError in one sentence for what is none, is cut off or holds no kernel."""
-    if not path.exists():
-        raise ValueError(f"{path}: there is no such report")
+    check_regular(path)
     if not _begins_as_sqlite(path):
         what = "nsys's own format" if path.suffix in _OWN_FORMATS else "no SQLite file"
         raise ValueError(f"{path}: is {what}; {_HOW_TO_EXPORT}")
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        # immutable: no journal beside the file is looked for, and nothing is written there.
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+            database.execute("PRAGMA trusted_schema = OFF")
             database.text_factory = _text
             _check_whole(database, path)
             return _trace(database, str(path))
@@ -53,7 +58,9 @@ def read_report(path: Path) -> Trace:
 
 
 def _trace(database: sqlite3.Connection, where: str) -> Trace:
-    strings: dict[int, str] = dict(database.execute("SELECT id, value FROM StringIds"))
+    if not _has_table(database, "StringIds"):
+        raise sqlite3.OperationalError("no such table: StringIds")
+    strings: dict[int, str] = dict(_rows(database, "StringIds", "id", texts="value", where="typeof(value) = 'text'"))
     found = list(_activities(database, strings))
     if not any(one.kind == KERNEL for _, one in found):
         raise ValueError(
@@ -63,12 +70,12 @@ def _trace(database: sqlite3.Connection, where: str) -> Trace:
     processes = sorted({process >> _TID_BITS for process, _ in found})
     if len(processes) > 1:  # each counts correlation numbers of its own
         raise ValueError(f"{where}: holds kernels of {len(processes)} processes: record one of them alone")
-    gpu = next((name for (name,) in _rows(database, "TARGET_INFO_GPU", "name")), None)
+    gpus = _rows(database, "TARGET_INFO_GPU", "id", texts="name", where="typeof(name) = 'text'")
     return Trace(
         activities=tuple(sorted((one for _, one in found), key=lambda one: one.start_ns)),
         calls=tuple(sorted(_calls(database, strings, processes[0]), key=lambda one: one.start_ns)),
         ranges=tuple(sorted(_ranges(database, strings, processes[0]), key=lambda one: one.start_ns)),
-        gpu=gpu,
+        gpu=next((name for _, name in gpus), None),
     )
 
 
@@ -118,10 +125,10 @@ def _calls(database: sqlite3.Connection, strings: Mapping[int, str], process: in
 
 def _ranges(database: sqlite3.Connection, strings: Mapping[int, str], process: int) -> Iterator[Range]:
     """Nested ranges of torch and of people; those of libraries are in domains of their own."""
-    columns = "globalTid, start, [end], text, textId"
+    table, columns = "NVTX_EVENTS", "globalTid, start, [end], textId"
     rows = [
-        (thread, start, end, parse_name(strings.get(text_id, "") if text is None else text))
-        for thread, start, end, text, text_id in _rows(database, "NVTX_EVENTS", columns, _NESTED_OF_NO_LIBRARY)
+        (thread, start, end, parse_name(text if isinstance(text, str) else strings.get(text_id, "")))
+        for thread, start, end, text_id, text in _rows(database, table, columns, "text", _NESTED_OF_NO_LIBRARY)
         if thread >> _TID_BITS == process
     ]
     forward_threads = {name.sequence: _numbers(thread)[1] for thread, _, _, name in rows if not name.backward}
@@ -137,10 +144,24 @@ def _ranges(database: sqlite3.Connection, strings: Mapping[int, str], process: i
         )
 
 
-def _rows(database: sqlite3.Connection, table: str, columns: str, where: str = "1") -> Iterable[tuple[Any, ...]]:
-    """Nothing where the export has no such table."""
-    known = database.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
-    return database.execute(f"SELECT {columns} FROM {table} WHERE {where}") if known else ()
+def _rows(
+    database: sqlite3.Connection, table: str, integers: str, texts: str = "", where: str = "1"
+) -> Iterable[tuple[Any, ...]]:
+    """Columns of integers (or nothing), then of texts; no rows where the export has no such table. TypeError for other values."""
+    if not _has_table(database, table):
+        return ()
+    wrong = " OR ".join(f"typeof({name}) NOT IN ('integer', 'null')" for name in integers.split(", "))
+    if database.execute(f"SELECT 1 FROM {table} WHERE ({where}) AND ({wrong}) LIMIT 1").fetchone():
+        raise TypeError(f"{table} holds no integers in {integers}")
+    return database.execute(f"SELECT {integers}{', ' * bool(texts)}{texts} FROM {table} WHERE {where}")
+
+
+def _has_table(database: sqlite3.Connection, name: str) -> bool:
+    """OperationalError for a view, whose rows are computed and need have no end, and for a virtual table."""
+    made = [sql for (sql,) in database.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,))]
+    if not all(isinstance(sql, str) and sql.startswith("CREATE TABLE ") for sql in made):
+        raise sqlite3.OperationalError(f"{name} is no plain table")
+    return bool(made)
 
 
 def _check_whole(database: sqlite3.Connection, path: Path) -> None:

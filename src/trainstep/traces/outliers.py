@@ -5,6 +5,7 @@ steps by a quarter and by 1 % of a step. Its cause is what else was different th
 came late, or none of these: the same kernels, all slower, which is the clock (or another user of the device).
 """
 
+import bisect
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ class _Seen:
 
     time_ns: int
     gap_ns: int
-    names: Counter[str]
+    names: frozenset[tuple[str, int]]
+    """Each name with how often it is there."""
     allocations: int
 
 
@@ -50,10 +52,10 @@ def outliers_table(work: TraceWork) -> Columns:
     rows: list[dict[str, Any]] = []
     for (phase, span, layer), steps in seen.items():
         median_ns = statistics.median([one.time_ns + one.gap_ns for one in steps.values()])
+        together = _Steps(list(steps.values()))
         for number, one in steps.items():
             excess_ns = one.time_ns + one.gap_ns - median_ns
             if excess_ns > max((_EXCESS - 1) * median_ns, threshold_ns) and len(steps) > 1:
-                others = [other for step, other in steps.items() if step != number]
                 rows.append(
                     {
                         "phase": phase,
@@ -62,18 +64,47 @@ def outliers_table(work: TraceWork) -> Columns:
                         "step": number,
                         "time_s": (one.time_ns + one.gap_ns) / 1e9,
                         "median_s": median_ns / 1e9,
-                        "cause": _cause(one, others, excess_ns, work.on_device),
+                        "cause": _cause(one, together, excess_ns, work.on_device),
                     }
                 )
     return columns_of(sorted(rows, key=lambda row: row["median_s"] - row["time_s"]))
 
 
-def _cause(one: _Seen, others: Sequence[_Seen], excess_ns: float, on_device: bool) -> str:
-    if one.allocations > statistics.median(other.allocations for other in others):
+class _Steps:
+    """One span in all of its steps; each step is compared with the others in logarithmic time."""
+
+    def __init__(self, steps: Sequence[_Seen]) -> None:
+        self._allocations = sorted(one.allocations for one in steps)
+        self._gaps_ns = sorted(one.gap_ns for one in steps)
+        self._names = Counter(one.names for one in steps)
+
+    def median_allocations_without(self, one: _Seen) -> float:
+        return _median_without(self._allocations, one.allocations)
+
+    def median_gap_ns_without(self, one: _Seen) -> float:
+        return _median_without(self._gaps_ns, one.gap_ns)
+
+    def alone_has_names_of(self, one: _Seen) -> bool:
+        return self._names[one.names] == 1
+
+
+def _median_without(ordered: Sequence[int], value: int) -> float:
+    """The median of all but one of the values, which stand in order."""
+    left_out = bisect.bisect_left(ordered, value)
+
+    def rest(index: int) -> int:
+        return ordered[index + (index >= left_out)]
+
+    count = len(ordered) - 1
+    return (rest((count - 1) // 2) + rest(count // 2)) / 2
+
+
+def _cause(one: _Seen, steps: _Steps, excess_ns: float, on_device: bool) -> str:
+    if one.allocations > steps.median_allocations_without(one):
         return MALLOC
-    if all(one.names != other.names for other in others):
+    if steps.alone_has_names_of(one):
         return KERNELS
-    late_ns = one.gap_ns - statistics.median(other.gap_ns for other in others)
+    late_ns = one.gap_ns - steps.median_gap_ns_without(one)
     if late_ns > 0.5 * excess_ns:
         return HOST
     return CLOCK if on_device else _NO_DEVICE
@@ -83,7 +114,7 @@ def _seen(pieces: Sequence[Work], allocations: int) -> _Seen:
     return _Seen(
         time_ns=sum(one.duration_ns for one in pieces),
         gap_ns=sum(one.gap_ns for one in pieces),
-        names=Counter(one.name for one in pieces),
+        names=frozenset(Counter(one.name for one in pieces).items()),
         allocations=allocations,
     )
 

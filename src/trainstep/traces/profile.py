@@ -84,6 +84,7 @@ def profile_of(
 def _idle_s(work: TraceWork) -> tuple[float, ...]:
     gaps = {step.number: step.after_ns for step in work.steps}
     first = min(gaps)
-    for one in work.pieces:
-        gaps[first if one.place.step is None else one.place.step] += one.gap_ns
+    for one in work.pieces:  # a step that another thread alone names is none of the main thread's
+        step = one.place.step
+        gaps[first if step is None or step not in gaps else step] += one.gap_ns
     return tuple(gap / 1e9 for gap in gaps.values())

@@ -6,17 +6,15 @@ A snapshot is dicts, lists, text and numbers; traces/plain_pickle.py loads nothi
 ring buffer of `max_entries` events; a full one has lost its beginning, and the highest bytes it shows are no peak.
 """
 
-import gzip
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainstep.reading import ReadLimits, read_file, read_within
 from trainstep.traces.plain_pickle import plain_pickle
 
-LARGEST_BYTES = 10**9
 HOW_TO_RECORD = (
     "record with torch.cuda.memory._record_memory_history(max_entries=1000000) before the model is built, and write with "
     "torch.cuda.memory._dump_snapshot(FILE) after a step"
@@ -106,9 +104,17 @@ class Snapshot:
         return count > 0 and count % _RING_SIZES == 0
 
 
-def read_snapshot(path: Path, *, largest_bytes: int = LARGEST_BYTES) -> Snapshot:
-    """Read a snapshot's pickle, plain or gzipped. ValueError in one sentence for anything that is none."""
-    content = _content(path, largest_bytes)
+def read_snapshot(path: Path, limits: ReadLimits | None = None) -> Snapshot:
+    """Read a snapshot's pickle, plain or gzipped, in a child process that may take so much memory and so long.
+
+    ValueError in one sentence for anything that is no snapshot, or takes more.
+    """
+    limits = limits or ReadLimits()
+    return read_within(limits, path, lambda: _read(path, limits))
+
+
+def _read(path: Path, limits: ReadLimits) -> Snapshot:
+    content = read_file(path, largest_bytes=limits.file_bytes)
     try:
         document = plain_pickle(content)
     except ValueError as error:
@@ -132,25 +138,6 @@ def snapshot_of(document: Any, *, where: str, ring_entries: int | None = None) -
         held = " but segments" if mine else ""
         raise ValueError(f"{where}: holds no history{held}: {HOW_TO_RECORD}")
     return Snapshot(segments=mine, events=events, spans=spans, ring_entries=ring_entries)
-
-
-def _content(path: Path, largest_bytes: int) -> bytes:
-    """The pickle's bytes, unzipped."""
-    limit = f"over {largest_bytes:,} bytes, more than is read; record fewer steps, or no stacks (context=None)"
-    try:
-        with open(path, "rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            content = (gzip.GzipFile(fileobj=file) if zipped else file).read(largest_bytes + 1)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise ValueError(f"{path}: a damaged or cut-off gzip file") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(content) > largest_bytes:
-        raise ValueError(f"{path}: {limit}")
-    return content
 
 
 class _Parts:

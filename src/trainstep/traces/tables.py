@@ -105,7 +105,7 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
 def layers_words(layers: Sequence[int | None]) -> str:
     """`0-11`, `3`, `0, 2` or nothing."""
     known = sorted({layer for layer in layers if layer is not None})
-    if len(known) > 1 and known == list(range(known[0], known[-1] + 1)):
+    if len(known) > 1 and known[-1] - known[0] == len(known) - 1:
         return f"{known[0]}-{known[-1]}"
     return ", ".join(map(str, known))
 

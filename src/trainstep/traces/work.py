@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainstep.config.phases import Phase
-from trainstep.traces.attribution import OUTSIDE, Assigned, Attribution, Place, step_number
+from trainstep.traces.attribution import OUTSIDE, Assigned, Attribution, Place
+from trainstep.traces.contexts import step_number
 from trainstep.traces.intervals import gaps_before, union_ns
 from trainstep.traces.kernel_classes import OVERHEAD, class_of_op, kernel_class
 from trainstep.traces.kernel_names import short_name

@@ -1,0 +1,42 @@
+"""`--from FILE`: what somebody else recorded, read and shown within limits of memory and time."""
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from trainstep.cli.options import check_positive
+from trainstep.reading import ReadLimits, read_within
+
+
+def read_limits(timeout_s: float | None, memory_limit_gib: float | None) -> ReadLimits:
+    """The limits of the command line, and the usual ones where it says nothing. ValueError for what is no positive number."""
+    check_positive({"timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib})
+    usual = ReadLimits()
+    return ReadLimits(
+        memory_bytes=usual.memory_bytes if memory_limit_gib is None else int(memory_limit_gib * 2**30),
+        time_s=usual.time_s if timeout_s is None else timeout_s,
+    )
+
+
+def show_within(limits: ReadLimits, path: Path, show: Callable[[TextIO], None]) -> None:
+    """Print what `show` writes. Reading, analysis and layout all happen in the limited process; only text comes back."""
+    stream = _Page(is_terminal=sys.stdout.isatty())
+
+    def text() -> str:
+        show(stream)
+        return stream.getvalue()
+
+    sys.stdout.write(read_within(limits, path, text))
+
+
+class _Page(io.StringIO):
+    """Text that is laid out as standard output would be: with colours where a person sits at it."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal

@@ -1,0 +1,220 @@
+"""Files from outside, read within limits of bytes, memory and time: what somebody else recorded may be made to do harm.
+
+    data = read_file(path)                                          # a regular file, unpacked; ValueError if it is too large
+    tables = read_within(limits, path, lambda: tables_of(path))     # in a child process that is ended at its limits
+
+A gzip file of 1 MB unpacks to 1 GB, a pickle of a few bytes makes Python ask for 64 GB or ends the process that loads it, and
+an SQLite view need never come to an end. No reader foresees all of that; a process that the system limits need not.
+"""
+
+import contextlib
+import gzip
+import math
+import multiprocessing
+import os
+import resource
+import signal
+import stat
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection  # 10 ms, which a reader of records need not wait for
+
+Result = TypeVar("Result")
+
+LARGEST_BYTES = 10**9
+"""Bytes of one file, unpacked, that are read unless a caller says otherwise."""
+_CHUNK_BYTES = 2**20
+_GZIP = b"\x1f\x8b"
+_INTERPRETER_BYTES = 2**27
+"""Memory that Python and its libraries have before they read, and that counts as the reader's."""
+_ALLOW_MEMORY = "record fewer steps, or allow more with --memory-limit-gib"
+_READER = "trainstep reader"
+"""Name of the child process, by which it knows itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadLimits:
+    """What reading one file may take. `memory_bytes`: of the process that reads it, as a whole; `time_s`: on the clock."""
+
+    memory_bytes: int = 2 * 10**9
+    time_s: float = 60.0
+
+    @property
+    def file_bytes(self) -> int:
+        """The largest file, unpacked: half of the memory, because text is held twice while it is decoded."""
+        return self.memory_bytes // 2
+
+
+def read_file(path: Path, *, largest_bytes: int = LARGEST_BYTES, way_out: str = _ALLOW_MEMORY) -> bytes:
+    """The content of a regular file, unpacked if it is gzip's.
+
+    ValueError, in one sentence, for a file that cannot be read or is larger; `way_out`: what to do about a larger one.
+    """
+    check_regular(path)
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(len(_GZIP)) == _GZIP
+            file.seek(0)
+            return _at_most(gzip.GzipFile(fileobj=file) if zipped else file, largest_bytes, path, way_out)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(
+            f"{path}: the compressed file is cut off or damaged ({error}); copy or record it again"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def check_regular(path: Path) -> None:
+    """ValueError for what is no regular file: a device such as /dev/zero has no end, and a pipe may never begin."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except OSError as error:  # a loop of symbolic links, a name that is too long
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "no regular file; save what it gives as one"
+        raise ValueError(f"{path}: cannot be read: it is {what}")
+
+
+def read_within(limits: ReadLimits, path: Path, read: Callable[[], Result]) -> Result:
+    """What `read` returns, run in a child process that may take so much memory and so long; its errors are raised here.
+
+    ValueError, in one sentence that names the file and the limit, where a limit is reached or the child is ended. The child is
+    a fork, so `read` may be any closure, but its result travels as a pickle: let it be small. Imports that start threads
+    (NumPy's) belong before the call: their memory is then not the reader's. Inside such a child `read` runs at once.
+    """
+    if multiprocessing.current_process().name == _READER:
+        return read()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(
+        target=_read_in_child, args=(read, limits, path, sender), name=_READER, daemon=True
+    )
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(limits.time_s):
+            raise ValueError(_too_long(limits, path))
+        result, error = receiver.recv()
+    except (EOFError, OSError):  # it ended before, or while, it answered
+        child.join()
+        if child.exitcode == -signal.SIGXCPU:
+            raise ValueError(_too_long(limits, path)) from None
+        raise ValueError(f"{path}: it is made to end the process that reads it, and is not read") from None
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+    if error is not None:
+        raise error
+    answer: Result = result
+    return answer
+
+
+@contextlib.contextmanager
+def memory_within(limits: ReadLimits, what: str) -> Iterator[None]:
+    """Limit the memory that this process itself takes in a block, for records, which are wanted whole and here.
+
+    ValueError where it takes more; `what` names the files.
+    """
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    _limit_memory(limits)
+    try:
+        yield
+    except MemoryError:
+        raise ValueError(
+            f"{what}: reading takes more than {_size(limits)} of memory; give fewer or smaller files"
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _read_in_child(read: Callable[[], Any], limits: ReadLimits, path: Path, sender: "Connection") -> None:
+    """Send (result, None) or (None, error)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the parent ends this one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _limit(limits)
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = read()
+    except MemoryError:
+        error = _too_much(limits, path)
+    except RecursionError:
+        error = ValueError(f"{path}: it is nested too deeply to be read")
+    except Exception as raised:  # noqa: BLE001  (whatever it is, it is raised in the parent)
+        if not isinstance(raised, ValueError | OSError):
+            raised.add_note(f"In the process that read {path}:\n{traceback.format_exc()}")
+        error = raised
+    with contextlib.suppress(BrokenPipeError):  # the parent has left
+        try:
+            sender.send((result, error))
+        except MemoryError:
+            result = None
+            sender.send((None, _too_much(limits, path)))
+
+
+def _limit(limits: ReadLimits) -> None:
+    """Limit the memory that this process takes beyond what its parent had, and its processor time.
+
+    The clock is the parent's; processor time ends a child that its parent no longer ends.
+    """
+    _limit_memory(limits)
+    _lower(resource.RLIMIT_CPU, 1 + math.ceil(2 * limits.time_s))
+    _lower(resource.RLIMIT_CORE, 0)
+
+
+def _limit_memory(limits: ReadLimits) -> None:
+    growth_bytes = max(limits.memory_bytes - _INTERPRETER_BYTES, limits.memory_bytes // 2)
+    _lower(resource.RLIMIT_DATA, _data_bytes() + growth_bytes)
+
+
+def _lower(kind: int, limit: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _data_bytes() -> int:
+    """Memory of this process that RLIMIT_DATA counts; 0 where the system does not say (macOS, which does not limit it either)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _end_with_parent() -> None:
+    """Nobody waits for this process once its parent is killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _at_most(file: BinaryIO | gzip.GzipFile, largest_bytes: int, path: Path, way_out: str) -> bytes:
+    chunks, size = [], 0
+    while chunk := file.read(_CHUNK_BYTES):
+        size += len(chunk)
+        if size > largest_bytes:
+            raise ValueError(f"{path}: holds over {largest_bytes:,} bytes once unpacked, more than is read; {way_out}")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_long(limits: ReadLimits, path: Path) -> str:
+    return f"{path}: reading it takes more than {limits.time_s:g} s; record fewer steps, or allow more with --timeout-s"
+
+
+def _too_much(limits: ReadLimits, path: Path) -> ValueError:
+    return ValueError(f"{path}: reading it takes more than {_size(limits)} of memory; {_ALLOW_MEMORY}")
+
+
+def _size(limits: ReadLimits) -> str:
+    return f"{limits.memory_bytes / 1e9:.3g} GB"
