@@ -1,7 +1,8 @@
 """Workloads without torch for cells of several ranks: `rank_workloads:RANKED` and so on.
 
 Config: `ranks`, `steps`, `act` (one of workloads.ACTS) that the rank `victim` does in `where` (prepare, take, finish); `wait`: the
-others sleep in their `take` then, as in a collective; `others`: how they fail before it. Step i takes i + rank seconds, on paper.
+others sleep in their `take` then, as in a collective, or with `out` all leave; `said`: what all write to stderr before that;
+`others`: how they fail before it. Step i takes i + rank seconds, on paper.
 """
 
 import os
@@ -14,6 +15,11 @@ from trainstep.measure.failures import CellFailed
 from trainstep.measure.workload import Findings, Stage
 from trainstep.records.record import Fact, Failure, Samples
 from workloads import ACTS
+
+VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TRAINSTEP_TOKEN", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+)
 
 
 class Ranked:
@@ -40,6 +46,10 @@ class RankedMeasurement:
         self._steps += steps
         self._follow(self._config.get("others"))
         self._called("take")
+        if self._config.get("said"):
+            os.write(2, self._config["said"].format(rank=self._rank).encode())
+        if self._config.get("wait") == "out":
+            os._exit(1)
         if self._config.get("wait") and self._rank != self._config.get("victim"):
             time.sleep(600)
 
@@ -48,7 +58,7 @@ class RankedMeasurement:
         # Even steps are slower on high ranks, odd ones on low ranks.
         values = tuple(float(step + (self._rank if step % 2 == 0 else -self._rank)) for step in range(self._steps))
         own = {"only_rank_0": Samples(unit="s", values=(1.0,))} if self._rank == 0 else {}
-        facts = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        facts = {name: os.environ[name] for name in VARIABLES}
         facts |= {"pid": os.getpid(), "memory_limit_bytes": resource.getrlimit(resource.RLIMIT_DATA)[0]}
         return Findings(
             samples={

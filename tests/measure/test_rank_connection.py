@@ -8,13 +8,15 @@ import pytest
 
 from cell_maker import importable, is_alive, silent, wait_until
 from trainstep.config.cell import Cell
+from trainstep.measure.connection import CellLost
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.interleave import run_interleaved
-from trainstep.measure.rank_connection import RankConnection
+from trainstep.measure.rank_connection import RankConnection, _End, _worst
 from trainstep.measure.rank_findings import joined_ranks, merged_findings
 from trainstep.measure.runner import CellRun, Limits, run_alone
+from trainstep.parallel.listening import loopback_interface
 from trainstep.records.ranks import rank_spread, rank_values
-from trainstep.records.record import Record
+from trainstep.records.record import Failure, Record
 
 __all__ = ["importable"]
 pytestmark = [
@@ -94,10 +96,43 @@ def test_a_death_comes_before_what_follows_from_it(others: str):
     assert record.failure.message == "rank 1: the process was killed by SIGSEGV in steps"
 
 
-def test_a_hang_is_a_time_out():
+def test_a_hang_is_a_time_out_of_every_rank():
     record = run_and_look(ranked(wait=True), timeout_s=3)
     assert record.failure is not None
     assert record.failure.kind == "timeout"
+    assert record.failure.message == "every rank: killed in steps after its 3 s were over"
+
+
+def test_a_time_out_says_who_was_missing():
+    record = run_and_look(ranked(wait=True, said="trainstep: rank 0 has waited; rank 2 is not there\n"), timeout_s=3)
+    assert record.failure is not None
+    assert record.failure.message.endswith(" were over; rank 0 has waited; rank 2 is not there")
+
+
+def test_ranks_that_time_out_in_different_stages():
+    ends = [
+        _End(rank=rank, lost=Failure(kind="timeout", phase=stage, message=f"killed in {stage}"))
+        for rank, stage in enumerate(("steps", "build", "steps"))
+    ]
+    with pytest.raises(CellLost, match="^ranks 0, 2: killed in steps; rank 1: killed in build$"):
+        _worst(ends, 3)
+
+
+def test_where_the_watch_ended_all_its_sentence_is_the_failure():
+    sentence = "rank 1 has stopped after 10 steps and rank 0 is in barrier: give every rank the same number of batches"
+    record = run_and_look(ranked(wait="out", said=f"trainstep: {sentence}; rank {{rank}} leaves\n"))
+    assert record.failure is not None
+    assert (record.failure.kind, record.failure.message) == ("crash", sentence)
+
+
+def test_cells_meet_where_nobody_else_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")  # the user's own
+    first, second = run(ranked(ranks=2), ranked(ranks=2))
+    assert first.fact("gloo_socket_ifname") == loopback_interface()
+    assert first.fact("nccl_socket_ifname") == "eth7"
+    assert len(str(first.fact("trainstep_token"))) >= 32
+    assert first.fact("trainstep_token") != second.fact("trainstep_token")
 
 
 def test_processes_shared_by_cells_of_as_many_ranks():

@@ -13,7 +13,11 @@ import torch
 from cell_maker import import_path
 from ranks import free_port
 from slurm_cluster import SlurmCluster
+from trainstep.parallel.desk import Desk
+from trainstep.parallel.link import Link
+from trainstep.parallel.listening import LOOPBACK, listen
 from trainstep.parallel.process_group import start_ranks, stop_ranks
+from trainstep.parallel.watch import Watch
 
 PROGRAM = """
 import os
@@ -147,6 +151,39 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch):
         launched(monkeypatch, MASTER_PORT=port)
         with pytest.raises(ValueError, match=rf"MASTER_PORT: port {port} of 127.0.0.1 is in use; .*--master-port"):
             start_ranks("gloo", timeout_s=10)
+
+
+def test_rank_0_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    port = free_port()
+    launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_PORT=port)
+    with pytest.raises(ConnectionError, match=rf"rank 0 at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT\) did not come"):
+        start_ranks("gloo", timeout_s=1)
+
+
+def test_ranks_of_one_machine_meet_on_loopback(monkeypatch: pytest.MonkeyPatch):
+    """Whatever MASTER_ADDR says: this address is of no host here."""
+    launched(monkeypatch, MASTER_ADDR="192.0.2.1", LOCAL_WORLD_SIZE=1)
+    ranks = start_ranks("gloo", timeout_s=10)
+    assert stop_ranks(ranks).group is None
+
+
+def test_a_wrong_token(monkeypatch: pytest.MonkeyPatch):
+    class Notes(dict[str, str]):
+        """A store."""
+
+        def get(self, key: str) -> bytes:  # type: ignore[override]
+            return self[key].encode()
+
+        def set(self, key: str, value: str) -> None:
+            self[key] = value
+
+    notes = Notes()
+    own, far = socket.socketpair()
+    listener = listen(LOOPBACK)
+    notes.set("watch", f"{listener.getsockname()[1]} ")
+    Desk(Link(far), "rank 0", listener=listener, token="right", world_size=2, timeout_s=600)
+    with own, pytest.raises(ValueError, match="TRAINSTEP_TOKEN: rank 0 did not let rank 1 in"):
+        Watch(notes, rank=1, world_size=2, address=LOOPBACK, timeout_s=600, token="wrong")
 
 
 @pytest.mark.parametrize(("count", "words"), [(0, "0 are visible"), (1, "1 is visible")])

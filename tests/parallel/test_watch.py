@@ -1,4 +1,5 @@
-"""A rank that dies: the others name it and leave, and nothing keeps running. Real processes on gloo, killed where it hurts."""
+"""A rank that dies, ends or does not come: the others name it and leave, and nothing keeps running. Real processes on gloo,
+killed where it hurts. What rank 0 decides is tested in test_desk.py."""
 
 import json
 import os
@@ -14,19 +15,34 @@ import pytest
 
 from cell_maker import import_path
 from ranks import free_port
+from trainstep.parallel.listening import loopback_interface
 
 SIZE = 3
 VICTIM = 2
 
 PROGRAM = """
-import os, signal, sys, threading, time
+import json, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.process_group import start_ranks, stop_ranks
 
 torch.set_num_threads(1)
-ranks = start_ranks("gloo", timeout_s=60)
+
+def listening_addresses():
+    own = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:
+            pass  # the one that listed them
+    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+
+victim = int(os.environ["RANK"]) == int(sys.argv[2])
+if sys.argv[1] == "absent" and victim:
+    os.kill(os.getpid(), signal.SIGKILL)
+ranks = start_ranks("gloo", timeout_s={"absent": 1, "stuck": 3}.get(sys.argv[1], 60))
 collectives = Collectives(ranks)
 act = sys.argv[1] if ranks.rank == int(sys.argv[2]) else "nothing"
 
@@ -52,12 +68,18 @@ def reduce(parameter):
     collectives.all_reduce(parameter.grad).wait()
 
 weight.register_post_accumulate_grad_hook(reduce)
+if sys.argv[1] == "listen":
+    print(json.dumps(listening_addresses()))
 for step in range(3):
     if step == 1:
         if act == "raise":
             raise ArithmeticError("planted here")
         if act == "leave":
             sys.exit(0)
+        if act == "fewer":
+            break
+        if act == "stuck":
+            time.sleep(600)
         if act == "collective":
             threading.Timer(0.2, die).start()
             collectives.all_reduce(torch.ones(8)).wait()  # alone in it: the others sleep a little
@@ -68,6 +90,7 @@ for step in range(3):
         if act == "asleep":
             die()
     (Dies.apply(weight).sum() * (ranks.rank + 1)).backward()
+    collectives.count_step()
 total = weight.grad.tolist()
 del weight
 stop_ranks(ranks)
@@ -90,7 +113,7 @@ for line in sys.stdin:
                 os.dup2(os.open(f"{folder}/{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "<size>"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRAINSTEP_TOKEN": "of this test"}
             sys.argv = ["program", act, str(victim)]
             exec(program, {"__name__": "__main__"})
             sys.exit()
@@ -114,7 +137,7 @@ class Ends:
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[subprocess.Popen[str]]:
-    environ = {**os.environ, "PYTHONPATH": import_path()}
+    environ = {**os.environ, "PYTHONPATH": import_path(), "GLOO_SOCKET_IFNAME": loopback_interface() or ""}
     process = subprocess.Popen(
         [sys.executable, "-c", STARTER, PROGRAM], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -135,11 +158,14 @@ def run(starter: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Ends]:
     return until_all_ended
 
 
-def check_others(ends: Ends, victim: int) -> None:
+def name(ends: Ends, rank: int) -> str:
+    return f"rank {rank} ({socket.gethostname()}, pid {ends.pids[rank]})"
+
+
+def check_others(ends: Ends, victim: int, how: str = "died") -> None:
     """Each named the dead one, said nothing else, and left."""
-    dead = f"rank {victim} ({socket.gethostname()}, pid {ends.pids[victim]})"
     for rank in set(range(SIZE)) - {victim}:
-        assert ends.err[rank] == f"trainstep: {dead} died; rank {rank} leaves\n"
+        assert ends.err[rank] == f"trainstep: {name(ends, victim)} {how}; rank {rank} leaves\n"
         assert ends.codes[rank] == 1
         assert "ended" not in ends.out[rank]
 
@@ -157,14 +183,50 @@ def test_an_exception_is_printed_by_its_own_rank_alone(run: Callable[..., Ends],
     ends = run("raise", victim)
     assert ends.codes[victim] == 1
     assert "ArithmeticError: planted here" in ends.err[victim]
-    assert "died" not in ends.err[victim]
-    check_others(ends, victim)
+    assert "trainstep" not in ends.err[victim].splitlines()[-1]
+    check_others(ends, victim, "failed with ArithmeticError")
 
 
-def test_ending_without_a_goodbye_counts_as_death(run: Callable[..., Ends]):
+def test_ending_without_a_goodbye_is_told_before_connections_close(run: Callable[..., Ends]):
     ends = run("leave")
     assert ends.codes[VICTIM] == 0
-    check_others(ends, VICTIM)
+    check_others(ends, VICTIM, "ended without stop_ranks")
+
+
+@pytest.mark.parametrize("victim", [0, VICTIM])
+def test_unequal_numbers_of_batches_are_refused_at_once(run: Callable[..., Ends], victim: int):
+    ends = run("fewer", victim)
+    for rank, err in enumerate(ends.err):
+        assert err.startswith(f"trainstep: rank {victim} has stopped after 1 step and rank ")
+        assert err.endswith(
+            f"in all_reduce in step 2: give every rank the same number of batches; rank {rank} leaves\n"
+        )
+    assert ends.codes == [1] * SIZE
+
+
+@pytest.mark.parametrize("victim", [0, VICTIM])
+def test_a_rank_that_is_stuck_is_named_by_those_that_time_out(run: Callable[..., Ends], victim: int):
+    ends = run("stuck", victim)
+    assert ends.codes == [1] * SIZE
+    sentence = f"rank {victim} is not there: it last started all_reduce in step 1, "
+    assert all(sentence in err for err in ends.err), ends.err
+    assert f"; rank {victim} leaves" in ends.err[victim]
+
+
+def test_a_rank_that_never_comes_is_named(run: Callable[..., Ends]):
+    ends = run("absent")
+    assert ends.codes == [1, 1, -signal.SIGKILL]
+    for err in ends.err[:VICTIM]:
+        assert err.endswith(f"TimeoutError: rank {VICTIM} did not come within 1 s\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_nothing_listens_to_other_machines(run: Callable[..., Ends]):
+    ends = run("listen")
+    assert ends.codes == [0] * SIZE, ends.err
+    listening = [json.loads(out.splitlines()[0]) for out in ends.out]
+    assert len(listening[0]) >= 2  # the store and gloo's own
+    assert {address for addresses in listening for address in addresses} == {"0100007F"}  # 127.0.0.1
 
 
 def test_a_clean_end_says_nothing(run: Callable[..., Ends]):

@@ -4,12 +4,19 @@ They start with torchrun's variables, so that the workload's `start_ranks` finds
 time. As soon as one is lost or answers with a failure the others are ended, who would wait for it in a collective: its failure is
 the cell's, and names the rank. How answers become one: rank_findings.py.
 
+They meet on this machine's loopback address and prove to each other that they know a token that only they and their driver have
+(parallel/listening.py), so nobody else finds them. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are left as the user has set them.
+
 [Note: who failed first]
 Where a rank dies, the others' collectives fail within milliseconds, and may be heard of first. So the others get a moment, and of
-several failures a death comes before an error, and an error before a process that its watch ended because another died.
+several failures a death comes before an error, and an error before a process that its watch ended because of another. Where the
+watch ended all of them, its sentence is the failure. Where all were ended for their time, all are named with the stage they were
+in, and with what the watch had said of who waits for whom.
 """
 
 import dataclasses
+import os
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -20,11 +27,14 @@ from trainstep.config.cell import Cell
 from trainstep.measure.connection import Answer, CellConnection, CellLost, Connection, Tell
 from trainstep.measure.host import cores
 from trainstep.measure.rank_findings import merged_findings
+from trainstep.parallel.desk import SAYS
+from trainstep.parallel.listening import LOOPBACK, loopback_interface
+from trainstep.parallel.standstill import rank_words
 from trainstep.parallel.watch import LEAVES
 from trainstep.records.record import Failure
 
 _MOMENT_S = 2.0
-_HERE = "127.0.0.1"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def ranks_of(cell: Cell) -> int:
@@ -45,11 +55,15 @@ class RankConnection:
         common = {
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": _HERE,
+            "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": str(max(cores() // ranks, 1)),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TRAINSTEP_TOKEN": secrets.token_hex(16),
         }
+        interface = loopback_interface()
+        if interface is not None:
+            common |= {name: interface for name in _INTERFACES if name not in os.environ}
         self._ranks: list[CellConnection] = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -84,16 +98,10 @@ class RankConnection:
             return _merged(ends)
         again = len(failed) == len(self._ranks) and all(end.answer and end.answer["again"] for end in failed)
         if again:  # all were asked for what cannot be
-            return failed[0].named()
+            return failed[0].told(failed[0].message)
         self.kill()
         wait(futures)
-        return min(failed, key=lambda end: end.order).named(self._who(failed))
-
-    def _who(self, failed: Sequence["_End"]) -> str:
-        """Whose failure it is: all ranks' where all say the same, as of something that they found out together."""
-        said = {end.answer["failure"]["message"] if end.answer else None for end in failed}
-        together = len(failed) == len(self._ranks) and len(said) == 1 and None not in said
-        return "every rank: " if together else "rank {rank}: "
+        return _worst(failed, len(self._ranks))
 
     def close(self) -> None:
         """Let them leave."""
@@ -124,24 +132,60 @@ class _End:
         """See the note: who failed first. Of the same order, the one heard of first stands."""
         if self.lost is None:
             return 1
-        led = any(line.startswith("trainstep: ") and line.endswith(LEAVES) for line in self.lost.last_lines)
-        return 2 if led else 0
+        return 2 if self.sentence.endswith(LEAVES) else 0
 
-    def named(self, name: str = "") -> Answer:
-        """The answer with its failure under the rank's name. Raises CellLost, so named, for a loss."""
-        prefix = name.format(rank=self.rank)
+    @property
+    def sentence(self) -> str:
+        """What the rank's watch said last, if anything."""
+        lines = self.lost.last_lines if self.lost is not None else ()
+        return next((line for line in reversed(lines) if line.startswith(SAYS)), "")
+
+    @property
+    def message(self) -> str:
+        """How it failed."""
         if self.lost is not None:
-            raise CellLost(dataclasses.replace(self.lost, message=prefix + self.lost.message))
+            return self.lost.message
         assert self.answer is not None
-        failure = self.answer["failure"]
-        again = self.answer["again"] and not prefix  # the others were ended
-        return {**self.answer, "failure": {**failure, "message": prefix + failure["message"]}, "again": again}
+        return str(self.answer["failure"]["message"])
+
+    def told(self, message: str) -> Answer:
+        """The answer with this as its failure's message. Raises CellLost, with that message, for a loss."""
+        if self.lost is not None:
+            raise CellLost(dataclasses.replace(self.lost, message=message))
+        assert self.answer is not None
+        again = self.answer["again"] and message == self.message  # else the others were ended
+        return {**self.answer, "failure": {**self.answer["failure"], "message": message}, "again": again}
+
+
+def _worst(failed: Sequence[_End], ranks: int) -> Answer:
+    """The failure of several ranks: see the note. Raises CellLost for a loss."""
+    first = min(failed, key=lambda end: end.order)
+    timed_out = len(failed) == ranks and all(end.lost is not None and end.lost.kind == "timeout" for end in failed)
+    if timed_out:
+        waits = next((f"; {end.sentence.removeprefix(SAYS)}" for end in failed if end.sentence), "")
+        return first.told(_by_message(failed, ranks) + waits)
+    if first.order == 2:
+        return first.told(first.sentence.removeprefix(SAYS).rpartition("; ")[0])
+    # Errors that all found out together are not one rank's.
+    same = len(failed) == ranks and all(end.lost is None and end.message == first.message for end in failed)
+    return first.told(_by_message(failed if same else [first], ranks))
+
+
+def _by_message(ends: Sequence[_End], ranks: int) -> str:
+    """`rank 2: MESSAGE`, `every rank: MESSAGE`, or each message with its ranks."""
+    groups: dict[str, list[int]] = {}
+    for end in ends:
+        groups.setdefault(end.message, []).append(end.rank)
+    return "; ".join(
+        f"{'every rank' if len(members) == ranks else rank_words(members)}: {message}"
+        for message, members in groups.items()
+    )
 
 
 def free_port() -> int:
     """A port of this machine that nobody listens on at this moment."""
     with socket.socket() as listener:
-        listener.bind((_HERE, 0))
+        listener.bind((LOOPBACK, 0))
         return int(listener.getsockname()[1])
 
 

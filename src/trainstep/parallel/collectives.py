@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.standstill import Progress
 from trainstep.spans import span
 
 _REDUCTIONS = {"average": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "maximum": dist.ReduceOp.MAX}
@@ -63,6 +64,9 @@ class Collectives:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.traffic = Traffic()
+        # The watch compares the calls of all ranks, so those of a subgroup are not told to it.
+        watch = ranks.watch if ranks.group is dist.group.WORLD else None
+        self._progress = Progress() if watch is None else watch.progress
 
     def all_reduce(self, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
         """Every rank's tensor becomes their `sum`, `average` or `maximum`."""
@@ -113,12 +117,19 @@ class Collectives:
     def barrier(self) -> None:
         """Until every rank is here. Not counted."""
         if self.ranks.group is not None:
+            self._progress.called("barrier")
             dist.barrier(group=self.ranks.group)
+
+    def count_step(self) -> None:
+        """The gradients of one more step are synchronised; the watch tells steps apart by it."""
+        self._progress.steps += 1
 
     def _counted(self, operation: str, tensor: Tensor, label: str) -> AbstractContextManager[Any]:
         """The span to start the message in."""
+        name = f"{operation} {label}" if label else operation
         self.traffic.add(operation, tensor)
-        return span(f"{operation} {label}" if label else operation)
+        self._progress.called(name)
+        return span(name)
 
 
 def _copy_unless_same(to: Tensor, from_: Tensor) -> None:

@@ -107,6 +107,7 @@ class HookedGradients(ABC):
         """Send what has not been sent; every gradient may be read then. ValueError for a parameter that is not known."""
         self._membership.check()
         self._finish()
+        self.collectives.count_step()
 
     def detach(self) -> None:
         """Take the hooks off again."""

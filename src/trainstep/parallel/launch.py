@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainstep.parallel.listening import LOOPBACK
+
 _NO_LAUNCHER = (
     "ranks: no launcher is found (neither RANK and WORLD_SIZE nor srun's SLURM_PROCID is set); start with "
     "`torchrun --nproc-per-node 2 SCRIPT`, or on Slurm with `srun --ntasks 2 python SCRIPT`"
@@ -33,6 +35,11 @@ class Launch:
     """Whether the launcher keeps the store at that port; else rank 0 does."""
     own_gpu_only: bool = False
     """Whether this process sees no GPU but its own."""
+
+    @property
+    def meeting_address(self) -> str:
+        """Where rank 0 listens: loopback where all ranks are of one machine, so that no other machine reaches it."""
+        return LOOPBACK if self.local_size == self.world_size else self.address
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
@@ -64,7 +71,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
         world_size=_number(environ, "WORLD_SIZE"),
         local_rank=_number(environ, "LOCAL_RANK", rank),
         local_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
-        address=environ.get("MASTER_ADDR", "127.0.0.1"),
+        address=environ.get("MASTER_ADDR", LOOPBACK),
         port=_number(environ, "MASTER_PORT", _TORCHRUN_PORT),
         store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
@@ -84,7 +91,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         world_size=world_size,
         local_rank=_number(environ, "SLURM_LOCALID", 0),
         local_size=world_size if one_node else None,
-        address=environ.get("MASTER_ADDR") or ("127.0.0.1" if one_node else first_host(nodes)),
+        address=environ.get("MASTER_ADDR") or (LOOPBACK if one_node else first_host(nodes)),
         port=_number(environ, "MASTER_PORT", _FIRST_PORT + job % _PORTS),
         own_gpu_only=environ.get("SLURM_GPUS_PER_TASK") == "1",
     )

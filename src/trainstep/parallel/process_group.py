@@ -6,9 +6,13 @@ del model, sync
 stop_ranks(ranks)
 """
 
+import errno
 import functools
 import gc
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,10 +21,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainstep.parallel.launch import Launch, find_launch
+from trainstep.parallel.listening import listen
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.watch import Watch
 
 _BACKENDS = ("nccl", "gloo")
+_SLOW_MEETING_S = 10.0
 
 
 def start_ranks(
@@ -34,17 +40,29 @@ def start_ranks(
 
     `backend`: nccl or gloo; by default nccl where there are GPUs. `device`: by default cuda:LOCAL_RANK for nccl, the CPU for
     gloo. `timeout_s`: of the meeting and of each collective. `watch`: a process that dies, or ends without `stop_ranks`, takes
-    the others with it within seconds (watch.py).
+    the others with it within seconds, and a rank that keeps the others waiting is named (watch.py). Every rank must run the same
+    number of batches.
 
-    ValueError, with the way out, where no launcher is found, a GPU is missing, or the port is taken.
+    ValueError, with the way out, where no launcher is found, a GPU is missing, the port is taken, or rank 0 does not let this
+    process in. TimeoutError naming the ranks that did not come; ConnectionError where rank 0 is not there.
     """
     launch = find_launch(os.environ)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend not in _BACKENDS:
         raise ValueError(f"backend: {backend!r} is not known; known: {', '.join(_BACKENDS)}")
     device = _bound_device(backend, device, launch)
-    store = _store(launch, timeout_s)
-    watching = _watch(store, launch, timeout_s) if watch and launch.world_size > 1 else None
+    watching = None
+    with _rank_0_expected(launch, timeout_s):
+        store = _store(launch, timeout_s)
+        if watch and launch.world_size > 1:
+            watching = Watch(
+                store,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                address=launch.meeting_address,
+                timeout_s=timeout_s,
+                token=os.environ.get("TRAINSTEP_TOKEN"),
+            )
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),
@@ -53,14 +71,21 @@ def start_ranks(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    return Ranks(rank=launch.rank, world_size=launch.world_size, device=device, group=dist.group.WORLD, watch=watching)
+    group = dist.group.WORLD
+    if watching is not None and group is not None:
+        watching.follow(group._get_sequence_number_for_group)  # type: ignore[attr-defined]
+    return Ranks(rank=launch.rank, world_size=launch.world_size, device=device, group=group, watch=watching)
 
 
 def stop_ranks(ranks: Ranks) -> Ranks:
     """Leave together. Drop model and optimizer first (`del`): collectives that ran inside autograd's hooks would be torn down at
     exit by whichever thread comes last, and gloo then aborts the process (pytorch#179291). Returns the ranks without a group.
+
+    Where another rank is still in a step, it has more batches than this one: all ranks say so and end.
     """
     gc.collect()
+    if ranks.watch is not None:
+        ranks.watch.stop()
     if ranks.group is not None:
         if ranks.device.type == "cuda":
             torch.cuda.synchronize(ranks.device)
@@ -93,35 +118,53 @@ def _bound_device(backend: str, asked: torch.device | str | None, launch: Launch
     return torch.device("cuda", index)
 
 
+@contextmanager
+def _rank_0_expected(launch: Launch, timeout_s: float) -> Iterator[None]:
+    """Around what needs rank 0: says so after a while, and that it is not there where torch gives up."""
+    place = f"rank 0 at {_store_address(launch)}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
+    sentence = f"trainstep: rank {launch.rank} has waited {_SLOW_MEETING_S:g} s for {place}\n"
+    said_if_slow = threading.Timer(_SLOW_MEETING_S, os.write, [2, sentence.encode()])
+    said_if_slow.daemon = True
+    if launch.rank != 0:
+        said_if_slow.start()
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError, ConnectionError) as error:
+        words = f"{place} did not come within {timeout_s:g} s, or died while the ranks met"
+        raise ConnectionError(words) from error
+    finally:
+        said_if_slow.cancel()
+
+
 def _store(launch: Launch, timeout_s: float) -> Store:
     """Where the processes leave notes for each other; each group that is started has a part of its own."""
-    store = _meeting_point(launch, timeout_s)
+    address = _store_address(launch)
+    if launch.rank == 0 and not launch.store_is_there:
+        _serve_store(address, launch.port)
+    # Without waiting for the others: the watch does, and sees who dies meanwhile.
+    store = TCPStore(address, launch.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     group = (store.add(f"trainstep {restart}", 1) - 1) // launch.world_size
     place: Store = PrefixStore(f"trainstep {restart}.{group}", store)
     return place
 
 
+def _store_address(launch: Launch) -> str:
+    return launch.address if launch.store_is_there else launch.meeting_address
+
+
 @functools.cache
-def _meeting_point(launch: Launch, timeout_s: float) -> Store:
+def _serve_store(address: str, port: int) -> Store:
     """Kept as long as the process: a second group would else meet at the first one's while that goes down."""
     try:
-        return TCPStore(
-            launch.address,
-            launch.port,
-            launch.world_size,
-            is_master=launch.rank == 0 and not launch.store_is_there,
-            timeout=timedelta(seconds=timeout_s),
-            multi_tenant=True,
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+        listener = listen(address, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
             raise
         raise ValueError(
-            f"MASTER_PORT: port {launch.port} of {launch.address} is in use; take another: torchrun --master-port "
-            f"{launch.port + 1}, or --standalone on one machine"
+            f"MASTER_PORT: port {port} of {address} is in use; take another: torchrun --master-port {port + 1}, or "
+            "--standalone on one machine"
         ) from None
-
-
-def _watch(store: Store, launch: Launch, timeout_s: float) -> Watch:
-    return Watch(store, rank=launch.rank, world_size=launch.world_size, address=launch.address, timeout_s=timeout_s)
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )

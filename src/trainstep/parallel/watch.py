@@ -1,42 +1,51 @@
-"""Who died: when a process of the group ends without a goodbye, the others say so and leave, even out of a hanging collective.
+"""Who died, and who waits for whom: when the job cannot go on the ranks say why, name the right one, and leave together.
 
     trainstep: rank 2 (node7, pid 4711) died; rank 0 leaves
+    trainstep: rank 1 has stopped after 10 steps and rank 0 is in all_reduce bucket 3 in step 11: give every rank the same ...
 
 [Note: how a death is seen]
-Every rank but the first keeps a connection to rank 0. The kernel closes a dead process's connection at once, so that its end
-without a goodbye is a death, never a slow step; a node that is cut off is missed after 25 s by TCP's own probes. Rank 0 tells the
-others whose it was; when rank 0 itself is gone, all see it. A thread does this: the main one may hang in a collective for good.
-While native code keeps the interpreter's lock no thread runs; collectives let it go.
+Every rank keeps a connection to rank 0's desk (desk.py). The kernel closes a dead process's connection at once, so that its end
+without a goodbye is a death, never a slow step; a node that is cut off is missed after 25 s by TCP's own probes. The desk tells
+the others whose it was; when rank 0 itself is gone, all see it. A thread does this: the main one may hang in a collective for
+good. While native code keeps the interpreter's lock no thread runs; collectives let it go. A rank is seen from the moment that
+it has reached rank 0: of one that dies before, rank 0 says after 10 s that it has not come.
 
 [Note: an error of one rank]
-Where a peer died, a collective raises on the living ones before anyone knows why. An uncaught exception therefore waits a moment
-for the news, which ends the process with the sentence above; without news it is this rank's own, and is printed as ever.
+Where a peer died, a collective raises on the living ones before anyone knows why. So a rank with an uncaught exception first asks
+the desk, which asks every rank. A dead one does not answer, and all are told its name. Where all answer, the error is this rank's
+own: it is printed as ever, and the others are told whose it was. Where the rank had waited as long as a collective may take, the
+desk adds who was not there. A rank that ends without `stop_ranks` tells so before torch closes its connections to the others.
+
+[Note: a rank that is not there]
+When rank 0 has started no collective for 5 s, the desk asks all ranks how far they are. Ranks that can never meet end at once: one
+has called stop_ranks and another goes on (they had not the same number of batches), or their calls differ. One that is merely
+late is named after 60 s, and nothing ends: it may evaluate, or compile. Steps that run cost a question to rank 0 every 5 s.
 """
 
+import atexit
 import functools
-import hmac
-import ipaddress
 import os
+import queue
 import secrets
-import selectors
 import socket
 import sys
 import threading
-import time
 import weakref
-from contextlib import suppress
+from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn, Protocol
 
+from trainstep.parallel.desk import SAYS, Desk
+from trainstep.parallel.link import Link, proof
+from trainstep.parallel.listening import listen
+from trainstep.parallel.standstill import Position, Progress
+
 LEAVES = "leaves"
-"""Last word of the sentence of a process that ends because another died."""
-_MOMENT_S = 2.0
+"""Last word of the sentence of a process that ends because of another."""
+_VERDICT_S = 15.0
+_NEWS_S = 5.0
 _GOODBYE_S = 10.0
 """For the others to say goodbye too: rank 0, who keeps the store, should be the last to go."""
-_HELLO_S = 5.0
-_TOKEN_BYTES = 16
-_BYE = "bye"
-_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class Store(Protocol):
@@ -47,169 +56,163 @@ class Store(Protocol):
 
 
 class Watch:
-    """This process's end of the watch. Constructing it waits until every rank is there; `goodbye` ends it."""
+    """This process's end of the watch. Constructing it waits until every rank is there; `goodbye` ends it.
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+    `token`: what every rank knows; None to pass one through the store. TimeoutError naming the ranks that did not come,
+    ValueError where rank 0 does not let this process in.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, address: str, timeout_s: float, token: str | None = None
+    ) -> None:
+        self.progress = Progress()
         self._rank = rank
-        self._name = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
         self._leaving = False
-        self._someone_died = False
-        connect = _wait_for_others if rank == 0 else _reach_first
-        self._peers = connect(store, self._name, rank, world_size, address, timeout_s)
-        """Socket and name of each rank that is watched from here: all others from rank 0, rank 0 from all others."""
+        self._count_messages: Callable[[], int] = lambda: -1
+        self._stopped_at: Position | None = None
+        self._missing = ""
+        self._answers: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        """What the main thread waits for."""
+        self._name = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
+        self._first_name = self._name if rank == 0 else ""
+        """Rank 0's name; empty before the desk has let this rank in."""
+        self._desk: Desk | None = None
+        if rank == 0:
+            own, far = socket.socketpair()
+            listener = listen(address)
+            self._token = token or secrets.token_hex(16)
+            self._desk = Desk(
+                Link(far),
+                self._name,
+                listener=listener,
+                token=self._token,
+                world_size=world_size,
+                timeout_s=timeout_s,
+            )
+            store.set("watch", f"{listener.getsockname()[1]} {'' if token else self._token}")
+            self._link = Link(own)
+        else:
+            port, _, made = store.get("watch").decode().partition(" ")
+            self._token = token or made
+            self._link = Link(socket.create_connection((address, int(port)), timeout=timeout_s))
+        os.register_at_fork(after_in_child=functools.partial(_forget_in_child, weakref.ref(self)))
         self._thread = threading.Thread(target=self._listen, name="trainstep-watch", daemon=True)
+        self._thread.start()
+        self._wait_for_all(timeout_s)
         self._hook_before = sys.excepthook
         sys.excepthook = self._on_exception
-        os.register_at_fork(after_in_child=functools.partial(_forget_in_child, weakref.ref(self)))
-        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def follow(self, count_messages: Callable[[], int]) -> None:
+        """From now on this tells how many collectives the process group has started."""
+        self._count_messages = count_messages
+
+    def stop(self) -> None:
+        """Tell that this rank starts no further collective but the one that ends the group."""
+        here = self._position()
+        self._stopped_at = Position(messages=here.messages + 1, steps=here.steps, recent=here.recent, has_stopped=True)
+        self._count_messages = lambda: -1  # the group goes
+        self._link.say("at", self._stopped_at.text())
 
     def goodbye(self) -> None:
         """Leave in peace: nobody is told off, and nobody is watched from now on. Waits until the others leave too."""
         if self._leaving:
             return
         self._leaving = True
+        atexit.unregister(self._at_exit)
         if sys.excepthook == self._on_exception:  # somebody may have put his own over it
             sys.excepthook = self._hook_before
-        for peer, _ in self._peers.values():
-            _say(peer, _BYE)
-            with suppress(OSError):
-                peer.shutdown(socket.SHUT_WR)
+        self._link.say("bye")
+        self._link.end_writing()
         self._thread.join(_GOODBYE_S)
-        self.close()
+        self._link.close()
+
+    def close(self) -> None:
+        """Close this process's ends of the connections, silently."""
+        self._leaving = True
+        self._link.close()
+        if self._desk is not None:
+            self._desk.close()
+
+    def _wait_for_all(self, timeout_s: float) -> None:
+        try:
+            word, rest = self._answers.get(timeout=timeout_s + _VERDICT_S)
+        except queue.Empty:
+            word, rest = "late", "the answer of rank 0"
+        if word != "complete":
+            self._leaving = True
+        if word == "late":
+            raise TimeoutError(f"{rest} did not come within {timeout_s:g} s")
+        if word == "refused":
+            raise ValueError(
+                f"TRAINSTEP_TOKEN: rank 0 did not let rank {self._rank} in; set the same token for every rank, and give each "
+                "process a RANK of its own"
+            )
 
     def _listen(self) -> None:
-        """Until everyone has gone: what peers say, and their ends."""
-        with selectors.DefaultSelector() as selector:
-            for rank, (peer, _) in self._peers.items():
-                selector.register(peer, selectors.EVENT_READ, rank)
-            said: dict[int, bytes] = dict.fromkeys(self._peers, b"")
-            while selector.get_map():
-                for key, _ in selector.select():
-                    rank = key.data
-                    data = _receive(self._peers[rank][0])
-                    said[rank] += data
-                    *lines, _ = said[rank].decode(errors="replace").split("\n")
-                    told = next((line for line in lines if line != _BYE), None)
-                    if told is not None and not self._leaving:
-                        self._leave(told)
-                    if data:
-                        continue
-                    if not lines and not self._leaving:
-                        self._leave(self._peers[rank][1], tell_others_but=rank)
-                    selector.unregister(key.fileobj)
+        """Until the desk closes: what it says, and its end."""
+        while not self._link.has_ended:
+            for word, rest in self._link.read():
+                if word == "challenge":
+                    text = f"{self._rank} {self._name}"
+                    self._link.say("hello", f"{proof(self._token, rest, text)} {text}")
+                elif word == "welcome":
+                    self._first_name = rest
+                elif word == "where":
+                    self._link.say("at", self._position().text())
+                elif word == "missing":
+                    self._missing = rest
+                elif word == "leave" and not self._leaving:
+                    self._leave(rest)
+                else:
+                    self._answers.put((word, rest))
+        if not self._first_name:
+            self._answers.put(("refused", ""))
+        elif not self._leaving:
+            self._leave(f"{self._first_name} died" + (f" ({self._missing})" if self._missing else ""))
 
-    def _leave(self, dead: str, *, tell_others_but: int | None = None) -> NoReturn:
-        """Say who died, to the others too, and end this process."""
-        self._someone_died = True
-        others = [peer for rank, (peer, _) in self._peers.items() if self._rank == 0 and rank != tell_others_but]
-        for peer in others:
-            _say(peer, dead)
-        os.write(2, f"trainstep: {dead} died; rank {self._rank} {LEAVES}\n".encode())
+    def _position(self) -> Position:
+        return self._stopped_at or Position(
+            messages=self._count_messages(), steps=self.progress.steps, recent=tuple(self.progress.recent)
+        )
+
+    def _leave(self, sentence: str) -> NoReturn:
+        """Say why, and end this process."""
+        os.write(2, f"{SAYS}{sentence}; rank {self._rank} {LEAVES}\n".encode())
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # whoever should read it may not
         flush.start()
         flush.join(1.0)
-        deadline_s = time.monotonic() + _MOMENT_S
-        for peer in others:  # a connection that is closed too early takes the news with it
-            peer.settimeout(max(deadline_s - time.monotonic(), 0.01))
-            while _receive(peer):
-                pass
         os._exit(1)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """See the note: an error of one rank. The others are told now, not after all that happens at exit."""
-        if issubclass(kind, Exception):
-            self._thread.join(_MOMENT_S)
-        if self._someone_died:
-            self._thread.join()  # it ends this process
+        verdict = self._verdict() if issubclass(kind, Exception) and not self._leaving else ""
         self._hook_before(kind, error, trace)
+        if verdict:
+            print(f"{SAYS}{verdict}", file=sys.stderr, flush=True)
+        how = f"failed with {kind.__name__}" if issubclass(kind, Exception) else f"was ended by {kind.__name__}"
+        self._tell_end(f"{how} ({verdict})" if verdict else how)
+
+    def _verdict(self) -> str:
+        """Whose fault an exception is, as far as the desk knows; empty for this rank's own. Where another died this thread waits
+        here for the news, which ends the process."""
+        self._link.say("failed")
+        try:
+            return self._answers.get(timeout=_VERDICT_S)[1]
+        except queue.Empty:
+            return "rank 0 does not answer: it is suspended, or native code keeps its interpreter"
+
+    def _at_exit(self) -> None:
+        self._tell_end("ended without stop_ranks")
+
+    def _tell_end(self, how: str) -> None:
+        """Waits until the desk has told the others."""
+        if self._leaving:
+            return
         self._leaving = True
-        for peer, _ in self._peers.values():
-            with suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close this process's ends of the connections."""
-        for peer, _ in self._peers.values():
-            peer.close()
-
-
-Peers = dict[int, tuple[socket.socket, str]]
-
-
-def _wait_for_others(store: Store, name: str, rank: int, world_size: int, address: str, timeout_s: float) -> Peers:
-    """Rank 0's side: listen on its own address, tell port and token through the store, and let in who knows the token."""
-    deadline_s = time.monotonic() + timeout_s
-    token = secrets.token_hex(_TOKEN_BYTES)
-    with _listener(address) as listener:
-        store.set("watch", f"{listener.getsockname()[1]} {token} {name}")
-        peers: Peers = {}
-        while len(peers) < world_size - 1:
-            listener.settimeout(max(deadline_s - time.monotonic(), 0.01))
-            try:
-                peer, _ = listener.accept()
-            except TimeoutError:
-                missing = sorted(set(range(1, world_size)) - set(peers))
-                raise TimeoutError(f"ranks {missing} did not come within {timeout_s:g} s") from None
-            told_token, _, rest = _first_line(peer).partition(" ")
-            told_rank, _, told_name = rest.partition(" ")
-            if hmac.compare_digest(told_token.encode(), token.encode()) and told_rank.isdecimal():
-                _probe(peer)
-                peers[int(told_rank)] = peer, told_name
-            else:
-                peer.close()
-    return peers
-
-
-def _reach_first(store: Store, name: str, rank: int, world_size: int, address: str, timeout_s: float) -> Peers:
-    """The others' side: a connection to rank 0, at the port that the store tells."""
-    port, token, first_name = store.get("watch").decode().split(" ", 2)
-    peer = socket.create_connection((address, int(port)), timeout=timeout_s)
-    peer.settimeout(None)
-    _probe(peer)
-    _say(peer, f"{token} {rank} {name}")
-    return {0: (peer, first_name)}
-
-
-def _listener(address: str) -> socket.socket:
-    """Bound to this host's own address. To all of them where it has none by that name, or takes its own name for itself alone
-    while other hosts do not (the token guards it)."""
-    try:
-        family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        hidden = ipaddress.ip_address(place[0]).is_loopback and address not in ("localhost", place[0])
-        return socket.create_server(("" if hidden else place[0], 0), family=family)
-    except OSError:
-        return socket.create_server(("", 0))
-
-
-def _probe(peer: socket.socket) -> None:
-    """Have the kernel ask a silent peer whether its host is still there."""
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _PROBES.items():
-        if hasattr(socket, name):  # not everywhere by this name
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _first_line(peer: socket.socket) -> str:
-    """What a new peer says first; as much as came where it is slow or a stranger. Then it may take its time."""
-    peer.settimeout(_HELLO_S)
-    said = b""
-    while not said.endswith(b"\n") and len(said) < 1024 and (more := _receive(peer, 1)):
-        said += more
-    peer.settimeout(None)
-    return said.decode(errors="replace").rstrip("\n")
-
-
-def _receive(peer: socket.socket, most: int = 4096) -> bytes:
-    """Empty at the end of the connection, whatever ended it."""
-    try:
-        return peer.recv(most)
-    except OSError:
-        return b""
-
-
-def _say(peer: socket.socket, line: str) -> None:
-    with suppress(OSError):
-        peer.sendall(f"{line}\n".encode())
+        self._link.say("ended", how)
+        self._link.end_writing()
+        self._thread.join(_NEWS_S)
 
 
 def _forget_in_child(parents: weakref.ref[Watch]) -> None:
