@@ -39,7 +39,7 @@ NOT_THERE = (
     "new.HTML",
     "new.pdf",
     "~/x",
-    "https://example.com/x",
+    "http://localhost/x",
     "a" * 300 + ".html",
     "a/" * 2000 + "x",
     "\x1b[2J.html",
