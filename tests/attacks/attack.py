@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-BREACHES = ("traceback", "lost", "left", "memory", "time", "other")
+BREACHES = ("traceback", "lost", "left", "folders", "memory", "time", "other")
 """What may not come of a case. Each is a field of Outcome; the empty text says that it did not happen."""
 
 
@@ -28,7 +28,9 @@ class Outcome:
     lost: str = ""
     """Files or records of the user that are gone, changed, or not what was written."""
     left: str = ""
-    """Processes and temporary folders that are still there."""
+    """Processes that are still there."""
+    folders: str = ""
+    """Temporary folders and parts of files that are still there."""
     memory: str = ""
     """The peak of a reader that took more than it may."""
     time: str = ""

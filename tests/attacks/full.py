@@ -15,20 +15,32 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from attacks.attack import BREACHES, Subject, Sums, outcomes
+from attacks.checkpoints import Checkpoints
 from attacks.command_lines import CommandLines
 from attacks.pickles import Pickles
+from attacks.rank_kills import RankKills
 from attacks.reader import Readers
 from attacks.record_files import RecordFiles
 from attacks.sweep_files import SweepFiles
+from attacks.torch_process import TorchProcess
 from attacks.trace_files import TraceFiles
+from attacks.verb_kills import COMMANDS, VerbKills
 
-SUBJECTS: dict[str, Callable[[Readers], Subject]] = {
-    subject.name: subject for subject in (CommandLines, SweepFiles, RecordFiles, TraceFiles, Pickles)
+SUBJECTS: dict[str, Callable[[Readers, TorchProcess], Subject]] = {
+    CommandLines.name: lambda readers, _: CommandLines(readers),
+    SweepFiles.name: lambda readers, _: SweepFiles(readers),
+    RecordFiles.name: lambda readers, _: RecordFiles(readers),
+    TraceFiles.name: lambda readers, _: TraceFiles(readers),
+    Pickles.name: lambda readers, _: Pickles(readers),
+    RankKills.name: lambda _, torch_process: RankKills(torch_process),
+    Checkpoints.name: lambda _, torch_process: Checkpoints(torch_process),
+    **{f"kills_{verb}": lambda *_, verb=verb: VerbKills(verb) for verb in COMMANDS},
 }
 _HEADINGS = {
     "traceback": "tracebacks",
     "lost": "files lost",
     "left": "processes left",
+    "folders": "folders left",
     "memory": "over 2 GB",
     "time": "over 60 s",
     "other": "other",
@@ -37,11 +49,12 @@ _HEADINGS = {
 
 def main() -> int:
     asked = _arguments()
-    readers = Readers()
+    readers, torch_process = Readers(), TorchProcess()
     try:
-        sums = [_attack(SUBJECTS[name](readers), asked) for name in asked.subjects or SUBJECTS]
+        sums = [_attack(SUBJECTS[name](readers, torch_process), asked) for name in asked.subjects or SUBJECTS]
     finally:
         readers.close()
+        torch_process.close()
     print(_table(sums))
     return int(any(count for one in sums for count in one.counts.values()))
 
