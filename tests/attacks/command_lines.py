@@ -123,11 +123,10 @@ class CommandLines:
         words = _words(draw, there)
         conditions = _conditions(draw, words)
         end = self._readers.run(words, folder, **conditions)
-        shown = {name: value for name, value in conditions.items() if value}
         other = ""
         if end.code == 2 and not conditions and (new := there.new()):
             other = f"refused, and yet there is {new}"
-        return judged(f"trainstep {_quoted(words)} {shown or ''}", [end], lost=there.lost(), other=other)
+        return judged(f"trainstep {_quoted(words)} {conditions or ''}", [end], lost=there.lost(), other=other)
 
 
 def options_of(verb: str) -> dict[str, Any]:

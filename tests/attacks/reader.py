@@ -88,16 +88,17 @@ class Readers:
         *,
         environ: dict[str, str] | None = None,
         largest_file_bytes: int | None = None,
-        stdout: str = "file",
+        stdout: str = "read",
     ) -> End:
-        """Run a command line in a folder. `largest_file_bytes`: a disk that is full from there on. `stdout`: `file`, or, of a
+        """Run a command line in a folder. `largest_file_bytes`: a disk that is full from there on. `stdout`: `read`, or, of a
         new Python that measures what it is told to, `closed` and `full`."""
         process = self._process()
         out, err = (Path(self._scratch.name) / name for name in ("out", "err"))
         request = {
             "arguments": list(arguments),
             "folder": str(folder),
-            "out": str(out) if stdout == "file" else "/dev/full" if stdout == "full" else None,
+            "stdout": stdout,
+            "out": str(out),
             "err": str(err),
             "environ": environ or {},
             "largest_file_bytes": largest_file_bytes,
@@ -107,8 +108,7 @@ class Readers:
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         answer = json.loads(process.stdout.readline())
-        said = out.read_bytes() if stdout == "file" else b""
-        return End(**answer, out=said, err=err.read_text(errors="replace"))
+        return End(**answer, out=out.read_bytes(), err=err.read_text(errors="replace"))
 
     def left(self) -> Iterator[Outcome]:
         """An outcome where processes are still there 15 s after the last command line ended."""
@@ -173,22 +173,49 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         started_s = time.monotonic()
+        pipes = {name: os.pipe() for name in ("out", "err")}  # no files: their size may be limited
         pid = os.fork()
         if pid == 0:
-            _become_trainstep(request)
-        descriptor = os.pidfd_open(pid)
-        ended, _, _ = select.select([descriptor], [], [], LONGEST_S)
-        if not ended:
+            _become_trainstep(request, out=pipes["out"][1], err=pipes["err"][1])
+        for _, theirs in pipes.values():
+            os.close(theirs)
+        said = {ours: bytearray() for ours, _ in pipes.values()}
+        timed_out = not _listen(said, pid, started_s + LONGEST_S)
+        if timed_out:
             os.killpg(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
-        os.close(descriptor)
+        for name, (ours, _) in pipes.items():
+            os.close(ours)
+            Path(request[name]).write_bytes(said[ours])
         answer = {
             "code": os.waitstatus_to_exitcode(status),
             "seconds": time.monotonic() - started_s,
             "peak_bytes": usage.ru_maxrss * 1024,
-            "timed_out": not ended,
+            "timed_out": timed_out,
         }
         print(json.dumps(answer), flush=True)
+
+
+def _listen(said: dict[int, bytearray], pid: int, until_s: float) -> bool:
+    """Take what the process says until it has ended and its pipes are empty; False where that is not so in time.
+
+    A process that it started may hold the pipes open, so that their ends alone say nothing.
+    """
+    ended = os.pidfd_open(pid)
+    waited = [ended, *said]
+    while waited:
+        left_s = max(0.0, until_s - time.monotonic()) if ended in waited else 0.0
+        ready, _, _ = select.select(waited, [], [], left_s)
+        if not ready:
+            break
+        for descriptor in ready:
+            piece = b"" if descriptor == ended else os.read(descriptor, 2**20)
+            if piece:
+                said[descriptor] += piece
+            else:
+                waited.remove(descriptor)
+    os.close(ended)
+    return ended not in waited
 
 
 def _import_and_replace() -> None:
@@ -231,22 +258,21 @@ def _import_and_replace() -> None:
     gc.freeze()  # what a collection touches would be copied in every fork
 
 
-def _become_trainstep(request: dict[str, Any]) -> NoReturn:
+def _become_trainstep(request: dict[str, Any], *, out: int, err: int) -> NoReturn:
     """This process, forked, as the command line."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (_STOP_BYTES, _STOP_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.update(request["environ"])
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    os.dup2(os.open(request["err"], flags, 0o600), 2)
-    os.dup2(os.open(request["out"] or os.devnull, flags, 0o600), 1)
+    os.dup2(err, 2)
+    os.dup2(os.open("/dev/full", os.O_WRONLY) if request["stdout"] == "full" else out, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(request["folder"])
     if request["largest_file_bytes"] is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file_bytes"],) * 2)
-    if request["out"] in (None, "/dev/full"):
-        if request["out"] is None:
+    if request["stdout"] != "read":
+        if request["stdout"] == "closed":
             os.close(1)
         os.execv(sys.executable, [sys.executable, "-m", "trainstep", *request["arguments"]])
     _run_and_leave(request["arguments"])

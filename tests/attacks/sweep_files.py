@@ -72,7 +72,7 @@ class SweepFiles:
         words = ["sweep", "s.toml", *_more_words(draw)]
         end = self._readers.run(words, folder)
         lost = "s.toml was changed" if not file.exists() or file.read_bytes() != content else ""
-        return judged(f"{shlex.join(words)}: {what}: {content[:300]!a}", [end], lost=lost)
+        return judged(f"{shlex.join(words)}: {what}: {content[:120]!a}", [end], lost=lost)
 
 
 def sweep_file(draw: Draw) -> tuple[bytes, str]:

@@ -136,6 +136,9 @@ class VerbKills:
             "CUDA_VISIBLE_DEVICES": "",
             "TRITON_INTERPRET": "1",
             "TMPDIR": str(self._temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(
+                Path(self._home.name, "torchs_cache")
+            ),  # torch would keep it in TMPDIR, for good
             MARK: mark,
         }
         return subprocess.Popen(
