@@ -17,23 +17,23 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and look
 
 
 def test_command_lines(readers: Readers):
-    check(CommandLines(readers), 24)
+    check(CommandLines(readers), 20)
 
 
 def test_sweep_files(readers: Readers):
-    check(SweepFiles(readers), 24)
+    check(SweepFiles(readers), 20)
 
 
 def test_record_files(readers: Readers):
-    check(RecordFiles(readers, readers_a_file=2), 16)
+    check(RecordFiles(readers, readers_a_file=2), 10)
 
 
 def test_trace_files(readers: Readers):
-    check(TraceFiles(readers, bombs=False), 16)
+    check(TraceFiles(readers, bombs=False), 12)
 
 
 def test_pickles(readers: Readers):
-    check(Pickles(readers, bombs=False), 16)
+    check(Pickles(readers, bombs=False), 12)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -4,6 +4,7 @@ process = TorchProcess()
 answer = process.call("attacks.rank_kills:train_and_kill", 2, "fsdp", timeout_s=60)     # what it returned, as JSON
 """
 
+import gc
 import importlib
 import json
 import os
@@ -72,9 +73,12 @@ class TorchProcess:
 
 
 def _serve() -> None:
-    import torch._dynamo  # (seconds to import: once here, not in every child)
+    import torch
 
+    for module in ("torch._dynamo", "parallel_strategies", "trainstep.parallel.checkpoint"):
+        importlib.import_module(module)  # seconds: once here, not in every child
     torch.set_num_threads(1)
+    gc.freeze()
     for line in sys.stdin:
         function, arguments, timeout_s = json.loads(line)
         ours, theirs = os.pipe()
@@ -90,6 +94,7 @@ def _serve() -> None:
         os.close(ours)
         answer = {"timed_out": True} if said is None else json.loads(said or b'{"error": "it died without a word"}')
         print(json.dumps(answer), flush=True)
+    os._exit(0)  # what native libraries complain of at exit would stand among the tests' words
 
 
 def _answer(pipe: int, function: str, arguments: list[Any]) -> NoReturn:
