@@ -1,0 +1,156 @@
+"""Kills of a rank: one of two to four processes that train together is killed at a random moment; the others name it and end.
+
+The ranks speak gloo and are kept together by a strategy drawn at random. A rank that is killed while they meet may have told
+nobody that it exists: the others then name it when their time for the meeting is over.
+"""
+
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attacks.attack import Outcome
+from attacks.reader import last_frame
+from attacks.torch_process import TorchProcess
+from ranks import free_port
+
+STRATEGIES = (
+    "naive",
+    "flat",
+    "overlapped",
+    "bucketed",
+    "sharded",
+    "sharded_flat",
+    "sharded_flat_units",
+    "fsdp",
+    "fsdp_units",
+)
+_MEETING_S = 15.0
+_END_S = 20.0
+"""In which the others must have ended: seconds, on a machine that has much else to do."""
+_READY_S = 60.0
+
+
+class RankKills:
+    """60 of them at full size."""
+
+    name = "rank_kills"
+    full = 60
+
+    def __init__(self, torch_process: TorchProcess) -> None:
+        self._torch = torch_process
+
+    def attack(self, draw: random.Random, folder: Path) -> Outcome:
+        size = draw.choice((2, 3, 4))
+        victim, strategy = draw.randrange(size), draw.choice(STRATEGIES)
+        meeting = draw.random() < 0.25
+        after_s = draw.uniform(0.0, 0.2 if meeting else 1.0)
+        when = "the meeting began" if meeting else "all were ready"
+        case = f"rank {victim} of {size}, {strategy}, killed {after_s:.2f} s after {when}"
+        answer = self._torch.call(
+            "attacks.rank_kills:train_and_kill",
+            *(size, victim, strategy, meeting, after_s, str(folder), free_port()),
+            timeout_s=_READY_S + _MEETING_S + 2 * _END_S,
+        )
+        if answer.timed_out or answer.error:
+            return Outcome(case=case, time="it did not end" if answer.timed_out else "", other=answer.error)
+        return _judged(case, answer.value, victim, meeting, folder)
+
+    def afterwards(self) -> Iterator[Outcome]:
+        return self._torch.left()
+
+
+def _judged(case: str, ends: dict[str, Any], victim: int, meeting: bool, folder: Path) -> Outcome:
+    others = [rank for rank in range(len(ends["pids"])) if rank != victim]
+    said = {rank: (folder / f"{rank}.err").read_text() for rank in others}
+    dead = f"rank {victim} ({socket.gethostname()}, pid {ends['pids'][victim]}) died"
+    wrong = []
+    for rank, err in said.items():
+        named = re.search(rf"ranks? .*\b{victim}\b", err) if meeting else dead in err
+        blamed = {int(number) for number in re.findall(r"rank (\d+) \([^)]*\) died", err)} - {victim}
+        if rank not in ends["late"] and (not named or blamed):
+            wrong.append(f"rank {rank} says {err[-200:]!a}")
+    tracebacks = [err for err in said.values() if "Traceback (most recent call last)" in err and not meeting]
+    allowed_s = _END_S + (_MEETING_S if meeting else 0.0)
+    late = f"ranks {ends['late']} are there after {allowed_s:.0f} s" if ends["late"] else ""
+    return Outcome(
+        case=case,
+        traceback=f"{last_frame(tracebacks[0])}: {tracebacks[0].strip().splitlines()[-1]!a}" if tracebacks else "",
+        time=late,
+        other="; ".join(wrong),
+    )
+
+
+def train_and_kill(
+    size: int, victim: int, strategy: str, meeting: bool, after_s: float, folder: str, port: int
+) -> dict[str, Any]:
+    """Fork the ranks, kill one, wait for the others: the process numbers, and which ranks are late (and killed here)."""
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            _train(rank, size, strategy, Path(folder), port)
+        pids.append(pid)
+    ready = [Path(folder, f"{rank}.ready") for rank in range(size)]
+    deadline_s = time.monotonic() + _READY_S
+    while not meeting and not all(path.exists() for path in ready):
+        if time.monotonic() > deadline_s:
+            said = [Path(folder, f"{rank}.err").read_text()[-500:] for rank in range(size)]
+            raise TimeoutError(f"the ranks were not ready within {_READY_S:g} s: {said}")
+        time.sleep(0.01)
+    time.sleep(after_s)
+    os.kill(pids[victim], signal.SIGKILL)
+    left = dict(enumerate(pids))
+    deadline_s = time.monotonic() + _END_S + (_MEETING_S if meeting else 0.0)
+    while left and time.monotonic() < deadline_s:
+        left = {rank: pid for rank, pid in left.items() if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        time.sleep(0.01)
+    for pid in left.values():
+        os.kill(pid, signal.SIGKILL)
+    return {"pids": pids, "late": list(left)}
+
+
+def _train(rank: int, size: int, strategy: str, folder: Path, port: int) -> None:
+    """One rank, in a process of its own: meets the others and trains until something ends it."""
+    os.dup2(os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        _steps(rank, strategy, folder)
+    except BaseException:  # noqa: BLE001  (as a script ends: by the hook, which knows of deaths)
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    os._exit(1)
+
+
+def _steps(rank: int, strategy: str, folder: Path) -> None:
+    import torch
+
+    from parallel_strategies import STRATEGIES as STARTS
+    from parallel_strategies import OptimizerOf
+    from trainstep.parallel.process_group import start_ranks
+
+    ranks = start_ranks("gloo", timeout_s=_MEETING_S)
+    torch.manual_seed(0)
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.tanh(self.first(x)))
+
+    model = Two()
+    run = STARTS[strategy](model, ranks, OptimizerOf(torch.optim.AdamW, lr=1e-3))
+    while True:
+        model(torch.randn(4, 16)).square().mean().backward()
+        run.sync.finish_gradient_synchronization()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        (folder / f"{rank}.ready").touch()

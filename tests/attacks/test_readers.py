@@ -1,0 +1,62 @@
+"""A few of the attacks on everything that reads; all of them: python tests/attacks/full.py."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from attacks.attack import Outcome, check
+from attacks.command_lines import VERBS, CommandLines, options_of
+from attacks.pickles import Pickles
+from attacks.reader import End, Readers, judged, last_frame
+from attacks.record_files import RecordFiles
+from attacks.sweep_files import SweepFiles
+from attacks.trace_files import TraceFiles
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc")
+
+
+def test_command_lines(readers: Readers):
+    check(CommandLines(readers), 20)
+
+
+def test_sweep_files(readers: Readers):
+    check(SweepFiles(readers), 20)
+
+
+def test_record_files(readers: Readers):
+    check(RecordFiles(readers, readers_a_file=2), 10)
+
+
+def test_trace_files(readers: Readers):
+    check(TraceFiles(readers, bombs=False), 12)
+
+
+def test_pickles(readers: Readers):
+    check(Pickles(readers, bombs=False), 12)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_options_to_attack(verb: str):
+    assert {"report": "--format", "compare": "--quantity", "doctor": "--measure"}.get(verb, "--out") in options_of(verb)
+
+
+def test_what_a_reader_is_judged_by(readers: Readers, tmp_path: Path):
+    """The judge itself: a refusal is well, a traceback, a strange exit code, an escape and a hang are not."""
+    refused = readers.run(["report", "nowhere.jsonl"], tmp_path)
+    assert (refused.code, judged("", [refused]).breaches) == (2, [])
+    frame = '  File "/a/trainstep/cli/app.py", line 5, in run\n  File "/b/json/decoder.py", line 9, in decode\n'
+    ends = {
+        "traceback": End(code=1, out=b"", err=f"Traceback (most recent call last):\n{frame}KeyError: 1\n", **_QUICK),
+        "other": End(code=0, out=b"\x1b[31m", err="", **_QUICK),
+        "memory": End(code=0, out=b"", err="", seconds=1.0, peak_bytes=10**10, timed_out=False),
+        "time": End(code=-9, out=b"", err="", seconds=71.0, peak_bytes=0, timed_out=True),
+    }
+    assert {name: judged("", [end]).breaches for name, end in ends.items()} == {name: [name] for name in ends}
+    assert judged("", [End(code=-11, out=b"", err="", **_QUICK)]).breaches == ["traceback"]
+    assert judged("", [End(code=2, out=b"", err="no sentence\n", **_QUICK)]).breaches == ["other"]
+    assert last_frame(ends["traceback"].err) == "cli/app.py:5 run"
+    assert Outcome(case="", traceback="x", table_of_another_shape=True).breaches == []
+
+
+_QUICK = {"seconds": 1.0, "peak_bytes": 0, "timed_out": False}

@@ -1,0 +1,127 @@
+"""A process that has imported torch and forks one for each call: functions of `attacks` that must be allowed to hang or die.
+
+process = TorchProcess()
+answer = process.call("attacks.rank_kills:train_and_kill", 2, "fsdp", timeout_s=60)     # what it returned, as JSON
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import traceback
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from attacks.attack import Outcome
+from cell_maker import MARK, import_path, marked, wait_until
+
+_LEFT_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a call returned; or the traceback of what it raised; or that it took too long."""
+
+    value: Any = None
+    error: str = ""
+    timed_out: bool = False
+
+
+class TorchProcess:
+    """Started with the first call."""
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        self._started: subprocess.Popen[str] | None = None
+
+    def call(self, function: str, *arguments: Any, timeout_s: float) -> Answer:
+        """Call `module:function` with arguments that JSON can hold."""
+        if self._started is None:
+            self._started = subprocess.Popen(
+                [sys.executable, "-m", "attacks.torch_process"],
+                env={**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", MARK: self._mark},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._started.stdin is not None
+        assert self._started.stdout is not None
+        self._started.stdin.write(json.dumps([function, arguments, timeout_s]) + "\n")
+        self._started.stdin.flush()
+        return Answer(**json.loads(self._started.stdout.readline()))
+
+    def left(self) -> Iterator[Outcome]:
+        """An outcome where something that calls have started is still there 15 s after the last one."""
+
+        def others() -> list[int]:
+            return [pid for pid in marked(self._mark) if self._started is None or pid != self._started.pid]
+
+        if not wait_until(lambda: not others(), _LEFT_S):
+            yield Outcome(case="all calls", left=f"processes {others()}")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._started is not None:
+            self._started.communicate()
+            self._started = None
+
+
+def _serve() -> None:
+    import torch
+
+    for module in ("torch._dynamo", "parallel_strategies", "trainstep.parallel.checkpoint"):
+        importlib.import_module(module)  # seconds: once here, not in every child
+    torch.set_num_threads(1)
+    gc.freeze()
+    for line in sys.stdin:
+        function, arguments, timeout_s = json.loads(line)
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours)
+            _answer(theirs, function, arguments)
+        os.close(theirs)
+        said = _read(ours, timeout_s)
+        if said is None:
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ours)
+        answer = {"timed_out": True} if said is None else json.loads(said or b'{"error": "it died without a word"}')
+        print(json.dumps(answer), flush=True)
+    os._exit(0)  # what native libraries complain of at exit would stand among the tests' words
+
+
+def _answer(pipe: int, function: str, arguments: list[Any]) -> NoReturn:
+    """Call, and write what it returned or raised."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    module, _, name = function.partition(":")
+    try:
+        answer = {"value": getattr(importlib.import_module(module), name)(*arguments)}
+    except BaseException:  # noqa: BLE001  (whatever it is belongs to the attack)
+        answer = {"error": traceback.format_exc()}
+    with open(pipe, "w") as file:
+        file.write(json.dumps(answer))
+    os._exit(0)
+
+
+def _read(pipe: int, timeout_s: float) -> bytes | None:
+    """All that is written there until its other end closes; None where that takes too long for one of the pieces."""
+    said = b""
+    while select.select([pipe], [], [], timeout_s)[0]:
+        piece = os.read(pipe, 65536)
+        if not piece:
+            return said
+        said += piece
+    return None
+
+
+if __name__ == "__main__":
+    _serve()
