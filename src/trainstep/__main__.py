@@ -4,11 +4,15 @@ What Python imports before it reads this file (trainstep itself, `types`, `funct
 `python -P -m trainstep` and the console script never look there.
 """
 
+import sys
+
 if __name__ == "__main__":
-    from trainstep.config.import_path import leave_current_folder
+    try:
+        from trainstep.config.import_path import leave_current_folder
 
-    leave_current_folder()  # before anything else is imported
+        leave_current_folder()  # before anything else is imported
 
-    from trainstep.cli.app import main
-
+        from trainstep.cli.app import main
+    except KeyboardInterrupt:  # main itself meets what comes later
+        sys.exit(130)
     main()
