@@ -80,8 +80,7 @@ def profile(
     top
         Kernels shown for each phase; the others stand in its row `rest`. A record keeps 20 of each phase.
     out
-        File of records to append to; by default a new one under ./runs/. nsys's report has its name, ending in .nsys-rep, and must
-        not be there yet.
+        File of records to append to; by default a new one under ./runs/. nsys's report, a new file, is named after it (.nsys-rep).
     page
         Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
