@@ -45,7 +45,9 @@ def report(
     paths
         Files of records, or folders: every *.jsonl under them.
     format
-        How to write them; by default as --out's name ends, else for the terminal. html is one self-contained page.
+        How to write them; by default as --out's name ends, else for the terminal. html is one self-contained page. In every
+        format text of records is shown letter by letter: control characters as \\x1b, markup inert; in csv text that a
+        spreadsheet would compute begins with a single quote.
     out
         File to write; without one html goes to ./report.html, the rest to standard output. A file that is there is replaced only
         if it is empty or trainstep wrote it in the same format, which its last line, its head or its columns tell.

@@ -76,7 +76,8 @@ def sweep(
     Parameters
     ----------
     file
-        The sweep: TOML with title, description, compare, timeout_s, a table [grid] of fields to lists, tables [[rows]].
+        The sweep: TOML with title, description, compare, timeout_s, a table [grid] of fields to lists, tables [[rows]]; at most
+        1 MiB.
     out
         File of records; by default runs/NAME.jsonl, NAME being the sweep file's.
     page
