@@ -8,6 +8,7 @@ an SQLite view need never come to an end. No reader foresees all of that; a proc
 """
 
 import contextlib
+import faulthandler
 import gzip
 import math
 import multiprocessing
@@ -138,6 +139,7 @@ def memory_within(limits: ReadLimits, what: str) -> Iterator[None]:
 
 def _read_in_child(read: Callable[[], Any], limits: ReadLimits, path: Path, sender: "Connection") -> None:
     """Send (result, None) or (None, error)."""
+    faulthandler.disable()  # a file that ends this process is answered in a sentence, not in a dump of its stack
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the parent ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _limit(limits)

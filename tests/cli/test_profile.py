@@ -1,5 +1,6 @@
 """`trainstep profile`: a CPU run from nothing to tables and page, anyone's trace, and bad input in one sentence."""
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -88,6 +89,14 @@ def test_as_json(capsys: pytest.CaptureFixture[str]):
         ("--from empty.json", "the trace is empty: it holds no op and no kernel; record one with"),
         ("--from good.json.gz --model small", "model would have no effect"),
         ("--from good.json.gz --page p.html", "would have no effect"),
+        ("--from /dev/full", "/dev/full: cannot be read: it is no regular file"),
+        (
+            "--from good.json.gz --timeout-s 1e-6",
+            "good.json.gz: reading it takes more than 1e-06 s; record fewer steps",
+        ),
+        ("--from good.json.gz --timeout-s 0", "timeout_s: must be a positive number"),
+        ("--from bomb.json.gz --memory-limit-gib 0.01", "record fewer steps, or allow more with --memory-limit-gib"),
+        ("--from null.json", "null.json: is no profiler trace: an event before character"),
         ("--from good.json.gz --top 0", "top: must be a whole number of at least 1"),
         ("--profiled-steps 0", "profiled_steps: must be a whole number of at least 1"),
         ("--mode backward", "mode: 'backward' is not known"),
@@ -101,6 +110,9 @@ def test_bad_input(
     Path("words.json").write_text("hello")
     Path("empty.json").write_text('{"traceEvents": []}')
     Path("cut.json.gz").write_bytes(EAGER.read_bytes()[:5000])
+    Path("bomb.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 10_000_000))
+    event = {"ph": "X", "cat": "cpu_op", "name": None, "pid": 1, "tid": 1, "ts": 1, "dur": 1}
+    Path("null.json").write_text(json.dumps({"traceEvents": [event]}))
     shutil.copy(EAGER, "good.json.gz")
     assert app.run(["profile", *arguments.split()]) == 2
     printed = capsys.readouterr()

@@ -348,6 +348,17 @@ def test_a_missing_table_is_refused(store):
         store.read()
 
 
+def test_a_table_is_unpacked_to_its_limit_and_no_further(store, monkeypatch):
+    filled(store, 1)
+    store.append(a_record(tables={"big": BIG}))
+    size = len(gzip.decompress(table_file(store).read_bytes()))
+    monkeypatch.setattr(store_module, "_LARGEST_TABLE_BYTES", size)
+    assert len(store.read()) == 2
+    monkeypatch.setattr(store_module, "_LARGEST_TABLE_BYTES", size - 1)
+    with pytest.raises(ValueError, match=r"line 2: its table .*: holds over [\d,]+ bytes once unpacked.*; remove the line"):
+        store.read()
+
+
 def test_a_table_damaged_anywhere_is_refused(store, monkeypatch):
     """Each byte changed, and each length cut, either is noticed or (in the time stamp of gzip's header) changes nothing."""
     monkeypatch.setattr(store_module, "_TABLE_LIMIT_BYTES", 10)

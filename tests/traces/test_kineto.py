@@ -5,10 +5,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainstep.traces.kineto import parse_trace, read_trace
+from trainstep.traces.profile import profile_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 EAGER = FIXTURES / "tiny_eager.json.gz"
@@ -86,6 +88,130 @@ def test_no_such_file_and_a_folder(tmp_path: Path):
         read_trace(tmp_path / "absent.json")
     with pytest.raises(ValueError, match="cannot be read"):
         read_trace(tmp_path)
+
+
+STEP = [
+    {"ph": "X", "cat": "user_annotation", "name": "step 0", "pid": 1, "tid": 1, "ts": 0, "dur": 100},
+    {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "aten::mm",
+        "pid": 1,
+        "tid": 1,
+        "ts": 10,
+        "dur": 20,
+        "args": {"Sequence number": 3},
+    },
+    {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": "cudaLaunchKernel",
+        "pid": 1,
+        "tid": 1,
+        "ts": 12,
+        "dur": 2,
+        "args": {"correlation": 5},
+    },
+    {
+        "ph": "X",
+        "cat": "kernel",
+        "name": "gemm",
+        "ts": 20,
+        "dur": 30,
+        "args": {"correlation": 5, "device": 0, "stream": 7},
+    },
+]
+"""One step as a trace has it."""
+ODD = [
+    None,
+    True,
+    -1,
+    1.5,
+    1e300,
+    1e308,
+    10**30,
+    2**63,
+    "",
+    "1",
+    "step 99999999999999999999",
+    "step 7",
+    [],
+    [1],
+    {},
+    {"a": 1},
+]
+ODD_NUMBERS = ["NaN", "Infinity", "-Infinity", "9" * 5000, "[" * 5000]
+"""JSON that Python writes in no other way."""
+
+
+def profiled(text: str) -> bool:
+    """Whether the trace could be read, to the end of its analysis; if not, it was refused with a ValueError."""
+    try:
+        return bool(profile_of(parse_trace(text, "t.json")).tables)
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("event", range(len(STEP)), ids=[str(event["cat"]) for event in STEP])
+def test_any_value_in_any_place_is_read_or_refused(event: int):
+    places = [*STEP[event], *(("args", name) for name in STEP[event].get("args", {}))]
+    for place in places:
+        for odd in [*map(json.dumps, ODD), *ODD_NUMBERS]:
+            changed = {**STEP[event], **({place: "@"} if isinstance(place, str) else {"args": {place[1]: "@"}})}
+            profiled(text_of([*STEP[:event], changed, *STEP[event + 1 :]]).replace('"@"', odd))
+    for odd in [*map(json.dumps, ODD), *ODD_NUMBERS]:
+        profiled(text_of([*STEP[:event], "@", *STEP[event + 1 :]]).replace('"@"', odd))
+
+
+def text_of(events: list[Any]) -> str:
+    return json.dumps({"traceEvents": events})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"name": None}, {"name": 5}, {"ts": "1"}, {"dur": [1]}, {"ts": 1e300}, {"args": [1]}]
+)
+def test_an_event_that_lacks_what_it_needs_is_named_by_its_place(changes: dict[str, Any]):
+    first = text_of([STEP[0]])[:-2]
+    text = text_of([STEP[0], {**STEP[1], **changes}])
+    with pytest.raises(
+        ValueError, match=r"t\.json: is no profiler trace: an event before character [\d,]+ lacks a name"
+    ) as raised:
+        parse_trace(text, "t.json")
+    position = int(str(raised.value).split("character ")[1].split(" ")[0].replace(",", ""))
+    assert len(first) < position <= len(text)
+
+
+def test_a_step_that_only_another_thread_names():
+    other = [{**STEP[0], "name": "step 9", "tid": 2}, {**STEP[2], "tid": 2, "args": {"correlation": 6}}]
+    launched = {**STEP[3], "args": {"correlation": 6}, "ts": 60}
+    assert profiled(text_of([{**STEP[0], "name": "step 1", "ts": -200}, *STEP, *other, launched]))
+
+
+def test_a_trace_whose_steps_take_no_time():
+    assert not profiled(text_of([{**STEP[0], "dur": 0}, *STEP[1:]]))
+
+
+@pytest.mark.parametrize(
+    ("properties", "gpu"),
+    [
+        ([{"id": 0, "name": "NVIDIA H200"}], "NVIDIA H200"),
+        ([{"name": 5}], None),
+        ([], None),
+        ([5], None),
+        ({"name": "x"}, None),
+        (None, None),
+    ],
+)
+def test_the_name_of_the_gpu(properties: Any, gpu: str | None):
+    text = json.dumps({"deviceProperties": properties, "traceEvents": STEP})
+    assert parse_trace(text, "t.json").gpu == gpu
+
+
+def test_a_bomb_is_not_unpacked(tmp_path: Path):
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + bytes(3_000_000)))
+    with pytest.raises(ValueError, match="over 1,000,000 bytes once unpacked"):
+        read_trace(path, largest_bytes=1_000_000)
 
 
 READ_IT = """

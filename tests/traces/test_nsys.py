@@ -3,13 +3,14 @@
 import dataclasses
 import sqlite3
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from nsys_maker import NUMBERED, PLAIN, UPPER_BITS, write_report
 from trace_maker import COMPILED, EAGER, launched, span, trace
-from trainstep.traces.kineto import Trace, read_trace
+from trainstep.traces.kineto import KERNEL, Trace, read_trace
 from trainstep.traces.nsys import is_report, read_report
 from trainstep.traces.nvtx_names import parse_name
 from trainstep.traces.profile import profile_of
@@ -154,3 +155,60 @@ def test_names_of_ranges(text: str, name: str | None, sequence: int, annotation:
     found = parse_name(text)
     assert found.name == (name or text.partition(",")[0])
     assert (found.sequence, found.annotation, found.backward) == (sequence, annotation, backward)
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS id, 'x' AS value FROM n"
+
+
+@pytest.mark.parametrize(
+    ("statements", "words"),
+    [
+        (["DROP TABLE StringIds", f"CREATE VIEW StringIds AS {ENDLESS}"], "StringIds is no plain table"),
+        (
+            ["DROP TABLE TARGET_INFO_GPU", f"CREATE VIEW TARGET_INFO_GPU AS {ENDLESS} WHERE i < 0"],
+            "TARGET_INFO_GPU is no plain table",
+        ),
+        (
+            [
+                "DROP TABLE StringIds",
+                "CREATE TABLE StringIds (id, value TEXT AS (hex(zeroblob(20000000))) VIRTUAL)",
+                "INSERT INTO StringIds VALUES (1)",
+            ],
+            "too big",
+        ),
+    ],
+    ids=["endless", "endless and empty", "computed"],
+)
+def test_only_tables_are_read(tmp_path: Path, statements: list[str], words: str):
+    with pytest.raises(ValueError, match=words):
+        read_report(export(tmp_path, statements=statements))
+
+
+@pytest.mark.parametrize("table", ["KERNEL", "RUNTIME", "MEMCPY"])
+@pytest.mark.parametrize("value", ["'x'", "1.5", "9e999", "x'00'", "NULL", "9223372036854775807"])
+def test_any_value_in_any_column_is_read_or_refused(tmp_path: Path, table: str, value: str):
+    for column in ("start", "end", "correlationId", "globalTid" if table == "RUNTIME" else "globalPid"):
+        # A table made anew has no types and no constraints.
+        name = f"CUPTI_ACTIVITY_KIND_{table}"
+        untyped = [f"CREATE TABLE t AS SELECT * FROM {name}", f"DROP TABLE {name}", f"ALTER TABLE t RENAME TO {name}"]
+        path = export(tmp_path, statements=[*untyped, f"UPDATE {name} SET [{column}] = {value}"])
+        with suppress(ValueError):
+            profile_of(read_report(path))
+        path.unlink()
+
+
+def test_names_that_are_no_text(tmp_path: Path):
+    untyped = [
+        "DROP TABLE StringIds",
+        "CREATE TABLE StringIds (id, value)",
+        "INSERT INTO StringIds VALUES (0, 5), (1, x'ff')",
+    ]
+    found = read_report(export(tmp_path, statements=untyped))
+    assert {one.name for one in found.activities if one.kind == KERNEL} == {"(kernel without a name)"}
+
+
+def test_nothing_is_written_beside_the_file(tmp_path: Path):
+    path = export(tmp_path)
+    Path(f"{path}-journal").write_bytes(b"a journal of somebody's")
+    read_report(path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [path.name, f"{path.name}-journal"]

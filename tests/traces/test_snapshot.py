@@ -105,6 +105,35 @@ def test_what_would_take_the_machine_or_the_process(tmp_path: Path, content: byt
     assert word in refusal(path)
 
 
+SMALL = ReadLimits(memory_bytes=300_000_000, time_s=30)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        pytest.param(b"}" * 5_000_000, "more than 0.3 GB of memory", id="dicts"),
+        pytest.param(b"]" * 200_000 + b"a" * 199_999, "", id="lists in lists"),
+        pytest.param(b")" + b"\x85" * 500_000, "", id="tuples in tuples"),
+        pytest.param(b"]" + b"2\x86" * 100_000, "", id="pairs of pairs"),
+        pytest.param(b"\x8d" + (2**62).to_bytes(8, "little"), "no memory snapshot: ", id="a text of 4 EB"),
+        pytest.param(b"\x8e" + (2**40).to_bytes(8, "little"), "more than 0.3 GB of memory", id="bytes of 1 TB"),
+        pytest.param(b"\x95" + (2**60).to_bytes(8, "little"), "no memory snapshot: ", id="a frame of 1 EB"),
+        pytest.param(b"I" + b"9" * 1_000_000 + b"\n", "no memory snapshot: ", id="digits"),
+        pytest.param(b"L" + b"9" * 1_000_000 + b"L\n", "no memory snapshot: ", id="digits of a long"),
+        pytest.param(b"\x8b" + b"\xff\xff\xff\x7f" + b"1", "no memory snapshot: ", id="a long of 2 GB"),
+        pytest.param(b"\x82\x01", "no memory snapshot: ", id="an extension"),
+        pytest.param(b"(\x8c\x02os\x8c\x06system\x93", "os.system, which is not run", id="a name from the stack"),
+        pytest.param(b"ccopyreg\n_reconstructor\n", "copyreg._reconstructor, which is not run", id="a name"),
+        pytest.param(b"(S'touch x'\nios\nsystem\n", "os.system, which is not run", id="an instance"),
+    ],
+)
+def test_hostile_pickles_end_in_a_sentence(tmp_path: Path, body: bytes, word: str):
+    path = tmp_path / "hostile.pickle.gz"
+    path.write_bytes(gzip.compress(b"\x80\x04" + body + b"."))
+    assert path.stat().st_size < 20_000
+    assert word in refusal(path, limits=SMALL)
+
+
 def test_one_list_named_many_times(tmp_path: Path):
     """Two bytes of a pickle name a list again: ten million events in 20 KB, or a text without end."""
     trace = [an_event()] * 4000

@@ -49,6 +49,8 @@ class Spans:
     layer: int | None = None
     names: tuple[str, ...] = ()
     """Outermost first."""
+    first_name: str = ""
+    """The first of `names` before a path that went on from it took its place."""
     names_step_or_phase: bool = False
     decides_layer: bool = False
     """Whether `layer` holds whatever stands further out: a layer is named, or a phase begins."""
@@ -60,36 +62,44 @@ class Spans:
         if name.startswith(_GRAPH):
             return self
         if (step := step_number(name)) is not None:
-            return dataclasses.replace(self, step=step, names=(), names_step_or_phase=True, starts_anew=True)
-        if name in PHASES:
             return dataclasses.replace(
-                self, phase=name, layer=None, names=(), names_step_or_phase=True, decides_layer=True, starts_anew=True
+                self, step=step, names=(), first_name="", names_step_or_phase=True, starts_anew=True
             )
+        if name in PHASES:
+            begun = dataclasses.replace(self, names=(), first_name="", names_step_or_phase=True, starts_anew=True)
+            return dataclasses.replace(begun, phase=name, layer=None, decides_layer=True)
         if found := _LAYER.match(name):
-            return dataclasses.replace(self, layer=int(found[1]), names=(), decides_layer=True, starts_anew=True)
+            begun = dataclasses.replace(self, names=(), first_name="", starts_anew=True)
+            return dataclasses.replace(begun, layer=int(found[1]), decides_layer=True)
         if found := _IN_LAYER.match(name):
-            names = _with_path(self.names, found[2])
-            return dataclasses.replace(self, layer=int(found[1]), names=names, decides_layer=True)
+            return dataclasses.replace(self._with_name(found[2]), layer=int(found[1]), decides_layer=True)
         if not name.startswith(_TORCH_OPTIMIZER):
-            return dataclasses.replace(self, names=_with_path(self.names, name))
+            return self._with_name(name)
         if self.phase or names_phases:
             return self
         return dataclasses.replace(self, phase=str(Phase.OPTIMIZER))
 
     def inside(self, outer: "Spans") -> "Spans":
         """These, with those of another stack around them."""
-        names = self.names
+        names, first_name = self.names, self.first_name
         if not self.starts_anew:
-            names = (*_with_path(outer.names, names[0]), *names[1:])[:_MOST_NAMES] if names else outer.names
+            kept = outer.names[:-1] if _goes_on(outer.names, first_name) else outer.names
+            names, first_name = (*kept, *names)[:_MOST_NAMES], outer.first_name or first_name
         return Spans(
             step=outer.step if self.step is None else self.step,
             phase=self.phase or outer.phase,
             layer=self.layer if self.decides_layer else outer.layer,
             names=names,
+            first_name=first_name,
             names_step_or_phase=self.names_step_or_phase or outer.names_step_or_phase,
             decides_layer=self.decides_layer or outer.decides_layer,
             starts_anew=self.starts_anew or outer.starts_anew,
         )
+
+    def _with_name(self, name: str) -> "Spans":
+        """One more name; a path that goes on from the last takes its place: mlp, then mlp.fc."""
+        kept = self.names[:-1] if _goes_on(self.names, name) else self.names
+        return dataclasses.replace(self, names=(*kept, name)[:_MOST_NAMES], first_name=self.first_name or name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -199,8 +209,6 @@ class Contexts:
             self._contexts.append(context)
 
 
-def _with_path(names: tuple[str, ...], path: str) -> tuple[str, ...]:
-    """The names with one more; a path that goes on from the last takes its place: mlp, then mlp.fc."""
-    if names and path.startswith(f"{names[-1]}."):
-        return (*names[:-1], path)
-    return (*names, path) if len(names) < _MOST_NAMES else names
+def _goes_on(names: tuple[str, ...], path: str) -> bool:
+    """Whether a path goes on from the last of the names."""
+    return bool(names) and path.startswith(f"{names[-1]}.")

@@ -77,6 +77,8 @@ def read_work(trace: Trace) -> TraceWork:
     if not assigned:
         raise ValueError("the trace holds no kernel, and no op in any of its steps: record it around whole steps")
     windows = _windows(trace, attribution)
+    if all(start == end for start, end in windows.values()):
+        raise ValueError("the steps of the trace take no time: record it around whole steps")
     pieces = _pieces(assigned, windows, on_device)
     total_ns = sum(one.activity.duration_ns for one in assigned)
     if sum(one.duration_ns for one in pieces) != total_ns:

@@ -1,0 +1,69 @@
+"""A profile's time grows with the number of events, whatever their shape."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from trace_maker import AUTOGRAD, call, kernel, launched, op, span, trace
+from trainstep.traces.kineto import Activity, Call, Range, Trace
+from trainstep.traces.profile import profile_of
+
+Event = Activity | Call | Range
+FEW, FACTOR = 500, 8
+
+
+def nested(count: int) -> list[Event]:
+    """Each op inside the one before, and a launch in the innermost for each."""
+    ops = [op(f"aten::a{number % 50}", number, 4 * count - number) for number in range(count)]
+    launches = [
+        event for number in range(count) for event in launched("k", count + number, 5 * count, 6 * count, number)
+    ]
+    return [*ops, *launches]
+
+
+def after_nested(count: int) -> list[Event]:
+    """A launch for each, when all nested ops have ended."""
+    ops = [op("aten::a", number, 2 * count - number) for number in range(count)]
+    return [
+        *ops,
+        *(event for number in range(count) for event in launched("k", 3 * count, 4 * count, 5 * count, number)),
+    ]
+
+
+def one_number(count: int) -> list[Event]:
+    """Forward and backward ops that all carry the same sequence number."""
+    forward = [op("aten::mm", 2 * number, 2 * number + 1, sequence=7) for number in range(count)]
+    later = range(2 * count, 4 * count, 2)
+    backward = [op("MmBackward0", at, at + 1, AUTOGRAD, sequence=7, forward_thread=1) for at in later]
+    return [*forward, *backward]
+
+
+def full_queue(count: int) -> list[Event]:
+    """Every third launch waits for room in the queue."""
+    calls = [call("cudaLaunchKernel", 20 * at, 20 * at + (1 if at % 3 else 15), at) for at in range(count)]
+    return [*calls, *(kernel("k", 10**6 + 20 * at, 10**6 + 20 * at + 3, at) for at in range(count))]
+
+
+def odd_steps(count: int) -> list[Event]:
+    """Every second step stands out; one backward, an optimizer's kernel in each."""
+    events: list[Event] = [span("backward", 1, 2)]
+    for step in range(count):
+        at = 20 * step + 2
+        events += [span(f"step {step}", at, at + 15), span("optimizer", at + 1, at + 14)]
+        events += launched(f"k{step}", at + 2, at + 6, at + 7 + 5 * (step % 2), step)
+    return events
+
+
+@pytest.mark.parametrize("shape", [nested, after_nested, one_number, full_queue, odd_steps])
+def test_time_is_linear_in_events(shape: Callable[[int], Sequence[Event]]):
+    """Processor time of few events against that of eight times as many: linear is 8, quadratic up to 64."""
+    few, many = (trace(*shape(count)) for count in (FEW, FACTOR * FEW))
+    profile_of(few)  # imports, caches
+    assert spent_s(many) < 2.5 * FACTOR * min(spent_s(few), spent_s(few))
+
+
+def spent_s(given: Trace) -> float:
+    start = time.process_time()
+    profile_of(given)
+    return time.process_time() - start
