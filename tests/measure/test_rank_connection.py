@@ -114,7 +114,7 @@ def test_ranks_that_time_out_in_different_stages():
         _End(rank=rank, lost=Failure(kind="timeout", phase=stage, message=f"killed in {stage}"))
         for rank, stage in enumerate(("steps", "build", "steps"))
     ]
-    with pytest.raises(CellLost, match="^ranks 0, 2: killed in steps; rank 1: killed in build$"):
+    with pytest.raises(CellLost, match=r"^ranks 0, 2: killed in steps; rank 1: killed in build$"):
         _worst(ends, 3)
 
 
