@@ -5,7 +5,7 @@ time. As soon as one is lost or answers with a failure the others are ended, who
 the cell's, and names the rank. How answers become one: rank_findings.py.
 
 They meet on this machine's loopback address and prove to each other that they know a token that only they and their driver have
-(parallel/listening.py), so nobody else finds them. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are left as the user has set them.
+(parallel/process_group.py), so nobody else finds them. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are left as the user has set them.
 
 [Note: who failed first]
 Where a rank dies, the others' collectives fail within milliseconds, and may be heard of first. So the others get a moment, and of

@@ -9,7 +9,7 @@ Usage, under torchrun:
     model.to(ranks.device)
     sync = BucketedDDP(model, ranks)
     optimizer = torch.optim.AdamW(model.parameters())
-    for batch in batches:
+    for batch in batches:    # as many on every rank: unequal numbers end the job with an error that says so
         model(**batch).backward()
         sync.finish_gradient_synchronization()
         optimizer.step()

@@ -1,11 +1,6 @@
 """Where rank 0 listens: on one address of this host, not on all of them.
 
-[Note: whom the ranks trust]
-Ranks of one machine meet on its loopback address, which no other machine reaches. Ranks of several machines meet over the network,
-and torch's store, gloo and NCCL take whoever reaches their ports for a rank: the network between the machines is the boundary of
-trust, and must be a private one. The watch (watch.py) asks for a token besides, so that a stranger cannot end the job through it.
-The token is the variable TRAINSTEP_TOKEN, the same on every rank; where it is not set, rank 0 makes one up and leaves it in the
-store, so that whoever reaches the store has it too.
+Whom the ranks trust, and why, stands in process_group.py.
 """
 
 import errno

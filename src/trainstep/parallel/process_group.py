@@ -4,13 +4,24 @@ ranks = start_ranks()
 ...
 del model, sync
 stop_ranks(ranks)
+
+[Note: whom the ranks trust]
+Ranks of one machine meet on its loopback address, which no other machine reaches. gloo and NCCL choose their address themselves:
+GLOO_SOCKET_IFNAME=lo and NCCL_SOCKET_IFNAME=lo keep them on loopback too (a cell's ranks have both).
+Ranks of several machines meet over the network, and torch's store, gloo and NCCL take whoever reaches their ports for a rank: the
+network between the machines is the boundary of trust, and must be a private one. The watch (watch.py) asks for a token besides, so
+that a stranger cannot end the job through it. The token is the variable TRAINSTEP_TOKEN: export the same random text for every
+rank (`TRAINSTEP_TOKEN=$(openssl rand -hex 16) srun ...`; torchrun: on every node). Where it is not set, rank 0 makes one up and
+leaves it in the store, so that whoever reaches the store has it too.
 """
 
 import errno
 import functools
 import gc
 import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,12 +152,27 @@ def _store(launch: Launch, timeout_s: float) -> Store:
     address = _store_address(launch)
     if launch.rank == 0 and not launch.store_is_there:
         _serve_store(address, launch.port)
+    _wait_for_listener(address, launch.port, timeout_s)
     # Without waiting for the others: the watch does, and sees who dies meanwhile.
     store = TCPStore(address, launch.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     group = (store.add(f"trainstep {restart}", 1) - 1) // launch.world_size
     place: Store = PrefixStore(f"trainstep {restart}.{group}", store)
     return place
+
+
+def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
+    """ConnectionError where nobody listens in time. Not left to torch's store, which tries for up to three times as long, and
+    prints its own stack."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=timeout_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise ConnectionError(f"{address}:{port}: {error}") from None
+        time.sleep(0.05)
 
 
 def _store_address(launch: Launch) -> str:
