@@ -48,13 +48,13 @@ def report(
     out
         File to write; without one html goes to ./report.html, the rest to standard output.
     """
-    from trainstep.reading import ReadLimits, memory_within
+    from trainstep.reading import ReadLimits, limited_here
     from trainstep.report.rows import read_rows
 
     if out is not None and not out.is_dir() and out.resolve() in _record_files(paths):
         raise ValueError(f"out: {out} is one of the files of records; give the report another name")
     chosen = format or _format_of(out)
-    with memory_within(ReadLimits(), ", ".join(map(str, paths))):
+    with limited_here(ReadLimits(), ", ".join(map(str, paths))):
         rows = read_rows(paths)
     if chosen == "terminal" and out is None:
         from trainstep.report.notes import notes
