@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cell_maker import import_path
-from trainstep.reading import ReadLimits, memory_within, read_file, read_within
+from trainstep.reading import ReadLimits, limited_here, read_file, read_within
 
 FILE = Path("somebody's.json")
 SMALL = ReadLimits(memory_bytes=300_000_000, time_s=20)
@@ -151,13 +151,20 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def test_memory_of_a_block():
+def test_limits_of_a_block():
     with (
         pytest.raises(ValueError, match=r"records: reading takes more than 0\.3 GB of memory"),
-        memory_within(SMALL, "records"),
+        limited_here(SMALL, "records"),
     ):
         grow()
     assert len(bytearray(400_000_000)) == 400_000_000, "the limit ends with the block"
+    left_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    short = ReadLimits(time_s=0.1)
+    with pytest.raises(ValueError, match=r"records: reading takes more than 0\.1 s"), limited_here(short, "records"):
+        stand_still()
+    after_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    assert (after_s > 0) == (left_s > 0), "pytest's own alarm goes on"
+    assert after_s <= left_s
 
 
 def small_pickle(body: bytes) -> bytes:

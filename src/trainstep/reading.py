@@ -17,6 +17,7 @@ import resource
 import signal
 import stat
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -120,21 +121,49 @@ def read_within(limits: ReadLimits, path: Path, read: Callable[[], Result]) -> R
 
 
 @contextlib.contextmanager
-def memory_within(limits: ReadLimits, what: str) -> Iterator[None]:
-    """Limit the memory that this process itself takes in a block, for records, which are wanted whole and here.
+def limited_here(limits: ReadLimits, what: str) -> Iterator[None]:
+    """Limit the memory and the time that this process itself takes in a block, for records, which are wanted whole and here.
 
-    ValueError where it takes more; `what` names the files.
+    ValueError where it takes more; `what` names the files. The time is limited in the main thread alone, where signals arrive.
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
     _limit_memory(limits)
     try:
-        yield
+        with _alarm(limits.time_s):
+            yield
     except MemoryError:
         raise ValueError(
             f"{what}: reading takes more than {_size(limits)} of memory; give fewer or smaller files"
         ) from None
+    except _AlarmError:
+        raise ValueError(f"{what}: reading takes more than {limits.time_s:g} s; give fewer or smaller files") from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+class _AlarmError(BaseException):
+    """The time is over. No `except Exception` on the way may take it for an error of the file."""
+
+
+@contextlib.contextmanager
+def _alarm(time_s: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(_number: int, _frame: object) -> None:
+        raise _AlarmError
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    remaining_s, interval_s = signal.setitimer(signal.ITIMER_REAL, time_s)
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining_s:  # somebody else's alarm goes on, no later than it would have rung
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining_s - (time.monotonic() - start)), interval_s)
 
 
 def _read_in_child(read: Callable[[], Any], limits: ReadLimits, path: Path, sender: "Connection") -> None:

@@ -355,7 +355,9 @@ def test_a_table_is_unpacked_to_its_limit_and_no_further(store, monkeypatch):
     monkeypatch.setattr(store_module, "_LARGEST_TABLE_BYTES", size)
     assert len(store.read()) == 2
     monkeypatch.setattr(store_module, "_LARGEST_TABLE_BYTES", size - 1)
-    with pytest.raises(ValueError, match=r"line 2: its table .*: holds over [\d,]+ bytes once unpacked.*; remove the line"):
+    with pytest.raises(
+        ValueError, match=r"line 2: its table .*: holds over [\d,]+ bytes once unpacked.*; remove the line"
+    ):
         store.read()
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trainstep.reading import ReadLimits, memory_within
+from trainstep.reading import ReadLimits, limited_here
 from trainstep.records.compare import Comparison, compare_records, match_records
 from trainstep.records.record import Record
 from trainstep.records.store import Store
@@ -50,7 +50,7 @@ def compare(
     """
     if not minimum_effect >= 0:
         raise ValueError(f"minimum_effect: must be a share of at least 0, not {minimum_effect}")
-    with memory_within(ReadLimits(), f"{a}, {b}"):
+    with limited_here(ReadLimits(), f"{a}, {b}"):
         matches = match_records(Store(a).read(), Store(b).read())
     if not matches.pairs:
         raise ValueError(f"{a} and {b} have no cell in common: they hold other configs")

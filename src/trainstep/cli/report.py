@@ -52,13 +52,13 @@ def report(
         File to write; without one html goes to ./report.html, the rest to standard output. A file that is there is replaced only
         if it is empty or trainstep wrote it in the same format, which its last line, its head or its columns tell.
     """
-    from trainstep.reading import ReadLimits, memory_within
+    from trainstep.reading import ReadLimits, limited_here
     from trainstep.report.rows import read_rows
 
     if out is not None and os.path.realpath(out) in _record_files(paths):
         raise ValueError(f"out: {out} is one of the files of records; give the report another name")
     chosen = format or _format_of(out)
-    with memory_within(ReadLimits(), ", ".join(map(str, paths))):
+    with limited_here(ReadLimits(), ", ".join(map(str, paths))):
         rows = read_rows(paths)
     if chosen == "terminal" and out is None:
         from trainstep.report.notes import notes
