@@ -47,8 +47,8 @@ class Rank:
         return words
 
     def is_shown_out(self) -> bool:
-        """Whether the desk closes the connection without another word but its challenge."""
-        return self.until_closed() <= {"challenge"}
+        """Whether the desk closes the connection without being let in."""
+        return self.until_closed() <= {"challenge", "refused"}
 
     def leave(self) -> None:
         """Close the connection."""
@@ -148,8 +148,21 @@ def test_who_dies_while_others_are_missing_is_named(room: Callable[..., Room]):
     third.until("welcome")
     third.leave()
     assert second.until("leave") == "rank 3 (b) died"
-    second.leave()  # it leaves
+    second.leave()
+    late = meeting.come(2)  # rank 0 has stayed to tell it
+    assert late.until("leave") == "rank 3 (b) died"
     assert meeting.first.until("leave") == "rank 3 (b) died"
+
+
+def test_who_does_not_come_is_not_waited_for_where_another_died(
+    room: Callable[..., Room], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(desk_module, "_LATECOMERS_S", 0.01)
+    meeting = room(3)
+    second = meeting.come(1)
+    second.until("welcome")
+    second.leave()
+    assert meeting.first.until("leave") == "rank 1 (b) died"
 
 
 def test_who_has_not_come_is_named(

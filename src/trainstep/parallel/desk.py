@@ -4,7 +4,8 @@ A thread of rank 0. It hears of every death by the end of a connection, asks how
 all of them when the job has to end (watch.py says why, and what for).
 
     rank -> desk   hello PROOF RANK NAME | at POSITION | failed | ended HOW | bye
-    desk -> rank   challenge TEXT | welcome NAME | complete | late RANKS | where | verdict TEXT | missing TEXT | leave SENTENCE
+    desk -> rank   challenge TEXT | welcome NAME | refused | complete | late RANKS | where | verdict TEXT | missing TEXT
+                   | leave SENTENCE
 """
 
 import hmac
@@ -29,6 +30,7 @@ _LOOK_S = 5.0
 _LOOK_AT_THE_END_S = 1.0
 _ANSWER_S = 5.0
 _HELLO_S = 5.0
+_LATECOMERS_S = 10.0
 _MOMENT_S = 2.0
 
 
@@ -46,6 +48,10 @@ class Desk:
         self._names = {0: name}
         self._guests: dict[Link, tuple[str, float]] = {}
         """Who has not proved anything yet: the challenge, and when it came."""
+        self._came = {0}
+        self._why_over = ""
+        """The sentence that ended the job."""
+        self._over_s = 0.0
         self._started_s = time.monotonic()
         self._next_warning_s = _SLOW_MEETING_S
         self._standstill = Standstill()
@@ -115,12 +121,17 @@ class Desk:
         rank, _, name = text.partition(" ")
         known = word == "hello" and hmac.compare_digest(told.encode(), proof(self._token, challenge, text).encode())
         if not known or not rank.isdecimal() or int(rank) in self._links or int(rank) >= self._world_size:
+            link.say("refused")
             self._show_out(link)
             return
         del self._guests[link]
         self._links[int(rank)] = link
         self._names[int(rank)] = name
+        self._came.add(int(rank))
         link.say("welcome", self._names[0])
+        if self._why_over:
+            link.say("leave", self._why_over)
+            self._leaving.add(int(rank))
 
     def _show_out(self, guest: Link) -> None:
         if self._guests.pop(guest, None):
@@ -134,7 +145,10 @@ class Desk:
             self._show_out(guest)
         absent = rank_words(set(range(self._world_size)) - set(self._links))
         waited_s = now_s - self._started_s
-        if len(self._links) == self._world_size:
+        if self._why_over:
+            if self._came == set(range(self._world_size)) or now_s > self._over_s + _LATECOMERS_S:
+                self._end_rank_0()
+        elif len(self._links) == self._world_size:
             self._end_meeting("complete")
         elif waited_s > self._timeout_s:
             self._end_meeting("late", absent)
@@ -200,17 +214,24 @@ class Desk:
         self._links.pop(rank).close()
 
     def _end(self, sentence: str, *, knows: Sequence[int] = ()) -> None:
-        """Tell all that they must leave; rank 0 last, for this thread goes with it."""
+        """Tell all that they must leave; rank 0 last, for this thread goes with it. While the ranks still meet it stays a while,
+        so that those to come hear why."""
         others = [rank for rank in self._links if rank and rank not in knows and rank not in self._leaving]
         self._tell(others, "leave", sentence)
-        deadline_s = time.monotonic() + _MOMENT_S
+        self._leaving.update(rank for rank in self._links if rank)
+        self._why_over, self._over_s = self._why_over or sentence, time.monotonic()
+        deadline_s = self._over_s + _MOMENT_S
         for rank in others:
             self._links[rank].drain(max(deadline_s - time.monotonic(), 0.01))
-        if 0 in self._links and 0 not in knows and 0 not in self._leaving:
-            self._links[0].say("leave", sentence)
+        if self._listener is None or 0 in knows:
+            self._end_rank_0()
+
+    def _end_rank_0(self) -> None:
+        if 0 not in self._leaving:
+            self._leaving.add(0)
+            self._links[0].say("leave", self._why_over)
         for link in self._links.values():
             link.end_writing()
-        self._leaving.update(self._links)
 
     # Who waits for whom.
 

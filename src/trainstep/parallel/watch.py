@@ -74,8 +74,8 @@ class Watch:
         self._answers: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         """What the main thread waits for."""
         self._name = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
-        self._first_name = self._name if rank == 0 else ""
-        """Rank 0's name; empty before the desk has let this rank in."""
+        self._first_name = "rank 0"
+        """In full once the desk has let this rank in."""
         self._desk: Desk | None = None
         if rank == 0:
             own, far = socket.socketpair()
@@ -158,6 +158,9 @@ class Watch:
                     self._link.say("hello", f"{proof(self._token, rest, text)} {text}")
                 elif word == "welcome":
                     self._first_name = rest
+                elif word == "refused":
+                    self._leaving = True
+                    self._answers.put((word, rest))
                 elif word == "where":
                     self._link.say("at", self._position().text())
                 elif word == "missing":
@@ -166,9 +169,7 @@ class Watch:
                     self._leave(rest)
                 else:
                     self._answers.put((word, rest))
-        if not self._first_name:
-            self._answers.put(("refused", ""))
-        elif not self._leaving:
+        if not self._leaving:
             self._leave(f"{self._first_name} died" + (f" ({self._missing})" if self._missing else ""))
 
     def _position(self) -> Position:
