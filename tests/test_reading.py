@@ -96,7 +96,8 @@ def test_each_limit_is_named_with_the_file_and_the_way_out():
     )
     assert refusal(nest) == "somebody's.json: it is nested too deeply to be read"
     assert refusal(lambda: bytes(200_000_000) + bytes(200_000_000)) == refusal(grow), "in one piece"
-    assert "made to end the process that reads it" in refusal(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    assert "the process that read it ended (SIGSEGV)" in refusal(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    assert "the process that read it ended (exit code 3)" in refusal(lambda: os._exit(3))
 
 
 def test_a_call_that_never_returns_to_python_is_ended_too():

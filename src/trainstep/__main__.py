@@ -14,5 +14,6 @@ if __name__ == "__main__":
 
         from trainstep.cli.app import main
     except KeyboardInterrupt:  # main itself meets what comes later
+        print("\ntrainstep: interrupted", file=sys.stderr)
         sys.exit(130)
     main()

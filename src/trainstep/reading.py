@@ -109,7 +109,10 @@ def read_within(limits: ReadLimits, path: Path, read: Callable[[], Result]) -> R
         child.join()
         if child.exitcode == -signal.SIGXCPU:
             raise ValueError(_too_long(limits, path)) from None
-        raise ValueError(f"{path}: it is made to end the process that reads it, and is not read") from None
+        raise ValueError(
+            f"{path}: the process that read it ended ({_how_it_ended(child.exitcode)}); the file is made to do that, or "
+            "something else ended it"
+        ) from None
     finally:
         child.kill()
         child.join()
@@ -190,6 +193,17 @@ def _read_in_child(read: Callable[[], Any], limits: ReadLimits, path: Path, send
         except MemoryError:
             result = None
             sender.send((None, _too_much(limits, path)))
+        except BrokenPipeError:
+            raise
+        except Exception:  # noqa: BLE001  (a result or an error that cannot be pickled is a fault of ours)
+            sender.send((None, RuntimeError(f"what reading {path} gave cannot be sent: {traceback.format_exc()}")))
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    """`SIGSEGV`, `exit code 1`."""
+    if exit_code is not None and exit_code < 0:
+        return next((known.name for known in signal.Signals if known == -exit_code), f"signal {-exit_code}")
+    return f"exit code {exit_code}"
 
 
 def _limit(limits: ReadLimits) -> None:

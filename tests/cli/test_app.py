@@ -165,12 +165,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sweep good.toml --slurm-jobs 16", "slurm_jobs: has no effect"),
         ("sweep good.toml --slurm-time 3", "slurm_time: has no effect"),
         ("sweep good.toml --slurm gpu --memory-limit-gib 2", "memory_limit_gib: limits cells on a CPU"),
-        (
-            "memory --from x.pickle --timeout-s 5",
-            "from: a snapshot is read, nothing runs: timeout_s would have no effect",
-        ),
-        ("profile --from x.json --timeout-s 5", "from: a trace is read, nothing runs: timeout_s would have no effect"),
-        ("profile --from x.json --memory-limit-gib 5", "nothing runs: memory_limit_gib would have no effect"),
         ("profile --from x.json --page p.html", "nothing runs: page would have no effect"),
         ("profile --from x.json --nsys", "nothing runs: nsys would have no effect"),
         ("tune --retry-failed", "retry_failed: a new file holds no cell that failed; name the file with --out"),
@@ -178,6 +172,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("report", "PATHS requires an argument"),
         ("report nowhere.jsonl", "nowhere.jsonl"),
         ("report empty.jsonl", "holds no records"),
+        ("report good.jsonl []", "[]: there is no such file"),
+        ("report pipe", "pipe: cannot be read: it is no regular file"),
+        ("compare good.jsonl pipe", "pipe: cannot be read: it is no regular file"),
+        ("memory --device cpu --out pipe", "pipe: cannot be read: it is no regular file"),
         ("report empty_folder", "empty_folder: a folder without any *.jsonl"),
         ("report newer.jsonl", "newer.jsonl: line 2: format 99 of records is not known here"),
         ("report corrupt.jsonl", "corrupt.jsonl: line 2 is corrupt"),
@@ -251,7 +249,7 @@ def test_standard_output_on_a_full_disk_is_named(folder: Path):
             text=True,
         )
     assert done.returncode == 2
-    assert done.stderr == "trainstep: standard output cannot be written: No space left on device\n"
+    assert done.stderr == "trainstep: standard output: No space left on device\n"
 
 
 def test_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

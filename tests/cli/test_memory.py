@@ -181,6 +181,7 @@ def test_a_full_ring_is_no_peak(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--from", __file__], "no memory snapshot"),
         (["--from", "/dev/zero"], "/dev/zero: cannot be read: it is no regular file"),
         (["--from", str(FIXTURE), "--timeout-s", "1e-6"], "reading it takes more than 1e-06 s"),
+        (["--from", str(FIXTURE), "--timeout-s", "1e8"], "timeout_s: must be a positive number of at most 2,000,000"),
         (["--from", str(FIXTURE), "--memory-limit-gib", "-1"], "memory_limit_gib: must be a positive number"),
         (["--from", str(FIXTURE), "--min-share", "2"], "min_share"),
         (["--from", str(FIXTURE), "--min-share", "much"], "min_share"),

@@ -1,6 +1,9 @@
 """Standard streams that are closed, full or read by nobody, and Ctrl-C before a verb begins: a sentence and an exit code."""
 
+import contextlib
 import os
+import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ from cell_maker import import_path
 from record_maker import a_record
 from trainstep.records.store import Store
 
+SNAPSHOT = Path(__file__).parents[1] / "traces" / "fixtures" / "snapshot_tiny.pickle.gz"
 INTERRUPTED = """
 import os, signal, sys
 
@@ -72,6 +76,24 @@ def test_a_closed_stream_gives_its_number_to_no_file(folder: Path):
     environ = {**os.environ, "PYTHONPATH": import_path()}
     done = subprocess.run(["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['/dev/null', '/dev/null']"
+
+
+def test_a_terminal_gets_the_colours_of_tables_and_no_escape_of_a_file(folder: Path):
+    shutil.copy(SNAPSHOT, folder / "\x1b[7m.pickle.gz")
+    seen, there = pty.openpty()
+    environ = {**os.environ, "PYTHONPATH": import_path(), "TERM": "xterm", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "trainstep", "memory", "--from", "\x1b[7m.pickle.gz"]
+    process = subprocess.Popen(command, cwd=folder, env=environ, stdout=there, stderr=there)
+    os.close(there)
+    text = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while chunk := os.read(seen, 65536):
+            text += chunk
+    os.close(seen)
+    assert process.wait() == 0
+    assert b"\x1b[1mSnapshot" in text
+    assert rb"\x1b" not in text
+    assert b"\x1b[7m" not in text
 
 
 @pytest.mark.parametrize("module", ["trainstep.cli.streams", "cyclopts", "tabulate"])

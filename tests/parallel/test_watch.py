@@ -74,6 +74,11 @@ for step in range(3):
     if step == 1:
         if act == "raise":
             raise ArithmeticError("planted here")
+        if act == "finally":
+            try:
+                raise ArithmeticError("planted here")
+            finally:
+                stop_ranks(ranks)
         if act == "leave":
             sys.exit(0)
         if act == "fewer":
@@ -185,6 +190,15 @@ def test_an_exception_is_printed_by_its_own_rank_alone(run: Callable[..., Ends],
     assert "ArithmeticError: planted here" in ends.err[victim]
     assert "trainstep" not in ends.err[victim].splitlines()[-1]
     check_others(ends, victim, "failed with ArithmeticError")
+
+
+@pytest.mark.parametrize("victim", [0, VICTIM])
+def test_an_exception_that_stops_the_ranks_on_its_way_is_printed(run: Callable[..., Ends], victim: int):
+    ends = run("finally", victim)
+    assert ends.codes == [1] * SIZE
+    assert "ArithmeticError: planted here\n" in ends.err[victim]
+    sentence = f"trainstep: rank {victim} has stopped after 1 step because of ArithmeticError and rank "
+    assert all(sentence in err and "batches" not in err for err in ends.err), ends.err
 
 
 def test_ending_without_a_goodbye_is_told_before_connections_close(run: Callable[..., Ends]):

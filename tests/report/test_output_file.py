@@ -48,7 +48,10 @@ def test_what_was_written_is_replaced_and_by_no_other_format(records, tmp_path: 
     before = path.read_bytes()
     for other in FORMATS:
         if other != format:
-            with pytest.raises(ValueError, match=r"out: .*out is no .* that trainstep wrote; name another file"):
+            with pytest.raises(
+                ValueError,
+                match=r"out: .*out does not look like a .* trainstep wrote; name another file",
+            ):
                 check_output("out", path, other)
     assert path.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "runs"]
@@ -59,9 +62,9 @@ def test_what_was_written_is_replaced_and_by_no_other_format(records, tmp_path: 
 def test_other_peoples_files_are_left_alone(tmp_path: Path, format, kind):
     path = tmp_path / "theirs"
     path.write_bytes(OTHERS[kind])
-    with pytest.raises(ValueError, match=r"option: .*theirs is no .* that trainstep wrote"):
+    with pytest.raises(ValueError, match=r"option: .*theirs does not look like a .* trainstep wrote"):
         check_output("option", path, format)
-    with pytest.raises(ValueError, match=r"option: .*theirs is no .* that trainstep wrote"):
+    with pytest.raises(ValueError, match=r"option: .*theirs does not look like a .* trainstep wrote"):
         write_output("option", path, format, "text")
     assert path.read_bytes() == OTHERS[kind]
 
@@ -94,7 +97,8 @@ def test_a_full_disk_leaves_the_earlier_file_whole(records, tmp_path: Path, form
 
 @pytest.mark.parametrize("command", ["bench --page", "sweep s.toml --page", "report good.jsonl --format csv --out"])
 @pytest.mark.parametrize(
-    "name", ["/", ".", "..", "loop", "/dev/null", "pipe", "s.toml", "good.jsonl", "train.py", "x" * 256]
+    "name",
+    ["/", ".", "..", "loop", "/dev/null", "pipe", "s.toml", "good.jsonl", "train.py", "x" * 256, "a/" * 2000 + "b"],
 )
 def test_one_sentence_before_anything_is_measured(
     records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command, name

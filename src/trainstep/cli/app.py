@@ -7,7 +7,6 @@ says what is kept.
 This module imports nothing that takes time: a Ctrl-C during an import is met inside `main`, not before it.
 """
 
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -89,7 +88,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:  # a full disk, a folder that went away
         _silence_output()
-        return _refuse(f"{error.filename or _unnamed(error)}: {error.strerror or error}")
+        return _refuse(f"{error.filename or 'the operating system refused'}: {error.strerror or error}")
 
 
 def _run_verb(words: Sequence[str]) -> int:
@@ -118,12 +117,6 @@ def _speaks_for_all(words: Sequence[str]) -> bool:
             "or as jobs: trainstep sweep FILE --slurm PARTITION"
         )
     return launch.rank == 0
-
-
-def _unnamed(error: OSError) -> str:
-    """What an error is of that names no file: whoever writes a file names it, so only the standard streams are left."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-    return "standard output cannot be written" if full else "the operating system refused"
 
 
 def _refuse(reason: str) -> int:

@@ -40,8 +40,8 @@ _OWN_HELP = {
 }
 
 TIMEOUT_S = 600.0
-_LONGEST = 1e9
-"""No more than 30 years, nor than an exbibyte: clocks and limits of the operating system overflow beyond."""
+_LARGEST_LIMIT = 2e6
+"""Largest limit, in seconds or GiB: 23 days. Beyond 2^31 ms the operating system's clocks overflow."""
 
 
 def with_run_fields(verb: Verb) -> Verb:
@@ -190,10 +190,11 @@ def check_file_alone(kind: str, options: Mapping[str, object]) -> None:
 
 
 def check_positive(limits: Mapping[str, float | None]) -> None:
-    """ValueError for a limit, by its option's name, that is no positive number a clock or the system can hold."""
+    """ValueError for a limit, by its option's name, that is no positive number or too large."""
     for name, value in limits.items():
-        if value is not None and not 0 < value < _LONGEST:
-            raise ValueError(f"{name}: must be a positive number, not {value}")
+        if value is not None and not 0 < value <= _LARGEST_LIMIT:
+            most = f" of at most {_LARGEST_LIMIT:,.0f}" if value > 0 else ""
+            raise ValueError(f"{name}: must be a positive number{most}, not {value}")
 
 
 def check_rounds(rounds: int | None, groups: "Sequence[Sequence[Cell]]") -> None:

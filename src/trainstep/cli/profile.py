@@ -86,7 +86,7 @@ def profile(
     timeout_s
         Seconds until a cell is killed and recorded as a time-out, by default 600; with --from until reading is given up, 60.
     memory_limit_gib
-        Memory a CPU cell may take, by default 90 % of the machine's; with --from reading, 1.86: some 700 MB of unpacked JSON.
+        Memory a CPU cell may take, by default 90 % of the machine's; with --from reading, 1.86: some 600 MB of unpacked JSON.
     json
         Print the tables as JSON: plain numbers, units in the names.
     """

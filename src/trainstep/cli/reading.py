@@ -4,10 +4,11 @@ import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from trainstep.cli.options import check_positive
 from trainstep.reading import ReadLimits, read_within
+from trainstep.report.visible import VisibleStream, stream_within
 
 
 def read_limits(timeout_s: float | None, memory_limit_gib: float | None) -> ReadLimits:
@@ -22,13 +23,14 @@ def read_limits(timeout_s: float | None, memory_limit_gib: float | None) -> Read
 
 def show_within(limits: ReadLimits, path: Path, show: Callable[[TextIO], None]) -> None:
     """Print what `show` writes. Reading, analysis and layout all happen in the limited process; only text comes back."""
-    stream = _Page(is_terminal=sys.stdout.isatty())
+    page = _Page(is_terminal=sys.stdout.isatty())
 
     def text() -> str:
-        show(stream)
-        return stream.getvalue()
+        show(cast(TextIO, VisibleStream(page)))
+        return page.getvalue()
 
-    sys.stdout.write(read_within(limits, path, text))
+    # The text was made visible there: from now on its escape sequences are the tables' own colours.
+    stream_within(sys.stdout).write(read_within(limits, path, text))
 
 
 class _Page(io.StringIO):

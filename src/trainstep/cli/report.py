@@ -24,7 +24,7 @@ _BY_SUFFIX: dict[str, Format] = {
 
 
 def report(
-    paths: Annotated[list[Path], Parameter(consume_multiple=True)],
+    paths: Annotated[list[Path], Parameter(consume_multiple=True, json_list=False)],
     /,
     *,
     format: Format | None = None,

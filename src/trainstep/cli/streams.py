@@ -1,10 +1,10 @@
-"""Standard output and standard error of a command line: there, named in errors, and without escape sequences of others."""
+"""Standard output and error of a command line: always open, named in errors, and free of other people's escape sequences."""
 
 import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
 from trainstep.report.visible import VisibleStream
@@ -23,6 +23,11 @@ class NamedStream:
         """Write the text. OSError with this stream's name."""
         with self._named():
             return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write the lines. OSError with this stream's name."""
+        with self._named():
+            self._stream.writelines(lines)
 
     def flush(self) -> None:
         """Flush. OSError with this stream's name."""

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from trainstep.records.whole_file import remove_leftovers, whole_file
+from trainstep.records.whole_file import make_folder, remove_leftovers, whole_file
 
 
 def kept_folder(field: str, folder: str) -> Path:
     """The folder, made where it is missing. ValueError, naming the field, where no file can be made in it."""
     path = Path(folder)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         remove_leftovers(path)
         with tempfile.TemporaryFile(dir=path):  # permissions say nothing of a full disk, a read-only one, or root
             pass

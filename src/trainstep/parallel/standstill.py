@@ -50,6 +50,8 @@ class Position:
     """The last calls through collectives.py."""
     has_stopped: bool = False
     """Whether it has called stop_ranks: it starts nothing more."""
+    error: str = ""
+    """The exception because of which it called stop_ranks, in a `finally` say."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -98,10 +100,8 @@ class Standstill:
         for rank, position in self.positions.items():
             for other, beyond in self.positions.items():
                 if position.has_stopped and not beyond.has_stopped and beyond.calls > position.calls:
-                    return (
-                        f"rank {rank} has stopped after {_steps(position.steps)} and rank {other} is in "
-                        f"{beyond.place}: give every rank the same number of batches"
-                    )
+                    way_out = "" if position.error else ": give every rank the same number of batches"
+                    return f"rank {rank} {_stopped(position)} and rank {other} is in {beyond.place}{way_out}"
         return self._different_calls()
 
     def _different_calls(self) -> str | None:
@@ -142,7 +142,7 @@ class Standstill:
     def _last(self, rank: int, now_s: float) -> str:
         position = self.positions[rank]
         if position.has_stopped:
-            return f"it has stopped after {_steps(position.steps)}"
+            return f"it {_stopped(position)}"
         return f"it last started {position.place}, {self.idle_s(rank, now_s):.0f} s ago"
 
 
@@ -150,6 +150,12 @@ def rank_words(ranks: Iterable[int]) -> str:
     """`rank 2`, `ranks 0, 3`."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _stopped(position: Position) -> str:
+    """`has stopped after 10 steps`; without the count where none was counted (no wrapper of ours, or no step)."""
+    after = f" after {_steps(position.steps)}" if position.steps else ""
+    return f"has stopped{after}{f' because of {position.error}' if position.error else ''}"
 
 
 def _steps(count: int) -> str:

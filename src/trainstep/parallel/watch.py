@@ -23,6 +23,7 @@ late is named after 60 s, and nothing ends: it may evaluate, or compile. Steps t
 """
 
 import atexit
+import dataclasses
 import functools
 import os
 import queue
@@ -30,6 +31,7 @@ import secrets
 import socket
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -71,6 +73,7 @@ class Watch:
         self._count_messages: Callable[[], int] = lambda: -1
         self._stopped_at: Position | None = None
         self._missing = ""
+        self._unseen_error = ""
         self._answers: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         """What the main thread waits for."""
         self._name = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
@@ -108,14 +111,25 @@ class Watch:
         self._count_messages = count_messages
 
     def stop(self) -> None:
-        """Tell that this rank starts no further collective but the one that ends the group."""
+        """Tell that this rank starts no further collective but the one that ends the group.
+
+        In a `finally`, an exception may be on its way that nobody has seen yet: should this process be ended, it is printed.
+        """
+        error = sys.exception()
+        if isinstance(error, Exception):
+            self._unseen_error = "".join(traceback.format_exception(error))
         here = self._position()
-        self._stopped_at = Position(messages=here.messages + 1, steps=here.steps, recent=here.recent, has_stopped=True)
+        self._stopped_at = dataclasses.replace(
+            here,
+            messages=here.messages + 1,
+            has_stopped=True,
+            error=type(error).__name__ if self._unseen_error else "",
+        )
         self._count_messages = lambda: -1  # the group goes
         self._link.say("at", self._stopped_at.text())
 
     def goodbye(self) -> None:
-        """Leave in peace: nobody is told off, and nobody is watched from now on. Waits until the others leave too."""
+        """Leave normally: no rank is ended because of this one. Waits until the others leave too."""
         if self._leaving:
             return
         self._leaving = True
@@ -179,7 +193,7 @@ class Watch:
 
     def _leave(self, sentence: str) -> NoReturn:
         """Say why, and end this process."""
-        os.write(2, f"{SAYS}{sentence}; rank {self._rank} {LEAVES}\n".encode())
+        os.write(2, f"{self._unseen_error}{SAYS}{sentence}; rank {self._rank} {LEAVES}\n".encode())
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # whoever should read it may not
         flush.start()
         flush.join(1.0)

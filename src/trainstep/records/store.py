@@ -18,9 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainstep.reading import read_file
+from trainstep.reading import check_regular, read_file
 from trainstep.records.record import Record, record_from_plain, record_to_plain
-from trainstep.records.whole_file import whole_file
+from trainstep.records.whole_file import make_folder, whole_file
 
 _TABLE_LIMIT_BYTES = 64 * 1024
 _LARGEST_TABLE_BYTES = 64 * 2**20
@@ -70,7 +70,7 @@ class Store:
             line = _to_json(plain) + "\n"
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.path}: {_unstorable(plain) or error}") from None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         with open(self.path, "a+b") as file:
             self._end_last_line(file)
             file.write(line.encode())
@@ -99,10 +99,9 @@ class Store:
 
     def _read(self) -> tuple[list[Record], bool]:
         """The whole records, and whether a torn line follows them."""
+        check_regular(self.path)
         try:
             data = self.path.read_bytes()
-        except FileNotFoundError:
-            raise ValueError(f"{self.path}: there is no such file of records") from None
         except OSError as error:
             raise ValueError(f"{self.path}: cannot be read: {error.strerror}") from None
         *lines, last = data.split(b"\n")
@@ -139,7 +138,7 @@ class Store:
             made_here = not os.path.lexists(self.path)
             if self.path.exists() and not self.path.is_file():
                 raise ValueError(f"{self.path}: cannot be written: it is no regular file")
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             file = open(self.path, "ab")  # noqa: SIM115  (closed below)
         except OSError as error:
             raise ValueError(f"{self.path}: cannot be written: {error.strerror}") from None

@@ -40,7 +40,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     neighbour = _neighbour(target)
     try:
         old = _status(target)
-        _make_folder(target.parent)
+        make_folder(target.parent)
+        remove_leftovers(target.parent)
         with open(neighbour, "xb") as file:
             if old is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
@@ -63,15 +64,20 @@ def check_writable(path: Path) -> None:
     target = _target(path)
     if _status(target) is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, "it is write-protected", str(path))
-    _make_folder(target.parent)
+    make_folder(target.parent)
+    remove_leftovers(target.parent)
     neighbour = _neighbour(target)
     with open(neighbour, "xb"):
         neighbour.unlink()
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the neighbour files in a folder whose writers are no more."""
-    for path in folder.iterdir():
+    """Remove the neighbour files in a folder whose writers are no more. A folder that may not be listed stays as it is."""
+    try:
+        paths = list(folder.iterdir())
+    except OSError:
+        return
+    for path in paths:
         if match := _NEIGHBOUR.fullmatch(path.name):
             with suppress(OSError):  # another process may have removed or renamed it, or it is another user's
                 here = match[1] == _machine() and not _is_running(int(match[2]))
@@ -79,9 +85,12 @@ def remove_leftovers(folder: Path) -> None:
                     path.unlink()
 
 
-def _make_folder(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it. OSError also where they are nested deeper than pathlib's recursion goes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except RecursionError:
+        raise OSError(errno.ENAMETOOLONG, "its folders are nested too deeply", str(folder)) from None
 
 
 def _target(path: Path) -> Path:

@@ -12,6 +12,7 @@ import json
 import os
 from pathlib import Path
 
+from trainstep.reading import read_file
 from trainstep.records.whole_file import check_writable, whole_file
 
 _WRITTEN = "written by trainstep report"
@@ -54,7 +55,10 @@ def check_output(option: str, path: Path, format: str) -> None:
         raise ValueError(f"{option}: {path} cannot be written: {error.strerror}; name another file") from None
     if not ours:
         kind = _NAMES[format]
-        raise ValueError(f"{option}: {path} is no {kind} that trainstep wrote; name another file, or remove that one")
+        raise ValueError(
+            f"{option}: {path} does not look like a {kind} that this version of trainstep wrote; name another file, or "
+            "remove that one"
+        )
 
 
 def write_output(option: str, path: Path, format: str, text: str) -> None:
@@ -87,7 +91,7 @@ def _is_ours(path: Path, format: str) -> bool:
 def _is_table(path: Path) -> bool:
     """Whether a JSON file is a list of objects of which one at least describes a record."""
     try:
-        rows = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        rows = json.loads(read_file(path))
+    except (ValueError, RecursionError):  # also where it is too large to be a table of ours
         return False
     return isinstance(rows, list) and any(isinstance(row, dict) and row.keys() >= _COLUMNS for row in rows)

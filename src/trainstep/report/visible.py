@@ -8,6 +8,7 @@ Tables, Markdown, LaTeX, CSV and the page call the same functions, because their
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 _ACTS = re.compile(
@@ -51,6 +52,11 @@ class VisibleStream:
         """Write the text, visible."""
         self.stream.write(visible(text))
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write the lines, visible."""
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
