@@ -1,8 +1,8 @@
-"""Errors and times of attention in IEEE fp32, of one checkout a call: what record fp32_sums.jsonl holds before and after a change.
+"""Errors and times of attention in IEEE fp32, of one checkout a call: what record fp32_sums.txt holds before and after a change.
 
-PYTHONPATH=CHECKOUT/src:tests python results/h200/fp32_sums.py errors LABEL fp32_sums.jsonl
-PYTHONPATH=CHECKOUT/src:tests python results/h200/fp32_sums.py times LABEL fp32_sums.jsonl    # three rounds, checkouts in turn
-python results/h200/fp32_sums.py table fp32_sums.jsonl > fp32_sums.md
+PYTHONPATH=CHECKOUT/src:tests python results/h200/fp32_sums.py errors LABEL fp32_sums.txt
+PYTHONPATH=CHECKOUT/src:tests python results/h200/fp32_sums.py times LABEL fp32_sums.txt    # three rounds, checkouts in turn
+python results/h200/fp32_sums.py table fp32_sums.txt > fp32_sums.md
 
 `errors`: the largest of several seeds of error / bound, o and the three gradients, by the 2x rule of ops/accuracy.py, first as it
 stands (`strict`), then with the allowance for terms that cancel (`terms`, tests/attention_cases.py). `times`: milliseconds of each
