@@ -136,10 +136,12 @@ def limited_here(limits: ReadLimits, what: str) -> Iterator[None]:
             yield
     except MemoryError:
         raise ValueError(
-            f"{what}: reading takes more than {_size(limits)} of memory; give fewer or smaller files"
+            f"{what}: reading takes more than {_size(limits)} of memory; give fewer files, or allow more with --memory-limit-gib"
         ) from None
     except _AlarmError:
-        raise ValueError(f"{what}: reading takes more than {limits.time_s:g} s; give fewer or smaller files") from None
+        raise ValueError(
+            f"{what}: reading takes more than {limits.time_s:g} s; give fewer files, or allow more with --timeout-s"
+        ) from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trainstep.reading import ReadLimits, limited_here
+from trainstep.cli.reading import read_limits
+from trainstep.reading import limited_here
 from trainstep.records.compare import Comparison, compare_records, match_records
 from trainstep.records.record import Record
 from trainstep.records.store import Store
@@ -21,6 +22,8 @@ def compare(
     quantity: str | None = None,
     minimum_effect: float = 0.02,
     allow_mixed: Annotated[bool, Parameter(negative=())] = False,
+    timeout_s: float | None = None,
+    memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Compare B against A: each cell both hold, by the ratio of times with its interval: faster, slower or cannot tell.
@@ -45,12 +48,16 @@ def compare(
         Differences below this share are 'cannot tell'.
     allow_mixed
         Compare records of unlike machines all the same.
+    timeout_s
+        Seconds until reading the records is given up, by default 60.
+    memory_limit_gib
+        Memory in GiB that reading the records may take, by default 1.86.
     json
         Print JSON.
     """
     if not minimum_effect >= 0:
         raise ValueError(f"minimum_effect: must be a share of at least 0, not {minimum_effect}")
-    with limited_here(ReadLimits(), f"{a}, {b}"):
+    with limited_here(read_limits(timeout_s, memory_limit_gib), f"{a}, {b}"):
         matches = match_records(Store(a).read(), Store(b).read())
     if not matches.pairs:
         raise ValueError(f"{a} and {b} have no cell in common: they hold other configs")

@@ -30,7 +30,8 @@ def doctor(
     measure
         Also measure how fast it multiplies and copies (a minute).
     out
-        With --measure: file of records to append what was measured to; a report of it and of profiles draws their rooflines.
+        With --measure: file of records to append what was measured to (no other file); a report of it and of profiles draws
+        their rooflines.
     json
         Print JSON.
     device

@@ -29,6 +29,8 @@ def report(
     *,
     format: Format | None = None,
     out: Path | None = None,
+    timeout_s: float | None = None,
+    memory_limit_gib: float | None = None,
 ) -> None:
     """Show records: every cell's times, rates, peak memory and doubts, or how it failed; ratios along compared axes.
 
@@ -51,14 +53,19 @@ def report(
     out
         File to write; without one html goes to ./report.html, the rest to standard output. A file that is there is replaced only
         if it is empty or trainstep wrote it in the same format, which its last line, its head or its columns tell.
+    timeout_s
+        Seconds until reading the records is given up, by default 60.
+    memory_limit_gib
+        Memory in GiB that reading the records may take, by default 1.86.
     """
-    from trainstep.reading import ReadLimits, limited_here
+    from trainstep.cli.reading import read_limits
+    from trainstep.reading import limited_here
     from trainstep.report.rows import read_rows
 
     if out is not None and os.path.realpath(out) in _record_files(paths):
         raise ValueError(f"out: {out} is one of the files of records; give the report another name")
     chosen = format or _format_of(out)
-    with limited_here(ReadLimits(), ", ".join(map(str, paths))):
+    with limited_here(read_limits(timeout_s, memory_limit_gib), ", ".join(map(str, paths))):
         rows = read_rows(paths)
     if chosen == "terminal" and out is None:
         from trainstep.report.notes import notes

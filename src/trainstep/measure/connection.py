@@ -141,7 +141,7 @@ class CellConnection:
         self._remove_folders()
 
     def _remove_folders(self) -> None:
-        """Of the process that has ended: what was made for it here, and what it made itself and had no time to remove."""
+        """Remove the folders of a process that has ended: those made for it here, and those that it made and left."""
         self._remove_compile_cache()
         remove_abandoned()
 
@@ -198,8 +198,8 @@ class CellConnection:
         return Failure(kind="crash", phase=self._stage, message=message, last_lines=lines)
 
     def _killed(self, lines: tuple[str, ...]) -> Failure:
-        """By the kernel, short of memory, if it counted such a kill since this cell's turn began: it ends a cell before others
-        (oom_score_adj). Else by anybody, which says nothing of the cell."""
+        """The failure of a process that SIGKILL ended: out of memory if the kernel counted such a kill since this cell's turn
+        began (it ends cells before other processes, by their oom_score_adj), else a crash."""
         before, now = self._kernel_kills, out_of_memory_kills()
         if before and now and now.count > before.count:
             message = f"killed by the kernel in {self._stage}: out of memory, by the count of the {now.counted_by}"

@@ -190,7 +190,7 @@ def free_port() -> int:
 
 
 def _until_all_ended(futures: Sequence[Future[Answer]]) -> list[_End]:
-    """In the order of their coming; after the first failure no longer than a moment."""
+    """Answers in the order of their arrival; after the first failure it waits a moment for the rest."""
     rank_of = {future: rank for rank, future in enumerate(futures)}
     ends: list[_End] = []
     left = set(futures)

@@ -146,7 +146,7 @@ def _read(path: Path) -> bytes:
 
 
 def _check_is_file(path: Path) -> None:
-    """Also because a pipe or a device would be read without end."""
+    """ValueError unless the path is a regular file: a pipe or a device has no end."""
     if not path.is_file():
         raise ValueError(f"{path}: is {'no file' if path.exists() else 'missing'}; load another checkpoint")
 

@@ -1,7 +1,7 @@
-"""The metadata of a checkpoint, read as a stranger's: by an unpickler that knows its classes alone, and checked in every field.
+"""The metadata of a checkpoint: loaded by an unpickler that admits only its own classes, and checked field by field.
 
-What torch.distributed.checkpoint does with metadata that does not fit its files is anybody's guess (a KeyError, a tensor that is
-filled in part), and a path in it may lead anywhere. So whatever it says is compared here with what a checkpoint of ours can be.
+torch.distributed.checkpoint does not define what happens where metadata does not fit its files (a KeyError, a tensor filled in
+part), and a path in it may lead anywhere. So every field is compared here with what a checkpoint of ours can hold.
 """
 
 import io

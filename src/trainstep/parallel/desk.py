@@ -35,12 +35,13 @@ _MOMENT_S = 2.0
 
 
 class Desk:
-    """`own`: the connection of rank 0's watch. The others come to `listener`; who does not prove the token is shown out."""
+    """`own`: the connection of rank 0's watch. The others connect to `listener`; without proof of the token they are closed."""
 
     def __init__(
         self, own: Link, name: str, *, listener: socket.socket, token: str, world_size: int, timeout_s: float
     ) -> None:
         self._listener: socket.socket | None = listener
+        listener.setblocking(False)  # a connection that is reset before it is accepted must not keep this thread
         self._token = token
         self._world_size = world_size
         self._timeout_s = timeout_s
@@ -107,7 +108,11 @@ class Desk:
 
     def _let_in(self) -> None:
         assert self._listener is not None
-        peer, _ = self._listener.accept()
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:  # whoever came has left again
+            return
+        peer.setblocking(True)
         link = Link(peer)
         challenge = secrets.token_hex(16)
         self._guests[link] = challenge, time.monotonic()
@@ -122,7 +127,7 @@ class Desk:
         known = word == "hello" and hmac.compare_digest(told.encode(), proof(self._token, challenge, text).encode())
         if not known or not rank.isdecimal() or int(rank) in self._links or int(rank) >= self._world_size:
             link.say("refused")
-            self._show_out(link)
+            self._close_guest(link)
             return
         del self._guests[link]
         self._links[int(rank)] = link
@@ -133,7 +138,7 @@ class Desk:
             link.say("leave", self._why_over)
             self._leaving.add(int(rank))
 
-    def _show_out(self, guest: Link) -> None:
+    def _close_guest(self, guest: Link) -> None:
         if self._guests.pop(guest, None):
             self._selector.unregister(guest)
             guest.close()
@@ -142,7 +147,7 @@ class Desk:
         """Go on when all are there; say who is not when that takes long."""
         now_s = time.monotonic()
         for guest in [guest for guest, (_, came_s) in self._guests.items() if now_s - came_s > _HELLO_S]:
-            self._show_out(guest)
+            self._close_guest(guest)
         absent = rank_words(set(range(self._world_size)) - set(self._links))
         waited_s = now_s - self._started_s
         if self._why_over:
@@ -162,7 +167,7 @@ class Desk:
         self._listener.close()
         self._listener = None
         for guest in list(self._guests):
-            self._show_out(guest)
+            self._close_guest(guest)
         self._next_warning_s = _SLOW_COLLECTIVE_S
         self._tell(self._links, word, rest)
 
@@ -178,7 +183,7 @@ class Desk:
             return
         rank = next((rank for rank, known in self._links.items() if known is link), None)
         if rank is None:
-            return  # shown out
+            return  # closed
         if word == "at":
             self._standstill.heard(rank, Position.parse(rest), time.monotonic())
             self._unanswered.discard(rank)
@@ -194,7 +199,7 @@ class Desk:
     def _see_ends(self, links: list[Link]) -> None:
         dead = []
         for link in links:
-            self._show_out(link)
+            self._close_guest(link)
             rank = next((rank for rank, known in self._links.items() if known is link), None)
             if rank is not None:
                 self._selector.unregister(link)
@@ -263,7 +268,7 @@ class Desk:
             return
         who = self._standstill.who_waits(now_s, self._unanswered)
         for rank in self._failing:
-            timed_out = self._standstill.idle_s(rank, now_s) >= self._timeout_s / 2  # as far as it was asked
+            timed_out = self._standstill.idle_s(rank, now_s) >= self._timeout_s / 2
             self._links[rank].say("verdict", who if who and timed_out else "")
         self._failing.clear()
         waited_s = self._standstill.idle_s(0, now_s)

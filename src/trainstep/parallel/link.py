@@ -59,7 +59,7 @@ class Link:
 
 
 def proof(token: str, challenge: str, text: str) -> str:
-    """That who says `text` knows the token, without saying it: the challenge is new for each connection."""
+    """Proof that the sender of `text` knows the token, without sending it: the challenge is new for each connection."""
     return hmac.new(token.encode(), f"{challenge} {text}".encode(), hashlib.sha256).hexdigest()
 
 

@@ -105,7 +105,7 @@ def _described(tensor: Tensor) -> dict[str, tuple[str, str]]:
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON. Of what JSON has no word for its name or its type."""
+    """The option as a JSON value; a function or class by its name, anything else by its type."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, Mapping):
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
 
 
 def _differences(setups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sentences without an end: of strategies, else of tensors, else of options, since one often brings the next."""
+    """What differs: strategies; if these agree, tensors; if these agree, options. One difference often causes the next."""
     strategies = [_difference("strategy", [("is", setup["strategy"]) for setup in setups])]
     tensors = _differences_of_tensors([setup["tensors"] for setup in setups])
     options = [setup["options"] for setup in setups]

@@ -180,6 +180,10 @@ class Store:
         text = _to_json(columns).encode()
         if len(text) <= _TABLE_LIMIT_BYTES:
             return dict(columns)
+        if len(text) > _LARGEST_TABLE_BYTES:  # nobody could read it again
+            raise ValueError(
+                f"a table of {len(text):,} bytes is more than the {_LARGEST_TABLE_BYTES:,} that are read; keep fewer rows"
+            )
         name = _digest(text) + ".json.gz"
         with whole_file(self._tables / name) as file:
             file.write(gzip.compress(text, mtime=0))

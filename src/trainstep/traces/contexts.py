@@ -156,7 +156,7 @@ class Contexts:
         self._sweep()
 
     def at(self, time_ns: int) -> Context:
-        """Of the ranges open then: begun at that time or before, and not ended before it."""
+        """The context at this time: of the ranges that began at or before it and did not end before it."""
         place = bisect.bisect_right(self._times_ns, time_ns) - 1
         return self._contexts[place] if place >= 0 else NOTHING_OPEN
 
