@@ -38,6 +38,8 @@ from trainstep.parallel.watch import Watch
 
 _BACKENDS = ("nccl", "gloo")
 _SLOW_MEETING_S = 10.0
+_CONNECTING_S = 30.0
+"""For torch's store, which somebody keeps at that moment; it tries up to three times as long."""
 
 
 def start_ranks(
@@ -154,7 +156,9 @@ def _store(launch: Launch, timeout_s: float) -> Store:
         _serve_store(address, launch.port)
     _wait_for_listener(address, launch.port, timeout_s)
     # Without waiting for the others: the watch does, and sees who dies meanwhile.
-    store = TCPStore(address, launch.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    connecting = timedelta(seconds=min(timeout_s, _CONNECTING_S))
+    store = TCPStore(address, launch.port, timeout=connecting, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=timeout_s))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     group = (store.add(f"trainstep {restart}", 1) - 1) // launch.world_size
     place: Store = PrefixStore(f"trainstep {restart}.{group}", store)
