@@ -306,7 +306,7 @@ def test_objects_are_refused_by_their_place(store):
 def test_a_table_that_could_not_be_read_again_is_not_written(store, monkeypatch):
     monkeypatch.setattr(store_module, "_LARGEST_TABLE_BYTES", 100_000)
     store.append(a_record(config={"first": 1}))
-    with pytest.raises(ValueError, match="a table of [0-9,]+ bytes is more than the 100,000 that are read"):
+    with pytest.raises(ValueError, match=r"a table of [0-9,]+ bytes is more than the 100,000 that are read"):
         store.append(a_record(config={"second": 1}, tables={"kernels": {"name": ["x" * 100_000]}}))
     assert len(store.read()) == 1
 
