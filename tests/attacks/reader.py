@@ -75,9 +75,10 @@ class Readers:
         )
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. Closing its input is not enough: ranks that other tests forked meanwhile hold that pipe too."""
         if self._started is not None:
-            self._started.communicate()
+            self._started.kill()
+            self._started.wait()
             self._scratch.cleanup()
             self._started = None
 

@@ -66,9 +66,10 @@ class TorchProcess:
             yield Outcome(case="all calls", left=f"processes {others()}")
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. Closing its input is not enough: ranks that other tests forked meanwhile hold that pipe too."""
         if self._started is not None:
-            self._started.communicate()
+            self._started.kill()
+            self._started.wait()
             self._started = None
 
 

@@ -139,15 +139,22 @@ def key_gradients_kernel(
                 BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, True, RAGGED_Q, PRECISION, IN_FP32,
             )  # fmt: skip
         if IN_FP32:
-            for first_of_sum in tl.range(begin_full, queries, ROWS_PER_SUM):  # [Note: long sums in fp32]
+            whole_tiles = queries // BLOCK_Q * BLOCK_Q
+            for first_of_sum in tl.range(begin_full, whole_tiles, ROWS_PER_SUM):  # [Note: long sums in fp32]
                 zeros = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
                 dk_sum, dv_sum = _add_key_gradients(
                     zeros, zeros, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, stride_qs, stride_gs, first_k,
-                    first_of_sum, tl.minimum(first_of_sum + ROWS_PER_SUM, queries), queries, offset, scale, scale_log2,
-                    BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, False, RAGGED_Q, PRECISION, IN_FP32,
+                    first_of_sum, tl.minimum(first_of_sum + ROWS_PER_SUM, whole_tiles), queries, offset, scale,
+                    scale_log2, BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, False, False, PRECISION, IN_FP32,
                 )  # fmt: skip
                 dk += dk_sum
                 dv += dv_sum
+            if RAGGED_Q:
+                dk, dv = _add_key_gradients(
+                    dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, stride_qs, stride_gs, first_k,
+                    tl.maximum(begin_full, whole_tiles), queries, queries, offset, scale, scale_log2,
+                    BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, False, True, PRECISION, IN_FP32,
+                )  # fmt: skip
         else:
             dk, dv = _add_key_gradients(
                 dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, stride_qs, stride_gs, first_k,
