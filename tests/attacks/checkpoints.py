@@ -144,7 +144,8 @@ def _damage(draw: random.Random, kind: str, folder: Path, older: Path) -> tuple[
         if kind == "older":
             file = folder / other.name
             file.write_bytes(other.read_bytes())
-            return [file.name], f"{file.name} is that of an older save"
+            # By an older manifest it is every other file that is damaged: any of them may be named
+            return [] if "manifest" in file.name else [file.name], f"{file.name} is that of an older save"
         file.write_bytes(other.read_bytes())
         other.write_bytes(content)
         return [file.name, other.name], f"{file.name} and {other.name} are swapped"
