@@ -43,6 +43,17 @@ _TABLES_OF_ANOTHER_SHAPE = frozenset(
         ("report/profile_words.py", "_stall"),
         ("report/profile_tables.py", "_with_ceilings"),
         ("report/parallel_tables.py", "lines_of_table"),
+        # Found by this attack, and of the same kind
+        ("report/parallel_memory.py", "held_by"),
+        ("report/memory_tables.py", "ledger_of"),
+        ("report/memory_tables.py", "ledger_table"),
+        ("report/memory_tables.py", "allocations_table"),
+        ("report/memory_tables.py", "_words"),
+        ("report/numerics_tables.py", "worst_tables"),
+        ("report/profile_tables.py", "class_shares"),
+        ("report/tables.py", "byte_unit"),
+        ("report/tables.py", "entry"),
+        ("report/visible.py", "one_line"),
     }
 )
 """File and function."""

@@ -95,7 +95,7 @@ def test_other_files(tmp_path: Path, content: bytes):
     [
         (b"\x80\x04}r\xff\xff\xff\xff.", "takes more than 2 GB of memory"),
         (b"\x80\x04}p4000000000\n.", "takes more than 2 GB of memory"),
-        (b"\x80\x04})" + b"\x85" * 2_000_000 + b"Ns.", "end the process that reads it"),
+        (b"\x80\x04})" + b"\x85" * 2_000_000 + b"Ns.", "the process that read it ended"),
     ],
     ids=["a memo of 64 GB", "the same in digits", "a tuple too deep to hash"],
 )

@@ -69,8 +69,7 @@ def memory(
     timeout_s
         Seconds until a cell is killed and recorded as a time-out, by default 600; with --from until reading is given up, 60.
     memory_limit_gib
-        Memory in GiB that a CPU cell may take, all its ranks together, by default 90 % of the machine's; with --from, the
-        reader, by default 1.86.
+        GiB that a CPU cell may take, all its ranks together, by default 90 % of the machine's; with --from the reader, 1.86.
     json
         Print the table as JSON: plain numbers, units in the names.
     """
