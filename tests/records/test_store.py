@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -446,7 +447,8 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(store, tables):
 
 def test_a_table_that_was_killed_while_it_was_written_is_gone_at_the_next_start(store):
     store.append(a_record(tables={"big": BIG}))
-    for name in ("0123456789abcdef.json.gz.partial", ".0123456789abcdef.json.gz.1-00000000.partial"):
+    killed = f".0123456789abcdef.json.gz.{zlib.crc32(os.uname().nodename.encode()):08x}-4999999-0123abcd.partial"
+    for name in ("0123456789abcdef.json.gz.partial", killed):  # the first as earlier versions named it
         (store.path.parent / "warmup.tables" / name).touch()
     hold(store)
     table_file(store)  # there is just one
@@ -456,6 +458,7 @@ def test_a_table_that_was_killed_while_it_was_written_is_gone_at_the_next_start(
 
 HOLD = """
 import sys
+import zlib
 from pathlib import Path
 from trainstep.records.store import Store, new_records_path
 with Store(Path(sys.argv[1])).locked():

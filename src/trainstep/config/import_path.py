@@ -66,17 +66,18 @@ def check_not_hidden(field: str, module: str) -> None:
     if found is None or found.origin == own.origin:
         return
     place = f" ({found.origin})" if found.has_location else ""
-    whose, way_out = ("an installed", "rename yours, or set PYTHONPATH to this folder")
-    if top in sys.stdlib_module_names:
-        whose, way_out = "Python's own", "rename yours"
-    raise ImportError(f"{field}: {top} is {whose} module{place}, not the one in this folder; {way_out}")
+    whose = "Python's own" if top in sys.stdlib_module_names else "an installed"
+    raise ImportError(f"{field}: {top} is {whose} module{place}, not the one in this folder; rename yours")
 
 
 def _is_imported_from_current_folder() -> bool:
     """Whether trainstep's own files lie in the current folder: in a checkout's src, say. That folder is trusted then."""
     above_package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     folder = _current_folder()
-    return folder is not None and os.path.samefile(above_package, folder)
+    try:
+        return folder is not None and os.path.samefile(above_package, folder)
+    except OSError:  # a folder above it may not be searched
+        return False
 
 
 def _current_folder() -> str | None:

@@ -64,6 +64,11 @@ def write_to_disk(path: Path, content: str) -> None:
 
 def finish(folder: Path, checksums: Mapping[str, str]) -> None:
     """Write the manifest. `checksums` of parts, by name; those of the other files are added here."""
+    for name in checksums:
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{folder}: {name} is not in it, as rank 0 sees it; every rank must name the same shared folder"
+            )
     others = {name: checksum(folder / name) for name in (METADATA, HYPERPARAMETERS) if (folder / name).exists()}
     write_to_disk(folder / _UNFINISHED, manifest_text({**others, **checksums}))
     _to_disk(folder)  # the names of the files, before the name that vouches for them

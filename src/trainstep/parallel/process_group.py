@@ -59,6 +59,10 @@ def start_ranks(
     ValueError, with the way out, where no launcher is found, a GPU is missing, the port is taken, or rank 0 does not let this
     process in. TimeoutError naming the ranks that did not come; ConnectionError where rank 0 is not there.
     """
+    if dist.is_initialized():
+        raise ValueError(
+            "ranks: a process group is there already; use ranks_of_default_group(), or call stop_ranks before"
+        )
     launch = find_launch(os.environ)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend not in _BACKENDS:

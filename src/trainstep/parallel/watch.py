@@ -116,14 +116,17 @@ class Watch:
         In a `finally`, an exception may be on its way that nobody has seen yet: should this process be ended, it is printed.
         """
         error = sys.exception()
-        if isinstance(error, Exception):
+        if isinstance(error, SystemExit):
+            self._unseen_error = f"{error.code}\n" if isinstance(error.code, str) else ""
+            error = error if error.code else None  # without a code it is no failure
+        elif error is not None:
             self._unseen_error = "".join(traceback.format_exception(error))
         here = self._position()
         self._stopped_at = dataclasses.replace(
             here,
             messages=here.messages + 1,
             has_stopped=True,
-            error=type(error).__name__ if self._unseen_error else "",
+            error="" if error is None else type(error).__name__,
         )
         self._count_messages = lambda: -1  # the group goes
         self._link.say("at", self._stopped_at.text())

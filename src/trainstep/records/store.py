@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from trainstep.reading import check_regular, read_file
 from trainstep.records.record import Record, record_from_plain, record_to_plain
-from trainstep.records.whole_file import make_folder, whole_file
+from trainstep.records.whole_file import make_folder, remove_leftovers, whole_file
 
 _TABLE_LIMIT_BYTES = 64 * 1024
 _LARGEST_TABLE_BYTES = 64 * 2**20
@@ -150,7 +150,11 @@ class Store:
             except OSError as error:
                 reason = f"it cannot be locked: {error.strerror}"
                 raise ValueError(f"{self.path}: {reason}; give --out a file on another file system") from None
-            for partial in self._tables.glob("*.partial"):  # a table whose writer was killed
+            if self._tables.is_dir():
+                remove_leftovers(self._tables)
+            for partial in self._tables.glob(
+                "[!.]*.partial"
+            ):  # what earlier versions left of a table when they were killed
                 partial.unlink(missing_ok=True)
             try:
                 self._read()

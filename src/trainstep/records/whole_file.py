@@ -12,6 +12,7 @@ still run: what carries another machine's name goes once nobody has written to i
 """
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -43,14 +44,16 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         make_folder(target.parent)
         remove_leftovers(target.parent)
         with open(neighbour, "xb") as file:
+            with suppress(OSError):  # not every file system has locks
+                _lock(file)
             if old is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
-        neighbour.replace(target)
+            neighbour.replace(target)  # before the file is closed, and its lock with it
     except OSError as error:
-        error.filename = str(path)  # writing to an open file names none
+        error.filename, error.filename2 = str(path), None  # writing to an open file names none, renaming names two
         raise
     finally:
         with suppress(OSError):  # after an error; once renamed, it is not there
@@ -82,7 +85,11 @@ def remove_leftovers(folder: Path) -> None:
             with suppress(OSError):  # another process may have removed or renamed it, or it is another user's
                 here = match[1] == _machine() and not _is_running(int(match[2]))
                 if here or time.time() - path.stat().st_mtime > _ABANDONED_S:
-                    path.unlink()
+                    with open(path, "rb") as file:
+                        _lock(
+                            file
+                        )  # OSError while somebody writes: a container may have our name and its own process ids
+                        path.unlink()
 
 
 def make_folder(folder: Path) -> None:
@@ -91,6 +98,11 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except RecursionError:
         raise OSError(errno.ENAMETOOLONG, "its folders are nested too deeply", str(folder)) from None
+
+
+def _lock(file: BinaryIO) -> None:
+    """Hold a file as its writer. OSError if another process does, or where the file system has no locks."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _target(path: Path) -> Path:
