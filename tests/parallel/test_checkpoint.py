@@ -366,3 +366,11 @@ def test_a_parameter_without_elements_is_nothing_to_store(tmp_path: Path):
     sync = FSDP(module, alone())
     save_checkpoint(tmp_path, sync)
     load_checkpoint(tmp_path, sync)
+
+
+def test_a_part_that_rank_0_does_not_see_is_no_checkpoint(tmp_path: Path):
+    with pytest.raises(
+        ValueError, match=r"__1_0\.distcp is not in it, as rank 0 sees it; every rank must name the same"
+    ):
+        checkpoint_files.finish(tmp_path, {"__1_0.distcp": "0" * 64})
+    assert not list(tmp_path.iterdir())

@@ -224,3 +224,9 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, str
     launched(monkeypatch)
     with pytest.raises(ValueError, match=sentence):
         start_ranks(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_second_start_is_refused_before_it_meets_anybody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="a process group is there already"):
+        start_ranks("gloo")

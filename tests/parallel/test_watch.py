@@ -79,6 +79,11 @@ for step in range(3):
                 raise ArithmeticError("planted here")
             finally:
                 stop_ranks(ranks)
+        if act == "exit":
+            try:
+                sys.exit("no data here")
+            finally:
+                stop_ranks(ranks)
         if act == "leave":
             sys.exit(0)
         if act == "fewer":
@@ -199,6 +204,13 @@ def test_an_exception_that_stops_the_ranks_on_its_way_is_printed(run: Callable[.
     assert "ArithmeticError: planted here\n" in ends.err[victim]
     sentence = f"trainstep: rank {victim} has stopped after 1 step because of ArithmeticError and rank "
     assert all(sentence in err and "batches" not in err for err in ends.err), ends.err
+
+
+def test_the_words_of_an_exit_that_stops_the_ranks_are_printed(run: Callable[..., Ends]):
+    ends = run("exit")
+    assert ends.codes == [1] * SIZE
+    assert ends.err[VICTIM].startswith("no data here\n")
+    assert all("because of SystemExit and rank " in err and "batches" not in err for err in ends.err), ends.err
 
 
 def test_ending_without_a_goodbye_is_told_before_connections_close(run: Callable[..., Ends]):

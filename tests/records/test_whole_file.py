@@ -1,10 +1,12 @@
 """A file that is there whole or not at all: full disks, kills, links, permissions, and what is left beside it."""
 
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -169,3 +171,15 @@ def test_a_write_protected_file_is_refused_to_root_of_a_read_only_disk(tmp_path:
     monkeypatch.setattr(os, "access", lambda path, how: False)
     with pytest.raises(PermissionError, match="it is write-protected"):
         check_writable(tmp_path / "a")
+
+
+def test_a_neighbour_that_somebody_still_writes_stays(tmp_path: Path):
+    """A container of the same host name has process ids of its own."""
+    machine = f"{zlib.crc32(os.uname().nodename.encode()):08x}"
+    neighbour = tmp_path / f".a.{machine}-4999999-0123abcd.partial"
+    with open(neighbour, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_leftovers(tmp_path)
+        assert neighbour.exists()
+    remove_leftovers(tmp_path)
+    assert not neighbour.exists()
