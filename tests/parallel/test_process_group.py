@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,25 @@ def test_rank_0_is_not_there(monkeypatch: pytest.MonkeyPatch):
     launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_PORT=port)
     with pytest.raises(ConnectionError, match=rf"rank 0 at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT\) did not come"):
         start_ranks("gloo", timeout_s=1)
+
+
+def test_rank_0_dies_once_it_was_seen_to_listen(monkeypatch: pytest.MonkeyPatch):
+    """torch's store then tries three times; all of them together within the time for the meeting."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+
+    def accept_and_die() -> None:
+        listener.accept()[0].close()
+        listener.close()
+
+    launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_PORT=port)
+    rank_0 = threading.Thread(target=accept_and_die)
+    rank_0.start()
+    began_s = time.monotonic()
+    with pytest.raises(ConnectionError, match=f"rank 0 at 127.0.0.1:{port} .* did not come within 6 s, or died"):
+        start_ranks("gloo", timeout_s=6)
+    assert time.monotonic() - began_s < 7.5
+    rank_0.join()
 
 
 def test_ranks_of_one_machine_meet_on_loopback(monkeypatch: pytest.MonkeyPatch):

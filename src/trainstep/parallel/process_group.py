@@ -38,8 +38,9 @@ from trainstep.parallel.watch import Watch
 
 _BACKENDS = ("nccl", "gloo")
 _SLOW_MEETING_S = 10.0
-_CONNECTING_S = 30.0
-"""For torch's store, which somebody keeps at that moment; it tries up to three times as long."""
+_LONGEST_CONNECT_S = 10.0
+_STORE_TRIES = 3
+"""torch's store connects this often, and each try may take as long as its timeout."""
 
 
 def start_ranks(
@@ -160,7 +161,8 @@ def _store(launch: Launch, timeout_s: float) -> Store:
         _serve_store(address, launch.port)
     _wait_for_listener(address, launch.port, timeout_s)
     # Without waiting for the others: the watch does, and sees who dies meanwhile.
-    connecting = timedelta(seconds=min(timeout_s, _CONNECTING_S))
+    # All tries together within timeout_s: rank 0 may have died since it was seen to listen.
+    connecting = timedelta(seconds=min(timeout_s / _STORE_TRIES, _LONGEST_CONNECT_S))
     store = TCPStore(address, launch.port, timeout=connecting, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout_s))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
