@@ -1,0 +1,165 @@
+"""How many small faults do the fast tests see? Draws faults into the source by a seed and runs the tests that import its file.
+
+    python tests/mutations.py --seed 0 --count 200          # an hour or more; a line a fault, the share at the end
+    python tests/mutations.py --seed 0 --only 17            # one fault again, with what pytest prints
+
+A fault is one of: a comparison turned, an arithmetic or logical operator swapped, a number or truth value changed, a `not`
+dropped, a returned value dropped, a call or a raise left out. Compare the shares of two commits, not single faults: the same seed
+draws others once the source has changed. Gluon kernels are left out: only the slow tests run them.
+"""
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "trainstep"
+_LEFT_OUT = re.compile(r"ops/flash_attention/(hopper|split)_|py.typed")
+_LONGEST_S = 300.0
+_MOST_TEST_FILES = 8
+_COMPARISONS: dict[type[ast.cmpop], str] = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.In: "not in",
+    ast.NotIn: "in",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+}
+_OPERATORS: dict[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One expression or statement of a file, and what stands there instead."""
+
+    path: Path
+    line: int
+    start: int
+    end: int
+    """Offsets into the file's bytes."""
+    text: str
+
+    def faulty(self) -> bytes:
+        """The whole file with the fault."""
+        source = self.path.read_bytes()
+        return source[: self.start] + self.text.encode() + source[self.end :]
+
+    def __str__(self) -> str:
+        was = " ".join(self.path.read_bytes()[self.start : self.end].decode().split())
+        return f"{self.path.relative_to(ROOT)}:{self.line}: {was[:60]} -> {self.text[:60]}"
+
+
+def faults_of(path: Path) -> Iterator[Fault]:
+    """Every fault that can be drawn in a file."""
+    source = path.read_bytes()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for node in _code(ast.parse(source)):
+        text = _instead_of(node)
+        if text is not None and isinstance(node, ast.expr | ast.stmt):
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+            yield Fault(path=path, line=node.lineno, start=start, end=end, text=text)
+
+
+def _instead_of(node: ast.AST) -> str | None:
+    """The source of the fault, or None where none is known."""
+    match node:
+        case ast.Compare(left=left, ops=[operator], comparators=[right]):
+            return f"({ast.unparse(left)} {_COMPARISONS[type(operator)]} {ast.unparse(right)})"
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+            return f"(({ast.unparse(left)}) {_OPERATORS[type(operator)]} ({ast.unparse(right)}))"
+        case ast.BoolOp(op=operator, values=values):
+            word = " or " if isinstance(operator, ast.And) else " and "
+            return "(" + word.join(f"({ast.unparse(value)})" for value in values) + ")"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool(value)):
+            return str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            return str(value + 1)
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            return "return None"
+        case ast.Expr(value=ast.Call()) | ast.Raise():
+            return "pass"
+    return None
+
+
+def _code(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run: no annotations, no default of a dataclass's field docs, nothing inside a f-string's text."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns", "type_params", "decorator_list", "format_spec"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.JoinedStr) or not isinstance(child, ast.AST):
+                continue
+            yield child
+            yield from _code(child)
+
+
+def importing_tests(path: Path) -> list[Path]:
+    """Test files that import this file, those that carry its name first."""
+    module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    named = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(module.rpartition('.')[0])} import .*\b{path.stem}\b")
+    files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if named.search(file.read_text())]
+    return sorted(files, key=lambda file: path.stem not in file.stem)[:_MOST_TEST_FILES]
+
+
+def outcome(fault: Fault, *, shown: bool = False) -> str:
+    """`seen`, `unseen`, `too long` (seen: the fault hangs it) or `untested` where no test file imports the fault's file."""
+    tests = importing_tests(fault.path)
+    if not tests:
+        return "untested"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "src")
+        shutil.copytree(PACKAGE, source / "trainstep", ignore=shutil.ignore_patterns("__pycache__"))
+        Path(source, fault.path.relative_to(PACKAGE.parent)).write_bytes(fault.faulty())
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *map(str, tests)]
+        environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+        quiet = None if shown else subprocess.DEVNULL
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet, start_new_session=True
+        ) as tried:
+            try:
+                return "unseen" if tried.wait(_LONGEST_S) == 0 else "seen"
+            except subprocess.TimeoutExpired:
+                os.killpg(tried.pid, 9)
+                return "too long"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--only", type=int)
+    asked = parser.parse_args()
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if not _LEFT_OUT.search(str(path))]
+    drawn = random.Random(asked.seed).sample([fault for path in files for fault in faults_of(path)], asked.count)
+    if asked.only is not None:
+        print(drawn[asked.only], outcome(drawn[asked.only], shown=True))
+        return
+    seen = 0
+    for number, fault in enumerate(drawn):
+        how = outcome(fault)
+        seen += how in ("seen", "too long")
+        print(f"{number}: {how}: {fault}", flush=True)
+    print(f"{seen} of {len(drawn)} seen")
+
+
+if __name__ == "__main__":
+    main()
