@@ -15,7 +15,8 @@ from trainstep.records.store import Store
 from trainstep.report import frames
 from trainstep.report.all_tables import all_tables
 from trainstep.report.attention_rows import configurations, failure_cell
-from trainstep.report.tables import Table, three_digits
+from trainstep.report.forms import three_digits
+from trainstep.report.tables import Table
 from trainstep.report.terminal import plain
 
 GIB = 2**30

@@ -8,7 +8,8 @@ import pytest
 
 from trainstep.records.record import Fact, Record, Samples
 from trainstep.report import frames
-from trainstep.report.tables import Table, byte_words, cell_tables, milliseconds, percent
+from trainstep.report.forms import COLUMN_SIZE, COUNT, SIZE, beside, byte_words, failure_sentence, milliseconds, percent
+from trainstep.report.tables import Column, Line, Table, cell_tables, doubts_column, point_columns
 from trainstep.report.terminal import plain
 
 
@@ -39,6 +40,42 @@ def test_numbers_as_people_publish_them(table):
         "doubts": "few samples",
     }
     assert texts(table)[2]["total step (ms)"] == "1,100 ± 100"
+
+
+def test_columns_read_a_row_by_name_or_function():
+    rows = [{"size": 2**30, "seen": 2**20, "kind": "a"}, {"size": None, "seen": 2**19, "kind": None}]
+    columns = [
+        Column("kind", help="what it is"),
+        Column("of it ({unit})", SIZE, "size"),
+        Column("seen", beside(SIZE), lambda row: (row["seen"], row["size"])),
+        Column("each ({unit})", COLUMN_SIZE, "seen"),
+        Column("nobody has it", get="other", optional=True),
+    ]
+    table = Table.of("Held ({unit})", rows, columns, note="In {unit}.")
+    assert (table.title, table.note) == ("Held (GiB)", "In GiB.")
+    assert [(column.title, column.number) for column in table.columns] == [
+        ("kind", False),
+        ("of it (GiB)", True),
+        ("seen", True),
+        ("each (MiB)", True),
+    ]
+    assert [[entry.text for entry in row] for row in table.entries] == [
+        ["a", "1.00", "<0.001 (1.00)", "1.00"],
+        ["–", "–", "<0.001", "0.500"],
+    ]
+    assert [[entry.sort for entry in row] for row in table.entries] == [
+        [None, 2**30, 2**20, 2**20],
+        [None, None, 2**19, 2**19],
+    ]
+
+
+def test_a_failed_row_keeps_only_what_names_it(rows, end_to_end):
+    failed = rows(end_to_end)[3]
+    columns = [*point_columns([failed]), Column("steps", COUNT, lambda row: 1), doubts_column(lambda row: "")]
+    table = Table.of("", [Line(failed, {})], [*columns, Column("all the same", get=lambda line: "it", failed=None)])
+    [entries] = table.entries
+    assert [entry.text for entry in entries][-3:] == ["OOM", failure_sentence(failed.record.failure), "it"]
+    assert [entry.failure for entry in entries][-3:] == [failed.record.failure] * 2 + [None]
 
 
 def test_a_failure_stands_wherever_a_number_would(table):

@@ -101,8 +101,8 @@ def _lacking(a: Record, b: Record, quantity: str) -> Comparison | None:
 
 def _show(found: list[tuple[Record, Comparison]]) -> None:
     """One line a cell, aligned."""
+    from trainstep.report.forms import ratio_words
     from trainstep.report.rows import rows_of
-    from trainstep.report.tables import ratio_words
     from trainstep.report.visible import one_line
 
     rows = rows_of([("", record) for record, _ in found])

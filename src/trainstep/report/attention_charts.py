@@ -27,7 +27,7 @@ from trainstep.report.charts import (
     series_style,
     short_labels,
 )
-from trainstep.report.tables import byte_unit, in_ms, milliseconds, needed_words, three_digits
+from trainstep.report.forms import byte_unit, in_ms, milliseconds, needed_words, three_digits
 
 _STYLES = {
     OURS: ("theme:blue", "solid", "circle"),

@@ -14,8 +14,10 @@ from trainstep.report.attention_rows import (
     failed_entry,
     implementations,
 )
+from trainstep.report.forms import ABSENT, ratio_words
+from trainstep.report.hand_built import Column
 from trainstep.report.rows import Row
-from trainstep.report.tables import ABSENT, Column, Entry, Table, ratio_words
+from trainstep.report.tables import Entry, Table
 
 SIZES = ("seq", "keys", "head_dim", "batch", "heads", "key_heads")
 """Names along which a geometric mean goes; along the others there is one for each value."""

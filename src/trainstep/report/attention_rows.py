@@ -12,8 +12,10 @@ from typing import Any
 from trainstep.config.attention import IMPLEMENTATIONS, TILE_FIELDS
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
+from trainstep.report.forms import ABSENT, failure_word, needed_words
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.rows import Row, words
-from trainstep.report.tables import ABSENT, Column, Entry, failure_word, needed_words, point_columns
+from trainstep.report.tables import Entry
 
 WORKLOAD = "attention"
 OURS = "trainstep"

@@ -25,21 +25,11 @@ from trainstep.report.attention_rows import (
     time_summary,
 )
 from trainstep.report.attention_tile_map import tile_tables
+from trainstep.report.forms import ABSENT, ByteUnit, byte_unit, failure_sentence, in_ms, milliseconds, three_digits
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row, words
-from trainstep.report.tables import (
-    ABSENT,
-    ByteUnit,
-    Column,
-    Entry,
-    Table,
-    byte_unit,
-    failure_sentence,
-    in_ms,
-    milliseconds,
-    point_columns,
-    three_digits,
-)
+from trainstep.report.tables import Entry, Table
 
 Make = Callable[[Record], Entry | None]
 _REASONS = 6

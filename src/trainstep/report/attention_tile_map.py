@@ -13,8 +13,10 @@ from trainstep.report.attention_rows import (
     time_summary,
 )
 from trainstep.report.charts import INK, MAXIMUM_PANELS, Chart, Panels, label, lines_of, panel_columns, short_labels
+from trainstep.report.forms import ABSENT, failure_sentence, in_ms, milliseconds
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.rows import Row, words
-from trainstep.report.tables import ABSENT, Column, Entry, Table, failure_sentence, in_ms, milliseconds, point_columns
+from trainstep.report.tables import Entry, Table
 
 _REASONS = 4
 Side = int | str

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainstep.report.charts import Chart, Trace
-from trainstep.report.tables import ABSENT, Column, Entry, Table
+from trainstep.report.forms import ABSENT
+from trainstep.report.hand_built import Column
+from trainstep.report.tables import Entry, Table
 
 _MOST_ROWS = 200
 """Of a chart with more places, such as a timeline of thousands, evenly chosen ones stand in the table."""

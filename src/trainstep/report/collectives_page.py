@@ -26,9 +26,9 @@ from trainstep.report.collectives_tables import (
     series_of,
     size_words,
 )
+from trainstep.report.forms import in_ms, milliseconds, seconds_words, three_digits
 from trainstep.report.rows import Row, words
 from trainstep.report.section import Section
-from trainstep.report.tables import in_ms, milliseconds, seconds_words, three_digits
 
 Key = tuple[Any, ...]
 

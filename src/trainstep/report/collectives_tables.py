@@ -7,13 +7,8 @@ from trainstep.config.collective import CollectiveConfig
 from trainstep.records.bandwidth import LatencyFit, bandwidth, fit_latency
 from trainstep.records.ranks import rank_spread
 from trainstep.records.summary import doubts, summarize
-from trainstep.report.quantities import quantities
-from trainstep.report.rows import Row, machines
-from trainstep.report.tables import (
+from trainstep.report.forms import (
     ABSENT,
-    Column,
-    Entry,
-    Table,
     failure_sentence,
     failure_word,
     in_ms,
@@ -22,6 +17,10 @@ from trainstep.report.tables import (
     percent,
     three_digits,
 )
+from trainstep.report.hand_built import Column
+from trainstep.report.quantities import quantities
+from trainstep.report.rows import Row, machines
+from trainstep.report.tables import Entry, Table
 
 WORKLOAD = "collective"
 LABEL = ("operation", "backend", "ranks", "dtype")

@@ -18,22 +18,13 @@ from trainstep.report.charts import (
     lines_of,
     short_labels,
 )
+from trainstep.report.forms import ABSENT, failure_sentence, failure_word, in_ms, milliseconds, ratio_words
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.parallel_rows import WORKLOAD as PARALLEL
 from trainstep.report.quantities import quantities, time_of
 from trainstep.report.rows import Row, needless, varying, words
 from trainstep.report.section import Section
-from trainstep.report.tables import (
-    ABSENT,
-    Column,
-    Entry,
-    Table,
-    failure_sentence,
-    failure_word,
-    in_ms,
-    milliseconds,
-    point_columns,
-    ratio_words,
-)
+from trainstep.report.tables import Entry, Table
 
 NOT_COMPARED = {
     *("model", "context", "batch_size", "accumulation", "d_model", "d_ff", "layers", "heads", "vocab_size", "mode"),

@@ -6,21 +6,12 @@ from trainstep.report.device_ceilings import Ceilings, ceilings_of
 from trainstep.report.device_roofline import roofline
 from trainstep.report.device_words import bound_words, device_sentences
 from trainstep.report.device_work import CountedWork, work_of
+from trainstep.report.forms import ABSENT, in_ms, milliseconds, percent, rate_words, three_digits
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.profile_tables import DETAILED_CELLS, profile_rows
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
-from trainstep.report.tables import (
-    ABSENT,
-    Column,
-    Entry,
-    Table,
-    in_ms,
-    milliseconds,
-    percent,
-    point_columns,
-    rate_words,
-    three_digits,
-)
+from trainstep.report.tables import Entry, Table
 
 _COLUMNS = (
     Column(title="work", help="kinds of work whose FLOPs and bytes have a formula"),

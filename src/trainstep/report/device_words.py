@@ -9,7 +9,7 @@ from trainstep.records.record import Record
 from trainstep.report.device_ceilings import Ceilings
 from trainstep.report.device_roofline import roof_name
 from trainstep.report.device_work import CountedWork, device_time_s
-from trainstep.report.tables import in_percent, percent, rate_words, three_digits
+from trainstep.report.forms import in_percent, percent, rate_words, three_digits
 
 _NEAR = 0.6
 """From this share of its roof on, work counts as bound by it; under it something else holds it back as well."""

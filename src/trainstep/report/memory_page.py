@@ -8,6 +8,7 @@ from typing import Any
 from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
 from trainstep.records.record import Record
 from trainstep.report.charts import Chart, Panels, bar, label, lines_of, short_labels
+from trainstep.report.forms import byte_words, in_gib, in_ms
 from trainstep.report.memory_ranks import held_by_ranks_table, rank_words, ranks_table, several_ranks
 from trainstep.report.memory_tables import (
     allocations_table,
@@ -22,7 +23,6 @@ from trainstep.report.memory_tables import (
 )
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
-from trainstep.report.tables import byte_words, in_gib, in_ms
 
 _DETAILED = 8
 """Cells with a section of their own; the rest stand in the common tables."""

@@ -5,8 +5,10 @@ from typing import Any
 
 from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
 from trainstep.records.record import Record
+from trainstep.report.forms import ABSENT, ByteUnit, byte_unit
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.rows import Row
-from trainstep.report.tables import ABSENT, ByteUnit, Column, Entry, Table, byte_unit, point_columns
+from trainstep.report.tables import Entry, Table
 from trainstep.traces.ledger import MOMENTS, SAVED_FOR_BACKWARD
 
 _SIZES = {

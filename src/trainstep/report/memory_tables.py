@@ -6,22 +6,12 @@ from typing import Any
 
 from trainstep.records.ranks import table_of_rank
 from trainstep.records.record import Record
+from trainstep.report.forms import ABSENT, ByteUnit, byte_unit, byte_words, failure_sentence, failure_word, percent
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.memory_ranks import held_by_ranks_table, rank_words, ranks_table, size_entry
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row
-from trainstep.report.tables import (
-    ABSENT,
-    ByteUnit,
-    Column,
-    Entry,
-    Table,
-    byte_unit,
-    byte_words,
-    failure_sentence,
-    failure_word,
-    percent,
-    point_columns,
-)
+from trainstep.report.tables import Entry, Table
 from trainstep.traces.ledger import HELD, MOMENTS
 
 WORKLOAD = "memory"

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from trainstep.config.machine import machine_spec
 from trainstep.records.derive import Mfu, mfu
+from trainstep.report.forms import failure_word, rate_words
 from trainstep.report.rows import Row, flat_config, machines, words
-from trainstep.report.tables import failure_word, rate_words
 
 _SUMMARISED = ("batch_size", "precision", "attention", "compile", "mode")
 _ATTENTION = ("direction", "mask", "dtype", "head_dim", "seq")

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainstep.report.forms import ABSENT, percent
 from trainstep.report.rows import Row
-from trainstep.report.tables import ABSENT, Entry, percent
+from trainstep.report.tables import Entry
 
 WORKLOAD = "numerics"
 ERRORS = {

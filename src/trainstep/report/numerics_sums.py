@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainstep.report.hand_built import Column
 from trainstep.report.numerics_rows import error_entry, groups_of, share_entry, share_words, table_of, text_entry
 from trainstep.report.rows import Row
-from trainstep.report.tables import Column, Entry, Table
+from trainstep.report.tables import Entry, Table
 
 _TEXTBOOK = (
     "Exact would be 10; textbooks print 10.0001, 9.9531, 10.0021 and 10.0021 for the first four. An fp32 accumulator leaves "

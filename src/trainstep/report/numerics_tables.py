@@ -5,6 +5,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from trainstep.report.forms import ABSENT, failure_sentence, failure_word, in_ms, milliseconds, percent, three_digits
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.numerics_rows import (
     ERRORS,
     error_entry,
@@ -18,19 +20,7 @@ from trainstep.report.numerics_rows import (
 from trainstep.report.numerics_sums import range_tables, sum_tables
 from trainstep.report.quantities import quantities, time_of
 from trainstep.report.rows import Row
-from trainstep.report.tables import (
-    ABSENT,
-    Column,
-    Entry,
-    Table,
-    failure_sentence,
-    failure_word,
-    in_ms,
-    milliseconds,
-    percent,
-    point_columns,
-    three_digits,
-)
+from trainstep.report.tables import Entry, Table
 
 _WORST = 3
 """Parameters shown a cell."""

@@ -15,6 +15,7 @@ from trainstep.report.collectives_page import collective_sections
 from trainstep.report.collectives_tables import WORKLOAD as COLLECTIVE
 from trainstep.report.comparison_page import comparison_sections
 from trainstep.report.device_page import device_sections
+from trainstep.report.forms import byte_words, failure_sentence, failure_word
 from trainstep.report.memory_page import memory_sections
 from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.notes import mfu_conventions, mixed_machines, notes, summary
@@ -27,7 +28,7 @@ from trainstep.report.provenance import environments, provenance
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
 from trainstep.report.sweep_page import ceilings_charts, phases_chart
-from trainstep.report.tables import byte_words, cell_tables, failure_sentence, failure_word
+from trainstep.report.tables import cell_tables
 from trainstep.report.tiles_page import tile_sections
 from trainstep.report.visible import visible
 from trainstep.report.warmup_page import warmup_section

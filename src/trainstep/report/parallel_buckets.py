@@ -24,9 +24,9 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.collectives_tables import collective_rows, fit_of, series_of
+from trainstep.report.forms import in_ms, milliseconds, seconds_words, three_digits
 from trainstep.report.parallel_rows import Way, median_of
 from trainstep.report.rows import Row
-from trainstep.report.tables import in_ms, milliseconds, seconds_words, three_digits
 
 _PREDICTED = "predicted"
 _POINTS = 40

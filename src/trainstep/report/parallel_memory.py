@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from trainstep.report.forms import ABSENT, ByteUnit, byte_unit
+from trainstep.report.hand_built import Column
 from trainstep.report.parallel_rows import Way, name_columns
-from trainstep.report.tables import ABSENT, ByteUnit, Column, Entry, Table, byte_unit
+from trainstep.report.tables import Entry, Table
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "communication", "activations")
 _ALLOCATOR = ("unnamed", "allocated")

@@ -18,6 +18,7 @@ from trainstep.report.charts import (
     panel_columns,
     short_labels,
 )
+from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, ratio_words
 from trainstep.report.parallel_buckets import bucket_chart, bucket_sentences
 from trainstep.report.parallel_memory import CATEGORIES, held_by
 from trainstep.report.parallel_rows import YARDSTICK, Way, median_of, ways_of
@@ -31,7 +32,6 @@ from trainstep.report.parallel_tables import (
 )
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
-from trainstep.report.tables import byte_words, in_gib, in_ms, milliseconds, ratio_words
 
 _TIMED = {"step": "a step alone", "window_step": "a step in a row of steps"}
 _COLOURS = ("theme:blue", "theme:orange", "theme:green", "theme:purple", "theme:sky")

@@ -8,8 +8,10 @@ from typing import Any
 from trainstep.config.sync import USED_BY, SyncConfig, needless
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Record
+from trainstep.report.forms import ABSENT
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.rows import Row, flat_config, words
-from trainstep.report.tables import ABSENT, Column, Entry, point_columns
+from trainstep.report.tables import Entry
 
 WORKLOAD = "parallel"
 YARDSTICK = "none"

@@ -5,15 +5,8 @@ from typing import Any
 
 from trainstep.records.ranks import rank_spread
 from trainstep.records.summary import doubts, summarize
-from trainstep.report.parallel_memory import driver_table, points_table
-from trainstep.report.parallel_rows import YARDSTICK, Way, median_of, name_columns, ways_of
-from trainstep.report.quantities import quantities
-from trainstep.report.rows import Row
-from trainstep.report.tables import (
+from trainstep.report.forms import (
     ABSENT,
-    Column,
-    Entry,
-    Table,
     byte_unit,
     failure_sentence,
     failure_word,
@@ -22,6 +15,12 @@ from trainstep.report.tables import (
     percent,
     ratio_words,
 )
+from trainstep.report.hand_built import Column
+from trainstep.report.parallel_memory import driver_table, points_table
+from trainstep.report.parallel_rows import YARDSTICK, Way, median_of, name_columns, ways_of
+from trainstep.report.quantities import quantities
+from trainstep.report.rows import Row
+from trainstep.report.tables import Entry, Table
 
 _DETAILED = 2
 """Cells whose messages are listed outside the page."""

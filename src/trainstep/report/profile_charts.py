@@ -16,9 +16,9 @@ from trainstep.report.charts import (
     panel_columns,
     short_labels,
 )
+from trainstep.report.forms import in_ms, in_percent, milliseconds, percent
 from trainstep.report.profile_tables import class_shares
 from trainstep.report.rows import Row, varying, words
-from trainstep.report.tables import in_ms, in_percent, milliseconds, percent
 from trainstep.traces import kernel_classes as classes
 from trainstep.traces.tables import REST, top_kernels
 

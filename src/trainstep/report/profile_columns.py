@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from trainstep.report.tables import ABSENT, Column, Entry, milliseconds, percent, rate_words, three_digits
+from trainstep.report.forms import ABSENT, milliseconds, percent, rate_words, three_digits
+from trainstep.report.hand_built import Column
+from trainstep.report.tables import Entry
 
 HELP = {
     "phase": "forward, backward, grad_sync, optimizer, or outside phases: the batch's upload and the like",

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.config.machine import MachineSpec, machine_spec, matmul_dtype
+from trainstep.report.forms import ABSENT, failure_sentence
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.profile_columns import HELP, column, entry, share_entry, time_entry
 from trainstep.report.profile_words import rows_of, verdict_reason
 from trainstep.report.rows import Row
-from trainstep.report.tables import ABSENT, Column, Entry, Table, failure_sentence, point_columns
+from trainstep.report.tables import Entry, Table
 from trainstep.traces.kernel_classes import CLASSES, IDLE
 
 WORKLOAD = "profile"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainstep.report.tables import percent, ratio_words, seconds_words
+from trainstep.report.forms import percent, ratio_words, seconds_words
 from trainstep.traces import host_track
 from trainstep.traces import verdict as kinds
 from trainstep.traces.launch_bound import host_launches

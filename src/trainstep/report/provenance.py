@@ -11,9 +11,9 @@ from trainstep.config.parsing import build_run, fields_of, to_plain
 from trainstep.config.presets import size_names
 from trainstep.config.run import RunConfig
 from trainstep.records.record import FORMAT, Environment
+from trainstep.report.forms import gibibytes
 from trainstep.report.notes import mfu_conventions
 from trainstep.report.rows import Row, flat_config, machines, words
-from trainstep.report.tables import gibibytes
 
 Facts = list[tuple[str, str]]
 AGAIN = "to measure again"

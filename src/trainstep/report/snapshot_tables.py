@@ -7,7 +7,9 @@ threads (which run no Python), the other lines of Python.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainstep.report.tables import ABSENT, Column, Entry, Table, byte_words, percent
+from trainstep.report.forms import ABSENT, byte_words, percent
+from trainstep.report.hand_built import Column
+from trainstep.report.tables import Entry, Table
 from trainstep.traces.memory_timeline import Allocation, MemoryTimeline
 
 _MOST_LISTED = 30

@@ -20,9 +20,10 @@ from trainstep.report.charts import (
     short_labels,
     text_marks,
 )
+from trainstep.report.forms import failure_sentence, failure_word, in_ms, milliseconds
 from trainstep.report.quantities import PHASES, quantities, time_of
 from trainstep.report.rows import Row, needless, varying, words
-from trainstep.report.tables import TITLES, failure_sentence, failure_word, in_ms, milliseconds
+from trainstep.report.tables import TITLES
 
 _LABELLED_BARS = 40
 _HOW_TO_READ = (

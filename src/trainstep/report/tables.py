@@ -1,24 +1,33 @@
-"""Tables as people publish them: mean ± std in ms, GiB, percent. The one place where SI becomes a unit people read."""
+"""Tables as people publish them: columns are declared, rows are read by them, and absence and failure are written here alone.
 
-import math
+    Table.of("Step", rows, [*point_columns(rows), Column("step (ms)", MS, step_s), doubts_column(doubts_of)], note="Medians.")
+
+A row of a table is a record's `Row`, or anything that has one as `row`: a `Line` of several that one record fills, a pair that is
+compared. What has neither (a line of a trace) is read in the same way and cannot have failed.
+"""
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, NamedTuple
 
-from trainstep.records.record import Failure
+from trainstep.records.record import Failure, Record
+from trainstep.report.forms import (
+    GIB,
+    MS_STD,
+    PERCENT,
+    TEXT,
+    WHOLE,
+    ByteUnit,
+    Form,
+    byte_unit,
+    failure_sentence,
+    failure_word,
+    is_number,
+    rate_words,
+)
 from trainstep.report.quantities import TIMES, quantities, time_of
 from trainstep.report.rows import Row, words
 
-FAILURES = {
-    "out_of_memory": "OOM",
-    "timeout": "time-out",
-    "crash": "crash",
-    "import_error": "import error",
-    "unsupported": "unsupported",
-    "divergence": "divergence",
-}
-ABSENT = "–"
-MINUS = "\N{MINUS SIGN}"
 _WORKLOADS = {
     "train_step": "Training step",
     "ceiling": "Ceilings",
@@ -27,6 +36,15 @@ _WORKLOADS = {
     "profile": "Profiled steps",
 }
 TITLES = {"grad_sync": "grad sync", "step": "total step"}
+_UNIT = "{unit}"
+"""Stands for the unit of bytes in titles and notes."""
+
+
+class Line(NamedTuple):
+    """A row of a table where a record fills several, or needs more than itself: the record's row, and what stands in the line."""
+
+    row: Row
+    of: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +56,63 @@ class Entry:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+def _word(record: Record) -> str:
+    assert record.failure is not None
+    return failure_word(record.failure)
+
+
+def _sentence(record: Record) -> str:
+    assert record.failure is not None
+    return failure_sentence(record.failure)
+
+
+@dataclass(frozen=True)
 class Column:
-    """`number`: its entries are set right and sort by value. `help`: what it means, shown on the page under the pointer."""
+    """One column: what it is called, how its values are written, and how a row's value is found (None: absent).
+
+    `get`: a function of the row, or a name (the title, where it is not given): of a key of a mapping, of a fact of a record, of
+    an attribute of anything else. A function may also give an `Entry` as it is to stand there.
+    """
 
     title: str
-    number: bool = False
+    form: Form = TEXT
+    get: Callable[[Any], Any] | str = ""
+    _: KW_ONLY
     help: str = ""
+    """What it means, shown on the page under the pointer."""
+    optional: bool = False
+    """Left out where no row has a value."""
+    failed: Callable[[Record], str] | None = _word
+    """What stands in the row of a failed record; None: its value, as in every other row."""
+
+    @property
+    def number(self) -> bool:
+        return self.form.number
+
+    def read(self, row: Any) -> Any:
+        """The row's value; an `Entry` where its record failed."""
+        record = _record_of(row)
+        if record is not None and record.failure is not None and self.failed is not None:
+            return Entry(text=self.failed(record), failure=record.failure)
+        if callable(self.get):
+            return self.get(row)
+        name, held = self.get or self.title, row.of if isinstance(row, Line) else row
+        if isinstance(held, Mapping):
+            return held.get(name)
+        return held.record.fact(name) if hasattr(held, "record") else getattr(held, name)
+
+    def entry(self, value: Any, unit: ByteUnit) -> Entry:
+        """A value as it stands in the table."""
+        if isinstance(value, Entry):
+            return value
+        form = self.form
+        if value is None:
+            return Entry(text=form.absent)
+        return Entry(text=form.text(value, unit) if form.unit else form.text(value), sort=form.sort(value))
+
+    def sizes(self, values: Iterable[Any]) -> list[float | None]:
+        """The bytes among its values, which choose the unit."""
+        return [size for value in _present(values) for size in self.form.sizes(value)] if self.form.unit else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,116 +127,58 @@ class Table:
     folded: bool = False
     """Shown on the page only when asked for."""
 
-
-def in_ms(seconds: float) -> float:
-    return seconds * 1e3
-
-
-def in_gib(byte_count: float) -> float:
-    return byte_count / 2**30
-
-
-def in_percent(share: float) -> float:
-    return share * 100
-
-
-def milliseconds(seconds: float, std_s: float | None = None) -> str:
-    """`62.10 ± 0.31`: four digits of the mean, or more where the standard deviation needs them for one of its own."""
-    decimals = _decimals(in_ms(seconds))
-    if std_s is None or not math.isfinite(std_s):
-        return f"{in_ms(seconds):,.{decimals}f}".replace("-", MINUS)
-    if 0 < in_ms(std_s) < 0.5 * 10.0**-decimals:
-        decimals = min(4, -math.floor(math.log10(in_ms(std_s))))
-    return f"{in_ms(seconds):,.{decimals}f} ± {in_ms(std_s):,.{decimals}f}".replace("-", MINUS)
-
-
-def seconds_words(seconds: float) -> str:
-    """`2.31 s`, `62.10 ms` or `18.5 µs`, for a sentence."""
-    if abs(seconds) >= 1:
-        return f"{seconds:,.2f} s"
-    return f"{milliseconds(seconds)} ms" if abs(seconds) >= 1e-4 else f"{three_digits(seconds * 1e6)} µs"
-
-
-def times_words(ratio: float) -> str:
-    """`11.6 times`, for a sentence."""
-    return f"{ratio:.2f} times" if ratio < 10 else f"{ratio:,.0f} times"
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        rows: Iterable[Any],
+        columns: Iterable[Column],
+        *,
+        note: str = "",
+        raw: Iterable[Mapping[str, Any]] = (),
+        folded: bool = False,
+    ) -> "Table":
+        """The table of these rows. `{unit}` in the title, the note and columns' titles is the unit of their bytes."""
+        lines = list(rows)
+        read = [(column, [column.read(line) for line in lines]) for column in columns]
+        read = [(column, values) for column, values in read if not column.optional or _present(values)]
+        shared = byte_unit(
+            size for column, values in read if column.form.unit == "table" for size in column.sizes(values)
+        )
+        made, written = [], []
+        for column, values in read:
+            unit = byte_unit(column.sizes(values)) if column.form.unit == "column" else shared
+            made.append(replace(column, title=column.title.replace(_UNIT, unit.name)))
+            written.append([column.entry(value, unit) for value in values])
+        return cls(
+            title=title.replace(_UNIT, shared.name),
+            columns=tuple(made),
+            entries=tuple(tuple(values[place] for values in written) for place in range(len(lines))),
+            raw=tuple(raw),
+            note=note.replace(_UNIT, shared.name),
+            folded=folded,
+        )
 
 
-def gibibytes(byte_count: float) -> str:
-    return f"{in_gib(byte_count):,.2f}"
+def point_columns(rows: Iterable[Any], *, without: Iterable[str] = ()) -> list[Column]:
+    """The columns that name a row, whatever became of it."""
+    points, hidden = [row_of(row).point for row in rows], set(without)
+    return [
+        _point_column(name, points)
+        for name in dict.fromkeys(name for one in points for name in one)
+        if name not in hidden
+    ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ByteUnit:
-    """What bytes are counted in."""
-
-    name: str
-    byte_count: int
-
-    def words(self, byte_count: float) -> str:
-        """Three digits, the unit being said elsewhere."""
-        return three_digits(byte_count / self.byte_count)
+def doubts_column(get: Callable[[Any], Any] | str) -> Column:
+    """The last column of a table of cells: what makes a row's numbers doubtful, or the sentence of its failure."""
+    return Column("doubts", TEXT, get, failed=_sentence)
 
 
-_BYTE_UNITS = [ByteUnit(name=name, byte_count=size) for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))]
-
-
-def byte_unit(byte_counts: Iterable[float | None]) -> ByteUnit:
-    """The one unit of a table or a column, chosen by its largest value, which is at least half of it; KiB for the least."""
-    largest = max((abs(count) for count in byte_counts if count is not None), default=0)
-    return next((unit for unit in _BYTE_UNITS if largest >= unit.byte_count / 2), _BYTE_UNITS[-1])
-
-
-def byte_words(byte_count: float) -> str:
-    """`2.00 GiB`, `15.3 MiB`, `4.0 KiB` or `512 B`, for a sentence."""
-    if abs(byte_count) < 1024:
-        return f"{byte_count:,.0f} B"
-    unit = byte_unit([byte_count])
-    return f"{byte_count / unit.byte_count:,.{2 if unit.name == 'GiB' else 1}f} {unit.name}"
-
-
-def needed_words(byte_count: float) -> str:
-    """`68.7 GiB`, `1,024 GiB` or `15.3 MiB`: three digits, for a cell."""
-    unit = byte_unit([byte_count])
-    return f"{unit.words(byte_count)} {unit.name}"
-
-
-def three_digits(value: float) -> str:
-    """`68.7`, `0.00391`, `1,024`: three digits or all before the point, for columns whose numbers span many powers of ten."""
-    decimals = max(0, min(9, 2 - math.floor(math.log10(abs(value))))) if value else 0
-    return f"{value:,.{decimals}f}"
-
-
-def percent(share: float) -> str:
-    return f"{in_percent(share):.1f}".replace("-", MINUS)
-
-
-def ratio_words(ratio: float) -> str:
-    return f"{ratio:.3f}"
-
-
-def rate_words(rate: float, unit: str) -> str:
-    """`693 TFLOP/s`, `67.1 GFLOP/s` (of a CPU) or `4,240.0 GB/s`."""
-    if not unit.startswith("flop"):
-        return f"{rate / 1e9:,.1f} GB/s"
-    return f"{rate / 1e12:,.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.4g} GFLOP/s"
-
-
-def failure_word(failure: Failure) -> str:
-    return FAILURES[failure.kind]
-
-
-def failure_sentence(failure: Failure) -> str:
-    """`OOM in backward: asked for 2.00 GiB with 137.20 of 139.80 GiB taken`."""
-    sentence = f"{failure_word(failure)} in {failure.phase}"
-    if failure.asked_bytes is None:
-        return f"{sentence}: {failure.message}"
-    sentence += f": asked for {byte_words(failure.asked_bytes)}"
-    if failure.allocated_bytes is not None:
-        sentence += f" with {byte_words(failure.allocated_bytes)} taken"
-        if failure.capacity_bytes is not None:
-            sentence += f" of {byte_words(failure.capacity_bytes)}"
-    return sentence
+def row_of(row: Any) -> Row:
+    """The record's row behind a row of a table."""
+    found: Row = getattr(row, "row", row)
+    return found
 
 
 def cell_tables(rows: Sequence[Row]) -> list[Table]:
@@ -177,109 +187,61 @@ def cell_tables(rows: Sequence[Row]) -> list[Table]:
     return [_cell_table(workload, [row for row in rows if row.record.workload == workload]) for workload in workloads]
 
 
-def point_columns(rows: Sequence[Row], *, without: Sequence[str] = ()) -> list[tuple[Column, Callable[[Row], Entry]]]:
-    """The columns that name a row."""
-    names = dict.fromkeys(name for row in rows for name in row.point if name not in without)
-    return [(Column(title=name, number=_all_numbers(name, rows)), _point_entry(name)) for name in names]
-
-
 def _cell_table(workload: str, rows: Sequence[Row]) -> Table:
-    raw = [quantities(row) for row in rows]
-    points = point_columns(rows)
-    measured = [(column, make) for column, make in _MEASURED if any(make(numbers) for numbers in raw)]
-    measured += _other_samples(raw) if workload != "train_step" else []
-    columns = [column for column, _ in points] + [column for column, _ in measured] + [Column(title="doubts")]
-    entries = tuple(
-        (
-            *(make(row) for _, make in points),
-            *(_measured_entry(row, make(numbers)) for _, make in measured),
-            _doubts_entry(row, numbers),
-        )
-        for row, numbers in zip(rows, raw, strict=True)
+    lines = [Line(row, quantities(row)) for row in rows]
+    others = _other_times(lines) if workload != "train_step" else []
+    columns = [*point_columns(lines), *_MEASURED, *others, doubts_column("doubts")]
+    return Table.of(_WORKLOADS.get(workload, workload), lines, columns, raw=[line.of for line in lines])
+
+
+def _point_column(name: str, points: Sequence[Mapping[str, Any]]) -> Column:
+    form = Form(
+        text=words,
+        sort=lambda value: float(value) if is_number(value) else None,
+        number=all(is_number(point.get(name)) for point in points),
+        absent=words(None),
     )
-    return Table(title=_WORKLOADS.get(workload, workload), columns=tuple(columns), entries=entries, raw=tuple(raw))
+    return Column(name, form, lambda row: row_of(row).point.get(name), failed=None)
 
 
-def _measured_entry(row: Row, entry: Entry | None) -> Entry:
-    """A failed row shows its failure wherever a number would stand."""
-    if row.record.failure is not None:
-        return Entry(text=failure_word(row.record.failure), failure=row.record.failure)
-    return entry or Entry(text=ABSENT)
+def _record_of(row: Any) -> Record | None:
+    record: Record | None = getattr(row_of(row), "record", None)
+    return record
 
 
-def _doubts_entry(row: Row, numbers: Mapping[str, Any]) -> Entry:
-    if row.record.failure is not None:
-        return Entry(text=failure_sentence(row.record.failure), failure=row.record.failure)
-    return Entry(text=numbers["doubts"])
+def _present(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if value is not None and not isinstance(value, Entry)]
 
 
-def _point_entry(name: str) -> Callable[[Row], Entry]:
-    def entry(row: Row) -> Entry:
-        value: Any = row.point.get(name)
-        return Entry(text=words(value), sort=float(value) if _is_number(value) else None)
-
-    return entry
+def _time(title: str, name: str) -> Column:
+    return Column(f"{title} (ms)", MS_STD, lambda line: time_of(line.of, name), optional=True)
 
 
-def _all_numbers(name: str, rows: Sequence[Row]) -> bool:
-    return all(_is_number(row.point.get(name)) for row in rows)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _decimals(value: float) -> int:
-    """Decimals that leave four digits."""
-    return max(0, min(4, 3 - math.floor(math.log10(abs(value))))) if value else 0
-
-
-Numbers = Mapping[str, Any]
-
-
-def _time(name: str) -> Callable[[Numbers], Entry | None]:
-    def entry(numbers: Numbers) -> Entry | None:
-        found = time_of(numbers, name)
-        return found and Entry(text=milliseconds(*found), sort=in_ms(found[0]))
-
-    return entry
-
-
-def _number(name: str, text: Callable[[float], str]) -> Callable[[Numbers], Entry | None]:
-    def entry(numbers: Numbers) -> Entry | None:
-        value = numbers.get(name)
-        return None if value is None else Entry(text=text(value), sort=value)
-
-    return entry
-
-
-def _peak(numbers: Numbers) -> Entry | None:
-    """Allocated on the device, or resident in the process of a CPU cell."""
-    value = numbers.get("peak_allocated_bytes", numbers.get("peak_rss_bytes"))
-    return None if value is None else Entry(text=gibibytes(value), sort=in_gib(value))
-
-
-def _rate(numbers: Numbers) -> Entry | None:
-    value = numbers.get("rate")
-    unit = "flop/s" if "flops" in numbers else "bytes/s"
-    return None if value is None else Entry(text=rate_words(value, unit), sort=value)
-
-
-def _other_samples(raw: Sequence[Numbers]) -> list[tuple[Column, Callable[[Numbers], Entry | None]]]:
+def _other_times(lines: Sequence[Line]) -> list[Column]:
     """Times of a workload of one's own, whatever they are called."""
-    names = dict.fromkeys(
-        name.removesuffix("_mean_s") for numbers in raw for name in numbers if name.endswith("_mean_s")
-    )
-    return [(Column(title=f"{name} (ms)", number=True), _time(name)) for name in names if name not in (*TIMES, "time")]
+    means = dict.fromkeys(name for line in lines for name in line.of if name.endswith("_mean_s"))
+    names = [name.removesuffix("_mean_s") for name in means]
+    return [_time(name, name) for name in names if name not in (*TIMES, "time")]
 
 
-_MEASURED: list[tuple[Column, Callable[[Numbers], Entry | None]]] = [
-    *((Column(title=f"{TITLES.get(name, name)} (ms)", number=True), _time(name)) for name in TIMES),
-    (Column(title="a call (ms)", number=True), _time("time")),
-    (Column(title="rate", number=True), _rate),
-    (Column(title="tokens/s", number=True), _number("tokens_per_s", lambda value: f"{value:,.0f}")),
-    (Column(title="TFLOP/s", number=True), _number("model_flops_per_s", lambda value: f"{value / 1e12:,.4g}")),
-    (Column(title="MFU (%)", number=True), _number("mfu_ratio", percent)),
-    (Column(title="compile (s)", number=True), _number("compile_s", lambda value: f"{value:,.1f}")),
-    (Column(title="peak (GiB)", number=True), _peak),
-]
+def _peak(line: Line) -> float | None:
+    """Allocated on the device, or resident in the process of a CPU cell."""
+    peak: float | None = line.of.get("peak_allocated_bytes", line.of.get("peak_rss_bytes"))
+    return peak
+
+
+def _rate(line: Line) -> tuple[float, str] | None:
+    rate, unit = line.of.get("rate"), "flop/s" if "flops" in line.of else "bytes/s"
+    return None if rate is None else (rate, unit)
+
+
+_MEASURED = (
+    *(_time(TITLES.get(name, name), name) for name in TIMES),
+    _time("a call", "time"),
+    Column("rate", Form(text=lambda rate: rate_words(*rate), sort=lambda rate: rate[0]), _rate, optional=True),
+    Column("tokens/s", WHOLE, "tokens_per_s", optional=True),
+    Column("TFLOP/s", Form(text=lambda rate: f"{rate / 1e12:,.4g}"), "model_flops_per_s", optional=True),
+    Column("MFU (%)", PERCENT, "mfu_ratio", optional=True),
+    Column("compile (s)", Form(text=lambda seconds: f"{seconds:,.1f}"), "compile_s", optional=True),
+    Column("peak (GiB)", GIB, _peak, optional=True),
+)

@@ -11,9 +11,11 @@ from typing import Any
 
 from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.records.record import Record
+from trainstep.report.forms import ABSENT, milliseconds, rate_words, ratio_words
+from trainstep.report.hand_built import Column
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
-from trainstep.report.tables import ABSENT, Column, Entry, Table, milliseconds, rate_words, ratio_words
+from trainstep.report.tables import Entry, Table
 
 WORKLOAD = "attention_tiles"
 _LABEL = ("kernel", "arithmetic", "head_dim", "mask", "shape")

@@ -18,9 +18,9 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.first_step import PARTS, FirstStep
+from trainstep.report.forms import in_ms, milliseconds, percent, times_words
 from trainstep.report.quantities import quantities, time_of
 from trainstep.report.rows import Row, needless, varying, words
-from trainstep.report.tables import in_ms, milliseconds, percent, times_words
 
 Found = list[tuple[Row, FirstStep]]
 """Each row with the split of its first step."""

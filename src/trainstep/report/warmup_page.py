@@ -4,21 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainstep.report.first_step import PARTS, FirstStep, first_step
+from trainstep.report.forms import ABSENT, in_ms, milliseconds, percent, seconds_words, times_words
+from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.quantities import quantities, time_of
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
-from trainstep.report.tables import (
-    ABSENT,
-    Column,
-    Entry,
-    Table,
-    in_ms,
-    milliseconds,
-    percent,
-    point_columns,
-    seconds_words,
-    times_words,
-)
+from trainstep.report.tables import Entry, Table
 from trainstep.report.warmup_charts import SHOWN_STEPS, Found, by_w_chart, curve_chart, split_chart
 
 _MOST_IN_CHARTS = 40
