@@ -14,6 +14,7 @@ from torch import nn
 from parallel_strategies import STRATEGIES
 from parallel_training import Case, built
 from ranks import run_ranks
+from trainstep import parallel
 from trainstep.parallel.ddp_bucketed import BucketedDDP
 from trainstep.parallel.ddp_flat import FlatDDP
 from trainstep.parallel.ddp_overlapped import OverlappedDDP
@@ -29,6 +30,10 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def test_ddp_is_the_bucketed_strategy_with_its_defaults():
+    assert parallel.DDP is BucketedDDP
 
 
 def test_the_module_stays_what_it_is():
