@@ -3,6 +3,7 @@
 Read from source, so a package that does not exist yet has its place waiting; a package without a place fails.
 """
 
+import importlib
 import json
 import subprocess
 import sys
@@ -31,6 +32,8 @@ STANDALONE = {"ops", "parallel"}
 LIFTED_WITH = {"costs", "spans"}
 LAZY = {"cli"}
 """May import ours inside functions, so that `trainstep --help` answers at once."""
+LAZY_EXPORTS = {"trainstep.parallel"}
+"""The one exception: packages that load what they export, from further down and by name, when it is first used."""
 TORCH_FREE = {"config", "costs", "records", "traces", "plan", "report", "cli"}
 DRIVER_MODULES = ("sweep", "runner", "executor_", "environment", "workload")
 """The side of measure that starts a cell's process instead of being it: no torch either."""
@@ -100,7 +103,11 @@ def test_the_rule_itself(module: str, source: str, word: str | None):
 
 def is_torch_free(module: str) -> bool:
     part = own_part(module)
-    return part in TORCH_FREE or any(module.startswith(f"trainstep.measure.{name}") for name in DRIVER_MODULES)
+    return (
+        module in LAZY_EXPORTS
+        or part in TORCH_FREE
+        or any(module.startswith(f"trainstep.measure.{name}") for name in DRIVER_MODULES)
+    )
 
 
 def triton_modules() -> set[str]:
@@ -172,6 +179,22 @@ def test_imports_without_triton():
     theirs = triton_modules()
     names = [module for module in MODULES if module not in theirs]
     assert run_bare(IMPORT_THEM.format(absent=["triton"], names=names)) == {}
+
+
+@pytest.mark.parametrize("package", LAZY_EXPORTS)
+def test_lazy_exports(package: str):
+    """Each is found, said to type checkers, and loaded when it is used: the bare package has no torch."""
+    exported = importlib.import_module(package)
+    guarded = [one for one in imports(MODULES[package].read_text()) if one.guarded]
+    assert {one.target.rpartition(".")[2] for one in guarded} == set(exported.__all__) - {"DDP"}
+    assert set(exported.__all__) <= set(dir(exported))
+    for one in guarded:
+        module, _, name = one.target.rpartition(".")
+        assert getattr(exported, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        exported.nothing  # noqa: B018
+    program = f"import sys, json, {package} as package; dir(package); print(json.dumps('torch' in sys.modules))"
+    assert run_bare(program) is False
 
 
 def test_importing_has_no_effect():

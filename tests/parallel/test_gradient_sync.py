@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +14,13 @@ from torch import nn
 from parallel_strategies import STRATEGIES
 from parallel_training import Case, built
 from ranks import run_ranks
+from trainstep import parallel
 from trainstep.parallel.ddp_bucketed import BucketedDDP
 from trainstep.parallel.ddp_flat import FlatDDP
 from trainstep.parallel.ddp_overlapped import OverlappedDDP
 from trainstep.parallel.gradient_sync import GradientSync, ReplicatedGradients
 from trainstep.parallel.ranks import Ranks, alone
+from trainstep.parallel.sharded_optimizer import ShardedOptimizer
 
 WRAPPERS = [STRATEGIES[name] for name in ("naive", "flat", "overlapped", "bucketed")]
 
@@ -27,6 +30,10 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def test_ddp_is_the_bucketed_strategy_with_its_defaults():
+    assert parallel.DDP is BucketedDDP
 
 
 def test_the_module_stays_what_it_is():
@@ -130,9 +137,31 @@ def test_without_a_process_group_it_says_how_to_start_one():
 
 
 @pytest.mark.parametrize("field", ["bucket_mib", "first_bucket_mib", "last_bucket_mib"])
-def test_bucket_sizes_are_positive(field: str):
+@pytest.mark.parametrize("size", [0, -math.inf, math.nan])
+def test_bucket_sizes_are_positive(field: str, size: float):
     with pytest.raises(ValueError, match=f"{field}: must be positive"):
-        BucketedDDP(two_layers(), alone(), **{field: 0})
+        BucketedDDP(two_layers(), alone(), **{field: size})
+
+
+def test_infinite_buckets_are_one():
+    for options in ({"bucket_mib": math.inf}, {"bucket_cap_mb": math.inf}):
+        (bucket,) = BucketedDDP(two_layers(), alone(), **options).buckets
+        assert len(bucket.parameters) == 4
+    blocks = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+    optimizer = ShardedOptimizer.flat(blocks, torch.optim.AdamW, ranks=alone(), bucket_mib=math.inf)
+    assert [len(pieces) for pieces in optimizer.gradient_sync.unit_pieces] == [12]
+
+
+def test_torchs_name_for_a_buckets_size_means_the_same_mib():
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]  # a MiB each
+    sizes = {}
+    for name in ("bucket_mib", "bucket_cap_mb"):
+        sync = BucketedDDP(nn.Sequential(*layers), alone(), **{name: 2})
+        sizes[name] = [len(bucket.parameters) for bucket in sync.buckets]
+        sync.detach()
+    assert sizes == {"bucket_mib": [2, 2], "bucket_cap_mb": [2, 2]}
+    with pytest.raises(ValueError, match="bucket_cap_mb: is torch's name for bucket_mib; give one of them"):
+        BucketedDDP(two_layers(), alone(), bucket_mib=2, bucket_cap_mb=2)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -11,11 +11,13 @@ _LEAST_SHARE, _MOST_SHARE = 1 / 16, 1 / 4
 """Of all, in a message of the usual size."""
 
 
-def bytes_of_mib(name: str, mib: float | None) -> int | None:
-    """Of a message's size that somebody asked for, under this name; None where nobody did. ValueError unless it is positive."""
+def bytes_of_mib(name: str, mib: float | None) -> float | None:
+    """Of a message's size that somebody asked for, under this name; None where nobody did. math.inf: all in one message.
+
+    ValueError unless it is positive."""
     if mib is not None and not mib > 0:
         raise ValueError(f"{name}: must be positive, not {mib}")
-    return None if mib is None else int(mib * 2**20)
+    return None if mib is None else mib * 2**20
 
 
 def usual_message_bytes(total_bytes: int) -> float:

@@ -15,8 +15,12 @@ from trainstep.parallel.ranks import Ranks
 
 
 class BucketedDDP(ReplicatedGradients):
-    """`bucket_mib`: of a message, by default a sixteenth to a quarter of all gradients (costs/buckets.py), at least 25;
-    `first_bucket_mib`, `last_bucket_mib`: of the first and the last to be sent, if they differ.
+    """`bucket_mib`: of a message, by default a sixteenth to a quarter of all gradients (costs/buckets.py), at least 25; math.inf:
+    one message. `first_bucket_mib`, `last_bucket_mib`: of the first and the last to be sent, if they differ.
+
+    `bucket_cap_mb`: the same by the name that torch's DDP has for it; MiB there too. None, which in torch is 25 behind a first
+    bucket of 1, is the default here. (torch's buckets end with the gradient that reaches the cap, these before one that would
+    exceed it.)
 
     `reduce_dtype`: what gradients are sent and averaged in; by default their own. If it differs and `keeps_gradient_dtype`,
     the average is copied back into gradients of the parameters' dtype; without, gradients are views of the buckets in
@@ -35,7 +39,12 @@ class BucketedDDP(ReplicatedGradients):
         last_bucket_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
         keeps_gradient_dtype: bool = True,
+        bucket_cap_mb: float | None = None,
     ) -> None:
+        if bucket_cap_mb is not None:
+            if bucket_mib is not None:
+                raise ValueError("bucket_cap_mb: is torch's name for bucket_mib; give one of them")
+            bucket_mib = bucket_cap_mb
         bucket_bytes = bytes_of_mib("bucket_mib", bucket_mib)
         first_bucket_bytes = bytes_of_mib("first_bucket_mib", first_bucket_mib)
         last_bucket_bytes = bytes_of_mib("last_bucket_mib", last_bucket_mib)

@@ -43,8 +43,9 @@ class ShardedGradients(HookedGradients):
     `zero_grad`: the module's does not see the pieces.
 
     A unit is a block, or neighbouring ones that together hold at most `bucket_mib` MiB of parameters, by default as
-    costs/buckets.py chooses: a sixteenth to a quarter of all. Larger units are fewer messages, and leave more to send when backward
-    is over. `units`: other modules to cut at, as in plan_units. ValueError for a `bucket_mib` that is not positive.
+    costs/buckets.py chooses: a sixteenth to a quarter of all; math.inf: all blocks are one. Larger units are fewer messages, and
+    leave more to send when backward is over. `units`: other modules to cut at, as in plan_units. ValueError for a `bucket_mib`
+    that is not positive.
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
     """
