@@ -179,6 +179,7 @@ def is_number(value: Any) -> bool:
 
 
 TEXT = Form(text=str, sort=lambda _: None, number=False)
+NAME = Form(text=lambda name: name.replace("_", " "), sort=lambda _: None, number=False)
 COUNT = Form(text=lambda count: f"{count:,}")
 WHOLE = Form(text=lambda value: f"{value:,.0f}")
 DIGITS = Form(text=three_digits)
