@@ -170,9 +170,9 @@ def point_columns(rows: Iterable[Any], *, without: Iterable[str] = ()) -> list[C
     ]
 
 
-def doubts_column(get: Callable[[Any], Any] | str) -> Column:
+def doubts_column(get: Callable[[Any], Any] | str, *, title: str = "doubts") -> Column:
     """The last column of a table of cells: what makes a row's numbers doubtful, or the sentence of its failure."""
-    return Column("doubts", TEXT, get, failed=_sentence)
+    return Column(title, TEXT, get, failed=_sentence)
 
 
 def row_of(row: Any) -> Row:
