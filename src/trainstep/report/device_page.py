@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from trainstep.report.device_roofline import roofline
 from trainstep.report.device_words import bound_words, device_sentences
 from trainstep.report.device_work import ceilings_of, work_of
-from trainstep.report.forms import BYTE_RATE, DIGITS, FLOP_RATE, MS, PERCENT, TEXT, Form, three_digits
+from trainstep.report.forms import BYTE_RATE, DIGITS, FLOP_RATE, GIGA, MS, PERCENT, TEXT, Form
 from trainstep.report.profile_tables import DETAILED_CELLS, HELP, profile_rows
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
@@ -58,14 +58,13 @@ def _cell(row: Row, rows: Sequence[Row], *, alone: bool) -> Section:
     )
 
 
-_GIGA = Form(text=lambda count: three_digits(count / 1e9))
 _WORK = (
     Column("work", TEXT, "name", help="kinds of work whose FLOPs and bytes have a formula"),
     Column("phase"),
     Column("calls", Form(text=lambda calls: f"{calls:,.4g}"), help="kernels a step; on a CPU ops"),
     Column("time (ms)", MS, "time_s", help="of a step"),
-    Column("GFLOP", _GIGA, "flops", help=HELP["flops"]),
-    Column("GB", _GIGA, "bytes", help=HELP["bytes"]),
+    Column("GFLOP", GIGA, "flops", help=HELP["flops"]),
+    Column("GB", GIGA, "bytes", help=HELP["bytes"]),
     Column("FLOP/byte", DIGITS, "intensity"),
     Column("FLOP/s", FLOP_RATE, "flops_per_s", help="achieved"),
     Column("bytes/s", BYTE_RATE, "bytes_per_s", help="achieved"),

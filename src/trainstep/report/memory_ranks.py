@@ -5,7 +5,7 @@ from typing import Any
 
 from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
 from trainstep.records.record import Record
-from trainstep.report.forms import COUNT, NAME, SIZE, TEXT, beside
+from trainstep.report.forms import COUNT, NAME, ROUGH_SIZE, TEXT, beside
 from trainstep.report.rows import Row
 from trainstep.report.tables import Column, Line, Table, point_columns
 from trainstep.traces.ledger import MOMENTS, SAVED_FOR_BACKWARD
@@ -58,7 +58,7 @@ def ranks_table(rows: Sequence[Row]) -> list[Table]:
     named = point_columns(lines)
     if all(column.title != "sync" for column in named):
         named.append(Column("sync", TEXT, lambda line: line.row.record.config["sync"]))
-    sizes = (Column(title, SIZE, fact, optional=True) for title, fact in _SIZES.items())
+    sizes = (Column(title, ROUGH_SIZE, fact, optional=True) for title, fact in _SIZES.items())
     columns = [*named, Column("rank", COUNT), *sizes, Column("peaks in", NAME, "timeline_peak_phase")]
     return [Table.of("Peak of each rank", lines, columns, note=_RANKS_NOTE, raw=map(_raw, lines))]
 
@@ -73,8 +73,8 @@ def held_by_ranks_table(row: Row) -> Table | None:
     columns = [
         Column("rank", COUNT),
         Column("moment"),
-        *(Column(name, beside(SIZE)) for name in _COMPARED),
-        *(Column(name, SIZE) for name in ("activations", "rest", "allocated")),
+        *(Column(name, beside(ROUGH_SIZE)) for name in _COMPARED),
+        *(Column(name, ROUGH_SIZE) for name in ("activations", "rest", "allocated")),
     ]
     return Table.of("Held by each rank", lines, columns, note=_HELD_NOTE) if lines else None
 

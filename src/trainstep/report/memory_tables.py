@@ -6,7 +6,7 @@ from typing import Any
 
 from trainstep.records.ranks import table_of_rank
 from trainstep.records.record import Record
-from trainstep.report.forms import COUNT, NAME, PERCENT, SIZE, TEXT, Form, byte_words, failure_sentence, percent
+from trainstep.report.forms import COUNT, NAME, PERCENT, ROUGH_SIZE, TEXT, Form, byte_words, failure_sentence, percent
 from trainstep.report.memory_ranks import held_by_ranks_table, rank_words, ranks_table
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row, table_lines
@@ -119,7 +119,7 @@ def headroom_bytes(record: Record) -> int | None:
 def phases_table(rows: Sequence[Row]) -> list[Table]:
     """The peak of each phase: as tensors asked, as the allocator gave and reserved, as the driver saw it end."""
     lines = [Line(row, line) for row in rows for line in table_lines(table_of_rank(row.record, "peaks"))]
-    sizes = (Column(name, SIZE, f"{name}_bytes") for name in ("requested", "allocated", "reserved", "driver"))
+    sizes = (Column(name, ROUGH_SIZE, f"{name}_bytes") for name in ("requested", "allocated", "reserved", "driver"))
     columns = [*point_columns(lines), Column("phase", NAME), *sizes]
     return [Table.of("Peak by phase ({unit})", lines, columns)] if lines else []
 
@@ -128,7 +128,7 @@ def held_table(rows: Sequence[Row]) -> list[Table]:
     """Who held what at the peak: a row a cell, a column a category that any cell has."""
     lines = [Line(row, ledger_of(row.record, "peak")) for row in rows if "ledger" in row.record.tables]
     names = [name for name in dict.fromkeys(name for line in lines for name in line.of) if name in HELD]
-    sizes = [Column(name, SIZE) for name in names if any(line.of.get(name) for line in lines)]
+    sizes = [Column(name, ROUGH_SIZE) for name in names if any(line.of.get(name) for line in lines)]
     return [Table.of("Held at the peak ({unit})", lines, [*point_columns(lines), *sizes])] if sizes else []
 
 
@@ -236,10 +236,10 @@ _EACH = Form(text=lambda parts: f"{' + '.join(f'{part:.3g}' for part in parts)} 
 """`4 + 4 + 8 = 16`"""
 _EXACT = Form(text=lambda size: f"{size:,} B" if abs(size) < 100_000 else byte_words(size))
 _PEAKS = (
-    Column("allocated", SIZE, "peak_allocated_bytes"),
-    Column("reserved", SIZE, "peak_reserved_bytes"),
-    Column("driver", SIZE, "driver_bytes"),
-    Column("resident", SIZE, "peak_rss_bytes"),
+    Column("allocated", ROUGH_SIZE, "peak_allocated_bytes"),
+    Column("reserved", ROUGH_SIZE, "peak_reserved_bytes"),
+    Column("driver", ROUGH_SIZE, "driver_bytes"),
+    Column("resident", ROUGH_SIZE, "peak_rss_bytes"),
     Column("unexplained (%)", PERCENT, _unexplained),
     Column("bytes per parameter", _EACH, _each),
     Column("peaks in", TEXT, "timeline_peak_phase"),
@@ -248,7 +248,7 @@ _SEARCH = (
     Column("what"),
     Column("searched", NAME),
     *(Column(title, COUNT) for title in ("largest that fits", "smallest that does not")),
-    *(Column(title, SIZE) for title in ("allocated", "headroom")),
+    *(Column(title, ROUGH_SIZE) for title in ("allocated", "headroom")),
     Column("trials", COUNT),
     Column("ended by"),
 )

@@ -7,7 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.config.machine import MachineSpec, machine_spec, matmul_dtype
-from trainstep.report.forms import BYTE_RATE, FLOP_RATE, MS, WHOLE, Form, in_percent, is_number, percent, three_digits
+from trainstep.report.forms import (
+    BYTE_RATE,
+    FLOP_RATE,
+    GIGA,
+    MS,
+    WHOLE,
+    Form,
+    in_percent,
+    is_number,
+    percent,
+    three_digits,
+)
 from trainstep.report.profile_words import verdict_reason
 from trainstep.report.rows import Row, table_lines, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
@@ -114,9 +125,8 @@ _LONGEST = 56
 _MICROSECONDS = ("mean_s", "min_s", "max_s", "lead_s")
 _WORDS = ("phase", "class", "span", "layers", "name", "part", "layer", "cause", "ops", "kind")
 _SHARE = Form(text=percent, sort=in_percent)
-_GIGA = Form(text=lambda count: three_digits(count / 1e9))
 _US = Form(text=lambda seconds: three_digits(seconds * 1e6), sort=lambda seconds: seconds * 1e6)
-_FORMS = {"flops": _GIGA, "bytes": _GIGA, "flops_per_s": FLOP_RATE, "bytes_per_s": BYTE_RATE}
+_FORMS = {"flops": GIGA, "bytes": GIGA, "flops_per_s": FLOP_RATE, "bytes_per_s": BYTE_RATE}
 
 
 def profile_rows(rows: Sequence[Row]) -> list[Row]:
