@@ -7,10 +7,9 @@ import pytest
 
 from record_maker import ENVIRONMENT, a_record, seconds
 from trainstep.records.record import Fact, Record
-from trainstep.report.device_ceilings import ceilings_of
 from trainstep.report.device_page import device_sections
 from trainstep.report.device_words import bound_words, device_sentences
-from trainstep.report.device_work import work_of
+from trainstep.report.device_work import ceilings_of, work_of
 from trainstep.report.rows import rows_of
 
 MODEL = {"name": "one", "d_model": 64, "d_ff": 128, "layers": 1, "heads": 2, "vocab_size": 100}

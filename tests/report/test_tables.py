@@ -8,7 +8,16 @@ import pytest
 
 from trainstep.records.record import Fact, Record, Samples
 from trainstep.report import frames
-from trainstep.report.forms import COLUMN_SIZE, COUNT, SIZE, beside, byte_words, failure_sentence, milliseconds, percent
+from trainstep.report.forms import (
+    COLUMN_SIZE,
+    COUNT,
+    ROUGH_SIZE,
+    beside,
+    byte_words,
+    failure_sentence,
+    milliseconds,
+    percent,
+)
 from trainstep.report.tables import Column, Line, Table, cell_tables, doubts_column, point_columns
 from trainstep.report.terminal import plain
 
@@ -46,8 +55,8 @@ def test_columns_read_a_row_by_name_or_function():
     rows = [{"size": 2**30, "seen": 2**20, "kind": "a"}, {"size": None, "seen": 2**19, "kind": None}]
     columns = [
         Column("kind", help="what it is"),
-        Column("of it ({unit})", SIZE, "size"),
-        Column("seen", beside(SIZE), lambda row: (row["seen"], row["size"])),
+        Column("of it ({unit})", ROUGH_SIZE, "size"),
+        Column("seen", beside(ROUGH_SIZE), lambda row: (row["seen"], row["size"])),
         Column("each ({unit})", COLUMN_SIZE, "seen"),
         Column("nobody has it", get="other", optional=True),
     ]

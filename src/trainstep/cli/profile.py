@@ -141,7 +141,7 @@ def _run(
     from trainstep.cli.cells import check_kept, check_page, run_cells, show, write_page
     from trainstep.cli.streams import outliving_reader
     from trainstep.measure.executor_local import run_groups
-    from trainstep.report.profile_columns import TORCH_COLUMNS
+    from trainstep.report.profile_tables import TORCH_COLUMNS
 
     check_page(page, store.path)
     check_kept([cell for group in groups for cell in group], "keep_trace")

@@ -25,8 +25,7 @@ def show_trace(path: Path, top: int, limits: ReadLimits, *, as_json: bool) -> in
     """What a trace of torch's profiler or an export of nsys says, and its tables."""
     # Imported before the limited process begins: what libraries take is not the file's doing.
     from trainstep.report.frames import json_text
-    from trainstep.report.profile_columns import TORCH_COLUMNS
-    from trainstep.report.profile_tables import detail_tables
+    from trainstep.report.profile_tables import TORCH_COLUMNS, detail_tables
     from trainstep.report.profile_words import sentences
     from trainstep.report.terminal import print_tables
     from trainstep.report.visible import one_line

@@ -1,26 +1,16 @@
 """Collectives as tables: bandwidth by size with the slowest and the fastest rank, and the latency and bandwidth that they fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainstep.config.collective import CollectiveConfig
 from trainstep.records.bandwidth import LatencyFit, bandwidth, fit_latency
 from trainstep.records.ranks import rank_spread
 from trainstep.records.summary import doubts, summarize
-from trainstep.report.forms import (
-    ABSENT,
-    failure_sentence,
-    failure_word,
-    in_ms,
-    milliseconds,
-    needed_words,
-    percent,
-    three_digits,
-)
-from trainstep.report.hand_built import Column
+from trainstep.report.forms import COUNT, DIGITS, GIGA, MS_STD, PERCENT, RATIO, TEXT, Form, needed_words, three_digits
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row, machines
-from trainstep.report.tables import Entry, Table
+from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns, rank_columns, row_of
 
 WORKLOAD = "collective"
 LABEL = ("operation", "backend", "ranks", "dtype")
@@ -68,103 +58,58 @@ def collective_tables(rows: Sequence[Row]) -> list[Table]:
 
 def cells_table(rows: Sequence[Row]) -> Table:
     """One row a cell."""
-    more = [name for name in dict.fromkeys(name for row in rows for name in row.point) if name not in (*LABEL, "mib")]
-    known_link = any((found := bandwidth(row.record)) and found.link_share is not None for row in rows)
-    numbers = [
-        "size",
-        "time (ms)",
-        "slowest rank (ms)",
-        "fastest rank (ms)",
-        "algorithm (GB/s)",
-        "bus (GB/s)",
-        *(["of the link (%)"] if known_link else []),
+    alone = [_ALONE] if any(row.record.config["ranks"] == 1 for row in rows) else []
+    columns = [
+        *_NAMED,
+        *point_columns(rows, without=(*LABEL, "mib")),
+        Column("size", Form(text=size_words), _payload_bytes, failed=None),
+        Column("time (ms)", MS_STD, _time),
+        *rank_columns("time"),
+        Column("algorithm (GB/s)", GIGA, _speed("algorithm_bytes_per_s")),
+        Column("bus (GB/s)", GIGA, _speed("bus_bytes_per_s")),
+        Column("of the link (%)", PERCENT, _speed("link_share"), optional=True),
+        doubts_column(lambda row: "; ".join(doubts(row.record))),
     ]
-    return Table(
-        title="Collectives",
-        columns=(
-            *(Column(title=name, number=name == "ranks") for name in (*LABEL, *more)),
-            *(Column(title=name, number=True) for name in numbers),
-            Column(title="doubts"),
-        ),
-        entries=tuple(
-            (
-                *(Entry(text=str(row.record.config[name]), sort=_number(row.record.config[name])) for name in LABEL),
-                *(Entry(text=str(row.point.get(name, ""))) for name in more),
-                *_entries(row, known_link),
-            )
-            for row in rows
-        ),
-        raw=tuple(_raw(row) for row in rows),
-        note=" ".join(
-            [_HOW, *([_ALONE] if any(row.record.config["ranks"] == 1 for row in rows) else []), *_links(rows)]
-        ),
-    )
+    return Table.of("Collectives", rows, columns, note=" ".join([_HOW, *alone, *_links(rows)]), raw=map(_raw, rows))
 
 
 def fit_tables(rows: Sequence[Row]) -> list[Table]:
     """A line a series with enough sizes."""
-    found = [(mine[0], fit) for mine in series_of(rows).values() if (fit := fit_of(mine))]
-    if not found:
-        return []
-    numbers = ("ranks", "sizes", "latency (µs)", "bandwidth (GB/s)", "R²", "off by at most (%)")
-    return [
-        Table(
-            title="Latency and bandwidth",
-            columns=tuple(Column(title=title, number=title in numbers) for title in (*LABEL, *numbers[1:])),
-            entries=tuple(_fit_entries(row, fit) for row, fit in found),
-            note=_FIT,
-        )
+    lines = [Line(mine[0], fit) for mine in series_of(rows).values() if (fit := fit_of(mine))]
+    columns = [
+        *_NAMED,
+        Column("sizes", COUNT),
+        Column("latency (µs)", DIGITS, lambda line: line.of.alpha_s * 1e6),
+        Column("bandwidth (GB/s)", DIGITS, lambda line: line.of.beta_bytes_per_s / 1e9),
+        Column("R²", RATIO, "r_squared"),
+        Column("off by at most (%)", PERCENT, "worst"),
     ]
+    return [Table.of("Latency and bandwidth", lines, columns, note=_FIT)] if lines else []
 
 
-def _fit_entries(row: Row, fit: LatencyFit) -> tuple[Entry, ...]:
-    numbers = (fit.sizes, fit.alpha_s * 1e6, fit.beta_bytes_per_s / 1e9, fit.r_squared, fit.worst)
-    texts = (
-        str(fit.sizes),
-        three_digits(fit.alpha_s * 1e6),
-        three_digits(fit.beta_bytes_per_s / 1e9),
-        f"{fit.r_squared:.3f}",
-        percent(fit.worst),
-    )
-    return (
-        *(Entry(text=str(row.record.config[name])) for name in LABEL),
-        *(Entry(text=text, sort=number) for text, number in zip(texts, numbers, strict=True)),
-    )
+def _named(name: str) -> Column:
+    form = Form(text=str, sort=float) if name == "ranks" else TEXT
+    return Column(name, form, lambda row: row_of(row).record.config[name], failed=None)
 
 
-def _entries(row: Row, known_link: bool) -> tuple[Entry, ...]:
-    record = row.record
-    payload_bytes = CollectiveConfig(**record.config).payload_bytes
-    size = Entry(text=size_words(payload_bytes), sort=payload_bytes)
-    if record.failure is not None:
-        failed = Entry(text=failure_word(record.failure), failure=record.failure)
-        return (
-            size,
-            *([failed] * (6 if known_link else 5)),
-            Entry(text=failure_sentence(record.failure), failure=record.failure),
-        )
-    time = summarize(record.samples["time"])
-    spread, speed = rank_spread(record, "time"), bandwidth(record)
-    return (
-        size,
-        Entry(text=milliseconds(time.mean, time.std), sort=in_ms(time.mean)),
-        *(
-            Entry(text=ABSENT)
-            if spread is None
-            else Entry(text=f"{milliseconds(value)} (rank {rank})", sort=in_ms(value))
-            for rank, value in (
-                ((spread.slowest, spread.slowest_value), (spread.fastest, spread.fastest_value))
-                if spread
-                else ((0, 0.0),) * 2
-            )
-        ),
-        *(
-            Entry(text=ABSENT) if rate is None else Entry(text=three_digits(rate / 1e9), sort=rate)
-            for rate in ((speed.algorithm_bytes_per_s, speed.bus_bytes_per_s) if speed else (None, None))
-        ),
-        *([_share(speed.link_share if speed else None)] if known_link else []),
-        Entry(text="; ".join(doubts(record))),
-    )
+_NAMED = [_named(name) for name in LABEL]
+
+
+def _payload_bytes(row: Row) -> int:
+    return CollectiveConfig(**row.record.config).payload_bytes
+
+
+def _time(row: Row) -> tuple[float, float]:
+    time = summarize(row.record.samples["time"])
+    return time.mean, time.std
+
+
+def _speed(name: str) -> Callable[[Row], float | None]:
+    def get(row: Row) -> float | None:
+        speed = bandwidth(row.record)
+        return None if speed is None else getattr(speed, name)
+
+    return get
 
 
 def size_words(payload_bytes: float) -> str:
@@ -172,14 +117,6 @@ def size_words(payload_bytes: float) -> str:
     if payload_bytes < 2**20:
         return f"{three_digits(payload_bytes / 2**10)} KiB"
     return needed_words(payload_bytes)
-
-
-def _share(share: float | None) -> Entry:
-    return Entry(text=ABSENT) if share is None else Entry(text=percent(share), sort=share)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _links(rows: Sequence[Row]) -> list[str]:

@@ -2,30 +2,14 @@
 
 from collections.abc import Sequence
 
-from trainstep.report.device_ceilings import Ceilings, ceilings_of
 from trainstep.report.device_roofline import roofline
 from trainstep.report.device_words import bound_words, device_sentences
-from trainstep.report.device_work import CountedWork, work_of
-from trainstep.report.forms import ABSENT, in_ms, milliseconds, percent, rate_words, three_digits
-from trainstep.report.hand_built import Column, point_columns
-from trainstep.report.profile_tables import DETAILED_CELLS, profile_rows
+from trainstep.report.device_work import ceilings_of, work_of
+from trainstep.report.forms import BYTE_RATE, DIGITS, FLOP_RATE, GIGA, MS, PERCENT, TEXT, Form
+from trainstep.report.profile_tables import DETAILED_CELLS, HELP, profile_rows
 from trainstep.report.rows import Row
 from trainstep.report.section import Section
-from trainstep.report.tables import Entry, Table
-
-_COLUMNS = (
-    Column(title="work", help="kinds of work whose FLOPs and bytes have a formula"),
-    Column(title="phase"),
-    Column(title="calls", number=True, help="kernels a step; on a CPU ops"),
-    Column(title="time (ms)", number=True, help="of a step"),
-    Column(title="GFLOP", number=True, help="floating-point operations of a step, from the shapes"),
-    Column(title="GB", number=True, help="the least bytes read and written in a step, from the shapes"),
-    Column(title="FLOP/byte", number=True),
-    Column(title="FLOP/s", number=True, help="achieved"),
-    Column(title="bytes/s", number=True, help="achieved"),
-    Column(title="of the roof (%)", number=True, help="of the most FLOP/s that its FLOP per byte allow here"),
-    Column(title="bound by"),
-)
+from trainstep.report.tables import Column, Line, Table, point_columns
 
 
 def device_sections(rows: Sequence[Row]) -> list[Section]:
@@ -41,16 +25,25 @@ def device_sections(rows: Sequence[Row]) -> list[Section]:
 
 def work_tables(cells: Sequence[Row], rows: Sequence[Row]) -> list[Table]:
     """Each kind of work of these cells against its ceiling; `rows`: all records, measured ceilings among them."""
-    points = point_columns(cells)
-    entries = []
-    for row in cells:
-        ceilings = ceilings_of(row.record, rows)
-        start = [make(row) for _, make in points]
-        entries += [(*start, *_entries(one, ceilings)) for one in work_of(row.record)]
-    if not entries:
-        return []
-    columns = (*(column for column, _ in points), *_COLUMNS)
-    return [Table(title="Work against its ceilings", columns=columns, entries=tuple(entries))]
+    over = {id(row): ceilings_of(row.record, rows) for row in cells}
+    lines = [Line(row, work) for row in cells for work in work_of(row.record)]
+
+    def share(line: Line) -> float | None:
+        ceilings = over[id(line.row)]
+        return ceilings.share(line.of) if ceilings else None
+
+    def bound(line: Line) -> str | None:
+        ceilings = over[id(line.row)]
+        return bound_words(line.of, ceilings) if ceilings else None
+
+    of_roof = "of the most FLOP/s that its FLOP per byte allow here"
+    columns = [
+        *point_columns(cells),
+        *_WORK,
+        Column("of the roof (%)", PERCENT, share, help=of_roof),
+        Column("bound by", TEXT, bound),
+    ]
+    return [Table.of("Work against its ceilings", lines, columns)] if lines else []
 
 
 def _cell(row: Row, rows: Sequence[Row], *, alone: bool) -> Section:
@@ -65,18 +58,14 @@ def _cell(row: Row, rows: Sequence[Row], *, alone: bool) -> Section:
     )
 
 
-def _entries(one: CountedWork, ceilings: Ceilings | None) -> tuple[Entry, ...]:
-    share = ceilings.share(one) if ceilings else None
-    return (
-        Entry(text=one.name),
-        Entry(text=one.phase),
-        Entry(text=f"{one.calls:,.4g}", sort=one.calls),
-        Entry(text=milliseconds(one.time_s), sort=in_ms(one.time_s)),
-        Entry(text=three_digits(one.flops / 1e9), sort=one.flops),
-        Entry(text=three_digits(one.bytes / 1e9), sort=one.bytes),
-        Entry(text=three_digits(one.intensity), sort=one.intensity),
-        Entry(text=rate_words(one.flops_per_s, "flop/s"), sort=one.flops_per_s),
-        Entry(text=rate_words(one.bytes_per_s, "bytes/s"), sort=one.bytes_per_s),
-        Entry(text=ABSENT) if share is None else Entry(text=percent(share), sort=share),
-        Entry(text=bound_words(one, ceilings) if ceilings else ABSENT),
-    )
+_WORK = (
+    Column("work", TEXT, "name", help="kinds of work whose FLOPs and bytes have a formula"),
+    Column("phase"),
+    Column("calls", Form(text=lambda calls: f"{calls:,.4g}"), help="kernels a step; on a CPU ops"),
+    Column("time (ms)", MS, "time_s", help="of a step"),
+    Column("GFLOP", GIGA, "flops", help=HELP["flops"]),
+    Column("GB", GIGA, "bytes", help=HELP["bytes"]),
+    Column("FLOP/byte", DIGITS, "intensity"),
+    Column("FLOP/s", FLOP_RATE, "flops_per_s", help="achieved"),
+    Column("bytes/s", BYTE_RATE, "bytes_per_s", help="achieved"),
+)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainstep.report.charts import INK, SERIES, Chart, Panels, label, line, lines_of, powers_of_ten
-from trainstep.report.device_ceilings import Ceilings
-from trainstep.report.device_work import CountedWork
+from trainstep.report.device_work import Ceilings, CountedWork
 from trainstep.report.forms import milliseconds, percent, rate_words, three_digits
 
 _SYMBOLS = {"forward": "circle", "backward": "square", "optimizer": "diamond"}

@@ -6,9 +6,8 @@ Every sentence rests on this run's numbers: a part of the GPU is explained only 
 from collections.abc import Callable, Sequence
 
 from trainstep.records.record import Record
-from trainstep.report.device_ceilings import Ceilings
 from trainstep.report.device_roofline import roof_name
-from trainstep.report.device_work import CountedWork, device_time_s
+from trainstep.report.device_work import Ceilings, CountedWork, device_time_s
 from trainstep.report.forms import in_percent, percent, rate_words, three_digits
 
 _NEAR = 0.6

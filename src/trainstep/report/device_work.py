@@ -1,19 +1,21 @@
 """Kinds of work of a profiled step whose FLOPs and bytes have a formula: matmuls by span, attention, softmax, the optimizer.
 
 FLOPs and the least bytes come from costs/, times from the record's tables, all of a step. What has no formula here
-(element-wise kernels, reductions, copies, norms) is left out, and so is what recomputation runs twice.
+(element-wise kernels, reductions, copies, norms) is left out, and so is what recomputation runs twice. Over the work stand
+ceilings: measured ones where a record has them, else the data sheet's; unknown, none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainstep.config.machine import matmul_dtype
+from trainstep.config.machine import machine_spec, matmul_dtype
 from trainstep.costs.adamw import adamw_bytes, adamw_flops
 from trainstep.costs.attention import AttentionSizes, attention_backward_flops, attention_bytes, attention_flops
 from trainstep.costs.transformer import forward_flops
 from trainstep.costs.weight_matmuls import forward_bytes
 from trainstep.records.record import Record
+from trainstep.report.rows import Row, table_lines
 from trainstep.traces.kernel_classes import ATTENTION, IDLE, MATMUL, OPTIMIZER, OVERHEAD, SOFTMAX
 
 _SHAPE = ("layers", "d_model", "d_ff", "vocab_size")
@@ -24,6 +26,7 @@ _VECTOR_DTYPE = "fp32"
 """What softmax and the optimizer compute in, whatever the matmuls do: outside the matrix units."""
 _KEPT = 0.99
 """A record keeps the longest kernels of a phase by name: spans are told apart where these hold so much of its matmuls' time."""
+_MEASURED = "measured here"
 Columns = Mapping[str, Sequence[Any]]
 
 
@@ -71,7 +74,7 @@ def work_of(record: Record) -> list[CountedWork]:
 def device_time_s(record: Record) -> float:
     """All the device's work of a step; on a CPU, all time in ops and between them."""
     classes = record.tables.get("classes", {})
-    return float(sum(one["time_s"] for one in _rows(classes) if one["class"] != IDLE))
+    return float(sum(one["time_s"] for one in table_lines(classes) if one["class"] != IDLE))
 
 
 def _matmuls(record: Record) -> Iterator[CountedWork]:
@@ -103,7 +106,7 @@ def _split(record: Record, phase: str, total: tuple[float, float]) -> list[tuple
     """Calls and time of each span's matmuls, or nothing where spans are unknown or too many kernels went unnamed."""
     kernels = [
         one
-        for one in _rows(record.tables.get("kernels", {}))
+        for one in table_lines(record.tables.get("kernels", {}))
         if one["phase"] == phase and one["class"] == MATMUL and one["span"]
     ]
     if sum(one["time_s"] for one in kernels) < _KEPT * total[1]:
@@ -168,7 +171,7 @@ def _optimizer(record: Record) -> Iterator[CountedWork]:
     parameters = record.fact("parameters")
     rows = [
         one
-        for one in _rows(record.tables["classes"])
+        for one in table_lines(record.tables["classes"])
         if one["phase"] == "optimizer" and one["class"] not in (IDLE, OVERHEAD)
     ]
     if not parameters or not rows or record.config.get("clip_grad_norm") is not None:
@@ -210,17 +213,80 @@ def _dtype(record: Record) -> str:
 
 def _class_time(record: Record, phase: str, kind: str) -> tuple[float, float]:
     """Calls and seconds."""
-    mine = [one for one in _rows(record.tables["classes"]) if one["phase"] == phase and one["class"] == kind]
+    mine = [one for one in table_lines(record.tables["classes"]) if one["phase"] == phase and one["class"] == kind]
     return sum(one["calls"] for one in mine), sum(one["time_s"] for one in mine)
 
 
 def _attention_rows(record: Record, phase: str) -> list[dict[str, Any]]:
-    return [one for one in _rows(record.tables.get("attention", {})) if one["phase"] == phase]
+    return [one for one in table_lines(record.tables.get("attention", {})) if one["phase"] == phase]
 
 
 def _minus(total: tuple[float, float], inside: Mapping[str, Any] | None) -> tuple[float, float]:
     return total if inside is None else (total[0] - inside["calls"], total[1] - inside["time_s"])
 
 
-def _rows(columns: Columns) -> list[dict[str, Any]]:
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """A rate, FLOP/s or bytes/s, and where it is from."""
+
+    rate: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """`memory`: bytes/s of the device's own memory; `arithmetic`: FLOP/s by dtype of the operands."""
+
+    memory: Ceiling
+    arithmetic: dict[str, Ceiling]
+
+    def ridge(self, dtype: str) -> float:
+        """FLOP per byte below which memory is the limit, above which arithmetic is."""
+        return self.arithmetic[dtype].rate / self.memory.rate
+
+    def over(self, work: CountedWork) -> float | None:
+        """The most FLOP/s that work of its intensity can reach; None where its dtype has no ceiling."""
+        found = self.arithmetic.get(work.dtype)
+        return None if found is None else min(found.rate, work.intensity * self.memory.rate)
+
+    def share(self, work: CountedWork) -> float | None:
+        """What it reached of that."""
+        roof = self.over(work)
+        return None if roof is None else work.flops_per_s / roof
+
+    def is_memory_bound(self, work: CountedWork) -> bool:
+        return work.dtype in self.arithmetic and work.intensity < self.ridge(work.dtype)
+
+
+def ceilings_of(record: Record, rows: Sequence[Row]) -> Ceilings | None:
+    """The ceilings of the machine that made a record, from ceiling records beside it or its GPU's data sheet."""
+    measured = [row.record for row in rows if _is_ceiling_of(row.record, record)]
+    arithmetic = _data_sheet(record) | {
+        str(one.config["dtype"]): Ceiling(rate=one.fact("rate"), source=_MEASURED)
+        for one in measured
+        if one.config["kind"] == "matmul"
+    }
+    copies = [one.fact("rate") for one in measured if one.config["kind"] == "copy"]
+    spec = machine_spec(record.environment.gpu) if record.config.get("device") == "cuda" else None
+    if copies:
+        memory = Ceiling(rate=max(copies), source=_MEASURED)
+    elif spec is not None:
+        memory = Ceiling(rate=spec.memory_bytes_per_s, source=spec.source)
+    else:
+        return None
+    return Ceilings(memory=memory, arithmetic=arithmetic) if arithmetic else None
+
+
+def _data_sheet(record: Record) -> dict[str, Ceiling]:
+    spec = machine_spec(record.environment.gpu) if record.config.get("device") == "cuda" else None
+    return {dtype: Ceiling(rate=rate, source=spec.source) for dtype, rate in spec.peak_flops.items()} if spec else {}
+
+
+def _is_ceiling_of(ceiling: Record, record: Record) -> bool:
+    """The same chip of the same kind of machine, whatever the host is called: the nodes of a cluster are alike."""
+    on = (record.config.get("device"), record.environment.gpu, record.environment.cpu)
+    return (
+        ceiling.workload == "ceiling"
+        and ceiling.fact("rate") is not None
+        and (ceiling.config.get("device"), ceiling.environment.gpu, ceiling.environment.cpu) == on
+    )

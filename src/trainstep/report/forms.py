@@ -5,7 +5,7 @@ A column of a table declares a `Form` (report/tables.py); sentences and charts c
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.records.record import Failure
@@ -169,7 +169,7 @@ def beside(form: Form) -> Form:
     return Form(text=text, sort=lambda pair: form.sort(pair[0]), unit=form.unit, sizes=_itself)
 
 
-def _size(size: float, unit: ByteUnit) -> str:
+def _rough_size(size: float, unit: ByteUnit) -> str:
     return "<0.001" if 0 < size < unit.byte_count / 1000 else unit.words(size)
 
 
@@ -179,11 +179,13 @@ def is_number(value: Any) -> bool:
 
 
 TEXT = Form(text=str, sort=lambda _: None, number=False)
+NAME = Form(text=lambda name: name.replace("_", " "), sort=lambda _: None, number=False)
 COUNT = Form(text=lambda count: f"{count:,}")
 WHOLE = Form(text=lambda value: f"{value:,.0f}")
 DIGITS = Form(text=three_digits)
 RATIO = Form(text=ratio_words)
 PERCENT = Form(text=percent)
+GIGA = Form(text=lambda number: three_digits(number / 1e9))
 MS = Form(text=milliseconds, sort=in_ms)
 MS_STD = Form(text=lambda time: milliseconds(*time), sort=lambda time: in_ms(time[0]))
 """Values are pairs: mean or median, and standard deviation or None."""
@@ -192,7 +194,8 @@ RANK_MS = Form(text=lambda pair: f"{milliseconds(pair[1])} (rank {pair[0]})", so
 GIB = Form(text=gibibytes, sort=in_gib)
 BYTES = Form(text=byte_words)
 """Each with its own unit."""
-SIZE = Form(text=_size, unit="table")
-COLUMN_SIZE = Form(text=_size, unit="column")
+SIZE = Form(text=lambda size, unit: unit.words(size), unit="table")
+ROUGH_SIZE = replace(SIZE, text=_rough_size)
+COLUMN_SIZE = replace(SIZE, unit="column")
 FLOP_RATE = Form(text=lambda rate: rate_words(rate, "flop/s"))
 BYTE_RATE = Form(text=lambda rate: rate_words(rate, "bytes/s"))

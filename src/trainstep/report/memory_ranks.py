@@ -5,10 +5,9 @@ from typing import Any
 
 from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
 from trainstep.records.record import Record
-from trainstep.report.forms import ABSENT, ByteUnit, byte_unit
-from trainstep.report.hand_built import Column, point_columns
+from trainstep.report.forms import COUNT, NAME, ROUGH_SIZE, TEXT, beside
 from trainstep.report.rows import Row
-from trainstep.report.tables import Entry, Table
+from trainstep.report.tables import Column, Line, Table, point_columns
 from trainstep.traces.ledger import MOMENTS, SAVED_FOR_BACKWARD
 
 _SIZES = {
@@ -22,13 +21,13 @@ _SIZES = {
 """Column -> fact of a rank; one that no rank has is no column."""
 _COMPARED = ("parameters", "gradients", "optimizer state", "communication")
 _RANKS_NOTE = (
-    "Each rank's own peak. By formula: at the fullest of the moments that plan/peak_memory.py knows, from the model's parameters "
-    "and what forward was seen to keep; what comes and goes between them, batches and workspaces are not in it. Torch's own ways "
-    "have none."
+    "{unit}. Each rank's own peak. By formula: at the fullest of the moments that plan/peak_memory.py knows, from the model's "
+    "parameters and what forward was seen to keep; what comes and goes between them, batches and workspaces are not in it. "
+    "Torch's own ways have none."
 )
 _HELD_NOTE = (
-    "A number alone is the formula's too, else the formula's stands in brackets. Gradients: whole ones, a rank's shards, and "
-    "buckets that they are views of. Communication: other buffers, and parameters gathered from other ranks. Activations: all "
+    "{unit}. A number alone is the formula's too, else the formula's stands in brackets. Gradients: whole ones, a rank's shards, "
+    "and buckets that they are views of. Communication: other buffers, and parameters gathered from other ranks. Activations: all "
     "that forward keeps for backward. Rest: temporaries, workspaces, batches, what the allocator rounds up."
 )
 
@@ -49,61 +48,35 @@ def rank_words(record: Record, rank: int | None = None) -> str:
 
 def ranks_table(rows: Sequence[Row]) -> list[Table]:
     """A row a rank of the cells that have several."""
-    found = [(row, rank, facts_of_rank(row.record, rank)) for row in rows for rank in range(several_ranks(row.record))]
-    if not found:
+    lines = [
+        Line(row, {**facts_of_rank(row.record, rank), "rank": rank})
+        for row in rows
+        for rank in range(several_ranks(row.record))
+    ]
+    if not lines:
         return []
-    points = point_columns([row for row, _, _ in found])
-    sizes = {title: fact for title, fact in _SIZES.items() if any(facts.get(fact) is not None for _, _, facts in found)}
-    unit = byte_unit(facts.get(fact) for _, _, facts in found for fact in sizes.values())
-    columns = [column for column, _ in points] + [Column(title="sync"), Column(title="rank", number=True)]
-    columns += [Column(title=title, number=True) for title in sizes] + [Column(title="peaks in")]
-    entries = tuple(
-        (
-            *(make(row) for _, make in points),
-            Entry(text=str(row.record.config["sync"])),
-            Entry(text=f"{rank}", sort=rank),
-            *(size_entry(facts.get(fact), unit) for fact in sizes.values()),
-            Entry(text=str(facts.get("timeline_peak_phase", ABSENT)).replace("_", " ")),
-        )
-        for row, rank, facts in found
-    )
-    if any(column.title == "sync" for column, _ in points):  # it is among the points, where it varies
-        place = len(points)
-        columns = columns[:place] + columns[place + 1 :]
-        entries = tuple((*entry[:place], *entry[place + 1 :]) for entry in entries)
-    raw = tuple(_raw(row, rank, facts) for row, rank, facts in found)
-    note = f"{unit.name}. {_RANKS_NOTE}"
-    return [Table(title="Peak of each rank", columns=tuple(columns), entries=entries, raw=raw, note=note)]
+    named = point_columns(lines)
+    if all(column.title != "sync" for column in named):
+        named.append(Column("sync", TEXT, lambda line: line.row.record.config["sync"]))
+    sizes = (Column(title, ROUGH_SIZE, fact, optional=True) for title, fact in _SIZES.items())
+    columns = [*named, Column("rank", COUNT), *sizes, Column("peaks in", NAME, "timeline_peak_phase")]
+    return [Table.of("Peak of each rank", lines, columns, note=_RANKS_NOTE, raw=map(_raw, lines))]
 
 
 def held_by_ranks_table(row: Row) -> Table | None:
     """A row a rank and moment: what is compared with the formula, and the rest."""
-    record = row.record
-    found = [
-        (rank, moment, ledger, expected)
-        for rank in range(several_ranks(record))
-        for moment, ledger, expected in _moments(record, rank)
+    lines = [
+        {"rank": rank, "moment": moment, **_held(ledger, expected)}
+        for rank in range(several_ranks(row.record))
+        for moment, ledger, expected in _moments(row.record, rank)
     ]
-    if not found:
-        return None
-    unit = byte_unit(ledger.get("allocated") for _, _, ledger, _ in found)
-    titles = (*_COMPARED, "activations", "rest", "allocated")
-    entries = tuple(
-        (
-            Entry(text=f"{rank}", sort=rank),
-            Entry(text=moment),
-            *(_beside(ledger.get(line), expected.get(line), unit) for line in _COMPARED),
-            *(size_entry(size, unit) for size in _others(ledger)),
-        )
-        for rank, moment, ledger, expected in found
-    )
-    columns = (Column(title="rank", number=True), Column(title="moment"))
-    return Table(
-        title="Held by each rank",
-        columns=(*columns, *(Column(title=title, number=True) for title in titles)),
-        entries=entries,
-        note=f"{unit.name}. {_HELD_NOTE}",
-    )
+    columns = [
+        Column("rank", COUNT),
+        Column("moment"),
+        *(Column(name, beside(ROUGH_SIZE)) for name in _COMPARED),
+        *(Column(name, ROUGH_SIZE) for name in ("activations", "rest", "allocated")),
+    ]
+    return Table.of("Held by each rank", lines, columns, note=_HELD_NOTE) if lines else None
 
 
 def _moments(record: Record, rank: int) -> list[tuple[str, dict[str, int], dict[str, int]]]:
@@ -119,19 +92,21 @@ def _at(table: Mapping[str, Sequence[Any]], moment: str) -> dict[str, int]:
     return {line: size for line, size in zip(table["line"], table[moment], strict=True) if size is not None}
 
 
-def _others(ledger: Mapping[str, int]) -> tuple[int, int | None, int | None]:
-    """Activations, what is left, and what was allocated."""
+def _held(ledger: Mapping[str, int], expected: Mapping[str, int]) -> dict[str, Any]:
+    """What the formula knows beside it, activations, what is left, and what was allocated."""
     kept = sum(ledger.get(line, 0) for line in SAVED_FOR_BACKWARD)
     allocated = ledger.get("allocated")
-    compared = sum(ledger.get(line, 0) for line in _COMPARED)
-    return kept, None if allocated is None else allocated - compared - kept, allocated
+    compared = {line: (ledger[line], expected.get(line)) for line in _COMPARED if line in ledger}
+    rest = None if allocated is None else allocated - kept - sum(size for size, _ in compared.values())
+    return {**compared, "activations": kept, "rest": rest, "allocated": allocated}
 
 
-def _raw(row: Row, rank: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _raw(line: Line) -> dict[str, Any]:
+    row, facts = line
     names = ("timeline_peak_phase", "expected_peak_point", "snapshot", "allocated_residual_share", *_SIZES.values())
     held = {
         f"{line}_{moment}_{what}".replace(",", "").replace(" ", "_"): size
-        for moment, ledger, expected in _moments(row.record, rank)
+        for moment, ledger, expected in _moments(row.record, facts["rank"])
         for what, lines in (("bytes", ledger), ("expected_bytes", expected))
         for line, size in lines.items()
     }
@@ -139,20 +114,7 @@ def _raw(row: Row, rank: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         "workload": f"{row.record.workload}_rank",
         **row.point,
         "sync": row.record.config["sync"],
-        "rank": rank,
+        "rank": facts["rank"],
         **{name: facts[name] for name in names if name in facts},
         **held,
     }
-
-
-def _beside(size: int | None, expected: int | None, unit: ByteUnit) -> Entry:
-    seen = size_entry(size, unit)
-    aside = "" if expected is None or expected == size else f" ({unit.words(expected)})"
-    return Entry(text=f"{seen.text}{aside}", sort=size)
-
-
-def size_entry(size: int | None, unit: ByteUnit) -> Entry:
-    """In the table's unit."""
-    if size is None:
-        return Entry(text=ABSENT)
-    return Entry(text="<0.001" if 0 < size < unit.byte_count / 1000 else unit.words(size), sort=size)

@@ -20,10 +20,11 @@ from trainstep.report.charts import (
 )
 from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, ratio_words
 from trainstep.report.parallel_buckets import bucket_chart, bucket_sentences
-from trainstep.report.parallel_memory import CATEGORIES, held_by
 from trainstep.report.parallel_rows import YARDSTICK, Way, median_of, ways_of
 from trainstep.report.parallel_tables import (
+    CATEGORIES,
     communication_table,
+    held_by,
     memory_tables,
     message_tables,
     ranks_table,

@@ -1,17 +1,16 @@
 """Ways of going parallel as rows: each with its name, and the yardstick that it is held against."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from trainstep.config.sync import USED_BY, SyncConfig, needless
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Record
-from trainstep.report.forms import ABSENT
-from trainstep.report.hand_built import Column, point_columns
-from trainstep.report.rows import Row, flat_config, words
-from trainstep.report.tables import Entry
+from trainstep.report.forms import ABSENT, TEXT
+from trainstep.report.rows import Row, flat_config, table_lines, words
+from trainstep.report.tables import Column, Entry, point_columns, row_of
 
 WORKLOAD = "parallel"
 YARDSTICK = "none"
@@ -45,6 +44,10 @@ class Way:
     def place(self) -> str:
         """Everything but the way: `tiny 64`."""
         return self.row.label(without=_OF_A_WAY) or WORKLOAD
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """A table of the record, line by line; none where the cell failed."""
+        return table_lines(self.record.tables.get(name)) if self.record.failure is None else []
 
     def ratio(self, quantity: str) -> Comparison | None:
         """Its time against the yardstick's; None where they cannot be compared."""
@@ -80,22 +83,25 @@ def median_of(record: Record, quantity: str) -> float | None:
     return median(samples.values) if record.failure is None and samples and samples.values else None
 
 
-def name_columns(ways: Sequence[Way]) -> list[tuple[Column, Callable[[Row], Entry]]]:
+def name_columns(rows: Iterable[Any]) -> list[Column]:
     """The columns that name a way; an option that a way does not have is absent, one that none has is no column."""
-    rows = [way.row for way in ways]
-    columns = []
-    if all("sync" not in row.point for row in rows):
-        columns.append((Column(title="sync"), lambda row: Entry(text=str(row.record.config["sync"]))))
-    for column, make in point_columns(rows):
+    mine = [row_of(row) for row in rows]
+    sync = Column("sync", TEXT, lambda row: row_of(row).record.config["sync"], failed=None)
+    columns = [] if any("sync" in row.point for row in mine) else [sync]
+    for column in point_columns(mine):
         if column.title not in USED_BY:
-            columns.append((column, make))
-        elif any(column.title not in needless(row.record.config) for row in rows):
-            columns.append((column, _where_it_means_something(column.title, make)))
+            columns.append(column)
+        elif any(column.title not in needless(row.record.config) for row in mine):
+            columns.append(replace(column, get=_option_of(column.title)))
     return columns
 
 
-def _where_it_means_something(name: str, make: Callable[[Row], Entry]) -> Callable[[Row], Entry]:
-    return lambda row: Entry(text=ABSENT) if name in needless(row.record.config) else make(row)
+def _option_of(name: str) -> Callable[[Any], Any]:
+    def get(row: Any) -> Any:
+        means_nothing = name in needless(row_of(row).record.config)
+        return Entry(text=ABSENT) if means_nothing else row_of(row).point.get(name)
+
+    return get
 
 
 def _run_of(row: Row) -> tuple[Any, ...]:

@@ -1,26 +1,14 @@
 """The tables of `trainstep parallel`: each way's step against the yardstick's, what it sends, hides and holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainstep.records.ranks import rank_spread
 from trainstep.records.summary import doubts, summarize
-from trainstep.report.forms import (
-    ABSENT,
-    byte_unit,
-    failure_sentence,
-    failure_word,
-    in_ms,
-    milliseconds,
-    percent,
-    ratio_words,
-)
-from trainstep.report.hand_built import Column
-from trainstep.report.parallel_memory import driver_table, points_table
+from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
 from trainstep.report.parallel_rows import YARDSTICK, Way, median_of, name_columns, ways_of
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row
-from trainstep.report.tables import Entry, Table
+from trainstep.report.tables import Column, Line, Table, doubts_column, rank_columns
 
 _DETAILED = 2
 """Cells whose messages are listed outside the page."""
@@ -38,10 +26,22 @@ _FACTS = (
     "nccl_bytes",
     "agreement",
 )
+CATEGORIES = ("parameters", "gradients", "optimizer state", "communication", "activations")
+_ALLOCATOR = ("unnamed", "allocated")
+_POINTS = (
+    "Of rank 0. A number alone is the formula's too, else the formula's stands in brackets; torch's ways have none, and buffers of "
+    "their own that are not seen here. Communication: buffers, and parameters gathered from other ranks. "
+    "Activations: what forward saved for backward; the formula takes it as measured."
+)
+_UNNAMED = "Unnamed: allocated, in none of these: batches, the loss, libraries' workspaces, temporaries, buffers of torch's ways."
+_DRIVER = (
+    "{unit}. After a step, what nvidia-smi would show of rank 0's process: what the allocator has reserved (allocated, and cached "
+    "for reuse), the CUDA context, what NCCL took while the ranks met (buffers, kernels), and the rest: kernels loaded since."
+)
 _STEPS = (
     "Median ± standard deviation, of the slowest rank. Window: steps in a row, timed as one, so that what a way leaves for the "
     f"next step counts. Ratio: to sync {YARDSTICK}, in which ranks do not talk, from pairs of turns (so it need not be the "
-    "medians' quotient), with its 99 % interval; a doubt says where they took no turns."
+    "medians' quotient), with its 99 % interval; a doubt says where they took no turns. Peak: {unit}, of rank 0."
 )
 _COMMUNICATION = (
     "Of one profiled step, beside steps that were not. Sent: tensors' bytes; on the wire: what a rank sends at most by a "
@@ -50,6 +50,9 @@ _COMMUNICATION = (
     "nothing computing meanwhile. Longer than none: the medians' difference, what the whole step feels, slower kernels beside "
     "messages included."
 )
+_INTERVAL = Form(text=lambda ends: " to ".join(map(ratio_words, ends)), sort=lambda _: None)
+Held = dict[str, dict[str, tuple[int, int | None]]]
+"""Point -> line -> bytes, as seen and by formula."""
 
 
 def parallel_tables(rows: Sequence[Row]) -> list[Table]:
@@ -67,194 +70,196 @@ def parallel_tables(rows: Sequence[Row]) -> list[Table]:
     ] + (message_tables(ways) if few else [])
 
 
-def memory_tables(ways: Sequence[Way]) -> list[Table]:
-    """What ranks hold, by formula and as seen."""
-    return [*points_table(ways), *driver_table(ways)]
-
-
 def steps_table(ways: Sequence[Way]) -> Table:
     """One row a way: the step, synchronised and in windows."""
-    points = name_columns(ways)
-    titles = (
-        *("step (ms)", "ratio", "99 % interval", "window, a step (ms)", "window's ratio", "99 % of that"),
-        *("slowest rank (ms)", "fastest rank (ms)", "tokens/s", "peak"),
-    )
-    unit = byte_unit(_peak_bytes(way) for way in ways)
-    entries = []
-    for way in ways:
-        named = [make(way.row) for _, make in points]
-        failure = way.record.failure
-        if failure is not None:
-            cells = [Entry(text=failure_word(failure), failure=failure)] * len(titles)
-            entries.append((*named, *cells, Entry(text=failure_sentence(failure), failure=failure)))
-            continue
-        numbers = [*_time(way, "step"), *_time(way, "window_step"), *_ranks(way), *_rates(way, unit)]
-        trouble = [f"no trace: {said}"] if (said := way.record.fact("trace_failed")) else []
-        if (found := way.ratio("step")) is not None and found.interleaving == "none":
-            trouble.append(f"took no turns with {YARDSTICK}")
-        entries.append((*named, *numbers, Entry(text="; ".join([*doubts(way.record), *trouble]))))
-    columns = [column for column, _ in points] + [Column(title=title, number=True) for title in titles]
-    return Table(
-        title="Ways of going parallel",
-        columns=(*columns, Column(title="doubts")),
-        entries=tuple(entries),
-        note=f"{_STEPS} Peak: {unit.name}, of rank 0.",
-        raw=tuple(_raw(way) for way in ways),
-    )
+    columns = [
+        *name_columns(ways),
+        Column("step (ms)", MS_STD, _time("step")),
+        Column("ratio", RATIO, _ratio("step")),
+        Column("99 % interval", _INTERVAL, _interval("step")),
+        Column("window, a step (ms)", MS_STD, _time("window_step")),
+        Column("window's ratio", RATIO, _ratio("window_step")),
+        Column("99 % of that", _INTERVAL, _interval("window_step")),
+        *rank_columns("step"),
+        Column("tokens/s", WHOLE, _tokens_per_s),
+        Column("peak", SIZE, _peak_bytes),
+        doubts_column(_doubts),
+    ]
+    return Table.of("Ways of going parallel", ways, columns, note=_STEPS, raw=map(_raw, ways))
 
 
 def communication_table(ways: Sequence[Way]) -> list[Table]:
     """One row a way: what is sent, and how much of it is hidden."""
     found = [way for way in ways if way.record.failure is None and way.record.config["ranks"] > 1]
-    if not found:
-        return []
-    points = name_columns(found)
-    unit = byte_unit(way.record.fact("wire_bytes") for way in found)
-    times = ("under way", "waiting", "transfer", "exposed")
-    titles = ["messages", f"sent ({unit.name})", f"on the wire ({unit.name})", *(f"{name} (ms)" for name in times)]
-    titles += ["hidden (%)", "step longer than none (ms)", "window longer than none (ms)"]
-    entries = []
-    for way in found:
-        counted, formula = (_totals(way, prefix) for prefix in ("", "expected_"))
-        wire = [way.record.fact(name) for name in ("wire_bytes", "expected_wire_bytes")]
-        under_way, exposed = (way.record.fact(name) for name in ("communication_s", "exposed_s"))
-        seconds = [way.record.fact(name) for name in ("communication_s", "waiting_s", "transfer_s", "exposed_s")]
-        longer = [way.longer_s(name) for name in ("step", "window_step")]
-        entries.append(
-            (
-                *(make(way.row) for _, make in points),
-                beside(counted and counted[0], formula and formula[0], lambda count: f"{count:,}"),
-                beside(counted and counted[1], formula and formula[1], unit.words),
-                beside(wire[0], wire[1], unit.words),
-                *(_ms(value) for value in seconds),
-                Entry(text=ABSENT) if not under_way else _percent(1 - exposed / under_way),
-                *(_ms(value) for value in longer),
-            )
-        )
-    columns = [column for column, _ in points] + [Column(title=title, number=True) for title in titles]
-    return [Table(title="Communication of a step", columns=tuple(columns), entries=tuple(entries), note=_COMMUNICATION)]
+    columns = [
+        *name_columns(found),
+        Column("messages", beside(COUNT), lambda way: _totals(way, "messages")),
+        Column("sent ({unit})", beside(SIZE), lambda way: _totals(way, "bytes")),
+        Column("on the wire ({unit})", beside(SIZE), _on_the_wire),
+        *_seconds("under way", "waiting", "transfer", "exposed"),
+        Column("hidden (%)", PERCENT, _hidden),
+        Column("step longer than none (ms)", MS, lambda way: way.longer_s("step")),
+        Column("window longer than none (ms)", MS, lambda way: way.longer_s("window_step")),
+    ]
+    return [Table.of("Communication of a step", found, columns, note=_COMMUNICATION)] if found else []
 
 
 def traffic_table(ways: Sequence[Way]) -> list[Table]:
     """One row a way and operation: messages and bytes, counted and by formula."""
-    found = [(way, line) for way in ways for line in lines_of_table(way, "traffic")]
-    if not found:
-        return []
-    points = name_columns([way for way, _ in found])
-    unit = byte_unit(size for _, line in found for size in (line["bytes"], line["expected_bytes"]))
-    entries = [
-        (
-            *(make(way.row) for _, make in points),
-            Entry(text=line["operation"]),
-            *(_count(line[name]) for name in ("messages", "expected_messages")),
-            *(Entry(text=unit.words(line[name]), sort=line[name]) for name in ("bytes", "expected_bytes")),
-            Entry(text="yes" if _as_expected(line) else "no"),
-        )
-        for way, line in found
+    lines = [Line(way.row, line) for way in ways for line in way.lines("traffic")]
+    columns = [
+        *name_columns(lines),
+        Column("operation"),
+        Column("messages", COUNT),
+        Column("by formula", COUNT, "expected_messages"),
+        Column("sent ({unit})", SIZE, "bytes"),
+        Column("by formula ({unit})", SIZE, "expected_bytes"),
+        Column("alike", TEXT, _alike),
     ]
-    titles = ("messages", "by formula", f"sent ({unit.name})", f"by formula ({unit.name})")
-    columns = [column for column, _ in points] + [Column(title="operation")]
-    columns += [Column(title=title, number=True) for title in titles] + [Column(title="alike")]
     note = "Of one step and rank, counted where collectives are called; torch's own ways call them where nobody counts."
-    return [Table(title="Messages against the formula", columns=tuple(columns), entries=tuple(entries), note=note)]
+    return [Table.of("Messages against the formula", lines, columns, note=note)] if lines else []
 
 
 def ranks_table(ways: Sequence[Way]) -> list[Table]:
     """One row a way and rank: whoever never waits is the one that the others wait for."""
-    found = [(way, line) for way in ways for line in lines_of_table(way, "communication")]
-    if not found:
-        return []
-    points = name_columns([way for way, _ in found])
-    times = {"under way": "communication_s", "waiting": "waiting_s", "transfer": "transfer_s", "exposed": "exposed_s"}
-    times["after backward"] = "tail_s"
-    entries = tuple(
-        (
-            *(make(way.row) for _, make in points),
-            _count(line["rank"]),
-            *(_ms(line[name]) for name in times.values()),
-        )
-        for way, line in found
-    )
-    columns = [column for column, _ in points] + [Column(title="rank", number=True)]
-    columns += [Column(title=f"{name} (ms)", number=True) for name in times]
+    lines = [Line(way.row, line) for way in ways for line in way.lines("communication")]
+    times = _seconds("under way", "waiting", "transfer", "exposed", "after backward")
     note = "Each rank's own trace. After backward: from the end of its computing to the end of the last message of gradients."
-    return [Table(title="Communication by rank", columns=tuple(columns), entries=entries, note=note, folded=True)]
+    columns = [*name_columns(lines), Column("rank", COUNT), *times]
+    return [Table.of("Communication by rank", lines, columns, note=note, folded=True)] if lines else []
 
 
 def message_tables(ways: Sequence[Way]) -> list[Table]:
     """Each way's messages, in the order of their start; the page folds them."""
-    return [_message_table(way, titled=len(ways) > 1) for way in ways if "buckets" in way.record.tables]
-
-
-def _message_table(way: Way, *, titled: bool) -> Table:
-    lines = lines_of_table(way, "buckets")
-    unit = byte_unit(line["bytes"] for line in lines)
+    several = len(ways) > 1
+    note = "On rank 0, in a step that a profiler watched, from the step's beginning. Waiting: until the last rank had joined."
     times = ("launched", "started", "finished", "waiting", "hidden", "exposed")
-    entries = tuple(
-        (
-            Entry(text=str(line["name"])),
-            Entry(text=str(line["phase"])),
-            Entry(text=ABSENT) if line["bytes"] is None else Entry(text=unit.words(line["bytes"]), sort=line["bytes"]),
-            *(_ms(line[f"{name}_s"]) for name in times),
-        )
-        for line in lines
-    )
-    titles = (unit.name, *(f"{name} (ms)" for name in times))
-    return Table(
-        title=f"{way.place} {way.name}: messages of a step" if titled else "Messages of a step",
-        columns=(
-            Column(title="message"),
-            Column(title="launched in"),
-            *(Column(title=title, number=True) for title in titles),
-        ),
-        entries=entries,
-        note="On rank 0, in a step that a profiler watched, from the step's beginning. Waiting: until the last rank had joined.",
-        folded=True,
-    )
-
-
-def lines_of_table(way: Way, name: str) -> list[dict[str, Any]]:
-    """A record's table, row by row; none where the cell failed."""
-    table = way.record.tables.get(name, {}) if way.record.failure is None else {}
-    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
-
-
-def beside(value: float | None, formula: float | None, text: Any) -> Entry:
-    """`18`, or `18 (20)` where the formula says 20."""
-    if value is None:
-        return Entry(text=ABSENT)
-    aside = "" if formula is None or formula == value else f" ({text(formula)})"
-    return Entry(text=f"{text(value)}{aside}", sort=value)
-
-
-def _time(way: Way, quantity: str) -> list[Entry]:
-    """Median ± std, ratio to the yardstick, its interval."""
-    samples = way.record.samples.get(quantity)
-    if samples is None or not samples.values:
-        return [Entry(text=ABSENT)] * 3
-    summary, found = summarize(samples), way.ratio(quantity)
-    time = Entry(text=milliseconds(summary.median, summary.std), sort=in_ms(summary.median))
-    if found is None or found.ratio is None or found.low is None or found.high is None:
-        return [time, Entry(text=ABSENT), Entry(text=ABSENT)]
-    interval = f"{ratio_words(found.low)} to {ratio_words(found.high)}"
-    return [time, Entry(text=ratio_words(found.ratio), sort=found.ratio), Entry(text=interval)]
-
-
-def _ranks(way: Way) -> list[Entry]:
-    spread = rank_spread(way.record, "step")
-    if spread is None:
-        return [Entry(text=ABSENT)] * 2
-    pairs = ((spread.slowest, spread.slowest_value), (spread.fastest, spread.fastest_value))
-    return [Entry(text=f"{milliseconds(value)} (rank {rank})", sort=in_ms(value)) for rank, value in pairs]
-
-
-def _rates(way: Way, unit: Any) -> list[Entry]:
-    step_s, tokens, peak = median_of(way.record, "step"), way.record.fact("tokens"), _peak_bytes(way)
-    rate = tokens / step_s if tokens and step_s else None
-    return [
-        Entry(text=ABSENT) if rate is None else Entry(text=f"{rate:,.0f}", sort=rate),
-        Entry(text=ABSENT) if peak is None else Entry(text=unit.words(peak), sort=peak),
+    columns = [
+        Column("message", TEXT, "name"),
+        Column("launched in", TEXT, "phase"),
+        Column("{unit}", SIZE, "bytes"),
+        *(Column(f"{name} (ms)", MS, f"{name}_s") for name in times),
     ]
+    return [
+        Table.of(
+            f"{way.place} {way.name}: messages of a step" if several else "Messages of a step",
+            way.lines("buckets"),
+            columns,
+            note=note,
+            folded=True,
+        )
+        for way in ways
+        if "buckets" in way.record.tables
+    ]
+
+
+def memory_tables(ways: Sequence[Way]) -> list[Table]:
+    """What ranks hold, by formula and as seen."""
+    return [*_points_table(ways), *_driver_table(ways)]
+
+
+def held_by(way: Way, rank: int = 0) -> Held:
+    """One rank's part of the record's table; empty where the cell failed."""
+    table = way.record.tables.get("memory_points", {}) if way.record.failure is None else {}
+    found: Held = {}
+    for of_rank, point, line, size, expected in zip(*table.values(), strict=True):
+        if of_rank == rank:
+            found.setdefault(point, {})[line] = (size, expected)
+    return found
+
+
+def _points_table(ways: Sequence[Way]) -> list[Table]:
+    """One row a way and point."""
+    found = [(way, point, held) for way in ways for point, held in held_by(way).items()]
+    lines = [Line(way.row, {**held, **_sums(held), "point": point}) for way, point, held in found]
+    on_gpu = any("allocated" in held for _, _, held in found)
+    names = (*CATEGORIES, *(_ALLOCATOR if on_gpu else ("together",)))
+    columns = [*name_columns(lines), Column("point"), *(Column(name, beside(SIZE)) for name in names)]
+    note = f"{{unit}}. {_POINTS} {_UNNAMED if on_gpu else 'A CPU has no allocator that counts.'}"
+    return [Table.of("What a rank holds", lines, columns, note=note)] if lines else []
+
+
+def _sums(held: Mapping[str, tuple[int, int | None]]) -> dict[str, tuple[int, int | None]]:
+    """`together` and `allocated`, where it was seen, with the formula's sum beside them."""
+    named = [held[name] for name in CATEGORIES if name in held]
+    formulas = [formula for _, formula in named]
+    formula = None if None in formulas else sum(size or 0 for size in formulas)
+    sums = {"together": (sum(size for size, _ in named), formula)}
+    return sums | {"allocated": (held["allocated"][0], formula)} if "allocated" in held else sums
+
+
+def _driver_table(ways: Sequence[Way]) -> list[Table]:
+    """One row a way on a GPU: the driver's figure, and what it is made of. Of variants that took turns there is none: it would be
+    all of theirs."""
+    lines = [Line(way.row, explained) for way in ways if (explained := _explained(way))]
+    names = ("driver", "allocated", "cached", "context", "NCCL", "rest")
+    columns = [*name_columns(lines), *(Column(name, SIZE) for name in names)]
+    return [Table.of("What the driver sees", lines, columns, note=_DRIVER)] if lines else []
+
+
+def _explained(way: Way) -> dict[str, int]:
+    lines = {name: size for name, (size, _) in held_by(way).get("after step", {}).items()}
+    context, nccl = way.record.fact("context_bytes"), way.record.fact("nccl_bytes", 0)
+    if "driver" not in lines or context is None or way.record.fact("interleaving") == "live":
+        return {}
+    rest = lines["driver"] - lines["reserved"] - context - nccl
+    return {
+        "driver": lines["driver"],
+        "allocated": lines["allocated"],
+        "cached": lines["reserved"] - lines["allocated"],
+        "context": context,
+        "NCCL": nccl,
+        "rest": rest,
+    }
+
+
+def _seconds(*names: str) -> list[Column]:
+    """Columns of seconds, each a fact of a record or a value of a line."""
+    stored = {"under way": "communication_s", "after backward": "tail_s"}
+    return [Column(f"{name} (ms)", MS, stored.get(name, f"{name}_s")) for name in names]
+
+
+def _time(quantity: str) -> Callable[[Way], tuple[float, float] | None]:
+    """Median and standard deviation."""
+
+    def get(way: Way) -> tuple[float, float] | None:
+        samples = way.record.samples.get(quantity)
+        if samples is None or not samples.values:
+            return None
+        summary = summarize(samples)
+        return summary.median, summary.std
+
+    return get
+
+
+def _interval(quantity: str) -> Callable[[Way], tuple[float, float] | None]:
+    """Where the ratio to the yardstick lies."""
+
+    def get(way: Way) -> tuple[float, float] | None:
+        found = way.ratio(quantity)
+        if found is None or found.ratio is None or found.low is None or found.high is None:
+            return None
+        return found.low, found.high
+
+    return get
+
+
+def _ratio(quantity: str) -> Callable[[Way], float | None]:
+    """The ratio to the yardstick, where it has an interval."""
+    interval = _interval(quantity)
+    return lambda way: found.ratio if interval(way) and (found := way.ratio(quantity)) else None
+
+
+def _doubts(way: Way) -> str:
+    trouble = [f"no trace: {said}"] if (said := way.record.fact("trace_failed")) else []
+    if (found := way.ratio("step")) is not None and found.interleaving == "none":
+        trouble.append(f"took no turns with {YARDSTICK}")
+    return "; ".join([*doubts(way.record), *trouble])
+
+
+def _tokens_per_s(way: Way) -> float | None:
+    step_s, tokens = median_of(way.record, "step"), way.record.fact("tokens")
+    return tokens / step_s if tokens and step_s else None
 
 
 def _peak_bytes(way: Way) -> float | None:
@@ -262,28 +267,26 @@ def _peak_bytes(way: Way) -> float | None:
     return peak
 
 
-def _totals(way: Way, prefix: str) -> tuple[int, int] | None:
-    """Messages and bytes of all operations; None where nobody counted."""
+def _totals(way: Way, what: str) -> tuple[int, int] | None:
+    """Of all operations, as counted and by formula; None where nobody counted."""
     if "traffic" not in way.record.tables:
         return None
-    lines = lines_of_table(way, "traffic")
-    return sum(line[f"{prefix}messages"] for line in lines), sum(line[f"{prefix}bytes"] for line in lines)
+    lines = way.lines("traffic")
+    return sum(line[what] for line in lines), sum(line[f"expected_{what}"] for line in lines)
 
 
-def _as_expected(line: Mapping[str, Any]) -> bool:
-    return bool(line["messages"] == line["expected_messages"] and line["bytes"] == line["expected_bytes"])
+def _on_the_wire(way: Way) -> tuple[int, int | None] | None:
+    sent, expected = (way.record.fact(name) for name in ("wire_bytes", "expected_wire_bytes"))
+    return None if sent is None else (sent, expected)
 
 
-def _ms(seconds: float | None) -> Entry:
-    return Entry(text=ABSENT) if seconds is None else Entry(text=milliseconds(seconds), sort=in_ms(seconds))
+def _hidden(way: Way) -> float | None:
+    under_way, exposed = (way.record.fact(name) for name in ("communication_s", "exposed_s"))
+    return 1 - exposed / under_way if under_way else None
 
 
-def _count(value: int) -> Entry:
-    return Entry(text=f"{value:,}", sort=value)
-
-
-def _percent(share: float) -> Entry:
-    return Entry(text=percent(share), sort=share)
+def _alike(line: Line) -> str:
+    return "yes" if all(line.of[what] == line.of[f"expected_{what}"] for what in ("messages", "bytes")) else "no"
 
 
 def _raw(way: Way) -> Mapping[str, Any]:
@@ -301,7 +304,9 @@ def _raw(way: Way) -> Mapping[str, Any]:
             f"{quantity}_ratio_high": found and found.high,
             f"{quantity}_longer_than_none_s": way.longer_s(quantity),
         }
-    for prefix in ("", "expected_"):
-        totals = _totals(way, prefix)
-        numbers |= {f"{prefix}messages": totals and totals[0], f"{prefix}sent_bytes": totals and totals[1]}
+    totals = {
+        name: _totals(way, what) or (None, None) for name, what in (("messages", "messages"), ("sent_bytes", "bytes"))
+    }
+    for place, prefix in enumerate(("", "expected_")):
+        numbers |= {f"{prefix}{name}": total[place] for name, total in totals.items()}
     return numbers

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from trainstep.report.profile_charts import kernels_chart, phases_by_class, shares_chart
-from trainstep.report.profile_columns import TORCH_COLUMNS
 from trainstep.report.profile_tables import (
     DETAILED_CELLS,
+    TORCH_COLUMNS,
     profile_rows,
     row_tables,
     shares_tables,

@@ -7,12 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.config.machine import MachineSpec, machine_spec, matmul_dtype
-from trainstep.report.forms import ABSENT, failure_sentence
-from trainstep.report.hand_built import Column, point_columns
-from trainstep.report.profile_columns import HELP, column, entry, share_entry, time_entry
-from trainstep.report.profile_words import rows_of, verdict_reason
-from trainstep.report.rows import Row
-from trainstep.report.tables import Entry, Table
+from trainstep.report.forms import (
+    BYTE_RATE,
+    FLOP_RATE,
+    GIGA,
+    MS,
+    WHOLE,
+    Form,
+    in_percent,
+    is_number,
+    percent,
+    three_digits,
+)
+from trainstep.report.profile_words import verdict_reason
+from trainstep.report.rows import Row, table_lines, words
+from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 from trainstep.traces.kernel_classes import CLASSES, IDLE
 
 WORKLOAD = "profile"
@@ -47,6 +56,77 @@ _FOLDED = ("spans", "layers", "outliers", "verdict", "alike", "stall")
 _WHOLE_ONLY = ("layers", "verdict", "alike", "stall")
 """Shown on the page and in JSON: the first is long, the others are said in sentences."""
 _OUTLIERS_SHOWN = 3
+
+
+HELP = {
+    "phase": "forward, backward, grad_sync, optimizer, or outside phases: the batch's upload and the like",
+    "class": "kind of work, by the kernel's name; idle: the device had nothing to do before work of this phase",
+    "span": "the named range of the model's code that the work belongs to; a backward kernel has its forward op's",
+    "layers": "which layers' spans it ran in",
+    "name": "the kernel's name, template arguments left out (on a CPU: the op's)",
+    "calls": "how often a step; torch's table calls it # of calls",
+    "time_s": "time of a step's calls together: on a GPU torch's Self CUDA, on a CPU its Self CPU",
+    "share": "of all device time; in tables by phase, of the phase's; of idle, the part of busy and idle together",
+    "mean_s": "time of one call, mean",
+    "min_s": "time of the shortest call",
+    "max_s": "time of the longest call",
+    "host_s": "time of the phase on the host's main thread (torch's CPU total of its range)",
+    "device_s": "time of the phase's kernels and copies (torch's CUDA total)",
+    "idle_s": "the device had nothing to do, before work of this phase",
+    "launches": "kernel launches a step",
+    "launch_s": "host time inside launch calls",
+    "lead_s": "median time from a launch on the host to the kernel's start: long, the device is the limit; microseconds, the host",
+    "blocked_s": "host time in cudaDeviceSynchronize, cudaStreamSynchronize and cudaEventSynchronize",
+    "allocations": "calls of cudaMalloc and cudaFree a step",
+    "allocation_s": "host time in them",
+    "queue_full": "launches that had to wait for room in the driver's queue",
+    "queue_full_s": "host time they waited",
+    "part": "of attention written out: its matmuls, its softmax, and what lies between",
+    "flops": "floating-point operations of a step, from the shapes",
+    "bytes": "the least bytes read and written in a step, from the shapes",
+    "flops_per_s": "operations over time",
+    "bytes_per_s": "bytes over time",
+    "layer": "number of the block",
+    "step": "which profiled step, from 0",
+    "median_s": "the same span's time in the median step",
+    "cause": "what else was different in that step",
+    "ops": "what Inductor fused into the kernel, as its name lists it",
+    "kind": "what limits the step; of a stall, why the host stands still",
+    "on_device": "whether kernels on a GPU were seen; else ops on a CPU",
+    "profiled_step": "whether the step's time is a profiled one's, for want of one without the profiler",
+    "step_s": "time of the step",
+    "busy_s": "the device was at work",
+    "enqueue_s": "host time until the last work was issued, without the profiler",
+    "exposed_share": "of the step: communication with nothing computed beside it",
+    "matmul_share": "of device time: matmuls and fused attention",
+    "overhead_share": "of a CPU's time: what passes between ops",
+    "pieces": "kernels and copies of a step; on a CPU ops",
+    "gap_s": "host time from backward's return to the optimizer's first launch",
+    "behind_s": "how far the device was behind the host at that launch",
+}
+TORCH_COLUMNS = (
+    "torch's own table of the same trace has other words: Self CPU is an op's time on the host without the ops it calls, CPU "
+    "total with them; Self CUDA is the time of the kernels it launched itself, CUDA total with those of the ops it calls; "
+    "# of calls is over all profiled steps, here it is a step's."
+)
+_TITLES = {
+    "time_s": "time (ms)",
+    "share": "share (%)",
+    "lead_s": "lead (µs)",
+    "name": "kernel",
+    "queue_full": "queue full",
+    "flops": "GFLOP",
+    "bytes": "GB",
+    "flops_per_s": "FLOP/s",
+    "bytes_per_s": "bytes/s",
+}
+_LONGEST = 56
+"""Characters of a kernel's name that a table shows; the record has more."""
+_MICROSECONDS = ("mean_s", "min_s", "max_s", "lead_s")
+_WORDS = ("phase", "class", "span", "layers", "name", "part", "layer", "cause", "ops", "kind")
+_SHARE = Form(text=percent, sort=in_percent)
+_US = Form(text=lambda seconds: three_digits(seconds * 1e6), sort=lambda seconds: seconds * 1e6)
+_FORMS = {"flops": GIGA, "bytes": GIGA, "flops_per_s": FLOP_RATE, "bytes_per_s": BYTE_RATE}
 
 
 def profile_rows(rows: Sequence[Row]) -> list[Row]:
@@ -89,23 +169,22 @@ def detail_tables(
 ) -> list[Table]:
     """The tables of one profile, in the order a person reads them; `whole`: the long ones too, and all outliers."""
     made = []
-    for name, words in _ORDER.items():
-        rows = rows_of(tables.get(name))
-        if not rows or (name in _WHOLE_ONLY and not whole):
+    for name, heading in _ORDER.items():
+        lines = table_lines(tables.get(name))
+        if not lines or (name in _WHOLE_ONLY and not whole):
             continue
-        columns = {one: column(one) for one in tables[name]}
-        if name == "attention":
-            rows, columns = _with_ceilings(rows, columns, spec, dtype)
-        shown = rows if whole or name != "outliers" else rows[:_OUTLIERS_SHOWN]
+        columns = [_column(one) for one in tables[name]]
+        if name == "attention" and spec is not None:
+            lines, columns = _with_ceilings(lines, spec, dtype), [*columns, *_ceiling_columns(spec, dtype)]
+        shown = lines if whole or name != "outliers" else lines[:_OUTLIERS_SHOWN]
+        left_out = len(lines) - len(shown)
         made.append(
-            Table(
-                title=f"{title}{words}",
-                columns=tuple(columns.values()),
-                entries=tuple(tuple(entry(one, row[one]) for one in columns) for row in shown),
-                raw=tuple({**(point or {}), "table": name, **row} for row in rows),
-                note=f"And {len(rows) - len(shown)} more: the page and --json have them."
-                if len(shown) < len(rows)
-                else "",
+            Table.of(
+                f"{title}{heading}",
+                shown,
+                columns,
+                note=f"And {left_out} more: the page and --json have them." if left_out else "",
+                raw=({**(point or {}), "table": name, **line} for line in lines),
                 folded=name in _FOLDED,
             )
         )
@@ -114,20 +193,9 @@ def detail_tables(
 
 def verdict_table(rows: Sequence[Row]) -> Table:
     """What limits each cell, and the numbers the verdict rests on."""
-    points = point_columns(rows)
-    columns = [
-        *(column for column, _ in points),
-        Column(title="verdict"),
-        Column(title="busy (ms)", number=True, help="the device was at work, in a profiled step"),
-        Column(title="idle (ms)", number=True, help="the device had nothing to do, in a profiled step"),
-        Column(title="kernels", number=True, help="kernels and copies of a step; on a CPU ops"),
-        Column(title="launches", number=True, help="launches of a step: a CUDA graph is one for all its kernels"),
-        Column(title="profiled / unprofiled", number=True, help="a profiled step over an unprofiled one"),
-        Column(title="why"),
-    ]
-    entries = tuple((*(make(row) for _, make in points), *_verdict_entries(row)) for row in rows)
-    raw = tuple({**row.point, "table": "verdict", **_verdict_numbers(row)} for row in rows)
-    return Table(title="What limits each step", columns=tuple(columns), entries=entries, raw=raw)
+    columns = [*point_columns(rows), *_VERDICT, doubts_column(_why, title="why")]
+    raw = ({**row.point, "table": "verdict", **_verdict_numbers(row)} for row in rows)
+    return Table.of("What limits each step", rows, columns, raw=raw)
 
 
 def shares_tables(rows: Sequence[Row]) -> list[Table]:
@@ -135,19 +203,13 @@ def shares_tables(rows: Sequence[Row]) -> list[Table]:
     ran = [row for row in rows if row.record.tables.get("classes")]
     if len(ran) < 2:
         return []
-    shares = [class_shares(row.record.tables["classes"]) for row in ran]
-    present = [name for name in CLASSES if any(name in one for one in shares)]
-    points = point_columns(ran)
-    columns = [column for column, _ in points] + [
-        Column(title=f"{name} (%)", number=True, help=HELP["share"] if name != IDLE else HELP["idle_s"])
-        for name in present
-    ]
-    entries = tuple(
-        (*(make(row) for _, make in points), *(share_entry(one.get(name)) for name in present))
-        for row, one in zip(ran, shares, strict=True)
+    lines = [Line(row, class_shares(row.record.tables["classes"])) for row in ran]
+    shares = (
+        Column(f"{name} (%)", _SHARE, name, help=HELP["share" if name != IDLE else "idle_s"], optional=True)
+        for name in CLASSES
     )
-    raw = tuple({**row.point, "table": "class_shares", **one} for row, one in zip(ran, shares, strict=True))
-    return [Table(title="Share of device time by class", columns=tuple(columns), entries=entries, raw=raw)]
+    raw = ({**row.point, "table": "class_shares", **shares} for row, shares in lines)
+    return [Table.of("Share of device time by class", lines, [*point_columns(lines), *shares], raw=raw)]
 
 
 def class_shares(classes: Columns, phases: Sequence[str] | None = None) -> dict[str, float]:
@@ -162,48 +224,88 @@ def class_shares(classes: Columns, phases: Sequence[str] | None = None) -> dict[
     return shares if idle_s is None else {**shares, IDLE: idle_s / (busy_s + idle_s) if idle_s else 0.0}
 
 
-def _verdict_entries(row: Row) -> tuple[Entry, ...]:
-    record = row.record
-    if record.failure is not None:
-        word = Entry(text=failure_sentence(record.failure), failure=record.failure)
-        return (*[Entry(text=ABSENT)] * 6, word)
-    busy = record.samples["busy"].values if "busy" in record.samples else ()
-    slowdown = record.fact("profiler_slowdown")
-    return (
-        Entry(text=str(record.fact("verdict", ABSENT))),
-        time_entry(sum(busy) / len(busy) if busy else None),
-        time_entry(record.fact("idle_s")),
-        Entry(text=f"{record.fact('pieces', 0):,.0f}", sort=record.fact("pieces", 0)),
-        Entry(text=f"{record.fact('launches', 0):,.0f}", sort=record.fact("launches", 0)),
-        Entry(text=ABSENT if slowdown is None else f"{slowdown:.2f}", sort=slowdown),
-        Entry(text=" ".join(map(verdict_reason, rows_of(record.tables.get("verdict"))))),
-    )
+def _why(row: Row) -> str:
+    return " ".join(map(verdict_reason, table_lines(row.record.tables.get("verdict"))))
+
+
+def _busy_s(row: Row) -> float | None:
+    busy = row.record.samples["busy"].values if "busy" in row.record.samples else ()
+    return sum(busy) / len(busy) if busy else None
+
+
+_VERDICT = (
+    Column("verdict"),
+    Column("busy (ms)", MS, _busy_s, help="the device was at work, in a profiled step"),
+    Column("idle (ms)", MS, "idle_s", help="the device had nothing to do, in a profiled step"),
+    Column(
+        "kernels", WHOLE, lambda row: row.record.fact("pieces", 0), help="kernels and copies of a step; on a CPU ops"
+    ),
+    Column(
+        "launches",
+        WHOLE,
+        lambda row: row.record.fact("launches", 0),
+        help="launches of a step: a CUDA graph is one for all its kernels",
+    ),
+    Column(
+        "profiled / unprofiled",
+        Form(text=lambda ratio: f"{ratio:.2f}"),
+        "profiler_slowdown",
+        help="a profiled step over an unprofiled one",
+    ),
+)
 
 
 def _verdict_numbers(row: Row) -> Mapping[str, Any]:
     """The verdict with its numbers, and the profile's facts."""
     if row.record.failure is not None:
         return {"failure": row.record.failure.kind}
-    [numbers, *_] = rows_of(row.record.tables.get("verdict")) or [{}]
+    [numbers, *_] = table_lines(row.record.tables.get("verdict")) or [{}]
     facts = {name: row.record.fact(name) for name in _FACTS if name in row.record.facts}
     return {**numbers, **facts}
 
 
-def _with_ceilings(
-    rows: list[dict[str, Any]], columns: dict[str, Column], spec: MachineSpec | None, dtype: str
-) -> tuple[list[dict[str, Any]], dict[str, Column]]:
-    """What attention achieved as a share of the data sheet's peaks, where the GPU is known."""
-    if spec is None:
-        return rows, columns
-    shares = []
-    for row in rows:
-        rates = {
-            "flops_share": (row["flops_per_s"], spec.peak_flops[dtype]),
-            "bytes_share": (row["bytes_per_s"], spec.memory_bytes_per_s),
+def _with_ceilings(lines: Sequence[dict[str, Any]], spec: MachineSpec, dtype: str) -> list[dict[str, Any]]:
+    """What attention achieved, also as a share of the data sheet's peaks."""
+    peaks = {"flops": spec.peak_flops[dtype], "bytes": spec.memory_bytes_per_s}
+    return [
+        line
+        | {
+            f"{name}_share": None if (rate := line[f"{name}_per_s"]) is None else rate / peak
+            for name, peak in peaks.items()
         }
-        shares.append({name: None if rate is None else rate / peak for name, (rate, peak) in rates.items()})
-    added = {
-        "flops_share": Column(title="of peak (%)", number=True, help=f"of {dtype}'s peak ({spec.source})"),
-        "bytes_share": Column(title="of memory (%)", number=True, help=f"of the memory's peak ({spec.source})"),
-    }
-    return [{**row, **share} for row, share in zip(rows, shares, strict=True)], {**columns, **added}
+        for line in lines
+    ]
+
+
+def _ceiling_columns(spec: MachineSpec, dtype: str) -> list[Column]:
+    return [
+        Column("of peak (%)", _SHARE, "flops_share", help=f"of {dtype}'s peak ({spec.source})"),
+        Column("of memory (%)", _SHARE, "bytes_share", help=f"of the memory's peak ({spec.source})"),
+    ]
+
+
+def _column(name: str) -> Column:
+    """The column of a value of that name."""
+    unit = " (µs)" if name in _MICROSECONDS else " (ms)" if name.endswith("_s") else ""
+    title = _TITLES.get(name) or f"{name.removesuffix('_s').replace('_', ' ')}{unit}"
+    return Column(title, _form(name), name, help=HELP.get(name, ""))
+
+
+def _form(name: str) -> Form:
+    if name.endswith("share"):
+        return _SHARE
+    if name in _MICROSECONDS:
+        return _US
+    if name not in _FORMS and name.endswith("_s"):
+        return MS
+    return _FORMS.get(name) or Form(text=_words, sort=_number, number=name not in _WORDS)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+    return words(value) if isinstance(value, bool) else f"{value:,.4g}"
+
+
+def _number(value: Any) -> float | None:
+    return value if is_number(value) else None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainstep.report.forms import percent, ratio_words, seconds_words
+from trainstep.report.rows import table_lines
 from trainstep.traces import host_track
 from trainstep.traces import verdict as kinds
 from trainstep.traces.launch_bound import host_launches
@@ -16,18 +17,11 @@ GetFact = Callable[[str], Any]
 
 def sentences(tables: Mapping[str, Columns], fact: GetFact) -> list[str]:
     """The verdict first, then why, then what the profiler itself did to the numbers."""
-    found = [f"{limit['kind'].capitalize()}: {verdict_reason(limit)}" for limit in rows_of(tables.get("verdict"))]
-    found += _alike(rows_of(tables.get("alike")))
-    found += map(_stall, rows_of(tables.get("stall")))
+    found = [f"{limit['kind'].capitalize()}: {verdict_reason(limit)}" for limit in table_lines(tables.get("verdict"))]
+    found += _alike(table_lines(tables.get("alike")))
+    found += map(_stall, table_lines(tables.get("stall")))
     found += [str(fact("attention_split"))] if fact("attention_split") else []
     return [*found, *_graph_replay(fact), *_profiler(fact)]
-
-
-def rows_of(columns: Columns | None) -> list[dict[str, Any]]:
-    """A table's rows."""
-    return (
-        [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)] if columns else []
-    )
 
 
 def verdict_reason(limit: Row) -> str:

@@ -100,6 +100,11 @@ def needless(rows: Sequence[Row]) -> list[str]:
     return there if len(kept) == len(rows) else []
 
 
+def table_lines(table: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
+    """A table of a record, from columns to lines; none where there is no table."""
+    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)] if table else []
+
+
 def words(value: Any) -> str:
     """A config value as people write it, on one line."""
     if isinstance(value, bool):

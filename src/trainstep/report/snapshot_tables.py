@@ -4,12 +4,10 @@ Nothing but stacks tells whose an allocation is there, so categories are where i
 threads (which run no Python), the other lines of Python.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from trainstep.report.forms import ABSENT, byte_words, percent
-from trainstep.report.hand_built import Column
-from trainstep.report.tables import Entry, Table
+from trainstep.report.forms import BYTES, COUNT, PERCENT, TEXT, byte_words, percent
+from trainstep.report.tables import Column, Table
 from trainstep.traces.memory_timeline import Allocation, MemoryTimeline
 
 _MOST_LISTED = 30
@@ -51,26 +49,27 @@ def snapshot_notes(timeline: MemoryTimeline) -> list[str]:
 def _totals(timeline: MemoryTimeline, peak: int) -> Table:
     snapshot = timeline.snapshot
     reserved = sum(segment.bytes for segment in snapshot.segments)
-    end = timeline.end
-    lines = {
-        "requested": (int(timeline.requested_bytes[peak]), int(timeline.requested_bytes[end])),
-        "rounding": tuple(int(timeline.allocated_bytes[at] - timeline.requested_bytes[at]) for at in (peak, end)),
-        "allocated": (int(timeline.allocated_bytes[peak]), int(timeline.allocated_bytes[end])),
-        "reserved": (None, reserved),
-    }
     name = "at the highest" if snapshot.history_is_full else "at the peak"
-    columns = (Column(title=""), Column(title=name, number=True), Column(title="at the end", number=True))
-    entries = tuple((Entry(text=line), *(_bytes(size) for size in sizes)) for line, sizes in lines.items())
-    raw: Sequence[Mapping[str, Any]] = (
-        {
-            "events_count": len(snapshot.events),
-            "history_full": snapshot.history_is_full,
-            "requested_peak_bytes": lines["requested"][0],
-            "allocated_peak_bytes": lines["allocated"][0],
-            "reserved_bytes": reserved,
-        },
+    requested, allocated = (
+        [int(sizes[at]) for at in (peak, timeline.end)]
+        for sizes in (timeline.requested_bytes, timeline.allocated_bytes)
     )
-    return Table(title="Snapshot", columns=columns, entries=entries, raw=tuple(raw))
+    lines = [
+        {"line": "requested", name: requested[0], "at the end": requested[1]},
+        {"line": "rounding", name: allocated[0] - requested[0], "at the end": allocated[1] - requested[1]},
+        {"line": "allocated", name: allocated[0], "at the end": allocated[1]},
+        {"line": "reserved", "at the end": reserved},
+    ]
+    raw = {
+        "events_count": len(snapshot.events),
+        "history_full": snapshot.history_is_full,
+        "requested_peak_bytes": requested[0],
+        "allocated_peak_bytes": allocated[0],
+        "reserved_bytes": reserved,
+    }
+    return Table.of(
+        "Snapshot", lines, [Column("", TEXT, "line"), Column(name, BYTES), Column("at the end", BYTES)], raw=[raw]
+    )
 
 
 def _by_origin(held: Sequence[Allocation]) -> Table:
@@ -79,16 +78,17 @@ def _by_origin(held: Sequence[Allocation]) -> Table:
         size, count = groups.get(origin(one), (0, 0))
         groups[origin(one)] = (size + one.requested_bytes, count + 1)
     total = sum(size for size, _ in groups.values()) or 1
-    ranked = sorted(groups.items(), key=lambda item: -item[1][0])
-    columns = ("where it was born", "held", "share (%)", "allocations")
-    return Table(
-        title="Held when most was",
-        columns=tuple(Column(title=title, number=place > 0) for place, title in enumerate(columns)),
-        entries=tuple(
-            (Entry(text=name), _bytes(size), Entry(text=percent(size / total), sort=size), Entry(text=f"{n:,}", sort=n))
-            for name, (size, n) in ranked
-        ),
+    lines = [
+        {"born": name, "held": size, "share": size / total, "allocations": count}
+        for name, (size, count) in sorted(groups.items(), key=lambda item: -item[1][0])
+    ]
+    columns = (
+        Column("where it was born", TEXT, "born"),
+        Column("held", BYTES),
+        Column("share (%)", PERCENT, "share"),
+        Column("allocations", COUNT),
     )
+    return Table.of("Held when most was", lines, columns)
 
 
 def origin(one: Allocation) -> str:
@@ -110,17 +110,7 @@ def _largest(held: Sequence[Allocation], min_share: float) -> Table:
             group = (one.requested_bytes, one.stack_words())
             groups[group] = groups.get(group, 0) + 1
     ranked = sorted(groups.items(), key=lambda item: -item[0][0] * item[1])[:_MOST_LISTED]
-    return Table(
-        title="Largest allocations held then",
-        columns=(Column(title="each", number=True), Column(title="times", number=True), Column(title="born at")),
-        entries=tuple(
-            (Entry(text=byte_words(size), sort=size), Entry(text=f"{count:,}", sort=count), Entry(text=words))
-            for (size, words), count in ranked
-        ),
-        note=f"Under {percent(min_share)} % of the peak each: not listed.",
-    )
-
-
-def _bytes(size: int | None) -> Entry:
-    """With its unit."""
-    return Entry(text=ABSENT) if size is None else Entry(text=byte_words(size), sort=size)
+    lines = [{"each": size, "times": count, "born at": words} for (size, words), count in ranked]
+    columns = (Column("each", BYTES), Column("times", COUNT), Column("born at"))
+    note = f"Under {percent(min_share)} % of the peak each: not listed."
+    return Table.of("Largest allocations held then", lines, columns, note=note)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
+from trainstep.records.ranks import rank_spread
 from trainstep.records.record import Failure, Record
 from trainstep.report.forms import (
     GIB,
     MS_STD,
     PERCENT,
+    RANK_MS,
     TEXT,
     WHOLE,
     ByteUnit,
@@ -170,9 +172,22 @@ def point_columns(rows: Iterable[Any], *, without: Iterable[str] = ()) -> list[C
     ]
 
 
-def doubts_column(get: Callable[[Any], Any] | str) -> Column:
+def doubts_column(get: Callable[[Any], Any] | str, *, title: str = "doubts") -> Column:
     """The last column of a table of cells: what makes a row's numbers doubtful, or the sentence of its failure."""
-    return Column("doubts", TEXT, get, failed=_sentence)
+    return Column(title, TEXT, get, failed=_sentence)
+
+
+def rank_columns(quantity: str) -> list[Column]:
+    """The slowest and the fastest rank by their medians, where there are several."""
+
+    def end(which: str) -> Callable[[Any], tuple[int, float] | None]:
+        def get(row: Any) -> tuple[int, float] | None:
+            spread = rank_spread(row_of(row).record, quantity)
+            return None if spread is None else (getattr(spread, which), getattr(spread, f"{which}_value"))
+
+        return get
+
+    return [Column(f"{which} rank (ms)", RANK_MS, end(which)) for which in ("slowest", "fastest")]
 
 
 def row_of(row: Any) -> Row:
