@@ -6,13 +6,13 @@ from statistics import median
 from typing import Any
 
 from trainstep.config.sync import USED_BY, SyncConfig, needless
+from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Record
 from trainstep.report.rows import Row, flat_config, words
 from trainstep.report.tables import ABSENT, Column, Entry, point_columns
 
 WORKLOAD = "parallel"
-YARDSTICK = "none"
 _OF_A_WAY = frozenset(SyncConfig.__dataclass_fields__)
 _NO_MATTER = {"check_agreement", "keep_trace"}
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.ranks import rank_spread
 from trainstep.records.summary import doubts, summarize
 from trainstep.report.parallel_memory import driver_table, points_table
-from trainstep.report.parallel_rows import YARDSTICK, Way, median_of, name_columns, ways_of
+from trainstep.report.parallel_rows import Way, median_of, name_columns, ways_of
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row
 from trainstep.report.tables import (
