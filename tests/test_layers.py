@@ -23,9 +23,9 @@ LAYERS = {
     "ops": 2,
     "parallel": 2,
     "config": 1,
-    "costs": 1,
-    "spans": 1,
-    "reading": 1,
+    "costs": 0,
+    "spans": 0,
+    "reading": 0,
 }
 STANDALONE = {"ops", "parallel"}
 """Lifted out and used alone: of ours they may use only LIFTED_WITH."""

@@ -11,8 +11,10 @@ from torch import nn
 from parallel_strategies import BF16_STRATEGIES, SMALL_MIB, STRATEGIES, layers
 from parallel_training import OPTIMIZERS, Case, batches, built, loss_of
 from ranks import run_ranks
-from trainstep.costs.exchange import WAYS, Exchange, ParameterSize
+from trainstep.config.sync import OURS
+from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import Total, step_messages, totals, wire_bytes
+from trainstep.costs.strategies import strategy_named
 from trainstep.parallel import collectives
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
@@ -47,6 +49,10 @@ OPTIONS: dict[str, dict[str, object]] = {
 """What tests/parallel_strategies.py makes of each name, for the formulas."""
 IN_ONE_UNIT = ("sharded_flat", "fsdp")
 REAL = {**STRATEGIES, **BF16_STRATEGIES}
+
+
+def exchanging(*, way: str, **options: object) -> Exchange:
+    return Exchange(strategy=strategy_named(way), **options)
 
 
 def sizes(case: Case, strategy: str, dtype: torch.dtype = torch.float32) -> list[ParameterSize]:
@@ -109,7 +115,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("strategy", OPTIONS)
 def test_a_step_sends_what_the_formula_says(strategy: str, case: Case):
-    exchange = Exchange(ranks=3, micro_batches=case.accumulation, clips=case.clip is not None, **OPTIONS[strategy])
+    exchange = exchanging(ranks=3, micro_batches=case.accumulation, clips=case.clip is not None, **OPTIONS[strategy])
     expected = step_messages(exchange, sizes(case, strategy))
     for steps in run_ranks(3, sent, strategy, case, torch.float32):
         for spans, found in steps:
@@ -120,7 +126,7 @@ def test_a_step_sends_what_the_formula_says(strategy: str, case: Case):
 @pytest.mark.parametrize("strategy", OPTIONS)
 def test_weights_in_bf16_on_two_ranks(strategy: str):
     case = Case(frozen=True, tied=True)
-    exchange = Exchange(ranks=2, **OPTIONS[strategy])
+    exchange = exchanging(ranks=2, **OPTIONS[strategy])
     expected = totals(step_messages(exchange, sizes(case, strategy, torch.bfloat16)))
     for steps in run_ranks(2, sent, strategy, case, torch.bfloat16):
         assert all(found == expected for _, found in steps)
@@ -128,7 +134,7 @@ def test_weights_in_bf16_on_two_ranks(strategy: str):
 
 def test_every_strategy_of_ours_has_its_formula():
     assert OPTIONS.keys() == REAL.keys()
-    assert {"none", *(options["way"] for options in OPTIONS.values())} == set(WAYS)
+    assert {"none", *(options["way"] for options in OPTIONS.values())} == set(OURS)
 
 
 SMALL = [
@@ -141,7 +147,7 @@ SMALL = [
 
 
 def by_operation(way: str, **options: object) -> dict[str, tuple[int, int]]:
-    found = totals(step_messages(Exchange(way=way, ranks=4, **options), SMALL))
+    found = totals(step_messages(exchanging(way=way, ranks=4, **options), SMALL))
     return {operation: (total.messages, total.payload_bytes) for operation, total in found.items()}
 
 
@@ -172,33 +178,35 @@ def test_by_hand():
 
 def test_small_parameters_of_an_owner_share_a_message():
     """Two ranks own 100 + 10 and 90 + 90 elements; filled up, 104 + 16 and 96 + 96."""
-    messages = step_messages(Exchange(way="sharded", ranks=2), SMALL)
+    messages = step_messages(exchanging(way="sharded", ranks=2), SMALL)
     assert [(one.label, one.payload_bytes) for one in messages if one.operation == "broadcast"] == [
         ("parameters of rank 0", 4 * (104 + 16)),
         ("parameters of rank 1", 4 * (96 + 96)),
     ]
-    messages = step_messages(Exchange(way="sharded", ranks=2, pack_below_bytes=360), SMALL)
+    messages = step_messages(exchanging(way="sharded", ranks=2, pack_below_bytes=360), SMALL)
     assert [one.payload_bytes for one in messages if one.operation == "broadcast"] == [400, 40, 360, 360]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", OURS)
 def test_alone_nothing_is_sent(way: str):
-    assert step_messages(Exchange(way=way, ranks=1, clips=True, scales_loss=True), SMALL) == ()
+    assert step_messages(exchanging(way=way, ranks=1, clips=True, scales_loss=True), SMALL) == ()
 
 
 def test_on_the_wire():
     """An all-reduce of S bytes: 2 S (N-1)/N a rank; a reduce-scatter and an all-gather half of that each; a broadcast S."""
-    flat = step_messages(Exchange(way="flat", ranks=4), SMALL)
+    flat = step_messages(exchanging(way="flat", ranks=4), SMALL)
     assert wire_bytes(flat, 4) == 2 * 4 * 316 * 3 // 4
-    sharded_flat = step_messages(Exchange(way="sharded_flat", ranks=4), SMALL)
+    sharded_flat = step_messages(exchanging(way="sharded_flat", ranks=4), SMALL)
     assert wire_bytes(sharded_flat, 4) == 2 * 4 * 320 * 3 // 4 + 6
-    sharded = step_messages(Exchange(way="sharded", ranks=4), SMALL)
+    sharded = step_messages(exchanging(way="sharded", ranks=4), SMALL)
     assert wire_bytes(sharded, 4) == wire_bytes(flat, 4) + 4 * 290
 
 
-def test_a_way_that_nobody_knows():
-    with pytest.raises(ValueError, match="way: messages of 'torch_ddp' are not known"):
-        Exchange(way="torch_ddp", ranks=2)
+def test_of_torchs_ways_messages_are_not_known():
+    with pytest.raises(
+        ValueError, match="strategy: messages of torch_ddp are not known; take ours of its kind, bucketed"
+    ):
+        exchanging(way="torch_ddp", ranks=2)
 
 
 def test_units_are_those_of_the_module():

@@ -4,8 +4,7 @@ import pytest
 
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import ParallelConfig
-from trainstep.config.sync import OURS, PEERS
-from trainstep.costs.exchange import WAYS
+from trainstep.config.sync import PEERS
 from trainstep.costs.gradient_sync import totals
 from trainstep.plan.communication import exchange_of, expected_messages
 from trainstep.plan.parameters import transformer_parameters
@@ -18,10 +17,6 @@ def operations(**options: object) -> dict[str, tuple[int, int]]:
     messages = expected_messages(ParallelConfig(model=MODEL, ranks=2, **options), SIZES)
     assert messages is not None
     return {name: (total.messages, total.payload_bytes) for name, total in totals(messages).items()}
-
-
-def test_our_ways_are_those_with_formulas():
-    assert OURS == WAYS
 
 
 @pytest.mark.parametrize("sync", PEERS)

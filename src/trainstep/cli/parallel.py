@@ -10,10 +10,10 @@ from trainstep.cli.options import check_cells, check_rounds, limits, this_machin
 from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import OURS, USED_BY
+from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.record import Environment
 from trainstep.records.store import Store, new_records_path
 
-_YARDSTICK = "none"
 _DEFAULTS: dict[str, dict[str, list[Any]]] = {
     "cpu": {"model": ["tiny"], "context": [64], "sync": list(OURS), "ranks": [2]},
     "cuda": {"model": ["small"], "context": [256], "sync": list(OURS)},
@@ -94,8 +94,8 @@ def parallel(
 def _with_defaults(asked: Mapping[str, list[Any]], device: str, here: Environment) -> dict[str, list[Any]]:
     """The grid with what it leaves open; the yardstick first, and ways innermost."""
     grid = {**_DEFAULTS[device], **({"ranks": [here.gpu_count]} if device == "cuda" else {}), **asked}
-    ways = [str(way) if way is not None else _YARDSTICK for way in grid["sync"]]
-    ordered = [way for way in ways if way == _YARDSTICK] + [way for way in ways if way != _YARDSTICK]
+    ways = [str(way) if way is not None else YARDSTICK for way in grid["sync"]]
+    ordered = [way for way in ways if way == YARDSTICK] + [way for way in ways if way != YARDSTICK]
     options = {name: values for name, values in grid.items() if name in USED_BY}
     rest = {name: values for name, values in grid.items() if name not in (*USED_BY, "sync")}
     return {**rest, "sync": list(dict.fromkeys(ordered)), **options}

@@ -7,6 +7,7 @@ from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.run import RunConfig
 from trainstep.config.sync import SyncConfig
+from trainstep.costs.strategies import YARDSTICK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class MemoryConfig:
         if not 0 <= self.min_share <= 1:
             raise ValueError(f"min_share: must be a share from 0 to 1, not {self.min_share!r}")
         self.run()  # its fields are checked there
-        if self.ranks == 1 and self.sync != "none":
+        if self.ranks == 1 and self.sync != YARDSTICK:
             raise ValueError(f"sync: {self.sync} keeps several ranks together; take ranks 2 or more, or sync none")
         self.parallel()
         if self.ranks > 1 and self.mode != "step":

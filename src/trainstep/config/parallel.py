@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from trainstep.config.fields import as_in, check_choices, check_integer, described, part_of
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.run import RunConfig
-from trainstep.config.sync import IN_UNITS, PEERS, SyncConfig
+from trainstep.config.sync import SyncConfig
+from trainstep.costs.strategies import YARDSTICK, strategy_named
 
 _MOST_RANKS = 1024
 
@@ -54,13 +55,14 @@ class ParallelConfig:
         check_choices(self)
         check_integer(self, "ranks", at_least=1, at_most=_MOST_RANKS)
         check_integer(self, "window_steps", at_least=1)
-        if self.compile == "model" and self.sync in IN_UNITS:
+        strategy = strategy_named(self.sync)
+        if self.compile == "model" and strategy.in_units:
             raise ValueError(
                 f"compile: {self.sync} gathers block by block, which a whole compiled model hides; take block"
             )
-        if self.ranks == 1 and self.sync in PEERS:
+        if self.ranks == 1 and strategy.counterpart is not None:
             raise ValueError(f"ranks: {self.sync} needs others to talk to; take 2 or more ranks")
-        if (self.ranks > 1 or self.sync != "none") and self.precision == "bf16_master":
+        if (self.ranks > 1 or self.sync != YARDSTICK) and self.precision == "bf16_master":
             raise ValueError(
                 "precision: bf16_master is for one process; on several ranks take fsdp with compute_dtype bf16: weights stay fp32"
             )

@@ -3,51 +3,43 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from trainstep.config.fields import check_choices, described
+from trainstep.costs.strategies import STRATEGIES, YARDSTICK, Strategy, strategy_named
 
-OURS = ("none", "naive", "flat", "overlapped", "bucketed", "sharded", "sharded_flat", "fsdp")
-PEERS = ("torch_ddp", "torch_zero", "torch_fsdp2")
+OURS = tuple(strategy.name for strategy in STRATEGIES if strategy.counterpart is None)
+PEERS = tuple(strategy.name for strategy in STRATEGIES if strategy.counterpart is not None)
 SYNCS = OURS + PEERS
-BUCKETED = ("bucketed", "sharded", "torch_ddp", "torch_zero")
-"""Those whose messages of gradients are buckets."""
-IN_UNITS = ("sharded_flat", "fsdp", "torch_fsdp2")
-"""Those that gather a block before it runs: their hooks stand on the blocks, so a model compiled whole would swallow them."""
-USED_BY = {
-    "bucket_mib": (*BUCKETED, "sharded_flat"),
-    "first_bucket_mib": ("bucketed", "sharded"),
-    "last_bucket_mib": ("bucketed", "sharded"),
-    "reduce_dtype": (*OURS[1:], "torch_fsdp2"),
-    "keeps_gradient_dtype": ("flat", "bucketed", "sharded"),
-    "compute_dtype": ("fsdp", "torch_fsdp2"),
-    "reshard_after_forward": ("fsdp", "torch_fsdp2"),
-    "ahead": ("fsdp",),
-}
-"""Option -> the ways that it means something to."""
 
 
 def needless(values: Mapping[str, Any]) -> frozenset[str]:
-    """The options that the way which these values name, `sync`, does not have: they would tell alike cells apart."""
-    sync = values.get("sync", SyncConfig.sync) or "none"  # a person's none is no value yet
-    return frozenset(name for name, ways in USED_BY.items() if sync in SYNCS and sync not in ways)
+    """The options that the strategy which these values name, `sync`, does not have: they would tell alike cells apart."""
+    sync = values.get("sync", SyncConfig.sync) or YARDSTICK  # a person's none is no value yet
+    return frozenset(name for name, users in USED_BY.items() if sync in SYNCS and sync not in users)
+
+
+def _meanings() -> str:
+    """`naive, flat: gradients averaged; fsdp: parameters too`."""
+    groups = groupby(STRATEGIES, key=lambda strategy: strategy.meaning)
+    return "; ".join(f"{', '.join(strategy.name for strategy in alike)}: {meaning}" for meaning, alike in groups)
+
+
+def _users(option: str) -> str:
+    """`flat, bucketed and sharded`."""
+    *others, last = (strategy.name for strategy in STRATEGIES if option in strategy.options)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """One way of going parallel and its options. Raises ValueError naming the field and the way out."""
+    """One strategy of going parallel and its options. Raises ValueError naming the field and the way out."""
 
-    sync: str = described(
-        "none: each rank trains for itself, the yardstick; naive, flat, overlapped, bucketed: gradients averaged (DDP); sharded: "
-        "and optimizer state by whole tensors (ZeRO 1); sharded_flat: gradients and state in flat shards (ZeRO 1, 2); fsdp: "
-        "parameters too; torch_...: torch's own",
-        "bucketed",
-        SYNCS,
-    )
+    sync: str = described(_meanings(), "bucketed", SYNCS)
     bucket_mib: float | None = described(
-        "MiB of gradients in a message, of bucketed ways, or of parameters in neighbouring blocks that sharded_flat sends "
-        "together; by default a quarter of all, the less the more there are, a sixteenth from 32 GiB on, but of bucketed ways "
-        "at least 25; torch's: 25",
+        "MiB of gradients in a message, or of parameters in neighbouring blocks that sharded_flat sends together; by default "
+        "a quarter of all, the less the more there are, a sixteenth from 32 GiB on, but of buckets at least 25; torch's: 25",
         None,
     )
     first_bucket_mib: float | None = described("of the first message, if another", None)
@@ -58,12 +50,15 @@ class SyncConfig:
         True,
     )
     compute_dtype: str = described(
-        "fsdp gathers parameters and computes in: own, their own dtype, or bf16; what is updated keeps its own",
+        f"parameters are gathered and computed with, by {_users('compute_dtype')}, in: own, their own dtype, or bf16; what is "
+        "updated keeps its own",
         "own",
         ("own", "bf16"),
     )
-    reshard_after_forward: bool = described("fsdp frees a block's parameters behind its forward", True)
-    ahead: int = described("blocks that fsdp gathers before their turn, 0 to 2", 1)
+    reshard_after_forward: bool = described(
+        f"a block's parameters are freed behind its forward, by {_users('reshard_after_forward')}", True
+    )
+    ahead: int = described(f"blocks gathered before their turn by {_users('ahead')}, 0 to 2", 1)
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -75,16 +70,30 @@ class SyncConfig:
                 raise ValueError(f"{name}: must be a positive number of MiB, not {size!r}")
         if self.ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {self.ahead!r}")
-        if not self.keeps_gradient_dtype and (
-            self.reduce_dtype == "own" or self.sync not in ("flat", "bucketed", "sharded")
-        ):
+        if not self.keeps_gradient_dtype and (self.reduce_dtype == "own" or not self._takes("keeps_gradient_dtype")):
             raise ValueError(
-                "keeps_gradient_dtype: only gradients that flat, bucketed and sharded average with reduce_dtype bf16 can stay so"
+                f"keeps_gradient_dtype: only gradients that {_users('keeps_gradient_dtype')} average with reduce_dtype bf16 can "
+                "stay so"
             )
-        if self.compute_dtype != "own" and self.sync not in USED_BY["compute_dtype"]:
+        if self.compute_dtype != "own" and not self._takes("compute_dtype"):
             raise ValueError(
-                f"compute_dtype: only fsdp and torch_fsdp2 gather parameters in another dtype; with {self.sync} take precision "
-                "bf16_autocast"
+                f"compute_dtype: only {_users('compute_dtype')} gather parameters in another dtype; with {self.sync} take "
+                "precision bf16_autocast"
             )
-        if self.reduce_dtype != "own" and self.sync in ("torch_ddp", "torch_zero"):
+        if self.reduce_dtype != "own" and self.strategy.talks and not self._takes("reduce_dtype"):
             raise ValueError(f"reduce_dtype: {self.sync} averages gradients in their own dtype here; leave it at own")
+
+    @property
+    def strategy(self) -> Strategy:
+        return strategy_named(self.sync)
+
+    def _takes(self, option: str) -> bool:
+        return option in self.strategy.options
+
+
+USED_BY = {
+    option: tuple(strategy.name for strategy in STRATEGIES if option in strategy.options)
+    for option in SyncConfig.__dataclass_fields__
+    if option != "sync"
+}
+"""Option -> the strategies that it means something to."""

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 from trainstep.costs.buckets import assign_owners, neighbours, plan_buckets, usual_bucket_bytes
 from trainstep.costs.flat_layout import FlatLayout, lay_out
+from trainstep.costs.strategies import Sends, Strategy
 
-WAYS = ("none", "naive", "flat", "overlapped", "bucketed", "sharded", "sharded_flat", "fsdp")
 ROOT = "root"
 """The unit of what stands around the blocks."""
-MOST_IN_FLIGHT = {"sharded_flat": 1, "fsdp": 2}
-"""Of each way in units: how many units' gradients are being reduced, besides the one that is made ready. More hold more buffers,
-and were no quicker (docs/log.md); a unit of sharded_flat is several blocks, one of fsdp a single one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,7 @@ class ParameterSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One of WAYS and its options. Raises ValueError for a way whose messages are not known.
+    """A strategy and its options. Raises ValueError for one of torch's, whose messages are not known.
 
     `bucket_bytes`: of a bucket's gradients, of the parameters of a unit of sharded_flat; None: as costs/buckets.py chooses.
     `reduce_element_bytes`: of what gradients are averaged in; None: their own. `compute_element_bytes`: of what fsdp gathers and
@@ -42,7 +39,7 @@ class Exchange:
     `scales_loss`: shards' norms, and whether one overflowed, are put together in a small message.
     """
 
-    way: str
+    strategy: Strategy
     ranks: int
     reduce_element_bytes: int | None = None
     compute_element_bytes: int | None = None
@@ -57,8 +54,10 @@ class Exchange:
     scales_loss: bool = False
 
     def __post_init__(self) -> None:
-        if self.way not in WAYS:
-            raise ValueError(f"way: messages of {self.way!r} are not known; known are those of {', '.join(WAYS)}")
+        if self.strategy.counterpart is not None:
+            raise ValueError(
+                f"strategy: messages of {self.strategy.name} are not known; take ours of its kind, {self.strategy.counterpart}"
+            )
 
     def gradient_bytes(self, parameter: ParameterSize) -> int:
         """Of an element of this parameter's gradient, as it is sent."""
@@ -105,23 +104,31 @@ class Unit:
 
 
 def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Bucket]:
-    """The buckets of the trained parameters' gradients, in the order in which they are sent; one, or one a dtype, of way flat."""
+    """The buckets of the trained parameters' gradients, in the order in which they are sent; one, or one a dtype, where all
+    are sent at once."""
     trained = [parameter for parameter in parameters if parameter.trained]
     element_bytes = [exchange.gradient_bytes(parameter) for parameter in trained]
     sizes = [parameter.numel * size for parameter, size in zip(trained, element_bytes, strict=True)]
-    flat = exchange.way == "flat"
+    at_once = Sends.GRADIENTS_AT_ONCE in exchange.strategy.sends
     bucket_bytes = usual_bucket_bytes(sum(sizes)) if exchange.bucket_bytes is None else exchange.bucket_bytes
     plan = plan_buckets(
         sizes,
         element_bytes,
-        bucket_bytes=float("inf") if flat else bucket_bytes,
-        first_bucket_bytes=None if flat else exchange.first_bucket_bytes,
-        last_bucket_bytes=None if flat else exchange.last_bucket_bytes,
+        bucket_bytes=float("inf") if at_once else bucket_bytes,
+        first_bucket_bytes=None if at_once else exchange.first_bucket_bytes,
+        last_bucket_bytes=None if at_once else exchange.last_bucket_bytes,
     )
     return [
         Bucket(parameters=tuple(trained[index] for index in indices), element_bytes=element_bytes[indices[0]])
         for indices in plan
     ]
+
+
+def units_sent(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Unit]:
+    """Of a strategy in units, in the order of forward: single blocks where parameters are sharded too, else joined ones."""
+    if exchange.strategy.shards_parameters:
+        return units_of(parameters, exchange.ranks)
+    return flat_units_of(parameters, exchange.ranks, exchange.bucket_bytes)
 
 
 def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
@@ -138,7 +145,7 @@ def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
 
 
 def flat_units_of(parameters: Sequence[ParameterSize], ranks: int, most_bytes: float | None = None) -> list[Unit]:
-    """Units of way sharded_flat: what is trained, neighbouring blocks together up to `most_bytes` (costs/buckets.py)."""
+    """Units of sharded_flat: what is trained, neighbouring blocks together up to `most_bytes` (costs/buckets.py)."""
     units = [unit for unit in units_of(parameters, ranks) if unit.trained]
     sizes = [sum_bytes(unit.parameters) for unit in units]
     kinds = [(unit.name == ROOT, unit.element_bytes) for unit in units]

@@ -1,4 +1,4 @@
-"""What the ranks of a training step send each other: every message of every way of going parallel, from the parameters' sizes.
+"""What the ranks of a training step send each other: every message of every strategy, from the parameters' sizes.
 
 n parameters, N ranks; bytes are those of the tensor that is reduced, gathered or sent, as parallel/collectives.py counts them.
 
@@ -11,8 +11,9 @@ n parameters, N ranks; bytes are those of the tensor that is reduced, gathered o
 Bytes on the wire follow by the ring algorithm: `wire_bytes`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from trainstep.costs.collectives import ring_bytes
 from trainstep.costs.exchange import (
@@ -20,13 +21,13 @@ from trainstep.costs.exchange import (
     ParameterSize,
     Unit,
     buckets_of,
-    flat_units_of,
     freed_between,
     owners_of,
     pack_bytes,
     packs_of,
-    units_of,
+    units_sent,
 )
+from trainstep.costs.strategies import Part, Sends
 
 _NORM_BYTES, _FOUND_INF_BYTES = 4, 4
 """One fp32 number each."""
@@ -60,20 +61,9 @@ def step_messages(exchange: Exchange, parameters: Sequence[ParameterSize]) -> tu
     """
     if exchange.ranks == 1:
         return ()
-    trained = [parameter for parameter in parameters if parameter.trained]
-    messages = {
-        "none": _nothing,
-        "naive": _one_by_one,
-        "overlapped": _one_by_one,
-        "flat": _in_buckets,
-        "bucketed": _in_buckets,
-        "sharded": _with_owners,
-        "sharded_flat": _in_flat_shards,
-        "fsdp": _fully_sharded,
-    }[exchange.way](exchange, parameters)
-    if exchange.way in ("naive", "overlapped", "sharded_flat", "fsdp"):
-        messages.append(Message(operation="all_reduce", label="usage", payload_bytes=len(trained)))
-    if exchange.way in ("sharded_flat", "fsdp") and exchange.clips:
+    strategy = exchange.strategy
+    messages = [message for kind in strategy.sends for message in _MESSAGES[kind](exchange, parameters)]
+    if Part.GRADIENTS in strategy.shards and exchange.clips:
         messages.append(Message(operation="all_reduce", label="norm", payload_bytes=_NORM_BYTES))
     if exchange.scales_loss:
         messages.append(Message(operation="all_reduce", label="found_inf", payload_bytes=_FOUND_INF_BYTES))
@@ -93,10 +83,6 @@ def wire_bytes(messages: Sequence[Message], ranks: int) -> int:
     return sum(ring_bytes(message.operation, message.payload_bytes, ranks) for message in messages)
 
 
-def _nothing(_exchange: Exchange, _parameters: Sequence[ParameterSize]) -> list[Message]:
-    return []
-
-
 def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
     return [
         Message(operation="all_reduce", label=one.name, payload_bytes=one.numel * exchange.gradient_bytes(one))
@@ -105,35 +91,42 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list
     ]
 
 
-def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    name = "flat" if exchange.way == "flat" else "bucket"
+def _in_buckets(name: str, exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
     return [
         Message(operation="all_reduce", label=f"{name} {number}", payload_bytes=bucket.nbytes)
         for number, bucket in enumerate(buckets_of(exchange, parameters))
     ]
 
 
-def _with_owners(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    return _in_buckets(exchange, parameters) + [
+def _of_owners(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
+    return [
         Message(operation="broadcast", label=f"parameters of rank {owner}", payload_bytes=pack_bytes(pack))
         for owner, owned in enumerate(owners_of(exchange, parameters))
         for pack in packs_of(exchange, owned)
     ]
 
 
-def _in_flat_shards(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    units = flat_units_of(parameters, exchange.ranks, exchange.bucket_bytes)
-    return [_reduced(exchange, unit) for unit in units] + [_gathered(exchange, unit) for unit in units]
+def _reduced_units(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
+    return [_reduced(exchange, unit) for unit in units_sent(exchange, parameters) if unit.trained]
 
 
-def _fully_sharded(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    units = units_of(parameters, exchange.ranks)
+def _updated_units(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
+    return [_gathered(exchange, unit) for unit in units_sent(exchange, parameters)]
+
+
+def _needed_units(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
+    units = units_sent(exchange, parameters)
     passes = exchange.micro_batches if exchange.reshard_after_forward else 1
-    return [_reduced(exchange, unit) for unit in units if unit.trained] + [
+    return [
         _gathered(exchange, unit)
         for unit in units
         for _ in range(passes * (2 if freed_between(unit, units, exchange) else 1))
     ]
+
+
+def _usage(_exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
+    flags_bytes = sum(1 for one in parameters if one.trained)
+    return [Message(operation="all_reduce", label="usage", payload_bytes=flags_bytes)]
 
 
 def _reduced(exchange: Exchange, unit: Unit) -> Message:
@@ -144,3 +137,15 @@ def _reduced(exchange: Exchange, unit: Unit) -> Message:
 def _gathered(exchange: Exchange, unit: Unit) -> Message:
     payload_bytes = unit.layout.numel * exchange.compute_bytes(unit.parameters[0])
     return Message(operation="all_gather", label=unit.name, payload_bytes=payload_bytes)
+
+
+_MESSAGES: Mapping[Sends, Callable[[Exchange, Sequence[ParameterSize]], list[Message]]] = {
+    Sends.GRADIENTS_ONE_BY_ONE: _one_by_one,
+    Sends.GRADIENTS_AT_ONCE: partial(_in_buckets, "flat"),
+    Sends.GRADIENTS_IN_BUCKETS: partial(_in_buckets, "bucket"),
+    Sends.GRADIENTS_OF_UNITS: _reduced_units,
+    Sends.PARAMETERS_OF_OWNERS: _of_owners,
+    Sends.UPDATED_UNITS: _updated_units,
+    Sends.NEEDED_UNITS: _needed_units,
+    Sends.USAGE: _usage,
+}

@@ -26,6 +26,7 @@ from trainstep.config.parsing import config_hash, from_plain, to_plain
 from trainstep.costs.collectives import ring_bytes
 from trainstep.costs.exchange import ParameterSize
 from trainstep.costs.gradient_sync import Message, totals, wire_bytes
+from trainstep.costs.strategies import strategy_named
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.kept_files import kept_folder
 from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_parameters
@@ -45,8 +46,6 @@ from trainstep.training.build import Assembly, build_step
 from trainstep.training.parallelism import parallel
 from trainstep.training.wrapping import looked_at
 
-_SHARDED = ("fsdp", "torch_fsdp2")
-"""Ways that cut parameters over all ranks: only buffers are alike on all."""
 _TRACED_STEPS = 2
 """The first is read: what it leaves for the second's forward ends there."""
 
@@ -149,11 +148,11 @@ class ParallelMeasurement:
 
     def _check_agreement(self, assembly: Assembly) -> None:
         """CellFailed, naming parameter and ranks, where replicas have drifted apart; the yardstick's differ by design."""
-        config = self._config
-        if not config.check_agreement or config.sync == "none" or config.ranks == 1:
+        config, strategy = self._config, strategy_named(self._config.sync)
+        if not config.check_agreement or not strategy.talks or config.ranks == 1:
             return
         self._wait_for_parameters()
-        what = ["buffers"] if config.sync in _SHARDED else ["parameters", "buffers"]
+        what = ["buffers"] if strategy.shards_parameters else ["parameters", "buffers"]
         try:
             check_agreement(assembly.module, self._ranks, what=what)
         except ReplicasDisagree as error:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from trainstep.costs.exchange import MOST_IN_FLIGHT
+from trainstep.costs.strategies import strategy_named
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.fsdp_errors import explain_shapes
 from trainstep.parallel.fsdp_unit import FSDPUnit, UnitState
@@ -30,6 +30,8 @@ from trainstep.parallel.same_setup import names_of
 from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import plan_units
 from trainstep.parallel.usage import Usage
+
+_MOST_IN_FLIGHT = strategy_named("fsdp").most_in_flight
 
 
 class FSDP(HookedGradients):
@@ -291,7 +293,7 @@ class FSDP(HookedGradients):
         unit.send_gradients()
         self._sent.add(unit)
         self._in_flight.append(unit)
-        if len(self._in_flight) > MOST_IN_FLIGHT["fsdp"]:
+        if len(self._in_flight) > _MOST_IN_FLIGHT:
             self._in_flight.popleft().receive_gradients()
 
     def _finish(self) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.costs.buckets import bytes_of_mib
-from trainstep.costs.exchange import MOST_IN_FLIGHT
+from trainstep.costs.strategies import strategy_named
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.flat_buffer import FlatBuffer
@@ -33,6 +33,8 @@ from trainstep.parallel.same_setup import check_same_setup, names_of
 from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import UnitPlan, merged_units, plan_units
 from trainstep.parallel.usage import Usage
+
+_MOST_IN_FLIGHT = strategy_named("sharded_flat").most_in_flight
 
 
 class ShardedGradients(HookedGradients):
@@ -188,7 +190,7 @@ class ShardedGradients(HookedGradients):
             self._used[index] = gradient is not None
             self.parameters[index].grad = None
         self._in_flight.append(unit)
-        if len(self._in_flight) > MOST_IN_FLIGHT["sharded_flat"]:
+        if len(self._in_flight) > _MOST_IN_FLIGHT:
             self._in_flight.popleft().receive()
 
     def _finish(self) -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from trainstep.config.parallel import ParallelConfig
-from trainstep.config.sync import OURS
 from trainstep.costs.buckets import bytes_of_mib
 from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import Message, step_messages
+from trainstep.costs.strategies import strategy_named
 
 
 def expected_messages(config: ParallelConfig, parameters: Sequence[ParameterSize]) -> tuple[Message, ...] | None:
@@ -16,11 +16,12 @@ def expected_messages(config: ParallelConfig, parameters: Sequence[ParameterSize
 
 
 def exchange_of(config: ParallelConfig) -> Exchange | None:
-    """The config as the formulas of costs/ take it; None for ways that are torch's."""
-    if config.sync not in OURS:
+    """The config as the formulas of costs/ take it; None for strategies that are torch's."""
+    strategy = strategy_named(config.sync)
+    if strategy.counterpart is not None:
         return None
     return Exchange(
-        way=config.sync,
+        strategy=strategy,
         ranks=config.ranks,
         reduce_element_bytes=2 if config.reduce_dtype == "bf16" else None,
         compute_element_bytes=2 if config.compute_dtype == "bf16" else None,

@@ -1,28 +1,27 @@
-"""The terms that peak_memory.py adds up: what each way of going parallel keeps, and what it needs for a moment. Bytes on one rank.
+"""The terms that peak_memory.py adds up: what each strategy keeps, and what it needs for a moment. Bytes on one rank.
 
 They follow what parallel/ does, file by file: ddp_*.py, bucket.py, sharded_optimizer.py, sharded_flat.py, fsdp.py, staging.py.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.costs.exchange import (
-    MOST_IN_FLIGHT,
     ROOT,
     Bucket,
     Exchange,
     ParameterSize,
     Unit,
     buckets_of,
-    flat_units_of,
     freed_between,
     owners_of,
     pack_bytes,
     packs_of,
     sum_bytes,
-    units_of,
+    units_sent,
 )
+from trainstep.costs.strategies import Sends
 
 _MOMENTS = 2
 """AdamW's, each of a parameter's size and dtype."""
@@ -64,22 +63,12 @@ class Terms:
     whole_entering_backward_bytes: int = 0
     in_sync_bytes: int = 0
     sendings: tuple[Sending, ...] = ()
-    """Of ways in units, in backward's order."""
+    """Of strategies in units, in backward's order."""
 
 
 def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
     """Of one rank. `adamw`: RunConfig.adamw, whose implementations take different temporary tensors."""
-    ways: dict[str, Callable[..., Terms]] = {
-        "none": _one_by_one,
-        "naive": _one_by_one,
-        "overlapped": _one_by_one,
-        "flat": _in_buckets,
-        "bucketed": _in_buckets,
-        "sharded": _in_buckets,
-        "sharded_flat": _in_shards,
-        "fsdp": _in_shards,
-    }
-    return ways[exchange.way](exchange, parameters, rank=rank, adamw=adamw)
+    return TERMS[exchange.strategy.name](exchange, parameters, rank=rank, adamw=adamw)
 
 
 def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
@@ -89,7 +78,7 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     copies = [
         one.numel * exchange.gradient_bytes(one)
         for one in trained
-        if exchange.gradient_bytes(one) != one.element_bytes and exchange.way != "none"
+        if exchange.gradient_bytes(one) != one.element_bytes and exchange.strategy.talks
     ]
     neighbours = max((sum(pair) for pair in zip([0, *copies], copies, strict=False)), default=0)
     updated = [(one.numel, one.element_bytes) for one in trained]
@@ -101,8 +90,8 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
         whole_gradients_bytes=gradients_bytes,
         gradients_bytes=gradients_bytes,
         gradients_before_sync_bytes=gradients_bytes,
-        buffers_bytes=0 if exchange.way == "none" else len(trained),  # who used what
-        in_sync_bytes=sum(copies) if exchange.way == "overlapped" else neighbours,
+        buffers_bytes=len(trained) if Sends.USAGE in exchange.strategy.sends else 0,
+        in_sync_bytes=sum(copies) if exchange.strategy.overlaps else neighbours,
     )
 
 
@@ -111,16 +100,17 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     trained = [one for one in parameters if one.trained]
     buckets = buckets_of(exchange, parameters)
     copied = [one for one in trained if exchange.gradient_bytes(one) != one.element_bytes]
-    unsent = buckets if exchange.way == "flat" else buckets[-1:]
+    unsent = buckets[-1:] if exchange.strategy.overlaps else buckets
     fresh = [one for bucket in unsent for one in bucket.parameters if one not in copied]
     in_place = sum(bucket.nbytes for bucket in buckets if not _copies(bucket))
     beside = sum(bucket.nbytes for bucket in buckets if _copies(bucket))
-    owned = owners_of(exchange, parameters) if exchange.way == "sharded" else [trained] * exchange.ranks
+    by_owners = Sends.PARAMETERS_OF_OWNERS in exchange.strategy.sends
+    owned = owners_of(exchange, parameters) if by_owners else [trained] * exchange.ranks
     packs = sum(
         pack_bytes(pack)
         for mine in owned
         for pack in packs_of(exchange, mine)
-        if len(pack) > 1 and exchange.way == "sharded" and exchange.ranks > 1
+        if len(pack) > 1 and by_owners and exchange.ranks > 1
     )
     updated = [(one.numel, one.element_bytes) for one in owned[rank]]
     return Terms(
@@ -142,11 +132,11 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
     The last unit that backward completes is the first of forward: when it is sent, it and those before it are shards already.
     """
     ranks = exchange.ranks
-    fully = exchange.way == "fsdp"
-    units = units_of(parameters, ranks) if fully else flat_units_of(parameters, ranks, exchange.bucket_bytes)
+    fully = exchange.strategy.shards_parameters
+    units = units_sent(exchange, parameters)
     trained = [unit for unit in units if unit.trained]
     first = trained[0]
-    at_once = MOST_IN_FLIGHT[exchange.way] + 1
+    at_once = exchange.strategy.most_in_flight + 1
     on_the_way, received = trained[:at_once], trained[at_once:]
     shards_in_sync = sum(unit.nbytes // ranks for unit in received) + sum(
         _sent_bytes(exchange, unit) // ranks for unit in on_the_way
@@ -194,7 +184,7 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
 
 def _sendings(exchange: Exchange, units: Sequence[Unit], kept_whole: Sequence[Unit]) -> tuple[Sending, ...]:
     """`kept_whole`: units of fsdp that are whole until they are sent. The next ones are being gathered beside them."""
-    fully = exchange.way == "fsdp"
+    fully = exchange.strategy.shards_parameters
     backward = [unit for unit in reversed(units) if unit.trained]
     blocks_bytes = sum(unit.nbytes for unit in backward if unit.name != ROOT)
     found, gone_bytes, shards_bytes = [], 0, 0
@@ -222,7 +212,7 @@ def _staging_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:
     """Buffers are shared by units of the same shapes: as many as are ever on their way together, kept until the last is there."""
     most: Counter[tuple[tuple[int, ...], int]] = Counter()
     for index in range(len(trained)):
-        together = trained[index : index + MOST_IN_FLIGHT[exchange.way] + 1]
+        together = trained[index : index + exchange.strategy.most_in_flight + 1]
         most |= Counter((unit.layout.sizes, _sent_bytes(exchange, unit)) for unit in together)
     return sum(nbytes * count for (_, nbytes), count in most.items())
 
@@ -271,3 +261,16 @@ def _update_bytes(updated: _Updated, adamw: str) -> int:
     sizes = [numel * element_bytes for numel, element_bytes in updated]
     one_by_one = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
     return {"fused": 0, "trainstep": 0, "foreach": sum(sizes), "loop": one_by_one}[adamw]
+
+
+TERMS: Mapping[str, Callable[..., Terms]] = {
+    "none": _one_by_one,
+    "naive": _one_by_one,
+    "flat": _in_buckets,
+    "overlapped": _one_by_one,
+    "bucketed": _in_buckets,
+    "sharded": _in_buckets,
+    "sharded_flat": _in_shards,
+    "fsdp": _in_shards,
+}
+"""Of every strategy of ours (costs/strategies.py)."""

@@ -7,8 +7,9 @@ of a size is costs/bucket_size.py's overhead over a step in which ranks do not t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainstep.config.sync import BUCKETED, USED_BY
+from trainstep.config.sync import USED_BY
 from trainstep.costs.bucket_size import best_bucket_bytes, bucket_overhead_s
+from trainstep.costs.strategies import strategy_named
 from trainstep.records.bandwidth import LatencyFit
 from trainstep.records.summary import summarize
 from trainstep.report.charts import (
@@ -85,7 +86,7 @@ def bucket_series(ways: Sequence[Way], rows: Sequence[Row]) -> list[BucketSeries
             place=place,
             sync=sync,
             ways=sorted(mine, key=lambda way: float(way.record.config["bucket_mib"])),
-            fit=_fit(mine[0], rows) if sync in BUCKETED else None,
+            fit=None if strategy_named(sync).in_units else _fit(mine[0], rows),
         )
         for (place, sync), mine in found.items()
         if len({way.record.config["bucket_mib"] for way in mine}) > 1
@@ -144,7 +145,7 @@ def bucket_sentences(ways: Sequence[Way], rows: Sequence[Row]) -> list[str]:
                 f"; predicted is {three_digits(one.best_mib)} MiB, the root of {three_digits(one.gradient_bytes / _MIB)} MiB of "
                 f"gradients × {seconds_words(one.fit.alpha_s)} a message × {three_digits(one.fit.beta_bytes_per_s / 1e9)} GB/s"
             )
-        elif one.sync not in BUCKETED:
+        elif strategy_named(one.sync).in_units:
             sentence += "; the formula of buckets is not of its messages"
         elif one.fit is None:
             sentence += (

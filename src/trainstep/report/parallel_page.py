@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import groupby
 
+from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.summary import summarize
 from trainstep.report.charts import (
     MAXIMUM_PANELS,
@@ -20,7 +21,7 @@ from trainstep.report.charts import (
 )
 from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, ratio_words
 from trainstep.report.parallel_buckets import bucket_chart, bucket_sentences
-from trainstep.report.parallel_rows import YARDSTICK, Way, median_of, ways_of
+from trainstep.report.parallel_rows import Way, median_of, ways_of
 from trainstep.report.parallel_tables import (
     CATEGORIES,
     communication_table,

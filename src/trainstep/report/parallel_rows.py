@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from trainstep.config.sync import USED_BY, SyncConfig, needless
+from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Record
 from trainstep.report.forms import ABSENT, TEXT
@@ -13,7 +14,6 @@ from trainstep.report.rows import Row, flat_config, table_lines, words
 from trainstep.report.tables import Column, Entry, point_columns, row_of
 
 WORKLOAD = "parallel"
-YARDSTICK = "none"
 _OF_A_WAY = frozenset(SyncConfig.__dataclass_fields__)
 _NO_MATTER = {"check_agreement", "keep_trace"}
 

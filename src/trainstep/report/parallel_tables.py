@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.summary import doubts, summarize
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
-from trainstep.report.parallel_rows import YARDSTICK, Way, median_of, name_columns, ways_of
+from trainstep.report.parallel_rows import Way, median_of, name_columns, ways_of
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row
 from trainstep.report.tables import Column, Line, Table, doubts_column, rank_columns

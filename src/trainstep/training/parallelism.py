@@ -1,4 +1,4 @@
-"""A way of going parallel, by name: the one place where it becomes a wrapper and an optimizer."""
+"""A strategy's name becomes a wrapper and an optimizer: one constructor each of the rows in costs/strategies.py."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,68 +21,78 @@ from trainstep.parallel.sharded_optimizer import ShardedOptimizer
 from trainstep.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero
 from trainstep.training.wrapping import OptimizerClass, Parallel, Wrapped, optimizer_over, unwrapped
 
+OwnOptions = Mapping[str, Any]
+"""Of a strategy, those that its row names."""
+Constructor = Callable[[Ranks, OwnOptions, nn.Module, OptimizerClass | None, Mapping[str, Any]], Wrapped]
+_DTYPES = {"own": None, "bf16": torch.bfloat16}
+
 
 def parallel(ranks: Ranks, config: SyncConfig) -> Parallel:
     """These ranks, going parallel as the config says. Parameters become those of rank 0, save with sync none."""
-    return Parallel(ranks=ranks, wrap=unwrapped if config.sync == "none" else partial(_wrapped, ranks, config))
+    values = {option: getattr(config, option) for option in config.strategy.options}
+    own = {option: _DTYPES.get(value, value) for option, value in values.items()}
+    return Parallel(ranks=ranks, wrap=partial(CONSTRUCTORS[config.sync], ranks, own))
 
 
-def _wrapped(
+def _alone(_ranks: Ranks, _own: OwnOptions, *step: Any) -> Wrapped:
+    return unwrapped(*step)
+
+
+def _beside(wrapper: Callable[..., GradientSync], shard: OptimizerClass | None = None) -> Constructor:
+    """`wrapper(module, ranks, **own)` beside the optimizer, whose state `shard` spreads over ranks."""
+
+    def construct(
+        ranks: Ranks,
+        own: OwnOptions,
+        module: nn.Module,
+        optimizer_cls: OptimizerClass | None,
+        options: Mapping[str, Any],
+    ) -> Wrapped:
+        sync = wrapper(module, ranks, **own)
+        if optimizer_cls is not None and shard is not None:
+            optimizer_cls = partial(shard, optimizer_cls=optimizer_cls, ranks=ranks)
+        return Wrapped(module=sync.module, gradient_sync=sync, optimizer=optimizer_over(module, optimizer_cls, options))
+
+    return construct
+
+
+def _sharded_flat(
     ranks: Ranks,
-    config: SyncConfig,
+    own: OwnOptions,
     module: nn.Module,
     optimizer_cls: OptimizerClass | None,
     options: Mapping[str, Any],
 ) -> Wrapped:
-    reduce_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else None
-    if config.sync == "sharded_flat" and optimizer_cls is not None:
-        flat = FlatShardedOptimizer(
-            module, optimizer_cls, ranks=ranks, bucket_mib=config.bucket_mib, reduce_dtype=reduce_dtype, **options
-        )
-        return Wrapped(module=module, gradient_sync=flat.gradient_sync, optimizer=flat)
-    sync = _wrapper(config, reduce_dtype)(module, ranks)
-    if optimizer_cls is not None and config.sync == "sharded":
-        options = {"optimizer_cls": optimizer_cls, "ranks": ranks, **options}
-        optimizer_cls = ShardedOptimizer
-    elif optimizer_cls is not None and config.sync == "torch_zero":
-        options = {"optimizer_cls": optimizer_cls, "ranks": ranks, **options}
-        optimizer_cls = torch_zero
-    return Wrapped(module=sync.module, gradient_sync=sync, optimizer=optimizer_over(module, optimizer_cls, options))
+    """The optimizer makes its wrapper."""
+    if optimizer_cls is None:
+        return Wrapped(module=module, gradient_sync=ShardedGradients(module, ranks, **own), optimizer=None)
+    flat = FlatShardedOptimizer(module, optimizer_cls, ranks=ranks, **own, **options)
+    return Wrapped(module=module, gradient_sync=flat.gradient_sync, optimizer=flat)
 
 
-def _wrapper(config: SyncConfig, reduce_dtype: torch.dtype | None) -> Callable[[nn.Module, Ranks], GradientSync]:
-    bucketed = partial(
-        BucketedDDP,
-        bucket_mib=config.bucket_mib,
-        first_bucket_mib=config.first_bucket_mib,
-        last_bucket_mib=config.last_bucket_mib,
-        reduce_dtype=reduce_dtype,
-        keeps_gradient_dtype=config.keeps_gradient_dtype,
-    )
-    torch_ddp = TorchDDP if config.bucket_mib is None else partial(TorchDDP, bucket_cap_mb=config.bucket_mib)
-    reshard = config.reshard_after_forward
-    compute_dtype = torch.bfloat16 if config.compute_dtype == "bf16" else None
-    averaged_in = (
-        torch.float32 if compute_dtype and reduce_dtype is None else reduce_dtype
-    )  # torch's would be what it computes in
-    wrappers: dict[str, Callable[[nn.Module, Ranks], GradientSync]] = {
-        "naive": partial(NaiveDDP, reduce_dtype=reduce_dtype),
-        "flat": partial(FlatDDP, reduce_dtype=reduce_dtype, keeps_gradient_dtype=config.keeps_gradient_dtype),
-        "overlapped": partial(OverlappedDDP, reduce_dtype=reduce_dtype),
-        "bucketed": bucketed,
-        "sharded": bucketed,
-        "sharded_flat": partial(ShardedGradients, bucket_mib=config.bucket_mib, reduce_dtype=reduce_dtype),
-        "fsdp": partial(
-            FSDP,
-            compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
-            reshard_after_forward=reshard,
-            ahead=config.ahead,
-        ),
-        "torch_ddp": torch_ddp,
-        "torch_zero": torch_ddp,
-        "torch_fsdp2": partial(
-            TorchFSDP2, param_dtype=compute_dtype, reduce_dtype=averaged_in, reshard_after_forward=reshard
-        ),
-    }
-    return wrappers[config.sync]
+def _torch_ddp(module: nn.Module, ranks: Ranks, *, bucket_mib: float | None) -> GradientSync:
+    return TorchDDP(module, ranks) if bucket_mib is None else TorchDDP(module, ranks, bucket_cap_mb=bucket_mib)
+
+
+def _torch_fsdp2(
+    module: nn.Module, ranks: Ranks, *, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, **own: Any
+) -> GradientSync:
+    """Gradients are averaged in fp32 unless asked otherwise: torch's would be what it computes in."""
+    averaged_in = torch.float32 if compute_dtype and reduce_dtype is None else reduce_dtype
+    return TorchFSDP2(module, ranks, param_dtype=compute_dtype, reduce_dtype=averaged_in, **own)
+
+
+CONSTRUCTORS: Mapping[str, Constructor] = {
+    "none": _alone,
+    "naive": _beside(NaiveDDP),
+    "flat": _beside(FlatDDP),
+    "overlapped": _beside(OverlappedDDP),
+    "bucketed": _beside(BucketedDDP),
+    "sharded": _beside(BucketedDDP, ShardedOptimizer),
+    "sharded_flat": _sharded_flat,
+    "fsdp": _beside(FSDP),
+    "torch_ddp": _beside(_torch_ddp),
+    "torch_zero": _beside(_torch_ddp, torch_zero),
+    "torch_fsdp2": _beside(_torch_fsdp2),
+}
+"""Of every strategy."""
