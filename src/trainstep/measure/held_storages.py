@@ -11,17 +11,15 @@
 A storage may be in several of them: whoever counts takes the first that has it.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch import device as Device
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainstep.training.build import Assembly
-
-_OURS = "trainstep.parallel."
 
 Storages = Mapping[int, int]
 """Address -> bytes."""
@@ -32,14 +30,14 @@ def held_storages(assembly: Assembly, parameters: Storages) -> dict[str, Storage
     step, module, device = assembly.step, assembly.module, assembly.device
     optimizer = step.optimizer
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
-    kept = kept_tensors([step.gradient_sync, optimizer])
+    kept = [dict[str, list[Tensor]](getattr(one, "held_tensors", dict)()) for one in (step.gradient_sync, optimizer)]
     gradients = [one.grad for one in (*module.parameters(), *owned) if one.grad is not None]
-    gradients += getattr(step.gradient_sync, "unsent_gradients", [])
+    gradients += (tensor for held in kept for tensor in held.get("gradients", ()))
     return {
         "parameters": parameters,
         "gradients": storages_of(gradients, device),
         "optimizer state": storages_of(state_tensors(optimizer), device),
-        "communication": storages_of((*module.parameters(), *kept), device),
+        "communication": storages_of(chain(module.parameters(), *(chain(*held.values()) for held in kept)), device),
     }
 
 
@@ -55,23 +53,3 @@ def storages_of(tensors: Iterable[Tensor], device: Device) -> Storages:
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     storages = [one.untyped_storage() for one in local if one.device.type == device.type]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-def kept_tensors(roots: Iterable[object]) -> list[Tensor]:
-    """Tensors that objects of parallel/ hold: in their attributes, and in lists, dicts and objects of parallel/ among these."""
-    found: list[Tensor] = []
-    waiting, seen = list(roots), set[int]()
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, nn.Module) or id(one) in seen:
-            continue
-        elif isinstance(one, Mapping):
-            waiting += one.values()
-        elif isinstance(one, list | tuple | set | frozenset | deque):
-            waiting += one
-        elif type(one).__module__.startswith(_OURS):
-            waiting += vars(one).values() if hasattr(one, "__dict__") else ()
-        seen.add(id(one))
-    return found

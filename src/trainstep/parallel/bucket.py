@@ -50,6 +50,11 @@ class Bucket:
         """Of its message, flags included."""
         return self._buffer.flat.nbytes
 
+    @property
+    def flat(self) -> Tensor:
+        """All of its gradients, and the flags."""
+        return self._buffer.flat
+
     @torch.no_grad()
     def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
         """Copy in the parameters' gradients that are not there yet, zeros for None, and start averaging."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainstep.costs.buckets import bytes_of_mib
 from trainstep.parallel.bucket import make_buckets, plan_buckets
-from trainstep.parallel.gradient_sync import ReplicatedGradients, sent_twice
+from trainstep.parallel.gradient_sync import HeldTensors, ReplicatedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.ranks import Ranks
 
@@ -67,6 +67,10 @@ class BucketedDDP(ReplicatedGradients):
             "bucket", self.parameters, self._plan, dtype=reduce_dtype, keeps_dtype=keeps_gradient_dtype
         )
         self._order = LaunchOrder(self._plan)
+
+    def held_tensors(self) -> HeldTensors:
+        """The buckets; gradients are views of them where they have their dtype."""
+        return {"buckets": [bucket.flat for bucket in self.buckets]}
 
     def _gradient_ready(self, index: int) -> None:
         turns = self._order.ready(index)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainstep.parallel.bucket import make_buckets, plan_buckets
-from trainstep.parallel.gradient_sync import ReplicatedGradients
+from trainstep.parallel.gradient_sync import HeldTensors, ReplicatedGradients
 from trainstep.parallel.ranks import Ranks
 
 
@@ -30,6 +30,10 @@ class FlatDDP(ReplicatedGradients):
         self.buckets = make_buckets(
             "flat", self.parameters, self._plan, dtype=reduce_dtype, keeps_dtype=keeps_gradient_dtype
         )
+
+    def held_tensors(self) -> HeldTensors:
+        """The buckets; gradients are views of them where they have their dtype."""
+        return {"buckets": [bucket.flat for bucket in self.buckets]}
 
     def _gradient_ready(self, index: int) -> None:
         """Nothing before backward is over."""

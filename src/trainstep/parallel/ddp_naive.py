@@ -6,7 +6,7 @@ n parameters, n messages and nothing hidden: the yardstick for the others. One m
 import torch
 from torch import nn
 
-from trainstep.parallel.gradient_sync import ReplicatedGradients
+from trainstep.parallel.gradient_sync import HeldTensors, ReplicatedGradients
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.usage import Usage
 
@@ -20,6 +20,10 @@ class NaiveDDP(ReplicatedGradients):
         super().__init__(module, ranks, options={"reduce_dtype": reduce_dtype})
         self._reduce_dtype = reduce_dtype
         self._usage = Usage(self.collectives)
+
+    def held_tensors(self) -> HeldTensors:
+        """The flags."""
+        return {"flags": [self._usage.flags]}
 
     def _gradient_ready(self, index: int) -> None:
         """Nothing before backward is over."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.parallel.collectives import Pending
-from trainstep.parallel.gradient_sync import ReplicatedGradients, sent_twice
+from trainstep.parallel.gradient_sync import HeldTensors, ReplicatedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.usage import Usage
@@ -31,6 +31,14 @@ class OverlappedDDP(ReplicatedGradients):
         self._order = LaunchOrder([[index] for index in reversed(range(len(self.parameters)))])
         self._sent: list[tuple[Tensor, Tensor, Pending]] = []
         """Gradients, what was sent of them, and what to wait for."""
+
+    def held_tensors(self) -> HeldTensors:
+        """Flags; during backward gradients on their way, and what they were cast to."""
+        return {
+            "gradients": [gradient for gradient, _, _ in self._sent],
+            "staging": [sent for _, sent, _ in self._sent],
+            "flags": [self._usage.flags],
+        }
 
     def _gradient_ready(self, index: int) -> None:
         turns = self._order.ready(index)

@@ -22,7 +22,7 @@ from trainstep.costs.strategies import strategy_named
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.fsdp_errors import explain_shapes
 from trainstep.parallel.fsdp_unit import FSDPUnit, UnitState
-from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
+from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.pass_order import PassOrder, UnitsAt
 from trainstep.parallel.ranks import Ranks
@@ -177,10 +177,16 @@ class FSDP(HookedGradients):
             unit.reshard()
             unit.load(index, state[name])
 
-    @property
-    def unsent_gradients(self) -> list[Tensor]:
-        """Whole gradients kept for averaging: those of micro-batches under no_sync()."""
-        return [gradient for unit in self.units for gradient in unit.unsent_gradients]
+    def held_tensors(self) -> HeldTensors:
+        """Shards of parameters and what is gathered; whole gradients that wait to be sent (micro-batches' under no_sync()), shards
+        of gradients that no piece has as its `.grad` yet, and buffers on the way from the one to the other; flags."""
+        return {
+            "parameters": [flat for unit in self.units for flat in unit.flats],
+            "gradients": [gradient for unit in self.units for gradient in unit.unsent if gradient is not None],
+            "shards": [shard for unit in self.units for shard in unit.gradient_shards],
+            "staging": [*self._staging.free, *(flat for unit in self.units for flat in unit.in_flight)],
+            "flags": [self._usage.flags],
+        }
 
     def placed(self) -> Iterator[tuple[str, nn.Parameter, FSDPUnit, int]]:
         """(name, parameter, its unit, its number there) of every parameter, for who saves them."""

@@ -166,9 +166,20 @@ class FSDPUnit:
                 parameter.grad = piece if parameter.grad is None else parameter.grad.add_(piece)
 
     @property
-    def unsent_gradients(self) -> list[Tensor]:
-        """Whole ones that wait for a backward whose gradients are averaged."""
-        return [gradient for gradient in self.unsent if gradient is not None]
+    def flats(self) -> list[Tensor]:
+        """This rank's shard; the whole, whose storage is empty while it is sharded."""
+        return [self.shard, self._whole]
+
+    @property
+    def gradient_shards(self) -> list[Tensor]:
+        """This rank's gradients, as long as no piece has them as its `.grad`."""
+        held = [gradient for _, gradient in self._held]
+        return held if self._reduced is None else [*held, self._reduced]
+
+    @property
+    def in_flight(self) -> list[Tensor]:
+        """What gradients are reduced in and to."""
+        return self._gradients.in_flight
 
     def piece_of(self, shard: Tensor, index: int) -> Tensor:
         """What a tensor laid out as this rank's shard holds of parameter `index`."""

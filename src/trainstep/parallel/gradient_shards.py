@@ -42,6 +42,11 @@ class GradientShards:
         self._reduced: Tensor | None = None
         self._pending: Pending = DONE
 
+    @property
+    def in_flight(self) -> list[Tensor]:
+        """The buffer that is being reduced, and where its shard goes; nothing between messages."""
+        return [] if self._buffer is None or self._reduced is None else [self._buffer.flat, self._reduced]
+
     def send(self, gradients: Sequence[Tensor | None]) -> None:
         """Copy gradients into a buffer, zeros for None, and start reducing. They may be freed at once."""
         with span(f"send gradients {self._name}"):

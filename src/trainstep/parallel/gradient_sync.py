@@ -22,6 +22,11 @@ from trainstep.parallel.membership import Membership
 from trainstep.parallel.ranks import Ranks, ranks_of_default_group
 from trainstep.parallel.same_setup import check_same_setup, named_tensors
 
+HeldTensors = Mapping[str, Sequence[Tensor]]
+"""By category: buckets; parameters (flat ones, shards of them, gathered ones); gradients (whole ones not sent yet); shards (of
+gradients, this rank's); staging (what messages pass through); flags (who used what). Several may share a storage, also with the
+module's own. Of torch's wrappers nothing: they keep theirs out of sight."""
+
 
 class GradientSync(Protocol):
     """Gradients of one module, averaged over ranks.
@@ -53,6 +58,9 @@ class GradientSync(Protocol):
         """Scale gradients so that their norm, over all parameters and as one process would see it, is at most `max_norm`.
 
         Returns the norm before."""
+
+    def held_tensors(self) -> HeldTensors:
+        """What this rank keeps, now, beside the module's own parameters and their `.grad`."""
 
     def detach(self) -> None:
         """Take the hooks off again; the module trains on its own from here."""
@@ -130,6 +138,10 @@ class HookedGradients(ABC):
             hook = _Hook(self, len(self.parameters) - 1)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         self._membership = Membership(self.module)
+
+    @abstractmethod
+    def held_tensors(self) -> HeldTensors:
+        """What this rank keeps, now, beside the module's own parameters and their `.grad`."""
 
     @abstractmethod
     def _gradient_ready(self, index: int) -> None:

@@ -26,7 +26,7 @@ from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.flat_buffer import FlatBuffer
 from trainstep.parallel.gradient_shards import GradientShards
-from trainstep.parallel.gradient_sync import HookedGradients, sent_twice
+from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.same_setup import check_same_setup, names_of
@@ -159,6 +159,16 @@ class ShardedGradients(HookedGradients):
         gradients = [piece.grad for piece in self.pieces if piece is not None]
         return clip_gradients_(gradients, max_norm, norm_type, across=self.collectives)
 
+    def held_tensors(self) -> HeldTensors:
+        """Flat parameters, of which the module's are views; this rank's shards of gradients; buffers on the way there; flags."""
+        units = self._units
+        return {
+            "parameters": [unit.flat for unit in units],
+            "shards": [shard for unit in units for shard in unit.gradient_shards],
+            "staging": [*self._staging.free, *(flat for unit in units for flat in unit.in_flight)],
+            "flags": [self._usage.flags],
+        }
+
     def gather_piecewise(self, values: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
         """(index of a parameter, whole tensor in its shape) from what each rank has for its pieces, such as an optimizer's moments.
 
@@ -246,6 +256,21 @@ class _FlatUnit:
             collectives=collectives,
             staging=staging,
         )
+
+    @property
+    def flat(self) -> Tensor:
+        """Its whole parameters."""
+        return self._weights.flat
+
+    @property
+    def gradient_shards(self) -> list[Tensor]:
+        """This rank's: of its pieces, or the shard that they will have theirs of."""
+        pieces = [piece.grad for _, _, piece in self._held if piece.grad is not None]
+        return pieces if self._received is None else [*pieces, self._received]
+
+    @property
+    def in_flight(self) -> list[Tensor]:
+        return self._gradients.in_flight
 
     def send(self, gradients: Sequence[Tensor | None]) -> None:
         self._gradients.send(gradients)

@@ -15,6 +15,7 @@ from trainstep.costs.buckets import assign_owners
 from trainstep.parallel.collectives import DONE, Collectives, Pending, Traffic
 from trainstep.parallel.flat_buffer import FlatBuffer
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
+from trainstep.parallel.gradient_sync import HeldTensors
 from trainstep.parallel.ranks import Ranks, ranks_of_default_group
 from trainstep.parallel.same_setup import check_same_setup, named_in_groups, options_of_groups
 from trainstep.parallel.sharded_state import gather_state, own_part
@@ -165,6 +166,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether GradScaler may leave unscaling and skipping to the optimizer."""
         return getattr(self._local, "_step_supports_amp_scaling", False)
 
+    def held_tensors(self) -> HeldTensors:
+        """What small parameters travel in together, from the first step on."""
+        return {"staging": [message.flat for message in self._messages or () if message.flat is not None]}
+
     def _own(self) -> torch.optim.Optimizer:
         assert self._local is not None
         return self._local
@@ -222,6 +227,10 @@ class _Message:
         first = self._parameters[0]
         direct = len(self._parameters) == 1 and first.is_contiguous()
         self._buffer = None if direct else FlatBuffer(self._parameters, dtype=first.dtype, device=first.device)
+
+    @property
+    def flat(self) -> Tensor | None:
+        return None if self._buffer is None else self._buffer.flat
 
     def send(self, collectives: Collectives) -> None:
         self._is_mine = collectives.ranks.rank == self._owner

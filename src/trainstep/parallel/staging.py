@@ -34,6 +34,11 @@ class Shelf:
         """The message that used it has been waited for."""
         self._free.append(buffer)
 
+    @property
+    def free(self) -> list[Tensor]:
+        """Flat tensors that nobody uses now."""
+        return [buffer.flat for buffer in self._free]
+
     def clear(self) -> None:
         """Free the memory of buffers that nobody uses."""
         for buffer in self._free:
@@ -53,6 +58,11 @@ class StagingPool:
         if kind not in self._shelves:
             self._shelves[kind] = Shelf(tensors, dtype=dtype, device=self._device, parts=parts)
         return self._shelves[kind]
+
+    @property
+    def free(self) -> list[Tensor]:
+        """Flat tensors that nobody uses now."""
+        return [flat for shelf in self._shelves.values() for flat in shelf.free]
 
     def clear(self) -> None:
         """Free the memory of buffers that nobody uses."""

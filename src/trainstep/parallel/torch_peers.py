@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainstep.parallel.collectives import Collectives
-from trainstep.parallel.gradient_sync import broadcast_state
+from trainstep.parallel.gradient_sync import HeldTensors, broadcast_state
 from trainstep.parallel.ranks import Ranks, ranks_of_default_group
 from trainstep.parallel.same_setup import check_same_setup, named_in_groups, named_tensors, names_of
 from trainstep.parallel.units import plan_units
@@ -71,6 +71,10 @@ class TorchDDP:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch does, for gradients are equal on all ranks."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def held_tensors(self) -> HeldTensors:
+        """Nothing: torch keeps its buffers out of sight."""
+        return {}
 
     def detach(self) -> None:
         """Let go of the wrapper: its hooks go with it, once nobody else holds it. `module` is the wrapped one from here."""
@@ -130,6 +134,10 @@ class TorchFSDP2:
         """As torch does over DTensors; the norm is of all ranks' parts together."""
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def held_tensors(self) -> HeldTensors:
+        """Nothing: torch keeps its buffers out of sight."""
+        return {}
 
     def detach(self) -> None:
         """RuntimeError: torch has no way back."""

@@ -12,7 +12,7 @@ class Usage:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._flags = torch.empty(0)
+        self.flags = torch.empty(0)
         self._all_used = False
         """Whether the flags say so. Their maximum with others' leaves them as they are, so the next step sends them again."""
         self._pending: Pending = DONE
@@ -20,13 +20,13 @@ class Usage:
     def send(self, used: Sequence[bool]) -> None:
         """Tell the others; every rank calls this once a step."""
         if not (self._all_used and all(used)):
-            self._flags = torch.tensor(used, dtype=torch.uint8).to(self._collectives.ranks.device, non_blocking=True)
+            self.flags = torch.tensor(used, dtype=torch.uint8).to(self._collectives.ranks.device, non_blocking=True)
             self._all_used = all(used)
-        self._pending = self._collectives.all_reduce(self._flags, reduction="maximum", label="usage")
+        self._pending = self._collectives.all_reduce(self.flags, reduction="maximum", label="usage")
 
     def unused_everywhere(self, used: Sequence[bool]) -> list[int]:
         """Parameters that no rank used."""
         self._pending.wait()
         if all(used):
             return []
-        return [index for index, flag in enumerate(self._flags.tolist()) if not flag]
+        return [index for index, flag in enumerate(self.flags.tolist()) if not flag]
