@@ -55,11 +55,15 @@ class OpenDevice:
 
     def build(self, make: Callable[[], Assembly]) -> "BuiltStep":
         """The step, timed."""
-        with _memory_told(self.memory, lambda: self.stages.current):
+        with self.memory_told():
             started_s = time.perf_counter()
             assembly = make()
             self.synchronize()
             return BuiltStep(opened=self, assembly=assembly, build_s=time.perf_counter() - started_s)
+
+    def memory_told(self) -> AbstractContextManager[None]:
+        """Memory running out inside is told; of the model nothing is there yet to be named."""
+        return _memory_told(self.memory, lambda: self.stages.current)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
