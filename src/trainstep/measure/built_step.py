@@ -17,30 +17,11 @@ import torch
 from trainstep.measure.failures import CellFailed, out_of_memory_as
 from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.nvml import GpuState
-from trainstep.measure.workload import Stage
+from trainstep.measure.workload import Stages
 from trainstep.training.build import Assembly
 
 _STEPPING = ("warmup", "steps")
 """Stages in which the phase at work says more."""
-
-
-class Stages:
-    """The stage a measurement is in, told to whoever started it: first `build`."""
-
-    def __init__(self, tell: Stage) -> None:
-        self._tell = tell
-        self.enter("build")
-
-    def enter(self, stage: str) -> None:
-        self.current = stage
-        self._told_s = time.monotonic()
-        self._tell(stage)
-
-    def count(self, done: int, of: int) -> None:
-        """Between windows, at most once a second."""
-        if time.monotonic() - self._told_s > 1:
-            self._told_s = time.monotonic()
-            self._tell(f"{self.current} {done}/{of}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from trainstep.config.parsing import config_hash, from_plain, to_plain
 from trainstep.costs.collectives import ring_bytes
 from trainstep.costs.exchange import ParameterSize
 from trainstep.costs.gradient_sync import Message, totals, wire_bytes
-from trainstep.measure.built_step import Stages, open_device
+from trainstep.measure.built_step import open_device
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.kept_files import kept_folder
 from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_parameters
@@ -33,7 +33,7 @@ from trainstep.measure.parallel_trace import communication_of
 from trainstep.measure.step_trace import keep_trace, record_steps
 from trainstep.measure.temporary_folder import TemporaryFolder
 from trainstep.measure.train_step import TrainStepMeasurement, warm_up
-from trainstep.measure.workload import Findings, Stage
+from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
 from trainstep.parallel.collectives import Collectives, Traffic
 from trainstep.parallel.ranks import alone

@@ -33,7 +33,7 @@ from trainstep.config.parsing import from_plain
 from trainstep.config.phases import Phase
 from trainstep.config.run import RunConfig
 from trainstep.costs.exchange import ParameterSize
-from trainstep.measure.built_step import BuiltStep, Stages, open_device
+from trainstep.measure.built_step import BuiltStep, open_device
 from trainstep.measure.empty_process import OutsideBytes, outside_bytes
 from trainstep.measure.gradient_notes import GradientNotes
 from trainstep.measure.kept_files import kept_file, kept_folder
@@ -43,7 +43,7 @@ from trainstep.measure.memory_ranks import expected_tables, together
 from trainstep.measure.memory_readings import Readings
 from trainstep.measure.memory_tables import ledger_tables
 from trainstep.measure.step_holders import StepHolders
-from trainstep.measure.workload import Findings, Stage
+from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.ranks import Ranks, alone
 from trainstep.parallel.units import parameter_sizes

@@ -19,13 +19,13 @@ import torch
 from trainstep.config.parsing import from_plain
 from trainstep.config.phases import Phase
 from trainstep.config.run import RunConfig
-from trainstep.measure.built_step import BuiltStep, Stages, open_device
+from trainstep.measure.built_step import BuiltStep, open_device
 from trainstep.measure.compilation import compilation_facts
 from trainstep.measure.device_time import device_busy_s
 from trainstep.measure.failures import try_afterwards
 from trainstep.measure.model_flops import flops_facts
 from trainstep.measure.step_timer import ReadWindow, StepTimer
-from trainstep.measure.workload import Findings, Stage
+from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.records.record import Fact, Samples
 from trainstep.traces.launch_bound import is_launch_bound
 from trainstep.training.batches import Batch
