@@ -8,8 +8,8 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import to_plain
 from trainstep.config.run import RunConfig
-from trainstep.measure.train_step import WORKLOAD
-from trainstep.measure.workload import Findings, Measurement
+from trainstep.measure.train_step import WORKLOAD, TrainStepMeasurement
+from trainstep.measure.workload import Findings
 
 TINY = ModelConfig(d_model=16, d_ff=32, layers=1, heads=2, vocab_size=256)
 PHASES = {
@@ -21,7 +21,7 @@ PHASES = {
 """The phases that each mode has."""
 
 
-def prepare(stages: list[str] | None = None, **fields: Any) -> Measurement:
+def prepare(stages: list[str] | None = None, **fields: Any) -> TrainStepMeasurement:
     given = {"model": TINY, "batch_size": 2, "context": 8, "warmups": 2, "steps": 4, **fields}
     return WORKLOAD.prepare(to_plain(RunConfig(**given)), (stages if stages is not None else []).append)
 

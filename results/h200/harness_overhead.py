@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainstep.config.parsing import build_run
-from trainstep.measure.train_step import TrainStepMeasurement
+from trainstep.measure.train_step import prepare_step
 from trainstep.measure.workload import Findings, Stage
 from trainstep.records.compare import compare_samples
 from trainstep.records.record import Fact, Samples
@@ -28,11 +28,8 @@ class HarnessOverhead:
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "HarnessOverhead":
         run = build_run(config)
-        self.harness = TrainStepMeasurement(run, stage)
-        self.harness.prepare()
-        assert self.harness._assembly is not None
-        assert self.harness._assembly.step.optimizer is not None
-        self.assembly, self.optimizer = self.harness._assembly, self.harness._assembly.step.optimizer
+        self.harness = prepare_step(run, stage)
+        self.assembly, self.optimizer = self.harness.assembly, self.harness.assembly.step.optimizer
         self.device, self.autocast = torch.device(run.device), run.precision == "bf16_autocast"
         self.times: dict[str, list[float]] = {"plain": [], "step": []}
         self.turns = 0
@@ -43,7 +40,7 @@ class HarnessOverhead:
             order = ("plain", "step") if self.turns % 2 else ("step", "plain")
             self.turns += 1
             for name in order:
-                one = self.plain if name == "plain" else lambda: self.harness._window(1).step_s
+                one = self.plain if name == "plain" else lambda: self.harness.time_window(1)
                 one()  # the first of a turn follows the other loop
                 self.times[name] += [one() for _ in range(TURN)]
 

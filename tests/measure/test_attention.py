@@ -13,11 +13,13 @@ from trainstep.config.cell import Cell
 from trainstep.config.grid import expand
 from trainstep.config.parsing import to_plain
 from trainstep.measure import attention_looks
-from trainstep.measure.attention import WORKLOAD, AttentionMeasurement
+from trainstep.measure.attention import WORKLOAD, AttentionPass
+from trainstep.measure.attention_inputs import random_tensors
 from trainstep.measure.attention_looks import device_facts, main_kernels
 from trainstep.measure.device_time import DeviceEvent
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.failures import CellFailed
+from trainstep.measure.peers import attend_named
 from trainstep.measure.runner import Limits
 from trainstep.measure.workload import Findings, load_workload
 from trainstep.records.record import Record
@@ -240,10 +242,7 @@ class FakeCache:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_pass_on_a_gpu_begins_idle_and_behind_what_is_not_timed(direction: str, monkeypatch: pytest.MonkeyPatch):
     config = AttentionConfig(**{**SMALL, "implementation": "plain", "direction": direction})
-    measurement = AttentionMeasurement(config, lambda stage: None)
-    measurement.prepare()
-    real_attend, real_grad = measurement._attend, torch.autograd.grad
-    assert real_attend is not None
+    real_attend, real_grad = attend_named(config), torch.autograd.grad
 
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
         log.append("forward")
@@ -258,10 +257,14 @@ def test_a_pass_on_a_gpu_begins_idle_and_behind_what_is_not_timed(direction: str
     monkeypatch.setattr(torch.autograd, "grad", grad)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
-    monkeypatch.setattr(measurement, "_device", torch.device("cuda"))
-    monkeypatch.setattr(measurement, "_attend", attend)
-    monkeypatch.setattr(measurement, "_cold_cache", FakeCache())
-    time_s, host_s = measurement._timed()
+    one = AttentionPass(
+        config=config,
+        device=torch.device("cuda"),
+        tensors=random_tensors(config, torch.device("cpu")),
+        attend=attend,
+        cold_cache=FakeCache(),  # type: ignore[arg-type]
+    )
+    time_s, host_s = one.time_s()
     assert (time_s, host_s > 0) == (0.25, True)
     untimed = ["forward"] if direction == "backward" else []
     timed = {"forward": ["forward"], "backward": ["backward"], "both": ["forward", "backward"]}[direction]

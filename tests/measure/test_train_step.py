@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_forward_backward_does_not_add_gradients_up(users: str):
     """Its steps see what a first step sees: no gradient from before."""
     measurement = prepare(mode="forward_backward")
     seen = []
-    parameter = next(measurement._assembly.module.parameters())  # type: ignore[attr-defined]
+    parameter = next(measurement.assembly.module.parameters())
     parameter.register_hook(lambda _: seen.append(parameter.grad))
     measurement.take(2)
     assert seen == [None, None]
@@ -211,7 +212,7 @@ def test_out_of_memory_in_the_optimizer(users: str, monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise RuntimeError(sys.modules[users].CPU_OUT)
 
-    monkeypatch.setattr(measurement._assembly.step.optimizer, "step", refuse)  # type: ignore[attr-defined]
+    monkeypatch.setattr(measurement.assembly.step.optimizer, "step", refuse)
     with pytest.raises(CellFailed) as caught:
         measurement.take(1)
     assert caught.value.failure.phase == "optimizer"
@@ -231,9 +232,10 @@ def test_what_fails_afterwards_loses_nothing(monkeypatch: pytest.MonkeyPatch, mo
     def refuse(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(measurement, "_look_at_device", refuse)
+    monkeypatch.setattr("trainstep.measure.train_step.device_busy_s", refuse)
     monkeypatch.setattr("trainstep.measure.train_step.flops_facts", refuse)
-    monkeypatch.setattr(measurement, "_device", torch.device("cuda"))
+    on_gpu = replace(measurement.built.opened, device=torch.device("cuda"))
+    monkeypatch.setattr(measurement, "built", replace(measurement.built, opened=on_gpu))
     found = measurement.finish()
     assert lengths(found)["step"] == (4, 2)
     facts = values_of(found)
@@ -260,9 +262,9 @@ def test_settling_is_one_step_that_is_not_timed(users: str):
     asked = sys.modules[users].ASKED
     calls = []
     for _ in range(2):
-        before = measurement._assembly.module.calls  # type: ignore[attr-defined]
-        measurement.settle()  # type: ignore[attr-defined]
-        calls.append(measurement._assembly.module.calls - before)  # type: ignore[attr-defined]
+        before = measurement.assembly.module.calls
+        measurement.settle()
+        calls.append(measurement.assembly.module.calls - before)
         measurement.take(2)
     assert calls == [1, 1]
     assert asked == list(range(6)), "of the last step's batches"
@@ -271,7 +273,7 @@ def test_settling_is_one_step_that_is_not_timed(users: str):
 
 def test_nothing_to_settle_before_a_first_step():
     measurement = prepare(warmups=0)
-    measurement.settle()  # type: ignore[attr-defined]
+    measurement.settle()
     measurement.take(4)
     assert lengths(measurement.finish())["step"] == (4, 0)
 

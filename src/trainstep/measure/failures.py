@@ -86,6 +86,19 @@ def failure_of(error: BaseException, phase: str) -> Failure:
     return Failure(kind=kind, phase=phase, message=name + _first_line(error), last_lines=tuple(lines[-_LAST_LINES:]))
 
 
+def try_afterwards(facts: dict[str, Fact], what: str, look: Callable[[dict[str, Fact]], object]) -> bool:
+    """Let `look` add to the facts what is seen only once the steps are timed. Where it fails, the fact `afterwards_failed` says
+    why, what is there already is kept, and the answer is False."""
+    try:
+        look(facts)
+    except Exception as error:  # noqa: BLE001  (a user's model or a peer may raise anything)
+        sentence = f"{what}: {failure_of(error, 'afterwards').message}"
+        before = facts.get("afterwards_failed")
+        facts["afterwards_failed"] = Fact(value=f"{before.value}; {sentence}" if before else sentence)
+        return False
+    return True
+
+
 def asked_bytes(text: str) -> int | None:
     """The bytes an allocator's message says were asked for."""
     found = _ASKED.search(text)

@@ -2,13 +2,15 @@
 
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from trainstep.measure.failures import out_of_memory
 from trainstep.measure.host import memory_bytes
-from trainstep.records.record import Fact
+from trainstep.records.record import Fact, Failure
 
 
 class MemoryWatch:
@@ -77,6 +79,11 @@ class MemoryWatch:
         if self._device.type == "cuda":
             held["activations and temporaries"] = self.allocated_bytes() - sum(held.values())
         return held
+
+    def failure(self, error: Exception, phase: str, holders: Mapping[str, int] | None = None) -> Failure:
+        """Memory ran out in a phase; `holders`: name -> bytes of what held the rest."""
+        held = {"allocated_bytes": self.allocated_bytes(), "capacity_bytes": self.capacity_bytes()}
+        return out_of_memory(error, phase, **held, holders=holders)
 
     def _driver_bytes(self) -> int | None:
         if self._device.type != "cuda":

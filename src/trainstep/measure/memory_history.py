@@ -1,6 +1,6 @@
 """The allocator's own history of a step: CUDA's by its recorder, a CPU's by torch's profiler, both as one kind of snapshot.
 
-    history = history_of(device); history.start(); ...; mark("begin"); with history.spans(): ...; document = history.stop()
+    history = history_of(device); history.start(); ...; mark("begin"); with history.spans(): ...; document, cpu = history.stop()
 
 `torch.cuda.memory._record_memory_history` and `_snapshot` begin with an underscore, yet are torch's documented way
 ("Understanding CUDA Memory Usage"). Ranges (`record_function`) land in the history with the allocator's clock; ours open only
@@ -25,16 +25,14 @@ class MemoryHistory(Protocol):
     """What the allocator does from `start` to `stop`."""
 
     ring_entries: int | None
-    cpu: CpuMemory | None
-    """A CPU's own count, once stopped."""
 
     def start(self) -> None: ...
 
     def spans(self) -> AbstractContextManager[Any]:
         """Inside, our named ranges are in the history."""
 
-    def stop(self) -> dict[str, Any]:
-        """The snapshot in torch's form."""
+    def stop(self) -> tuple[dict[str, Any], CpuMemory | None]:
+        """The snapshot in torch's form, and a CPU's own count."""
 
 
 def history_of(device: torch.device) -> MemoryHistory:
@@ -50,7 +48,6 @@ def mark(name: str) -> None:
 
 class _CudaHistory:
     ring_entries: int | None = RING_ENTRIES
-    cpu: CpuMemory | None = None
 
     def start(self) -> None:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=RING_ENTRIES)
@@ -58,15 +55,14 @@ class _CudaHistory:
     def spans(self) -> AbstractContextManager[Any]:
         return profile(activities=[ProfilerActivity.CPU])
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> tuple[dict[str, Any], None]:
         document: dict[str, Any] = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
-        return document
+        return document, None
 
 
 class _CpuHistory:
     ring_entries: int | None = None
-    cpu: CpuMemory | None = None
 
     def __init__(self) -> None:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -77,10 +73,10 @@ class _CpuHistory:
     def spans(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> tuple[dict[str, Any], CpuMemory]:
         self._profile.stop()
         with TemporaryFolder() as folder:
             path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))
-            self.cpu = cpu_memory(json.loads(path.read_text(encoding="utf-8", errors="replace")))
-        return self.cpu.document
+            cpu = cpu_memory(json.loads(path.read_text(encoding="utf-8", errors="replace")))
+        return cpu.document, cpu

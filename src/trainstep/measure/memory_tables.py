@@ -1,12 +1,10 @@
 """A ledger and the allocator's own readings as the tables and facts of a record."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from trainstep.measure.empty_process import OutsideBytes
+from trainstep.measure.memory_readings import Reading
 from trainstep.records.record import Fact
 from trainstep.traces.ledger import AFTER, CATEGORIES, MOMENTS, ROUNDING, Ledger
 
@@ -14,40 +12,6 @@ Columns = Mapping[str, Sequence[Any]]
 
 POINTS = 2000
 _MOST_LISTED = 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What allocator and driver say at a moment, and the peaks since the reading before it."""
-
-    allocated_bytes: int
-    reserved_bytes: int | None = None
-    fragmented_bytes: int | None = None
-    """Free, in segments partly in use."""
-    driver_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
-    peak_requested_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-
-    def with_peaks_of(self, other: "Reading | None") -> "Reading":
-        """This moment, with the higher of each peak: of several micro-batches a phase has several readings."""
-        if other is None:
-            return self
-        names = ("peak_allocated_bytes", "peak_requested_bytes", "peak_reserved_bytes")
-        return replace(self, **{name: max(getattr(self, name) or 0, getattr(other, name) or 0) for name in names})
-
-    @classmethod
-    def now(cls, device: torch.device, driver_bytes: int | None) -> "Reading":
-        stats = torch.cuda.memory_stats(device)
-        return cls(
-            allocated_bytes=stats["allocated_bytes.all.current"],
-            reserved_bytes=stats["reserved_bytes.all.current"],
-            fragmented_bytes=stats["inactive_split_bytes.all.current"],
-            driver_bytes=driver_bytes,
-            peak_allocated_bytes=stats["allocated_bytes.all.peak"],
-            peak_requested_bytes=stats["requested_bytes.all.peak"],
-            peak_reserved_bytes=stats["reserved_bytes.all.peak"],
-        )
 
 
 def ledger_tables(

@@ -15,14 +15,13 @@ from trainstep.config.parsing import from_plain
 from trainstep.config.profile import ProfileConfig
 from trainstep.measure.failures import failure_of
 from trainstep.measure.nsys import CAPTURE_RANGE, SAID
-from trainstep.measure.train_step import TrainStepMeasurement
+from trainstep.measure.train_step import prepare_step
 from trainstep.spans import nvtx_spans, span
 
 
 def run_steps(config: ProfileConfig) -> None:
     """Warm up, then the profiled steps, each synchronised at its end."""
-    measurement = TrainStepMeasurement(config, _tell_nobody)
-    measurement.prepare()
+    measurement = prepare_step(config, lambda _stage: None)
     measurement.take(1)  # the profiled steps repeat the last one's batches, and a run may have no warm-up
     # Not a span of ours: while nsys annotates torch those are record_function, whose ranges' names have numbers behind.
     with torch.cuda.nvtx.range(CAPTURE_RANGE), nvtx_spans():
@@ -44,10 +43,6 @@ def main(text: str) -> int:
         print(f"{SAID}{' '.join(message.split())}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-def _tell_nobody(_stage: str) -> None:
-    pass
 
 
 if __name__ == "__main__":

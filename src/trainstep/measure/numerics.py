@@ -21,7 +21,7 @@ from trainstep.measure.numerics_errors import Reference, error_facts, gradient_t
 from trainstep.measure.numerics_gradients import START_SCALE, largest_finite_scale, range_table
 from trainstep.measure.numerics_passes import Pass, Subject
 from trainstep.measure.numerics_reductions import accumulation_table, reductions_table
-from trainstep.measure.train_step import TrainStepMeasurement
+from trainstep.measure.train_step import TrainStepMeasurement, prepare_step
 from trainstep.measure.workload import Findings, Stage
 from trainstep.records.record import Fact
 
@@ -35,7 +35,8 @@ class NumericsWorkload:
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "NumericsMeasurement":
         """Build the step and run its warm-ups."""
-        return NumericsMeasurement(from_plain(NumericsConfig, config), stage)
+        numerics = from_plain(NumericsConfig, config)
+        return NumericsMeasurement(numerics, stage, prepare_step(numerics.run(), stage))
 
 
 WORKLOAD = NumericsWorkload()
@@ -44,27 +45,23 @@ WORKLOAD = NumericsWorkload()
 class NumericsMeasurement:
     """A timed step, and afterwards a look at its numbers."""
 
-    def __init__(self, config: NumericsConfig, stage: Stage) -> None:
+    def __init__(self, config: NumericsConfig, stage: Stage, step: TrainStepMeasurement) -> None:
         self._config = config
         self._stage = stage
-        self._step: TrainStepMeasurement | None = TrainStepMeasurement(config.run(), stage)
-        self._step.prepare()
+        self._step = step
 
     def take(self, steps: int) -> None:
         """Time this many more steps."""
-        assert self._step is not None
         self._step.take(steps)
 
     def settle(self) -> None:
         """One step that is not timed."""
-        assert self._step is not None
         self._step.settle()
 
     def finish(self) -> Findings:
         """Hand over the step's findings with those of the numbers; the step's model is let go first."""
-        assert self._step is not None
         timed = self._step.finish()
-        self._step = None
+        del self._step
         gc.collect()
         if self._config.device == "cuda":
             torch.cuda.empty_cache()

@@ -19,14 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.parsing import config_hash, from_plain, to_plain
 from trainstep.costs.collectives import ring_bytes
 from trainstep.costs.exchange import ParameterSize
 from trainstep.costs.gradient_sync import Message, totals, wire_bytes
 from trainstep.costs.strategies import strategy_named
+from trainstep.measure.built_step import open_device
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.kept_files import kept_folder
 from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_parameters
@@ -34,8 +33,8 @@ from trainstep.measure.parallel_memory import StepMemory
 from trainstep.measure.parallel_trace import communication_of
 from trainstep.measure.step_trace import keep_trace, record_steps
 from trainstep.measure.temporary_folder import TemporaryFolder
-from trainstep.measure.train_step import TrainStepMeasurement
-from trainstep.measure.workload import Findings, Stage
+from trainstep.measure.train_step import TrainStepMeasurement, warm_up
+from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
 from trainstep.parallel.collectives import Collectives, Traffic
 from trainstep.parallel.ranks import alone
@@ -57,38 +56,52 @@ class ParallelWorkload:
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "ParallelMeasurement":
         """Meet the others, build and warm up. CellFailed where GPUs are missing."""
-        measurement = ParallelMeasurement(from_plain(ParallelConfig, config), stage)
-        measurement.prepare()
-        return measurement
+        return prepare_parallel(from_plain(ParallelConfig, config), stage)
 
 
 WORKLOAD = ParallelWorkload()
 
 
+def prepare_parallel(config: ParallelConfig, stage: Stage) -> "ParallelMeasurement":
+    """Everything before the first timed step. The ranks' first message makes their connections."""
+    check_gpus(config.ranks, config.device)
+    device = own_device(config.ranks, config.device)
+    if config.keep_trace is not None:
+        kept_folder("keep_trace", config.keep_trace)
+    opened = open_device(device, Stages(stage))
+    ranks, met = alone(device), dict[str, Fact]()
+    if config.ranks > 1:
+        stage("meet")
+        ranks, met = meet(device, opened.memory)
+        stage("build")
+    sizes: list[ParameterSize] = []  # noted before a way takes the parameters apart
+    way = looked_at(parallel(ranks, config.sync_config()), lambda module: sizes.extend(parameter_sizes(module)))
+    built = opened.build(lambda: build_step(config.run(), way))
+    memory = StepMemory(config, built.assembly, opened.memory, sizes)
+    return ParallelMeasurement(config, stage, warm_up(built), memory, expected_messages(config, sizes) or (), met)
+
+
 class ParallelMeasurement:
     """One rank's side."""
 
-    def __init__(self, config: ParallelConfig, stage: Stage) -> None:
+    def __init__(
+        self,
+        config: ParallelConfig,
+        stage: Stage,
+        timed: TrainStepMeasurement,
+        memory: StepMemory,
+        expected: tuple[Message, ...],
+        met: Mapping[str, Fact],
+    ) -> None:
         self._config = config
         self._stage = stage
-        check_gpus(config.ranks, config.device)
-        device = own_device(config.ranks, config.device)
-        self._ranks = alone(device)
+        self._timed = timed
+        self._memory = memory
+        self._expected = expected
+        self._met = met
+        self._ranks = timed.assembly.ranks
         self._collectives = Collectives(self._ranks)
-        self._sizes: list[ParameterSize] = []
         self._window_steps_s: list[float] = []
-        self._facts: dict[str, Fact] = {}
-        self._timed = TrainStepMeasurement(config.run(), stage, device=device, meet=lambda: self._collectives.barrier())
-
-    def prepare(self) -> None:
-        """Everything before the first timed step."""
-        if self._config.keep_trace is not None:
-            kept_folder("keep_trace", self._config.keep_trace)
-        self._timed.open_device()
-        self._meet(self._ranks.device)
-        assembly = self._timed.build(self._build)
-        self._memory = StepMemory(self._config, assembly, self._timed.memory, self._sizes)
-        self._timed.warm_up()
 
     def take(self, steps: int) -> None:
         """So many steps, each from a barrier, and about as many in windows of `window_steps`, each behind its share of them."""
@@ -103,67 +116,40 @@ class ParallelMeasurement:
     def finish(self) -> Findings:
         """What is looked at once. Every rank does the same in the same order: each of these steps is everybody's."""
         found = self._timed.finish()
-        assembly, batches = self._timed.prepared()
+        facts, tables = {**found.facts, **self._met}, dict(found.tables)
         self._stage("agreement")
-        self._check_agreement(assembly)
-        self._stage("traffic")
-        expected = expected_messages(self._config, self._sizes)
-        tables = self._traffic(assembly, expected)
-        self._stage("memory")
-        tables["memory_points"] = self._memory.table(batches)
-        if (peak := self._memory.expected_peak()) is not None:
-            self._facts["expected_peak_bytes"] = Fact(value=peak[0], unit="bytes")
-            self._facts["expected_peak_point"] = Fact(value=peak[1])
-        self._stage("trace")
-        more, from_trace = self._trace(expected or ())
-        facts = {**found.facts, **self._facts, **more}
-        tables = {**found.tables, **tables, **from_trace}
+        facts |= self._agreement()
+        for stage, look in (("traffic", self._traffic), ("memory", self._points), ("trace", self._trace)):
+            self._stage(stage)
+            more, its_tables = look()
+            facts, tables = facts | more, tables | its_tables
         return Findings(samples={**found.samples, **self._windows()}, facts=facts, tables=tables)
 
     def finish_unseen(self) -> Findings:
         """Steps and windows alone."""
-        return Findings(samples={**self._timed.samples(), **self._windows()}, facts=self._facts)
+        return Findings(samples={**self._timed.samples(), **self._windows()}, facts=self._met)
 
     def _windows(self) -> dict[str, Samples]:
         return {"window_step": Samples(unit="s", values=tuple(self._window_steps_s))}
 
-    def _meet(self, device: torch.device) -> None:
-        """The group, and what it takes of the device: the first message makes the connections."""
-        if self._config.ranks == 1:
-            return
-        self._stage("meet")
-        self._ranks, met = meet(device, self._timed.memory)
-        self._collectives = Collectives(self._ranks)
-        self._facts |= met
-        self._stage("build")
-
-    def _build(self) -> Assembly:
-        """The step, its parameters' sizes noted before a way takes them apart."""
-
-        def note_sizes(module: torch.nn.Module) -> None:
-            self._sizes = list(parameter_sizes(module))
-
-        way = parallel(self._ranks, self._config.sync_config())
-        return build_step(self._config.run(), looked_at(way, note_sizes))
-
-    def _check_agreement(self, assembly: Assembly) -> None:
+    def _agreement(self) -> dict[str, Fact]:
         """CellFailed, naming parameter and ranks, where replicas have drifted apart; the yardstick's differ by design."""
         config, strategy = self._config, strategy_named(self._config.sync)
         if not config.check_agreement or not strategy.talks or config.ranks == 1:
-            return
+            return {}
         self._wait_for_parameters()
         what = ["buffers"] if strategy.shards_parameters else ["parameters", "buffers"]
         try:
-            check_agreement(assembly.module, self._ranks, what=what)
+            check_agreement(self._timed.assembly.module, self._ranks, what=what)
         except ReplicasDisagree as error:
             raise CellFailed(Failure(kind="divergence", phase="agreement", message=str(error))) from None
-        self._facts["agreement"] = Fact(value=" and ".join(what))
+        return {"agreement": Fact(value=" and ".join(what))}
 
-    def _traffic(self, assembly: Assembly, expected: tuple[Message, ...] | None) -> dict[str, Any]:
+    def _traffic(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Messages and bytes of one step by operation, as counted, beside the formula's. None where torch sends: nobody counts."""
-        counters = _counters(assembly)
+        counters = _counters(self._timed.assembly)
         if counters is None:
-            return {}
+            return {}, {}
         for counter in counters:
             counter.clear()
         self._timed.settle()
@@ -173,11 +159,10 @@ class ParallelMeasurement:
                 total = messages.setdefault(operation, [0, 0])
                 total[0] += count
                 total[1] += counter.payload_bytes[operation]
-        formula = totals(expected or ())
+        formula = totals(self._expected)
         operations = list(dict.fromkeys([*messages, *formula]))
         sent = sum(ring_bytes(one, payload_bytes, self._config.ranks) for one, (_, payload_bytes) in messages.items())
-        self._facts["wire_bytes"] = Fact(value=sent, unit="bytes")
-        self._facts["expected_wire_bytes"] = Fact(value=wire_bytes(expected or (), self._config.ranks), unit="bytes")
+        sizes = {"wire_bytes": sent, "expected_wire_bytes": wire_bytes(self._expected, self._config.ranks)}
         columns = {
             "operation": operations,
             "messages": [messages.get(one, [0, 0])[0] for one in operations],
@@ -185,9 +170,21 @@ class ParallelMeasurement:
             "expected_messages": [formula[one].messages if one in formula else 0 for one in operations],
             "expected_bytes": [formula[one].payload_bytes if one in formula else 0 for one in operations],
         }
-        return {"traffic": columns}
+        return {name: Fact(value=size, unit="bytes") for name, size in sizes.items()}, {"traffic": columns}
 
-    def _trace(self, expected: tuple[Message, ...]) -> tuple[dict[str, Fact], dict[str, Any]]:
+    def _points(self) -> tuple[dict[str, Fact], dict[str, Any]]:
+        """What this rank holds at four points, and its peak by formula."""
+        tables = {"memory_points": self._memory.table(self._timed.batches)}
+        peak = self._memory.expected_peak()
+        if peak is None:
+            return {}, tables
+        peak_bytes, point = peak
+        return {
+            "expected_peak_bytes": Fact(value=peak_bytes, unit="bytes"),
+            "expected_peak_point": Fact(value=point),
+        }, tables
+
+    def _trace(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Two steps under the profiler: what was sent in the first, when, and how much of it was hidden."""
         if self._config.ranks == 1:
             return {}, {}
@@ -195,7 +192,7 @@ class ParallelMeasurement:
             path = folder / "trace.json"
             self._record(1, path)  # the profiler's first start is slow
             self._record(_TRACED_STEPS, path)
-            facts, tables = communication_of(path, expected, self._collectives)
+            facts, tables = communication_of(path, self._expected, self._collectives)
             if self._config.keep_trace is not None:
                 self._record(1, path)
                 facts["trace_file"] = Fact(value=str(keep_trace(path, self._config.keep_trace, self._trace_name())))
@@ -209,8 +206,7 @@ class ParallelMeasurement:
         )
 
     def _wait_for_parameters(self) -> None:
-        assembly, _ = self._timed.prepared()
-        wait_for_parameters(assembly)
+        wait_for_parameters(self._timed.assembly)
 
     def _trace_name(self) -> str:
         config = self._config

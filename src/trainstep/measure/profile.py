@@ -20,7 +20,7 @@ from trainstep.measure.graph_replay import graph_replay_facts
 from trainstep.measure.kept_files import kept_folder
 from trainstep.measure.step_trace import keep_trace, record_steps
 from trainstep.measure.temporary_folder import TemporaryFolder
-from trainstep.measure.train_step import TrainStepMeasurement
+from trainstep.measure.train_step import TrainStepMeasurement, prepare_step
 from trainstep.measure.workload import Findings, Measurement, Stage
 from trainstep.records.record import Fact, Samples
 from trainstep.traces.attention_split import AttentionShape
@@ -46,9 +46,10 @@ class ProfileWorkload:
     shares_worker = False
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> Measurement:
-        measurement = ProfileMeasurement(from_plain(ProfileConfig, config), stage)
-        measurement.prepare()
-        return measurement
+        profile = from_plain(ProfileConfig, config)
+        if profile.keep_trace is not None:
+            kept_folder("keep_trace", profile.keep_trace)
+        return ProfileMeasurement(profile, stage, prepare_step(profile, stage))
 
 
 WORKLOAD = ProfileWorkload()
@@ -57,15 +58,10 @@ WORKLOAD = ProfileWorkload()
 class ProfileMeasurement:
     """A timed run; what the profiler sees comes last, so that it disturbs no timed step."""
 
-    def __init__(self, config: ProfileConfig, stage: Stage) -> None:
+    def __init__(self, config: ProfileConfig, stage: Stage, timed: TrainStepMeasurement) -> None:
         self._config = config
         self._stage = stage
-        self._timed = TrainStepMeasurement(config, stage)
-
-    def prepare(self) -> None:
-        if self._config.keep_trace is not None:
-            kept_folder("keep_trace", self._config.keep_trace)
-        self._timed.prepare()
+        self._timed = timed
 
     def take(self, steps: int) -> None:
         self._timed.take(steps)
@@ -81,16 +77,14 @@ class ProfileMeasurement:
         with TemporaryFolder() as folder:
             path = folder / "trace.json"
             self._record(1, path)  # the profiler's first start costs a second, which would fall into the first step
-            if self._config.keep_trace is not None:
-                kept = self._keep(path)
+            kept = {} if self._config.keep_trace is None else self._keep(path, self._config.keep_trace)
             self._record(self._config.profiled_steps, path)
             profiled = profile_of(read_trace(path), shape=_attention_shape(self._config), unprofiled=_unprofiled(found))
         facts = {**found.facts, **_facts(profiled, found, self._config)}
         if self._config.graph_replay:  # last: a capture that fails may leave the device unusable
             self._stage("graph_replay")
-            facts.update(graph_replay_facts(*self._timed.prepared(), _kernels_s(profiled)))
-        if self._config.keep_trace is not None:
-            facts["trace_file"] = Fact(value=str(kept))
+            facts.update(graph_replay_facts(self._timed.assembly, self._timed.batches, _kernels_s(profiled)))
+        facts |= kept
         samples = {
             **found.samples,
             "busy": Samples(unit="s", values=profiled.busy_s),
@@ -102,13 +96,12 @@ class ProfileMeasurement:
         """Steps on the last batches into a trace."""
         record_steps(self._timed.settle, steps, path, on_gpu=self._config.device == "cuda")
 
-    def _keep(self, path: Path) -> Path:
+    def _keep(self, path: Path, folder: str) -> dict[str, Fact]:
         """Put the trace of one step into the folder asked for. ValueError if that cannot be."""
-        assert self._config.keep_trace is not None
         name = f"{self._config.model.name.replace(':', '.')}-{self._config.context}-{self._config.mode}"
         name += f"-{config_hash('profile', to_plain(self._config))[:6]}"
         self._record(1, path)  # again: the first was slowed by the profiler's start
-        return keep_trace(path, self._config.keep_trace, name)
+        return {"trace_file": Fact(value=str(keep_trace(path, folder, name)))}
 
 
 def _facts(profiled: Profile, found: Findings, config: ProfileConfig) -> dict[str, Fact]:

@@ -19,34 +19,36 @@ computed from the allocator's and the driver's own figures at the same moments, 
 
 import pickle
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain
 from trainstep.config.phases import Phase
+from trainstep.config.run import RunConfig
 from trainstep.costs.exchange import ParameterSize
+from trainstep.measure.built_step import BuiltStep, open_device
 from trainstep.measure.empty_process import OutsideBytes, outside_bytes
-from trainstep.measure.failures import CellFailed, out_of_memory, out_of_memory_as
 from trainstep.measure.gradient_notes import GradientNotes
-from trainstep.measure.held_storages import Storages, held_storages, state_tensors, storages_of
 from trainstep.measure.kept_files import kept_file, kept_folder
 from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_parameters
-from trainstep.measure.memory import MemoryWatch
-from trainstep.measure.memory_history import history_of, mark
+from trainstep.measure.memory_history import MemoryHistory, history_of, mark
 from trainstep.measure.memory_ranks import expected_tables, together
-from trainstep.measure.memory_tables import Reading, ledger_tables
-from trainstep.measure.workload import Findings, Stage
+from trainstep.measure.memory_readings import Readings
+from trainstep.measure.memory_tables import ledger_tables
+from trainstep.measure.step_holders import StepHolders
+from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.parallel.collectives import Collectives
-from trainstep.parallel.ranks import alone
+from trainstep.parallel.ranks import Ranks, alone
 from trainstep.parallel.units import parameter_sizes
 from trainstep.records.record import Fact
-from trainstep.traces.ledger import Known, Ledger, step_window
+from trainstep.traces.ledger import Ledger, step_window
 from trainstep.traces.memory_timeline import MemoryTimeline
 from trainstep.traces.snapshot import snapshot_of
 from trainstep.training.batches import Batch
@@ -67,262 +69,192 @@ class StepMemoryWorkload:
     shares_worker = False
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "StepMemoryMeasurement":
-        measurement = StepMemoryMeasurement(from_plain(MemoryConfig, config), stage)
-        measurement.prepare()
-        return measurement
+        return prepare_memory(from_plain(MemoryConfig, config), stage)
 
 
 WORKLOAD = StepMemoryWorkload()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """Of a model before a way of going parallel takes its parameters apart. `cast_bytes`: of each copy that autocast makes."""
+
+    sizes: list[ParameterSize]
+    cast_bytes: tuple[int, ...]
+
+
+def prepare_memory(config: MemoryConfig, stage: Stage) -> "StepMemoryMeasurement":
+    """Build, and take the steps before the recorded one."""
+    check_gpus(config.ranks, config.device)
+    device = own_device(config.ranks, config.device)
+    if config.keep_snapshot is not None:
+        kept_folder("keep_snapshot", config.keep_snapshot)
+    stages = Stages(stage)
+    outside = outside_bytes(config.run(), device) if device.type == "cuda" else None
+    opened = open_device(device, stages)
+    ranks, met = alone(device), dict[str, Fact]()
+    if config.ranks > 1:
+        with opened.memory_told():
+            stages.enter("meet")
+            ranks, met = meet(device, opened.memory)
+            stages.enter("build")
+    history = history_of(device)
+    history.start()
+    weights: list[_Weights] = []
+    whole_gradients = GradientNotes()
+    built = opened.build(lambda: _build(config, ranks, weights, whole_gradients))
+    mark("built")
+    readings = Readings(opened)
+    readings.take("init")
+    measurement = StepMemoryMeasurement(
+        config=config,
+        built=built,
+        weights=weights[0],
+        history=history,
+        readings=readings,
+        whole_gradients=whole_gradients,
+        holders=StepHolders(built.assembly, whole_gradients),
+        outside=outside,
+        met=met,
+    )
+    measurement.warm_up()
+    return measurement
+
+
+def _build(config: MemoryConfig, ranks: Ranks, weights: list[_Weights], whole_gradients: GradientNotes) -> Assembly:
+    """The step; what its parameters are is noted before a way of going parallel takes them apart."""
+    run = config.run()
+    autocast = precision_named(run.precision).autocast if config.compute_dtype == "own" else None
+
+    def look(module: nn.Module) -> None:
+        cast_bytes = weight_copies(module, autocast) if autocast else ()
+        weights.append(_Weights(sizes=parameter_sizes(module), cast_bytes=cast_bytes))
+        if config.ranks > 1:
+            whole_gradients.listen_to(module)
+
+    if config.ranks == 1:
+        assembly = build_step(run)
+        look(assembly.module)
+        return assembly
+    return build_step(run, looked_at(parallel(ranks, config.parallel().sync_config()), look))
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepMemoryMeasurement:
-    """One run, or one rank's side of it, whose memory is recorded. Memory running out raises CellFailed with what held it."""
+    """One run, or one rank's side of it, whose memory is recorded. Memory running out raises CellFailed with what held it.
 
-    def __init__(self, config: MemoryConfig, stage: Stage) -> None:
-        self._config = config
-        self._run = config.run()
-        check_gpus(config.ranks, config.device)
-        self._device = own_device(config.ranks, config.device)
-        self._ranks = alone(self._device)
-        self._tell_stage = stage
-        self._stage = "build"
-        self._watch = MemoryWatch(self._device)
-        self._history = history_of(self._device)
-        self._assembly: Assembly | None = None
-        self._readings: dict[str, Reading] = {}
-        self._data_bytes: dict[str, int] = {}
-        self._sizes: list[ParameterSize] = []
-        self._cast_bytes: tuple[int, ...] = ()
-        self._whole_gradients = GradientNotes()
-        self._gradients: frozenset[int] = frozenset()
-        self._communication: dict[str, frozenset[int]] = {}
-        self._inputs: frozenset[int] = frozenset()
-        self._outside: OutsideBytes | None = None
-        self._met: dict[str, Fact] = {}
+    `outside`: what the process takes of a GPU beside the allocator. `met`: what ranks found when they met.
+    """
 
-    def prepare(self) -> None:
-        """Build, and take the steps before the recorded one."""
-        if self._config.keep_snapshot is not None:
-            kept_folder("keep_snapshot", self._config.keep_snapshot)
-        with out_of_memory_as(self.out_of_memory):
-            self._tell("build")
-            if self._device.type == "cuda":
-                self._outside = outside_bytes(self._run, self._device)
-                self._watch.before_context()
-                torch.cuda.set_device(self._device)
-                torch.zeros(1, device=self._device)
-            if self._config.ranks > 1:
-                self._tell("meet")
-                self._ranks, self._met = meet(self._device, self._watch)
-                self._tell("build")
-            self._history.start()
-            self._assembly = self._build()
-            self._synchronize()
-            mark("built")
-            self._read("init")
-            self._tell("warmup")
-            for step in range(self._config.warmups):
-                self._run_step(self._assembly.micro_batches(step))
+    config: MemoryConfig
+    built: BuiltStep
+    weights: _Weights
+    history: MemoryHistory
+    readings: Readings
+    whole_gradients: GradientNotes
+    holders: StepHolders
+    outside: OutsideBytes | None
+    met: Mapping[str, Fact]
+
+    def warm_up(self) -> None:
+        """The steps before the recorded one."""
+        with self.built.memory_told():
+            self.built.opened.stages.enter("warmup")
+            for step in range(self.config.warmups):
+                self._run_step(self.built.assembly.micro_batches(step))
 
     def take(self, steps: int) -> None:
         """Record one step: of another there would be nothing new to say."""
-        assert self._assembly is not None
-        with out_of_memory_as(self.out_of_memory):
-            self._tell("steps")
-            batches = self._assembly.micro_batches(self._config.warmups)
-            tensors = [tensor for batch in batches for tensor in batch.values() if isinstance(tensor, Tensor)]
-            self._inputs = self._addresses([*tensors, *self._assembly.module.buffers()])
-            self._synchronize()
-            self._reset_peaks()
-            with self._history.spans(), self._whole_gradients.listening():
+        opened, assembly = self.built.opened, self.built.assembly
+        with self.built.memory_told():
+            opened.stages.enter("steps")
+            batches = assembly.micro_batches(self.config.warmups)
+            self.holders.note_inputs(batches)
+            opened.synchronize()
+            self.readings.reset_peaks()
+            with self.history.spans(), self.whole_gradients.listening():
                 mark("begin")
                 self._run_step(batches, self._mark_phase)
-                wait_for_parameters(self._assembly)
-                self._synchronize()
+                wait_for_parameters(assembly)
+                opened.synchronize()
                 mark("end")
-            self._note_communication("end")
-            self._read("after step")
+            self.holders.note_communication("end")
+            self.readings.take("after step")
 
     def finish(self) -> Findings:
         """Stop recording, put every allocation into its category, and hand the tables over: all ranks', where there are several."""
-        self._tell("afterwards")
-        assert self._assembly is not None
+        self.built.opened.stages.enter("afterwards")
         Collectives(self._ranks).barrier()  # nothing is on its way when the recorder stops
-        found = self._found(self._assembly)
-        return found if self._config.ranks == 1 else together(self._ranks, found)
+        found = self._found()
+        return found if self.config.ranks == 1 else together(self._ranks, found)
 
-    def _found(self, assembly: Assembly) -> Findings:
-        known = self._known(assembly)
-        document = self._history.stop()
-        facts = self._facts(assembly)
-        if self._config.keep_snapshot is not None:
-            facts["snapshot"] = Fact(value=str(self._keep(document)))
-        snapshot = snapshot_of(document, where="history", ring_entries=self._history.ring_entries)
+    def _found(self) -> Findings:
+        known = self.holders.known(self.weights.cast_bytes)
+        document, cpu = self.history.stop()
+        facts = self._facts()
+        if self.config.keep_snapshot is not None:
+            facts["snapshot"] = Fact(value=str(self._keep(document, self.config.keep_snapshot)))
+        snapshot = snapshot_of(document, where="history", ring_entries=self.history.ring_entries)
         facts["history_full"] = Fact(value=snapshot.history_is_full)
         if snapshot.history_is_full:
             return Findings(samples={}, facts=facts)
         timeline = MemoryTimeline(snapshot)
         ledger = Ledger(timeline, step_window(timeline), known)
-        facts |= self._add_cpu_readings(ledger)
+        if cpu is not None:
+            facts |= self.readings.add_cpu(cpu, ledger)
         more, tables = ledger_tables(
             ledger,
-            self._readings,
-            min_share=self._config.min_share,
-            outside=self._outside,
-            nccl_bytes=self._met["nccl_bytes"].value if "nccl_bytes" in self._met else None,
+            self.readings.at,
+            min_share=self.config.min_share,
+            outside=self.outside,
+            nccl_bytes=self.met["nccl_bytes"].value if "nccl_bytes" in self.met else None,
             parameters=int(facts["parameters"].value),
         )
-        if self._config.ranks > 1:
-            expected = expected_tables(self._config.parallel(), self._sizes, self._ranks.rank, tables["ledger"])
+        if self.config.ranks > 1:
+            expected = expected_tables(self.config.parallel(), self.weights.sizes, self._ranks.rank, tables["ledger"])
             more, tables = more | expected[0], tables | expected[1]
         return Findings(samples={}, facts={**facts, **more}, tables=tables)
 
     @property
-    def phase(self) -> str:
-        """Where it is: the phase at work during steps, else the stage."""
-        stepping = self._stage in ("warmup", "steps") and self._assembly is not None
-        return str(self._assembly.step.running) if stepping and self._assembly else self._stage
-
-    def out_of_memory(self, error: BaseException) -> CellFailed:
-        """The failure, with what can be named of what held the rest."""
-        held = self._assembly and self._watch.holders(self._assembly.module, self._assembly.step.optimizer)
-        failure = out_of_memory(
-            error,
-            self.phase,
-            allocated_bytes=self._watch.allocated_bytes(),
-            capacity_bytes=self._watch.capacity_bytes(),
-            holders=held or {},
-        )
-        return CellFailed(failure)
-
-    def _build(self) -> Assembly:
-        """The step; what its parameters are is noted before a way of going parallel takes them apart."""
-        if self._config.ranks == 1:
-            assembly = build_step(self._run)
-            self._note_weights(assembly.module)
-            return assembly
-        way = parallel(self._ranks, self._config.parallel().sync_config())
-        return build_step(self._run, looked_at(way, self._look))
-
-    def _look(self, module: nn.Module) -> None:
-        self._note_weights(module)
-        self._whole_gradients.listen_to(module)
-
-    def _note_weights(self, module: nn.Module) -> None:
-        autocast = precision_named(self._run.precision).autocast if self._config.compute_dtype == "own" else None
-        self._sizes = parameter_sizes(module)
-        self._cast_bytes = weight_copies(module, autocast) if autocast else ()
+    def _ranks(self) -> Ranks:
+        return self.built.assembly.ranks
 
     def _run_step(self, batches: list[Batch], mark_phase: Mark | None = None) -> None:
-        assert self._assembly is not None
-        self._assembly.step(batches, mark_phase or (lambda _phase: self._let_go()))
-        if self._run.mode == "forward_backward":
-            self._assembly.step.clear_gradients()
+        step = self.built.assembly.step
+        step(batches, mark_phase or (lambda _phase: self._let_go()))
+        if self.config.mode == "forward_backward":
+            step.clear_gradients()
 
     def _mark_phase(self, phase: Phase) -> None:
         self._let_go()
         mark(phase)
-        self._read(f"after {phase}")
-        held = self._note_communication(phase)
-        self._whole_gradients.addresses[phase] = frozenset(held["gradients"])
-        if phase in (Phase.BACKWARD, Phase.GRAD_SYNC):
-            self._gradients = frozenset(held["gradients"])
+        self.readings.take(f"after {phase}")
+        self.holders.note_phase(phase)
 
     def _let_go(self) -> None:
         """A moment for gloo's threads, which hold what they sent a little longer than who waited for it: were theirs the last
         reference, the profiler would miss that it is free."""
-        if self._config.ranks > 1 and self._device.type == "cpu":
+        if self.config.ranks > 1 and self.config.device == "cpu":
             time.sleep(_LET_GO_S)
 
-    def _note_communication(self, name: str) -> dict[str, Storages]:
-        """Note, under a mark's name, what the way of going parallel keeps now; all that is held by anybody."""
-        assert self._assembly is not None
-        held = held_storages(self._assembly, {})
-        self._communication[name] = frozenset(held["communication"])
-        return held
-
-    def _read(self, moment: str) -> None:
-        """Note what allocator and driver say now, and the peaks since the last reading."""
-        if self._device.type == "cuda":
-            reading = Reading.now(self._device, self._watch.driver_bytes())
-            self._readings[moment] = reading.with_peaks_of(self._readings.get(moment))
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self._data_bytes[moment] = self._watch.allocated_bytes()
-
-    def _reset_peaks(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-    def _add_cpu_readings(self, ledger: Ledger) -> dict[str, Fact]:
-        """A CPU's allocator tells its count with each event; the moments' positions say which. What the process had at the
-        peak: what was read when most was held, and as much as tensors then took more."""
-        if self._history.cpu is None:
-            return {}
-        for moment, position in ledger.window.moments.items():
-            since = self._history.cpu.allocated_bytes(ledger.timeline.time_us(position))
-            self._readings[moment] = Reading(allocated_bytes=since + ledger.timeline.held_before_bytes)
-        peak = self._readings["peak"].allocated_bytes
-        read = self._data_bytes.keys() & self._readings.keys()
-        fullest = max(read, key=lambda moment: self._readings[moment].allocated_bytes)
-        data = self._data_bytes[fullest] + peak - self._readings[fullest].allocated_bytes
-        facts = {"peak_allocated_bytes": peak, "process_data_bytes": data}
-        return {name: Fact(value=value, unit="bytes") for name, value in facts.items()}
-
-    def _known(self, assembly: Assembly) -> Known:
-        scaler = assembly.step.scaler
-        states = state_tensors(assembly.step.optimizer)
-        states += [value for value in (vars(scaler).values() if scaler else ()) if isinstance(value, Tensor)]
-        return Known(
-            parameters=self._addresses(assembly.module.parameters()),
-            gradients=self._gradients,
-            optimizer_state=self._addresses(states),
-            inputs=self._inputs,
-            cast_bytes=self._cast_bytes,
-            communication=self._communication,
-            whole_gradients=self._whole_gradients.addresses,
-        )
-
-    def _addresses(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        return frozenset(storages_of(tensors, self._device))
-
-    def _facts(self, assembly: Assembly) -> dict[str, Fact]:
+    def _facts(self) -> dict[str, Fact]:
+        run = self.built.assembly.run
         facts = {
-            **self._watch.facts(),
-            **self._met,
-            "parameters": Fact(value=sum(one.numel for one in self._sizes), unit="count"),
-            "tokens": Fact(value=self._run.tokens * self._config.ranks, unit="count"),
+            **self.built.opened.memory.facts(),
+            **self.met,
+            "parameters": Fact(value=sum(one.numel for one in self.weights.sizes), unit="count"),
+            "tokens": Fact(value=run.tokens * self.config.ranks, unit="count"),
             "process_group": Fact(value=_process_group()),
         }
         facts.pop("driver_bytes", None)  # the readings have it at each moment
-        if self._device.type == "cuda":
-            readings = list(self._readings.values())[1:]  # without the one before the step
-            peaks = {
-                "peak_allocated_bytes": max(one.peak_allocated_bytes or 0 for one in readings),
-                "peak_requested_bytes": max(one.peak_requested_bytes or 0 for one in readings),
-                "peak_reserved_bytes": max(one.peak_reserved_bytes or 0 for one in readings),
-                "driver_bytes": max((one.driver_bytes or 0 for one in readings), default=0) or None,
-                "context_bytes": self._outside and self._outside.context,
-                "kernels_bytes": self._outside and self._outside.step,
-            }
-            facts |= {name: Fact(value=value, unit="bytes") for name, value in peaks.items() if value is not None}
-        return facts | self._residual_stream()
+        return facts | self.readings.facts(self.outside) | _residual_stream(run)
 
-    def _residual_stream(self) -> dict[str, Fact]:
-        """One tensor of shape batch x context x d_model, in the dtype that the residual sums have."""
-        model = self._run.model
-        if not isinstance(model, ModelConfig):
-            return {}
-        size = precision_named(self._run.precision).weights.itemsize
-        words = f"batch {self._run.batch_size} x context {self._run.context} x d_model {model.d_model} x {size} bytes"
-        held = self._run.batch_size * self._run.context * model.d_model * size
-        return {"residual_stream_bytes": Fact(value=held, unit="bytes"), "residual_stream": Fact(value=words)}
-
-    def _keep(self, document: Mapping[str, Any]) -> Path:
-        folder = kept_folder("keep_snapshot", str(self._config.keep_snapshot))
-        parts = [self._run.model.name.replace(":", "."), str(self._run.context), self._run.precision, self._run.mode]
-        if self._config.ranks > 1:
-            parts += [self._config.sync, f"rank{self._ranks.rank}"]
+    def _keep(self, document: Mapping[str, Any], name_of_folder: str) -> Path:
+        folder = kept_folder("keep_snapshot", name_of_folder)
+        config = self.config
+        parts = [config.model.name.replace(":", "."), str(config.context), config.precision, config.mode]
+        if config.ranks > 1:
+            parts += [config.sync, f"rank{self._ranks.rank}"]
         name = "-".join(parts)
         path = next(
             path
@@ -333,13 +265,15 @@ class StepMemoryMeasurement:
             pickle.dump(dict(document), file, protocol=_PICKLE_PROTOCOL)
         return path
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
 
-    def _tell(self, stage: str) -> None:
-        self._stage = stage
-        self._tell_stage(stage)
+def _residual_stream(run: RunConfig) -> dict[str, Fact]:
+    """One tensor of shape batch x context x d_model, in the dtype that the residual sums have."""
+    if not isinstance(run.model, ModelConfig):
+        return {}
+    size = precision_named(run.precision).weights.itemsize
+    words = f"batch {run.batch_size} x context {run.context} x d_model {run.model.d_model} x {size} bytes"
+    held = run.batch_size * run.context * run.model.d_model * size
+    return {"residual_stream_bytes": Fact(value=held, unit="bytes"), "residual_stream": Fact(value=words)}
 
 
 def _process_group() -> str:

@@ -5,6 +5,7 @@ interleave), and `finish`. One's own workload is any importable object with thes
 """
 
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,25 @@ from trainstep.records.record import Fact, Samples
 
 Stage = Callable[[str], None]
 """Called with `build`, `warmup`, a phase...: where a failure happened is the last stage told."""
+
+
+class Stages:
+    """The stage a measurement is in, told to whoever started it: first `build`."""
+
+    def __init__(self, tell: Stage) -> None:
+        self._tell = tell
+        self.enter("build")
+
+    def enter(self, stage: str) -> None:
+        self.current = stage
+        self._told_s = time.monotonic()
+        self._tell(stage)
+
+    def count(self, done: int, of: int) -> None:
+        """Between windows, at most once a second."""
+        if time.monotonic() - self._told_s > 1:
+            self._told_s = time.monotonic()
+            self._tell(f"{self.current} {done}/{of}")
 
 
 @dataclass(frozen=True, kw_only=True)
