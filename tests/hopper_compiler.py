@@ -20,7 +20,7 @@ from kernel_compiler import answer_requests, assemble
 from trainstep.ops.flash_attention import hopper
 from trainstep.ops.flash_attention.hopper_boxes import BoxedKernel
 from trainstep.ops.flash_attention.hopper_schedules import BackwardSchedule, ForwardSchedule
-from trainstep.ops.flash_attention.launch import Problem
+from trainstep.ops.flash_attention.launch import CallMeta, Problem
 from trainstep.ops.flash_attention.tiles import Arithmetic
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
@@ -32,14 +32,13 @@ def bound_kernel(request: dict[str, Any]) -> tuple[BoxedKernel, list[Any]]:
     heads, positions, head_dim = 2, 300 if request["ragged"] else 256, request["head_dim"]
     x = torch.empty(1, heads, positions, head_dim, dtype=dtype)
     problem = Problem(1.0, request["causal"], False, Arithmetic.HALF)
-    shape, stride, where = x.shape, x.stride(), (dtype, x.device, problem)
     fields = request.get("schedule")
     if request["pass"] == "forward":
         schedule = ForwardSchedule(**fields) if fields else None
-        bound = hopper.bind_hopper_forward(shape, shape, *[stride] * 4, *where, schedule)
+        bound = hopper.bind_hopper_forward(CallMeta.of(x, x, x), problem, schedule)
         return bound.attend, bound.attend.arguments(x, x, x, x, torch.empty(heads * positions), bound.order)
     backward_schedule = BackwardSchedule(**fields) if fields else None
-    kernels = hopper.bind_hopper_backward(shape, shape, *[stride] * 8, *where, backward_schedule)
+    kernels = hopper.bind_hopper_backward(CallMeta.of(*[x] * 5), problem, backward_schedule)
     lse, delta, dq_sum = hopper.backward_buffers(x, kernels.padded_queries)
     return kernels.gradients, kernels.gradients.arguments(x, x, x, x, lse, delta, x, x, dq_sum)
 

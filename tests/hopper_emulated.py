@@ -21,7 +21,7 @@ from trainstep.ops.flash_attention.hopper_schedules import (
     ForwardSchedule,
     tile_width,
 )
-from trainstep.ops.flash_attention.launch import Problem
+from trainstep.ops.flash_attention.launch import CallMeta, Problem
 from trainstep.ops.flash_attention.tiles import Arithmetic
 
 
@@ -51,9 +51,7 @@ class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, how: Emulated) -> tuple[Tensor, Tensor]:
         o, lse = unwritten(q), torch.full(q.shape[:3], math.nan)
-        kernel = hopper.bind_hopper_forward(
-            q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), q.dtype, q.device, problem, how.forward
-        )
+        kernel = hopper.bind_hopper_forward(CallMeta.of(q, k, v), problem, how.forward)
         how.run(kernel.attend, q, k, v, o, lse, kernel.order)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.problem, ctx.how = problem, how
@@ -64,10 +62,7 @@ class _Emulated(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         dq, dk, dv = map(unwritten, (q, k, v))
-        kernels = hopper.bind_hopper_backward(
-            q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), dq.stride(), dk.stride(),
-            dv.stride(), q.dtype, q.device, ctx.problem, ctx.how.backward,
-        )  # fmt: skip
+        kernels = hopper.bind_hopper_backward(CallMeta.of(q, k, v, do, o), ctx.problem, ctx.how.backward)
         lse_log2, delta = rows(o, do, lse, padded=kernels.padded_queries)
         _, _, dq_sum = hopper.backward_buffers(q, kernels.padded_queries)
         ctx.how.run(kernels.gradients, q, k, v, do, lse_log2, delta, dk, dv, dq_sum.zero_())

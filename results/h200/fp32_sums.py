@@ -84,7 +84,7 @@ def times(label: str, out: Path) -> None:
 
     from trainstep.ops.flash_attention.backward import bind_backward
     from trainstep.ops.flash_attention.forward import bind_forward
-    from trainstep.ops.flash_attention.launch import Problem
+    from trainstep.ops.flash_attention.launch import CallMeta, Problem
     from trainstep.ops.flash_attention.tiles import Arithmetic
 
     for batch, heads, positions, head_dim, causal in TIME_SHAPES:
@@ -93,9 +93,8 @@ def times(label: str, out: Path) -> None:
         o, dq, dk, dv = (torch.empty_like(q) for _ in range(4))
         lse, delta = (torch.empty(batch, heads, positions, device="cuda") for _ in range(2))
         problem = Problem(head_dim**-0.5, causal, False, Arithmetic.IEEE)
-        same = (q.shape, k.shape)
-        forward = bind_forward(*same, *[q.stride()] * 4, q.dtype, q.device, problem, None)
-        backward = bind_backward(*same, *[q.stride()] * 8, q.dtype, q.device, problem, None, None)
+        forward = bind_forward(CallMeta.of(q, k, v), problem, None)
+        backward = bind_backward(CallMeta.of(q, k, v, do, o), problem, None, None)
         calls = {"forward": (forward, (q, k, v, o, lse)), "delta": (backward["delta"], (o, do, delta))}
         for name, gradients in {"key_gradients": (dk, dv), "query_gradients": (dq,)}.items():
             calls[name] = (backward[name], (q, k, v, do, lse, delta, *gradients))

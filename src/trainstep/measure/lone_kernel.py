@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainstep.config.attention_tiles import AttentionTilesConfig
 from trainstep.ops import reference
-from trainstep.ops.flash_attention.launch import BoundKernel, Problem, tile_problem
+from trainstep.ops.flash_attention.launch import BoundKernel, CallMeta, Problem, tile_problem
 from trainstep.ops.flash_attention.tiles import (
     MOST_PART_ROWS,
     Arithmetic,
@@ -117,14 +117,8 @@ class LoneKernel:
             return self._bind_parts(self._pass, tile)
         q, k, v, do, o, _ = self._operands
         if self._pass is KernelPass.FORWARD:
-            return bind_forward(
-                q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), q.dtype, q.device, self._problem, tile
-            )
-        both = bind_backward(
-            q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), q.stride(), k.stride(),
-            v.stride(), q.dtype, q.device, self._problem, tile, tile,
-        )  # fmt: skip
-        return both[self._pass]
+            return bind_forward(CallMeta.of(q, k, v), self._problem, tile)
+        return bind_backward(CallMeta.of(q, k, v, do, o), self._problem, tile, tile)[self._pass]
 
     def _whole(self) -> tuple[Tensor, ...]:
         """What the kernels read that take tensors as they are."""
@@ -138,7 +132,7 @@ class LoneKernel:
         q, k, v, do, o, _ = self._operands
         padded_rows = (whole_tiles(q.shape[2], MOST_PART_ROWS), whole_tiles(k.shape[2], MOST_PART_ROWS))
         read = (q, k, v) if self._pass is KernelPass.FORWARD else (q, k, v, do, o)
-        return Prologue(q.shape, k.shape, padded_rows, *(x.stride() for x in read))
+        return Prologue(CallMeta.of(*read), padded_rows)
 
     def _parts(self) -> tuple[Tensor, ...]:
         q, k, v, do, o, lse = self._operands
@@ -154,13 +148,11 @@ class LoneKernel:
         return inputs
 
     def _bind_parts(self, pass_: KernelPass, tile: TileConfig) -> BoundKernel:
-        q, k, v, _, o, _ = self._operands
-        prologue = self._prologue()
+        q, k, v, *_ = self._operands
+        meta, prologue = CallMeta.of(q, k, v), self._prologue()
         if pass_ is KernelPass.FORWARD:
-            return bind_split_forward(q.shape, k.shape, prologue, o.stride(), self._problem, tile)
-        made_strides = (q.stride(), k.stride(), v.stride())
-        both = bind_split_backward(q.shape, k.shape, prologue, made_strides, self._problem, tile, tile)
-        return both[pass_]
+            return bind_split_forward(meta, prologue, self._problem, tile)
+        return bind_split_backward(meta, prologue, self._problem, tile, tile)[pass_]
 
     def run(self, bound: BoundKernel) -> None:
         """Launch it; the outputs are there once the device is done."""

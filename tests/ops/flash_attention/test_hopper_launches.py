@@ -8,7 +8,7 @@ from torch import Tensor
 
 hopper = pytest.importorskip("trainstep.ops.flash_attention.hopper")
 
-from trainstep.ops.flash_attention.launch import Device, Problem  # noqa: E402  after what may be missing
+from trainstep.ops.flash_attention.launch import CallMeta, Device, Problem  # noqa: E402  after what may be missing
 from trainstep.ops.flash_attention.tiles import Arithmetic  # noqa: E402
 
 PROBLEM = Problem(0.125, True, False, Arithmetic.HALF)
@@ -61,9 +61,9 @@ def test_forward(launched: Launched):
     for _ in range(2):
         o, lse = hopper.launch_hopper_forward(q, k, v, PROBLEM)
         assert [x is y for x, y in zip(launched.tensors["attend"], (q, k, v, o, lse, None), strict=True)] == [True] * 6
-    ((*_, o_stride, dtype, device, problem, schedule),) = launched.bound
-    assert (o_stride, dtype, device, problem, schedule) == (o.stride(), q.dtype, q.device, PROBLEM, None)
-    assert o.stride() == q.stride()
+    ((meta, problem, schedule),) = launched.bound
+    assert (meta.dtype, meta.device, problem, schedule) == (q.dtype, q.device, PROBLEM, None)
+    assert meta.like_q == o.stride() == q.stride()
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
 
 
@@ -71,9 +71,10 @@ def test_backward(launched: Launched):
     q, k, v, o, lse = inputs()
     do = torch.randn(q.shape).to(q.dtype)
     dq, dk, dv = hopper.launch_hopper_backward(do, q, k, v, o, lse, PROBLEM)
-    *_, do_stride, dq_stride, dk_stride, dv_stride, _, _, _, _ = launched.bound[0]
-    assert (do_stride, dq_stride, dk_stride, dv_stride) == (do.stride(), dq.stride(), dk.stride(), dv.stride())
-    assert dq.stride() == q.stride()
+    meta, _, _ = launched.bound[0]
+    assert (meta.do_stride, meta.o_stride) == (do.stride(), o.stride())
+    assert (meta.like_q, meta.like_k, meta.like_v) == (dq.stride(), dk.stride(), dv.stride())
+    assert dq.stride() == q.stride() != do.stride()
     assert launched.tensors["gradients"][3] is do
     assert launched.tensors["gradients"][6] is dk
     assert launched.tensors["gradients"][7] is dv
@@ -88,7 +89,7 @@ def test_a_gradient_that_tma_cannot_read_is_copied(launched: Launched, do: Tenso
     assert launched.tensors["rows"][1] is copied
     assert torch.equal(copied, do)
     assert copied.data_ptr() % 16 == 0
-    assert launched.bound[-1][6] == copied.stride()
+    assert launched.bound[-1][0].do_stride == copied.stride()
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -117,14 +118,12 @@ def test_few_queries_are_left_to_other_kernels(launched: Launched):
 
 def test_lengths_of_as_many_blocks_share_their_table():
     hopper.order_table.cache_clear()
-    device = torch.device("cpu")
     tables = [
         hopper.bind_hopper_forward(
-            (2, 4, queries, 64), (2, 4, queries, 64), *[(queries * 256, queries * 64, 64, 1)] * 4,
-            torch.bfloat16, device, PROBLEM, None,
+            CallMeta.of(*[torch.empty(2, 4, queries, 64).to(torch.bfloat16)] * 3), PROBLEM, None
         ).order
         for queries in (1000, 1010, 2000)
-    ]  # fmt: skip
+    ]
     assert tables[0] is tables[1]
     assert tables[0] is not tables[2]
 

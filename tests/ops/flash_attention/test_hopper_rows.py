@@ -10,7 +10,7 @@ from hopper_emulated import out_of_pieces, rows, unwritten
 from interpreter import in_the_interpreter
 from trainstep.ops.flash_attention import hopper
 from trainstep.ops.flash_attention.hopper_schedules import BACKWARD, WIDTHS, tile_width
-from trainstep.ops.flash_attention.launch import Problem
+from trainstep.ops.flash_attention.launch import CallMeta, Problem
 from trainstep.ops.flash_attention.tiles import Arithmetic
 
 SCALE = 0.125
@@ -30,9 +30,7 @@ def test_rows_and_cast(head_dim: int):
     lse = torch.randn(o.shape[:3])
     lse[..., 7] = -torch.inf
     problem = Problem(SCALE, True, False, Arithmetic.HALF)
-    kernels = hopper.bind_hopper_backward(
-        o.shape, o.shape, *[o.stride()] * 8, o.dtype, o.device, problem, schedule=None
-    )
+    kernels = hopper.bind_hopper_backward(CallMeta.of(*[o] * 5), problem, schedule=None)
     lse_log2, delta, dq_sum = (x.fill_(torch.nan) for x in hopper.backward_buffers(o, kernels.padded_queries))
     kernels.rows(o, do, lse, lse_log2, delta, dq_sum)
     wanted = rows(o, do, lse, padded=kernels.padded_queries)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainstep.ops.flash_attention.launch import BoundKernel, Problem, device_of, strides
+from trainstep.ops.flash_attention.launch import BoundKernel, CallMeta, Problem, device_of, strides
 from trainstep.ops.flash_attention.tiles import Arithmetic
 
 knobs = pytest.importorskip("triton").knobs
@@ -124,7 +124,7 @@ def test_more_rows_of_parts_than_32_bits_count():
     prologue = pytest.importorskip("trainstep.ops.flash_attention.split_prologue")
     shape, stride = torch.Size((1, 1, 2**29, 64)), (0, 0, 64, 1)
     with pytest.raises(ValueError, match="take tf32x3"):
-        prologue.Prologue(shape, shape, (2**29, 2**29), stride, stride, stride)
+        prologue.Prologue(CallMeta(shape, shape, torch.float32, torch.device("cpu"), *[stride] * 3), (2**29, 2**29))
 
 
 def test_offset():

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainstep.ops.flash_attention.forward import LOG2_E
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, strides, tile_problem
+from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, CallMeta, Problem, strides, tile_problem
 from trainstep.ops.flash_attention.tile_access import (
     ROWS_PER_SUM,
     SIZES,
@@ -247,11 +247,8 @@ def launch_backward(
     """dq, dk, dv, laid out as q, k, v are. The last stride of each is 1."""
     dq, dk, dv = torch.empty_like(q_BHSD), torch.empty_like(k_BGSD), torch.empty_like(v_BGSD)
     delta = torch.empty_like(lse_BHS)
-    bound = bind_backward(
-        q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), o_BHSD.stride(),
-        do_BHSD.stride(), dq.stride(), dk.stride(), dv.stride(), q_BHSD.dtype, q_BHSD.device, problem,
-        key_config, query_config,
-    )  # fmt: skip
+    meta = CallMeta.of(q_BHSD, k_BGSD, v_BGSD, do_BHSD, o_BHSD)
+    bound = bind_backward(meta, problem, key_config, query_config)
     bound["delta"](o_BHSD, do_BHSD, delta)
     bound["key_gradients"](q_BHSD, k_BGSD, v_BGSD, do_BHSD, lse_BHS, delta, dk, dv)
     bound["query_gradients"](q_BHSD, k_BGSD, v_BGSD, do_BHSD, lse_BHS, delta, dq)
@@ -260,18 +257,15 @@ def launch_backward(
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
 def bind_backward(
-    q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
-    v_stride: tuple[int, ...], o_stride: tuple[int, ...], do_stride: tuple[int, ...], dq_stride: tuple[int, ...],
-    dk_stride: tuple[int, ...], dv_stride: tuple[int, ...], _dtype: torch.dtype, device: torch.device,
-    problem: Problem, key_config: TileConfig | None, query_config: TileConfig | None,
-) -> dict[str, BoundKernel]:  # fmt: skip
+    meta: CallMeta, problem: Problem, key_config: TileConfig | None, query_config: TileConfig | None
+) -> dict[str, BoundKernel]:
     """The three kernels of one problem by name; a tuner times them one by one."""
-    batch, heads, queries, head_dim = q_shape
-    key_heads, keys = k_shape[1], k_shape[2]
+    batch, heads, queries, head_dim = meta.q_shape
+    key_heads, keys = meta.k_shape[1], meta.k_shape[2]
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "queries": queries}
     both = (
         shape
-        | strides(q=q_stride, k=k_stride, v=v_stride, g=do_stride)
+        | strides(q=meta.q_stride, k=meta.k_stride, v=meta.v_stride, g=meta.do_stride)
         | {
             "keys": keys,
             "offset": problem.offset(queries, keys),
@@ -282,25 +276,25 @@ def bind_backward(
         }
     )
     key_config, query_config = (
-        config or choose_row(tile_problem(pass_, head_dim, problem.arithmetic, device)).config
+        config or choose_row(tile_problem(pass_, head_dim, problem.arithmetic, meta.device)).config
         for config, pass_ in ((key_config, KernelPass.KEY_GRADIENTS), (query_config, KernelPass.QUERY_GRADIENTS))
     )
     key_arguments = {
         **both,
-        **strides(dk=dk_stride, dv=dv_stride),
+        **strides(dk=meta.like_k, dv=meta.like_v),
         "key_heads": key_heads,
         "HEADS_PER_KEY_HEAD": heads // key_heads,
         "RAGGED_Q": queries % key_config.block_q != 0,
     }
     query_arguments = {
         **both,
-        **strides(dq=dq_stride),
+        **strides(dq=meta.like_q),
         "heads": heads,
         "heads_per_key_head": heads // key_heads,
         "RAGGED_K": keys % query_config.block_k != 0,
     }
     delta_tiles = triton.cdiv(queries, DELTA_BLOCK_Q)
-    delta_arguments = {**shape, **strides(o=o_stride, g=do_stride), "heads": heads, "BLOCK_Q": DELTA_BLOCK_Q}
+    delta_arguments = {**shape, **strides(o=meta.o_stride, g=meta.do_stride), "heads": heads, "BLOCK_Q": DELTA_BLOCK_Q}
     return {
         "delta": BoundKernel(
             delta_kernel, delta_tiles * batch * heads, {**delta_arguments, "tiles": delta_tiles}, num_warps=4

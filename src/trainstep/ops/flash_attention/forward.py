@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, Problem, strides, tile_problem
+from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, CallMeta, Problem, strides, tile_problem
 from trainstep.ops.flash_attention.tile_access import SIZES, add_product, load_tile, program_tile, store_tile
 from trainstep.ops.flash_attention.tiles import KernelPass, TileConfig, choose_row, padded
 
@@ -108,26 +108,19 @@ def launch_forward(
     o = torch.empty_like(q_BHSD)
     batch, heads, queries, _ = q_BHSD.shape
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q_BHSD.device)
-    bound = bind_forward(
-        q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), o.stride(),
-        q_BHSD.dtype, q_BHSD.device, problem, config,
-    )  # fmt: skip
+    bound = bind_forward(CallMeta.of(q_BHSD, k_BGSD, v_BGSD), problem, config)
     bound(q_BHSD, k_BGSD, v_BGSD, o, lse)
     return o, lse
 
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
-def bind_forward(
-    q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
-    v_stride: tuple[int, ...], o_stride: tuple[int, ...], _dtype: torch.dtype, device: torch.device, problem: Problem,
-    config: TileConfig | None,
-) -> BoundKernel:  # fmt: skip
+def bind_forward(meta: CallMeta, problem: Problem, config: TileConfig | None) -> BoundKernel:
     """The kernel of one problem; a tuner times it without its launcher."""
-    batch, heads, queries, head_dim = q_shape
-    key_heads, keys = k_shape[1], k_shape[2]
-    config = config or choose_row(tile_problem(KernelPass.FORWARD, head_dim, problem.arithmetic, device)).config
+    batch, heads, queries, head_dim = meta.q_shape
+    key_heads, keys = meta.k_shape[1], meta.k_shape[2]
+    config = config or choose_row(tile_problem(KernelPass.FORWARD, head_dim, problem.arithmetic, meta.device)).config
     tiles = triton.cdiv(queries, config.block_q)
-    arguments = strides(q=q_stride, k=k_stride, v=v_stride, o=o_stride) | {
+    arguments = strides(q=meta.q_stride, k=meta.k_stride, v=meta.v_stride, o=meta.like_q) | {
         "tiles": tiles,
         "batch_heads": batch * heads,
         "heads_together": config.heads_together,

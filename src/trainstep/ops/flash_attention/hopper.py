@@ -39,7 +39,9 @@ from trainstep.ops.flash_attention.hopper_work import (
 from trainstep.ops.flash_attention.launch import (
     PROBLEMS_KEPT,
     BoundKernel,
+    CallMeta,
     Problem,
+    Stride,
     device_of,
     strides,
 )
@@ -55,9 +57,7 @@ MOST_PADDED_TO = 128
 
 def why_not(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> str | None:
     """Why the Hopper kernels do not take these tensors, in a few words, or None. k and v have one shape."""
-    reason = _why_not_at_any_address(
-        q_BHSD.device, q_BHSD.dtype, q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride()
-    )
+    reason = _why_not_at_any_address(CallMeta.of(q_BHSD, k_BGSD, v_BGSD))
     if reason is None and not _aligned(q_BHSD, k_BGSD, v_BGSD):
         return "a tensor's address is not a multiple of 16 bytes"
     return reason
@@ -67,21 +67,18 @@ def _aligned(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:
     return not (q_BHSD.data_ptr() | k_BGSD.data_ptr() | v_BGSD.data_ptr()) % 16
 
 
-def _why_not_at_any_address(
-    device: torch.device, dtype: torch.dtype, q_shape: torch.Size, k_shape: torch.Size, *each_stride: tuple[int, ...]
-) -> str | None:
+def _why_not_at_any_address(meta: CallMeta) -> str | None:
     """Reasons that hold whatever the tensors' addresses."""
-    architecture, shared_memory_bytes = device_of(device)
+    architecture, shared_memory_bytes = device_of(meta.device)
     if architecture != "sm_90" or shared_memory_bytes < SHARED_MEMORY_BYTES:
         return f"the device is {architecture}, not sm_90"
-    if q_shape[2] < ROWS:
+    if meta.q_shape[2] < ROWS:
         return f"there are fewer than {ROWS} queries, and most of each tile would be empty"
-    return why_not_shape(dtype, (q_shape, k_shape, k_shape), each_stride)
+    shapes = (meta.q_shape, meta.k_shape, meta.k_shape)
+    return why_not_shape(meta.dtype, shapes, (meta.q_stride, meta.k_stride, meta.v_stride))
 
 
-def why_not_shape(
-    dtype: torch.dtype, shapes: tuple[torch.Size, ...], each_stride: tuple[tuple[int, ...], ...]
-) -> str | None:
+def why_not_shape(dtype: torch.dtype, shapes: tuple[torch.Size, ...], each_stride: tuple[Stride, ...]) -> str | None:
     """The part that no device changes. Shapes and strides of q, k, v."""
     head_dim = shapes[0][-1]
     if dtype not in (torch.bfloat16, torch.float16):
@@ -112,36 +109,18 @@ def launch_hopper_forward(
     q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, problem: Problem, schedule: ForwardSchedule | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """o, laid out as q is, and lse (B, H, S) in fp32; None for tensors that why_not has something against."""
-    shape = q_BHSD.shape
-    bound = _bound_forward(
-        q_BHSD.device, q_BHSD.dtype, shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(),
-        problem, schedule,
-    )  # fmt: skip
+    bound = _bound_forward(CallMeta.of(q_BHSD, k_BGSD, v_BGSD), problem, schedule)
     if bound is None or not _aligned(q_BHSD, k_BGSD, v_BGSD):
         return None
-    batch, heads, queries, _ = shape
-    o, lse = torch.empty_like(q_BHSD), q_BHSD.new_empty(batch, heads, queries, dtype=torch.float32)
+    o, lse = torch.empty_like(q_BHSD), q_BHSD.new_empty(q_BHSD.shape[:3], dtype=torch.float32)
     bound.attend(q_BHSD, k_BGSD, v_BGSD, o, lse, bound.order)
     return o, lse
 
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
-def _bound_forward(
-    device: torch.device, dtype: torch.dtype, q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...],
-    k_stride: tuple[int, ...], v_stride: tuple[int, ...], problem: Problem, schedule: ForwardSchedule | None,
-) -> "ForwardKernel | None":  # fmt: skip
+def _bound_forward(meta: CallMeta, problem: Problem, schedule: ForwardSchedule | None) -> "ForwardKernel | None":
     """One look-up a call: whether the kernel takes these, and the kernel."""
-    if _why_not_at_any_address(device, dtype, q_shape, k_shape, q_stride, k_stride, v_stride):
-        return None
-    o_stride = _stride_like(q_shape, q_stride)
-    return bind_hopper_forward(
-        q_shape, k_shape, q_stride, k_stride, v_stride, o_stride, dtype, device, problem, schedule
-    )
-
-
-def _stride_like(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Of torch.empty_like's result."""
-    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+    return None if _why_not_at_any_address(meta) else bind_hopper_forward(meta, problem, schedule)
 
 
 class ForwardKernel(NamedTuple):
@@ -151,14 +130,10 @@ class ForwardKernel(NamedTuple):
     order: Tensor
 
 
-def bind_hopper_forward(
-    q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
-    v_stride: tuple[int, ...], o_stride: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-    problem: Problem, schedule: ForwardSchedule | None,
-) -> ForwardKernel:  # fmt: skip
+def bind_hopper_forward(meta: CallMeta, problem: Problem, schedule: ForwardSchedule | None) -> ForwardKernel:
     """The kernel of one problem."""
-    batch, heads, queries, head_dim = q_shape
-    key_heads, keys = k_shape[1], k_shape[2]
+    batch, heads, queries, head_dim = meta.q_shape
+    key_heads, keys = meta.k_shape[1], meta.k_shape[2]
     width = tile_width(head_dim)
     work = ForwardWork(
         heads=batch * heads,
@@ -168,9 +143,9 @@ def bind_hopper_forward(
         causal=problem.causal,
         offset=problem.offset(queries, keys),
     )
-    schedule = schedule or fastest(FORWARD[width], work, multiprocessors(device))
+    schedule = schedule or fastest(FORWARD[width], work, multiprocessors(meta.device))
     pieces = work.tiles(schedule) * work.heads
-    at_a_time = multiprocessors(device) * schedule.programs_per_multiprocessor
+    at_a_time = multiprocessors(meta.device) * schedule.programs_per_multiprocessor
     table = at_a_time < pieces
     arguments = {
         "tiles": work.tiles(schedule),
@@ -191,15 +166,15 @@ def bind_hopper_forward(
         "REGISTERS": schedule.registers,
     }
     forms = (
-        boxes(q_shape, q_stride, ROWS, width, dtype),
-        boxes(k_shape, k_stride, schedule.block_k, width, dtype),
-        boxes(k_shape, v_stride, schedule.block_k, width, dtype),
-        boxes(q_shape, o_stride, ROWS, width, dtype),
+        boxes(meta.q_shape, meta.q_stride, ROWS, width, meta.dtype),
+        boxes(meta.k_shape, meta.k_stride, schedule.block_k, width, meta.dtype),
+        boxes(meta.k_shape, meta.v_stride, schedule.block_k, width, meta.dtype),
+        boxes(meta.q_shape, meta.like_q, ROWS, width, meta.dtype),
     )
     programs = at_a_time if table else pieces
     kernel = BoxedKernel(hopper_forward_kernel, programs, forms, arguments, schedule.most_registers)
     costs = work.costs_of_head(schedule) if table else ()
-    return ForwardKernel(kernel, order_table(device, costs, work.heads, work.together, programs))
+    return ForwardKernel(kernel, order_table(meta.device, costs, work.heads, work.together, programs))
 
 
 @functools.cache
@@ -227,10 +202,7 @@ def launch_hopper_backward(
 
     Bits of dq may differ from run to run.
     """
-    bound, do_fits = _bound_backward(
-        q_BHSD.device, q_BHSD.dtype, q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(),
-        o_BHSD.stride(), do_BHSD.stride(), problem, schedule,
-    )  # fmt: skip
+    bound, do_fits = _bound_backward(CallMeta.of(q_BHSD, k_BGSD, v_BGSD, do_BHSD, o_BHSD), problem, schedule)
     if bound is None or not _aligned(q_BHSD, k_BGSD, v_BGSD):
         return None
     if not do_fits or do_BHSD.data_ptr() % 16:
@@ -246,19 +218,13 @@ def launch_hopper_backward(
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
 def _bound_backward(
-    device: torch.device, dtype: torch.dtype, q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...],
-    k_stride: tuple[int, ...], v_stride: tuple[int, ...], o_stride: tuple[int, ...], do_stride: tuple[int, ...],
-    problem: Problem, schedule: BackwardSchedule | None,
-) -> tuple["BackwardKernels | None", bool]:  # fmt: skip
+    meta: CallMeta, problem: Problem, schedule: BackwardSchedule | None
+) -> tuple["BackwardKernels | None", bool]:
     """As _bound_forward; and whether do can be read as it lies."""
-    if _why_not_at_any_address(device, dtype, q_shape, k_shape, q_stride, k_stride, v_stride):
+    if _why_not_at_any_address(meta):
         return None, False
-    dq_stride, dk_stride = _stride_like(q_shape, q_stride), _stride_like(k_shape, k_stride)
-    bound = bind_hopper_backward(
-        q_shape, k_shape, q_stride, k_stride, v_stride, o_stride, do_stride, dq_stride, dk_stride,
-        _stride_like(k_shape, v_stride), dtype, device, problem, schedule,
-    )  # fmt: skip
-    return bound, why_not_shape(dtype, (q_shape,), (do_stride,)) is None
+    do_fits = why_not_shape(meta.dtype, (meta.q_shape,), (meta.do_stride,)) is None
+    return bind_hopper_backward(meta, problem, schedule), do_fits
 
 
 def backward_buffers(q_BHSD: Tensor, padded_queries: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,15 +245,10 @@ class BackwardKernels(NamedTuple):
     padded_queries: int
 
 
-def bind_hopper_backward(
-    q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
-    v_stride: tuple[int, ...], o_stride: tuple[int, ...], do_stride: tuple[int, ...], dq_stride: tuple[int, ...],
-    dk_stride: tuple[int, ...], dv_stride: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-    problem: Problem, schedule: BackwardSchedule | None,
-) -> BackwardKernels:  # fmt: skip
+def bind_hopper_backward(meta: CallMeta, problem: Problem, schedule: BackwardSchedule | None) -> BackwardKernels:
     """The kernels of one problem."""
-    batch, heads, queries, head_dim = q_shape
-    key_heads, keys = k_shape[1], k_shape[2]
+    batch, heads, queries, head_dim = meta.q_shape
+    key_heads, keys = meta.k_shape[1], meta.k_shape[2]
     width = tile_width(head_dim)
     schedule = schedule or BACKWARD[width]
     group = heads // key_heads
@@ -297,7 +258,7 @@ def bind_hopper_backward(
         "tiles": tiles,
         "batch_key_heads": batch * key_heads,
         "heads_together": key_heads_together(
-            tiles * batch * key_heads, multiprocessors(device), queries * group, head_dim, batch * key_heads
+            tiles * batch * key_heads, multiprocessors(meta.device), queries * group, head_dim, batch * key_heads
         ),
         "key_heads": key_heads,
         "heads_per_key_head": group,
@@ -317,19 +278,19 @@ def bind_hopper_backward(
     dq_columns = schedule.dq_columns(width)
     pieces = padded_queries // ROWS * len(dq_columns)
     forms = (
-        boxes(q_shape, q_stride, schedule.block_q, width, dtype),
-        boxes(k_shape, k_stride, BACKWARD_KEYS, width, dtype),
-        boxes(k_shape, v_stride, BACKWARD_KEYS, width, dtype),
-        boxes(q_shape, do_stride, schedule.block_q, width, dtype),
+        boxes(meta.q_shape, meta.q_stride, schedule.block_q, width, meta.dtype),
+        boxes(meta.k_shape, meta.k_stride, BACKWARD_KEYS, width, meta.dtype),
+        boxes(meta.k_shape, meta.v_stride, BACKWARD_KEYS, width, meta.dtype),
+        boxes(meta.q_shape, meta.do_stride, schedule.block_q, width, meta.dtype),
         row_form,
         row_form,
-        boxes(k_shape, dk_stride, ROWS, width, dtype),
-        boxes(k_shape, dv_stride, ROWS, width, dtype),
+        boxes(meta.k_shape, meta.like_k, ROWS, width, meta.dtype),
+        boxes(meta.k_shape, meta.like_v, ROWS, width, meta.dtype),
         piece_boxes(batch * heads * padded_queries * width, dq_columns),
     )
     row_tiles = padded_queries // ROWS_BLOCK_Q
     first, *rest = column_parts(width)
-    row_arguments = strides(o=o_stride, g=do_stride) | {
+    row_arguments = strides(o=meta.o_stride, g=meta.do_stride) | {
         "tiles": row_tiles,
         "heads": heads,
         "queries": queries,
@@ -340,7 +301,7 @@ def bind_hopper_backward(
         "REST": sum(rest),
         "BLOCK_Q": ROWS_BLOCK_Q,
     }
-    cast_arguments = strides(dq=dq_stride) | {
+    cast_arguments = strides(dq=meta.like_q) | {
         "pieces": pieces,
         "heads": heads,
         "queries": queries,

@@ -17,6 +17,7 @@ from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileProb
 
 PROBLEMS_KEPT = 1024
 """Shapes whose launches are kept; the least recently used goes first."""
+Stride = tuple[int, ...]
 
 
 class Problem(NamedTuple):
@@ -30,6 +31,52 @@ class Problem(NamedTuple):
     def offset(self, queries: int, keys: int) -> int:
         """Under a causal mask query i sees keys 0..i + offset."""
         return keys - queries if self.bottom_right else 0
+
+
+class CallMeta(NamedTuple):
+    """A call's tensors but for their numbers and addresses: with its Problem all that a launch depends on.
+
+    v has k's shape; outputs and gradients lie as torch.empty_like lays them out.
+    """
+
+    q_shape: torch.Size
+    """(B, H, S, D)."""
+    k_shape: torch.Size
+    """(B, G, S', D)."""
+    dtype: torch.dtype
+    device: torch.device
+    q_stride: Stride
+    k_stride: Stride
+    v_stride: Stride
+    do_stride: Stride = ()
+    """Of what backward alone reads, as o_stride is."""
+    o_stride: Stride = ()
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> "CallMeta":
+        """Of q, k and v, in the backward pass also of do and o."""
+        q, k, *_ = tensors
+        return cls(q.shape, k.shape, q.dtype, q.device, *[x.stride() for x in tensors])
+
+    @property
+    def like_q(self) -> Stride:
+        """Of the output and of dq."""
+        return _stride_like(self.q_shape, self.q_stride)
+
+    @property
+    def like_k(self) -> Stride:
+        """Of dk."""
+        return _stride_like(self.k_shape, self.k_stride)
+
+    @property
+    def like_v(self) -> Stride:
+        """Of dv."""
+        return _stride_like(self.k_shape, self.v_stride)
+
+
+def _stride_like(shape: torch.Size, stride: Stride) -> Stride:
+    """Of torch.empty_like's result."""
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
 
 
 class Device(NamedTuple):
@@ -82,6 +129,6 @@ class BoundKernel:
             self._start = starter(self.compiled, self._grid, tensors[0].device, self._arguments)
 
 
-def strides(**by_letter: tuple[int, ...]) -> dict[str, int]:
+def strides(**by_letter: Stride) -> dict[str, int]:
     """Arguments stride_<letter>b, h and s from (batch, head, position, 1) strides."""
     return {f"stride_{letter}{axis}": stride[i] for letter, stride in by_letter.items() for i, axis in enumerate("bhs")}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainstep.ops.flash_attention.forward import LOG2_E
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, Problem, strides, tile_problem
+from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, CallMeta, Problem, strides, tile_problem
 from trainstep.ops.flash_attention.split_forward import P_EXPONENT, P_SCALE
 from trainstep.ops.flash_attention.split_parts import (
     DO_PEAK,
@@ -184,10 +184,8 @@ def launch_split_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, laid out as q, k, v are. The last stride of each is 1."""
     dq, dk, dv = torch.empty_like(q_BHSD), torch.empty_like(k_BGSD), torch.empty_like(v_BGSD)
-    prologue, kernels = _bind(
-        q_BHSD.shape, k_BGSD.shape, (q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), do_BHSD.stride(), o_BHSD.stride()),
-        (dq.stride(), dk.stride(), dv.stride()), q_BHSD.device, problem, key_config, query_config,
-    )  # fmt: skip
+    meta = CallMeta.of(q_BHSD, k_BGSD, v_BGSD, do_BHSD, o_BHSD)
+    prologue, kernels = _bind(meta, problem, key_config, query_config)
     parts = prologue(q_BHSD, k_BGSD, v_BGSD, do_BHSD, o_BHSD)
     read = (parts.queries, parts.keys, parts.peaks, lse_BHS, parts.delta)
     kernels["query_gradients"](*read, dq)
@@ -197,29 +195,25 @@ def launch_split_backward(
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
 def _bind(
-    q_shape: torch.Size, k_shape: torch.Size, read_strides: tuple[tuple[int, ...], ...],
-    made_strides: tuple[tuple[int, ...], ...], device: torch.device, problem: Problem,
-    key_config: TileConfig | None, query_config: TileConfig | None,
-) -> tuple[Prologue, dict[str, PartsKernel]]:  # fmt: skip
+    meta: CallMeta, problem: Problem, key_config: TileConfig | None, query_config: TileConfig | None
+) -> tuple[Prologue, dict[str, PartsKernel]]:
     """All that one problem launches."""
     key_config, query_config = (
-        config or choose_row(tile_problem(pass_, q_shape[3], problem.arithmetic, device)).config
+        config or choose_row(tile_problem(pass_, meta.q_shape[3], problem.arithmetic, meta.device)).config
         for config, pass_ in ((key_config, KernelPass.KEY_GRADIENTS), (query_config, KernelPass.QUERY_GRADIENTS))
     )
-    padded_queries = whole_tiles(q_shape[2], key_config.block_q, query_config.block_q)
-    padded_keys = whole_tiles(k_shape[2], key_config.block_k, query_config.block_k)
-    prologue = Prologue(q_shape, k_shape, (padded_queries, padded_keys), *read_strides)
-    return prologue, bind_split_backward(q_shape, k_shape, prologue, made_strides, problem, key_config, query_config)
+    padded_queries = whole_tiles(meta.q_shape[2], key_config.block_q, query_config.block_q)
+    padded_keys = whole_tiles(meta.k_shape[2], key_config.block_k, query_config.block_k)
+    prologue = Prologue(meta, (padded_queries, padded_keys))
+    return prologue, bind_split_backward(meta, prologue, problem, key_config, query_config)
 
 
 def bind_split_backward(
-    q_shape: torch.Size, k_shape: torch.Size, prologue: Prologue, made_strides: tuple[tuple[int, ...], ...],
-    problem: Problem, key_config: TileConfig, query_config: TileConfig,
-) -> dict[str, PartsKernel]:  # fmt: skip
-    """The two kernels of one problem by name, which read what the prologue makes; `made_strides`: of dq, dk and dv."""
-    batch, heads, queries, head_dim = q_shape
-    key_heads, keys = k_shape[1], k_shape[2]
-    dq_stride, dk_stride, dv_stride = made_strides
+    meta: CallMeta, prologue: Prologue, problem: Problem, key_config: TileConfig, query_config: TileConfig
+) -> dict[str, PartsKernel]:
+    """The two kernels of one problem by name, which read what the prologue makes."""
+    batch, heads, queries, head_dim = meta.q_shape
+    key_heads, keys = meta.k_shape[1], meta.k_shape[2]
     both = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded(head_dim),
@@ -234,7 +228,7 @@ def bind_split_backward(
     }
     key_arguments = {
         **both,
-        **strides(dk=dk_stride, dv=dv_stride),
+        **strides(dk=meta.like_k, dv=meta.like_v),
         "batch_key_heads": batch * key_heads,
         "key_heads": key_heads,
         "HEADS_PER_KEY_HEAD": heads // key_heads,
@@ -242,7 +236,7 @@ def bind_split_backward(
     }
     query_arguments = {
         **both,
-        **strides(dq=dq_stride),
+        **strides(dq=meta.like_q),
         "batch_heads": batch * heads,
         "heads": heads,
         "heads_per_key_head": heads // key_heads,

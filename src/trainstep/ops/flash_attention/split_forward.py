@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainstep.ops.flash_attention.forward import LN_2, LOG2_E
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, Problem, strides, tile_problem
+from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, CallMeta, Problem, strides, tile_problem
 from trainstep.ops.flash_attention.split_parts import (
     PART_EXPONENT,
     SPLIT_SIZES,
@@ -95,37 +95,28 @@ def launch_split_forward(
     """o, laid out as q is, and lse (B, H, S). The last stride of each is 1."""
     o = torch.empty_like(q_BHSD)
     lse = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
-    prologue, kernel = _bind(
-        q_BHSD.shape, k_BGSD.shape, q_BHSD.stride(), k_BGSD.stride(), v_BGSD.stride(), o.stride(), q_BHSD.device,
-        problem, config,
-    )  # fmt: skip
+    prologue, kernel = _bind(CallMeta.of(q_BHSD, k_BGSD, v_BGSD), problem, config)
     parts = prologue(q_BHSD, k_BGSD, v_BGSD)
     kernel(parts.queries, parts.keys, parts.peaks, o, lse)
     return o, lse
 
 
 @functools.lru_cache(maxsize=PROBLEMS_KEPT)
-def _bind(
-    q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
-    v_stride: tuple[int, ...], o_stride: tuple[int, ...], device: torch.device, problem: Problem,
-    config: TileConfig | None,
-) -> tuple[Prologue, PartsKernel]:  # fmt: skip
+def _bind(meta: CallMeta, problem: Problem, config: TileConfig | None) -> tuple[Prologue, PartsKernel]:
     """All that one problem launches."""
-    config = config or choose_row(tile_problem(KernelPass.FORWARD, q_shape[3], problem.arithmetic, device)).config
-    padded_rows = (whole_tiles(q_shape[2], config.block_q), whole_tiles(k_shape[2], config.block_k))
-    prologue = Prologue(q_shape, k_shape, padded_rows, q_stride, k_stride, v_stride)
-    return prologue, bind_split_forward(q_shape, k_shape, prologue, o_stride, problem, config)
+    where = tile_problem(KernelPass.FORWARD, meta.q_shape[3], problem.arithmetic, meta.device)
+    config = config or choose_row(where).config
+    padded_rows = (whole_tiles(meta.q_shape[2], config.block_q), whole_tiles(meta.k_shape[2], config.block_k))
+    prologue = Prologue(meta, padded_rows)
+    return prologue, bind_split_forward(meta, prologue, problem, config)
 
 
-def bind_split_forward(
-    q_shape: torch.Size, k_shape: torch.Size, prologue: Prologue, o_stride: tuple[int, ...], problem: Problem,
-    config: TileConfig,
-) -> PartsKernel:  # fmt: skip
+def bind_split_forward(meta: CallMeta, prologue: Prologue, problem: Problem, config: TileConfig) -> PartsKernel:
     """The kernel of one problem, which reads what the prologue makes; a tuner times it alone."""
-    batch, heads, queries, head_dim = q_shape
-    key_heads, keys = k_shape[1], k_shape[2]
+    batch, heads, queries, head_dim = meta.q_shape
+    key_heads, keys = meta.k_shape[1], meta.k_shape[2]
     tiles = triton.cdiv(queries, config.block_q)
-    arguments = strides(o=o_stride) | {
+    arguments = strides(o=meta.like_q) | {
         "tiles": tiles,
         "batch_heads": batch * heads,
         "heads_together": config.heads_together,

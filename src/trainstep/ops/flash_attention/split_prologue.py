@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.flash_attention.launch import BoundKernel, strides
+from trainstep.ops.flash_attention.launch import BoundKernel, CallMeta, strides
 from trainstep.ops.flash_attention.split_parts import (
     DO_PEAK,
     K_PEAK,
@@ -153,30 +153,25 @@ class Parts(NamedTuple):
 
 
 class Prologue:
-    """Makes the parts of tensors of one problem; `padded_rows`: of q and do, and of k and v.
+    """Makes the parts of a call's tensors; `padded_rows`: of q and do, and of k and v. The last stride of each is 1."""
 
-    Strides are of q, k and v, in the backward pass also of do and o. The last of each is 1.
-    """
-
-    def __init__(
-        self, q_shape: torch.Size, k_shape: torch.Size, padded_rows: tuple[int, int], *tensor_strides: tuple[int, ...]
-    ) -> None:
-        batch, heads, queries, head_dim = q_shape
-        key_heads, keys = k_shape[1], k_shape[2]
-        self.backward = len(tensor_strides) == 5
+    def __init__(self, meta: CallMeta, padded_rows: tuple[int, int]) -> None:
+        batch, heads, queries, head_dim = meta.q_shape
+        key_heads, keys = meta.k_shape[1], meta.k_shape[2]
+        self.backward = bool(meta.do_stride)
         self.query_shape = (1 + self.backward, 2, batch * heads, padded_rows[0], padded(head_dim))
         self.key_shape = (2, 2, batch * key_heads, padded_rows[1], padded(head_dim))
-        for shape, whose in ((self.query_shape, q_shape), (self.key_shape, k_shape)):
+        for shape, whose in ((self.query_shape, meta.q_shape), (self.key_shape, meta.k_shape)):
             if math.prod(shape[:-1]) >= 2**31:
                 raise ValueError(
                     f"fp32_precision: fp16x3 counts rows of its parts in 32 bits, and {tuple(whose)} has more: take tf32x3"
                 )
         self._peaks_shape = (len(Peak), batch * key_heads)
-        self._delta_shape = q_shape[:3] if self.backward else (0,)
+        self._delta_shape = meta.q_shape[:3] if self.backward else (0,)
         block = min(MOST_ROWS, MOST_ELEMENTS // padded(head_dim))
         query_tiles, key_tiles = (triton.cdiv(rows, block) for rows in padded_rows)
-        q, k, v, do, o = tensor_strides if self.backward else (*tensor_strides, tensor_strides[0], tensor_strides[0])
-        arguments: dict[str, Any] = strides(q=q, k=k, v=v, g=do) | {
+        do, o = (meta.do_stride, meta.o_stride) if self.backward else (meta.q_stride, meta.q_stride)
+        arguments: dict[str, Any] = strides(q=meta.q_stride, k=meta.k_stride, v=meta.v_stride, g=do) | {
             "query_tiles": query_tiles,
             "key_tiles": key_tiles,
             "batch_heads": batch * heads,
