@@ -37,16 +37,11 @@ class Outcome:
     """The seconds of something that took longer than it may."""
     other: str = ""
     """Code of a stranger that ran, a sentence that is none, a terminal's escape, damage that nobody noticed."""
-    table_of_another_shape: bool = False
-    """Whether the traceback ends where report/ reads tables without a check of their shape (see record_files.py)."""
 
     @property
     def breaches(self) -> list[str]:
         """What happened that may not."""
-        return [name for name in BREACHES if getattr(self, name) and not self._is_expected(name)]
-
-    def _is_expected(self, breach: str) -> bool:
-        return breach == "traceback" and self.table_of_another_shape
+        return [name for name in BREACHES if getattr(self, name)]
 
 
 class Subject(Protocol):
@@ -99,11 +94,9 @@ class Sums:
     name: str
     cases: int = 0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BREACHES, 0))
-    tables_of_another_shape: int = 0
 
     def add(self, number: int, outcome: Outcome) -> None:
         self.cases += number >= 0
-        self.tables_of_another_shape += outcome.table_of_another_shape
         for breach in outcome.breaches:
             self.counts[breach] += 1
 

@@ -85,10 +85,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _table(sums: list[Sums]) -> str:
-    columns = ("subject", "cases", *_HEADINGS.values(), "tables of another shape")
-    rows = [
-        (one.name, one.cases, *(one.counts[breach] for breach in BREACHES), one.tables_of_another_shape) for one in sums
-    ]
+    columns = ("subject", "cases", *_HEADINGS.values())
+    rows = [(one.name, one.cases, *(one.counts[breach] for breach in BREACHES)) for one in sums]
     lines = [f"| {' | '.join(map(str, row))} |" for row in (columns, ["---"] * len(columns), *rows)]
     return "\n".join(lines)
 

@@ -1,11 +1,8 @@
 """Attacks on files of records: damaged copies of published ones, read by report in every format, by compare and by a sweep.
 
-Nobody who reads changes a file. A sweep that goes on in a damaged file either refuses it or keeps every whole record. Until
-records are checked where they are read, report/ and what it calls meet tables and facts of another shape at the places below:
-tracebacks from there are counted apart.
+Nobody who reads changes a file. A sweep that goes on in a damaged file either refuses it or keeps every whole record.
 """
 
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -15,51 +12,12 @@ from typing import Any
 
 from attacks.attack import Outcome
 from attacks.damage import BYTES, Draw, dumped, json_value
-from attacks.reader import End, Readers, judged, last_frame
+from attacks.reader import End, Readers, judged
 from sources import ROOT
 
 FORMATS = ("terminal", "markdown", "latex", "csv", "json", "html")
 _MOST_BYTES = 200_000
 _MOST_RECORDS = 6
-_TABLES_OF_ANOTHER_SHAPE = frozenset(
-    {
-        ("records/ranks.py", "rank_values"),
-        ("records/ranks.py", "rank_spread"),
-        ("config/collective.py", "__post_init__"),
-        ("report/collectives_tables.py", "series_of"),
-        ("report/collectives_tables.py", "_entries"),
-        ("report/collectives_tables.py", "_raw"),
-        ("report/numerics_sums.py", "range_sentence"),
-        ("report/numerics_sums.py", "_reduction_table"),
-        ("report/numerics_rows.py", "error_entry"),
-        ("report/numerics_tables.py", "_dtypes_by_module"),
-        ("report/forms.py", "in_ms"),
-        ("report/forms.py", "percent"),
-        ("report/forms.py", "_decimals"),
-        ("report/tiles_page.py", "_candidates"),
-        ("report/tiles_page.py", "_ranked"),
-        ("report/profile_words.py", "rows_of"),
-        ("report/profile_words.py", "verdict_reason"),
-        ("report/profile_words.py", "_stall"),
-        ("report/profile_tables.py", "_with_ceilings"),
-        ("report/parallel_tables.py", "lines_of_table"),
-        # Found by this attack, and of the same kind
-        ("report/parallel_memory.py", "held_by"),
-        ("report/memory_tables.py", "ledger_of"),
-        ("report/memory_tables.py", "ledger_table"),
-        ("report/memory_tables.py", "allocations_table"),
-        ("report/memory_tables.py", "_words"),
-        ("report/numerics_tables.py", "worst_tables"),
-        ("report/profile_tables.py", "class_shares"),
-        ("report/forms.py", "byte_unit"),
-        ("report/tables.py", "entry"),
-        ("report/tables.py", "of"),
-        ("report/forms.py", "<lambda>"),
-        ("report/forms.py", "is_number"),
-        ("report/visible.py", "one_line"),
-    }
-)
-"""File and function."""
 _SWEEP = '[grid]\nmodel = "tiny"\ndevice = "cpu"\ncontext = [32, 64]\n'
 
 
@@ -92,7 +50,7 @@ class RecordFiles:
             ends.append(self._readers.run(words, folder))
             lost.append(self._lost(folder, before, words, ends[-1], what))
         case = f"{source.relative_to(ROOT)}: {what}"
-        return _with_known_places(judged(case, ends, lost="; ".join(filter(None, lost))), ends)
+        return judged(case, ends, lost="; ".join(filter(None, lost)))
 
     def _lost(self, folder: Path, before: dict[str, bytes], words: list[str], end: End, what: str) -> str:
         """What the reader with these words lost, and the file as it was for the next one."""
@@ -238,11 +196,3 @@ def _is_whole(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(plain, dict) and "format" in plain
-
-
-def _with_known_places(outcome: Outcome, ends: list[End]) -> Outcome:
-    """The outcome, told apart where every traceback ends at a place that reads tables without looking at their shape."""
-    frames = [last_frame(end.err) for end in ends if "Traceback (most recent call last)" in end.err]
-    at = [(frame.partition(":")[0], frame.rpartition(" ")[2]) for frame in frames]
-    known = bool(at) and all(place in _TABLES_OF_ANOTHER_SHAPE for place in at)
-    return dataclasses.replace(outcome, table_of_another_shape=known)

@@ -11,7 +11,7 @@ from trainstep.config.cell import Cell
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.runner import Limits, with_facts
 from trainstep.measure.runner_fit import at, largest_fit
-from trainstep.records.record import Fact, Record
+from trainstep.records.record import Record
 from trainstep.records.store import Store
 from trainstep.report.visible import one_line
 
@@ -25,8 +25,7 @@ def fit_cells(
     def run(cell: Cell) -> Record:
         [record] = next(run_groups([[cell]], bounds, lambda _cell, _stage: None))
         limit = bounds.memory_for(cell)
-        kept = {"memory_limit_bytes": Fact(value=limit, unit="bytes")} if limit is not None else {}
-        noted = with_facts(record, command=command, fit_of=field, **kept)
+        noted = with_facts(record, command=command, fit_of=field, memory_limit_bytes=limit)
         store.append(noted)
         how = "fits" if noted.failure is None else noted.failure.message
         with outliving_reader(sys.stderr):

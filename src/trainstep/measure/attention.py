@@ -35,7 +35,8 @@ from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.nvml import GpuState
 from trainstep.measure.peers import attend_named, refused, why_refused
 from trainstep.measure.workload import Findings, Measurement, Stage, Stages
-from trainstep.records.record import Fact, Samples
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Samples
 from trainstep.training.attention import Attention
 from trainstep.training.precision import float32_matmuls
 
@@ -147,7 +148,7 @@ def prepare_attention(config: AttentionConfig, stage: Stage) -> "AttentionMeasur
             cold_cache=cold_cache,
         )
         cell.stages.enter("first pass")
-        cell.facts["first_call_s"] = Fact(value=one.first_call_s(), unit="s")
+        cell.facts.update(facts_of(first_call_s=one.first_call_s()))
         cell.stages.enter("warmup")
         warmups = [one.time_s() for _ in range(config.warmups)]
         cell.stages.enter(config.direction)
@@ -191,9 +192,9 @@ class AttentionMeasurement:
         with self._cell.at_work():
             self._look(self._pass)
         facts, device = self._cell.facts, self._cell.config.device
-        facts["timing"] = Fact(value="host_clock" if device == "cpu" else "cuda_events")
+        facts |= facts_of(timing="host_clock" if device == "cpu" else "cuda_events")
         if self._throttle_reasons:
-            facts["throttle_reasons"] = Fact(value=", ".join(sorted(self._throttle_reasons)))
+            facts |= facts_of(throttle_reasons=", ".join(sorted(self._throttle_reasons)))
         del self._pass
         _give_back(device)
         samples = {
@@ -212,7 +213,7 @@ class AttentionMeasurement:
         def look(what: str, found: Callable[[], Mapping[str, Fact]]) -> None:
             try_afterwards(self._cell.facts, what, lambda facts: facts.update(found()))
 
-        look("memory held", lambda: {"held_bytes": _bytes(held_bytes(tensors, attend))})
+        look("memory held", lambda: facts_of(held_bytes=held_bytes(tensors, attend)))
         if config.device == "cuda":  # a CPU's allocator does not tell
             look("memory", lambda: peak_facts(one.run, one.before, self._base_bytes))
         look("values", lambda: check_values(config, tensors, attend))
@@ -234,7 +235,3 @@ def _give_back(device: str) -> None:
     if device == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _bytes(count: int) -> Fact:
-    return Fact(value=count, unit="bytes")

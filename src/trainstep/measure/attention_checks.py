@@ -15,7 +15,7 @@ from trainstep.measure.attention_inputs import Tensors
 from trainstep.measure.peers import as_BHSD, own_settings
 from trainstep.ops import reference
 from trainstep.ops.flash_attention import flash_attention
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.training.attention import Attention
 
 Values = Mapping[str, Tensor]
@@ -33,10 +33,10 @@ def check_values(config: AttentionConfig, tensors: Tensors, attend: Attention) -
     again = _run(config, tensors, attend)
     deterministic = all(torch.equal(values[name], again[name]) for name in values)
     finite = all(bool(torch.isfinite(value).all()) for value in values.values())
-    facts = {
-        "has_nan": Fact(value=int(not finite), unit="count"),
-        "deterministic": Fact(value=int(deterministic), unit="count"),
-    }
+    facts = facts_of(
+        has_nan=int(not finite),
+        deterministic=int(deterministic),
+    )
     del again
     chosen = chosen_key_heads(config)
     slices = {name: _slice(config, as_BHSD(value, config.layout), chosen) for name, value in values.items()}
@@ -52,7 +52,7 @@ def check_values(config: AttentionConfig, tensors: Tensors, attend: Attention) -
         own_name = "error_same_dtype" if name == "output" else f"error_same_dtype_{name}"
         facts |= _error_fact(own_name, same_dtype[name], exact[name])
     total = config.batch * config.group_heads
-    facts["error_checked"] = Fact(value=f"{len(chosen)} of {total} key heads against {str(wide).partition('.')[2]}")
+    facts |= facts_of(error_checked=f"{len(chosen)} of {total} key heads against {str(wide).partition('.')[2]}")
     return facts
 
 
@@ -145,4 +145,4 @@ def _error_fact(name: str, value: Tensor, exact: Tensor) -> dict[str, Fact]:
         return {}
     largest = exact.abs().max().item()
     error = (value - exact).abs().max().item() / (largest or 1.0)
-    return {name: Fact(value=error, unit="ratio")} if error < float("inf") else {}
+    return facts_of(**{name: error}) if error < float("inf") else {}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainstep.config.attention import AttentionConfig
 from trainstep.costs.attention import AttentionSizes, attention_backward_flops, attention_bytes, attention_flops
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.training.precision import DTYPES
 
 _WRITTEN_OUT = ("plain", "plain_compiled", "sdpa_math")
@@ -65,12 +65,8 @@ def counted_facts(config: AttentionConfig) -> dict[str, Fact]:
     forward = attention_flops(*sizes, causal=config.causal, bottom_right=config.bottom_right)
     backward = attention_backward_flops(*sizes, causal=config.causal, bottom_right=config.bottom_right)
     flops = {"forward": forward, "backward": backward, "both": forward + backward}[config.direction]
-    facts = {f"{name}_bytes": Fact(value=count, unit="bytes") for name, count in asdict(counted).items()}
-    return {
-        "flops": Fact(value=flops, unit="flops"),
-        **facts,
-        "needed_bytes": Fact(value=counted.needed, unit="bytes"),
-    }
+    parts = {f"{name}_bytes": count for name, count in asdict(counted).items()}
+    return facts_of(flops=flops, **parts, needed_bytes=counted.needed)
 
 
 def accounting_words(facts: dict[str, Fact]) -> str:

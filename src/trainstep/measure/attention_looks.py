@@ -10,7 +10,7 @@ from trainstep.config.attention import AttentionConfig
 from trainstep.measure.attention_inputs import Tensors
 from trainstep.measure.device_time import DeviceEvent, device_events
 from trainstep.ops.flash_attention.choice import describe_choice
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.intervals import union_s
 from trainstep.traces.launch_bound import is_launch_bound
 from trainstep.training.attention import Attention
@@ -31,7 +31,7 @@ def peak_facts(run: Run, before: Before, base_bytes: int) -> dict[str, Fact]:
     """The most that was allocated on the GPU during a pass, above `base_bytes`."""
     torch.cuda.reset_peak_memory_stats()
     run(before())
-    return {"peak_bytes": Fact(value=torch.cuda.max_memory_allocated() - base_bytes, unit="bytes")}
+    return facts_of(peak_bytes=torch.cuda.max_memory_allocated() - base_bytes)
 
 
 def held_bytes(tensors: Tensors, attend: Attention) -> int:
@@ -66,16 +66,16 @@ def device_facts(
     """
     if config.device == "cpu":
         name = config.implementation
-        return {"which_ran": Fact(value=_ON_A_CPU.get(name, f"torch's {name} backend"))}
+        return facts_of(which_ran=_ON_A_CPU.get(name, f"torch's {name} backend"))
     events = device_events(run, before)
     words = "; ".join(filter(None, (main_kernels(events), chosen)))
-    facts = {"which_ran": Fact(value=words)} if events else {}
+    facts = facts_of(which_ran=words) if events else {}
     busy_s = union_s((event.start_ns, event.end_ns) for event in events)
     if busy_s and times:
-        facts["device_busy_s"] = Fact(value=busy_s, unit="s")
+        facts |= facts_of(device_busy_s=busy_s)
         time_s, host_s = (median(seconds) for seconds in zip(*times, strict=True))
         launch_bound = is_launch_bound(busy_s=busy_s, enqueue_s=host_s, step_s=time_s)
-        facts["launch_bound"] = Fact(value=launch_bound)
+        facts |= facts_of(launch_bound=launch_bound)
     return facts
 
 

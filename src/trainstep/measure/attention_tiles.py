@@ -24,7 +24,8 @@ from trainstep.measure.side_processes import SideProcesses
 from trainstep.measure.workload import Findings, Stage
 from trainstep.ops.flash_attention.candidates import candidates
 from trainstep.ops.flash_attention.tiles import Row, TileConfig, TileProblem, choose_row, why_illegal
-from trainstep.records.record import Fact, Failure, Record, Samples
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Failure, Record, Samples
 
 MOST_PROCESSES = 16
 _CHECK_S = 120.0
@@ -88,11 +89,11 @@ class AttentionTilesWorkload:
         checked_s = time.monotonic() - started_s
         stage("build")
         measurement = AttentionTilesMeasurement(problem, tried, in_use, stage, deadline_s)
-        measurement.facts |= {
-            "architecture": Fact(value=where.architecture),
-            "device_shared_bytes": Fact(value=where.shared_memory_bytes, unit="bytes"),
-            "check_s": Fact(value=checked_s, unit="s"),
-        }
+        measurement.facts |= facts_of(
+            architecture=where.architecture,
+            device_shared_bytes=where.shared_memory_bytes,
+            check_s=checked_s,
+        )
         stage("warmup")
         measurement.warm_up()
         return measurement
@@ -201,18 +202,16 @@ class AttentionTilesMeasurement:
             config.kernel, batch * heads, positions, config.head_dim, causal=config.mask == "causal"
         )
         used = next(candidate for candidate in self._tried if candidate.tile == self._in_use.config)
-        facts = {
-            **self.facts,
-            "best": Fact(value=in_words(best.tile)),
-            "in_use": Fact(value=in_words(used.tile)),
-            "in_use_record": Fact(value=self._in_use.record),
-            "flops": Fact(value=flops, unit="flops"),
-            "rate": Fact(value=flops / statistics.median(best.times_s), unit="flop/s"),
-            "timing": Fact(value="host_clock" if config.device == "cpu" else "cuda_events"),
-            "tiles_tried": Fact(value=len(self._tried), unit="count"),
-        }
-        if used.time_s is not None:
-            facts["in_use_time"] = Fact(value=used.time_s, unit="s")
+        facts = self.facts | facts_of(
+            best=in_words(best.tile),
+            in_use=in_words(used.tile),
+            in_use_record=self._in_use.record,
+            in_use_time=used.time_s,
+            flops=flops,
+            rate=flops / statistics.median(best.times_s),
+            timing="host_clock" if config.device == "cpu" else "cuda_events",
+            tiles_tried=len(self._tried),
+        )
         return Findings(
             samples={"time": Samples(unit="s", values=tuple(best.times_s), warmups=(best.warmup_s,))},
             facts=facts,

@@ -14,7 +14,8 @@ from trainstep.config.ceiling import CeilingConfig
 from trainstep.costs.ceilings import copied_bytes, counted, matmul_flops
 from trainstep.measure.call_clock import Call, times_in_a_row_s
 from trainstep.measure.workload import Findings, Stage
-from trainstep.records.record import Fact, Samples
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Samples
 from trainstep.training.precision import DTYPES, float32_matmuls
 
 _FLOATS_PER_MIB = 2**20 // 4
@@ -62,17 +63,17 @@ class CeilingMeasurement:
             amount, quantity = matmul_flops(config.n), "flops"
         else:
             amount, quantity = copied_bytes(config.kind, config.mib), "bytes"
-        facts = {
-            quantity: Fact(value=amount, unit=quantity),
-            "counted": Fact(value=counted(config.kind)),
-            "timing": Fact(value="host_clock" if config.device == "cpu" else "cuda_events"),
-        }
+        facts = facts_of(
+            **{quantity: amount},
+            counted=counted(config.kind),
+            timing="host_clock" if config.device == "cpu" else "cuda_events",
+        )
         if self._times_s:
             rate_unit = "flop/s" if quantity == "flops" else "bytes/s"
             facts["rate"] = Fact(value=amount / statistics.median(self._times_s), unit=rate_unit)
         if config.kind == "peer_copy":
             direct = torch.cuda.can_device_access_peer(0, config.peer)
-            facts["route"] = Fact(value="peer to peer" if direct else "through host memory")
+            facts |= facts_of(route="peer to peer" if direct else "through host memory")
         samples = {"time": Samples(unit="s", values=tuple(self._times_s), warmups=tuple(self._warmups_s))}
         return Findings(samples=samples, facts=facts)
 

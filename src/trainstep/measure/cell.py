@@ -34,7 +34,7 @@ from trainstep.measure.compilation import use_compile_cache
 from trainstep.measure.environment import environment
 from trainstep.measure.failures import CellFailed, failure_of, storable
 from trainstep.measure.workload import Findings, Measurement, Sampling, Settling, load_workload, runs_user_code
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 
 _KILL_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of <linux/prctl.h>."""
@@ -117,7 +117,7 @@ class CellProcess:
         if runs_user_code(request["workload"], request["config"]):
             search_current_folder()
         workload = load_workload(request["workload"])
-        self._extra_facts = {"import_s": Fact(value=time.perf_counter() - started_s, unit="s")}
+        self._extra_facts = facts_of(import_s=time.perf_counter() - started_s)
         self._again = workload.shares_worker
         self._measurement = workload.prepare(request["config"], self._tell_stage)
 

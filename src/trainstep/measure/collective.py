@@ -19,7 +19,8 @@ from trainstep.measure.workload import Findings, Stage
 from trainstep.parallel.collectives import Collectives, Pending
 from trainstep.parallel.process_group import start_ranks
 from trainstep.parallel.ranks import Ranks, alone
-from trainstep.records.record import Fact, Samples
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Samples
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -90,19 +91,18 @@ class CollectiveMeasurement:
         self._source = self._tensor = self._shard = None
         config, traffic = self._config, self._collectives.traffic
         payload_bytes = config.payload_bytes
-        facts = {
-            "payload_bytes": Fact(value=payload_bytes, unit="bytes"),
-            "ring_bytes": Fact(value=ring_bytes(config.operation, payload_bytes, config.ranks), unit="bytes"),
-            "messages": Fact(value=traffic.messages[config.operation], unit="count"),
-            "message_bytes": Fact(value=traffic.payload_bytes[config.operation], unit="bytes"),
-            "timing": Fact(value="host_clock" if config.device == "cpu" else "cuda_events"),
-            **self._others,
-        }
+        facts = facts_of(
+            payload_bytes=payload_bytes,
+            ring_bytes=ring_bytes(config.operation, payload_bytes, config.ranks),
+            messages=traffic.messages[config.operation],
+            message_bytes=traffic.payload_bytes[config.operation],
+            timing="host_clock" if config.device == "cpu" else "cuda_events",
+        )
         samples = {
             name: Samples(unit="s", values=tuple(values), warmups=tuple(self._warmups[name]))
             for name, values in self._times.items()
         }
-        return Findings(samples=samples, facts=facts)
+        return Findings(samples=samples, facts={**facts, **self._others})
 
     def _call_and_time(self, calls: int) -> None:
         timed = _timed_by_events if self._ranks.device.type == "cuda" else _timed_by_host

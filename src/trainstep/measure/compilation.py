@@ -2,7 +2,7 @@
 
 import os
 
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 
 _FORWARD, _BACKWARD = "_compile.compile_inner", "backward._backward_impl"
 """The timers that cover a whole graph's compilation; the backward graph's runs in the first backward."""
@@ -22,8 +22,8 @@ def compilation_facts() -> dict[str, Fact]:
     counts = dynamo.counters["inductor"]
     missed = counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
     warm = not missed and (counts["fxgraph_cache_hit"] or dynamo.counters["aot_autograd"]["autograd_cache_hit"])
-    return {
-        "compile_s": Fact(value=seconds, unit="s"),
-        "compile_cache": Fact(value="warm" if warm else "cold"),
-        "compiled_graphs": Fact(value=dynamo.counters["stats"]["unique_graphs"], unit="count"),
-    }
+    return facts_of(
+        compile_s=seconds,
+        compile_cache="warm" if warm else "cold",
+        compiled_graphs=dynamo.counters["stats"]["unique_graphs"],
+    )

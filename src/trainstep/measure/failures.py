@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from trainstep.records.record import Fact, Failure, Holder
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Failure, Holder
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ASKED = re.compile(r"(?:tried|unable) to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
@@ -94,7 +95,7 @@ def try_afterwards(facts: dict[str, Fact], what: str, look: Callable[[dict[str, 
     except Exception as error:  # noqa: BLE001  (a user's model or a peer may raise anything)
         sentence = f"{what}: {failure_of(error, 'afterwards').message}"
         before = facts.get("afterwards_failed")
-        facts["afterwards_failed"] = Fact(value=f"{before.value}; {sentence}" if before else sentence)
+        facts |= facts_of(afterwards_failed=f"{before.value}; {sentence}" if before else sentence)
         return False
     return True
 

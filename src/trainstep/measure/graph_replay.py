@@ -14,7 +14,7 @@ import torch
 from trainstep.config.phases import Phase
 from trainstep.config.run import RunConfig
 from trainstep.measure.failures import failure_of
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.training.batches import Batch
 from trainstep.training.build import Assembly
 from trainstep.training.step import TrainStep
@@ -40,14 +40,14 @@ def graph_replay_facts(
     try:
         replay_s = _replay_s(_capturable(assembly, mode), batches, replays)
     except Exception as error:  # noqa: BLE001  (a user's model may raise anything, and a capture more)
-        return {"graph_replay_failed": Fact(value=failure_of(error, "graph_replay").message)}
+        return facts_of(graph_replay_failed=failure_of(error, "graph_replay").message)
     phases = [str(phase) for phase in _PHASES[mode]]
-    facts = {
-        "graph_replay_s": Fact(value=replay_s, unit="s"),
-        "graph_replay_kernels_s": Fact(value=sum(kernels_s.get(phase, 0.0) for phase in phases), unit="s"),
-        "graph_replay_phases": Fact(value=", ".join(phases)),
-    }
-    return {**facts, "graph_replay_left_out": Fact(value=left_out)} if left_out else facts
+    facts = facts_of(
+        graph_replay_s=replay_s,
+        graph_replay_kernels_s=sum(kernels_s.get(phase, 0.0) for phase in phases),
+        graph_replay_phases=", ".join(phases),
+    )
+    return facts | facts_of(graph_replay_left_out=left_out or None)
 
 
 def reason_without_optimizer(run: RunConfig) -> str:

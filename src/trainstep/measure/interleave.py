@@ -17,8 +17,8 @@ from trainstep.measure.idle_processes import IdleProcesses
 from trainstep.measure.rank_findings import joined_ranks
 from trainstep.measure.round_parts import RoundParts
 from trainstep.measure.runner import CellRun, Limits, open_run, run_alone, steps_of, with_facts
-from trainstep.records.ranks import RANKS
-from trainstep.records.record import Fact, Record, Samples
+from trainstep.records.record import Record, Samples
+from trainstep.records.tables import RANKS
 
 _TURNS = 10
 _ROUNDS = 3
@@ -186,9 +186,8 @@ def _facts(how: str, cells: Sequence[Cell], cell: Cell, turn: int, *, first: Rec
     `first`: when it ran tells this run of the group from another, whose records may lie beside these; rounds that were
     killed and go on keep it.
     """
-    values = Fact(value=turn // _window([cell]), unit="count")
     group = f"{group_name(cells)} {first.started_at} {first.duration_s}"
-    return {"interleaving": how, "interleaving_group": group, "turn_steps": values}
+    return {"interleaving": how, "interleaving_group": group, "turn_steps": turn // _window([cell])}
 
 
 def _turn_steps(cells: Sequence[Cell]) -> int:

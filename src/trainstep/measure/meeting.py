@@ -13,7 +13,8 @@ from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.launch import find_launch
 from trainstep.parallel.process_group import start_ranks
 from trainstep.parallel.ranks import Ranks
-from trainstep.records.record import Fact, Failure
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Failure
 from trainstep.training.build import Assembly
 
 
@@ -48,7 +49,7 @@ def meet(device: torch.device, memory: MemoryWatch) -> tuple[Ranks, dict[str, Fa
     facts = {}
     if before is not None and after is not None:
         facts = {"context_bytes": before, "nccl_bytes": after - before}
-    return ranks, {name: Fact(value=size, unit="bytes") for name, size in facts.items()} | others_on_gpu(ranks)
+    return ranks, facts_of(**facts) | others_on_gpu(ranks)
 
 
 def _call_first_collectives(ranks: Ranks) -> None:
@@ -77,7 +78,7 @@ def others_on_gpu(ranks: Ranks) -> dict[str, Fact]:
     count = torch.tensor(-1 if seen is None else strangers(seen), device=ranks.device)
     Collectives(ranks).all_reduce(count, reduction="maximum").wait()
     most = int(count.item())
-    return {} if most < 0 else {"gpu_other_processes": Fact(value=most, unit="count")}
+    return {} if most < 0 else facts_of(gpu_other_processes=most)
 
 
 def strangers(processes: Sequence[int]) -> int:

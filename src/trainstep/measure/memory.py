@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from trainstep.measure.failures import out_of_memory
 from trainstep.measure.host import memory_bytes
-from trainstep.records.record import Fact, Failure
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Failure
 
 
 class MemoryWatch:
@@ -32,14 +33,14 @@ class MemoryWatch:
     def facts(self) -> dict[str, Fact]:
         """The peaks, in bytes."""
         if self._device.type == "cpu":
-            return {"peak_rss_bytes": Fact(value=_peak_resident_bytes(), unit="bytes")}
-        facts = {
-            "peak_allocated_bytes": Fact(value=torch.cuda.max_memory_allocated(), unit="bytes"),
-            "peak_reserved_bytes": Fact(value=torch.cuda.max_memory_reserved(), unit="bytes"),
-            "allocation_retries": Fact(value=torch.cuda.memory_stats().get("num_alloc_retries", 0), unit="count"),
-        }
+            return facts_of(peak_rss_bytes=_peak_resident_bytes())
+        facts = facts_of(
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+            allocation_retries=torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        )
         if (driver := self.driver_bytes()) is not None:
-            facts["driver_bytes"] = Fact(value=driver, unit="bytes")
+            facts |= facts_of(driver_bytes=driver)
         return facts
 
     def driver_bytes(self) -> int | None:

@@ -16,7 +16,7 @@ from trainstep.measure.workload import Findings
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.ranks import Ranks
 from trainstep.plan.peak_memory import expected_memory
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.ledger import SAVED_FOR_BACKWARD
 
 Columns = Mapping[str, Sequence[Any]]
@@ -40,10 +40,10 @@ def expected_tables(
     expected = expected_memory(config, sizes, rank=rank, activations_bytes=saved_bytes)
     if expected is None:
         return {}, {}
-    facts = {
-        "expected_peak_bytes": Fact(value=expected.peak.total_bytes, unit="bytes"),
-        "expected_peak_point": Fact(value=expected.peak_point.replace("_", " ")),
-    }
+    facts = facts_of(
+        expected_peak_bytes=expected.peak.total_bytes,
+        expected_peak_point=expected.peak_point.replace("_", " "),
+    )
     held = {moment: getattr(expected, name) for moment, name in _MOMENTS.items()}
     columns = {
         moment: [getattr(one, f"{line.replace(' ', '_')}_bytes") for line in _LINES] for moment, one in held.items()
@@ -63,7 +63,7 @@ def together(ranks: Ranks, mine: Findings) -> Findings:
     tables["rank_facts"] = {
         name: [row[place] for row in rows] for place, name in enumerate(("rank", "fact", "value", "unit"))
     }
-    return Findings(samples={}, facts={**facts[fullest], "fullest_rank": Fact(value=fullest)}, tables=tables)
+    return Findings(samples={}, facts=facts[fullest] | facts_of(fullest_rank=fullest), tables=tables)
 
 
 def _peak_bytes(facts: Mapping[str, Fact]) -> int:

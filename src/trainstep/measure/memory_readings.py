@@ -6,7 +6,7 @@ import torch
 
 from trainstep.measure.built_step import OpenDevice
 from trainstep.measure.empty_process import OutsideBytes
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.cpu_memory import CpuMemory
 from trainstep.traces.ledger import Ledger
 
@@ -80,7 +80,7 @@ class Readings:
             "context_bytes": outside and outside.context,
             "kernels_bytes": outside and outside.step,
         }
-        return {name: Fact(value=value, unit="bytes") for name, value in peaks.items() if value is not None}
+        return facts_of(**peaks)
 
     def add_cpu(self, cpu: CpuMemory, ledger: Ledger) -> dict[str, Fact]:
         """A CPU's allocator tells its count with each event; the moments' positions say which. What the process had at the
@@ -92,5 +92,4 @@ class Readings:
         read = self._data_bytes.keys() & self.at.keys()
         fullest = max(read, key=lambda moment: self.at[moment].allocated_bytes)
         data = self._data_bytes[fullest] + peak - self.at[fullest].allocated_bytes
-        facts = {"peak_allocated_bytes": peak, "process_data_bytes": data}
-        return {name: Fact(value=value, unit="bytes") for name, value in facts.items()}
+        return facts_of(peak_allocated_bytes=peak, process_data_bytes=data)

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainstep.measure.empty_process import OutsideBytes
 from trainstep.measure.memory_readings import Reading
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.ledger import AFTER, CATEGORIES, MOMENTS, ROUNDING, Ledger
 
 Columns = Mapping[str, Sequence[Any]]
@@ -28,12 +28,12 @@ def ledger_tables(
     peak = ledger.window.moments["peak"]
     readings = {**readings, **_at_peak(ledger, readings)}
     lines = _ledger(ledger, _at_moments(ledger, readings), outside, nccl_bytes)
-    facts = {
-        "timeline_peak_bytes": Fact(value=int(ledger.timeline.requested_bytes[peak]), unit="bytes"),
-        "timeline_peak_phase": Fact(value=ledger.window.phase_at(peak)),
-        **_residual_facts(lines),
+    facts = facts_of(
+        timeline_peak_bytes=int(ledger.timeline.requested_bytes[peak]),
+        timeline_peak_phase=ledger.window.phase_at(peak),
+        **_residuals(lines),
         **_bytes_each(ledger, parameters),
-    }
+    )
     tables: dict[str, Columns] = {
         "ledger": {
             "line": list(lines),
@@ -110,19 +110,19 @@ def _driver(reading: Reading, context_bytes: int, kernels_bytes: int, nccl_bytes
     return {**lines, "driver": reading.driver_bytes, "driver, unexplained": reading.driver_bytes - explained}
 
 
-def _residual_facts(lines: Mapping[str, Mapping[str, int | None]]) -> dict[str, Fact]:
+def _residuals(lines: Mapping[str, Mapping[str, int | None]]) -> dict[str, float]:
     """The largest of each residual over the moments, as a share of what it is a residual of."""
-    facts = {}
+    found: dict[str, float] = {}
     for whole in ("allocated", "driver"):
         left = lines.get(f"{whole}, unexplained", {})
         shares = [abs(size) / of for moment, size in left.items() if size is not None and (of := lines[whole][moment])]
         if shares:
-            facts[f"{whole}_residual_share"] = Fact(value=max(shares), unit="ratio")
-            facts[f"{whole}_residual_bytes"] = Fact(value=max(abs(size or 0) for size in left.values()), unit="bytes")
-    return facts
+            found[f"{whole}_residual_share"] = max(shares)
+            found[f"{whole}_residual_bytes"] = max(abs(size or 0) for size in left.values())
+    return found
 
 
-def _bytes_each(ledger: Ledger, parameters: int) -> dict[str, Fact]:
+def _bytes_each(ledger: Ledger, parameters: int) -> dict[str, float]:
     """Bytes a parameter costs in weights, gradients and optimizer state, from what was held."""
     moments = ledger.window.moments
     after_backward = ledger.bytes_at(moments.get("after backward", moments["after step"]))
@@ -132,7 +132,7 @@ def _bytes_each(ledger: Ledger, parameters: int) -> dict[str, Fact]:
         "gradient_bytes_each": after_backward["gradients"],
         "optimizer_state_bytes_each": after_step["optimizer state"],
     }
-    return {name: Fact(value=size / parameters, unit="bytes") for name, size in held.items()} if parameters else {}
+    return {name: size / parameters for name, size in held.items()} if parameters else {}
 
 
 def _peaks(ledger: Ledger, readings: Mapping[str, Reading]) -> Columns:

@@ -9,7 +9,7 @@ from trainstep.config.machine import matmul_dtype
 from trainstep.config.model import ModelConfig
 from trainstep.config.run import RunConfig
 from trainstep.costs.transformer import CONVENTION, step_flops
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 
 _COUNTER = "torch.utils.flop_counter"
 _COUNTER_CONVENTION = "every matmul and attention that torch's FLOP counter saw in one eager step, attention not halved"
@@ -21,12 +21,12 @@ def flops_facts(run: RunConfig, run_step: Callable[[], object]) -> dict[str, Fac
         flops, source, convention = _from_shape(run, run.model), "shapes", CONVENTION
     else:
         flops, source, convention = _counted(run_step), _COUNTER, _COUNTER_CONVENTION
-    return {
-        "model_flops": Fact(value=flops, unit="flops"),
-        "flops_source": Fact(value=source),
-        "flops_convention": Fact(value=convention),
-        "flops_dtype": Fact(value=matmul_dtype(run.precision)),
-    }
+    return facts_of(
+        model_flops=flops,
+        flops_source=source,
+        flops_convention=convention,
+        flops_dtype=matmul_dtype(run.precision),
+    )
 
 
 def _from_shape(run: RunConfig, model: ModelConfig) -> int:

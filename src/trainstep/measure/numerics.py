@@ -23,7 +23,7 @@ from trainstep.measure.numerics_passes import Pass, Subject
 from trainstep.measure.numerics_reductions import accumulation_table, reductions_table
 from trainstep.measure.train_step import TrainStepMeasurement, prepare_step
 from trainstep.measure.workload import Findings, Stage
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 
 Columns = dict[str, list[Any]]
 
@@ -78,15 +78,12 @@ class NumericsMeasurement:
         if self._config.precision == "fp16_autocast":
             settled = largest_finite_scale(subject)
             scale = min(START_SCALE, settled or 1.0)
-            facts["gradient_scale"] = Fact(value=scale)
-            if settled is not None:
-                facts["settled_scale"] = Fact(value=settled)
+            facts |= facts_of(gradient_scale=scale)
+            facts |= facts_of(settled_scale=settled)
         found, watch = watch_dtypes(subject, scale)
         gradients = gradient_table(found, reference, scale)
         facts |= error_facts(found, reference, gradients)
-        effect = why_no_effect(subject, watch)
-        if effect:
-            facts["no_effect"] = Fact(value=effect)
+        facts |= facts_of(no_effect=why_no_effect(subject, watch))
         self._stage("sums")
         tables = {
             "dtypes": _dtype_columns(found, watch),

@@ -16,7 +16,7 @@ from trainstep.config.numerics import NumericsConfig
 from trainstep.measure.failures import is_out_of_memory
 from trainstep.measure.numerics_gradients import GradientCounts, count_output_gradients
 from trainstep.measure.numerics_passes import Pass, Subject, in_dtype, subject_of
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 
 _CHUNK = 2**24
 """Elements that are compared at a time: in fp64 a whole embedding and its difference would not fit beside the model."""
@@ -90,15 +90,13 @@ def error_facts(found: Pass, reference: Reference, gradients: Mapping[str, Seque
         "error_gradient_median": median(errors) if errors else None,
         "error_gradient_max": max(errors, default=None),
     }
-    facts = {name: Fact(value=value, unit="ratio") for name, value in values.items() if value is not None}
-    facts["reference"] = Fact(value=reference.dtype)
-    facts["logits_module"] = Fact(value=found.logits_module)
-    if reference.reason:
-        facts["reference_reason"] = Fact(value=reference.reason)
-    lost = len(gradients["relative_error"]) - len(errors)
-    if lost:
-        facts["gradients_without_error"] = Fact(value=lost, unit="count")
-    return facts
+    return facts_of(
+        **values,
+        reference=reference.dtype,
+        logits_module=found.logits_module,
+        reference_reason=reference.reason or None,
+        gradients_without_error=len(gradients["relative_error"]) - len(errors) or None,
+    )
 
 
 def gradient_table(found: Pass, reference: Reference, scale: float) -> dict[str, list[Any]]:

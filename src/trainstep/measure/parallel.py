@@ -40,7 +40,8 @@ from trainstep.parallel.collectives import Collectives, Traffic
 from trainstep.parallel.ranks import alone
 from trainstep.parallel.units import parameter_sizes
 from trainstep.plan.communication import expected_messages
-from trainstep.records.record import Fact, Failure, Samples
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Failure, Samples
 from trainstep.training.build import Assembly, build_step
 from trainstep.training.parallelism import parallel
 from trainstep.training.wrapping import looked_at
@@ -143,7 +144,7 @@ class ParallelMeasurement:
             check_agreement(self._timed.assembly.module, self._ranks, what=what)
         except ReplicasDisagree as error:
             raise CellFailed(Failure(kind="divergence", phase="agreement", message=str(error))) from None
-        return {"agreement": Fact(value=" and ".join(what))}
+        return facts_of(agreement=" and ".join(what))
 
     def _traffic(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Messages and bytes of one step by operation, as counted, beside the formula's. None where torch sends: nobody counts."""
@@ -170,7 +171,7 @@ class ParallelMeasurement:
             "expected_messages": [formula[one].messages if one in formula else 0 for one in operations],
             "expected_bytes": [formula[one].payload_bytes if one in formula else 0 for one in operations],
         }
-        return {name: Fact(value=size, unit="bytes") for name, size in sizes.items()}, {"traffic": columns}
+        return facts_of(**sizes), {"traffic": columns}
 
     def _points(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """What this rank holds at four points, and its peak by formula."""
@@ -179,10 +180,7 @@ class ParallelMeasurement:
         if peak is None:
             return {}, tables
         peak_bytes, point = peak
-        return {
-            "expected_peak_bytes": Fact(value=peak_bytes, unit="bytes"),
-            "expected_peak_point": Fact(value=point),
-        }, tables
+        return facts_of(expected_peak_bytes=peak_bytes, expected_peak_point=point), tables
 
     def _trace(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Two steps under the profiler: what was sent in the first, when, and how much of it was hidden."""
@@ -195,7 +193,7 @@ class ParallelMeasurement:
             facts, tables = communication_of(path, self._expected, self._collectives)
             if self._config.keep_trace is not None:
                 self._record(1, path)
-                facts["trace_file"] = Fact(value=str(keep_trace(path, self._config.keep_trace, self._trace_name())))
+                facts |= facts_of(trace_file=str(keep_trace(path, self._config.keep_trace, self._trace_name())))
         return facts, tables
 
     def _record(self, steps: int, path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from trainstep.costs.gradient_sync import Message
 from trainstep.parallel.collectives import Collectives
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.communication import MessageTime, StepCommunication, read_communication, waiting_s
 from trainstep.traces.intervals import union_s
 from trainstep.traces.kineto import read_trace
@@ -38,7 +38,7 @@ def communication_of(
     read, trouble = _read(path, expected)
     troubles = collectives.gather_texts(trouble)
     if read is None or any(troubles):
-        return {"trace_failed": Fact(value=next(filter(None, troubles)))}, {}
+        return facts_of(trace_failed=next(filter(None, troubles))), {}
     mine, began_s = read.messages, read.began_s
     waited = _waited(mine, read.zero_s, collectives)
     times = _times(read.step, mine, waited)
@@ -60,7 +60,7 @@ def communication_of(
             **{name: [one[name] for one in everyones] for name in _TIMES},
         },
     }
-    facts = {name: Fact(value=value, unit="s") for name, value in times.items()}
+    facts = facts_of(**times)
     return facts, tables if mine else {}
 
 

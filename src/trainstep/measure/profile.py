@@ -22,7 +22,8 @@ from trainstep.measure.step_trace import keep_trace, record_steps
 from trainstep.measure.temporary_folder import TemporaryFolder
 from trainstep.measure.train_step import TrainStepMeasurement, prepare_step
 from trainstep.measure.workload import Findings, Measurement, Stage
-from trainstep.records.record import Fact, Samples
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Samples
 from trainstep.traces.attention_split import AttentionShape
 from trainstep.traces.kernel_classes import IDLE
 from trainstep.traces.kineto import read_trace
@@ -101,24 +102,24 @@ class ProfileMeasurement:
         name = f"{self._config.model.name.replace(':', '.')}-{self._config.context}-{self._config.mode}"
         name += f"-{config_hash('profile', to_plain(self._config))[:6]}"
         self._record(1, path)  # again: the first was slowed by the profiler's start
-        return {"trace_file": Fact(value=str(keep_trace(path, folder, name)))}
+        return facts_of(trace_file=str(keep_trace(path, folder, name)))
 
 
 def _facts(profiled: Profile, found: Findings, config: ProfileConfig) -> dict[str, Fact]:
     step = found.samples["step"].values
-    facts = {
-        "verdict": Fact(value=profiled.verdict.kind),
-        "idle_s": Fact(value=statistics.median(profiled.idle_s), unit="s"),
-        "kernels_s": Fact(value=profiled.total_s, unit="s"),
-        "pieces": Fact(value=profiled.pieces, unit="count"),
-        "launches": Fact(value=profiled.launches, unit="count"),
-        "assigned_share": Fact(value=profiled.assigned_share, unit="ratio"),
-        "fallback_share": Fact(value=profiled.fallback_share, unit="ratio"),
-        "attention_split": Fact(value=_split_words(config, profiled)),
-    }
+    facts = facts_of(
+        verdict=profiled.verdict.kind,
+        idle_s=statistics.median(profiled.idle_s),
+        kernels_s=profiled.total_s,
+        pieces=profiled.pieces,
+        launches=profiled.launches,
+        assigned_share=profiled.assigned_share,
+        fallback_share=profiled.fallback_share,
+        attention_split=_split_words(config, profiled),
+    )
     if step:
         slowdown = statistics.median(profiled.steps_s) / statistics.median(step)
-        facts["profiler_slowdown"] = Fact(value=slowdown, unit="ratio")
+        facts |= facts_of(profiler_slowdown=slowdown)
     return {name: fact for name, fact in facts.items() if fact.value != ""}
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainstep.records.ranks import RANKS, SLOWEST
+from trainstep.records.ranks import SLOWEST
+from trainstep.records.tables import RANKS
 
 Plain = Mapping[str, Any]
 _COLUMNS = ("rank", "quantity", "unit", "values")

@@ -15,7 +15,7 @@ from trainstep.config.cell import Cell, group_name
 from trainstep.measure.environment import environment
 from trainstep.measure.runner import with_facts
 from trainstep.measure.sweep import MUST_MATCH, is_done
-from trainstep.records.record import Fact, Record
+from trainstep.records.record import Record
 from trainstep.records.store import Store
 
 
@@ -47,8 +47,7 @@ class RoundParts:
 
     def add(self, group: Sequence[Cell], rounds: int, index: int, part: Record) -> None:
         """Have the part of round `index` (from 0) on disk before returning."""
-        counts = {name: Fact(value=value, unit="count") for name, value in (("round", index), ("rounds", rounds))}
-        self._store(group).append(with_facts(part, **counts))
+        self._store(group).append(with_facts(part, round=index, rounds=rounds))
 
     def drop(self, groups: Iterable[Sequence[Cell]]) -> None:
         """Remove the parts of groups whose records are stored."""

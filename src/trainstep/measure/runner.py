@@ -1,7 +1,6 @@
 """One cell, alone in its process: run it, observe, and make the record of it, or of how it failed."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -11,7 +10,8 @@ from trainstep.measure.connection import Answer, CellLost, Connection, Tell
 from trainstep.measure.environment import environment
 from trainstep.measure.host import memory_bytes
 from trainstep.measure.rank_connection import connect
-from trainstep.records.record import FORMAT, Environment, Fact, Failure, Record, record_from_plain
+from trainstep.records.facts import facts_of
+from trainstep.records.record import FORMAT, Environment, Failure, Record, record_from_plain
 
 _MEMORY_SHARE = 0.9
 
@@ -120,11 +120,10 @@ def steps_of(cell: Cell) -> int:
     return int(cell.config.get("steps", 1))
 
 
-def with_facts(record: Record, **facts: Any) -> Record:
-    """The record with more facts, words or `Fact`s; None takes one away."""
-    more = {name: value if isinstance(value, Fact) else Fact(value=value) for name, value in facts.items()}
-    merged: Mapping[str, Fact] = {**record.facts, **more}
-    return replace(record, facts={name: fact for name, fact in merged.items() if fact.value is not None})
+def with_facts(record: Record, **values: Any) -> Record:
+    """The record with more facts; None takes one away."""
+    kept = {name: fact for name, fact in record.facts.items() if name not in values}
+    return replace(record, facts=kept | facts_of(**values))
 
 
 def open_run(cell: Cell, limits: Limits, tell: Tell) -> CellRun:

@@ -47,7 +47,7 @@ from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.ranks import Ranks, alone
 from trainstep.parallel.units import parameter_sizes
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.ledger import Ledger, step_window
 from trainstep.traces.memory_timeline import MemoryTimeline
 from trainstep.traces.snapshot import snapshot_of
@@ -193,9 +193,9 @@ class StepMemoryMeasurement:
         document, cpu = self.history.stop()
         facts = self._facts()
         if self.config.keep_snapshot is not None:
-            facts["snapshot"] = Fact(value=str(self._keep(document, self.config.keep_snapshot)))
+            facts |= facts_of(snapshot=str(self._keep(document, self.config.keep_snapshot)))
         snapshot = snapshot_of(document, where="history", ring_entries=self.history.ring_entries)
-        facts["history_full"] = Fact(value=snapshot.history_is_full)
+        facts |= facts_of(history_full=snapshot.history_is_full)
         if snapshot.history_is_full:
             return Findings(samples={}, facts=facts)
         timeline = MemoryTimeline(snapshot)
@@ -242,9 +242,11 @@ class StepMemoryMeasurement:
         facts = {
             **self.built.opened.memory.facts(),
             **self.met,
-            "parameters": Fact(value=sum(one.numel for one in self.weights.sizes), unit="count"),
-            "tokens": Fact(value=run.tokens * self.config.ranks, unit="count"),
-            "process_group": Fact(value=_process_group()),
+            **facts_of(
+                parameters=sum(one.numel for one in self.weights.sizes),
+                tokens=run.tokens * self.config.ranks,
+                process_group=_process_group(),
+            ),
         }
         facts.pop("driver_bytes", None)  # the readings have it at each moment
         return facts | self.readings.facts(self.outside) | _residual_stream(run)
@@ -273,7 +275,7 @@ def _residual_stream(run: RunConfig) -> dict[str, Fact]:
     size = precision_named(run.precision).weights.itemsize
     words = f"batch {run.batch_size} x context {run.context} x d_model {run.model.d_model} x {size} bytes"
     held = run.batch_size * run.context * run.model.d_model * size
-    return {"residual_stream_bytes": Fact(value=held, unit="bytes"), "residual_stream": Fact(value=words)}
+    return facts_of(residual_stream_bytes=held, residual_stream=words)
 
 
 def _process_group() -> str:

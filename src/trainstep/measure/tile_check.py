@@ -16,7 +16,7 @@ from trainstep.measure.lone_kernel import LoneKernel, Operands, normal_tensors, 
 from trainstep.measure.workload import Findings, Stage
 from trainstep.ops.accuracy import allowed_error, largest_error
 from trainstep.ops.flash_attention.tiles import TileConfig
-from trainstep.records.record import Fact
+from trainstep.records.facts import Fact, facts_of
 from trainstep.training.precision import float32_matmuls
 
 _HEADS = 3
@@ -87,13 +87,13 @@ def _errors(
     error, ratio = 0.0, 0.0
     for name, output in outputs.items():
         if not output.isfinite().all():
-            return {"wrong": Fact(value=f"{name} is not finite")}
+            return facts_of(wrong=f"{name} is not finite")
         off = largest_error(output, truth[name])
         allowed = allowed_error(same_dtype[name], truth[name], output.dtype, times=times)
         error, ratio = max(error, off / truth[name].abs().max().item()), max(ratio, off / allowed)
-    facts = {"error": Fact(value=error, unit="ratio"), "error_ratio": Fact(value=ratio, unit="ratio")}
+    facts = facts_of(error=error, error_ratio=ratio)
     if ratio > _WRONG:
-        facts["wrong"] = Fact(value=f"off by {ratio:.2g} times what is allowed")
+        facts |= facts_of(wrong=f"off by {ratio:.2g} times what is allowed")
     return facts
 
 
@@ -102,12 +102,11 @@ def _resources(compiled: Any) -> dict[str, Fact]:
     if compiled is None:
         return {}
     spilled = getattr(compiled, "n_spills", None)  # in registers; both are set once the kernel is on the device
-    found = {
-        "registers": (getattr(compiled, "n_regs", None), "count"),
-        "spilled_bytes": (None if spilled is None else 4 * spilled, "bytes"),
-        "shared_bytes": (compiled.metadata.shared, "bytes"),
-    }
-    return {name: Fact(value=int(value), unit=unit) for name, (value, unit) in found.items() if value is not None}
+    return facts_of(
+        registers=getattr(compiled, "n_regs", None),
+        spilled_bytes=None if spilled is None else 4 * spilled,
+        shared_bytes=compiled.metadata.shared,
+    )
 
 
 WORKLOAD = TileCheckWorkload()

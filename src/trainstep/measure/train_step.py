@@ -26,7 +26,8 @@ from trainstep.measure.failures import try_afterwards
 from trainstep.measure.model_flops import flops_facts
 from trainstep.measure.step_timer import ReadWindow, StepTimer
 from trainstep.measure.workload import Findings, Stage, Stages
-from trainstep.records.record import Fact, Samples
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Samples
 from trainstep.traces.launch_bound import is_launch_bound
 from trainstep.training.batches import Batch
 from trainstep.training.build import Assembly, build_step, parameter_count
@@ -114,13 +115,15 @@ class TrainStepMeasurement:
         on_gpu = opened.device.type == "cuda"
         with self.built.memory_told():
             opened.stages.enter("afterwards")
-            facts = {"context_s": Fact(value=opened.context_s, unit="s")} if opened.context_s is not None else {}
-            facts |= {"build_s": Fact(value=self.built.build_s, unit="s"), **self._gpu_facts}
-            facts["loss"] = Fact(value=_finite(self._timer.loss.item()))
-            facts |= opened.memory.facts()
-            facts["tokens"] = Fact(value=run.tokens * assembly.ranks.world_size, unit="count")
-            facts["parameters"] = Fact(value=parameter_count(assembly.module), unit="count")
-            facts["timing"] = Fact(value="cuda_events" if on_gpu and run.sync != "phase" else "host_clock")
+            facts = facts_of(
+                context_s=opened.context_s,
+                build_s=self.built.build_s,
+                loss=_finite(self._timer.loss.item()),
+                tokens=run.tokens * assembly.ranks.world_size,
+                parameters=parameter_count(assembly.module),
+                timing="cuda_events" if on_gpu and run.sync != "phase" else "host_clock",
+            )
+            facts |= self._gpu_facts | opened.memory.facts()
             if run.compile != "none":
                 facts |= compilation_facts()
             if on_gpu:
@@ -149,12 +152,12 @@ class TrainStepMeasurement:
         """Device-busy time of one profiled step; then one step after emptying the allocator's cache: what cudaMalloc costs."""
         busy_s = device_busy_s(self._timer.step_again)
         if busy_s:
-            facts["device_busy_s"] = Fact(value=busy_s, unit="s")
+            facts |= facts_of(device_busy_s=busy_s)
             if self._run.sync != "phase":  # which takes the host's lead away
-                facts["launch_bound"] = Fact(value=self._is_launch_bound(busy_s))
+                facts |= facts_of(launch_bound=self._is_launch_bound(busy_s))
         self._timer.step_again()
         torch.cuda.empty_cache()
-        facts["reallocated_step_s"] = Fact(value=self._timer.window_again().step_s, unit="s")
+        facts |= facts_of(reallocated_step_s=self._timer.window_again().step_s)
 
     def _is_launch_bound(self, busy_s: float) -> bool:
         step_s = median(window.times.step_s for window in self._windows)
@@ -167,15 +170,12 @@ class TrainStepMeasurement:
         if gpu is None:
             return
         self._throttle_reasons |= set((gpu.throttle_reasons() or "").split(", ")) - {""}
-        readings = {
-            "power_w": (gpu.power_w(), "W"),
-            "temperature_c": (gpu.temperature_c(), "C"),
-            "sm_clock_max_hz": (gpu.sm_clock_max_hz(), "Hz"),
-            "throttle_reasons": (", ".join(sorted(self._throttle_reasons)), ""),
-        }
-        self._gpu_facts |= {
-            name: Fact(value=value, unit=unit) for name, (value, unit) in readings.items() if value is not None
-        }
+        self._gpu_facts |= facts_of(
+            power_w=gpu.power_w(),
+            temperature_c=gpu.temperature_c(),
+            sm_clock_max_hz=gpu.sm_clock_max_hz(),
+            throttle_reasons=", ".join(sorted(self._throttle_reasons)),
+        )
 
 
 def _samples_of(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from trainstep.config.import_path import check_not_hidden
-from trainstep.records.record import Fact, Samples
+from trainstep.records.facts import Fact
+from trainstep.records.record import Samples
 
 Stage = Callable[[str], None]
 """Called with `build`, `warmup`, a phase...: where a failure happened is the last stage told."""

@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from trainstep.records.record import Record
+from trainstep.records.tables import RANK_FACTS, RANKS
 
-RANKS = "ranks"
 SLOWEST = ("step", "window_step", "time")
 """Quantities whose samples in the record are, value by value, the slowest rank's."""
 
@@ -61,7 +61,7 @@ def table_of_rank(record: Record, name: str, rank: int | None = None) -> Mapping
 
 def facts_of_rank(record: Record, rank: int) -> dict[str, Any]:
     """Name -> value of what that rank found; of one rank the record's own."""
-    table = table_of_rank(record, "rank_facts", rank)
+    table = table_of_rank(record, RANK_FACTS, rank)
     if not table:
         return {name: fact.value for name, fact in record.facts.items()}
     return dict(zip(table["fact"], table["value"], strict=True))

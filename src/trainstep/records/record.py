@@ -5,11 +5,16 @@ Format 1 (2026-11): the first.
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
+
+from trainstep.config.instruments import INSTRUMENTS
+from trainstep.records.facts import Fact as Fact
+from trainstep.records.facts import wrong_fact
+from trainstep.records.tables import wrong_table
+from trainstep.records.values import is_a, is_number, is_type, type_words, value_words
 
 Kind = TypeVar("Kind")
 
@@ -30,20 +35,6 @@ class Samples:
     def __post_init__(self) -> None:
         for name in ("values", "warmups"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fact:
-    """One value seen once. `unit`: `s`, `bytes`, `flops`, `count`, `ratio`, `Hz`, `W` or empty for words."""
-
-    value: Any
-    unit: str = ""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.value, Mapping | list | tuple):
-            raise ValueError(
-                f"a fact is one value, not a {type(self.value).__name__}; what has parts goes into a table"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +137,7 @@ def record_to_plain(record: Record) -> dict[str, Any]:
 
 
 def record_from_plain(plain: Mapping[str, Any]) -> Record:
-    """The inverse. ValueError for a newer format (named) or for anything that is no record."""
+    """The inverse. ValueError for a newer format (named), for anything that is no record, and for what is not as declared."""
     if not isinstance(plain, dict) or "format" not in plain:
         raise ValueError("not a record: it names no format")
     if plain["format"] != FORMAT:
@@ -158,7 +149,7 @@ def record_from_plain(plain: Mapping[str, Any]) -> Record:
             raise ValueError(f"not a record: its {name} is no mapping")
     try:
         failure = plain.get("failure")
-        return _built(
+        record = _built(
             Record,
             {
                 **plain,
@@ -169,12 +160,33 @@ def record_from_plain(plain: Mapping[str, Any]) -> Record:
             },
             "record",
         )
+        _check_declared(record)
+        return record
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a record: {error}") from None
 
 
+def _check_declared(record: Record) -> None:
+    """ValueError for what is not as it is declared: a fact, a table, a field of a known workload's config, or one of these that a
+    record of it always has and that is missing here."""
+    wrong = {f"facts.{name}": wrong_fact(name, fact.value) for name, fact in record.facts.items()}
+    wrong |= {f"tables.{name}": wrong_table(record.workload, name, table) for name, table in record.tables.items()}
+    for where, reason in wrong.items():
+        if reason is not None:
+            raise ValueError(f"not a record: {where} {reason}")
+    instrument = INSTRUMENTS.get(record.workload)
+    if instrument is None:
+        return
+    if (field := _wrong_field(record.config, instrument.config)) is not None:
+        raise ValueError(f"not a record: config.{field}")
+    for part in ("config",) if record.failure else ("config", "samples", "facts", "tables"):
+        for name in instrument.always.get(part, ()):
+            if name not in getattr(record, part):
+                raise ValueError(f"not a record: {part}.{name} is missing")
+
+
 def _samples(plain: Mapping[str, Any], name: str) -> Samples:
-    if not all(_is_number(value) for value in (*plain["values"], *plain["warmups"])):
+    if not all(is_number(value) for value in (*plain["values"], *plain["warmups"])):
         raise ValueError(f"not a record: its samples of {name} are not all numbers")
     return _built(Samples, plain, f"samples.{name}")
 
@@ -182,7 +194,7 @@ def _samples(plain: Mapping[str, Any], name: str) -> Samples:
 def _fact(plain: Mapping[str, Any], name: str) -> Fact:
     fact = _built(Fact, plain, f"facts.{name}")
     number = isinstance(fact.value, int | float) and not isinstance(fact.value, bool)
-    if (fact.unit or number) and not _is_number(fact.value):
+    if (fact.unit or number) and not is_number(fact.value):
         raise ValueError(f"not a record: facts.{name}.value is no finite number")
     return fact
 
@@ -199,38 +211,33 @@ def _built(kind: Callable[..., Kind], plain: Mapping[str, Any], where: str) -> K
     """An object of that class. ValueError naming the first text, number or switch that is not what its field holds."""
     if not isinstance(plain, Mapping):
         raise ValueError(f"not a record: its {where} is no mapping")
-    for name, allowed in _plain_fields(kind).items():
-        if name in plain and not _is_one_of(plain[name], allowed):
-            raise ValueError(f"not a record: {where}.{name} cannot be {_short(plain[name])}")
+    if (wrong := _wrong_field(plain, kind)) is not None:
+        raise ValueError(f"not a record: {where}.{wrong}")
     return kind(**plain)
 
 
+def _wrong_field(plain: Mapping[str, Any], kind: Callable[..., Any]) -> str | None:
+    """`context cannot be 'x': it is a whole number`, of the first field whose value is not what that class declares; or None."""
+    for name, (hint, inner) in _declared_fields(kind).items():
+        if name not in plain or is_a(plain[name], hint):
+            continue
+        if not inner or not isinstance(plain[name], Mapping):
+            return f"{name} cannot be {value_words(plain[name])}: it is {type_words(hint)}"
+        if (wrong := next(filter(None, (_wrong_field(plain[name], one) for one in inner)), None)) is not None:
+            return f"{name}.{wrong}"
+    return None
+
+
 @functools.cache
-def _plain_fields(kind: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
-    """Field -> the types its value may have, of the fields that hold text, numbers or switches."""
-    types = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
-    known = (str, int, float, bool, type(None))
-    return {name: allowed for name, allowed in types.items() if all(one in known for one in allowed)}
-
-
-def _is_one_of(value: Any, allowed: tuple[type, ...]) -> bool:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return _is_number(value) and (float in allowed or (int in allowed and isinstance(value, int)))
-    return type(value) in allowed
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a finite number that floating point can hold."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and -sys.float_info.max <= value <= sys.float_info.max
-
-
-def _short(value: Any) -> str:
-    return (
-        repr(value)
-        if isinstance(value, str | float | bool | None) and len(repr(value)) < 80
-        else f"of type {type(value).__name__}"
-    )
+def _declared_fields(kind: Callable[..., Any]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Field -> its type, and the classes of which it may be one, where it holds no plain value; without fields of any value."""
+    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    for name, hint in get_type_hints(kind).items():
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        classes = tuple(one for one in kinds if dataclasses.is_dataclass(one))
+        if classes or is_type(hint):
+            found[name] = (hint, classes)
+    return found
 
 
 def _freeze(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainstep.config.collective import CollectiveConfig
 from trainstep.records.bandwidth import LatencyFit, bandwidth, fit_latency
 from trainstep.records.ranks import rank_spread
 from trainstep.records.summary import doubts, summarize
@@ -96,7 +95,7 @@ _NAMED = [_named(name) for name in LABEL]
 
 
 def _payload_bytes(row: Row) -> int:
-    return CollectiveConfig(**row.record.config).payload_bytes
+    return int(row.record.fact("payload_bytes", row.record.config["mib"] * 2**20))
 
 
 def _time(row: Row) -> tuple[float, float]:

@@ -173,11 +173,6 @@ def _rough_size(size: float, unit: ByteUnit) -> str:
     return "<0.001" if 0 < size < unit.byte_count / 1000 else unit.words(size)
 
 
-def is_number(value: Any) -> bool:
-    """A number, which a yes or no is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 TEXT = Form(text=str, sort=lambda _: None, number=False)
 NAME = Form(text=lambda name: name.replace("_", " "), sort=lambda _: None, number=False)
 COUNT = Form(text=lambda count: f"{count:,}")

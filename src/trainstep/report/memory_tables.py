@@ -8,7 +8,7 @@ from trainstep.records.ranks import table_of_rank
 from trainstep.records.record import Record
 from trainstep.report.forms import COUNT, NAME, PERCENT, ROUGH_SIZE, TEXT, Form, byte_words, failure_sentence, percent
 from trainstep.report.memory_ranks import held_by_ranks_table, rank_words, ranks_table
-from trainstep.report.quantities import quantities
+from trainstep.report.quantities import quantities, shown_facts
 from trainstep.report.rows import Row, table_lines
 from trainstep.report.tables import Column, Entry, Line, Table, doubts_column, point_columns
 from trainstep.traces.ledger import HELD, MOMENTS
@@ -17,30 +17,6 @@ WORKLOAD = "memory"
 _DETAILED = 2
 """Cells whose own tables stand under the common ones outside the page."""
 _SHOWN_ALLOCATIONS = 12
-_FACTS = (
-    "peak_requested_bytes",
-    "timeline_peak_bytes",
-    "timeline_peak_phase",
-    "context_bytes",
-    "kernels_bytes",
-    "allocation_retries",
-    "allocated_residual_share",
-    "driver_residual_share",
-    "driver_residual_bytes",
-    "parameter_bytes_each",
-    "gradient_bytes_each",
-    "optimizer_state_bytes_each",
-    "residual_stream_bytes",
-    "history_full",
-    "process_group",
-    "nccl_bytes",
-    "fullest_rank",
-    "expected_peak_bytes",
-    "expected_peak_point",
-    "process_data_bytes",
-    "fit_of",
-    "memory_limit_bytes",
-)
 
 
 def memory_rows(rows: Sequence[Row]) -> list[Row]:
@@ -269,10 +245,9 @@ _LEDGER_NOTE = (
 
 def _raw(row: Row) -> Mapping[str, Any]:
     record = row.record
-    more = {name: record.fact(name) for name in _FACTS if name in record.facts}
     held = {
         f"{line}_{moment}_bytes".replace(",", "").replace(" ", "_"): size
         for moment in MOMENTS
         for line, size in ledger_of(record, moment).items()
     }
-    return {**quantities(row), **more, **held} if record.failure is None else quantities(row)
+    return {**quantities(row), **shown_facts(record), **held} if record.failure is None else quantities(row)

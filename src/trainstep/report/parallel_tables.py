@@ -7,26 +7,12 @@ from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.summary import doubts, summarize
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
 from trainstep.report.parallel_rows import Way, median_of, name_columns, ways_of
-from trainstep.report.quantities import quantities
+from trainstep.report.quantities import quantities, shown_facts
 from trainstep.report.rows import Row
 from trainstep.report.tables import Column, Line, Table, doubts_column, rank_columns
 
 _DETAILED = 2
 """Cells whose messages are listed outside the page."""
-_FACTS = (
-    "communication_s",
-    "waiting_s",
-    "transfer_s",
-    "exposed_s",
-    "tail_s",
-    "wire_bytes",
-    "expected_wire_bytes",
-    "expected_peak_bytes",
-    "expected_peak_point",
-    "context_bytes",
-    "nccl_bytes",
-    "agreement",
-)
 CATEGORIES = ("parameters", "gradients", "optimizer state", "communication", "activations")
 _ALLOCATOR = ("unnamed", "allocated")
 _POINTS = (
@@ -295,7 +281,7 @@ def _raw(way: Way) -> Mapping[str, Any]:
     record, numbers = way.record, {"sync": way.sync} | quantities(way.row)
     if record.failure is not None:
         return numbers
-    numbers |= {name: record.fact(name) for name in _FACTS if name in record.facts}
+    numbers |= shown_facts(record)
     for quantity in ("step", "window_step"):
         found = way.ratio(quantity)
         numbers |= {

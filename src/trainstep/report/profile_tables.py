@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.config.machine import MachineSpec, machine_spec, matmul_dtype
+from trainstep.records.values import is_number
 from trainstep.report.forms import (
     BYTE_RATE,
     FLOP_RATE,
@@ -15,11 +16,11 @@ from trainstep.report.forms import (
     WHOLE,
     Form,
     in_percent,
-    is_number,
     percent,
     three_digits,
 )
 from trainstep.report.profile_words import verdict_reason
+from trainstep.report.quantities import shown_facts
 from trainstep.report.rows import Row, table_lines, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 from trainstep.traces.kernel_classes import CLASSES, IDLE
@@ -27,17 +28,6 @@ from trainstep.traces.kernel_classes import CLASSES, IDLE
 WORKLOAD = "profile"
 DETAILED_CELLS = 4
 """More cells than this show their kernels on their own page only: a terminal would scroll for minutes."""
-_FACTS = (
-    *("idle_s", "kernels_s", "pieces", "launches", "profiler_slowdown", "assigned_share", "fallback_share"),
-    *(
-        "graph_replay_s",
-        "graph_replay_kernels_s",
-        "graph_replay_phases",
-        "graph_replay_left_out",
-        "graph_replay_failed",
-    ),
-    *("attention_split", "trace_file"),
-)
 Columns = Mapping[str, Sequence[Any]]
 
 _ORDER = {
@@ -260,8 +250,7 @@ def _verdict_numbers(row: Row) -> Mapping[str, Any]:
     if row.record.failure is not None:
         return {"failure": row.record.failure.kind}
     [numbers, *_] = table_lines(row.record.tables.get("verdict")) or [{}]
-    facts = {name: row.record.fact(name) for name in _FACTS if name in row.record.facts}
-    return {**numbers, **facts}
+    return {**numbers, **shown_facts(row.record)}
 
 
 def _with_ceilings(lines: Sequence[dict[str, Any]], spec: MachineSpec, dtype: str) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
 """A row's numbers, raw and in SI with the unit in each name: what CSV and JSON carry, and what tables and charts show."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trainstep.config.instruments import INSTRUMENTS
 from trainstep.config.phases import Phase
 from trainstep.records.derive import mfu, model_flops_per_s, tokens_per_s
+from trainstep.records.facts import FACTS, IN_EVERY_ROW
 from trainstep.records.record import Record
 from trainstep.records.summary import doubts, summarize
 from trainstep.report.rows import Row
@@ -12,44 +14,11 @@ from trainstep.report.rows import Row
 PHASES = tuple(str(phase) for phase in Phase)
 TIMES = (*PHASES, "step")
 _UNIT_SUFFIX = {"s": "s", "Hz": "hz", "bytes": "bytes", "count": "count", "flops": "flops", "W": "w", "ratio": "ratio"}
-_FACTS = (
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "driver_bytes",
-    "peak_rss_bytes",
-    "import_s",
-    "context_s",
-    "build_s",
-    "compile_s",
-    "compile_cache",
-    "timing",
-    "tokens",
-    "parameters",
-    "model_flops",
-    "flops",
-    "bytes",
-    "rate",
-    "launch_bound",
-    "power_w",
-    "throttle_reasons",
-    "peak_bytes",
-    "held_bytes",
-    "error_output",
-    "error_dq",
-    "error_dk",
-    "error_dv",
-    "error_lse",
-    "error_same_dtype",
-    "has_nan",
-    "deterministic",
-    "which_ran",
-    "error_checked",
-    "afterwards_failed",
-)
 
 
 def quantities(row: Row) -> dict[str, Any]:
-    """The point, then mean, standard deviation and median of each quantity, what is derived, the facts, the failure.
+    """The point, then mean, standard deviation and median of each quantity, what is derived, the facts, the failure. Of facts that
+    are declared nowhere, a workload of one's own has them, all.
 
     A failed row keeps its numbers empty: half of a cell is no result.
     """
@@ -57,7 +26,8 @@ def quantities(row: Row) -> dict[str, Any]:
     numbers: dict[str, Any] = {"workload": record.workload, **row.point}
     if record.failure is None:
         derived, errors = _derived(record)
-        numbers |= _times(record) | derived | {name: record.fact(name) for name in _FACTS if name in record.facts}
+        numbers |= _times(record) | derived | facts_in(record, IN_EVERY_ROW)
+        numbers |= facts_in(record, (name for name in record.facts if name not in FACTS and name not in numbers))
         numbers["doubts"] = "; ".join([*doubts(record), *errors])
     numbers |= _failure(record)
     environment = record.environment
@@ -77,6 +47,16 @@ def quantities(row: Row) -> dict[str, Any]:
             "record_file": row.file,
         }
     )
+
+
+def facts_in(record: Record, names: Iterable[str]) -> dict[str, Any]:
+    """The values of those of these facts that a record has, in this order."""
+    return {name: record.fact(name) for name in names if name in record.facts}
+
+
+def shown_facts(record: Record) -> dict[str, Any]:
+    """What its instrument's raw rows show beside the facts in every workload's."""
+    return facts_in(record, INSTRUMENTS[record.workload].facts)
 
 
 def time_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:

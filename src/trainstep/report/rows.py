@@ -130,9 +130,9 @@ def _points(pairs: Sequence[tuple[str, Record]]) -> list[dict[str, Any]]:
 
 def _tells(name: str, flat: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a field varies; a field of the model's shape, whether it varies where the model's name does not."""
-    seen: dict[Any, set[str]] = {}
+    seen: dict[str | None, set[str]] = {}
     for one in flat:
-        seen.setdefault(one.get("model") if name in _SHAPE else None, set()).add(words(one.get(name)))
+        seen.setdefault(words(one.get("model")) if name in _SHAPE else None, set()).add(words(one.get(name)))
     return any(len(values) > 1 for values in seen.values())
 
 

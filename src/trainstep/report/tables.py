@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from trainstep.records.ranks import rank_spread
 from trainstep.records.record import Failure, Record
+from trainstep.records.values import is_number
 from trainstep.report.forms import (
     GIB,
     MS_STD,
@@ -24,7 +25,6 @@ from trainstep.report.forms import (
     byte_unit,
     failure_sentence,
     failure_word,
-    is_number,
     rate_words,
 )
 from trainstep.report.quantities import TIMES, quantities, time_of

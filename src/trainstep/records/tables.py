@@ -1,0 +1,215 @@
+"""Every table that our own workloads write, declared once: what its rows are, its columns and the types of their values.
+
+A record's tables are held to this when it is read: its workload's and `ranks`, which any workload of several ranks has. Other
+tables, and other columns of these, may hold anything.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainstep.records.facts import wrong_fact
+from trainstep.records.values import first_wrong, type_words, value_words
+
+RANKS = "ranks"
+RANK_FACTS = "rank_facts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableKind:
+    """A declared table: column -> type of its values, as records/values.py reads it. A table without columns has no rows.
+
+    `optional`: columns that some records have. `others`: the type of every further column, where the names are an open set.
+    """
+
+    rows: str
+    columns: Mapping[str, Any]
+    optional: Mapping[str, Any] = field(default_factory=dict)
+    others: Any = object
+
+
+_RANKS = TableKind(
+    rows="a rank and quantity: everyone's raw values",
+    columns={"rank": int, "quantity": str, "unit": str, "values": list[float]},
+)
+_RANK = {"rank": int}
+"""Of several ranks, every table of a cell of memory has it."""
+_TIME = {"phase": str, "calls": float, "time_s": float, "share": float}
+_LINES = {
+    "line": str,
+    "init": int | None,
+    "after forward": int | None,
+    "after backward": int | None,
+    "after step": int | None,
+}
+
+_PARALLEL = {
+    "traffic": TableKind(
+        rows="an operation: its messages and bytes in a step, counted and by formula",
+        columns={"operation": str, "messages": int, "bytes": int, "expected_messages": int, "expected_bytes": int},
+    ),
+    "memory_points": TableKind(
+        rows="a rank, point of a step and line of what is held",
+        columns={"rank": int, "point": str, "line": str, "bytes": int, "expected_bytes": int | None},
+    ),
+    "communication": TableKind(
+        rows="a rank: its times of communication in a step",
+        columns={"rank": int, "communication_s": float, "waiting_s": float, "transfer_s": float, "exposed_s": float}
+        | {"tail_s": float},
+    ),
+    "buckets": TableKind(
+        rows="a message of rank 0, in order of launch; times from the beginning of the step",
+        columns={"name": str, "phase": str, "bytes": int | None, "launched_s": float, "started_s": float}
+        | {"finished_s": float, "waiting_s": float | None, "hidden_s": float, "exposed_s": float},
+    ),
+}
+_MEMORY = {
+    "ledger": TableKind(
+        rows="a line of what is held, at each moment", columns=_LINES | {"peak": int | None}, optional=_RANK
+    ),
+    "expected": TableKind(rows="a line of what is held, by formula", columns=_LINES, optional=_RANK),
+    "peaks": TableKind(
+        rows="a phase: the most that was held",
+        columns={"phase": str, "requested_bytes": int, "allocated_bytes": int | None, "reserved_bytes": int | None}
+        | {"driver_bytes": int | None},
+        optional=_RANK,
+    ),
+    "layers": TableKind(
+        rows="a layer: its activations after forward", columns={"layer": str, "bytes": int}, optional=_RANK
+    ),
+    "timeline": TableKind(
+        rows="a moment of the step: bytes by category, a column each",
+        columns={"time_s": float, "phase": str},
+        optional=_RANK,
+        others=int,
+    ),
+    "allocations": TableKind(
+        rows="allocations at the peak that are alike",
+        columns={"bytes": int, "count": int, "category": str, "phase": str, "layer": str, "stack": str},
+        optional=_RANK,
+    ),
+    RANK_FACTS: TableKind(rows="a rank and fact", columns={"rank": int, "fact": str, "value": object, "unit": str}),
+}
+_PROFILE = {
+    "kernels": TableKind(
+        rows="a kernel of a phase, class and span, a step",
+        columns=_TIME
+        | {"class": str, "span": str, "layers": str, "name": str, "mean_s": float, "min_s": float, "max_s": float},
+        optional={"ops": str},
+    ),
+    "classes": TableKind(rows="a class of kernels in a phase", columns=_TIME | {"class": str}),
+    "spans": TableKind(rows="a span in a phase", columns=_TIME | {"span": str}),
+    "layers": TableKind(rows="a layer in a phase", columns=_TIME | {"layer": int}),
+    "attention": TableKind(
+        rows="a part of attention in a phase",
+        columns={"phase": str, "part": str, "calls": float, "time_s": float, "flops": int | None, "bytes": int | None}
+        | {"flops_per_s": float | None, "bytes_per_s": float | None},
+    ),
+    "host": TableKind(
+        rows="a phase: the host's time and calls, a step",
+        columns={"phase": str}
+        | dict.fromkeys(("host_s", "device_s", "idle_s", "launch_s", "lead_s", "blocked_s"), float)
+        | dict.fromkeys(("launches", "allocations", "allocation_s", "queue_full", "queue_full_s"), float),
+    ),
+    "outliers": TableKind(
+        rows="a span of a step that stands out",
+        columns={"phase": str, "span": str, "layer": str, "step": int, "time_s": float, "median_s": float}
+        | {"cause": str},
+    ),
+    "verdict": TableKind(
+        rows="the verdict's numbers",
+        columns={"kind": str, "on_device": bool, "profiled_step": bool, "enqueue_s": float | None}
+        | dict.fromkeys(("step_s", "busy_s", "exposed_share", "matmul_share", "overhead_share"), float),
+    ),
+    "alike": TableKind(
+        rows="forward and backward, where they take alike",
+        columns={"phase": str, "time_s": float, "pieces": float, "device_s": float},
+    ),
+    "stall": TableKind(
+        rows="what the host did between backward and optimizer",
+        columns={"kind": str}
+        | dict.fromkeys(("gap_s", "blocked_s", "allocation_s", "behind_s", "queue_full_s"), float),
+    ),
+}
+_NUMERICS = {
+    "dtypes": TableKind(
+        rows="a module, alike blocks in one: the dtypes of what it holds and hands on",
+        columns=dict.fromkeys(("module", "kind", "parameters", "output", "output_gradient", "gradient"), str),
+    ),
+    "gradients": TableKind(
+        rows="a parameter: its gradient's error",
+        columns={"parameter": str, "relative_error": float | None, "reference_norm": float, "elements": int},
+    ),
+    "accumulation": TableKind(
+        rows="a way of adding 0.01 a thousand times", columns={"how": str, "total": float, "error": float}
+    ),
+    "reductions": TableKind(
+        rows="a sum over the model's own numbers, in 16 bits",
+        columns=dict.fromkeys(("what", "values", "numbers", "accumulator"), str)
+        | dict.fromkeys(("error_median", "error_max", "overflow_share"), float | None),
+    ),
+    "ranges": TableKind(
+        rows="a layer: shares of its gradients' elements that fp16 loses",
+        columns={"of": str, "layer": str, "elements": int, "zero_unscaled": float, "subnormal_unscaled": float}
+        | {"zero_scaled": float, "subnormal_scaled": float, "overflow_at_twice": float},
+    ),
+}
+_TILES = {
+    "candidates": TableKind(
+        rows="a tile, in the order tried",
+        columns=dict.fromkeys(("block_q", "block_k", "num_warps", "num_stages", "heads_together"), int)
+        | {"time_s": float | None, "rounds": int, "error": float | None, "error_ratio": float | None}
+        | dict.fromkeys(("registers", "spilled_bytes", "shared_bytes"), int | None)
+        | {"outcome": str, "reason": str},
+    ),
+    "times": TableKind(rows="a sample", columns={"candidate": int, "round": int, "time_s": float}),
+}
+TABLES: Mapping[str, Mapping[str, TableKind]] = {
+    "parallel": _PARALLEL,
+    "memory": _MEMORY,
+    "profile": _PROFILE,
+    "numerics": _NUMERICS,
+    "attention_tiles": _TILES,
+}
+"""Workload -> table -> what it is: two workloads may use a name for different tables."""
+
+
+def table_kind(workload: str, name: str) -> TableKind | None:
+    """What that table of a record is, or None."""
+    return _RANKS if name == RANKS else TABLES.get(workload, {}).get(name)
+
+
+def wrong_table(workload: str, name: str, table: Any) -> str | None:
+    """What is not as it is declared in a table of that workload's record, or None."""
+    kind = table_kind(workload, name)
+    if kind is None or table == {}:
+        return None
+    if not isinstance(table, Mapping) or not all(isinstance(column, Sequence) for column in table.values()):
+        return "is no mapping of columns to lists"
+    for column, type_ in kind.columns.items():
+        if column not in table:
+            return f"has no column {column!r}"
+        if (wrong := _wrong_column(column, table[column], type_)) is not None:
+            return wrong
+    for column in table.keys() - kind.columns.keys():
+        if (wrong := _wrong_column(column, table[column], kind.optional.get(column, kind.others))) is not None:
+            return wrong
+    lengths = {column: len(values) for column, values in table.items()}
+    if len(set(lengths.values())) > 1:
+        shortest, longest = (choose(lengths, key=lambda column: lengths[column]) for choose in (min, max))
+        return f"has {lengths[shortest]} values of {shortest!r} beside {lengths[longest]} of {longest!r}"
+    return _wrong_rank_fact(table) if name == RANK_FACTS else None
+
+
+def _wrong_column(column: str, values: Sequence[Any], type_: Any) -> str | None:
+    if isinstance(values, str):
+        return f"is no list in its column {column!r}"
+    place = first_wrong(values, type_)
+    if place is None:
+        return None
+    return f"has {value_words(values[place])} in row {place + 1} of its column {column!r}, which is {type_words(type_)}"
+
+
+def _wrong_rank_fact(table: Mapping[str, Sequence[Any]]) -> str | None:
+    wrong = (wrong_fact(name, value) for name, value in zip(table["fact"], table["value"], strict=True))
+    return next((f"holds a fact that {reason}" for reason in wrong if reason), None)

@@ -1,0 +1,193 @@
+"""Facts and tables are declared once: every one that our code or a committed record holds, with its unit and types."""
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from record_maker import a_record
+from sources import ROOT
+from trainstep.config.instruments import INSTRUMENTS
+from trainstep.records.facts import FACTS, IN_EVERY_ROW, Fact, facts_of
+from trainstep.records.record import Record, record_from_plain, record_to_plain
+from trainstep.records.store import Store
+from trainstep.records.tables import RANK_FACTS, RANKS, TABLES, table_kind
+
+SOURCES = sorted((ROOT / "src/trainstep").rglob("*.py"))
+COMMITTED = sorted((ROOT / "results").rglob("*.jsonl"))
+OTHER_UNITS = {"rate": {"bytes/s"}}
+UNITS = {"", "s", "bytes", "count", "flops", "flop/s", "ratio", "W", "Hz", "C"}
+OPEN = object()
+"""Stands for names that are only known when the code runs; facts_of refuses them then."""
+
+
+def calls_of(*names: str) -> Iterator[tuple[Path, ast.Call]]:
+    """Every call of these functions in the sources."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                yield path, node
+
+
+def test_every_fact_that_our_code_names_is_declared():
+    written = {
+        (word.arg, path.name) for path, call in calls_of("facts_of", "with_facts") for word in call.keywords if word.arg
+    }
+    assert len(written) > 80, "the walk finds the places"
+    assert {name for name, _ in written} <= FACTS.keys()
+    read = {
+        node.args[0].value
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fact"
+        if node.args and isinstance(node.args[0], ast.Constant)
+    }
+    assert len(read) > 40
+    assert read <= FACTS.keys()
+
+
+def test_no_fact_is_made_beside_the_declaration():
+    """But for one with another unit, and those that another process sent."""
+    assert {path.name for path, _ in calls_of("Fact")} == {"facts.py", "ceilings.py", "memory_ranks.py"}
+
+
+def test_a_fact_that_is_not_declared_cannot_be_made():
+    with pytest.raises(KeyError, match="invented"):
+        facts_of(invented=1)
+
+
+def test_none_is_left_out_and_units_are_the_declared_ones():
+    assert facts_of(loss=None, tokens=5, build_s=0.5) == {
+        "tokens": Fact(value=5, unit="count"),
+        "build_s": Fact(value=0.5, unit="s"),
+    }
+
+
+def test_declarations_are_whole():
+    for name, kind in FACTS.items():
+        assert kind.unit in UNITS, name
+        assert kind.meaning, name
+        assert not name.endswith("_bytes") or kind.unit == "bytes", name
+        assert not name.endswith("_s") or kind.unit == "s", name
+    assert list(FACTS)[: len(IN_EVERY_ROW)] == list(IN_EVERY_ROW)
+    for workload, tables in TABLES.items():
+        assert workload in INSTRUMENTS
+        assert all(kind.rows and kind.columns for kind in tables.values())
+    for instrument in INSTRUMENTS.values():
+        assert set(instrument.facts) <= FACTS.keys() - IN_EVERY_ROW.keys()
+        assert set(instrument.always.get("facts", ())) <= FACTS.keys()
+        assert set(instrument.always.get("config", ())) <= instrument.config.__dataclass_fields__.keys()
+        assert all(table_kind(instrument.name, name) for name in instrument.always.get("tables", ()))
+
+
+@pytest.fixture(scope="module")
+def committed() -> list[Record]:
+    return [record for path in COMMITTED for record in Store(path).read()]
+
+
+def test_every_committed_record_holds_what_is_declared(committed: list[Record]):
+    """Reading them checked the types; older formats hold nothing that is unknown here."""
+    assert len(committed) > 1000
+    for record in (one for one in committed if one.workload in INSTRUMENTS):
+        for name, fact in record.facts.items():
+            assert fact.unit in {FACTS[name].unit, *OTHER_UNITS.get(name, ())}, name
+        for name, table in record.tables.items():
+            kind = table_kind(record.workload, name)
+            assert kind is not None, name
+            assert kind.others is not object or table.keys() <= {*kind.columns, *kind.optional}, name
+
+
+def test_what_is_not_declared_passes(tmp_path: Path):
+    odd = a_record(
+        workload="mine:WORKLOAD",
+        facts={"colour": Fact(value="red")},
+        tables={"layers": {"x": [1, 2], "y": ["a", None]}, "odd": {"a": [1], "b": [1, 2]}},
+    )
+    store = Store(tmp_path / "r.jsonl")
+    store.append(odd)
+    assert store.read() == [odd]
+
+
+RANK_TABLE = {"rank": [0, 1], "quantity": ["time", "time"], "unit": ["s", "s"], "values": [[1.0], [2.0]]}
+VERDICT = {"kind": ["compute-bound"], "on_device": [True], "profiled_step": [False], "enqueue_s": [None]} | {
+    name: [0.5] for name in ("step_s", "busy_s", "exposed_share", "matmul_share", "overhead_share")
+}
+
+
+def changed(table: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    """The table with other columns; OPEN takes one away."""
+    return {name: values for name, values in {**table, **columns}.items() if values is not OPEN}
+
+
+@pytest.mark.parametrize(
+    ("workload", "changes", "reason"),
+    [
+        (
+            "train_step",
+            {"facts": {"tokens": Fact(value="many")}},
+            "facts.tokens cannot be 'many': it is a whole number",
+        ),
+        ("mine:W", {"facts": {"launch_bound": Fact(value="no")}}, "facts.launch_bound cannot be 'no': it is true or"),
+        ("parallel", {"tables": {RANKS: changed(RANK_TABLE, values=OPEN)}}, "ranks has no column 'values'"),
+        ("mine:W", {"tables": {RANKS: changed(RANK_TABLE, values=OPEN)}}, "ranks has no column 'values'"),
+        (
+            "parallel",
+            {"tables": {RANKS: changed(RANK_TABLE, rank=[0])}},
+            "has 1 values of 'rank' beside 2 of 'quantity'",
+        ),
+        (
+            "parallel",
+            {"tables": {RANKS: changed(RANK_TABLE, values=[[1.0], ["x"]])}},
+            "in row 2 of its column 'values'",
+        ),
+        ("parallel", {"tables": {RANKS: changed(RANK_TABLE, values=[[1.0], 2.0])}}, "in row 2 of its column 'values'"),
+        ("parallel", {"tables": {RANKS: changed(RANK_TABLE, rank=[0, None])}}, "which is a whole number"),
+        ("parallel", {"tables": {RANKS: changed(RANK_TABLE, unit="ss")}}, "is no list in its column 'unit'"),
+        ("profile", {"tables": {"verdict": changed(VERDICT, on_device=[1])}}, "which is true or false"),
+        ("profile", {"tables": {"verdict": changed(VERDICT, step_s=[10**400])}}, "which is a finite number"),
+        (
+            "profile",
+            {"tables": {"verdict": changed(VERDICT, more=[1, 2])}},
+            "has 1 values of 'kind' beside 2 of 'more'",
+        ),
+        ("memory", {"tables": {"timeline": {"time_s": [0.0], "phase": ["x"], "anything": ["y"]}}}, "'anything'"),
+        ("memory", {"tables": {"layers": {"layer": ["a"], "bytes": [1], "rank": ["x"]}}}, "column 'rank'"),
+        ("memory", {"tables": {RANK_FACTS: {"rank": [0], "fact": ["tokens"], "value": ["x"], "unit": [""]}}}, "tokens"),
+        ("parallel", {"config": {"ranks": "two"}}, "config.ranks cannot be 'two': it is a whole number"),
+        ("train_step", {"config": {"model": {"d_model": None}}}, "config.model.d_model cannot be None"),
+        ("parallel", {"config": {"ranks": 2, "sync": "flat"}}, "config.bucket_mib is missing"),
+    ],
+)
+def test_another_shape_is_one_sentence_with_file_and_line(
+    workload: str, changes: dict[str, Any], reason: str, tmp_path: Path
+):
+    """In the line, or in a file of its own."""
+    store = Store(tmp_path / "r.jsonl")
+    if "config" not in changes and workload == "parallel":
+        changes = changes | {"config": {"ranks": 2, "sync": "flat", "bucket_mib": None}}
+    store.append(a_record())
+    line = json.dumps(record_to_plain(a_record(workload=workload, **changes)))
+    store.path.write_text(store.path.read_text() + line + "\n")
+    with pytest.raises(ValueError, match=r"r\.jsonl: line 2: not a record: ") as refused:
+        store.read()
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_table_stored_apart_is_checked_too(tmp_path: Path):
+    long = {"layer": ["x"] * 20_000, "bytes": [1.5] * 20_000}
+    store = Store(tmp_path / "r.jsonl")
+    store.append(a_record(workload="memory", tables={"layers": long}))
+    assert list((tmp_path / "r.tables").iterdir())
+    with pytest.raises(
+        ValueError, match=r"line 1: not a record: tables\.layers has 1\.5 in row 1 of its column 'bytes'"
+    ):
+        store.read()
+
+
+def test_an_empty_table_has_no_rows():
+    record = a_record(workload="profile", tables={"host": {}})
+    assert record_from_plain(record_to_plain(record)) == record
