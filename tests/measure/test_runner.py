@@ -118,7 +118,7 @@ def test_ninety_percent_of_the_machine_by_default(monkeypatch: pytest.MonkeyPatc
 
 def test_facts_added_and_taken_away():
     record = a_record(facts={"driver_bytes": Fact(value=3, unit="bytes"), "tokens": Fact(value=4, unit="count")})
-    changed = with_facts(record, driver_bytes=None, interleaving="live", turn_steps=Fact(value=2, unit="count"))
+    changed = with_facts(record, driver_bytes=None, interleaving="live", turn_steps=2)
     assert changed.facts == {
         "tokens": Fact(value=4, unit="count"),
         "interleaving": Fact(value="live"),

@@ -34,11 +34,18 @@ _PARALLEL = Instrument(
         *("communication_s", "waiting_s", "transfer_s", "exposed_s", "tail_s", "wire_bytes", "expected_wire_bytes"),
         *("expected_peak_bytes", "expected_peak_point", "context_bytes", "nccl_bytes", "agreement"),
     ),
-    always={"config": ("ranks", "sync", "bucket_mib")},
+    always={"config": ("ranks", "sync", "bucket_mib", "device")},
 )
 _ATTENTION = Instrument(name="attention", config=AttentionConfig)
-_ATTENTION_TILES = Instrument(name="attention_tiles", config=AttentionTilesConfig)
-_CEILING = Instrument(name="ceiling", config=CeilingConfig)
+_ATTENTION_TILES = Instrument(
+    name="attention_tiles",
+    config=AttentionTilesConfig,
+    always={
+        "config": ("kernel", "arithmetic", "head_dim", "mask", "shape"),
+        "facts": ("best", "in_use", "rate"),
+    },
+)
+_CEILING = Instrument(name="ceiling", config=CeilingConfig, always={"config": ("kind", "dtype")})
 _COLLECTIVE = Instrument(
     name="collective",
     config=CollectiveConfig,

@@ -17,6 +17,7 @@ from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.ranks import Ranks
 from trainstep.plan.peak_memory import expected_memory
 from trainstep.records.facts import Fact, facts_of
+from trainstep.records.tables import RANK_FACTS
 from trainstep.traces.ledger import SAVED_FOR_BACKWARD
 
 Columns = Mapping[str, Sequence[Any]]
@@ -60,7 +61,7 @@ def together(ranks: Ranks, mine: Findings) -> Findings:
     rows = [(rank, name, fact.value, fact.unit) for rank, its in enumerate(facts) for name, fact in its.items()]
     names = list(dict.fromkeys(name for one in each for name in one["tables"]))
     tables = {name: _stacked([one["tables"].get(name, {}) for one in each]) for name in names}
-    tables["rank_facts"] = {
+    tables[RANK_FACTS] = {
         name: [row[place] for row in rows] for place, name in enumerate(("rank", "fact", "value", "unit"))
     }
     return Findings(samples={}, facts=facts[fullest] | facts_of(fullest_rank=fullest), tables=tables)

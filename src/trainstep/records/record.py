@@ -181,7 +181,8 @@ def _check_declared(record: Record) -> None:
         raise ValueError(f"not a record: config.{field}")
     for part in ("config",) if record.failure else ("config", "samples", "facts", "tables"):
         for name in instrument.always.get(part, ()):
-            if name not in getattr(record, part):
+            held = getattr(record, part)
+            if name not in held or (part == "samples" and not held[name].values):
                 raise ValueError(f"not a record: {part}.{name} is missing")
 
 

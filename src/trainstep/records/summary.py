@@ -105,7 +105,8 @@ def doubts(record: Record) -> tuple[str, ...]:
     harmful = [word for word in reasons if word and word not in _HARMLESS_THROTTLING]
     if harmful:
         found.append(f"throttled ({', '.join(harmful)})")
-    if record.config.get("device") == "cpu" and record.config.get("ranks", 1) > record.environment.cores:
+    ranks = record.config.get("ranks")
+    if record.config.get("device") == "cpu" and isinstance(ranks, int) and ranks > record.environment.cores:
         found.append("more ranks than cores")
     if record.fact("gpu_other_processes"):
         found.append("others on the GPU")

@@ -5,6 +5,7 @@ from typing import Any
 
 from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
 from trainstep.records.record import Record
+from trainstep.records.tables import RANK_FACTS
 from trainstep.report.forms import COUNT, NAME, ROUGH_SIZE, TEXT, beside
 from trainstep.report.rows import Row
 from trainstep.report.tables import Column, Line, Table, point_columns
@@ -35,7 +36,8 @@ _HELD_NOTE = (
 def several_ranks(record: Record) -> int:
     """How many; 0 where there is one, or the cell failed."""
     ranks = int(record.config.get("ranks", 1))
-    return ranks if ranks > 1 and record.failure is None and "rank_facts" in record.tables else 0
+    whole = record.failure is None and RANK_FACTS in record.tables and "sync" in record.config
+    return ranks if ranks > 1 and whole else 0
 
 
 def rank_words(record: Record, rank: int | None = None) -> str:

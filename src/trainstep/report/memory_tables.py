@@ -55,8 +55,7 @@ def fit_table(rows: Sequence[Row]) -> list[Table]:
     """The largest that fitted of each search, and what was left then."""
     searches: dict[Any, list[Row]] = {}
     for row in rows:
-        if "fit_of" in row.record.facts:
-            field = str(row.record.fact("fit_of"))
+        if (field := row.record.fact("fit_of")) in row.record.config:
             searches.setdefault((field, row.rest(field, "machine")), []).append(row)
     note = (
         "{unit}. Headroom: of the memory there is, what neither the allocator nor the context had taken at that size; "

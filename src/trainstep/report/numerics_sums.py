@@ -17,7 +17,7 @@ _TEXTBOOK = (
 
 def range_tables(rows: Sequence[Row]) -> list[Table]:
     """What fp16's range takes from gradients, by layer."""
-    return [_range_table(row) for row in rows if "ranges" in row.record.tables]
+    return [_range_table(row) for row in rows if "ranges" in row.record.tables and row.record.fact("settled_scale")]
 
 
 def _range_table(row: Row) -> Table:

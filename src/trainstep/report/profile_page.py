@@ -30,7 +30,11 @@ def profile_sections(rows: Sequence[Row]) -> list[Section]:
         charts=(shares,) if shares else (),
         tables=(verdict_table(mine), *shares_tables(mine)),
     )
-    ran = [row for row in mine if row.record.failure is None and row.record.tables.get("classes")]
+    ran = [
+        row
+        for row in mine
+        if row.record.failure is None and row.record.tables.get("classes") and row.record.tables.get("kernels")
+    ]
     return [overview, *(map(_cell, ran) if len(ran) <= DETAILED_CELLS else ())]
 
 

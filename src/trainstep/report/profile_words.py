@@ -89,7 +89,7 @@ def _graph_replay(fact: GetFact) -> list[str]:
     failed, replay_s, kernels_s = (fact(f"graph_replay_{name}") for name in ("failed", "s", "kernels_s"))
     if failed:
         return [f"No CUDA graph was replayed: {failed}"]
-    if not replay_s:
+    if not replay_s or kernels_s is None:
         return []
     left_out = fact("graph_replay_left_out")
     return [
