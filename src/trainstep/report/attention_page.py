@@ -5,15 +5,18 @@ from collections.abc import Sequence
 
 from trainstep.report.attention_charts import attention_charts, ratio_charts
 from trainstep.report.attention_panels import MAXIMUM_GROUPS, groups_left_out
-from trainstep.report.attention_ratios import Ratio, geometric_mean, ratio_tables, ratios
 from trainstep.report.attention_rows import (
     OURS,
     Configuration,
+    Ratio,
     attention_rows,
     configurations,
     flag,
+    geometric_mean,
     implementation,
     implementations,
+    ratio_tables,
+    ratios,
     time_summary,
 )
 from trainstep.report.attention_tables import accounting_tables, cells_table, side_by_side
