@@ -27,7 +27,7 @@ from trainstep.report.attention_rows import (
     time_summary,
 )
 from trainstep.report.attention_tile_map import tile_tables
-from trainstep.report.forms import ABSENT, COLUMN_SIZE, MS_STD, SIZE, TEXT, Form, three_digits
+from trainstep.report.forms import ABSENT, COLUMN_SIZE, ERROR, MS_STD, SIZE, TEXT, Form, three_digits
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row, words
 from trainstep.report.tables import Column, Table, doubts_column, point_columns
@@ -169,7 +169,6 @@ def _nothing(_: Record) -> str:
     return ABSENT
 
 
-_ERROR = Form(text=lambda error: f"{error:.1e}")
 _WORDS = replace(TEXT, text=_cut)
 _TERA = Form(text=lambda rate: three_digits(rate / 1e12))
 _TIME = Column("time (ms)", MS_STD, _time(TIME), help="Median ± standard deviation of a call.", failed=failure_cell)
@@ -196,9 +195,9 @@ _CELL = (
         replace(column, help="", optional=True, failed=_nothing)
         for column in (
             _RATE,
-            Column("error of output", _ERROR, _number("error_output")),
-            Column("plain PyTorch's error", _ERROR, _number("error_same_dtype")),
-            *(Column(f"error of {name}", _ERROR, _number(f"error_{name}")) for name in ("dq", "dk", "dv", "lse")),
+            Column("error of output", ERROR, _number("error_output")),
+            Column("plain PyTorch's error", ERROR, _number("error_same_dtype")),
+            *(Column(f"error of {name}", ERROR, _number(f"error_{name}")) for name in ("dq", "dk", "dv", "lse")),
             Column("NaN", _WORDS, _flag("has_nan")),
             Column("deterministic", _WORDS, _flag("deterministic")),
             Column("which ran", _WORDS, "which_ran"),

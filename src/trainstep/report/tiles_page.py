@@ -11,9 +11,9 @@ from typing import Any
 
 from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.records.record import Record
+from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, FLOP_RATE, MS, RATIO, TEXT, Form, ratio_words
 from trainstep.report.rows import Row, table_lines
-from trainstep.report.section import Section
 from trainstep.report.tables import Column, Table
 
 WORKLOAD = "attention_tiles"
