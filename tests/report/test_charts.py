@@ -3,8 +3,7 @@
 import plotly.graph_objects as go
 import pytest
 
-from trainstep.report.chart_tables import chart_table, plain_text
-from trainstep.report.charts import label, logarithmic, short_labels
+from trainstep.report.charts import chart_table, label, logarithmic, plain_text, short_labels
 from trainstep.report.comparison_page import comparison_sections
 from trainstep.report.page import sections
 from trainstep.report.sweep_page import phases_chart

@@ -11,8 +11,7 @@ from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
 from trainstep.report.frames import csv, json_text, latex, markdown
 from trainstep.report.numerics_page import error_chart, numerics_sections
-from trainstep.report.numerics_rows import share_words
-from trainstep.report.numerics_tables import numerics_tables, trade_sentences
+from trainstep.report.numerics_tables import numerics_tables, share_words, trade_sentences
 from trainstep.report.page import page, sections, title_of
 from trainstep.report.rows import Row, rows_of
 from trainstep.report.tables import Table

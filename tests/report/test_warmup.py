@@ -3,7 +3,7 @@
 import pytest
 
 from trainstep.records.record import Record
-from trainstep.report.first_step import first_step
+from trainstep.report.warmup_charts import first_step
 from trainstep.report.warmup_page import warmup_section
 
 

@@ -8,7 +8,7 @@ from trainstep.report.collectives_tables import WORKLOAD as COLLECTIVE
 from trainstep.report.collectives_tables import collective_tables
 from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.memory_tables import memory_tables
-from trainstep.report.numerics_rows import WORKLOAD as NUMERICS
+from trainstep.report.numerics_tables import WORKLOAD as NUMERICS
 from trainstep.report.numerics_tables import numerics_tables
 from trainstep.report.parallel_rows import WORKLOAD as PARALLEL
 from trainstep.report.parallel_tables import parallel_tables

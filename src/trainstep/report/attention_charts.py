@@ -6,10 +6,10 @@ from typing import Any
 
 from trainstep.records.record import Record
 from trainstep.report.attention_panels import Group, groups_of, in_order, panels_of, titled, x_of
-from trainstep.report.attention_ratios import Ratio
 from trainstep.report.attention_rows import (
     OURS,
     Configuration,
+    Ratio,
     failure_cell,
     flops_per_s,
     implementations,

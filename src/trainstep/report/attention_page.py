@@ -5,22 +5,25 @@ from collections.abc import Sequence
 
 from trainstep.report.attention_charts import attention_charts, ratio_charts
 from trainstep.report.attention_panels import MAXIMUM_GROUPS, groups_left_out
-from trainstep.report.attention_ratios import Ratio, geometric_mean, ratio_tables, ratios
 from trainstep.report.attention_rows import (
     OURS,
     Configuration,
+    Ratio,
     attention_rows,
     configurations,
     flag,
+    geometric_mean,
     implementation,
     implementations,
+    ratio_tables,
+    ratios,
     time_summary,
 )
 from trainstep.report.attention_tables import accounting_tables, cells_table, side_by_side
 from trainstep.report.attention_tile_map import tile_chart, tile_tables
+from trainstep.report.charts import Section
 from trainstep.report.forms import times_words
 from trainstep.report.rows import Row
-from trainstep.report.section import Section
 
 
 def attention_sections(rows: Sequence[Row]) -> list[Section]:

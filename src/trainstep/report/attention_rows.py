@@ -1,21 +1,23 @@
 """Attention's records side by side: a configuration is one piece of work, and each implementation has a cell in it.
 
 Tiles, warm-ups and timed calls are no part of the work, so ours at several tiles is one cell: the tiles chosen by default
-where they ran, else the fastest. All of them stand in the tables of tiles and of cells.
+where they ran, else the fastest. All of them stand in the tables of tiles and of cells. Ours against each: the ratio of times with
+its interval where both ran, and the geometric means of these ratios.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.attention import IMPLEMENTATIONS, TILE_FIELDS
+from trainstep.records.compare import VERDICTS, Comparison, compare_records
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
-from trainstep.report.forms import ABSENT, failure_word, needed_words
-from trainstep.report.hand_built import Column, point_columns
+from trainstep.report.forms import COUNT, RATIO, Form, failure_word, needed_words, ratio_words
 from trainstep.report.rows import Row, words
-from trainstep.report.tables import Entry
+from trainstep.report.tables import Column, Entry, Line, Table, point_columns
 
 WORKLOAD = "attention"
 OURS = "trainstep"
@@ -24,6 +26,12 @@ NOT_THE_WORK = ("implementation", *TILE_FIELDS, "warmups", "steps")
 _SAME_AS = {"keys": "seq", "key_heads": "heads"}
 """Names that say nothing new where they are unset or equal to these in every row."""
 _SHORT = 44
+
+
+SIZES = ("seq", "keys", "head_dim", "batch", "heads", "key_heads")
+"""Names along which a geometric mean goes; along the others there is one for each value."""
+LONG_SEQ = 4096
+"""Tokens; from here on the kernels are the time, and neither launches nor a part-filled GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +83,9 @@ def configuration_names(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if not (name in _SAME_AS and _says_nothing(name, rows))]
 
 
-def configuration_columns(found: Sequence[Configuration]) -> list[tuple[Column, list[Entry]]]:
-    """The columns that name configurations, each with its entries."""
-    rows = [one.row for one in found]
-    hidden = {name for row in rows for name in row.point if name not in found[0].point}
-    return [(column, [make(row) for row in rows]) for column, make in point_columns(rows, without=[*hidden])]
+def configuration_columns(found: Sequence[Configuration]) -> list[Column]:
+    """The columns that name configurations."""
+    return point_columns(found, without={name for one in found for name in one.row.point} - {*found[0].point})
 
 
 def implementations(rows: Sequence[Row]) -> list[str]:
@@ -142,10 +148,6 @@ def failure_reason(record: Record) -> str:
     return said if cell in said else f"{cell}: {said}"
 
 
-def failed_entry(record: Record) -> Entry:
-    return Entry(text=failure_cell(record) or ABSENT, failure=record.failure)
-
-
 def _refusal(record: Record, failure: Failure) -> str:
     """The first clause of a sentence that refuses a shape, a dtype or a tile, without the names that the cell's place says."""
     said = _without_field(record, failure).removeprefix(f"{record.config.get('implementation')} ").removeprefix("is ")
@@ -177,3 +179,157 @@ def _median_s(row: Row) -> float:
 def _says_nothing(name: str, rows: Sequence[Row]) -> bool:
     configs = [row.record.config for row in rows]
     return all(one.get(name) is None or one.get(name) == one.get(_SAME_AS[name]) for one in configs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Our time over a peer's in one configuration, or why there is none."""
+
+    configuration: Configuration
+    peer: str
+    found: Comparison | None = None
+    trouble: str = ""
+
+    @property
+    def ours(self) -> Row:
+        return self.configuration.cells[OURS]
+
+    @property
+    def theirs(self) -> Row:
+        return self.configuration.cells[self.peer]
+
+
+def ratios(found: Sequence[Configuration]) -> list[Ratio]:
+    """Of every configuration that has ours and a peer, peer by peer."""
+    return [
+        _ratio(one, peer)
+        for one in found
+        if OURS in one.cells
+        for peer in implementations([*one.cells.values()])
+        if peer != OURS
+    ]
+
+
+def ratio_tables(found: Sequence[Ratio]) -> list[Table]:
+    """The geometric means, then a row a configuration and a column a peer; none where ours met nobody."""
+    if not found:
+        return []
+    any_ratio = any(one.found and one.found.ratio for one in found)
+    return [*([_means_table(found)] if any_ratio else []), _ratio_table(found)]
+
+
+def _ratio(configuration: Configuration, peer: str) -> Ratio:
+    ours, theirs = configuration.cells[OURS].record, configuration.cells[peer].record
+    if ours.failure or theirs.failure:
+        return Ratio(configuration=configuration, peer=peer, trouble="one of the two failed")
+    try:
+        made = compare_records(theirs, ours, quantity=TIME)
+    except ValueError as error:
+        return Ratio(configuration=configuration, peer=peer, trouble=str(error))
+    return Ratio(configuration=configuration, peer=peer, found=made, trouble="" if made.ratio else made.reason)
+
+
+def _ratio_table(found: Sequence[Ratio]) -> Table:
+    lines: dict[int, Line] = {}
+    for one in found:
+        lines.setdefault(id(one.configuration), Line(one.configuration.row, {})).of[one.peer] = one
+    met = {id(one.configuration): one.configuration for one in found}
+    columns = [
+        *configuration_columns([*met.values()]),
+        *map(_ratio_column, implementations([one.theirs for one in found])),
+    ]
+    failed = [one for one in found if one.ours.record.failure or one.theirs.record.failure]
+    troubles = dict.fromkeys(one.trouble for one in found if one.trouble and one not in failed)
+    note = "Our time over theirs, with its 99 % interval: below 1 ours is faster. “?”: cannot tell."
+    note = " ".join([note, *(f"No ratio: {trouble}." for trouble in list(troubles)[:3])])
+    return Table.of(
+        "Ours against each: ratio of times", lines.values(), columns, note=note, raw=map(_ratio_numbers, found)
+    )
+
+
+def _ratio_column(peer: str) -> Column:
+    def get(line: Line) -> Comparison | Entry | None:
+        one = line.of.get(peer)
+        if one is None:
+            return None
+        failed = next((row.record for row in (one.theirs, one.ours) if row.record.failure), None)
+        if failed is not None:
+            return Entry(text=failure_cell(failed), failure=failed.failure)
+        found: Comparison | None = one.found
+        known = found is not None and None not in (found.ratio, found.low, found.high)
+        return found if known else Entry(text="no ratio")
+
+    return Column(f"ours / {peer}", _RATIO, get, failed=None)
+
+
+def _ratio_words(found: Comparison) -> str:
+    ratio, low, high = (ratio_words(edge or 0.0) for edge in (found.ratio, found.low, found.high))
+    return f"{ratio} [{low}, {high}]{' ?' if found.verdict == 'cannot tell' else ''}"
+
+
+_RATIO = Form(text=_ratio_words, sort=lambda found: found.ratio)
+
+
+def _ratio_numbers(one: Ratio) -> dict[str, Any]:
+    """What a program reads of a ratio; the keys say which two cells it is of."""
+    found = one.found
+    return {
+        **one.configuration.point,
+        "compared_along": "implementation",
+        "implementation": OURS,
+        "against": one.peer,
+        "ratio": found and found.ratio,
+        "ratio_low": found and found.low,
+        "ratio_high": found and found.high,
+        "verdict": found.verdict if found else "cannot tell",
+        "reason": found.reason if found else one.trouble,
+        "key": one.ours.record.key,
+        "against_key": one.theirs.record.key,
+    }
+
+
+def _means_table(found: Sequence[Ratio]) -> Table:
+    """A row for each peer and value of what is not a size, over all lengths and over the long ones."""
+    groups: dict[Any, list[Ratio]] = {}
+    for one in found:
+        if one.found and one.found.ratio:
+            groups.setdefault((one.configuration.rest(*SIZES), one.peer), []).append(one)
+    lines = []
+    for (rest, peer), mine in groups.items():
+        long = [one for one in mine if (number_of_tokens(one) or 0) >= LONG_SEQ]
+        lines.append({**dict(rest), "against": peer, **_means("all", mine)})
+        if long and len(long) < len(mine):
+            lines.append({**dict(rest), "against": peer, **_means(f"≥ {LONG_SEQ:,}", long)})
+    columns = [
+        *(Column(name) for name in found[0].configuration.point if name not in SIZES),
+        Column("against"),
+        Column("lengths"),
+        Column("configurations", COUNT),
+        *(Column(name, RATIO) for name in ("time, ours / theirs", "speed, ours / theirs")),
+        *(Column(verdict, COUNT) for verdict in VERDICTS),
+    ]
+    note = "Only configurations where both ran; the verdicts are those of each configuration."
+    return Table.of("Ours against each: geometric means", lines, columns, note=note)
+
+
+def number_of_tokens(one: Ratio) -> float | None:
+    value = one.ours.record.config.get("seq")
+    return value if isinstance(value, int | float) else None
+
+
+def geometric_mean(found: Sequence[Ratio]) -> float | None:
+    """Of the ratios that there are."""
+    logs = [math.log(one.found.ratio) for one in found if one.found and one.found.ratio]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def _means(lengths: str, found: Sequence[Ratio]) -> dict[str, Any]:
+    mean = geometric_mean(found) or 1.0
+    verdicts = [one.found.verdict for one in found if one.found]
+    return {
+        "lengths": lengths,
+        "configurations": len(found),
+        "time, ours / theirs": mean,
+        "speed, ours / theirs": 1 / mean,
+        **{verdict: verdicts.count(verdict) for verdict in VERDICTS},
+    }

@@ -1,11 +1,11 @@
 """Attention as tables: implementations side by side a quantity, every cell with its doubts, what memory is made of."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainstep.records.record import Record
 from trainstep.records.summary import doubts
-from trainstep.report.attention_ratios import ratio_tables, ratios
 from trainstep.report.attention_rows import (
     HOST,
     NOT_THE_WORK,
@@ -16,22 +16,22 @@ from trainstep.report.attention_rows import (
     configuration_columns,
     configuration_names,
     configurations,
-    failed_entry,
+    failure_cell,
     failure_reason,
     flag,
     flops_per_s,
     implementations,
     number,
+    ratio_tables,
+    ratios,
     time_summary,
 )
 from trainstep.report.attention_tile_map import tile_tables
-from trainstep.report.forms import ABSENT, ByteUnit, byte_unit, failure_sentence, in_ms, milliseconds, three_digits
-from trainstep.report.hand_built import Column, point_columns
+from trainstep.report.forms import ABSENT, COLUMN_SIZE, ERROR, MS_STD, SIZE, TEXT, Form, three_digits
 from trainstep.report.quantities import quantities
 from trainstep.report.rows import Row, words
-from trainstep.report.tables import Entry, Table
+from trainstep.report.tables import Column, Table, doubts_column, point_columns
 
-Make = Callable[[Record], Entry | None]
 _REASONS = 6
 _ACCOUNTED = ("inputs", "scores", "softmax", "lse", "output", "gradients", "needed")
 _MOST_OF_A_NAME = 60
@@ -54,26 +54,30 @@ def side_by_side(found: Sequence[Configuration]) -> list[Table]:
     if len(names) < 2:
         return []
     tables = []
-    records = [row.record for one in found for row in one.cells.values()]
-    for title, make in [*_SPEED, *(_bytes(title, name, records) for title, name in _MEMORY)]:
-        shown = [one for one in found if _belongs(one, make)]
-        if not any(make(row.record) for one in shown for row in one.cells.values()):
-            continue
-        points = configuration_columns(shown)
-        entries = tuple(
-            (*(mine[place] for _, mine in points), *(_entry(one.cells.get(name), make) for name in names))
-            for place, one in enumerate(shown)
-        )
-        columns = (*(column for column, _ in points), *(Column(title=name, number=True) for name in names))
-        note = " ".join(filter(None, (_NOTES.get(title, ""), *side_notes(shown))))
-        tables.append(Table(title=f"Attention: {title}", columns=columns, entries=entries, note=note))
+    for column in _SIDE_BY_SIDE:
+        shown = [one for one in found if _belongs(one, column)]
+        if any(_has(row, column) for one in shown for row in one.cells.values()):
+            columns = [*configuration_columns(shown), *(_of_implementation(name, column) for name in names)]
+            note = " ".join(filter(None, (column.help, *side_notes(shown))))
+            tables.append(Table.of(f"Attention: {column.title}", shown, columns, note=note))
     return tables
 
 
-def _belongs(one: Configuration, make: Make) -> bool:
+def _of_implementation(name: str, column: Column) -> Column:
+    def get(one: Configuration) -> Any:
+        return column.read(one.cells[name]) if name in one.cells else None
+
+    return Column(name, column.form, get, failed=None)
+
+
+def _belongs(one: Configuration, column: Column) -> bool:
     """Whether some cell has the quantity, or none ran: a forward pass alone holds nothing, a row of failures says so."""
-    ran = [row.record for row in one.cells.values() if row.record.failure is None]
-    return not ran or any(map(make, ran))
+    ran = [row for row in one.cells.values() if row.record.failure is None]
+    return not ran or any(_has(row, column) for row in ran)
+
+
+def _has(row: Row, column: Column) -> bool:
+    return row.record.failure is None and column.read(row) is not None
 
 
 def side_notes(found: Sequence[Configuration]) -> list[str]:
@@ -94,27 +98,13 @@ def side_notes(found: Sequence[Configuration]) -> list[str]:
 def cells_table(rows: Sequence[Row]) -> Table:
     """Every cell: beside its time the error, NaN, determinism, the kernel that ran, the host's time, the doubts."""
     hidden = {name for row in rows for name in row.point} - {*configuration_names(rows), *NOT_THE_WORK}
-    points = point_columns(rows, without=[*hidden])
-    sizes = (_bytes(title, name, [row.record for row in rows]) for title, name in _CELL_MEMORY)
-    of_cells = [*_CELL, *((Column(title=title, number=True), make) for title, make in sizes)]
-    shown = [(column, make) for column, make in of_cells if any(make(row.record) for row in rows)]
-    entries = tuple(
-        (
-            *(make(row) for _, make in points),
-            *(_cell_entry(row.record, make, first=place == 0) for place, (_, make) in enumerate(shown)),
-            _doubts(row.record),
-        )
-        for row in rows
-    )
-    return Table(
-        title="Attention: every cell",
-        columns=(*(column for column, _ in points), *(column for column, _ in shown), Column(title="doubts")),
-        entries=entries,
-        note="Error: the largest, over the largest magnitude of a reference in higher precision. Plain PyTorch's: of the output "
+    note = (
+        "Error: the largest, over the largest magnitude of a reference in higher precision. Plain PyTorch's: of the output "
         "that attention written out in PyTorch gives in the cell's own dtype. NaN: or infinity. Host: until the call returns. "
-        "Launch-bound: the device waits for the host.",
-        raw=tuple(map(_numbers, rows)),
+        "Launch-bound: the device waits for the host."
     )
+    columns = [*point_columns(rows, without=hidden), *_CELL, doubts_column(_doubts)]
+    return Table.of("Attention: every cell", rows, columns, note=note, raw=map(_numbers, rows))
 
 
 def accounting_tables(rows: Sequence[Row]) -> list[Table]:
@@ -123,40 +113,13 @@ def accounting_tables(rows: Sequence[Row]) -> list[Table]:
     if not told:
         return []
     hidden = {name for row in told for name in row.point} - {*configuration_names(rows), *NOT_THE_WORK}
-    points = point_columns(told, without=[*hidden])
-    records = [row.record for row in told]
-    unit = byte_unit(number(record, f"{part}_bytes") for record in records for part in _ACCOUNTED)
-    parts = [(f"{part} ({unit.name})", _sized(f"{part}_bytes", unit, whatever=True)) for part in _ACCOUNTED]
-    parts = [(title, make) for title, make in parts if any(map(make, records))]
-    parts += [(f"peak seen ({unit.name})", _sized("peak_bytes", unit))]
-    entries = tuple(
-        (*(make(row) for _, make in points), *(_entry(row, make, failed=make is parts[-1][1]) for _, make in parts))
-        for row in told
-    )
-    columns = (*(column for column, _ in points), *(Column(title=title, number=True) for title, _ in parts))
+    columns = [*point_columns(told, without=hidden), *_ACCOUNT]
     note = "From the shapes: what each implementation must hold. Needed: all of it together."
-    return [Table(title="Attention: memory accounting", columns=columns, entries=entries, note=note, folded=True)]
+    return [Table.of("Attention: memory accounting", told, columns, note=note, folded=True)]
 
 
-def _entry(row: Row | None, make: Make, *, failed: bool = True) -> Entry:
-    if row is None:
-        return Entry(text=ABSENT)
-    if row.record.failure and failed:
-        return failed_entry(row.record)
-    return make(row.record) or Entry(text=ABSENT)
-
-
-def _cell_entry(record: Record, make: Make, *, first: bool) -> Entry:
-    """A failed row shows its failure once, where its time would stand, and its reason at the end."""
-    if record.failure:
-        return failed_entry(record) if first else Entry(text=ABSENT, failure=record.failure)
-    return make(record) or Entry(text=ABSENT)
-
-
-def _doubts(record: Record) -> Entry:
-    if record.failure:
-        return Entry(text=failure_sentence(record.failure), failure=record.failure)
-    return Entry(text="; ".join([*_troubles(record), *doubts(record)]))
+def _doubts(row: Row) -> str:
+    return "; ".join([*_troubles(row.record), *doubts(row.record)])
 
 
 def _troubles(record: Record) -> list[str]:
@@ -178,83 +141,70 @@ def _numbers(row: Row) -> dict[str, Any]:
     return {"workload": numbers.pop("workload"), **config, **numbers, **needed, "flops_per_s": flops_per_s(record)}
 
 
-def _time(name: str) -> Make:
-    def make(record: Record) -> Entry | None:
-        found = time_summary(record, name)
-        if found is None:
-            return None
-        std = found.std if found.n > 1 else None
-        return Entry(text=milliseconds(found.median, std), sort=in_ms(found.median))
+def _time(name: str) -> Callable[[Row], tuple[float, float | None] | None]:
+    """Median, and the standard deviation of several."""
 
-    return make
+    def get(row: Row) -> tuple[float, float | None] | None:
+        found = time_summary(row.record, name)
+        return (found.median, found.std if found.n > 1 else None) if found else None
 
-
-def _rate(record: Record) -> Entry | None:
-    value = flops_per_s(record)
-    return None if value is None else Entry(text=three_digits(value / 1e12), sort=value)
+    return get
 
 
-def _bytes(title: str, name: str, records: Sequence[Record]) -> tuple[str, Make]:
-    """A column's title and entries, in the unit that its largest value has."""
-    unit = byte_unit(number(record, name) for record in records if not record.failure)
-    return f"{title} ({unit.name})", _sized(name, unit)
+def _number(name: str) -> Callable[[Row], float | None]:
+    return lambda row: number(row.record, name)
 
 
-def _sized(name: str, unit: ByteUnit, *, whatever: bool = False) -> Make:
-    """A fact of bytes; `whatever` became of the cell."""
-
-    def make(record: Record) -> Entry | None:
-        value = number(record, name)
-        if value is None or (record.failure and not whatever):
-            return None
-        return Entry(text=unit.words(value), sort=value)
-
-    return make
+def _flag(name: str) -> Callable[[Row], bool | None]:
+    return lambda row: flag(row.record, name)
 
 
-def _error(name: str) -> Make:
-    def make(record: Record) -> Entry | None:
-        value = number(record, name)
-        return None if value is None or record.failure else Entry(text=f"{value:.1e}", sort=value)
-
-    return make
+def _cut(value: Any) -> str:
+    text = words(value)
+    return text if len(text) <= _MOST_OF_A_NAME else f"{text[: _MOST_OF_A_NAME - 1]}…"
 
 
-def _flag(name: str) -> Make:
-    def make(record: Record) -> Entry | None:
-        value = flag(record, name)
-        return None if value is None or record.failure else Entry(text=words(value))
-
-    return make
+def _nothing(_: Record) -> str:
+    """A failed row of the table of cells shows its failure once, where its time would stand, and its reason at the end."""
+    return ABSENT
 
 
-def _said(name: str) -> Make:
-    def make(record: Record) -> Entry | None:
-        value = record.fact(name)
-        if value is None or record.failure:
-            return None
-        text = words(value)
-        return Entry(text=text if len(text) <= _MOST_OF_A_NAME else f"{text[: _MOST_OF_A_NAME - 1]}…")
-
-    return make
-
-
-_SPEED = (("time (ms)", _time(TIME)), ("TFLOP/s", _rate))
-_MEMORY = (("peak memory", "peak_bytes"), ("memory held before backward", "held_bytes"))
-_CELL_MEMORY = (("peak", "peak_bytes"), ("held", "held_bytes"))
-_NOTES = {
-    "time (ms)": "Median ± standard deviation of a call.",
-    "TFLOP/s": "Over the median time; FLOPs are counted from the shape, a causal mask's half left out.",
-}
-_CELL: list[tuple[Column, Make]] = [
-    (Column(title="time (ms)", number=True), _time(TIME)),
-    (Column(title="TFLOP/s", number=True), _rate),
-    (Column(title="error of output", number=True), _error("error_output")),
-    (Column(title="plain PyTorch's error", number=True), _error("error_same_dtype")),
-    *((Column(title=f"error of {name}", number=True), _error(f"error_{name}")) for name in ("dq", "dk", "dv", "lse")),
-    (Column(title="NaN"), _flag("has_nan")),
-    (Column(title="deterministic"), _flag("deterministic")),
-    (Column(title="which ran"), _said("which_ran")),
-    (Column(title="host (ms)", number=True), _time(HOST)),
-    (Column(title="launch-bound"), _flag("launch_bound")),
-]
+_WORDS = replace(TEXT, text=_cut)
+_TERA = Form(text=lambda rate: three_digits(rate / 1e12))
+_TIME = Column("time (ms)", MS_STD, _time(TIME), help="Median ± standard deviation of a call.", failed=failure_cell)
+_RATE = Column(
+    "TFLOP/s",
+    _TERA,
+    lambda row: flops_per_s(row.record),
+    help="Over the median time; FLOPs are counted from the shape, a causal mask's half left out.",
+    failed=failure_cell,
+)
+_SIDE_BY_SIDE = (
+    _TIME,
+    _RATE,
+    Column("peak memory ({unit})", SIZE, _number("peak_bytes"), failed=failure_cell),
+    Column("memory held before backward ({unit})", SIZE, _number("held_bytes"), failed=failure_cell),
+)
+_ACCOUNT = (
+    *(Column(f"{part} ({{unit}})", SIZE, _number(f"{part}_bytes"), optional=True, failed=None) for part in _ACCOUNTED),
+    Column("peak seen ({unit})", SIZE, _number("peak_bytes"), failed=failure_cell),
+)
+_CELL = (
+    replace(_TIME, help=""),
+    *(
+        replace(column, help="", optional=True, failed=_nothing)
+        for column in (
+            _RATE,
+            Column("error of output", ERROR, _number("error_output")),
+            Column("plain PyTorch's error", ERROR, _number("error_same_dtype")),
+            *(Column(f"error of {name}", ERROR, _number(f"error_{name}")) for name in ("dq", "dk", "dv", "lse")),
+            Column("NaN", _WORDS, _flag("has_nan")),
+            Column("deterministic", _WORDS, _flag("deterministic")),
+            Column("which ran", _WORDS, "which_ran"),
+            Column("host (ms)", MS_STD, _time(HOST)),
+            Column("launch-bound", _WORDS, _flag("launch_bound")),
+            Column("peak ({unit})", COLUMN_SIZE, _number("peak_bytes")),
+            Column("held ({unit})", COLUMN_SIZE, _number("held_bytes")),
+        )
+    ),
+)

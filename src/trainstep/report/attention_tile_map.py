@@ -1,22 +1,20 @@
 """Ours by tile: a map of time over query and key tiles, and its table. A tile that cannot run is a cell with its reason."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.attention import TILE_FIELDS
 from trainstep.report.attention_rows import (
     configuration_names,
-    failed_entry,
     failure_cell,
     failure_reason,
     time_summary,
 )
 from trainstep.report.charts import INK, MAXIMUM_PANELS, Chart, Panels, label, lines_of, panel_columns, short_labels
-from trainstep.report.forms import ABSENT, failure_sentence, in_ms, milliseconds
-from trainstep.report.hand_built import Column, point_columns
+from trainstep.report.forms import MS, Form, failure_sentence, milliseconds
 from trainstep.report.rows import Row, words
-from trainstep.report.tables import Entry, Table
+from trainstep.report.tables import Column, Line, Table, point_columns
 
 _REASONS = 4
 Side = int | str
@@ -61,17 +59,6 @@ def tile_tables(rows: Sequence[Row]) -> list[Table]:
     if not maps:
         return []
     keys = _sorted({key for one in maps for key in one.keys})
-    points = point_columns([one.row for one in maps], without=[*{*maps[0].row.point} - {*maps[0].names}])
-    entries = tuple(
-        (
-            *(make(one.row) for _, make in points),
-            Entry(text=str(query), sort=query if isinstance(query, int) else None),
-            *(_entry(one.cells.get((query, key))) for key in keys),
-        )
-        for one in maps
-        for query in one.queries
-    )
-    columns = (*(column for column, _ in points), Column(title="query tile", number=True))
     note = "Median time of a call in ms."
     if sum(len(one.cells) for one in maps) < sum(_tile(row) is not None for row in rows):
         note += " Of several numbers of warps and stages at one tile: the fastest."
@@ -81,14 +68,21 @@ def tile_tables(rows: Sequence[Row]) -> list[Table]:
     note = " ".join([note, *(f"{reason.rstrip('.')}." for reason in list(reasons)[:_REASONS])])
     if len(reasons) > _REASONS:
         note += " The others stand in the table of every cell."
-    return [
-        Table(
-            title="Attention: time by tile (ms)",
-            columns=(*columns, *(Column(title=f"key tile {key}", number=True) for key in keys)),
-            entries=entries,
-            note=note,
-        )
+    columns = [
+        *point_columns(maps, without={*maps[0].row.point} - {*maps[0].names}),
+        Column("query tile", _SIDE, lambda line: line.of[1], failed=None),
+        *map(_key_column, keys),
     ]
+    lines = [Line(one.row, (one, query)) for one in maps for query in one.queries]
+    return [Table.of("Attention: time by tile (ms)", lines, columns, note=note)]
+
+
+def _key_column(key: Side) -> Column:
+    def get(line: Line) -> Any:
+        one, query = line.of
+        return _TIME.read(one.cells[query, key]) if (query, key) in one.cells else None
+
+    return Column(f"key tile {key}", MS, get, failed=None)
 
 
 def tile_chart(rows: Sequence[Row]) -> Chart | None:
@@ -178,19 +172,6 @@ def _time_s(row: Row) -> float:
     return time.median if time else float("inf")
 
 
-def _entry(row: Row | None) -> Entry:
-    if row is None:
-        return Entry(text=ABSENT)
-    time = time_summary(row.record)
-    return Entry(text=milliseconds(time.median), sort=in_ms(time.median)) if time else _stopped(row)
-
-
-def _stopped(row: Row) -> Entry:
-    """The failure without what the table's note says of it."""
-    entry = failed_entry(row.record)
-    return replace(entry, text=entry.text.split(":")[0])
-
-
 def _number(time_s: float | None, fastest_s: float) -> str:
     if time_s is None:
         return ""
@@ -207,3 +188,13 @@ def _hover(row: Row | None) -> str:
         return lines_of(label(tile), f"{milliseconds(time.median, time.std)} ms")
     failure = row.record.failure
     return lines_of(label(tile), *map(label, (failure_cell(row.record), failure_sentence(failure)) if failure else ()))
+
+
+def _median_s(row: Row) -> float | None:
+    time = time_summary(row.record)
+    return time.median if time else None
+
+
+_SIDE = Form(text=str, sort=lambda side: side if isinstance(side, int) else None)
+_TIME = Column("time", MS, _median_s, failed=lambda record: failure_cell(record).split(":")[0])
+"""A failure without what the table's note says of it."""

@@ -1,14 +1,20 @@
 """Plotly figures as plain data: panels of stacked bars, of bars with intervals, of lines. The page's script draws them.
 
 Colours are names such as `theme:forward`: the script puts in the palette (Okabe and Ito's, told apart by the colour-blind)
-for a light or a dark page. Text from records goes through `label`, since plotly reads some HTML tags in it.
+for a light or a dark page. Text from records goes through `label`, since plotly reads some HTML tags in it. A chart's own numbers
+as a table (`chart_table`) are made from what is drawn: a row a place on its axis, a column a series.
 """
 
+import html
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from trainstep.report.forms import ABSENT, TEXT, Form
+from trainstep.report.tables import Column, Table
 
 PHASE_COLOURS = {
     "forward": "theme:sky",
@@ -26,7 +32,12 @@ _LONGEST_LABEL = 32
 _TOP = 66
 """Pixels above the first line of panels: legend and titles."""
 
+_MOST_ROWS = 200
+"""Of a chart with more places, such as a timeline of thousands, evenly chosen ones stand in the table."""
+_OUR_TAGS = re.compile(r"</?(?:b|sup|i)>")
 Trace = dict[str, Any]
+Place = tuple[str, Any, int]
+"""Panel, x, and which of several marks of one series at that x."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +50,16 @@ class Chart:
     layout: Mapping[str, Any]
     panels: tuple[str, ...] = ()
     """Their titles, in the order of their axes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page. `paragraphs`: what the numbers say. A chart's numbers stand in a table of its section."""
+
+    title: str
+    paragraphs: tuple[str, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    tables: tuple[Table, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -215,3 +236,106 @@ def _panel_title(text: str, panel: int) -> dict[str, Any]:
         "yanchor": "bottom",
     }
     return {"text": f"<b>{text}</b>", "showarrow": False, "font": {"size": 14}, **place}
+
+
+def chart_table(chart: Chart) -> Table:
+    """The numbers of a chart. Text that a chart carries as a label becomes plain text again."""
+    places: dict[Place, dict[str, Any]] = {}
+    names: dict[str, None] = {}
+    for trace in chart.data:
+        name = plain_text(str(trace.get("name") or "value"))
+        seen: dict[tuple[str, Any], int] = {}
+        for x, mark in _marks(trace):
+            where = (_panel(chart, trace), x)
+            seen[where] = seen.get(where, -1) + 1
+            names[name] = None
+            places.setdefault((*where, seen[where]), {})[name] = mark
+    step = -(-len(places) // _MOST_ROWS) or 1
+    several = len([title for title in chart.panels if title]) > 1
+    x_form = replace(_X, number=all(isinstance(x, int | float) for _, x, _ in places))
+    columns = [
+        *([Column("panel", TEXT, lambda line: line[0][0])] if several else []),
+        Column(_x_title(chart), x_form, lambda line: line[0][1]),
+        *map(_series_column, names),
+    ]
+    note = f"Every {step}th place of {len(places)}." if step > 1 else ""
+    return Table.of(_title(chart), list(places.items())[::step], columns, note=note, folded=True)
+
+
+def _series_column(name: str) -> Column:
+    return Column(name, _MARK, lambda line: line[1].get(name))
+
+
+def plain_text(text: str) -> str:
+    """What a label reads as: our tags away, the record's own characters back."""
+    return html.unescape(_OUR_TAGS.sub("", text.replace("<br>", " "))).strip()
+
+
+def _marks(trace: Trace) -> Iterator[tuple[Any, Any]]:
+    """Where each mark stands, and its word or its number with the spread; bars that lie on their side are read as if they stood."""
+    along, up = ("y", "x") if trace.get("orientation") == "h" else ("x", "y")
+    if "z" in trace:
+        for y, line in zip(trace["y"], trace["z"], strict=True):
+            yield from (((f"{_flat(x)} × {_flat(y)}"), (z, None)) for x, z in zip(trace["x"], line, strict=True))
+        return
+    places = _levels(trace[along])
+    spread = (trace.get("error_y") or {}).get("array") or [None] * len(places)
+    # A word where a number would stand: what failed, or where a mark had to leave its panel.
+    texts = trace.get("text") if trace.get("mode") == "text" else None
+    for index, (x, y) in enumerate(zip(places, trace[up], strict=True)):
+        if texts:
+            yield x, (texts[index], None)
+        elif y is not None:
+            yield x, (y, spread[index])
+
+
+def _levels(values: Sequence[Any]) -> list[Any]:
+    """Places of an axis; two levels of labels become one."""
+    if values and isinstance(values[0], list):
+        return [", ".join(_flat(one) for one in levels) for levels in zip(*values, strict=True)]
+    return [value if isinstance(value, int | float) else _flat(value) for value in values]
+
+
+def _flat(value: Any) -> str:
+    return plain_text(str(value))
+
+
+def _mark_words(mark: tuple[Any, float | None]) -> str:
+    value, spread = mark
+    if not isinstance(value, int | float):
+        return ABSENT if value is None else _flat(value)
+    return f"{value:,.4g} ± {spread:,.2g}" if spread else f"{value:,.4g}"
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+_X = Form(text=lambda x: f"{x:,.6g}" if isinstance(x, int | float) else str(x), sort=_number)
+_MARK = Form(text=_mark_words, sort=lambda mark: _number(mark[0]))
+
+
+def _panel(chart: Chart, trace: Mapping[str, Any]) -> str:
+    number = int(str(trace.get("xaxis", "x"))[1:] or 1)
+    return plain_text(chart.panels[number - 1]) if number <= len(chart.panels) else ""
+
+
+def _title(chart: Chart) -> str:
+    """With the quantity and its unit, where all panels show the same."""
+    side = "x" if _lies(chart) else "y"
+    found = dict.fromkeys(_axis_titles(chart, side))
+    return "Numbers of this chart" + (f": {next(iter(found))}" if len(found) == 1 else "")
+
+
+def _x_title(chart: Chart) -> str:
+    return next(iter(_axis_titles(chart, "y" if _lies(chart) else "x")), "what")
+
+
+def _lies(chart: Chart) -> bool:
+    return any(trace.get("orientation") == "h" for trace in chart.data)
+
+
+def _axis_titles(chart: Chart, side: str) -> list[str]:
+    axes = [axis for name, axis in chart.layout.items() if re.fullmatch(rf"{side}axis\d*", name)]
+    titles = [axis.get("title", {}).get("text", "") for axis in axes]
+    return [plain_text(title) for title in titles if title]

@@ -10,6 +10,7 @@ from trainstep.report.charts import (
     MAXIMUM_PANELS,
     Chart,
     Panels,
+    Section,
     label,
     line,
     lines_of,
@@ -28,7 +29,6 @@ from trainstep.report.collectives_tables import (
 )
 from trainstep.report.forms import in_ms, milliseconds, seconds_words, three_digits
 from trainstep.report.rows import Row, words
-from trainstep.report.section import Section
 
 Key = tuple[Any, ...]
 

@@ -1,6 +1,6 @@
 """What a page shows of a compared axis (precision, compile, attention...): ratios with intervals and verdicts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +12,18 @@ from trainstep.report.charts import (
     SERIES,
     Chart,
     Panels,
+    Section,
     bar,
     error_bars,
     label,
     lines_of,
     short_labels,
 )
-from trainstep.report.forms import ABSENT, failure_sentence, failure_word, in_ms, milliseconds, ratio_words
-from trainstep.report.hand_built import Column, point_columns
+from trainstep.report.forms import MS_STD, RATIO, TEXT, Form, failure_sentence, failure_word, ratio_words
 from trainstep.report.parallel_rows import WORKLOAD as PARALLEL
 from trainstep.report.quantities import quantities, time_of
 from trainstep.report.rows import Row, needless, varying, words
-from trainstep.report.section import Section
-from trainstep.report.tables import Entry, Table
+from trainstep.report.tables import Column, Entry, Table, point_columns
 
 NOT_COMPARED = {
     *("model", "context", "batch_size", "accumulation", "d_model", "d_ff", "layers", "heads", "vocab_size", "mode"),
@@ -62,6 +61,12 @@ class _Ratio:
     found: Comparison | None
     trouble: str = ""
     failure: Failure | None = None
+
+    @property
+    def known(self) -> Comparison | None:
+        """The comparison, where it came to a ratio with an interval."""
+        found = self.found
+        return None if found is None or None in (found.ratio, found.low, found.high) else found
 
 
 def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Table]:
@@ -215,21 +220,39 @@ def _ratio_hover(ratio: _Ratio) -> str:
 
 
 def _ratio_table(axis: str, ratios: Sequence[_Ratio]) -> Table:
-    points = point_columns([ratio.row for ratio in ratios], without=[axis])
-    columns = [column for column, _ in points]
-    columns += [Column(title=axis), Column(title="against")]
     timed = "total step" if all(_timed(ratio.row) == "step" for ratio in ratios) else "time"
-    columns += [Column(title=title, number=True) for title in ("ratio", "99 % from", "to", f"{timed} (ms)", "was (ms)")]
-    columns += [Column(title="verdict"), Column(title="why")]
-    entries = []
-    for ratio in ratios:
-        start = [make(ratio.row) for _, make in points]
-        names = [Entry(text=words(one.point.get(axis))) for one in (ratio.row, ratio.base)]
-        entries.append((*start, *names, *_ratio_entries(ratio)))
+    columns = [
+        *point_columns(ratios, without=[axis]),
+        Column(axis, TEXT, lambda ratio: words(ratio.row.point.get(axis)), failed=None),
+        Column("against", TEXT, lambda ratio: words(ratio.base.point.get(axis)), failed=None),
+        _compared("ratio", RATIO, lambda ratio, found: found.ratio),
+        _compared("99 % from", RATIO, lambda ratio, found: found.low),
+        _compared("to", RATIO, lambda ratio, found: found.high),
+        _compared(f"{timed} (ms)", MS_STD, lambda ratio, _: time_of(quantities(ratio.row), _timed(ratio.row))),
+        _compared("was (ms)", MS_STD, lambda ratio, _: time_of(quantities(ratio.base), _timed(ratio.base))),
+        Column("verdict", TEXT, lambda ratio: ratio.known.verdict if ratio.known else "cannot tell", failed=None),
+        Column("why", TEXT, _why, failed=None),
+    ]
     title = f"{timed.capitalize()} against {axis.replace('_', ' ')} {words(ratios[0].base.point.get(axis))}"
     note = "In the reasons, a is the cell compared against and b the row's own."
-    raw = tuple(_ratio_numbers(axis, ratio) for ratio in ratios)
-    return Table(title=title, columns=tuple(columns), entries=tuple(entries), note=note, raw=raw)
+    return Table.of(title, ratios, columns, note=note, raw=(_ratio_numbers(axis, ratio) for ratio in ratios))
+
+
+def _compared(title: str, form: Form, get: Callable[[_Ratio, Comparison], Any]) -> Column:
+    """A number that both cells are needed for: where either failed, its failure stands there."""
+
+    def read(ratio: _Ratio) -> Any:
+        if ratio.known is None:
+            return Entry(text=ratio.trouble, failure=ratio.failure) if ratio.failure else None
+        return get(ratio, ratio.known)
+
+    return Column(title, form, read, failed=None)
+
+
+def _why(ratio: _Ratio) -> str | Entry:
+    if ratio.failure:
+        return Entry(text=failure_sentence(ratio.failure), failure=ratio.failure)
+    return ratio.known.reason if ratio.known else ratio.trouble
 
 
 def _ratio_numbers(axis: str, ratio: _Ratio) -> dict[str, Any]:
@@ -246,15 +269,3 @@ def _ratio_numbers(axis: str, ratio: _Ratio) -> dict[str, Any]:
         "reason": found.reason if found else ratio.trouble,
         "key": ratio.row.record.key,
     }
-
-
-def _ratio_entries(ratio: _Ratio) -> list[Entry]:
-    found = ratio.found
-    if found is None or found.ratio is None or found.low is None or found.high is None:
-        missing = Entry(text=ratio.trouble if ratio.failure else ABSENT, failure=ratio.failure)
-        said = failure_sentence(ratio.failure) if ratio.failure else ratio.trouble
-        return [missing] * 5 + [Entry(text="cannot tell"), Entry(text=said, failure=ratio.failure)]
-    numbers = [Entry(text=ratio_words(one), sort=one) for one in (found.ratio, found.low, found.high)]
-    times = [time_of(quantities(one), _timed(one)) for one in (ratio.row, ratio.base)]
-    numbers += [Entry(text=milliseconds(*time), sort=in_ms(time[0])) if time else Entry(text=ABSENT) for time in times]
-    return [*numbers, Entry(text=found.verdict), Entry(text=found.reason)]

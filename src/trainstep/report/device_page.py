@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from trainstep.report.charts import Section
 from trainstep.report.device_roofline import roofline
 from trainstep.report.device_words import bound_words, device_sentences
 from trainstep.report.device_work import ceilings_of, work_of
 from trainstep.report.forms import BYTE_RATE, DIGITS, FLOP_RATE, GIGA, MS, PERCENT, TEXT, Form
 from trainstep.report.profile_tables import DETAILED_CELLS, HELP, profile_rows
 from trainstep.report.rows import Row
-from trainstep.report.section import Section
 from trainstep.report.tables import Column, Line, Table, point_columns
 
 

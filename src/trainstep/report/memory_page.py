@@ -7,7 +7,7 @@ from typing import Any
 
 from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
 from trainstep.records.record import Record
-from trainstep.report.charts import Chart, Panels, bar, label, lines_of, short_labels
+from trainstep.report.charts import Chart, Panels, Section, bar, label, lines_of, short_labels
 from trainstep.report.forms import byte_words, in_gib, in_ms
 from trainstep.report.memory_ranks import held_by_ranks_table, rank_words, ranks_table, several_ranks
 from trainstep.report.memory_tables import (
@@ -22,7 +22,6 @@ from trainstep.report.memory_tables import (
     phases_table,
 )
 from trainstep.report.rows import Row
-from trainstep.report.section import Section
 
 _DETAILED = 8
 """Cells with a section of their own; the rest stand in the common tables."""

@@ -10,6 +10,7 @@ from trainstep.report.charts import (
     SERIES,
     Chart,
     Panels,
+    Section,
     bar,
     error_bars,
     label,
@@ -17,12 +18,20 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.forms import in_ms, milliseconds
-from trainstep.report.numerics_rows import ERRORS, groups_of, numerics_rows, precision_of
-from trainstep.report.numerics_sums import range_tables, sum_tables
-from trainstep.report.numerics_tables import dtype_tables, errors_table, trade_sentences, worst_tables
+from trainstep.report.numerics_tables import (
+    ERRORS,
+    dtype_tables,
+    errors_table,
+    groups_of,
+    numerics_rows,
+    precision_of,
+    range_tables,
+    sum_tables,
+    trade_sentences,
+    worst_tables,
+)
 from trainstep.report.quantities import quantities, time_of
 from trainstep.report.rows import Row
-from trainstep.report.section import Section
 from trainstep.report.tables import Table
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")

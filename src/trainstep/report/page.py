@@ -10,7 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from trainstep.report.attention_page import attention_sections
 from trainstep.report.attention_rows import WORKLOAD as ATTENTION
-from trainstep.report.chart_tables import chart_table
+from trainstep.report.charts import Section, chart_table
 from trainstep.report.collectives_page import collective_sections
 from trainstep.report.collectives_tables import WORKLOAD as COLLECTIVE
 from trainstep.report.comparison_page import comparison_sections
@@ -20,13 +20,12 @@ from trainstep.report.memory_page import memory_sections
 from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.notes import mfu_conventions, mixed_machines, notes, summary
 from trainstep.report.numerics_page import numerics_sections
-from trainstep.report.numerics_rows import WORKLOAD as NUMERICS
+from trainstep.report.numerics_tables import WORKLOAD as NUMERICS
 from trainstep.report.parallel_page import parallel_sections
 from trainstep.report.parallel_rows import WORKLOAD as PARALLEL
 from trainstep.report.profile_page import profile_sections
 from trainstep.report.provenance import environments, provenance
 from trainstep.report.rows import Row
-from trainstep.report.section import Section
 from trainstep.report.sweep_page import ceilings_charts, phases_chart
 from trainstep.report.tables import cell_tables
 from trainstep.report.tiles_page import tile_sections

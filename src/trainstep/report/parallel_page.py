@@ -12,6 +12,7 @@ from trainstep.report.charts import (
     SERIES,
     Chart,
     Panels,
+    Section,
     bar,
     error_bars,
     label,
@@ -33,7 +34,6 @@ from trainstep.report.parallel_tables import (
     traffic_table,
 )
 from trainstep.report.rows import Row
-from trainstep.report.section import Section
 
 _TIMED = {"step": "a step alone", "window_step": "a step in a row of steps"}
 _COLOURS = ("theme:blue", "theme:orange", "theme:green", "theme:purple", "theme:sky")

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from trainstep.report.charts import Section
 from trainstep.report.profile_charts import kernels_chart, phases_by_class, shares_chart
 from trainstep.report.profile_tables import (
     DETAILED_CELLS,
@@ -14,7 +15,6 @@ from trainstep.report.profile_tables import (
 )
 from trainstep.report.profile_words import sentences
 from trainstep.report.rows import Row
-from trainstep.report.section import Section
 from trainstep.report.tables import Table
 
 

@@ -5,17 +5,16 @@ kernel, arithmetic and head width, is least.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.records.record import Record
-from trainstep.report.forms import ABSENT, milliseconds, rate_words, ratio_words
-from trainstep.report.hand_built import Column
-from trainstep.report.rows import Row
-from trainstep.report.section import Section
-from trainstep.report.tables import Entry, Table
+from trainstep.report.charts import Section
+from trainstep.report.forms import COUNT, FLOP_RATE, MS, RATIO, TEXT, Form, ratio_words
+from trainstep.report.rows import Row, table_lines
+from trainstep.report.tables import Column, Table
 
 WORKLOAD = "attention_tiles"
 _LABEL = ("kernel", "arithmetic", "head_dim", "mask", "shape")
@@ -36,29 +35,8 @@ def tile_tables(rows: Sequence[Row], *, most: int | None = None) -> list[Table]:
 def summary_table(rows: Sequence[Row]) -> list[Table]:
     """A line a cell: the best tile, its rate, and how it compares with the one in use."""
     tuned = _tuned(rows)
-    if not tuned:
-        return []
-    columns = (
-        "kernel",
-        "arithmetic",
-        "head_dim",
-        "mask",
-        "shape",
-        "best tile",
-        "time (ms)",
-        "rate",
-        "in use",
-        "time, best / in use",
-    )
-    numbers = ("head_dim", "time (ms)", "rate", "time, best / in use")
-    return [
-        Table(
-            title="Best tiles against those in use",
-            columns=tuple(Column(title=title, number=title in numbers) for title in columns),
-            entries=tuple(_summary(row.record) for row in tuned),
-            note="A tile is block_q x block_k x warps x stages x heads together.",
-        )
-    ]
+    note = "A tile is block_q x block_k x warps x stages x heads together."
+    return [Table.of("Best tiles against those in use", tuned, _SUMMARY, note=note)] if tuned else []
 
 
 def tile_sections(rows: Sequence[Row]) -> list[Section]:
@@ -96,15 +74,10 @@ def _tuned(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.record.workload == WORKLOAD and "candidates" in row.record.tables]
 
 
-def _candidates(record: Record) -> Iterator[Seen]:
-    """The rows of the record's table."""
-    columns = record.tables["candidates"]
-    for values in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, values, strict=True))
-
-
-def _ranked(record: Record) -> list[Seen]:
-    return sorted(_candidates(record), key=lambda one: math.inf if one["time_s"] is None else one["time_s"])
+def _candidates(record: Record) -> list[Seen]:
+    """The rows of the record's table, best first."""
+    lines = table_lines(record.tables["candidates"])
+    return sorted(lines, key=lambda one: math.inf if one["time_s"] is None else one["time_s"])
 
 
 def _tile_of(one: Seen) -> Tile:
@@ -143,62 +116,68 @@ def _span(ratios: Sequence[float]) -> str:
 
 
 def _candidate_table(record: Record, most: int | None) -> Table:
-    ranked = _ranked(record)
+    ranked = _candidates(record)
     best_s = ranked[0]["time_s"]
     used = record.fact("in_use")
     shown = [
         one for place, one in enumerate(ranked) if most is None or place < most or _in_words(_tile_of(one)) == used
     ]
-    titles = (
-        *KERNEL_TILE_FIELDS,
-        "time (ms)",
-        "time / best's",
-        "rounds",
-        "error / allowed",
-        "registers",
-        "spilled (B)",
-        "shared (B)",
-    )
-    columns = (*(Column(title=title, number=True) for title in titles), Column(title="remarks"))
-    entries = tuple(_candidate_entries(one, best_s, _in_words(_tile_of(one)) == used) for one in shown)
     left_out = len(ranked) - len(shown)
-    return Table(
-        title="Tiles: " + " ".join(str(record.config[name]) for name in _LABEL),
-        columns=columns,
-        entries=entries,
-        raw=tuple({**{name: record.config[name] for name in _LABEL}, **one} for one in shown),
+    label = {name: record.config[name] for name in _LABEL}
+    lines = [
+        {
+            **one,
+            "ratio": one["time_s"] / best_s if one["time_s"] is not None and best_s else None,
+            "remarks": "; ".join(filter(None, (_outcome(one), "in use" if _in_words(_tile_of(one)) == used else ""))),
+        }
+        for one in shown
+    ]
+    return Table.of(
+        "Tiles: " + " ".join(map(str, label.values())),
+        lines,
+        _CANDIDATE,
+        raw=({**label, **one} for one in shown),
         note=f"{left_out} more in the record." if left_out else "",
     )
 
 
-def _candidate_entries(one: Seen, best_s: float | None, in_use: bool) -> tuple[Entry, ...]:
-    time_s = one["time_s"]
-    remarks = [one["reason"] and f"{one['outcome'].replace('_', ' ')}: {one['reason']}", "in use" if in_use else ""]
-    ratio = one["error_ratio"]
-    return (
-        *(Entry(text=str(one[name]), sort=one[name]) for name in KERNEL_TILE_FIELDS),
-        Entry(text=ABSENT if time_s is None else milliseconds(time_s), sort=time_s and time_s * 1e3),
-        Entry(text=ABSENT if time_s is None or not best_s else ratio_words(time_s / best_s), sort=time_s),
-        _count(one["rounds"]),
-        Entry(text=ABSENT if ratio is None else f"{ratio:.2f}", sort=ratio),
-        *(_count(one[name]) for name in ("registers", "spilled_bytes", "shared_bytes")),
-        Entry(text="; ".join(filter(None, remarks))),
-    )
+def _outcome(one: Seen) -> str:
+    return f"{one['outcome'].replace('_', ' ')}: {one['reason']}" if one["reason"] else ""
 
 
-def _count(value: int | None) -> Entry:
-    return Entry(text=ABSENT if value is None else f"{value:,}", sort=value)
+_PLAIN = Form(text=str)
+_CANDIDATE = (
+    *(Column(name, _PLAIN) for name in KERNEL_TILE_FIELDS),
+    Column("time (ms)", MS, "time_s"),
+    Column("time / best's", RATIO, "ratio"),
+    Column("rounds", COUNT),
+    Column("error / allowed", Form(text=lambda ratio: f"{ratio:.2f}"), "error_ratio"),
+    Column("registers", COUNT),
+    Column("spilled (B)", COUNT, "spilled_bytes"),
+    Column("shared (B)", COUNT, "shared_bytes"),
+    Column("remarks"),
+)
 
 
-def _summary(record: Record) -> tuple[Entry, ...]:
-    best_s = _ranked(record)[0]["time_s"]
-    used_s = record.fact("in_use_time")
-    labels = (Entry(text=str(record.config[name])) for name in _LABEL)
-    return (
-        *labels,
-        Entry(text=record.fact("best")),
-        Entry(text=milliseconds(best_s), sort=best_s * 1e3),
-        Entry(text=rate_words(record.fact("rate"), "flop/s"), sort=record.fact("rate")),
-        Entry(text=record.fact("in_use")),
-        Entry(text=ratio_words(best_s / used_s) if used_s else ABSENT),
-    )
+def _label(name: str) -> Column:
+    return Column(name, _PLAIN if name == "head_dim" else TEXT, lambda row: row.record.config[name])
+
+
+def _best_s(row: Row) -> float | None:
+    best: float | None = _candidates(row.record)[0]["time_s"]
+    return best
+
+
+def _against_used(row: Row) -> float | None:
+    best_s, used_s = _best_s(row), row.record.fact("in_use_time")
+    return best_s / used_s if best_s and used_s else None
+
+
+_SUMMARY = (
+    *map(_label, _LABEL),
+    Column("best tile", TEXT, "best"),
+    Column("time (ms)", MS, _best_s),
+    Column("rate", FLOP_RATE),
+    Column("in use", TEXT, "in_use"),
+    Column("time, best / in use", RATIO, _against_used),
+)

@@ -3,14 +3,21 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trainstep.report.first_step import PARTS, FirstStep, first_step
-from trainstep.report.forms import ABSENT, in_ms, milliseconds, percent, seconds_words, times_words
-from trainstep.report.hand_built import Column, point_columns
+from trainstep.report.charts import Section
+from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, percent, seconds_words, times_words
 from trainstep.report.quantities import quantities, time_of
 from trainstep.report.rows import Row
-from trainstep.report.section import Section
-from trainstep.report.tables import Entry, Table
-from trainstep.report.warmup_charts import SHOWN_STEPS, Found, by_w_chart, curve_chart, split_chart
+from trainstep.report.tables import Column, Line, Table, point_columns
+from trainstep.report.warmup_charts import (
+    PARTS,
+    SHOWN_STEPS,
+    FirstStep,
+    Found,
+    by_w_chart,
+    curve_chart,
+    first_step,
+    split_chart,
+)
 
 _MOST_IN_CHARTS = 40
 
@@ -20,12 +27,12 @@ def warmup_section(rows: Sequence[Row]) -> Section | None:
     steps = [row for row in rows if row.record.workload == "train_step"]
     swept = _swept(steps)
     in_sweep = set(map(id, swept))
-    longest: dict[Any, tuple[Row, FirstStep]] = {}
+    longest: dict[Any, Line] = {}
     for row in steps:
         found = first_step(row.record)
         best = longest.get(row.rest("warmups"))
-        if found and (found.warmups or id(row) in in_sweep) and (best is None or found.warmups > best[1].warmups):
-            longest[row.rest("warmups")] = (row, found)
+        if found and (found.warmups or id(row) in in_sweep) and (best is None or found.warmups > best.of.warmups):
+            longest[row.rest("warmups")] = Line(row, found)
     chosen = list(longest.values())
     if not chosen:
         return None
@@ -72,7 +79,7 @@ def _slowest_to_start(chosen: Found) -> Found:
     """As many cells as charts can hold: those whose first step is slowest against their steady ones, in their order."""
     ranked = sorted(chosen, key=lambda one: -one[1].first_s / one[1].steady_s)
     kept = {id(row) for row, _ in ranked[:_MOST_IN_CHARTS]}
-    return [(row, found) for row, found in chosen if id(row) in kept]
+    return [line for line in chosen if id(line.row) in kept]
 
 
 def _left_out(shown: Found, chosen: Found) -> list[str]:
@@ -149,45 +156,33 @@ def _signed(share: float) -> str:
 
 
 def _split_table(chosen: Found) -> Table:
-    points = point_columns([row for row, _ in chosen], without=["warmups"])
-    titles = ("first step (ms)", "steady (ms)", "extra (ms)", *(f"{name} (ms)" for name in PARTS.values()))
-    titles += ("cudaMalloc calls", "CUDA context (ms), before", "steady from step")
-    columns = [column for column, _ in points] + [Column(title=title, number=True) for title in titles]
-    entries = []
-    for row, found in chosen:
-        times = [found.first_s, found.steady_s, found.extra_s, *(getattr(found, part) for part in PARTS)]
-        counts = [found.allocations, found.settled]
-        texts = [Entry(text=ABSENT) if count is None else Entry(text=f"{count:,}", sort=count) for count in counts]
-        entries.append((*(make(row) for _, make in points), *map(_ms, times), texts[0], _ms(found.context_s), texts[1]))
-    return Table(title="The first step's extra time", columns=tuple(columns), entries=tuple(entries))
+    columns = [
+        *point_columns(chosen, without=["warmups"]),
+        *(Column(f"{name} (ms)", MS, f"{name.removesuffix(' step')}_s") for name in ("first step", "steady", "extra")),
+        *(Column(f"{name} (ms)", MS, part) for part, name in PARTS.items()),
+        Column("cudaMalloc calls", COUNT, "allocations"),
+        Column("CUDA context (ms), before", MS, "context_s"),
+        Column("steady from step", COUNT, "settled"),
+    ]
+    return Table.of("The first step's extra time", chosen, columns)
 
 
 def _by_w_table(rows: Sequence[Row]) -> Table:
-    points = point_columns(rows)
-    columns = [column for column, _ in points]
-    columns += [Column(title=title, number=True) for title in ("mean ± std (ms)", "std / mean (%)")]
-    entries = []
-    for row in rows:
-        time = time_of(quantities(row), "step")
-        if time:
-            spread = (time[1] or 0.0) / time[0]
-            measured = (Entry(text=milliseconds(*time), sort=in_ms(time[0])), Entry(text=percent(spread), sort=spread))
-            entries.append((*(make(row) for _, make in points), *measured))
-    return Table(title="Total step against warm-ups", columns=tuple(columns), entries=tuple(entries))
+    lines = [Line(row, time) for row in rows if (time := time_of(quantities(row), "step"))]
+    columns = [
+        *point_columns(rows),
+        Column("mean ± std (ms)", MS_STD, lambda line: line.of),
+        Column("std / mean (%)", PERCENT, lambda line: (line.of[1] or 0.0) / line.of[0]),
+    ]
+    return Table.of("Total step against warm-ups", lines, columns)
 
 
 def _steps_table(chosen: Found) -> Table:
     """The curve's numbers: step 1, 2, 3... in ms."""
-    points = point_columns([row for row, _ in chosen], without=["warmups"])
     longest = min(SHOWN_STEPS, max(len(found.steps_s) for _, found in chosen))
-    columns = [column for column, _ in points]
-    columns += [Column(title=f"step {number} (ms)", number=True) for number in range(1, longest + 1)]
-    entries = []
-    for row, found in chosen:
-        steps = [*found.steps_s[:longest], *[None] * (longest - len(found.steps_s))]
-        entries.append((*(make(row) for _, make in points), *map(_ms, steps)))
-    return Table(title="Every step from the first", columns=tuple(columns), entries=tuple(entries), folded=True)
+    columns = [*point_columns(chosen, without=["warmups"]), *map(_step_column, range(longest))]
+    return Table.of("Every step from the first", chosen, columns, folded=True)
 
 
-def _ms(seconds: float | None) -> Entry:
-    return Entry(text=ABSENT) if seconds is None else Entry(text=milliseconds(seconds), sort=in_ms(seconds))
+def _step_column(place: int) -> Column:
+    return Column(f"step {place + 1} (ms)", MS, lambda line: next(iter(line.of.steps_s[place:]), None))
