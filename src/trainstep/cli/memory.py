@@ -11,6 +11,7 @@ from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.cli.reading import read_limits, show_within
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.sync import USED_BY, SyncConfig
+from trainstep.costs.strategies import YARDSTICK
 from trainstep.reading import ReadLimits
 from trainstep.records.store import Store, new_records_path
 
@@ -104,7 +105,7 @@ def _with_ways(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """The grid with a way of going parallel where there are several ranks; ValueError for one, or an option, without effect."""
     if all(ranks == 1 for ranks in grid.get("ranks", [1])):
         if given := next(
-            (name for name in ("sync", *USED_BY) if grid.get(name, [None]) not in ([None], ["none"])), None
+            (name for name in ("sync", *USED_BY) if grid.get(name, [None]) not in ([None], [YARDSTICK])), None
         ):
             raise ValueError(f"{given}: has no effect on one rank; add --ranks 2 or more")
         return dict(grid)

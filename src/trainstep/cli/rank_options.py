@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.config.sync import USED_BY
+from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.record import Environment
 
 
 def check_sync_options(asked: Mapping[str, Sequence[Any]], ways: Sequence[Any]) -> None:
     """ValueError for an option that none of the ways has: it would be passed over in silence."""
-    names = [str(way) if way is not None else "none" for way in ways]
+    names = [str(way) if way is not None else YARDSTICK for way in ways]
     for option, its in USED_BY.items():
         if option in asked and not set(its) & set(names):
             raise ValueError(f"{option}: has no effect with sync {', '.join(names)}; it is for {', '.join(its)}")

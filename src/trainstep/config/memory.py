@@ -19,7 +19,7 @@ class MemoryConfig:
 
     model: ModelConfig | UserModel
     ranks: int = described("processes, with a GPU each where there are GPUs; 1: a step on its own", 1)
-    sync: str = as_in(SyncConfig, "sync", default="none")
+    sync: str = as_in(SyncConfig, "sync", default=YARDSTICK)
     bucket_mib: float | None = as_in(SyncConfig, "bucket_mib")
     first_bucket_mib: float | None = as_in(SyncConfig, "first_bucket_mib")
     last_bucket_mib: float | None = as_in(SyncConfig, "last_bucket_mib")

@@ -15,13 +15,11 @@ from typing import IO, Any, Protocol
 
 from trainstep.config.cell import Cell
 from trainstep.config.import_path import python_command
-from trainstep.measure.failures import asked_bytes
+from trainstep.measure.failures import asked_bytes, last_lines_of
 from trainstep.measure.host import out_of_memory_kills
 from trainstep.measure.temporary_folder import TemporaryFolder, remove_abandoned
 from trainstep.records.record import Failure
 
-_LAST_LINES = 20
-_STDERR_TAIL_BYTES = 16_384
 _DRAIN_S = 2.0
 """For what a dead process still had in its pipe to arrive."""
 _ANSWERS = {"prepare": "ready", "take": "taken", "finish": "finished"}
@@ -34,6 +32,10 @@ _OUT_OF_MEMORY = re.compile(
 Answer = Mapping[str, Any]
 Tell = Callable[[Cell, str], None]
 """Told which cell is in which stage."""
+
+
+def tell_nobody(_cell: Cell, _stage: str) -> None:
+    """For those who do not ask."""
 
 
 class CellLost(Exception):
@@ -209,11 +211,7 @@ class CellConnection:
         return Failure(kind="crash", phase=self._stage, message=message, last_lines=lines)
 
     def _last_lines(self) -> tuple[str, ...]:
-        """The end of what was printed. Read by position: the process writes where the file's own offset stands."""
-        descriptor = self._stderr.fileno()
-        end = os.fstat(descriptor).st_size
-        start = max(self._said_before, end - _STDERR_TAIL_BYTES)
-        return tuple(os.pread(descriptor, end - start, start).decode(errors="replace").splitlines()[-_LAST_LINES:])
+        return last_lines_of(self._stderr, since=self._said_before)
 
 
 def _check_folder() -> None:

@@ -34,6 +34,7 @@ from trainstep.measure.executor_slurm_queue import (
     new_submission,
     open_submissions,
 )
+from trainstep.measure.failures import last_lines_of
 from trainstep.measure.runner import Limits
 from trainstep.measure.sweep import QUEUED
 from trainstep.records.record import Environment, Failure, Record
@@ -44,8 +45,6 @@ _ASK_EVERY = 5
 """Looks for parts for each question to Slurm."""
 _ENDED_ANSWERS = 2
 """So many answers in a row must call a job ended before its part is given up: a network file system shows files late."""
-_LAST_LINES = 20
-_STDERR_TAIL_BYTES = 16_384
 _KINDS = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "out_of_memory"}
 _HOW = {
     "TIMEOUT": "was ended by Slurm at its time limit; --slurm-time gives it more",
@@ -191,7 +190,6 @@ def _node(job: Job) -> tuple[Environment, str | None]:
 def _last_lines(stderr: Path) -> tuple[str, ...]:
     try:
         with open(stderr, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _STDERR_TAIL_BYTES))
-            return tuple(file.read().decode(errors="replace").splitlines()[-_LAST_LINES:])
+            return last_lines_of(file)
     except OSError:
         return ()

@@ -3,10 +3,12 @@
 Torch-free: the cell's process of a workload without torch uses it too.
 """
 
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import IO
 
 from trainstep.records.facts import Fact, facts_of
 from trainstep.records.record import Failure, Holder
@@ -14,6 +16,7 @@ from trainstep.records.record import Failure, Holder
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ASKED = re.compile(r"(?:tried|unable) to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 _LAST_LINES = 20
+_TAIL_BYTES = 16_384
 
 
 class CellFailed(Exception):
@@ -81,10 +84,10 @@ def failure_of(error: BaseException, phase: str) -> Failure:
         return error.failure
     if is_out_of_memory(error):
         return out_of_memory(error, phase)
-    lines = storable("".join(traceback.format_exception(error))).rstrip().splitlines()
+    said = storable("".join(traceback.format_exception(error))).rstrip()
     kind = "import_error" if isinstance(error, ImportError) and phase in ("start", "build") else "crash"
     name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return Failure(kind=kind, phase=phase, message=name + _first_line(error), last_lines=tuple(lines[-_LAST_LINES:]))
+    return Failure(kind=kind, phase=phase, message=name + _first_line(error), last_lines=_last_lines(said))
 
 
 def try_afterwards(facts: dict[str, Fact], what: str, look: Callable[[dict[str, Fact]], object]) -> bool:
@@ -100,6 +103,13 @@ def try_afterwards(facts: dict[str, Fact], what: str, look: Callable[[dict[str, 
     return True
 
 
+def last_lines_of(printed: IO[bytes], *, since: int = 0) -> tuple[str, ...]:
+    """The end of what a process printed from that byte on. Read by position: it writes where the file's own offset stands."""
+    end = os.fstat(printed.fileno()).st_size
+    start = max(since, end - _TAIL_BYTES)
+    return _last_lines(os.pread(printed.fileno(), end - start, start).decode(errors="replace"))
+
+
 def asked_bytes(text: str) -> int | None:
     """The bytes an allocator's message says were asked for."""
     found = _ASKED.search(text)
@@ -109,6 +119,10 @@ def asked_bytes(text: str) -> int | None:
 def storable(text: str) -> str:
     """The text without lone surrogates (a file name that is not UTF-8 has them), which no file takes."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _last_lines(text: str) -> tuple[str, ...]:
+    return tuple(text.splitlines()[-_LAST_LINES:])
 
 
 def _first_line(error: BaseException) -> str:

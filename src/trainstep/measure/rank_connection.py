@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.cell import Cell
-from trainstep.measure.connection import Answer, CellConnection, CellLost, Connection, Tell
+from trainstep.measure.connection import Answer, CellConnection, CellLost, Connection, Tell, tell_nobody
 from trainstep.measure.host import cores
 from trainstep.measure.rank_findings import merged_findings
 from trainstep.parallel.desk import SAYS
@@ -67,7 +67,7 @@ class RankConnection:
         self._ranks: list[CellConnection] = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._ranks.append(CellConnection(tell if rank == 0 else _tell_nobody, common | own))
+            self._ranks.append(CellConnection(tell if rank == 0 else tell_nobody, common | own))
         self._threads = ThreadPoolExecutor(max_workers=ranks, thread_name_prefix="rank")
 
     @property
@@ -227,7 +227,3 @@ def _of_rank(rank: int, request: Mapping[str, Any], ranks: int) -> dict[str, Any
     if own.get("compile_cache"):
         own["compile_cache"] = f"{own['compile_cache']}/rank{rank}"
     return own
-
-
-def _tell_nobody(_cell: Cell, _stage: str) -> None:
-    pass

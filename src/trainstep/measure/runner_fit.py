@@ -14,7 +14,6 @@ from trainstep.config.memory import MemoryConfig
 from trainstep.config.parsing import from_plain, to_plain
 from trainstep.records.record import Record
 
-FIELDS = ("batch_size", "context")
 _RESOLUTION = 64
 """The gap left is at most this part of the value: exact below twice that."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from trainstep.config.cell import Cell
-from trainstep.measure.connection import CellConnection
+from trainstep.measure.connection import CellConnection, tell_nobody
 from trainstep.measure.runner import CellRun, Limits, run_alone
 from trainstep.records.record import Record
 
@@ -40,13 +40,9 @@ class SideProcesses:
             return None
         connection: CellConnection | None = getattr(self._own, "connection", None)
         if connection is None or not connection.alive:
-            connection = CellConnection(_tell_nobody)
+            connection = CellConnection(tell_nobody)
         record, again = run_alone(CellRun(cell, limits, connection))
         if not again:
             connection.close()
         self._own.connection = connection if again else None
         return record
-
-
-def _tell_nobody(_cell: Cell, _stage: str) -> None:
-    pass

@@ -60,11 +60,6 @@ class StepCommunication:
     exposed_s: float
     tail_s: float
 
-    @property
-    def hidden_share(self) -> float | None:
-        """None for a step without messages."""
-        return 1 - self.exposed_s / self.communication_s if self.communication_s else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
