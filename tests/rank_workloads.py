@@ -13,6 +13,7 @@ from typing import Any
 
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.workload import Findings, Stage
+from trainstep.parallel.watch import LEFT
 from trainstep.records.record import Fact, Failure, Samples
 from workloads import ACTS
 
@@ -49,7 +50,7 @@ class RankedMeasurement:
         if self._config.get("said"):
             os.write(2, self._config["said"].format(rank=self._rank).encode())
         if self._config.get("wait") == "out":
-            os._exit(1)
+            os._exit(LEFT)
         if self._config.get("wait") and self._rank != self._config.get("victim"):
             time.sleep(600)
 
@@ -80,7 +81,7 @@ class RankedMeasurement:
             raise RuntimeError("Connection closed by peer")
         else:
             os.write(2, f"trainstep: rank 1 (host, pid 7) died; rank {self._rank} leaves\n".encode())
-            os._exit(1)
+            os._exit(LEFT)
 
     def _called(self, what: str) -> None:
         config = self._config

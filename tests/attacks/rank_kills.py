@@ -19,6 +19,7 @@ from attacks.attack import Outcome
 from attacks.reader import last_frame
 from attacks.torch_process import TorchProcess
 from ranks import free_port
+from trainstep.parallel.watch import LEFT
 
 STRATEGIES = (
     "naive",
@@ -76,6 +77,8 @@ def _judged(case: str, ends: dict[str, Any], victim: int, meeting: bool, folder:
         blamed = {int(number) for number in re.findall(r"rank (\d+) \([^)]*\) died", err)} - {victim}
         if rank not in ends["late"] and (not named or blamed):
             wrong.append(f"rank {rank} says {err[-200:]!a}")
+        if rank not in ends["late"] and not meeting and ends["codes"][rank] != LEFT:
+            wrong.append(f"rank {rank} ends with exit code {ends['codes'][rank]}")
     tracebacks = [err for err in said.values() if "Traceback (most recent call last)" in err and not meeting]
     allowed_s = _END_S + (_MEETING_S if meeting else 0.0)
     late = f"ranks {ends['late']} are there after {allowed_s:.0f} s" if ends["late"] else ""
@@ -90,7 +93,7 @@ def _judged(case: str, ends: dict[str, Any], victim: int, meeting: bool, folder:
 def train_and_kill(
     size: int, victim: int, strategy: str, meeting: bool, after_s: float, folder: str, port: int
 ) -> dict[str, Any]:
-    """Fork the ranks, kill one, wait for the others: the process numbers, and which ranks are late (and killed here)."""
+    """Fork the ranks, kill one, wait for the others: the process numbers, their exit codes, and who is late (and killed here)."""
     pids = []
     for rank in range(size):
         pid = os.fork()
@@ -108,12 +111,17 @@ def train_and_kill(
     os.kill(pids[victim], signal.SIGKILL)
     left = dict(enumerate(pids))
     deadline_s = time.monotonic() + _END_S + (_MEETING_S if meeting else 0.0)
+    codes: dict[int, int] = {}
     while left and time.monotonic() < deadline_s:
-        left = {rank: pid for rank, pid in left.items() if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        for rank, pid in list(left.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                del left[rank]
         time.sleep(0.01)
     for pid in left.values():
         os.kill(pid, signal.SIGKILL)
-    return {"pids": pids, "late": list(left)}
+    return {"pids": pids, "codes": [codes.get(rank) for rank in range(size)], "late": list(left)}
 
 
 def _train(rank: int, size: int, strategy: str, folder: Path, port: int) -> None:

@@ -15,6 +15,7 @@ from trainstep.measure.rank_connection import RankConnection, _End, _worst
 from trainstep.measure.rank_findings import joined_ranks, merged_findings
 from trainstep.measure.runner import CellRun, Limits, run_alone
 from trainstep.parallel.listening import loopback_interface
+from trainstep.parallel.watch import LEFT
 from trainstep.records.ranks import rank_spread, rank_values
 from trainstep.records.record import Failure, Record
 
@@ -123,6 +124,22 @@ def test_where_the_watch_ended_all_its_sentence_is_the_failure():
     record = run_and_look(ranked(wait="out", said=f"trainstep: {sentence}; rank {{rank}} leaves\n"))
     assert record.failure is not None
     assert (record.failure.kind, record.failure.message) == ("crash", sentence)
+
+
+def test_exit_codes_say_who_left_because_of_another_whatever_was_printed():
+    words = ("trainstep: rank 1 (host, pid 7) died; rank 0 leaves",)
+    ends = [
+        _End(
+            rank=rank,
+            lost=Failure(kind="crash", phase="steps", message=f"left with exit code {code}", last_lines=words),
+            exit_code=code,
+        )
+        for rank, code in enumerate((LEFT, 7, LEFT))
+    ]
+    with pytest.raises(CellLost, match=r"^rank 1: left with exit code 7$"):
+        _worst(ends, 3)
+    with pytest.raises(CellLost, match=r"^rank 1 \(host, pid 7\) died$"):
+        _worst([ends[0], ends[2]], 3)
 
 
 def test_cells_meet_where_nobody_else_comes(monkeypatch: pytest.MonkeyPatch):

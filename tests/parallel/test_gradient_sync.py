@@ -305,7 +305,7 @@ def flags_of_steps(ranks: Ranks, name: str) -> list[list[bool]]:
     for users in ((0, 1), (), (1,), (), (0, 1), (0,), ()):
         model(torch.ones(1, 2), ranks.rank in users).sum().backward()
         run.sync.finish_gradient_synchronization()
-        parameters = getattr(run.sync, "pieces", run.sync.parameters)
+        parameters = getattr(run.sync, "pieces", run.sync.trained_parameters)
         found.append([parameter is not None and parameter.grad is not None for parameter in parameters])
         run.optimizer.zero_grad()
     return found

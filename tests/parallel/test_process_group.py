@@ -19,7 +19,7 @@ from trainstep.parallel.desk import Desk
 from trainstep.parallel.link import Link
 from trainstep.parallel.listening import LOOPBACK, listen
 from trainstep.parallel.process_group import start_ranks, stop_ranks
-from trainstep.parallel.watch import Watch
+from trainstep.parallel.watch import LEFT, Watch
 
 PROGRAM = """
 import os
@@ -120,7 +120,7 @@ def test_nccl():
 @pytest.mark.multigpu
 def test_nccl_when_a_rank_is_killed():
     (code, out, err), (killed, *_) = two_ranks_on_gpus("kill")
-    assert (code, out, killed) == (1, "", -signal.SIGKILL)
+    assert (code, out, killed) == (LEFT, "", -signal.SIGKILL)
     assert "trainstep: rank 1 (" in err
     assert err.rstrip().endswith("died; rank 0 leaves")
 

@@ -39,11 +39,12 @@ def tell_nobody(_cell: Cell, _stage: str) -> None:
 
 
 class CellLost(Exception):
-    """The process died or took too long; `failure` says how."""
+    """The process died or took too long; `failure` says how. `exit_code`: its own, where it ended by itself."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, exit_code: int | None = None) -> None:
         super().__init__(failure.message)
         self.failure = failure
+        self.exit_code = exit_code
 
 
 class Connection(Protocol):
@@ -115,7 +116,7 @@ class CellConnection:
                 self.kill()
                 raise CellLost(self._timed_out(limit_s)) from None
             if event is None:
-                raise CellLost(self._died(cell))
+                raise CellLost(self._died(cell), self._process.wait())
             if event["event"] in (_ANSWERS[request["do"]], "finished"):
                 return event
             if event["event"] != "stage":

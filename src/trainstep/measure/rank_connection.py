@@ -9,9 +9,9 @@ They meet on this machine's loopback address and prove to each other that they k
 
 [Note: who failed first]
 Where a rank dies, the others' collectives fail within milliseconds, and may be heard of first. So the others get a moment, and of
-several failures a death comes before an error, and an error before a process that its watch ended because of another. Where the
-watch ended all of them, its sentence is the failure. Where all were ended for their time, all are named with the stage they were
-in, and with what the watch had said of who waits for whom.
+several failures a death comes before an error, and an error before a process that its watch ended because of another, as its
+exit code says. Where the watch ended all of them, its sentence is the failure. Where all were ended for their time, all are named
+with the stage they were in, and with what the watch had said of who waits for whom.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from trainstep.measure.rank_findings import merged_findings
 from trainstep.parallel.desk import SAYS
 from trainstep.parallel.listening import LOOPBACK, loopback_interface
 from trainstep.parallel.standstill import rank_words
-from trainstep.parallel.watch import LEAVES
+from trainstep.parallel.watch import LEFT
 from trainstep.records.record import Failure
 
 _MOMENT_S = 2.0
@@ -122,6 +122,7 @@ class _End:
     rank: int
     answer: Answer | None = None
     lost: Failure | None = None
+    exit_code: int | None = None
 
     @property
     def failed(self) -> bool:
@@ -132,7 +133,7 @@ class _End:
         """See the note: who failed first. Of the same order, the one heard of first stands."""
         if self.lost is None:
             return 1
-        return 2 if self.sentence.endswith(LEAVES) else 0
+        return 2 if self.exit_code == LEFT else 0
 
     @property
     def sentence(self) -> str:
@@ -165,7 +166,7 @@ def _worst(failed: Sequence[_End], ranks: int) -> Answer:
         waits = next((f"; {end.sentence.removeprefix(SAYS)}" for end in failed if end.sentence), "")
         return first.told(_by_message(failed, ranks) + waits)
     if first.order == 2:
-        return first.told(first.sentence.removeprefix(SAYS).rpartition("; ")[0])
+        return first.told(first.sentence.removeprefix(SAYS).rpartition("; ")[0] or first.message)
     # Errors that all found out together are not one rank's.
     same = len(failed) == ranks and all(end.lost is None and end.message == first.message for end in failed)
     return first.told(_by_message(failed if same else [first], ranks))
@@ -206,7 +207,7 @@ def _end(rank: int, future: Future[Answer]) -> _End:
     try:
         return _End(rank=rank, answer=future.result())
     except CellLost as lost:
-        return _End(rank=rank, lost=lost.failure)
+        return _End(rank=rank, lost=lost.failure, exit_code=lost.exit_code)
 
 
 def _merged(ends: Sequence[_End]) -> Answer:

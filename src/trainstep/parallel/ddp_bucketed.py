@@ -57,14 +57,14 @@ class BucketedDDP(ReplicatedGradients):
         }
         super().__init__(module, ranks, options=options)
         self._plan = plan_buckets(
-            self.parameters,
+            self.trained_parameters,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
             last_bucket_bytes=last_bucket_bytes,
             dtype=reduce_dtype,
         )
         self.buckets = make_buckets(
-            "bucket", self.parameters, self._plan, dtype=reduce_dtype, keeps_dtype=keeps_gradient_dtype
+            "bucket", self.trained_parameters, self._plan, dtype=reduce_dtype, keeps_dtype=keeps_gradient_dtype
         )
         self._order = LaunchOrder(self._plan)
 

@@ -26,9 +26,9 @@ class FlatDDP(ReplicatedGradients):
     ) -> None:
         options = {"reduce_dtype": reduce_dtype, "keeps_gradient_dtype": keeps_gradient_dtype}
         super().__init__(module, ranks, options=options)
-        self._plan = plan_buckets(self.parameters, bucket_bytes=math.inf, dtype=reduce_dtype)
+        self._plan = plan_buckets(self.trained_parameters, bucket_bytes=math.inf, dtype=reduce_dtype)
         self.buckets = make_buckets(
-            "flat", self.parameters, self._plan, dtype=reduce_dtype, keeps_dtype=keeps_gradient_dtype
+            "flat", self.trained_parameters, self._plan, dtype=reduce_dtype, keeps_dtype=keeps_gradient_dtype
         )
 
     def held_tensors(self) -> HeldTensors:

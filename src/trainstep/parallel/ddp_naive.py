@@ -29,10 +29,10 @@ class NaiveDDP(ReplicatedGradients):
         """Nothing before backward is over."""
 
     def _finish(self) -> None:
-        gradients = self._gradients(range(len(self.parameters)))
+        gradients = self._gradients(range(len(self.trained_parameters)))
         used = [gradient is not None for gradient in gradients]
         self._usage.send(used)
-        for name, parameter, gradient in zip(self.names, self.parameters, gradients, strict=True):
+        for name, parameter, gradient in zip(self.names, self.trained_parameters, gradients, strict=True):
             if gradient is None:
                 gradient = parameter.grad = torch.zeros_like(parameter)
             sent = gradient.to(self._reduce_dtype or gradient.dtype)
@@ -40,4 +40,4 @@ class NaiveDDP(ReplicatedGradients):
             if sent is not gradient:
                 gradient.copy_(sent)
         for index in self._usage.unused_everywhere(used):
-            self.parameters[index].grad = None
+            self.trained_parameters[index].grad = None

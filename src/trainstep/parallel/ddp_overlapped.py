@@ -28,7 +28,7 @@ class OverlappedDDP(ReplicatedGradients):
         super().__init__(module, ranks, options={"reduce_dtype": reduce_dtype})
         self._reduce_dtype = reduce_dtype
         self._usage = Usage(self.collectives)
-        self._order = LaunchOrder([[index] for index in reversed(range(len(self.parameters)))])
+        self._order = LaunchOrder([[index] for index in reversed(range(len(self.trained_parameters)))])
         self._sent: list[tuple[Tensor, Tensor, Pending]] = []
         """Gradients, what was sent of them, and what to wait for."""
 
@@ -45,10 +45,10 @@ class OverlappedDDP(ReplicatedGradients):
         if turns is None:
             raise sent_twice(self.names[index])
         for turn in turns:
-            self._send(len(self.parameters) - 1 - turn)
+            self._send(len(self.trained_parameters) - 1 - turn)
 
     def _send(self, index: int) -> None:
-        parameter, name = self.parameters[index], self.names[index]
+        parameter, name = self.trained_parameters[index], self.names[index]
         gradient = self._gradients([index])[0]
         self._used[index] = gradient is not None
         if gradient is None:
@@ -58,12 +58,12 @@ class OverlappedDDP(ReplicatedGradients):
 
     def _finish(self) -> None:
         for turn in self._order.rest():
-            self._send(len(self.parameters) - 1 - turn)
+            self._send(len(self.trained_parameters) - 1 - turn)
         self._usage.send(self._used)
         for gradient, sent, pending in self._sent:
             pending.wait()
             if sent is not gradient:
                 gradient.copy_(sent)
         for index in self._usage.unused_everywhere(self._used):
-            self.parameters[index].grad = None
+            self.trained_parameters[index].grad = None
         self._sent = []

@@ -241,7 +241,7 @@ class FlatShardedOptimizer(Optimizer):
     def _cut_value(self, index: int, key: str, value: Any) -> Any:
         """Of a tensor like the parameter what its piece has; everything else whole, and our own to change."""
         sync = self.gradient_sync
-        if key != "step" and isinstance(value, Tensor) and value.shape == sync.parameters[index].shape:
+        if key != "step" and isinstance(value, Tensor) and value.shape == sync.trained_parameters[index].shape:
             return sync.cut(index, value)
         return value.clone() if isinstance(value, Tensor) else value
 

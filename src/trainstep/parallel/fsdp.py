@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules.module import _IncompatibleKeys
 
 from trainstep.costs.strategies import strategy_named
 from trainstep.parallel.clipping import clip_gradients_
@@ -77,7 +78,7 @@ class FSDP(HookedGradients):
         self._reshard_after_forward = reshard_after_forward
         plans = plan_units(module, units)
         self._staging = StagingPool(self.ranks.device)
-        index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
+        index_of = {parameter: index for index, parameter in enumerate(self.trained_parameters)}
         self.units = [
             FSDPUnit(plan, self.collectives, self._staging, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
             for plan in plans
@@ -111,7 +112,7 @@ class FSDP(HookedGradients):
         """Triggers of the forward that runs, in their order."""
         self._awaited: Counter[nn.Module] = Counter()
         """How many of each trigger's forwards have no backward yet."""
-        self._backward_hooks = {trigger: partial(self._before_backward, trigger) for trigger in triggers}
+        self._at_backward = {trigger: partial(self._before_backward, trigger) for trigger in triggers}
         self._reading_state = False
         for trigger in triggers:
             self._hooks.append(trigger.register_forward_pre_hook(torch.compiler.disable(self._before_forward)))
@@ -123,7 +124,7 @@ class FSDP(HookedGradients):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that the norm of all ranks' together is at most `max_norm`; one small message."""
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients = [parameter.grad for parameter in self.trained_parameters]
         return clip_gradients_(gradients, max_norm, norm_type, across=self.collectives)
 
     def detach(self) -> None:
@@ -134,6 +135,18 @@ class FSDP(HookedGradients):
             for parameter, whole in zip(unit.parameters, unit.gathered(unit.shard), strict=True):
                 parameter.grad = None
                 parameter.data = whole
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """Whole, `full_state_dict()`, by the module's own names. A collective: all ranks must ask. Where rank 0 alone saves, every
+        rank calls `full_state_dict(on_rank_0_only=True)`; sharded it is in save_checkpoint, a collective too."""
+        state = {} if destination is None else destination
+        state.update((prefix + name, value) for name, value in self.full_state_dict().items())
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """`load_full_state_dict`: whole, the same on every rank, always strict and never assigned. Not a collective."""
+        self.load_full_state_dict(state_dict)
+        return _IncompatibleKeys([], [])
 
     def full_state_dict(self, *, on_rank_0_only: bool = False) -> dict[str, Any]:
         """The module's `state_dict` with whole parameters, on the CPU; {} on other ranks if `on_rank_0_only`. All must ask."""
@@ -234,7 +247,7 @@ class FSDP(HookedGradients):
         if not outputs:
             return
         self._awaited[trigger] += 1
-        hook = self._backward_hooks[trigger]
+        hook = self._at_backward[trigger]
         if len(outputs) == 1:  # the other does the same for several, and costs the host twice as much
             outputs[0].register_hook(hook)
         else:

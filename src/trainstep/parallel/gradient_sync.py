@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import Collectives, Traffic
 from trainstep.parallel.membership import Membership
+from trainstep.parallel.module_wrapper import ModuleWrapper
 from trainstep.parallel.ranks import Ranks, ranks_of_default_group
 from trainstep.parallel.same_setup import check_same_setup, named_tensors
 
@@ -32,7 +33,8 @@ class GradientSync(Protocol):
     """Gradients of one module, averaged over ranks.
 
     The module stays what it is: its methods, its state_dict (FSDP: full_state_dict), its compiled blocks; only hooks stand on
-    its parameters and blocks. A step is
+    its parameters and blocks. What training calls is the module, or the strategy, an nn.Module around it (module_wrapper.py).
+    A step is
 
         loss.backward()                           (all but the last micro-batch: under `no_sync()`)
         sync.finish_gradient_synchronization()
@@ -41,7 +43,7 @@ class GradientSync(Protocol):
     """
 
     module: nn.Module
-    """What training calls: the module, or a wrapper that torch puts around it."""
+    """What was wrapped; of TorchDDP torch's wrapper around it."""
     ranks: Ranks
 
     @property
@@ -66,7 +68,7 @@ class GradientSync(Protocol):
         """Take the hooks off again; the module trains on its own from here."""
 
 
-class HookedGradients(ABC):
+class HookedGradients(ModuleWrapper, ABC):
     """Base of all: hooks that tell when a gradient is there, and what is checked and remembered around them.
 
     At the start ranks compare what they wrap, and how (`options`: what must be equal on all of them): ValueError on every rank
@@ -80,11 +82,11 @@ class HookedGradients(ABC):
     def __init__(
         self, module: nn.Module, ranks: Ranks | None = None, *, options: Mapping[str, Any] | None = None
     ) -> None:
-        self.module = module
+        super().__init__(module)
         self.ranks = ranks or ranks_of_default_group()
         self.collectives = Collectives(self.ranks)
         self.names: list[str] = []
-        self.parameters: list[nn.Parameter] = []
+        self.trained_parameters: list[nn.Parameter] = []
         """Those that are trained, in the module's order."""
         self._used: list[bool] = []
         """Which parameters had a gradient here when theirs was sent."""
@@ -122,20 +124,13 @@ class HookedGradients(ABC):
         for hook in self._hooks:
             hook.remove()
 
-    def __reduce__(self) -> Any:
-        """ValueError: hooks, and connections to other ranks, cannot be copied or pickled; a wrapped module may hold this object."""
-        raise ValueError(
-            f"{type(self).__name__}: can be neither copied nor pickled, nor can a module that holds it; copy the module "
-            "before it is wrapped, or build it anew and load the state dict"
-        )
-
     def _take_up(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Know these parameters, behind those known, and hear of their gradients."""
         for name, parameter in named:
             self.names.append(name)
-            self.parameters.append(parameter)
+            self.trained_parameters.append(parameter)
             self._used.append(False)
-            hook = _Hook(self, len(self.parameters) - 1)
+            hook = _Hook(self, len(self.trained_parameters) - 1)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         self._membership = Membership(self.module)
 
@@ -156,7 +151,7 @@ class HookedGradients(ABC):
 
     def _gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
         """What this rank has to send; None for a parameter that it did not use. ValueError for a sparse gradient."""
-        gradients = [self.parameters[index].grad for index in indices]
+        gradients = [self.trained_parameters[index].grad for index in indices]
         self._refuse_sparse(indices, gradients)
         return gradients
 
@@ -171,7 +166,7 @@ class ReplicatedGradients(HookedGradients):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm is at most `max_norm`; they are equal on all ranks, so nothing is sent."""
-        return clip_gradients_([parameter.grad for parameter in self.parameters], max_norm, norm_type)
+        return clip_gradients_([parameter.grad for parameter in self.trained_parameters], max_norm, norm_type)
 
 
 class _Hook:

@@ -41,8 +41,8 @@ class ShardedGradients(HookedGradients):
     """Whole parameters, each rank's part of their gradients.
 
     `pieces`: for each trained parameter what this rank updates of it, one-dimensional and in place, or None. Their `.grad` is set
-    by `finish_gradient_synchronization`; the whole parameters' is None from then on, so clear gradients by the optimizer's
-    `zero_grad`: the module's does not see the pieces.
+    by `finish_gradient_synchronization`; the whole parameters' is None from then on, so clear gradients by `zero_grad` here or of
+    the optimizer: the module's does not see the pieces.
 
     A unit is a block, or neighbouring ones that together hold at most `bucket_mib` MiB of parameters, by default as
     costs/buckets.py chooses: a sixteenth to a quarter of all; math.inf: all blocks are one. Larger units are fewer messages, and
@@ -86,12 +86,12 @@ class ShardedGradients(HookedGradients):
             if (
                 parameter not in names
                 or not parameter.requires_grad
-                or any(parameter is known for known in self.parameters)
+                or any(parameter is known for known in self.trained_parameters)
             ):
                 name = names.get(parameter, "a parameter")
                 raise ValueError(f"{name}: must be a parameter of the wrapped module, trained, and not known yet")
         check_same_setup("adopt", [(names[parameter], parameter) for parameter in parameters], self.collectives)
-        first = len(self.parameters)
+        first = len(self.trained_parameters)
         self._take_up([(names[parameter], parameter) for parameter in parameters])
         kinds = dict.fromkeys(parameter.dtype for parameter in parameters)
         alike = [[parameter for parameter in parameters if parameter.dtype == kind] for kind in kinds]
@@ -106,10 +106,10 @@ class ShardedGradients(HookedGradients):
                 for group in alike
             ]
         )
-        return list(range(first, len(self.parameters)))
+        return list(range(first, len(self.trained_parameters)))
 
     def _make_units(self, plans: Sequence[UnitPlan]) -> None:
-        index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
+        index_of = {parameter: index for index, parameter in enumerate(self.trained_parameters)}
         for plan in plans:
             unit = _FlatUnit(plan, self.collectives, self._staging, self._reduce_dtype)
             self._units.append(unit)
@@ -120,11 +120,11 @@ class ShardedGradients(HookedGradients):
 
     @property
     def pieces(self) -> list[nn.Parameter | None]:
-        """This rank's, in the order of `parameters`."""
+        """This rank's, in the order of `trained_parameters`."""
         found: dict[int, nn.Parameter | None] = {}
         for unit, members in zip(self._units, self._members, strict=True):
             found.update(zip(members, unit.pieces, strict=True))
-        return [found[index] for index in range(len(self.parameters))]
+        return [found[index] for index in range(len(self.trained_parameters))]
 
     @property
     def ends(self) -> list[tuple[int, int]]:
@@ -132,7 +132,7 @@ class ShardedGradients(HookedGradients):
         found: dict[int, tuple[int, int]] = {}
         for unit, members in zip(self._units, self._members, strict=True):
             found.update(zip(members, unit.ends, strict=True))
-        return [found[index] for index in range(len(self.parameters))]
+        return [found[index] for index in range(len(self.trained_parameters))]
 
     @property
     def unit_pieces(self) -> list[list[nn.Parameter]]:
@@ -153,6 +153,13 @@ class ShardedGradients(HookedGradients):
         """Take the hooks off again, once parameters that are on their way are there."""
         self.wait_for_parameters()
         super().detach()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the module and of this rank's pieces."""
+        super().zero_grad(set_to_none)
+        for piece in self.pieces:
+            if piece is not None and piece.grad is not None:
+                piece.grad = None if set_to_none else piece.grad.zero_()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that the norm of all ranks' together is at most `max_norm`; one small message."""
@@ -198,7 +205,7 @@ class ShardedGradients(HookedGradients):
         unit.send(gradients)
         for index, gradient in zip(members, gradients, strict=True):
             self._used[index] = gradient is not None
-            self.parameters[index].grad = None
+            self.trained_parameters[index].grad = None
         self._in_flight.append(unit)
         if len(self._in_flight) > _MOST_IN_FLIGHT:
             self._in_flight.popleft().receive()

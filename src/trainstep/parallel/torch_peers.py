@@ -1,7 +1,7 @@
 """torch's own ways of going parallel behind our protocol, so that the same tests and the same bench cover them.
 
-`sync.module` is what training calls: DistributedDataParallel wraps the module it is given. Their messages do not go through
-Collectives, so `traffic` is None: a profiler's trace shows them.
+`sync.module`, or `sync`, is what training calls: DistributedDataParallel wraps the module it is given. Their messages do not go
+through Collectives, so `traffic` is None: a profiler's trace shows them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.gradient_sync import HeldTensors, broadcast_state
+from trainstep.parallel.module_wrapper import ModuleWrapper
 from trainstep.parallel.ranks import Ranks, ranks_of_default_group
 from trainstep.parallel.same_setup import check_same_setup, named_in_groups, named_tensors, names_of
 from trainstep.parallel.units import plan_units
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
-class TorchDDP:
+class TorchDDP(ModuleWrapper):
     """DistributedDataParallel. Its options are torch's: without `find_unused_parameters` a parameter that a forward does not use
     is an error at the next forward. Inside `no_sync()` there must be the forward too."""
 
@@ -42,6 +43,7 @@ class TorchDDP:
         static_graph: bool = False,
         broadcast_buffers: bool = False,
     ) -> None:
+        super().__init__(module)
         self.ranks = _in_a_group(ranks)
         collectives = Collectives(self.ranks)
         options: dict[str, Any] = {
@@ -53,17 +55,21 @@ class TorchDDP:
         }
         check_same_setup(type(self).__name__, named_tensors(module), collectives, options=options)
         broadcast_state(module, collectives)  # without broadcast_buffers torch leaves buffers as they are
-        self._ddp = DistributedDataParallel(
+        vars(self)["module"] = DistributedDataParallel(
             module,
             device_ids=None if self.ranks.device.type == "cpu" else [self.ranks.device],
             process_group=self.ranks.group,
             **options,
         )
-        self.module: nn.Module = self._ddp
+
+    @property
+    def _named(self) -> nn.Module:
+        return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients add up on this rank and nothing is sent."""
-        return self._ddp.no_sync()
+        assert isinstance(self.module, DistributedDataParallel)
+        return self.module.no_sync()
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing: backward ends when gradients are averaged."""
@@ -78,15 +84,15 @@ class TorchDDP:
 
     def detach(self) -> None:
         """Let go of the wrapper: its hooks go with it, once nobody else holds it. `module` is the wrapped one from here."""
-        self.module = self._ddp.module
-        del self._ddp
+        vars(self)["module"] = self._named
 
 
-class TorchFSDP2:
+class TorchFSDP2(ModuleWrapper):
     """`fully_shard`: the blocks, one by one, and what stands around them; `units` as in plan_units.
 
     Parameters become DTensors, so the optimizer is to be made after this, over `module.parameters()`. At the start they become
     those of rank 0. Every rank must use the same parameters: torch reduces a block's gradients without saying which there are.
+    `state_dict()` is sharded: DTensors.
     """
 
     traffic = None
@@ -101,8 +107,8 @@ class TorchFSDP2:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__(module)
         self.ranks = _in_a_group(ranks)
-        self.module = module
         collectives = Collectives(self.ranks)
         options = {
             "units": names_of(module, units),

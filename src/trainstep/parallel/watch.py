@@ -20,6 +20,10 @@ desk adds who was not there. A rank that ends without `stop_ranks` tells so befo
 When rank 0 has started no collective for 5 s, the desk asks all ranks how far they are. Ranks that can never meet end at once: one
 has called stop_ranks and another goes on (they had not the same number of batches), or their calls differ. One that is merely
 late is named after 60 s, and nothing ends: it may evaluate, or compile. Steps that run cost a question to rank 0 every 5 s.
+
+[Note: exit codes]
+A process that the watch ends leaves with exit code 87, LEFT: look for the cause at the rank that it names. One whose own exception
+is the cause ends with 1, as any script does.
 """
 
 import atexit
@@ -42,8 +46,8 @@ from trainstep.parallel.link import Link, proof
 from trainstep.parallel.listening import listen
 from trainstep.parallel.standstill import Position, Progress
 
-LEAVES = "leaves"
-"""Last word of the sentence of a process that ends because of another."""
+LEFT = 87
+"""[Note: exit codes] No shell, launcher or signal gives it a meaning."""
 _VERDICT_S = 15.0
 _NEWS_S = 5.0
 _GOODBYE_S = 10.0
@@ -196,11 +200,11 @@ class Watch:
 
     def _leave(self, sentence: str) -> NoReturn:
         """Say why, and end this process."""
-        os.write(2, f"{self._unseen_error}{SAYS}{sentence}; rank {self._rank} {LEAVES}\n".encode())
+        os.write(2, f"{self._unseen_error}{SAYS}{sentence}; rank {self._rank} leaves\n".encode())
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # whoever should read it may not
         flush.start()
         flush.join(1.0)
-        os._exit(1)
+        os._exit(1 if self._stopped_at is not None and self._stopped_at.error else LEFT)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """See the note: an error of one rank. The others are told now, not after all that happens at exit."""

@@ -1,0 +1,110 @@
+"""A way of going parallel as an nn.Module around the module: called as that is, with its parameters, its state and its names.
+
+    model = BucketedDDP(model)        model(**batch), model.parameters(), model.state_dict(), model.eval(), model.module
+
+Or hooks alone: go on calling the module itself; nothing here is in its way then.
+
+[Note: kept, not registered]
+nn.Module would register the module that is wrapped as a child called `module`, and put that word before every name. It is kept
+beside instead, and whoever walks through modules is led on to it: here, and where the wrapper is a part of another module.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+
+class ModuleWrapper(nn.Module):
+    """`module`: what is called. Neither copied nor pickled: hooks, and connections to other ranks, cannot be."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        vars(self)["module"] = module  # [Note: kept, not registered]
+        self.training = module.training
+
+    @property
+    def _named(self) -> nn.Module:
+        """The module whose names these are."""
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, with its hooks."""
+        return self.module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """As the module's."""
+        self._check_beside()
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, by its own names."""
+        self._check_beside()
+        return self._named.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The module's."""
+        return self._named.load_state_dict(state_dict, strict, assign)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The module's: itself and its parts."""
+        yield from self._named.named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The module's."""
+        return self._named.named_children()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's."""
+        return self._named.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's."""
+        return self._named.named_buffers(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module's."""
+        return self._named.get_submodule(target)
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """To the module and its parts."""
+        self._named.apply(fn)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._named._apply(*args, **kwargs)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Called where another module, of which this is a part, loads."""
+        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        found = self.load_state_dict(own, False, local_metadata.get("assign_to_params_buffers", False))
+        missing_keys += (prefix + name for name in found.missing_keys)
+        unexpected_keys += (prefix + name for name in found.unexpected_keys)
+
+    def _check_beside(self) -> None:
+        """Or each would ask the other for ever."""
+        if any(child is self for part in self.module.modules() for child in part.children()):
+            raise ValueError(
+                f"{type(self).__name__}: is an attribute of the module that it wraps; keep it beside that module, not in it"
+            )
+
+    def __reduce__(self) -> Any:
+        """ValueError."""
+        raise ValueError(
+            f"{type(self).__name__}: can be neither copied nor pickled, nor can a module that holds it; copy the module "
+            "before it is wrapped, or build it anew and load the state dict"
+        )
