@@ -24,7 +24,7 @@ def measured(ranks: Ranks, values: dict[str, Any], turns: tuple[int, ...] = (2,)
                 measurement.take(steps)
             if drift and ranks.rank == 1:
                 measurement._wait_for_parameters()  # or their gather would put it right again
-                module = measurement._timed.assembly.module
+                module = measurement.timed.assembly.module
                 with torch.no_grad():
                     next(value for name, value in module.named_parameters() if "norm" in name).add_(1.0)
             return measurement.finish()

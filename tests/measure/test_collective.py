@@ -14,7 +14,7 @@ from trainstep.config.cell import Cell
 from trainstep.config.collective import CollectiveConfig
 from trainstep.config.parsing import build_config, to_plain
 from trainstep.costs.collectives import ring_bytes
-from trainstep.measure.collective import WORKLOAD, CollectiveMeasurement, CollectiveWorkload
+from trainstep.measure.collective import WORKLOAD, CollectiveCall, CollectiveMeasurement, CollectiveWorkload
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.meeting import strangers
@@ -29,13 +29,14 @@ __all__ = ["importable"]
 
 def measured(ranks: Ranks, config: dict[str, Any]) -> dict[str, Any]:
     """Two warm-ups, a call that settles and three timed ones on this rank; what its tensors held in the end."""
-    measurement = CollectiveMeasurement(CollectiveConfig(**config), ranks, lambda stage: None, {})
-    measurement.warm_up()
+    call = CollectiveCall(CollectiveConfig(**config), ranks)
+    warmups = call.times(call.config.warmups)
+    call.collectives.traffic.clear()
+    measurement = CollectiveMeasurement(call, lambda stage: None, {}, warmups)
     measurement.take(2)
     measurement.settle()
     measurement.take(1)
-    results = [measurement._source, measurement._tensor, measurement._shard]
-    tensors = [[] if one is None else one.tolist() for one in results]
+    tensors = [one.tolist() for one in (call.source, call.whole, call.shard)]
     findings = measurement.finish()
     return {
         "facts": {name: fact.value for name, fact in findings.facts.items()},

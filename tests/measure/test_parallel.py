@@ -3,7 +3,9 @@
 import gzip
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -208,8 +210,8 @@ def test_windows_fill_as_many_steps_as_are_taken_singly(steps: int, window_steps
         took.append(f"window of {steps}")
         return 1.0
 
-    with patch.multiple(measurement._timed, take=took.append, time_window=time_window):
-        measurement.take(steps)
+    timed = SimpleNamespace(take=took.append, time_window=time_window)
+    replace(measurement, timed=timed).take(steps)  # type: ignore[arg-type]
     assert took == expected
     windows = measurement._windows()["window_step"].values
     assert windows == (1.0,) * took.count(f"window of {window_steps}")

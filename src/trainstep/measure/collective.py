@@ -6,11 +6,10 @@ Each call starts from a barrier, so that none waits for the one before; every ra
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainstep.config.collective import CollectiveConfig
 from trainstep.costs.collectives import ring_bytes
@@ -43,53 +42,79 @@ class CollectiveWorkload:
             self._ranks = alone(asked.device) if asked.ranks == 1 else start_ranks(asked.backend, device=asked.device)
             self._others = others_on_gpu(self._ranks)
         stage("build")
-        measurement = CollectiveMeasurement(asked, self._ranks, stage, self._others)
+        call = CollectiveCall(asked, self._ranks)
         stage("warmup")
-        measurement.warm_up()
-        return measurement
+        warmups = call.times(asked.warmups)  # the first makes the connections
+        call.collectives.traffic.clear()
+        return CollectiveMeasurement(call, stage, self._others, warmups)
+
+
+class CollectiveCall:
+    """One collective on this rank's tensors: `source`, put back into `whole` before each call where it would change."""
+
+    def __init__(self, config: CollectiveConfig, ranks: Ranks) -> None:
+        self.config = config
+        self.collectives = Collectives(ranks)
+        generator = torch.Generator(ranks.device).manual_seed(config.seed + ranks.rank)
+        whole = torch.randn(config.elements, dtype=_DTYPES[config.dtype], device=ranks.device, generator=generator)
+        part = config.elements // config.ranks
+        self.source = whole[:part].clone() if config.operation == "all_gather" else whole
+        self.whole = torch.empty_like(whole)
+        self.shard = torch.empty_like(whole[:part])
+        self._timed = _timed_by_events if ranks.device.type == "cuda" else _timed_by_host
+
+    def times(self, calls: int) -> list[dict[str, float]]:
+        """Seconds of each call by name, each from a barrier."""
+        return [self._time() for _ in range(calls)]
+
+    def _time(self) -> dict[str, float]:
+        if self.config.operation in ("all_reduce", "broadcast"):
+            self.whole.copy_(self.source)
+        self.collectives.barrier()
+        return self._timed(self._start)
+
+    def _start(self) -> Pending:
+        operation, collectives = self.config.operation, self.collectives
+        if operation == "all_reduce":
+            return collectives.all_reduce(self.whole)
+        if operation == "broadcast":
+            return collectives.broadcast(self.whole)
+        if operation == "all_gather":
+            return collectives.all_gather(self.whole, self.source)
+        return collectives.reduce_scatter(self.shard, self.source)
 
 
 class CollectiveMeasurement:
     """One rank's side."""
 
-    def __init__(self, config: CollectiveConfig, ranks: Ranks, stage: Stage, others: Mapping[str, Fact]) -> None:
-        self._config = config
-        self._ranks = ranks
+    def __init__(
+        self,
+        call: CollectiveCall,
+        stage: Stage,
+        others: Mapping[str, Fact],
+        warmups: Sequence[Mapping[str, float]],
+    ) -> None:
+        self._call = call
+        self._config = call.config
+        self._traffic = call.collectives.traffic
         self._stage = stage
         self._others = others
-        self._collectives = Collectives(ranks)
-        generator = torch.Generator(ranks.device).manual_seed(config.seed + ranks.rank)
-        whole = torch.randn(config.elements, dtype=_DTYPES[config.dtype], device=ranks.device, generator=generator)
-        part = config.elements // config.ranks
-        self._source: Tensor | None = whole[:part].clone() if config.operation == "all_gather" else whole
-        self._tensor: Tensor | None = torch.empty_like(whole)
-        self._shard: Tensor | None = torch.empty_like(whole[:part])
-        self._times: dict[str, list[float]] = {"time": []}
-        if ranks.device.type == "cuda":
-            self._times["host_time"] = []
-        self._warmups: dict[str, list[float]] = {}
-
-    def warm_up(self) -> None:
-        """The calls before the timed ones, kept apart. The first makes the connections."""
-        self._call_and_time(self._config.warmups)
-        self._warmups, self._times = self._times, {name: [] for name in self._times}
-        self._collectives.traffic.clear()
+        self._warmups = warmups
+        self._times: list[dict[str, float]] = []
 
     def take(self, steps: int) -> None:
         """Time this many more calls."""
         self._stage(self._config.operation)
-        self._call_and_time(steps)
+        self._times += self._call.times(steps)
 
     def settle(self) -> None:
         """One call that is not timed."""
-        kept = {name: list(values) for name, values in self._times.items()}
-        self._call_and_time(1)
-        self._times = kept
+        self._call.times(1)
 
     def finish(self) -> Findings:
         """Let the tensors go and hand the times over."""
-        self._source = self._tensor = self._shard = None
-        config, traffic = self._config, self._collectives.traffic
+        del self._call
+        config, traffic = self._config, self._traffic
         payload_bytes = config.payload_bytes
         facts = facts_of(
             payload_bytes=payload_bytes,
@@ -99,37 +124,14 @@ class CollectiveMeasurement:
             timing="host_clock" if config.device == "cpu" else "cuda_events",
         )
         samples = {
-            name: Samples(unit="s", values=tuple(values), warmups=tuple(self._warmups[name]))
-            for name, values in self._times.items()
+            name: Samples(
+                unit="s",
+                values=tuple(times[name] for times in self._times),
+                warmups=tuple(times[name] for times in self._warmups),
+            )
+            for name in (("time",) if config.device == "cpu" else ("time", "host_time"))
         }
         return Findings(samples=samples, facts={**facts, **self._others})
-
-    def _call_and_time(self, calls: int) -> None:
-        timed = _timed_by_events if self._ranks.device.type == "cuda" else _timed_by_host
-        for _ in range(calls):
-            self._put_back()
-            self._collectives.barrier()
-            for name, seconds in timed(self._start).items():
-                self._times[name].append(seconds)
-
-    def _put_back(self) -> None:
-        assert self._tensor is not None
-        assert self._source is not None
-        if self._config.operation in ("all_reduce", "broadcast"):
-            self._tensor.copy_(self._source)
-
-    def _start(self) -> Pending:
-        operation, collectives = self._config.operation, self._collectives
-        assert self._tensor is not None
-        assert self._source is not None
-        assert self._shard is not None
-        if operation == "all_reduce":
-            return collectives.all_reduce(self._tensor)
-        if operation == "broadcast":
-            return collectives.broadcast(self._tensor)
-        if operation == "all_gather":
-            return collectives.all_gather(self._tensor, self._source)
-        return collectives.reduce_scatter(self._shard, self._source)
 
 
 def _timed_by_host(start: Callable[[], Pending]) -> dict[str, float]:

@@ -16,6 +16,7 @@ tables   ranks, traffic (messages and bytes of a step by operation, counted and 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from trainstep.measure.train_step import TrainStepMeasurement, warm_up
 from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
 from trainstep.parallel.collectives import Collectives, Traffic
-from trainstep.parallel.ranks import alone
+from trainstep.parallel.ranks import Ranks, alone
 from trainstep.parallel.units import parameter_sizes
 from trainstep.plan.communication import expected_messages
 from trainstep.records.facts import Fact, facts_of
@@ -79,91 +80,92 @@ def prepare_parallel(config: ParallelConfig, stage: Stage) -> "ParallelMeasureme
     way = looked_at(parallel(ranks, config.sync_config()), lambda module: sizes.extend(parameter_sizes(module)))
     built = opened.build(lambda: build_step(config.run(), way))
     memory = StepMemory(config, built.assembly, opened.memory, sizes)
-    return ParallelMeasurement(config, stage, warm_up(built), memory, expected_messages(config, sizes) or (), met)
+    return ParallelMeasurement(
+        config=config,
+        stage=stage,
+        timed=warm_up(built),
+        memory=memory,
+        expected=expected_messages(config, sizes) or (),
+        met=met,
+    )
 
 
+@dataclass(frozen=True, kw_only=True)
 class ParallelMeasurement:
-    """One rank's side."""
+    """One rank's side. `expected`: a step's messages by formula; `met`: what ranks found when they met."""
 
-    def __init__(
-        self,
-        config: ParallelConfig,
-        stage: Stage,
-        timed: TrainStepMeasurement,
-        memory: StepMemory,
-        expected: tuple[Message, ...],
-        met: Mapping[str, Fact],
-    ) -> None:
-        self._config = config
-        self._stage = stage
-        self._timed = timed
-        self._memory = memory
-        self._expected = expected
-        self._met = met
-        self._ranks = timed.assembly.ranks
-        self._collectives = Collectives(self._ranks)
-        self._window_steps_s: list[float] = []
+    config: ParallelConfig
+    stage: Stage
+    timed: TrainStepMeasurement
+    memory: StepMemory
+    expected: tuple[Message, ...]
+    met: Mapping[str, Fact]
+    window_steps_s: list[float] = field(default_factory=list)
 
     def take(self, steps: int) -> None:
         """So many steps, each from a barrier, and about as many in windows of `window_steps`, each behind its share of them."""
-        windows = max(steps // self._config.window_steps, 1)
+        windows = max(steps // self.config.window_steps, 1)
         for window in range(windows):
-            self._timed.take(steps * (window + 1) // windows - steps * window // windows)
-            self._window_steps_s.append(self._timed.time_window(self._config.window_steps))
+            self.timed.take(steps * (window + 1) // windows - steps * window // windows)
+            self.window_steps_s.append(self.timed.time_window(self.config.window_steps))
 
     def settle(self) -> None:
-        self._timed.settle()
+        self.timed.settle()
 
     def finish(self) -> Findings:
         """What is looked at once. Every rank does the same in the same order: each of these steps is everybody's."""
-        found = self._timed.finish()
-        facts, tables = {**found.facts, **self._met}, dict(found.tables)
-        self._stage("agreement")
+        found = self.timed.finish()
+        facts, tables = {**found.facts, **self.met}, dict(found.tables)
+        self.stage("agreement")
         facts |= self._agreement()
         for stage, look in (("traffic", self._traffic), ("memory", self._points), ("trace", self._trace)):
-            self._stage(stage)
+            self.stage(stage)
             more, its_tables = look()
             facts, tables = facts | more, tables | its_tables
         return Findings(samples={**found.samples, **self._windows()}, facts=facts, tables=tables)
 
     def finish_unseen(self) -> Findings:
         """Steps and windows alone."""
-        return Findings(samples={**self._timed.samples(), **self._windows()}, facts=self._met)
+        return Findings(samples={**self.timed.samples(), **self._windows()}, facts=self.met)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self.timed.assembly.ranks
 
     def _windows(self) -> dict[str, Samples]:
-        return {"window_step": Samples(unit="s", values=tuple(self._window_steps_s))}
+        return {"window_step": Samples(unit="s", values=tuple(self.window_steps_s))}
 
     def _agreement(self) -> dict[str, Fact]:
         """CellFailed, naming parameter and ranks, where replicas have drifted apart; the yardstick's differ by design."""
-        config, strategy = self._config, strategy_named(self._config.sync)
+        config, strategy = self.config, strategy_named(self.config.sync)
         if not config.check_agreement or not strategy.talks or config.ranks == 1:
             return {}
         self._wait_for_parameters()
         what = ["buffers"] if strategy.shards_parameters else ["parameters", "buffers"]
         try:
-            check_agreement(self._timed.assembly.module, self._ranks, what=what)
+            check_agreement(self.timed.assembly.module, self._ranks, what=what)
         except ReplicasDisagree as error:
             raise CellFailed(Failure(kind="divergence", phase="agreement", message=str(error))) from None
         return facts_of(agreement=" and ".join(what))
 
     def _traffic(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Messages and bytes of one step by operation, as counted, beside the formula's. None where torch sends: nobody counts."""
-        counters = _counters(self._timed.assembly)
+        counters = _counters(self.timed.assembly)
         if counters is None:
             return {}, {}
         for counter in counters:
             counter.clear()
-        self._timed.settle()
+        self.timed.settle()
         messages: dict[str, list[int]] = {}
         for counter in counters:
             for operation, count in counter.messages.items():
                 total = messages.setdefault(operation, [0, 0])
                 total[0] += count
                 total[1] += counter.payload_bytes[operation]
-        formula = totals(self._expected)
+        formula = totals(self.expected)
         operations = list(dict.fromkeys([*messages, *formula]))
-        sent = sum(ring_bytes(one, payload_bytes, self._config.ranks) for one, (_, payload_bytes) in messages.items())
-        sizes = {"wire_bytes": sent, "expected_wire_bytes": wire_bytes(self._expected, self._config.ranks)}
+        sent = sum(ring_bytes(one, payload_bytes, self.config.ranks) for one, (_, payload_bytes) in messages.items())
+        sizes = {"wire_bytes": sent, "expected_wire_bytes": wire_bytes(self.expected, self.config.ranks)}
         columns = {
             "operation": operations,
             "messages": [messages.get(one, [0, 0])[0] for one in operations],
@@ -175,8 +177,8 @@ class ParallelMeasurement:
 
     def _points(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """What this rank holds at four points, and its peak by formula."""
-        tables = {"memory_points": self._memory.table(self._timed.batches)}
-        peak = self._memory.expected_peak()
+        tables = {"memory_points": self.memory.table(self.timed.batches)}
+        peak = self.memory.expected_peak()
         if peak is None:
             return {}, tables
         peak_bytes, point = peak
@@ -184,30 +186,30 @@ class ParallelMeasurement:
 
     def _trace(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Two steps under the profiler: what was sent in the first, when, and how much of it was hidden."""
-        if self._config.ranks == 1:
+        if self.config.ranks == 1:
             return {}, {}
         with TemporaryFolder() as folder:
             path = folder / "trace.json"
             self._record(1, path)  # the profiler's first start is slow
             self._record(_TRACED_STEPS, path)
-            facts, tables = communication_of(path, self._expected, self._collectives)
-            if self._config.keep_trace is not None:
+            facts, tables = communication_of(path, self.expected, Collectives(self._ranks))
+            if self.config.keep_trace is not None:
                 self._record(1, path)
-                facts |= facts_of(trace_file=str(keep_trace(path, self._config.keep_trace, self._trace_name())))
+                facts |= facts_of(trace_file=str(keep_trace(path, self.config.keep_trace, self._trace_name())))
         return facts, tables
 
     def _record(self, steps: int, path: Path) -> None:
-        self._timed.settle()
-        self._collectives.barrier()
+        self.timed.settle()
+        Collectives(self._ranks).barrier()
         record_steps(
-            self._timed.settle, steps, path, on_gpu=self._config.device == "cuda", drain=self._wait_for_parameters
+            self.timed.settle, steps, path, on_gpu=self.config.device == "cuda", drain=self._wait_for_parameters
         )
 
     def _wait_for_parameters(self) -> None:
-        wait_for_parameters(self._timed.assembly)
+        wait_for_parameters(self.timed.assembly)
 
     def _trace_name(self) -> str:
-        config = self._config
+        config = self.config
         cell = config_hash("parallel", to_plain(config))[:6]
         return f"{config.model.name.replace(':', '.')}-{config.context}-{config.sync}-{cell}-rank{self._ranks.rank}"
 
