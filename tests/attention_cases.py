@@ -3,12 +3,13 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from numerics import assert_as_accurate_as
-from trainstep.ops import reference
+from trainstep.ops import flash_attention, flash_attention_backward, reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,31 @@ ROWS = 32
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 """(q, k, v, *, causal, causal_alignment) -> output and log-sum-exp, with gradients."""
+
+
+class _ByItself(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        o, lse = flash_attention(q, k, v, **options, return_lse=True)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = options
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        return *flash_attention_backward(do, *ctx.saved_tensors, **ctx.options), None
+
+
+def attend_by_itself(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, causal_alignment: str, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """flash_attention and flash_attention_backward, each called; tensors of one head without it, (B, S, D)."""
+    options = {"is_causal": causal, "causal_alignment": causal_alignment, "enable_gqa": True, **options}
+    if q.shape[1] > 1:
+        return _ByItself.apply(q, k, v, options)  # type: ignore[no-any-return, no-untyped-call]
+    o, lse = _ByItself.apply(*(x.squeeze(1) for x in (q, k, v)), options)  # type: ignore[no-untyped-call]
+    return o.unsqueeze(1), lse.unsqueeze(1)
 
 
 def random_case(seed: int, *, longest: int, dtypes: list[torch.dtype], most_pairs: float = float("inf")) -> Case:

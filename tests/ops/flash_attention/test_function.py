@@ -1,5 +1,7 @@
 """The public function on the CPU: what it accepts and refuses, and that torch knows it as an operator."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention_cases import Case, check, random_case
-from trainstep.ops import flash_attention
+from attention_cases import Case, attend_by_itself, check, random_case
+from trainstep.ops import flash_attention, flash_attention_backward
 from trainstep.ops.flash_attention.function import _matmul_precision
 
 
@@ -24,6 +26,93 @@ def test_random_shapes(seed: int):
         return flash_attention(q, k, v, **mask, enable_gqa=True, return_lse=True)  # type: ignore[return-value, arg-type]
 
     check(attend, random_case(1000 + seed, longest=200, dtypes=[torch.float32, torch.bfloat16], most_pairs=2e5))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_backward_function(seed: int):
+    check(
+        attend_by_itself, random_case(2000 + seed, longest=200, dtypes=[torch.float32, torch.bfloat16], most_pairs=2e5)
+    )
+
+
+LAYOUTS = {
+    "BHSD": ({"key_heads": 2}, lambda x: x, {"enable_gqa": True}),
+    "BSHD": ({"strided": "fused"}, lambda x: x.transpose(1, 2), {"layout": "BSHD"}),
+    "BSD": ({"heads": 1, "key_heads": 1, "queries": 9}, lambda x: x.squeeze(1), {"scale": 0.3}),
+}
+"""What cases are changed by, how their tensors are given, and what flash_attention is told."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_backward_function_in_every_layout(layout: str):
+    """Bit for bit what autograd gives, laid out as autograd lays it out; contiguous or not, with the log-sum-exp as returned."""
+    changes, given, options = LAYOUTS[layout]
+    q, k, v = (given(x.detach()).requires_grad_() for x in qkv(**changes))
+    o, lse = flash_attention(q, k, v, is_causal=True, return_lse=True, **options)
+    assert lse.shape == (q.shape[:2] if layout == "BSD" else given(q).shape[:3])
+    do = torch.randn(*o.shape, 2)[..., 0]
+    with torch.no_grad():
+        ours = flash_attention_backward(do, q, k, v, o, lse.mT.clone().mT, True, **options)
+    for dx, wanted in zip(ours, torch.autograd.grad(o, [q, k, v], do), strict=True):
+        assert torch.equal(dx, wanted)
+        assert dx.stride() == wanted.stride()
+
+
+def test_the_backward_function_under_autocast():
+    q, k, v = (x.detach() for x in qkv())
+    with torch.autocast("cpu", torch.bfloat16):
+        o, lse = flash_attention(q, k, v, return_lse=True)
+        gradients = flash_attention_backward(torch.ones_like(q), q, k, v, o, lse)
+    assert {dx.dtype for dx in gradients} == {torch.bfloat16}
+
+
+def test_the_backward_function_compiles_whole():
+    arguments = [x.detach() for x in qkv()]
+    o, lse = flash_attention(*arguments, return_lse=True)
+    arguments = [torch.ones_like(o), *arguments, o, lse]
+    compiled = torch.compile(flash_attention_backward, fullgraph=True, backend="aot_eager")
+    for ours, wanted in zip(compiled(*arguments), flash_attention_backward(*arguments), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "word"),
+    [
+        ("do", lambda x: x[:, :, :5], "do .* must be q's"),
+        ("do", lambda x: x.double(), "do .* must be q's"),
+        ("o", lambda x: x[0], "o .* must be q's"),
+        ("lse", lambda x: x[:, 0], "return_lse=True"),
+        ("lse", lambda x: x.double(), "return_lse=True"),
+        ("k", lambda x: x.half(), "make them alike"),
+        ("q", lambda x: x[..., :4], "in batch and head width"),
+    ],
+)
+def test_what_the_backward_function_refuses(name: str, change: Callable[[Tensor], Tensor], word: str):
+    q, k, v = (x.detach() for x in qkv())
+    o, lse = flash_attention(q, k, v, return_lse=True)
+    tensors = {"do": o, "q": q, "k": k, "v": v, "o": o, "lse": lse}
+    with pytest.raises(ValueError, match=word):
+        flash_attention_backward(**tensors | {name: change(tensors[name])})
+
+
+def test_the_backward_functions_options_are_refused_alike():
+    q, k, v = (x.detach() for x in qkv())
+    o, lse = flash_attention(q, k, v, return_lse=True)
+    for options, word in (({"layout": "SBHD"}, "'BSHD'"), ({"scale": -1.0}, "negate q")):
+        with pytest.raises(ValueError, match=word):
+            flash_attention_backward(o, q, k, v, o, lse, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSD"])
+def test_what_is_kept_can_be_looked_at(layout: str):
+    """q, k, v, the output and, the only one of its shape, the log-sum-exp; shaped as what was given and as what came back."""
+    changes, given, options = LAYOUTS[layout]
+    tensors = [given(x.detach()).requires_grad_() for x in qkv(**changes)]
+    o, lse = flash_attention(*tensors, is_causal=True, return_lse=True, **options)
+    kept = o.grad_fn.saved_tensors
+    assert all(torch.equal(x, y) for x, y in zip(kept, (*tensors, o, lse), strict=True))
+    assert [x.shape for x in kept].count(o.shape[:-1]) == 1
+    o.add_(1.0)  # no view of anything
 
 
 @pytest.mark.parametrize("causal", [True, False])

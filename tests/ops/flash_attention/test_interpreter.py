@@ -13,8 +13,10 @@ SECONDS = 90
 
 def test_a_few_shapes():
     shapes = [f"{KERNELS}::test_small_random_shapes[{seed}]" for seed in range(1, 5)]
-    passed, _ = in_the_interpreter(*shapes, f"{KERNELS}::test_queries_that_see_nothing")
-    assert passed == 5
+    passed, _ = in_the_interpreter(
+        *shapes, *(f"{KERNELS}::test_{name}" for name in ("queries_that_see_nothing", "the_backward_function"))
+    )
+    assert passed == 9
 
 
 def test_a_few_shapes_of_parts():

@@ -3,13 +3,15 @@
 test_interpreter.py runs this file with TRITON_INTERPRET=1 in a process of its own; by itself, without a GPU, it skips.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import Case, check, random_case
+from attention_cases import Case, attend_by_itself, check, random_case
 from trainstep.ops import flash_attention
-from trainstep.ops.flash_attention.function import Tiles
+from trainstep.ops.flash_attention import Tiles, function
 
 pytest.importorskip("triton")
 from attention_kernels import DEVICE, INTERPRETED, RUNNABLE, SMALL, attend
@@ -21,6 +23,19 @@ pytestmark = pytest.mark.skipif(not RUNNABLE, reason="needs a CUDA GPU, or TRITO
 @pytest.mark.parametrize("seed", range(60))
 def test_small_random_shapes(seed: int):
     check(attend, random_case(seed, longest=200, dtypes=[torch.float32, torch.float16], most_pairs=2e5))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_backward_function(monkeypatch: pytest.MonkeyPatch, heads: int, dtype: torch.dtype):
+    """The public functions with all that is between them and the kernels: a head of its own, (B, S, D), and shared keys."""
+    if INTERPRETED:
+        monkeypatch.setattr(function, "_forward_below_autograd", function._forward_cuda)
+        monkeypatch.setattr(function, "_backward_below_autograd", function._backward_cuda)
+        monkeypatch.setattr(function, "_current", lambda _device: nullcontext())
+    tiles = Tiles(forward=SMALL, key_gradients=SMALL, query_gradients=SMALL)
+    case = Case(batch=2, heads=heads, queries=70, keys=90, head_dim=24, dtype=dtype, alignment="bottom_right")
+    check(lambda *x, **mask: attend_by_itself(*x, **mask, fp32_precision="ieee", tiles=tiles), case, device=DEVICE)
 
 
 @pytest.mark.gpu

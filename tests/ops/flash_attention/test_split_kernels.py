@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention_cases import Case, check, random_case
 from trainstep.ops import flash_attention
-from trainstep.ops.flash_attention.function import Tiles
+from trainstep.ops.flash_attention import Tiles
 from trainstep.ops.flash_attention.launch import CallMeta
 
 pytest.importorskip("triton")

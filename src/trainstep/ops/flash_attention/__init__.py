@@ -1,5 +1,6 @@
 """FlashAttention-2: the algorithm in PyTorch (algorithm.py), its Triton kernels, and the function that chooses."""
 
-from trainstep.ops.flash_attention.function import Tiles, flash_attention
+from trainstep.ops.flash_attention.function import flash_attention, flash_attention_backward
+from trainstep.ops.flash_attention.tiles import Tiles
 
-__all__ = ["Tiles", "flash_attention"]
+__all__ = ["Tiles", "flash_attention", "flash_attention_backward"]

@@ -35,6 +35,22 @@ def check_scale(scale: float) -> None:
         raise ValueError(f"scale={scale} must be positive and finite: negate q instead")
 
 
+def check_results(q: Tensor, do: Tensor, o: Tensor, lse: Tensor) -> None:
+    """ValueError unless do and o are as q (B, H, S, D) is, and lse (B, H, S) as the forward pass made it."""
+    for name, x in (("do", do), ("o", o)):
+        if x.shape != q.shape or x.dtype is not q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} {tuple(x.shape)} is {x.dtype} on {x.device}: shape, dtype and device must be q's, "
+                f"{tuple(q.shape)}, {q.dtype} on {q.device}"
+            )
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if lse.shape != q.shape[:3] or lse.dtype is not lse_dtype or lse.device != q.device:
+        raise ValueError(
+            f"lse {tuple(lse.shape)} is {lse.dtype} on {lse.device}: pass what flash_attention(..., return_lse=True) gave, "
+            f"{tuple(q.shape[:3])} of {lse_dtype} on {q.device}"
+        )
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     """ValueError for shapes, dtypes and devices that the kernels would get wrong. q (B, H, S, D), k and v (B, G, S', D)."""
     if not q.dim() == k.dim() == v.dim() == 4:

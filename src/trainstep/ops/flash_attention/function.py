@@ -1,4 +1,4 @@
-"""`flash_attention`: choice of kernel, and what makes it an operator torch knows: autograd, compile, FLOPs.
+"""`flash_attention` and its backward pass: choice of kernel, and what makes them operators torch knows: autograd, compile, FLOPs.
 
 Registered with torch.library's Library, an implementation a dispatch key, because that costs the host less than custom_op does.
 On CUDA devices the Triton kernels run (choice.py: which), anywhere else algorithm.py. Memory kept for backward is linear in S:
@@ -7,7 +7,6 @@ q, k, v, the output and the log-sum-exp. The gradient has no gradient of its own
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.ops.flash_attention import algorithm
-from trainstep.ops.flash_attention.checks import SDPA, check_scale, check_settings, check_tensors
+from trainstep.ops.flash_attention.checks import SDPA, check_results, check_scale, check_settings, check_tensors
 from trainstep.ops.flash_attention.choice import why_always_portable
 from trainstep.ops.flash_attention.launch import Problem
-from trainstep.ops.flash_attention.tiles import TILE_FIELDS, Arithmetic, TileConfig
+from trainstep.ops.flash_attention.tiles import Arithmetic, Tiles
 from trainstep.spans import span
 
 try:
@@ -43,15 +42,6 @@ _library.define(
 )
 _forward_op = torch.ops.trainstep.flash_attention.default
 _backward_op = torch.ops.trainstep.flash_attention_backward.default
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Tiles of all three kernels in place of the table's, for whoever tunes them."""
-
-    forward: TileConfig
-    key_gradients: TileConfig
-    query_gradients: TileConfig
 
 
 def flash_attention(
@@ -82,22 +72,70 @@ def flash_attention(
     split_parts.py: faster, and while it runs it takes as much memory again as q, k, v and in backward do); by default as torch's
     matmuls are set. return_lse: also log(sum(exp(scores))), (B, H, S) or (B, S), in fp32; it carries no gradient. CPU tensors go
     through algorithm.py, the same algorithm in PyTorch, in their dtype's own arithmetic.
+
+    Kept for the backward pass: q, k, v, o and the log-sum-exp, which `o.grad_fn.saved_tensors` shows (of BSHD tensors one view on).
     """
     check_settings(attn_mask, dropout_p, causal_alignment, layout, fp32_precision)
-    q_BHSD, k_BHSD, v_BHSD = [_as_BHSD(x, layout) for x in _autocast(q, k, v)]
-    check_tensors(q_BHSD, k_BHSD, v_BHSD, enable_gqa)
+    given = [_heads_first(x, layout) for x in _autocast(q, k, v)]
+    q_BHSD, k_BGSD, v_BGSD = map(_with_heads, given)
+    check_tensors(q_BHSD, k_BGSD, v_BGSD, enable_gqa)
+    settings = _settings(q_BHSD, scale, is_causal, causal_alignment, fp32_precision, tiles)
+    with span("attention"):
+        # torch.compile has to see the operator; else its autograd half is called as the dispatcher would, at less cost
+        if torch.compiler.is_compiling():
+            o, lse = _forward_op(q_BHSD, k_BGSD, v_BGSD, *settings)
+            o, lse = (o.squeeze(1), lse.squeeze(1)) if q.dim() == 3 else (o, lse)
+        else:
+            o, lse = _forward_autograd(*given, *settings)
+    o = o.transpose(1, 2) if _is_BSHD(q, layout) else o
+    return (o, lse) if return_lse else o
+
+
+def flash_attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+    layout: str = "BHSD",
+    fp32_precision: str | None = None,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of `flash_attention`, from its output's gradient do, and from o and lse as it returned them (return_lse=True).
+
+        p = exp(scale q k^T - lse);  delta = rowsum(do o);  ds = p (do v^T - delta)
+        dv = p^T do;  dk = scale ds^T q;  dq = scale ds k
+
+    All other arguments are those of that call, which says what they mean. do and o have q's shape, dtype and device; lse is
+    (B, H, S), or (B, S) of 3-D tensors, in fp32 (of fp64 tensors in fp64). The gradients have the shapes and dtypes of q, k and v
+    and lie as they do; they have no gradient of their own. ValueError for whatever does not fit together.
+    """
+    check_settings(None, 0.0, causal_alignment, layout, fp32_precision)
+    given = [_heads_first(x, layout) for x in _autocast(do, q, k, v, o)]
+    do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD = map(_with_heads, given)
+    check_tensors(q_BHSD, k_BGSD, v_BGSD, enable_gqa)
+    check_results(q_BHSD, do_BHSD, o_BHSD, lse.unsqueeze(1) if q.dim() == 3 else lse)
+    settings = _settings(q_BHSD, scale, is_causal, causal_alignment, fp32_precision, tiles)
+    backward = _backward_op if torch.compiler.is_compiling() else _backward_autograd
+    gradients = _gradients(backward, *given, lse.contiguous(), *settings)
+    dq, dk, dv = (dx.transpose(1, 2) if _is_BSHD(dx, layout) else dx for dx in gradients)
+    return dq, dk, dv
+
+
+def _settings(
+    q_BHSD: Tensor, scale: float | None, is_causal: bool, causal_alignment: str, fp32_precision: str | None,
+    tiles: Tiles | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """As the operators take them."""
     scale = 1 / math.sqrt(q_BHSD.shape[-1]) if scale is None else scale
     check_scale(scale)
-    # torch.compile has to see the operator; else its autograd half is called as the dispatcher would, at less cost
-    attend = _forward_op if torch.compiler.is_compiling() else _forward_autograd
-    with span("attention"):
-        o_BHSD, lse = attend(
-            q_BHSD, k_BHSD, v_BHSD, scale, is_causal, causal_alignment == "bottom_right", fp32_precision, _flat(tiles)
-        )
-    o = o_BHSD.squeeze(1) if q.dim() == 3 else o_BHSD.transpose(1, 2) if layout == "BSHD" else o_BHSD
-    if not return_lse:
-        return o  # type: ignore[no-any-return]
-    return o, (lse.squeeze(1) if q.dim() == 3 else lse)
+    return scale, is_causal, causal_alignment == "bottom_right", fp32_precision, tiles and tiles.numbers()
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -109,29 +147,19 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _as_BHSD(x: Tensor, layout: str) -> Tensor:
-    if x.dim() == 3:
-        x = x.unsqueeze(1)
-    elif layout == "BSHD":
-        x = x.transpose(1, 2)
+def _is_BSHD(x: Tensor, layout: str) -> bool:
+    return layout == "BSHD" and x.dim() == 4
+
+
+def _heads_first(x: Tensor, layout: str) -> Tensor:
+    """(B, H, S, D) or (B, S, D), its last stride 1."""
+    x = x.transpose(1, 2) if _is_BSHD(x, layout) else x
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _flat(tiles: Tiles | None) -> list[int] | None:
-    """As an operator's schema can carry them."""
-    if tiles is None:
-        return None
-    return [
-        number for config in (tiles.forward, tiles.key_gradients, tiles.query_gradients) for number in astuple(config)
-    ]
-
-
-def _unflat(tiles: list[int] | None) -> tuple[TileConfig | None, TileConfig | None, TileConfig | None]:
-    if tiles is None:
-        return None, None, None
-    starts = range(0, len(tiles), len(TILE_FIELDS))
-    forward, keys, queries = (TileConfig(**dict(zip(TILE_FIELDS, tiles[i:], strict=False))) for i in starts)
-    return forward, keys, queries
+def _with_heads(x: Tensor) -> Tensor:
+    """(B, 1, S, D) of (B, S, D)."""
+    return x.unsqueeze(1) if x.dim() == 3 else x
 
 
 # What runs where: on CUDA the kernels, else the algorithm ----------------------------------------------------------------------
@@ -146,14 +174,15 @@ def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tens
             if results is not None:
                 return results
         launch = launch_split_forward if problem.arithmetic is Arithmetic.FP16X3 else launch_forward
-        return launch(q, k, v, problem, _unflat(tiles)[0])
+        return launch(q, k, v, problem, Tiles.of_numbers(tiles).forward if tiles else None)
 
 
 def _backward_cuda(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *_, tiles = settings
-    _, key_config, query_config = _unflat(tiles)
+    given = Tiles.of_numbers(tiles) if tiles else None
+    key_config, query_config = (given.key_gradients, given.query_gradients) if given else (None, None)
     if do.stride(-1) != 1:  # out.sum() hands back one number, expanded
         do = do.contiguous()
     problem = _problem(q.dtype, *settings)
@@ -248,10 +277,29 @@ def _nobody_between(q: Tensor, k: Tensor, v: Tensor) -> bool:
 # Autograd ----------------------------------------------------------------------------------------------------------------------
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    """Of (B, S, D) tensors (B, S, D) and (B, S): no views, so that they may be written to."""
+    o, lse = _forward_below_autograd(*map(_with_heads, (q, k, v)), *settings)
+    if q.dim() == 4:
+        return o, lse
+    return torch.ops.aten._unsafe_view(o, q.shape), torch.ops.aten._unsafe_view(lse, q.shape[:2])
+
+
+def _gradients(
+    backward: Any, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *settings: Any
+) -> tuple[Tensor, ...]:
+    """What `backward` computes of (B, H, S, D) tensors; of those that were (B, S, D) as such."""
+    lse = lse.unsqueeze(1) if q.dim() == 3 else lse
+    gradients = backward(*map(_with_heads, (do, q, k, v, o)), lse, *settings)
+    return tuple(dx.squeeze(1) if x.dim() == 3 else dx for x, dx in zip((q, k, v), gradients, strict=True))
+
+
 class _FlashAttention(torch.autograd.Function):
+    """Tensors are kept as they were given, with heads or without."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        o, lse = _forward_below_autograd(q, k, v, *settings)
+        o, lse = _attend(q, k, v, *settings)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.settings = settings
         ctx.mark_non_differentiable(lse)
@@ -264,7 +312,7 @@ class _FlashAttention(torch.autograd.Function):
             return None, None, None, None
         saved = ctx.saved_tensors  # not below autograd: checkpointing runs the forward again here
         backward = _backward_op if torch.is_grad_enabled() else _backward_below_autograd  # create_graph=True or not
-        return *backward(do, *saved, *ctx.settings), None
+        return *_gradients(backward, do, *saved, *ctx.settings), None
 
 
 class _FlashAttentionBackward(torch.autograd.Function):
@@ -284,7 +332,7 @@ class _FlashAttentionBackward(torch.autograd.Function):
 def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _FlashAttention.apply(q, k, v, settings)  # type: ignore[no-untyped-call]
-    return _forward_below_autograd(q, k, v, *settings)
+    return _attend(q, k, v, *settings)
 
 
 def _backward_autograd(*arguments: Any) -> Any:

@@ -27,6 +27,8 @@ instructions and registers of fp32, on the way that the loop waits for; the roun
 Queries beyond the end read as 0 with a log-sum-exp of +inf, so that p is 0 there; a query that sees no key is written so too.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -58,6 +60,7 @@ from trainstep.ops.flash_attention.hopper_parts import (
     ROWS,
     SIZES,
     ZERO,
+    Ring,
     accumulator_layout,
     add_out,
     bf16_product,
@@ -81,30 +84,44 @@ ALL_READ: gl.constexpr = gl.constexpr(13)
 """The barrier at which nobody reads k and v any more."""
 CONSUMER_THREADS: gl.constexpr = gl.constexpr(256)
 
+_Work = namedtuple(
+    "_Work",
+    "tiles batch_key_heads heads_together key_heads heads_per_key_head queries padded_queries keys offset",
+)
+"""What there is to do: hopper_gradients_kernel's arguments."""
+_Steps = namedtuple("_Steps", "begin begin_full end")
+"""Query tiles that see any of a program's keys; those from begin_full on need no mask."""
+_Keys = namedtuple("_Keys", "k v full")
+"""The tiles that a program keeps, and their barrier."""
+_Copied = namedtuple("_Copied", "q_descs k_descs v_descs do_descs lse_desc delta_desc keys q_ring do_ring work")
+"""What the producer has."""
+_Kept = namedtuple("_Kept", "dk_descs dv_descs dq_descs ds_tiles dq_tiles keys q_ring do_ring work scale scale_log2")
+"""What a consumer has."""
+
 
 # Which work -------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _keys_and_head(tiles, batch_key_heads, heads_together):
+def _keys_and_head(work):
     """(first key, batch and key head) of this program. Under a causal mask the first keys are seen by the most queries."""
-    tile, batch_key_head = tile_and_head(gl.program_id(0), tiles, batch_key_heads, heads_together)
+    tile, batch_key_head = tile_and_head(gl.program_id(0), work.tiles, work.batch_key_heads, work.heads_together)
     return tile * BLOCK_K, batch_key_head
 
 
 @gluon.jit
-def _steps(first_k, queries, keys, offset, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
-    """(first, first without a mask, end) of the query tiles that see any of these keys. The last keys' tile may be ragged."""
-    end = (queries + BLOCK_Q - 1) // BLOCK_Q
+def _steps(first_k, work, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of the keys from first_k on. The last keys' tile may be ragged."""
+    end = (work.queries + BLOCK_Q - 1) // BLOCK_Q
     begin = 0
     begin_full = 0
     if CAUSAL:
-        begin = gl.minimum(gl.maximum(first_k - offset, 0) // BLOCK_Q, end)
-        begin_full = (gl.maximum(first_k + BLOCK_K - 1 - offset, 0) + BLOCK_Q - 1) // BLOCK_Q
+        begin = gl.minimum(gl.maximum(first_k - work.offset, 0) // BLOCK_Q, end)
+        begin_full = (gl.maximum(first_k + BLOCK_K - 1 - work.offset, 0) + BLOCK_Q - 1) // BLOCK_Q
         begin_full = gl.minimum(begin_full, end)
     # 1 if keys end within the tile: then no step goes without a mask
-    ragged = gl.minimum(gl.maximum(first_k + BLOCK_K - keys, 0), 1)
-    return begin, begin_full + ragged * (end - begin_full), end
+    ragged = gl.minimum(gl.maximum(first_k + BLOCK_K - work.keys, 0), 1)
+    return _Steps(begin, begin_full + ragged * (end - begin_full), end)
 
 
 # The producer warp ------------------------------------------------------------------------------------------------------------
@@ -113,33 +130,30 @@ def _steps(first_k, queries, keys, offset, BLOCK_Q: gl.constexpr, CAUSAL: gl.con
 @gluon.jit
 def _start_copies(copied, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """k and v once, then every tile of q and do with its rows of log-sum-exp and delta, in the consumers' order."""
-    q_descs, k_descs, v_descs, do_descs, lse_desc, delta_desc, kept_tiles, q_ring, do_ring, work = copied
-    k_tile, v_tile, kv_full = kept_tiles
-    q_tiles, lse_rows, q_full, q_empty = q_ring
-    do_tiles, delta_rows, do_full, do_empty = do_ring
-    tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset = work
-    first_k, batch_key_head = _keys_and_head(tiles, batch_key_heads, heads_together)
-    begin, _, end = _steps(first_k, queries, keys, offset, BLOCK_Q, CAUSAL)
-    batch = batch_key_head // key_heads
-    key_head = batch_key_head % key_heads
-    announce(kv_full.index(0), k_descs + v_descs, 0)
-    copy_in_parts(k_descs, batch, key_head, first_k, kv_full.index(0), k_tile)
-    copy_in_parts(v_descs, batch, key_head, first_k, kv_full.index(0), v_tile)
+    work, keys, q, do = copied.work, copied.keys, copied.q_ring, copied.do_ring
+    first_k, batch_key_head = _keys_and_head(work)
+    steps = _steps(first_k, work, BLOCK_Q, CAUSAL)
+    batch = batch_key_head // work.key_heads
+    key_head = batch_key_head % work.key_heads
+    announce(keys.full.index(0), copied.k_descs + copied.v_descs, 0)
+    copy_in_parts(copied.k_descs, batch, key_head, first_k, keys.full.index(0), keys.k)
+    copy_in_parts(copied.v_descs, batch, key_head, first_k, keys.full.index(0), keys.v)
     started = 0
-    for member in range(heads_per_key_head):
-        head = key_head * heads_per_key_head + member
-        first_row = (batch * key_heads * heads_per_key_head + head) * padded_queries
-        for step in range(begin, end):
+    for member in range(work.heads_per_key_head):
+        head = key_head * work.heads_per_key_head + member
+        first_row = (batch * work.key_heads * work.heads_per_key_head + head) * work.padded_queries
+        for step in range(steps.begin, steps.end):
             stage = started % STAGES
             parity = (started // STAGES) & 1
-            mbarrier.wait(q_empty.index(stage), parity ^ 1)
-            announce(q_full.index(stage), q_descs, lse_desc.block_type.nbytes)
-            copy_in_parts(q_descs, batch, head, step * BLOCK_Q, q_full.index(stage), box_at(q_tiles, stage))
-            copy_in(lse_desc, [first_row + step * BLOCK_Q], q_full.index(stage), lse_rows.index(stage))
-            mbarrier.wait(do_empty.index(stage), parity ^ 1)
-            announce(do_full.index(stage), do_descs, delta_desc.block_type.nbytes)
-            copy_in_parts(do_descs, batch, head, step * BLOCK_Q, do_full.index(stage), box_at(do_tiles, stage))
-            copy_in(delta_desc, [first_row + step * BLOCK_Q], do_full.index(stage), delta_rows.index(stage))
+            row = step * BLOCK_Q
+            mbarrier.wait(q.empty.index(stage), parity ^ 1)
+            announce(q.full.index(stage), copied.q_descs, copied.lse_desc.block_type.nbytes)
+            copy_in_parts(copied.q_descs, batch, head, row, q.full.index(stage), box_at(q.tiles, stage))
+            copy_in(copied.lse_desc, [first_row + row], q.full.index(stage), q.rows.index(stage))
+            mbarrier.wait(do.empty.index(stage), parity ^ 1)
+            announce(do.full.index(stage), copied.do_descs, copied.delta_desc.block_type.nbytes)
+            copy_in_parts(copied.do_descs, batch, head, row, do.full.index(stage), box_at(do.tiles, stage))
+            copy_in(copied.delta_desc, [first_row + row], do.full.index(stage), do.rows.index(stage))
             started += 1
 
 
@@ -164,21 +178,18 @@ def _ds_written(warpgroup: gl.constexpr, step):
 
 
 @gluon.jit
-def _start_scores(kept_tiles, q_ring, used, WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr):
+def _start_scores(kept, used, WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr):
     """wgmma of this warpgroup's keys with the ring's used-th tile of queries."""
-    k_tile, _, _ = kept_tiles
-    q_tiles, _, _, _ = q_ring
     zeros = zero_sum(BLOCK_Q)
-    k = rows_of(matrices(k_tile), WARPGROUP * ROWS)
-    return start_sum(k, matrices(box_at(q_tiles, used % STAGES)), zeros)
+    k = rows_of(matrices(kept.keys.k), WARPGROUP * ROWS)
+    return start_sum(k, matrices(box_at(kept.q_ring.tiles, used % STAGES)), zeros)
 
 
 @gluon.jit
-def _start_dq(kept_tiles, ds_tiles, step, WARPGROUP: gl.constexpr, SPLIT_ROWS: gl.constexpr):
+def _start_dq(kept, step, WARPGROUP: gl.constexpr, SPLIT_ROWS: gl.constexpr):
     """wgmma of the step-th step's ds with all keys: this warpgroup's rows, columns or part."""
-    k_tile, _, _ = kept_tiles
-    keys = matrices(k_tile)
-    ds = ds_tiles.index(step & 1).permute((1, 0))
+    keys = matrices(kept.keys.k)
+    ds = kept.ds_tiles.index(step & 1).permute((1, 0))
     if SPLIT_ROWS:
         rows = ds.slice(WARPGROUP * ROWS, ROWS)
         started = warpgroup_mma(rows, keys[0], zero_sum(keys[0].shape[1]), use_acc=False, is_async=True)
@@ -194,20 +205,19 @@ def _start_dq(kept_tiles, ds_tiles, step, WARPGROUP: gl.constexpr, SPLIT_ROWS: g
 
 @gluon.jit
 def _probabilities(
-    scores, lse_row, step, place, begin_full, scale_log2,
+    scores, lse_row, step, first_k, begin_full, kept,
     WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """p of this warpgroup's keys and the step's queries; steps from `begin_full` on need no mask."""
-    _, first_k, keys, offset = place
     SCORES: gl.constexpr = accumulator_layout(BLOCK_Q)  # (keys, queries)
-    p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse_row.load(gl.SliceLayout(0, SCORES)), 0))
+    p = gl.exp2(scores * kept.scale_log2 - gl.expand_dims(lse_row.load(gl.SliceLayout(0, SCORES)), 0))
     if MASKED:  # noqa: SIM102  (this one is known when compiling)
         if step < begin_full:
             key_index = first_k + WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
             query_index = step * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, SCORES))
-            last_seen = keys - 1 + query_index * 0
+            last_seen = kept.work.keys - 1 + query_index * 0
             if CAUSAL:
-                last_seen = gl.minimum(last_seen, query_index + offset)
+                last_seen = gl.minimum(last_seen, query_index + kept.work.offset)
             p = where_seen(p, gl.expand_dims(key_index, 1), gl.expand_dims(last_seen, 0), ZERO)
     return p
 
@@ -231,58 +241,54 @@ def _row_of_dq(dq_descs, piece, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def _add_gradients(
-    dk, dv, scores, used, due, dq_descs, memory, place, span, scale_log2,
+    dk, dv, scores, used, due, kept, first_k, first_piece, steps, end_used,
     WARPGROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
     SPLIT_ROWS: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The query tiles of one head. `used`: steps of this program so far. `scores`: those of the first step, and they come back as
-    those of the step behind the last. `due`: where the dq of the step before goes."""
-    kept_tiles, q_ring, do_ring, ds_tiles, dq_tile = memory
-    first_piece, _, _, _ = place
-    begin, begin_full, end, steps = span
-    k_tile, v_tile, _ = kept_tiles
-    q_tiles, lse_rows, q_full, q_empty = q_ring
-    do_tiles, delta_rows, do_full, do_empty = do_ring
+    """The query tiles of one head, whose part of dq's sum begins at `first_piece`. `used`: steps of this program so far, of
+    `end_used` in all. `scores`: those of the first step, and they come back as those of the step behind the last. `due`: where the
+    dq of the step before goes."""
+    q_ring, do_ring, dq_tile = kept.q_ring, kept.do_ring, kept.dq_tiles[WARPGROUP]
     SCORES: gl.constexpr = accumulator_layout(BLOCK_Q)  # (keys, queries)
-    OPERAND: gl.constexpr = operand_layout(k_tile[0].shape[3])
-    PARTS: gl.constexpr = len(k_tile)
-    dtype: gl.constexpr = k_tile[0].dtype
+    OPERAND: gl.constexpr = operand_layout(kept.keys.k[0].shape[3])
+    PARTS: gl.constexpr = len(kept.keys.k)
+    dtype: gl.constexpr = kept.keys.k[0].dtype
     zeros = zero_sum(BLOCK_Q)
-    v = rows_of(matrices(v_tile), WARPGROUP * ROWS)
-    for step in range(begin, end):
+    v = rows_of(matrices(kept.keys.v), WARPGROUP * ROWS)
+    for step in range(steps.begin, steps.end):
         stage = used % STAGES
-        q = matrices(box_at(q_tiles, stage))
-        do = matrices(box_at(do_tiles, stage))
-        mbarrier.wait(do_full.index(stage), (used // STAGES) & 1)
+        q = matrices(box_at(q_ring.tiles, stage))
+        do = matrices(box_at(do_ring.tiles, stage))
+        mbarrier.wait(do_ring.full.index(stage), (used // STAGES) & 1)
         started_dp = start_sum(v, do, zeros)
         p = _probabilities(
-            scores, lse_rows.index(stage), step, place, begin_full, scale_log2, WARPGROUP, BLOCK_Q, MASKED, CAUSAL
+            scores, q_ring.rows.index(stage), step, first_k, steps.begin_full, kept, WARPGROUP, BLOCK_Q, MASKED, CAUSAL
         )
         p_operand = gl.convert_layout(p.to(dtype), OPERAND)
         # Only the next scores need their tile of q; waited for here, it keeps ptxas from moving the wait for dp before the
         # exponentials, which are to run beside that wgmma
-        mbarrier.wait(q_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=used + 1 < steps)
+        mbarrier.wait(q_ring.full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=used + 1 < end_used)
         dp = warpgroup_mma_wait(0, deps=(started_dp,))
         started_dv = start_products(p_operand, do, dv)
-        delta = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
+        delta = do_ring.rows.index(stage).load(gl.SliceLayout(0, SCORES))
         ds = _gradient_of_scores(p, dp - gl.expand_dims(delta, 0), dtype)
         meet(_ds_written(1 - WARPGROUP, used - 1), CONSUMER_THREADS)
-        ds_tiles.index(used & 1).slice(WARPGROUP * ROWS, ROWS).store(ds)
+        kept.ds_tiles.index(used & 1).slice(WARPGROUP * ROWS, ROWS).store(ds)
         started_dk = start_products(gl.convert_layout(ds, OPERAND), q, dk)
-        started_dq = _start_dq(kept_tiles, ds_tiles, used - 1, WARPGROUP, SPLIT_ROWS)
+        started_dq = _start_dq(kept, used - 1, WARPGROUP, SPLIT_ROWS)
         dv = finished(started_dv, PARTS + 1)
-        mbarrier.arrive(do_empty.index(stage), count=1)
+        mbarrier.arrive(do_ring.empty.index(stage), count=1)
         dk = finished(started_dk, 1)
-        mbarrier.arrive(q_empty.index(stage), count=1)
+        mbarrier.arrive(q_ring.empty.index(stage), count=1)
         # Behind the last step of whatever lies in the buffer: nobody uses them
-        started_scores = _start_scores(kept_tiles, q_ring, used + 1, WARPGROUP, BLOCK_Q, STAGES)
+        started_scores = _start_scores(kept, used + 1, WARPGROUP, BLOCK_Q, STAGES)
         dq = warpgroup_mma_wait(PARTS, deps=(started_dq,))
         tma.store_wait(0)  # what was in the buffer has left it
         dq_tile.store(_in_registers(dq))
         fence_async_shared()
         pass_by(_ds_written(WARPGROUP, used), CONSUMER_THREADS)
-        add_out(dq_descs[WARPGROUP], [due, 0], dq_tile)
-        due = _row_of_dq(dq_descs, first_piece + step * CONSUMERS, WARPGROUP)
+        add_out(kept.dq_descs[WARPGROUP], [due, 0], dq_tile)
+        due = _row_of_dq(kept.dq_descs, first_piece + step * CONSUMERS, WARPGROUP)
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         used += 1
     return dk, dv, scores, used, due
@@ -294,50 +300,45 @@ def _gradients_of_keys(
     SPLIT_ROWS: gl.constexpr, CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and this warpgroup's part of dq."""
-    dk_descs, dv_descs, dq_descs, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2 = kept
-    k_tile, v_tile, kv_full = kept_tiles
-    _, _, q_full, _ = q_ring
-    tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset = work
-    first_k, batch_key_head = _keys_and_head(tiles, batch_key_heads, heads_together)
-    begin, begin_full, end = _steps(first_k, queries, keys, offset, BLOCK_Q, CAUSAL)
-    steps = (end - begin) * heads_per_key_head
-    batch = batch_key_head // key_heads
-    key_head = batch_key_head % key_heads
-    dq_tile = dq_tiles[WARPGROUP]
-    memory = (kept_tiles, q_ring, do_ring, ds_tiles, dq_tile)
-    dk = zero_sums(dk_descs)
-    dv = zero_sums(dv_descs)
-    no_ds = gl.zeros([ROWS, BLOCK_Q], ds_tiles.dtype, accumulator_layout(BLOCK_Q))  # of the step before the first
-    ds_tiles.index(1).slice(WARPGROUP * ROWS, ROWS).store(no_ds)
+    work, keys, dq_tile = kept.work, kept.keys, kept.dq_tiles[WARPGROUP]
+    first_k, batch_key_head = _keys_and_head(work)
+    steps = _steps(first_k, work, BLOCK_Q, CAUSAL)
+    end_used = (steps.end - steps.begin) * work.heads_per_key_head
+    batch = batch_key_head // work.key_heads
+    key_head = batch_key_head % work.key_heads
+    dk = zero_sums(kept.dk_descs)
+    dv = zero_sums(kept.dv_descs)
+    no_ds = gl.zeros([ROWS, BLOCK_Q], kept.ds_tiles.dtype, accumulator_layout(BLOCK_Q))  # of the step before the first
+    kept.ds_tiles.index(1).slice(WARPGROUP * ROWS, ROWS).store(no_ds)
     fence_async_shared()
     pass_by(_ds_written(WARPGROUP, 1), CONSUMER_THREADS)
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
+    mbarrier.wait(keys.full.index(0), 0)
+    mbarrier.wait(kept.q_ring.full.index(0), 0, pred=end_used > 0)
     used = 0
-    started_scores = _start_scores(kept_tiles, q_ring, 0, WARPGROUP, BLOCK_Q, STAGES)
+    started_scores = _start_scores(kept, 0, WARPGROUP, BLOCK_Q, STAGES)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
-    pieces = padded_queries // BLOCK_Q * CONSUMERS
+    pieces = work.padded_queries // BLOCK_Q * CONSUMERS
     # Not NOWHERE alone: of a constant ptxas makes a loop that runs 6 % slower
-    due = NOWHERE + _row_of_dq(dq_descs, batch_key_head * heads_per_key_head * pieces, 0)
-    for member in range(heads_per_key_head):
-        place = ((batch_key_head * heads_per_key_head + member) * pieces, first_k, keys, offset)
+    due = NOWHERE + _row_of_dq(kept.dq_descs, batch_key_head * work.heads_per_key_head * pieces, 0)
+    for member in range(work.heads_per_key_head):
+        first_piece = (batch_key_head * work.heads_per_key_head + member) * pieces
         dk, dv, scores, used, due = _add_gradients(
-            dk, dv, scores, used, due, dq_descs, memory, place, (begin, begin_full, end, steps), scale_log2,
+            dk, dv, scores, used, due, kept, first_k, first_piece, steps, end_used,
             WARPGROUP, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL or RAGGED_K, CAUSAL,
         )  # fmt: skip
     meet(_ds_written(1 - WARPGROUP, used - 1), CONSUMER_THREADS)
-    dq = warpgroup_mma_wait(0, deps=(_start_dq(kept_tiles, ds_tiles, used - 1, WARPGROUP, SPLIT_ROWS),))
+    dq = warpgroup_mma_wait(0, deps=(_start_dq(kept, used - 1, WARPGROUP, SPLIT_ROWS),))
     tma.store_wait(0)
     dq_tile.store(_in_registers(dq))
     fence_async_shared()
-    add_out(dq_descs[WARPGROUP], [due, 0], dq_tile)
+    add_out(kept.dq_descs[WARPGROUP], [due, 0], dq_tile)
     meet(ALL_READ, CONSUMER_THREADS)  # dk and dv leave through the memory of k and v
-    store_sums(rows_of(matrices(v_tile), WARPGROUP * ROWS), dv)
-    store_sums(rows_of(matrices(k_tile), WARPGROUP * ROWS), [x * scale for x in dk])
+    store_sums(rows_of(matrices(keys.v), WARPGROUP * ROWS), dv)
+    store_sums(rows_of(matrices(keys.k), WARPGROUP * ROWS), [x * kept.scale for x in dk])
     fence_async_shared()
     row = first_k + WARPGROUP * ROWS
-    copy_out_parts(dv_descs, batch, key_head, row, rows_of(v_tile, WARPGROUP * ROWS, 2))
-    copy_out_parts(dk_descs, batch, key_head, row, rows_of(k_tile, WARPGROUP * ROWS, 2))
+    copy_out_parts(kept.dv_descs, batch, key_head, row, rows_of(keys.v, WARPGROUP * ROWS, 2))
+    copy_out_parts(kept.dk_descs, batch, key_head, row, rows_of(keys.k, WARPGROUP * ROWS, 2))
     tma.store_wait(0)
 
 
@@ -365,30 +366,26 @@ def hopper_gradients_kernel(
     dv_descs = in_parts(dv_desc, dv_rest_desc)
     dq_descs = (dq_desc, dq_desc if dq_rest_desc is None else dq_rest_desc)  # a warpgroup's each
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
-    kept_tiles = (
-        box_at(new_tiles(k_descs, 1), 0),
-        box_at(new_tiles(v_descs, 1), 0),
-        new_barriers(1, 1),
+    kept_keys = _Keys(box_at(new_tiles(k_descs, 1), 0), box_at(new_tiles(v_descs, 1), 0), new_barriers(1, 1))
+    q_ring = Ring(
+        tiles=new_tiles(q_descs, STAGES),
+        rows=gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout),
+        full=new_barriers(STAGES, 1),
+        empty=new_barriers(STAGES, CONSUMERS),
     )
-    q_ring = (
-        new_tiles(q_descs, STAGES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, CONSUMERS),
-    )
-    do_ring = (
-        new_tiles(do_descs, STAGES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, CONSUMERS),
+    do_ring = Ring(
+        tiles=new_tiles(do_descs, STAGES),
+        rows=gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout),
+        full=new_barriers(STAGES, 1),
+        empty=new_barriers(STAGES, CONSUMERS),
     )
     ds_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], DS)
     dq_tiles = [gl.allocate_shared_memory(gl.float32, x.block_type.shape, x.layout) for x in dq_descs]
-    work = (
+    work = _Work(
         tiles, batch_key_heads, heads_together, key_heads, heads_per_key_head, queries, padded_queries, keys, offset
     )  # fmt: skip
-    copied = (q_descs, k_descs, v_descs, do_descs, lse_desc, delta_desc, kept_tiles, q_ring, do_ring, work)
-    kept = (dk_descs, dv_descs, dq_descs, ds_tiles, dq_tiles, kept_tiles, q_ring, do_ring, work, scale, scale_log2)
+    copied = _Copied(q_descs, k_descs, v_descs, do_descs, lse_desc, delta_desc, kept_keys, q_ring, do_ring, work)
+    kept = _Kept(dk_descs, dv_descs, dq_descs, ds_tiles, dq_tiles, kept_keys, q_ring, do_ring, work, scale, scale_log2)
     gl.warp_specialize(
         [
             (_gradients_of_keys, (kept, 0, BLOCK_Q, STAGES, SPLIT_ROWS, CAUSAL, RAGGED_K)),

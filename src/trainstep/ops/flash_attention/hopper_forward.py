@@ -9,6 +9,8 @@ multiplied with its values: both wgmma are started, the scores are waited for, a
 Exponentials are base 2 with the scale folded in. The log-sum-exp is stored natural. A query that sees no key gives 0 and -inf.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -40,6 +42,7 @@ from trainstep.ops.flash_attention.hopper_parts import (
     PRODUCER_REGISTERS,
     ROWS,
     SIZES,
+    Ring,
     accumulator_layout,
     first_and_turns,
     new_barriers,
@@ -49,24 +52,31 @@ from trainstep.ops.flash_attention.hopper_parts import (
     where_seen,
 )
 
+_Work = namedtuple("_Work", "order_ptr tiles batch_heads heads_together heads heads_per_key_head queries keys offset")
+"""What there is to do: hopper_forward_kernel's arguments."""
+_Copied = namedtuple("_Copied", "q_descs k_descs v_descs q_ring k_ring v_ring work")
+"""What the producer has."""
+_Kept = namedtuple("_Kept", "o_descs o_tiles lse_ptr q_ring k_ring v_ring work scale_log2")
+"""What a consumer has."""
+
 
 @gluon.jit
-def _first_query_and_head(place, tiles, batch_heads, heads_together, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+def _first_query_and_head(place, work, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
     """Of a piece of work; the longest tiles of a causal mask are the last and go first."""
-    tile, batch_head = tile_and_head(place, tiles, batch_heads, heads_together)
+    tile, batch_head = tile_and_head(place, work.tiles, work.batch_heads, work.heads_together)
     if CAUSAL:
-        tile = tiles - 1 - tile
+        tile = work.tiles - 1 - tile
     return tile * BLOCK_Q, batch_head
 
 
 @gluon.jit
-def _blocks_seen(first_q, count: gl.constexpr, queries, keys, offset, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
+def _blocks_seen(first_q, count: gl.constexpr, work, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
     """(blocks that any of queries first_q..first_q + count sees, blocks that each of them sees whole). At least one is visited."""
-    seen_by_any = keys
-    seen_by_all = keys
+    seen_by_any = work.keys
+    seen_by_all = work.keys
     if CAUSAL:
-        seen_by_any = gl.minimum(gl.maximum(gl.minimum(first_q + count, queries) + offset, 0), keys)
-        seen_by_all = gl.minimum(gl.maximum(first_q + 1 + offset, 0), keys)
+        seen_by_any = gl.minimum(gl.maximum(gl.minimum(first_q + count, work.queries) + work.offset, 0), work.keys)
+        seen_by_all = gl.minimum(gl.maximum(first_q + 1 + work.offset, 0), work.keys)
     blocks = gl.maximum((seen_by_any + BLOCK_K - 1) // BLOCK_K, 1)
     return blocks, seen_by_all // BLOCK_K
 
@@ -84,36 +94,32 @@ def _start_copies(
     TABLE: gl.constexpr,
 ):
     """Every tile of q, k and v that the consumers will read, in their order, as buffers become empty."""
-    q_descs, k_descs, v_descs, q_ring, k_ring, v_ring, work = copied
-    q_tiles, q_full, q_empty = q_ring
-    k_tiles, k_full, k_empty = k_ring
-    v_tiles, v_full, v_empty = v_ring
-    order_ptr, tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset = work
+    work, q, k, v = copied.work, copied.q_ring, copied.k_ring, copied.v_ring
     BLOCK_Q: gl.constexpr = ROWS * WARPGROUPS
-    first, turns = first_and_turns(order_ptr, TABLE)
+    first, turns = first_and_turns(work.order_ptr, TABLE)
     started = 0
     for turn in range(turns):
-        place = place_of_turn(order_ptr, first, turn, TABLE)
-        first_q, batch_head = _first_query_and_head(place, tiles, batch_heads, heads_together, BLOCK_Q, CAUSAL)
-        blocks, _ = _blocks_seen(first_q, BLOCK_Q, queries, keys, offset, BLOCK_K, CAUSAL)
-        batch = batch_head // heads
-        head = batch_head % heads
-        key_head = head // heads_per_key_head
+        place = place_of_turn(work.order_ptr, first, turn, TABLE)
+        first_q, batch_head = _first_query_and_head(place, work, BLOCK_Q, CAUSAL)
+        blocks, _ = _blocks_seen(first_q, BLOCK_Q, work, BLOCK_K, CAUSAL)
+        batch = batch_head // work.heads
+        head = batch_head % work.heads
+        key_head = head // work.heads_per_key_head
         for warpgroup in gl.static_range(WARPGROUPS):
-            mbarrier.wait(q_empty.index(warpgroup), (turn & 1) ^ 1)
-            announce(q_full.index(warpgroup), q_descs, 0)
+            mbarrier.wait(q.empty.index(warpgroup), (turn & 1) ^ 1)
+            announce(q.full.index(warpgroup), copied.q_descs, 0)
             row = first_q + warpgroup * ROWS
-            copy_in_parts(q_descs, batch, head, row, q_full.index(warpgroup), box_at(q_tiles, warpgroup))
+            copy_in_parts(copied.q_descs, batch, head, row, q.full.index(warpgroup), box_at(q.tiles, warpgroup))
         for back in range(blocks):
             stage = started % STAGES
             parity = (started // STAGES) & 1
             row = (blocks - 1 - back) * BLOCK_K
-            mbarrier.wait(k_empty.index(stage), parity ^ 1)
-            announce(k_full.index(stage), k_descs, 0)
-            copy_in_parts(k_descs, batch, key_head, row, k_full.index(stage), box_at(k_tiles, stage))
-            mbarrier.wait(v_empty.index(stage), parity ^ 1)
-            announce(v_full.index(stage), v_descs, 0)
-            copy_in_parts(v_descs, batch, key_head, row, v_full.index(stage), box_at(v_tiles, stage))
+            mbarrier.wait(k.empty.index(stage), parity ^ 1)
+            announce(k.full.index(stage), copied.k_descs, 0)
+            copy_in_parts(copied.k_descs, batch, key_head, row, k.full.index(stage), box_at(k.tiles, stage))
+            mbarrier.wait(v.empty.index(stage), parity ^ 1)
+            announce(v.full.index(stage), copied.v_descs, 0)
+            copy_in_parts(copied.v_descs, batch, key_head, row, v.full.index(stage), box_at(v.tiles, stage))
             started += 1
 
 
@@ -145,8 +151,6 @@ def _attend(
 
     p goes from turn to turn in fp32 if `FP32`, else in 16 bits, in the layout of an operand.
     """
-    k_tiles, k_full, k_empty = k_ring
-    v_tiles, v_full, v_empty = v_ring
     OPERAND: gl.constexpr = operand_layout(q[0].shape[1])
     dtype: gl.constexpr = q[0].dtype
     zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, accumulator_layout(BLOCK_K))
@@ -154,17 +158,17 @@ def _attend(
         p_operand = gl.convert_layout(p.to(dtype), OPERAND) if FP32 else p
         k_stage = (used + 1) % STAGES
         v_stage = used % STAGES
-        mbarrier.wait(k_full.index(k_stage), ((used + 1) // STAGES) & 1)
-        started_scores = start_sum(q, matrices(box_at(k_tiles, k_stage)), zeros)
-        mbarrier.wait(v_full.index(v_stage), (used // STAGES) & 1)
-        started_acc = start_products(p_operand, matrices(box_at(v_tiles, v_stage)), acc)
+        mbarrier.wait(k_ring.full.index(k_stage), ((used + 1) // STAGES) & 1)
+        started_scores = start_sum(q, matrices(box_at(k_ring.tiles, k_stage)), zeros)
+        mbarrier.wait(v_ring.full.index(v_stage), (used // STAGES) & 1)
+        started_acc = start_products(p_operand, matrices(box_at(v_ring.tiles, v_stage)), acc)
         scores = warpgroup_mma_wait(len(acc), deps=(started_scores,))
-        mbarrier.arrive(k_empty.index(k_stage), count=1)
+        mbarrier.arrive(k_ring.empty.index(k_stage), count=1)
         new_p, shrink, row_max, row_sum = _softmax_step(
             scores, row_max, row_sum, blocks - 1 - back, last_seen, scale_log2, BLOCK_K, MASKED
         )
         acc = finished(started_acc, 0)
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        mbarrier.arrive(v_ring.empty.index(v_stage), count=1)
         acc = rows_times(acc, shrink)
         p = new_p if FP32 else gl.convert_layout(new_p.to(dtype), OPERAND)
         used += 1
@@ -174,15 +178,13 @@ def _attend(
 @gluon.jit
 def _skip_blocks(used, count, k_ring, v_ring, STAGES: gl.constexpr):
     """Hand back blocks that other warpgroups of the program see and this one does not."""
-    _, k_full, k_empty = k_ring
-    _, v_full, v_empty = v_ring
     for _skipped in range(count):
         stage = used % STAGES
         parity = (used // STAGES) & 1
-        mbarrier.wait(k_full.index(stage), parity)
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.wait(v_full.index(stage), parity)
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.wait(k_ring.full.index(stage), parity)
+        mbarrier.arrive(k_ring.empty.index(stage), count=1)
+        mbarrier.wait(v_ring.full.index(stage), parity)
+        mbarrier.arrive(v_ring.empty.index(stage), count=1)
         used += 1
     return used
 
@@ -194,44 +196,40 @@ def _attend_tiles(
     CAUSAL: gl.constexpr, RAGGED_K: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 queries of each of the program's tiles."""
-    o_descs, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2 = kept
-    q_tiles, q_full, q_empty = q_ring
-    k_tiles, k_full, k_empty = k_ring
-    v_tiles, v_full, v_empty = v_ring
-    order_ptr, tiles, batch_heads, heads_together, heads, _heads_per_key_head, queries, keys, offset = work
+    work, q_ring, k_ring, v_ring, scale_log2 = kept.work, kept.q_ring, kept.k_ring, kept.v_ring, kept.scale_log2
     BLOCK_Q: gl.constexpr = ROWS * WARPGROUPS
     SCORES: gl.constexpr = accumulator_layout(BLOCK_K)
     zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, SCORES)
-    q = matrices(box_at(q_tiles, WARPGROUP))
-    o = box_at(o_tiles, WARPGROUP)
+    q = matrices(box_at(q_ring.tiles, WARPGROUP))
+    o = box_at(kept.o_tiles, WARPGROUP)
     OPERAND: gl.constexpr = operand_layout(q[0].shape[1])
     # How p goes from turn to turn of the masked loop: 16 bits are half of the registers, but see PAIRS_STAY. With fp32 and acc in
     # two parts ptxas of triton 3.9 spills
     FP32: gl.constexpr = CAUSAL and (len(q) == 1 or not PAIRS_STAY)
     used = 0
-    first, turns = first_and_turns(order_ptr, TABLE)
+    first, turns = first_and_turns(work.order_ptr, TABLE)
     for turn in range(turns):
-        place = place_of_turn(order_ptr, first, turn, TABLE)
-        tile_q, batch_head = _first_query_and_head(place, tiles, batch_heads, heads_together, BLOCK_Q, CAUSAL)
+        place = place_of_turn(work.order_ptr, first, turn, TABLE)
+        tile_q, batch_head = _first_query_and_head(place, work, BLOCK_Q, CAUSAL)
         first_q = tile_q + WARPGROUP * ROWS
-        all_blocks, _ = _blocks_seen(tile_q, BLOCK_Q, queries, keys, offset, BLOCK_K, CAUSAL)
-        blocks, full_blocks = _blocks_seen(first_q, ROWS, queries, keys, offset, BLOCK_K, CAUSAL)
+        all_blocks, _ = _blocks_seen(tile_q, BLOCK_Q, work, BLOCK_K, CAUSAL)
+        blocks, full_blocks = _blocks_seen(first_q, ROWS, work, BLOCK_K, CAUSAL)
         rows = first_q + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-        last_seen = keys - 1 + rows * 0
+        last_seen = work.keys - 1 + rows * 0
         if CAUSAL:
-            last_seen = gl.minimum(rows + offset, last_seen)
+            last_seen = gl.minimum(rows + work.offset, last_seen)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-        acc = zero_sums(o_descs)
-        mbarrier.wait(q_full.index(WARPGROUP), turn & 1)
+        acc = zero_sums(kept.o_descs)
+        mbarrier.wait(q_ring.full.index(WARPGROUP), turn & 1)
         used = _skip_blocks(used, all_blocks - blocks, k_ring, v_ring, STAGES)
 
         # The last block's scores have no earlier block's values to run beside
         stage = used % STAGES
-        mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
-        started = start_sum(q, matrices(box_at(k_tiles, stage)), zeros)
+        mbarrier.wait(k_ring.full.index(stage), (used // STAGES) & 1)
+        started = start_sum(q, matrices(box_at(k_ring.tiles, stage)), zeros)
         scores = warpgroup_mma_wait(0, deps=(started,))
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(k_ring.empty.index(stage), count=1)
         p, _, row_max, row_sum = _softmax_step(
             scores, row_max, row_sum, blocks - 1, last_seen, scale_log2, BLOCK_K, CAUSAL or RAGGED_K
         )
@@ -250,24 +248,24 @@ def _attend_tiles(
             p, acc, row_max, row_sum, used, q, k_ring, v_ring, first_full, blocks, blocks, last_seen, scale_log2,
             BLOCK_K, STAGES, False, False,
         )  # fmt: skip
-        mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
+        mbarrier.arrive(q_ring.empty.index(WARPGROUP), count=1)
 
         # The first block's values have no later block's scores to run beside
         stage = used % STAGES
-        mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
-        started = start_products(p, matrices(box_at(v_tiles, stage)), acc)
+        mbarrier.wait(v_ring.full.index(stage), (used // STAGES) & 1)
+        started = start_products(p, matrices(box_at(v_ring.tiles, stage)), acc)
         lse = (row_max * scale_log2 + gl.log2(row_sum)) * LN_2
-        gl.store(lse_ptr + batch_head * queries + rows, lse, mask=rows < queries)
+        gl.store(kept.lse_ptr + batch_head * work.queries + rows, lse, mask=rows < work.queries)
         inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
         acc = finished(started, 0)
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.arrive(v_ring.empty.index(stage), count=1)
         used += 1
 
         acc = rows_times(acc, inverse)
         tma.store_wait(0)  # the last tile's output has left the buffers
         store_sums(matrices(o), acc)
         fence_async_shared()
-        copy_out_parts(o_descs, batch_head // heads, batch_head % heads, first_q, o)
+        copy_out_parts(kept.o_descs, batch_head // work.heads, batch_head % work.heads, first_q, o)
     tma.store_wait(0)
 
 
@@ -289,25 +287,13 @@ def hopper_forward_kernel(
     k_descs = in_parts(k_desc, k_rest_desc)
     v_descs = in_parts(v_desc, v_rest_desc)
     o_descs = in_parts(o_desc, o_rest_desc)
-    q_ring = (
-        new_tiles(q_descs, WARPGROUPS),
-        new_barriers(WARPGROUPS, 1),
-        new_barriers(WARPGROUPS, 1),
-    )
-    k_ring = (
-        new_tiles(k_descs, STAGES),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, WARPGROUPS),
-    )
-    v_ring = (
-        new_tiles(v_descs, STAGES),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, WARPGROUPS),
-    )
+    q_ring = Ring(new_tiles(q_descs, WARPGROUPS), new_barriers(WARPGROUPS, 1), new_barriers(WARPGROUPS, 1))
+    k_ring = Ring(new_tiles(k_descs, STAGES), new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS))
+    v_ring = Ring(new_tiles(v_descs, STAGES), new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS))
     o_tiles = new_tiles(o_descs, WARPGROUPS)
-    work = (order_ptr, tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset)
-    copied = (q_descs, k_descs, v_descs, q_ring, k_ring, v_ring, work)
-    kept = (o_descs, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2)
+    work = _Work(order_ptr, tiles, batch_heads, heads_together, heads, heads_per_key_head, queries, keys, offset)
+    copied = _Copied(q_descs, k_descs, v_descs, q_ring, k_ring, v_ring, work)
+    kept = _Kept(o_descs, o_tiles, lse_ptr, q_ring, k_ring, v_ring, work, scale_log2)
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [

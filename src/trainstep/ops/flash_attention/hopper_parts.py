@@ -22,6 +22,8 @@ Reads beyond a tensor's end give 0, writes beyond it are dropped: a TMA descript
 ragged ends need no code, and heads before or behind positions in memory are the same kernel. What lies beyond the last key is
 hidden by the mask."""
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
@@ -143,7 +145,11 @@ def where_seen(x, key, last_seen, OTHERWISE: gl.constexpr):
     )
 
 
-# Barriers ---------------------------------------------------------------------------------------------------------------------
+# Rings and barriers -----------------------------------------------------------------------------------------------------------
+
+Ring = namedtuple("Ring", "tiles full empty rows", defaults=(None,))
+"""Tiles that stream, and their barriers: see [Note: the pipeline of a Hopper kernel]. `rows`: of numbers that come with them, one
+a query."""
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ Nothing is tuned at run time, so that ranks agree and the first step is like the
 precision, pass, architecture and shared memory is taken; architecture "any" is for GPUs nobody has measured.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from enum import StrEnum
 
 UNTUNED = "untuned: estimate from compiled registers and shared memory"
@@ -58,6 +58,25 @@ class TileConfig:
 
 
 TILE_FIELDS = tuple(field.name for field in fields(TileConfig))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Tiles of all three kernels in place of the table's, for whoever tunes them."""
+
+    forward: TileConfig
+    key_gradients: TileConfig
+    query_gradients: TileConfig
+
+    def numbers(self) -> list[int]:
+        """As an operator's schema can carry them."""
+        return [*astuple(self.forward), *astuple(self.key_gradients), *astuple(self.query_gradients)]
+
+    @classmethod
+    def of_numbers(cls, numbers: list[int]) -> "Tiles":
+        each = [numbers[first : first + len(TILE_FIELDS)] for first in range(0, len(numbers), len(TILE_FIELDS))]
+        forward, keys, queries = (TileConfig(**dict(zip(TILE_FIELDS, one, strict=True))) for one in each)
+        return cls(forward=forward, key_gradients=keys, query_gradients=queries)
 
 
 @dataclass(frozen=True, kw_only=True)
