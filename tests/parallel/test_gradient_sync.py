@@ -6,9 +6,12 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallel_strategies import STRATEGIES
@@ -19,7 +22,7 @@ from trainstep.parallel.ddp_bucketed import BucketedDDP
 from trainstep.parallel.ddp_flat import FlatDDP
 from trainstep.parallel.ddp_overlapped import OverlappedDDP
 from trainstep.parallel.gradient_sync import GradientSync, ReplicatedGradients
-from trainstep.parallel.ranks import Ranks, alone
+from trainstep.parallel.ranks import Ranks, alone, ranks_around
 from trainstep.parallel.sharded_optimizer import ShardedOptimizer
 
 WRAPPERS = [STRATEGIES[name] for name in ("naive", "flat", "overlapped", "bucketed")]
@@ -320,3 +323,29 @@ def test_what_was_used_is_said_anew_each_step(name: str):
     anywhere = [[one or other for one, other in zip(*steps, strict=True)] for steps in zip(*both, strict=True)]
     used = [[True] * 4, [True, True, False, False]]
     assert anywhere == [used[0], used[1], used[0], used[1], used[0], used[0], used[1]]
+
+
+def devices_of_omitted_ranks(_ranks: Ranks) -> list[str]:
+    """What a wrapper takes for its device where its module is on the CPU, on a GPU, nowhere; on gloo, then on NCCL."""
+    modules = [SimpleNamespace(device=torch.device(device)) for device in ("cpu", "cuda:1", "meta")]
+    with mock.patch.object(torch.cuda, "current_device", return_value=0):
+        on_gloo = [str(ranks_around([module]).device) for module in modules]  # type: ignore[list-item]
+        with mock.patch.object(dist, "get_backend", return_value="nccl"):
+            return on_gloo + [str(ranks_around([module]).device) for module in modules]  # type: ignore[list-item]
+
+
+def test_without_ranks_the_device_is_the_modules():
+    """NCCL has no CPU: the module is refused by name, for it is not on the GPU."""
+    assert run_ranks(2, devices_of_omitted_ranks) == [["cpu", "cuda:1", "cpu", "cuda:0", "cuda:1", "cuda:0"]] * 2
+
+
+def wrapped_without_ranks(_ranks: Ranks) -> list[str]:
+    model = two_layers()
+    devices = [str(BucketedDDP(model).ranks.device)]
+    devices.append(str(ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).ranks.device))
+    flat = ShardedOptimizer.flat(two_layers(), torch.optim.SGD, lr=0.1)
+    return [*devices, str(flat.gradient_sync.ranks.device)]
+
+
+def test_ranks_may_be_left_out():
+    assert run_ranks(2, wrapped_without_ranks) == [["cpu"] * 3] * 2

@@ -58,7 +58,7 @@ def test_protocol(kind: str):
 
 
 @pytest.mark.parametrize(
-    "peer", [TorchDDP, TorchFSDP2, lambda model, ranks: torch_zero(model, OPTIMIZERS["sgd"], ranks=ranks)]
+    "peer", [TorchDDP, TorchFSDP2, lambda model, ranks: torch_zero(model.parameters(), OPTIMIZERS["sgd"], ranks=ranks)]
 )
 def test_a_process_on_its_own_is_refused(peer: Any):
     with pytest.raises(ValueError, match="ranks: torch's wrappers need a process group"):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
 from trainstep.parallel.collectives import Collectives
-from trainstep.parallel.ranks import Ranks, ranks_of_default_group
+from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_tensors, names_of, options_of_groups
 from trainstep.parallel.sharded_flat import ShardedGradients
 
@@ -74,7 +74,7 @@ class FlatShardedOptimizer(Optimizer):
         chosen = [dict(group) for group in groups] if groups else [{"params": list(trained)}]
         self._members = [self._indices(group["params"]) for group in chosen]
         self._check_cover(list(trained.values()))
-        ranks = ranks or ranks_of_default_group()
+        ranks = ranks or ranks_around(trained)
         options = {
             "optimizer_cls": optimizer_cls,
             "units": names_of(module, units),

@@ -20,7 +20,7 @@ from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import Collectives, Traffic
 from trainstep.parallel.membership import Membership
 from trainstep.parallel.module_wrapper import ModuleWrapper
-from trainstep.parallel.ranks import Ranks, ranks_of_default_group
+from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_tensors
 
 HeldTensors = Mapping[str, Sequence[Tensor]]
@@ -71,9 +71,9 @@ class GradientSync(Protocol):
 class HookedGradients(ModuleWrapper, ABC):
     """Base of all: hooks that tell when a gradient is there, and what is checked and remembered around them.
 
-    At the start ranks compare what they wrap, and how (`options`: what must be equal on all of them): ValueError on every rank
-    where they differ. Then every parameter and buffer becomes that of rank 0. Tied parameters count once, frozen ones are left
-    alone.
+    `ranks`: by default those of torch's default process group, on the module's device. At the start ranks compare what they wrap,
+    and how (`options`: what must be equal on all of them): ValueError on every rank where they differ. Then every parameter and
+    buffer becomes that of rank 0. Tied parameters count once, frozen ones are left alone.
     Raises ValueError for a parameter on another device than the ranks', for one that is synchronised already, and at
     `finish_gradient_synchronization` for one that was added, replaced or unfrozen since, by name; where a gradient is sent, for a
     sparse one.
@@ -83,7 +83,7 @@ class HookedGradients(ModuleWrapper, ABC):
         self, module: nn.Module, ranks: Ranks | None = None, *, options: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(module)
-        self.ranks = ranks or ranks_of_default_group()
+        self.ranks = ranks or ranks_around(module.parameters())
         self.collectives = Collectives(self.ranks)
         self.names: list[str] = []
         self.trained_parameters: list[nn.Parameter] = []

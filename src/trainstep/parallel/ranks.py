@@ -1,9 +1,11 @@
 """Who is who among the processes that train together: passed on, never global."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainstep.parallel.watch import Watch
 
@@ -45,3 +47,14 @@ def ranks_of_default_group(device: torch.device | str | None = None) -> Ranks:
         on_gpu = "nccl" in dist.get_backend(group)
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device(device), group=group)
+
+
+def ranks_around(tensors: Iterable[Tensor]) -> Ranks:
+    """Of the process group that the caller has started himself, on the device that the first of these tensors is on.
+
+    NCCL sends between GPUs alone: there it is the current GPU, and what is elsewhere can be refused by name.
+    """
+    ranks = ranks_of_default_group()
+    device = next((tensor.device for tensor in tensors), ranks.device)
+    usable = device.type == "cuda" or (device.type == "cpu" and dist.get_backend(ranks.group) != "nccl")
+    return replace(ranks, device=device) if usable else ranks

@@ -16,7 +16,7 @@ from trainstep.parallel.collectives import DONE, Collectives, Pending, Traffic
 from trainstep.parallel.flat_buffer import FlatBuffer
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.gradient_sync import HeldTensors
-from trainstep.parallel.ranks import Ranks, ranks_of_default_group
+from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_in_groups, options_of_groups
 from trainstep.parallel.sharded_state import gather_state, own_part
 
@@ -53,15 +53,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pack_below_mib: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        self.ranks = ranks or ranks_of_default_group()
+        self._local: torch.optim.Optimizer | None = None
+        super().__init__(params, {})
+        self.ranks = ranks or ranks_around(parameter for group in self.param_groups for parameter in group["params"])
         self.collectives = Collectives(self.ranks)
         self.owned_bytes = [0] * self.ranks.world_size
         """Bytes of parameters, by owner."""
         self._owners: dict[Tensor, int | None] = {}
         self._pack_below_bytes = pack_below_mib * 2**20
         self._messages: list[_Message] | None = None
-        self._local: torch.optim.Optimizer | None = None
-        super().__init__(params, {})
         self._check_same(
             self.param_groups, {"optimizer_cls": optimizer_cls, "pack_below_mib": pack_below_mib, **kwargs}
         )

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.gradient_sync import HeldTensors, broadcast_state
 from trainstep.parallel.module_wrapper import ModuleWrapper
-from trainstep.parallel.ranks import Ranks, ranks_of_default_group
+from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_in_groups, named_tensors, names_of
 from trainstep.parallel.units import plan_units
 
@@ -44,7 +44,7 @@ class TorchDDP(ModuleWrapper):
         broadcast_buffers: bool = False,
     ) -> None:
         super().__init__(module)
-        self.ranks = _in_a_group(ranks)
+        self.ranks = _in_a_group(ranks, module.parameters())
         collectives = Collectives(self.ranks)
         options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -108,7 +108,7 @@ class TorchFSDP2(ModuleWrapper):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(module)
-        self.ranks = _in_a_group(ranks)
+        self.ranks = _in_a_group(ranks, module.parameters())
         collectives = Collectives(self.ranks)
         options = {
             "units": names_of(module, units),
@@ -165,15 +165,15 @@ def torch_zero(
     """torch's ZeroRedundancyOptimizer, the peer of ShardedOptimizer, beside any gradient synchronisation."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles with TorchScript, and warns that it does
 
-    ranks = _in_a_group(ranks)
     parameters = list(params)
+    ranks = _in_a_group(ranks, parameters)
     tensors = named_in_groups([{"params": parameters}])
     check_same_setup("torch_zero", tensors, Collectives(ranks), options={"optimizer_cls": optimizer_cls, **kwargs})
     return ZeroRedundancyOptimizer(parameters, optimizer_cls, process_group=ranks.group, **kwargs)  # type: ignore[arg-type]
 
 
-def _in_a_group(ranks: Ranks | None) -> Ranks:
-    ranks = ranks or ranks_of_default_group()
+def _in_a_group(ranks: Ranks | None, tensors: Iterable[Tensor]) -> Ranks:
+    ranks = ranks or ranks_around(tensors)
     if ranks.group is None:
         raise ValueError(
             "ranks: torch's wrappers need a process group, even of one; start one, or use a wrapper of ours"
