@@ -51,6 +51,7 @@ from trainstep.parallel.checkpoint_hyperparameters import (
     write_hyperparameters,
 )
 from trainstep.parallel.checkpoint_metadata import HAS_MANIFEST, check_stored, read_metadata
+from trainstep.parallel.flat_buffer import in_memory_order
 from trainstep.parallel.fsdp import FSDP
 
 _State = dict[Tensor, dict[str, Any]]
@@ -134,8 +135,8 @@ def load_checkpoint(folder: str | Path, sync: FSDP, optimizer: torch.optim.Optim
             f"{folder}: rank {rank} could not read what it had verified: {error}; the module is loaded in part"
         ) from error
     if optimizer is not None:
-        for _, parameter, _, _ in sync.placed():
-            optimizer.state.pop(parameter, None)
+        for placed in sync.placed():
+            optimizer.state.pop(placed.parameter, None)
         optimizer.state.update(verified.state)
         set_hyperparameters(optimizer, verified.hyperparameters)
 
@@ -204,8 +205,13 @@ def _first_failure(failed: CheckpointException) -> tuple[int, BaseException]:
 
 def _module_pieces(sync: FSDP) -> dict[str, _Piece]:
     pieces = {
-        f"module.{name}": _Piece(tensor=unit.pieces[index], first=unit.ends(index)[0], numel=unit.shape(index).numel())
-        for name, _, unit, index in sync.placed()
+        f"module.{one.name}": _Piece(
+            tensor=one.flat,
+            first=one.first,
+            numel=one.shape.numel(),
+            written=sync.ranks.is_first or not one.everywhere,
+        )
+        for one in sync.placed()
     }
     for name, buffer in sync.module.named_buffers():
         flat = buffer.detach().reshape(-1)
@@ -216,15 +222,16 @@ def _module_pieces(sync: FSDP) -> dict[str, _Piece]:
 def _optimizer_pieces(sync: FSDP, state: Mapping[Tensor, dict[str, Any]]) -> dict[str, _Piece]:
     """State like a parameter in pieces; single numbers whole."""
     pieces = {}
-    for name, parameter, unit, index in sync.placed():
-        for key, value in state.get(parameter, {}).items():
+    for one in sync.placed():
+        written = sync.ranks.is_first or not one.everywhere
+        for key, value in state.get(one.parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
-            first = unit.ends(index)[0]
-            piece = _Piece(tensor=value.reshape(-1), first=first, numel=unit.shape(index).numel())
+            flat = in_memory_order(value)
+            piece = _Piece(tensor=flat, first=one.first, numel=one.shape.numel(), written=written)
             if not value.dim():  # all holders have the same number
-                piece = _Piece(tensor=value.reshape(-1), first=0, numel=1, written=first == 0)
-            pieces[f"optimizer.{name}.{key}"] = piece
+                piece = _Piece(tensor=flat, first=0, numel=1, written=written and one.first == 0)
+            pieces[f"optimizer.{one.name}.{key}"] = piece
     return pieces
 
 
@@ -236,14 +243,14 @@ def _empty_state(metadata: Metadata, sync: FSDP) -> _State:
         if stored_name.startswith("optimizer.") and isinstance(stored, TensorStorageMetadata):
             stored_state.setdefault(name, {})[key] = stored
     state: _State = {}
-    for name, parameter, _, _ in sync.placed():
-        if not parameter.numel():
+    for one in sync.placed():
+        if not one.parameter.numel():
             continue
-        for key, stored in stored_state.get(name, {}).items():
+        for key, stored in stored_state.get(one.name, {}).items():
             like = stored.size.numel() != 1 or key != "step"
-            shape, device = (parameter.shape, parameter.device) if like else ((), "cpu")
-            tensor = torch.zeros(shape, dtype=stored.properties.dtype, device=device)
-            state.setdefault(parameter, {})[key] = tensor
+            dtype = stored.properties.dtype
+            tensor = torch.zeros_like(one.parameter.detach(), dtype=dtype) if like else torch.zeros((), dtype=dtype)
+            state.setdefault(one.parameter, {})[key] = tensor
     return state
 
 

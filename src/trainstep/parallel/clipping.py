@@ -18,23 +18,31 @@ _EPSILON = 1e-6
 
 
 def clip_gradients_(
-    gradients: Sequence[Tensor | None], max_norm: float, norm_type: float = 2.0, *, across: Collectives | None = None
+    gradients: Sequence[Tensor | None],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    across: Collectives | None = None,
+    alike: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Scale the gradients in place; returns the norm before, an fp32 tensor without dimensions.
 
-    `across`: gradients are this rank's part of a whole that is spread over these ranks; their norms are put together.
+    `across`: gradients are this rank's part of a whole that is spread over these ranks; their norms are put together. `alike`: more
+    gradients, which all ranks have alike, and which count once.
     ValueError for a norm that is not at least 1.
     """
     if not norm_type >= 1:
         raise ValueError(f"norm_type: must be at least 1, or inf, not {norm_type}")
     present = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
-    total = _norm(present, norm_type, across)
+    whole = [gradient for gradient in alike if gradient is not None and gradient.numel()]
+    counted = present if across is not None and not across.ranks.is_first else [*present, *whole]
+    total = _norm(counted, norm_type, across)
     scale = (max_norm / (total + _EPSILON)).clamp(max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in present:
+    for gradient in (*present, *whole):
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for alike in by_kind.values():
-        torch._foreach_mul_(alike, scale)
+    for group in by_kind.values():
+        torch._foreach_mul_(group, scale)
     return total
 
 

@@ -53,6 +53,16 @@ def view_like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
     return flat.as_strided(tensor.shape, strides, flat.storage_offset() + start)
 
 
+def made_dense(tensor: Tensor) -> Tensor:
+    """The tensor, or where its elements do not fill its memory a copy whose do."""
+    return tensor if _is_dense(tensor) else tensor.contiguous()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements as they lie in memory, (n,), in place."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill its memory without gaps or overlap, in whatever order of dimensions."""
     expected = 1

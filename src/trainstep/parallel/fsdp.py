@@ -8,6 +8,7 @@ For P bytes of parameters in the compute dtype and G of gradients in the reduce 
 once a step; keeping parameters gathered after forward saves one of the two, and costs P bytes.
 """
 
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,15 +22,17 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from trainstep.costs.strategies import strategy_named
 from trainstep.parallel.clipping import clip_gradients_
+from trainstep.parallel.flat_buffer import in_memory_order
 from trainstep.parallel.fsdp_errors import explain_shapes
-from trainstep.parallel.fsdp_unit import FSDPUnit, UnitState
+from trainstep.parallel.fsdp_ignored import IgnoredParameters
+from trainstep.parallel.fsdp_unit import FSDPUnit, Placed, UnitState
 from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.pass_order import PassOrder, UnitsAt
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.same_setup import names_of
 from trainstep.parallel.staging import StagingPool
-from trainstep.parallel.units import plan_units
+from trainstep.parallel.units import UnitsOf, chosen_units, is_single_unit, plan_units
 from trainstep.parallel.usage import Usage
 
 _MOST_IN_FLIGHT = strategy_named("fsdp").most_in_flight
@@ -38,9 +41,10 @@ _MOST_IN_FLIGHT = strategy_named("fsdp").most_in_flight
 class FSDP(HookedGradients):
     """Wraps a module in place; it is called as before, through its `__call__`.
 
-    `units`: modules gathered as one; by default a block each, and what stands around them (see plan_units). Between steps a
-    parameter is this rank's piece of itself, one-dimensional and perhaps empty: an element-wise optimizer over
-    `module.parameters()` updates it, and its state is sharded with it.
+    `units`: modules gathered as one, listed or by class (the outermost of it); by default a block each, and what stands around
+    them (see plan_units). `ignored`: modules and parameters that stay whole (fsdp_ignored.py). Between steps any other parameter
+    is this rank's piece of itself, one-dimensional and perhaps empty: an element-wise optimizer over `module.parameters()` updates
+    it, and its state is sharded with it.
 
     `compute_dtype`: what is gathered and computed with; the pieces, and the update, keep the parameters' own. `reduce_dtype`: what
     gradients are averaged in. `reshard_after_forward` False: gathered once a step. `ahead`: units gathered before their turn, 0
@@ -59,7 +63,8 @@ class FSDP(HookedGradients):
         module: nn.Module,
         ranks: Ranks | None = None,
         *,
-        units: Sequence[nn.Module] | None = None,
+        units: UnitsOf | None = None,
+        ignored: Sequence[nn.Module | nn.Parameter] = (),
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
@@ -67,8 +72,11 @@ class FSDP(HookedGradients):
     ) -> None:
         if ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {ahead!r}")
+        units = chosen_units(module, units)
+        left_whole = IgnoredParameters(module, ignored)
         options = {
             "units": names_of(module, units),
+            "ignored": list(left_whole.named.values()),
             "compute_dtype": compute_dtype,
             "reduce_dtype": reduce_dtype,
             "reshard_after_forward": reshard_after_forward,
@@ -76,7 +84,15 @@ class FSDP(HookedGradients):
         }
         super().__init__(module, ranks, options=options)
         self._reshard_after_forward = reshard_after_forward
-        plans = plan_units(module, units)
+        self._ignored = left_whole
+        self._ignored.take_over(self.trained_parameters, reduce_dtype)
+        plans = plan_units(module, units, ignored=self._ignored.named)
+        if units is None and is_single_unit(module, plans):
+            warnings.warn(
+                f"FSDP: the whole {type(module).__name__} is one unit, gathered at once, since no ModuleList or Sequential in it "
+                "says what its blocks are; name them: units=[...], or their class",
+                stacklevel=2,
+            )
         self._staging = StagingPool(self.ranks.device)
         index_of = {parameter: index for index, parameter in enumerate(self.trained_parameters)}
         self.units = [
@@ -124,8 +140,9 @@ class FSDP(HookedGradients):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that the norm of all ranks' together is at most `max_norm`; one small message."""
-        gradients = [parameter.grad for parameter in self.trained_parameters]
-        return clip_gradients_(gradients, max_norm, norm_type, across=self.collectives)
+        whole = [parameter.grad for parameter in self._ignored.named]
+        pieces = [p.grad for index, p in enumerate(self.trained_parameters) if index in self._unit_of]
+        return clip_gradients_(pieces, max_norm, norm_type, across=self.collectives, alike=whole)
 
     def detach(self) -> None:
         """Take the hooks off again and make the parameters whole, on every rank. All ranks must ask."""
@@ -148,22 +165,24 @@ class FSDP(HookedGradients):
         self.load_full_state_dict(state_dict)
         return _IncompatibleKeys([], [])
 
-    def full_state_dict(self, *, on_rank_0_only: bool = False) -> dict[str, Any]:
-        """The module's `state_dict` with whole parameters, on the CPU; {} on other ranks if `on_rank_0_only`. All must ask."""
+    def full_state_dict(self, *, on_rank_0_only: bool = False, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """The module's `state_dict` with whole parameters, copied to `device`; {} on other ranks if `on_rank_0_only`. A collective:
+        all ranks must ask."""
         whole: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             unit.reshard()
             tensors = unit.gathered(unit.shard)
             if self.ranks.is_first or not on_rank_0_only:
                 whole.update(
-                    {p: tensor.to("cpu", copy=True) for p, tensor in zip(unit.parameters, tensors, strict=True)}
+                    {p: tensor.to(device, copy=True) for p, tensor in zip(unit.parameters, tensors, strict=True)}
                 )
         if not self.ranks.is_first and on_rank_0_only:
             return {}
         with self._reading():
             state = self.module.state_dict(keep_vars=True)
         return {
-            name: whole[value] if isinstance(value, nn.Parameter) else _detached(value) for name, value in state.items()
+            name: whole[value] if isinstance(value, nn.Parameter) and value in whole else _copied(value, device)
+            for name, value in state.items()
         }
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,22 +197,23 @@ class FSDP(HookedGradients):
             )
         places = {p: (unit, index) for unit in self.units for index, p in enumerate(unit.parameters)}
         for name, value in own.items():
-            if not isinstance(value, nn.Parameter):
-                if isinstance(value, Tensor):
-                    value.detach().copy_(state[name])
+            if not isinstance(value, Tensor):
                 continue
-            unit, index = places[value]
-            if state[name].shape != unit.shape(index):
-                raise ValueError(
-                    f"state: {name} is {tuple(state[name].shape)}, and the module's {tuple(unit.shape(index))}"
-                )
-            unit.reshard()
-            unit.load(index, state[name])
+            unit, index = places.get(value, (None, 0)) if isinstance(value, nn.Parameter) else (None, 0)
+            shape = value.shape if unit is None else unit.shape(index)
+            if isinstance(value, nn.Parameter) and state[name].shape != shape:
+                raise ValueError(f"state: {name} is {tuple(state[name].shape)}, and the module's {tuple(shape)}")
+            if unit is None:
+                value.detach().copy_(state[name])
+            else:
+                unit.reshard()
+                unit.load(index, state[name])
 
     def held_tensors(self) -> HeldTensors:
         """Shards of parameters and what is gathered; whole gradients that wait to be sent (micro-batches' under no_sync()), shards
         of gradients that no piece has as its `.grad` yet, and buffers on the way from the one to the other; flags."""
         return {
+            "buckets": [bucket.flat for bucket in self._ignored.buckets],
             "parameters": [flat for unit in self.units for flat in unit.flats],
             "gradients": [gradient for unit in self.units for gradient in unit.unsent if gradient is not None],
             "shards": [shard for unit in self.units for shard in unit.gradient_shards],
@@ -201,12 +221,13 @@ class FSDP(HookedGradients):
             "flags": [self._usage.flags],
         }
 
-    def placed(self) -> Iterator[tuple[str, nn.Parameter, FSDPUnit, int]]:
-        """(name, parameter, its unit, its number there) of every parameter, for who saves them."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+    def placed(self) -> Iterator[Placed]:
+        """Where every parameter is, for who saves them. Of units that are sharded."""
         for unit in self.units:
-            for index, parameter in enumerate(unit.parameters):
-                yield names[parameter], parameter, unit, index
+            yield from unit.placed()
+        for parameter, name in self._ignored.named.items():
+            flat = in_memory_order(parameter)
+            yield Placed(name=name, parameter=parameter, flat=flat, first=0, shape=parameter.shape, everywhere=True)
 
     def _before_forward(self, trigger: nn.Module, _inputs: Any) -> None:
         if trigger is self.module:
@@ -294,7 +315,8 @@ class FSDP(HookedGradients):
                 unit.unshard()
 
     def _gradient_ready(self, index: int) -> None:
-        if self._is_awaited(self._unit_of[index]):
+        unit = self._unit_of.get(index)
+        if unit is None or self._is_awaited(unit):
             return  # another rank may use it in the block that still waits for its backward, and send it only behind that
         turns = self._order.ready(index)
         if turns is None:
@@ -321,9 +343,14 @@ class FSDP(HookedGradients):
         self._sent.clear()
         self._concluded.clear()
         self._awaited.clear()
+        ignored = self._gradients(self._ignored.indices)
+        for index, gradient in zip(self._ignored.indices, ignored, strict=True):
+            self._used[index] = gradient is not None
+        self._ignored.send(self.collectives, ignored)
         self._usage.send(self._used)
         while self._in_flight:
             self._in_flight.popleft().receive_gradients()
+        self._ignored.receive()
         self._staging.clear()
         for unit in self.units:
             unit.reshard()
@@ -367,5 +394,5 @@ def _tensors(output: Any) -> Iterable[Tensor]:
                 yield value
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _copied(value: Any, device: torch.device | str) -> Any:
+    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value

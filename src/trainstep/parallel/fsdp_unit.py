@@ -12,7 +12,8 @@ it at once; and waiting makes the stream wait, not the host. The shard is sent f
 gradients have been handed over, and every gather has been waited for by then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -33,6 +34,19 @@ class UnitState(Enum):
     SHARDED = "1/N of its elements; its parameters are this rank's pieces of them, one-dimensional"
     GATHERING = "its shard, and the whole in the compute dtype, being filled"
     GATHERED = "its shard, and the whole in the compute dtype; its parameters are views of that"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where a parameter is between steps. `flat`: this rank's elements, from `first` on, in the order of memory and in place.
+    `everywhere`: every rank has all of them."""
+
+    name: str
+    parameter: nn.Parameter
+    flat: Tensor
+    first: int
+    shape: torch.Size
+    everywhere: bool = False
 
 
 class FSDPUnit:
@@ -180,6 +194,12 @@ class FSDPUnit:
     def in_flight(self) -> list[Tensor]:
         """What gradients are reduced in and to."""
         return self._gradients.in_flight
+
+    def placed(self) -> Iterator[Placed]:
+        """Where its parameters are."""
+        for index, (name, parameter) in enumerate(zip(self.parameter_names, self.parameters, strict=True)):
+            first, _ = self.ends(index)
+            yield Placed(name=name, parameter=parameter, flat=self.pieces[index], first=first, shape=self.shape(index))
 
     def piece_of(self, shard: Tensor, index: int) -> Tensor:
         """What a tensor laid out as this rank's shard holds of parameter `index`."""

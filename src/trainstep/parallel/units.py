@@ -1,6 +1,6 @@
 """Which parameters are gathered and reduced together: a unit a block, and one for what stands around the blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,18 +19,44 @@ class UnitPlan:
     triggers: tuple[nn.Module, ...]
 
 
-def plan_units(module: nn.Module, units: Sequence[nn.Module] | None = None) -> list[UnitPlan]:
+UnitsOf = Sequence[nn.Module] | type[nn.Module] | Sequence[type[nn.Module]]
+"""Modules, or the outermost modules of a class or of several."""
+
+
+def chosen_units(module: nn.Module, units: UnitsOf | None) -> list[nn.Module] | None:
+    """The modules to make units of; None for None. ValueError where the module has none of a class."""
+    if units is None:
+        return None
+    listed = [units] if isinstance(units, type) else list(units)
+    kinds = tuple(one for one in listed if isinstance(one, type))
+    chosen = [one for one in listed if isinstance(one, nn.Module)]
+    inside = {module}
+    for part in module.modules():
+        if isinstance(part, kinds) and part not in inside:
+            chosen.append(part)
+            inside.update(part.modules())
+    for kind in kinds:
+        if not any(isinstance(part, kind) for part in inside - {module}):
+            raise ValueError(f"units: no {kind.__name__} is part of the module")
+    return chosen
+
+
+def plan_units(
+    module: nn.Module, units: Sequence[nn.Module] | None = None, *, ignored: Container[nn.Parameter] = ()
+) -> list[UnitPlan]:
     """Units in the order in which a forward needs them: first what stands around the blocks, then block by block.
 
     `units`: the modules to make units of; by default the members of the outermost ModuleLists and Sequentials. A parameter that
-    several share belongs to the first, and each of them triggers it. A unit has one dtype, and trained parameters apart from
-    frozen ones: a block that mixes them makes several. ValueError for a unit that is not part of the module.
+    several share belongs to the first, and each of them triggers it; `ignored` ones belong to none. A unit has one dtype, and
+    trained parameters apart from frozen ones: a block that mixes them makes several. ValueError for a unit that is not part of the
+    module.
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     blocks = list(units) if units is not None else _outermost_members(module)
     for block in blocks:
         if block not in names:
             raise ValueError(f"units: a {type(block).__name__} is not part of the module")
+    planned = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored]
     owners: dict[nn.Parameter, list[nn.Module]] = {parameter: [] for parameter in module.parameters()}
     for block in blocks:
         for parameter in block.parameters():
@@ -47,7 +73,7 @@ def plan_units(module: nn.Module, units: Sequence[nn.Module] | None = None) -> l
     for owner in [module, *blocks]:
         members = [
             (name, parameter)
-            for name, parameter in module.named_parameters()
+            for name, parameter in planned
             if (owner is module) == (parameter in around) and (owner is module or owners[parameter][:1] == [owner])
         ]
         kinds = dict.fromkeys((parameter.dtype, parameter.requires_grad) for _, parameter in members)
@@ -63,6 +89,11 @@ def plan_units(module: nn.Module, units: Sequence[nn.Module] | None = None) -> l
                 )
             )
     return plans
+
+
+def is_single_unit(module: nn.Module, plans: Sequence[UnitPlan]) -> bool:
+    """Whether all is one unit, though several of the module's parts have parameters."""
+    return all(plan.triggers == (module,) for plan in plans) and sum(bool(p._parameters) for p in module.modules()) > 1
 
 
 def merged_units(plans: Sequence[UnitPlan], most_bytes: float | None = None) -> list[UnitPlan]:
