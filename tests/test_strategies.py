@@ -12,6 +12,7 @@ import pytest
 from sources import PACKAGE
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parsing import from_plain
 from trainstep.config.sync import OURS, PEERS, SYNCS, USED_BY
 from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import step_messages
@@ -40,7 +41,8 @@ def test_each_kind_of_message_has_its_formula(kind: Sends):
 @pytest.mark.parametrize("name", OURS)
 def test_what_a_row_says_is_sharded_is_held_by_parts(name: str):
     """By the memory terms, whose agreement with what is held tests/plan/test_peak_memory.py shows."""
-    found = expected_memory(ParallelConfig(model=MODEL, ranks=8, sync=name), transformer_parameters(MODEL, "fp32"))
+    config = from_plain(ParallelConfig, {"model": MODEL, "ranks": 8, "sync": name})
+    found = expected_memory(config, transformer_parameters(MODEL, "fp32"))
     assert found is not None
     whole = 4 * MODEL.parameters
     shares = {
@@ -105,6 +107,7 @@ import torch
 from trainstep.config.grid import expand
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parsing import fields_of, from_plain
 from trainstep.parallel.ranks import alone
 from trainstep.plan.communication import expected_messages
 from trainstep.plan.parameters import transformer_parameters
@@ -114,13 +117,13 @@ from trainstep.training.parallelism import parallel
 
 grid = {"workload": ["parallel"], "model": ["tiny"], "sync": [None, "toy"], "reduce_dtype": ["own", "bf16"], "bucket_mib": [1, 2]}
 model = ModelConfig(d_model=16, d_ff=32, layers=2, heads=2, vocab_size=40)
-config = ParallelConfig(model=model, sync="toy", context=8, clip_grad_norm=1.0)
+config = from_plain(ParallelConfig, {"model": model, "sync": "toy", "context": 8, "clip_grad_norm": 1.0})
 sizes = transformer_parameters(model, "fp32")
-assembly = build_step(config.run(), parallel(alone(torch.device("cpu")), config.sync_config()))
+assembly = build_step(config.run, parallel(alone(torch.device("cpu")), config.sync))
 assembly.step(assembly.micro_batches(0))
 print(json.dumps({
     "cells": [cell.label for cell in expand(grid, {})],
-    "help": ParallelConfig.__dataclass_fields__["sync"].metadata["help"],
+    "help": fields_of(ParallelConfig)["sync"].metadata["help"],
     "messages": len(expected_messages(config, sizes)),
     "parameters": len(sizes),
     "elements": model.parameters,

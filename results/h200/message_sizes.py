@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainstep.config.parallel import ParallelConfig
 from trainstep.config.phases import Phase
 from trainstep.config.presets import size
+from trainstep.config.run import RunConfig
+from trainstep.config.sync import SyncConfig
 from trainstep.costs import exchange
 from trainstep.parallel import flat_optimizer
 from trainstep.parallel.process_group import start_ranks, stop_ranks
@@ -87,17 +88,16 @@ def main(model: str, context: str, repetitions: str, *variants: str) -> None:
     built = {}
     for name in dict.fromkeys(variant.split(":")[0] for variant in variants):
         sync, _, mib = name.partition("@")
-        config = ParallelConfig(
+        run = RunConfig(
             model=size(model),
-            sync=sync,
-            bucket_mib=float(mib) if mib else None,
             batch_size=2,
             context=int(context),
             precision="bf16_autocast",
             compile="block",
             device="cuda",
         )
-        built[name] = build_step(config.run(), parallel(ranks, config.sync_config()))
+        way = SyncConfig(name=sync, bucket_mib=float(mib) if mib else None)
+        built[name] = build_step(run, parallel(ranks, way))
     batches = built["none"].micro_batches(0)
     for repetition in range(int(repetitions)):
         order = list(variants)

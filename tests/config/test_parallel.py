@@ -7,8 +7,10 @@ import pytest
 from sources import ROOT
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, expand_all, grid_from_settings, groups_along
-from trainstep.config.parallel import ParallelConfig
-from trainstep.config.parsing import build_config, from_plain, to_plain
+from trainstep.config.memory import MemoryConfig, RecordedRunConfig
+from trainstep.config.parallel import ParallelConfig, RankRunConfig
+from trainstep.config.parsing import build_config, flat_form, from_plain, to_plain
+from trainstep.config.presets import size
 from trainstep.config.sweep import load_sweep
 from trainstep.config.sync import SYNCS, USED_BY, SyncConfig, needless
 
@@ -19,10 +21,10 @@ def cells(**grid: list[Any]) -> list[Cell]:
 
 def test_there_and_back():
     config = build_config("parallel", {"model": "tiny", "layers": 1, "sync": None, "bucket_mib": 3, "context": 8})
-    assert (config.sync, config.bucket_mib, config.model.layers) == ("none", 3.0, 1)
+    assert (config.ranks, config.run.model.layers, config.run.batch_size) == (2, 1, 2)
     assert from_plain(ParallelConfig, to_plain(config)) == config
-    assert (config.run().sync, config.run().context) == ("step", 8)
-    assert config.sync_config() == SyncConfig(sync="none", bucket_mib=3.0)
+    assert (config.run.sync, config.run.context) == ("step", 8)
+    assert config.sync == SyncConfig(name="none", bucket_mib=3.0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_bucket_sizes_multiply_ways_with_buckets_only():
 
 
 def test_every_option_of_a_way_is_said_to_be_somebodys():
-    assert set(USED_BY) == set(SyncConfig.__dataclass_fields__) - {"sync"}
+    assert set(USED_BY) == set(flat_form(SyncConfig)) - {"sync"}
     assert {way for ways in USED_BY.values() for way in ways} <= set(SYNCS)
     assert needless({"sync": "torch_ddp"}) == set(USED_BY) - {"bucket_mib"}
     assert needless({"sync": "sharded_flat"}) == set(USED_BY) - {"bucket_mib", "reduce_dtype"}
@@ -90,6 +92,20 @@ def test_sweeps_expand_here_and_for_gpus(name: str, settings: list[str], groups:
 def test_master_weights_are_for_one_process():
     with pytest.raises(ValueError, match="precision: bf16_master is for one process"):
         build_config("parallel", {"model": "tiny", "precision": "bf16_master", "ranks": 2})
-    assert (
-        build_config("parallel", {"model": "tiny", "precision": "bf16_master", "ranks": 1, "sync": None}).run().trains
-    )
+    assert build_config("parallel", {"model": "tiny", "precision": "bf16_master", "ranks": 1, "sync": None}).run.trains
+
+
+def test_a_config_is_made_of_a_run_and_a_strategy():
+    """In Python as from flat values, with the same defaults; what a record would not tell is refused."""
+    model = size("tiny")
+    assert ParallelConfig(run=RankRunConfig(model=model)) == build_config("parallel", {"model": "tiny"})
+    assert MemoryConfig(run=RecordedRunConfig(model=model)) == build_config("memory", {"model": "tiny"})
+    forward = RankRunConfig(model=model, mode="forward")
+    with pytest.raises(ValueError, match="mode: has no meaning in a ParallelConfig; leave it at step"):
+        ParallelConfig(run=forward)
+
+
+def test_the_memory_of_a_forward_alone_is_not_checked_as_a_whole_steps():
+    """FlexAttention has no backward on a CPU."""
+    config = build_config("memory", {"model": "tiny", "mode": "forward_no_grad", "attention": "flex"})
+    assert config.run.mode == "forward_no_grad"

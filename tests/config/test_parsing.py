@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sources import ROOT
 from trainstep.config.ceiling import CeilingConfig
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.parsing import (
+    CONFIGS,
     build_config,
     build_run,
     config_hash,
@@ -186,3 +188,17 @@ def test_a_value_that_json_cannot_hold_is_refused_by_its_field(value: Any):
 def test_a_whole_number_that_no_float_holds():
     with pytest.raises(ValueError, match="learning_rate: must be positive, not inf"):
         build_run({"learning_rate": 10**400})
+
+
+def test_every_published_record_reads_back_to_its_key():
+    """Flat form, order and hash are those of every record that was ever committed; older ones have fewer fields."""
+    seen = set()
+    for path in (ROOT / "results").rglob("*.jsonl"):
+        for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            workload, config = record["workload"], record["config"]
+            seen.add(workload)
+            assert config_hash(workload, config) == record["key"]
+            if workload in CONFIGS:
+                back = to_plain(from_plain(CONFIGS[workload], config))
+                assert list({name: back[name] for name in back if name in config}.items()) == list(config.items())
+    assert seen >= CONFIGS.keys()

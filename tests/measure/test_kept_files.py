@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from full_disk import largest_file
-from trainstep.config.memory import MemoryConfig
-from trainstep.config.parsing import to_plain
-from trainstep.config.presets import size
+from trainstep.config.parsing import build_config, to_plain
 from trainstep.measure.kept_files import kept_file, kept_folder
 from trainstep.measure.step_memory import WORKLOAD
 
@@ -27,7 +25,7 @@ def test_where_no_file_can_be(tmp_path: Path):
 
 def test_a_cell_that_cannot_keep_its_snapshot_is_not_measured(tmp_path: Path):
     (tmp_path / "file").touch()
-    config = to_plain(MemoryConfig(model=size("tiny"), keep_snapshot=str(tmp_path / "file")))
+    config = to_plain(build_config("memory", {"model": "tiny", "keep_snapshot": str(tmp_path / "file")}))
     stages: list[str] = []
     with pytest.raises(ValueError, match="keep_snapshot"):
         WORKLOAD.prepare(config, stages.append)

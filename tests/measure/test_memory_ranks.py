@@ -9,6 +9,7 @@ from memory_cells import SHAPE, measured
 from ranks import run_ranks
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
+from trainstep.config.parsing import from_plain
 from trainstep.config.sync import OURS, PEERS
 from trainstep.measure.workload import Findings
 from trainstep.traces.ledger import CATEGORIES
@@ -154,5 +155,5 @@ def measured_with_a_small_ring(ranks: Any) -> Findings:
 )
 def test_what_cannot_be(fields: dict[str, Any], words: str):
     with pytest.raises(ValueError) as caught:
-        MemoryConfig(model=MODEL, **fields)
+        from_plain(MemoryConfig, {"model": MODEL, **fields})
     assert str(caught.value).startswith(words)

@@ -5,14 +5,15 @@ import pytest
 from record_maker import a_record
 from trainstep.config.cell import Cell
 from trainstep.config.memory import MemoryConfig
-from trainstep.config.parsing import to_plain
+from trainstep.config.parsing import from_plain, to_plain
 from trainstep.config.presets import size
 from trainstep.measure.runner_fit import at, largest_fit
 from trainstep.records.record import Failure
 
 
 def a_cell(**fields: int) -> Cell:
-    return Cell(workload="memory", config=to_plain(MemoryConfig(model=size("tiny"), **fields)), point={"model": "tiny"})
+    config = to_plain(from_plain(MemoryConfig, {"model": size("tiny"), **fields}))
+    return Cell(workload="memory", config=config, point={"model": "tiny"})
 
 
 def search(start: int, limit: int, field: str = "batch_size", kind: str = "out_of_memory") -> list[tuple[int, bool]]:

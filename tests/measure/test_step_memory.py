@@ -1,13 +1,12 @@
 """The workload `memory` on a CPU: every byte of a step accounted for, in every mode, and right by the model's shape."""
 
-import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainstep.config.memory import MemoryConfig
+from trainstep.config.memory import MemoryConfig, RecordedRunConfig
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.parsing import from_plain, to_plain
 from trainstep.measure.memory_tables import POINTS
@@ -20,7 +19,7 @@ STREAM_BYTES = 2 * 16 * 32 * 4
 
 
 def measured(**fields: Any) -> Findings:
-    config = MemoryConfig(**{"model": SHAPE, "batch_size": 2, "context": 16, "attention": "plain", **fields})
+    config = from_plain(MemoryConfig, {"model": SHAPE, "batch_size": 2, "context": 16, "attention": "plain", **fields})
     assert from_plain(MemoryConfig, to_plain(config)) == config
     measurement = WORKLOAD.prepare(to_plain(config), lambda _stage: None)
     measurement.take(1)
@@ -192,12 +191,10 @@ def test_a_kept_snapshot_opens_here_and_in_the_viewer(tmp_path: Path):
 )
 def test_what_cannot_be(fields: dict[str, Any], word: str):
     with pytest.raises(ValueError, match=word):
-        MemoryConfig(model=SHAPE, **fields)
+        from_plain(MemoryConfig, {"model": SHAPE, **fields})
 
 
-def test_same_fields_as_a_run():
-    """What a run and a cell of memory share means and defaults to the same."""
-    run = MemoryConfig(model=SHAPE).run()
-    own = {"sync", "warmups"}  # a run's sync is when its clock synchronises
-    shared = {field.name for field in dataclasses.fields(MemoryConfig)} & set(run.__dataclass_fields__) - own
-    assert all(getattr(run, name) == getattr(MemoryConfig(model=SHAPE), name) for name in shared)
+def test_what_a_record_would_not_tell_is_refused():
+    run = RecordedRunConfig(model=SHAPE, learning_rate=1e-3)
+    with pytest.raises(ValueError, match="learning_rate: has no meaning in a MemoryConfig; leave it at"):
+        MemoryConfig(run=run)

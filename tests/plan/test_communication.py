@@ -4,6 +4,7 @@ import pytest
 
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parsing import from_plain
 from trainstep.config.sync import PEERS
 from trainstep.costs.gradient_sync import totals
 from trainstep.plan.communication import exchange_of, expected_messages
@@ -14,15 +15,15 @@ SIZES = transformer_parameters(MODEL, "fp32")
 
 
 def operations(**options: object) -> dict[str, tuple[int, int]]:
-    messages = expected_messages(ParallelConfig(model=MODEL, ranks=2, **options), SIZES)
+    messages = expected_messages(from_plain(ParallelConfig, {"model": MODEL, "ranks": 2, **options}), SIZES)
     assert messages is not None
     return {name: (total.messages, total.payload_bytes) for name, total in totals(messages).items()}
 
 
 @pytest.mark.parametrize("sync", PEERS)
 def test_of_torchs_ways_nothing_is_said(sync: str):
-    assert exchange_of(ParallelConfig(model=MODEL, sync=sync)) is None
-    assert expected_messages(ParallelConfig(model=MODEL, sync=sync), SIZES) is None
+    assert exchange_of(from_plain(ParallelConfig, {"model": MODEL, "sync": sync})) is None
+    assert expected_messages(from_plain(ParallelConfig, {"model": MODEL, "sync": sync}), SIZES) is None
 
 
 def test_sizes_of_buckets_and_what_gradients_are_averaged_in():

@@ -12,6 +12,7 @@ from held_bytes import Holdings, MostHeld, sampled_at_messages, state_bytes, sto
 from ranks import run_ranks
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parsing import from_plain
 from trainstep.config.sync import OURS, PEERS
 from trainstep.costs.exchange import ParameterSize
 from trainstep.parallel.ranks import Ranks
@@ -50,13 +51,13 @@ SCALARS_BYTES = 64
 
 
 def config_of(ranks: int, **options: object) -> ParallelConfig:
-    return ParallelConfig(model=MODEL, ranks=ranks, context=8, batch_size=1, **options)
+    return from_plain(ParallelConfig, {"model": MODEL, "ranks": ranks, "context": 8, "batch_size": 1, **options})
 
 
 def model_of(config: ParallelConfig, frozen: bool) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(MODEL, attention=attention_named("sdpa", 8, torch.device("cpu")), context=8)
-    model.to(precision_named(config.precision).weights)
+    model.to(precision_named(config.run.precision).weights)
     if frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" not in name)
@@ -73,8 +74,8 @@ def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
     loss = model(*tokens)
     found: dict[str, Any] = {"activations": holdings.total_bytes() - before_bytes}
     del loss
-    wrapped = parallel(ranks, config.sync_config()).wrap(
-        model, torch.optim.AdamW, adamw_options(config.adamw, learning_rate=1e-3)
+    wrapped = parallel(ranks, config.sync).wrap(
+        model, torch.optim.AdamW, adamw_options(config.run.adamw, learning_rate=1e-3)
     )
     sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
 
@@ -84,7 +85,7 @@ def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
 
     def step(see: Callable[..., None], looked_at: bool) -> None:
         in_sync = None
-        for last in [False] * (config.accumulation - 1) + [True]:
+        for last in [False] * (config.run.accumulation - 1) + [True]:
             with nullcontext() if last or sync is None else sync.no_sync():
                 loss = wrapped.module(*tokens)
                 see("after_forward")
@@ -92,7 +93,11 @@ def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
                     loss.backward()
                     del loss
                     if last and sync is not None:
-                        with MostHeld(holdings) if looked_at and config.sync == "naive" else nullcontext() as in_sync:
+                        with (
+                            MostHeld(holdings)
+                            if looked_at and config.sync.name == "naive"
+                            else nullcontext() as in_sync
+                        ):
                             sync.finish_gradient_synchronization()
         if in_sync is not None:
             samples.append(("all", in_sync.most_bytes))
@@ -103,7 +108,7 @@ def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
         if looked_at:
             see("in_step", most.most_bytes)
         optimizer.zero_grad()
-        if config.sync == "sharded_flat":
+        if config.sync.name == "sharded_flat":
             sync.wait_for_parameters()
         see("after_step")
 
@@ -143,18 +148,18 @@ def agree(config: ParallelConfig, frozen: bool) -> None:
                 assert 0 <= total - moment.total_bytes <= SCALARS_BYTES
                 continue
             assert (name, moment.total_bytes) == (name, total)
-            if name == "after_forward" and config.sync == "fsdp":
+            if name == "after_forward" and config.sync.name == "fsdp":
                 continue  # parameters are views of whole units then
             assert moment.parameters_bytes == parameters
             assert moment.optimizer_state_bytes == state
-        if messages and config.sync in ("sharded_flat", "fsdp"):
+        if messages and config.sync.name in ("sharded_flat", "fsdp"):
             a_block_bytes = expected.after_forward.activations_bytes // MODEL.layers
             assert abs(expected.in_backward.total_bytes - max(held for _, held in messages)) <= a_block_bytes
         if messages:
             beyond = messages[-1][1] - expected.before_sync.total_bytes
             assert beyond <= SCALARS_BYTES
             if (
-                config.sync != "fsdp" or config.accumulation == 1
+                config.sync.name != "fsdp" or config.run.accumulation == 1
             ):  # there most is held a moment before: as gradients are added
                 assert beyond >= 0
 
@@ -290,8 +295,8 @@ def test_sixteen_bytes_a_parameter_in_fp32_and_eight_in_bf16(precision: str):
 def test_shards_shrink_with_ranks():
     model = ModelConfig(d_model=512, d_ff=1344, layers=4, heads=16)
     sizes = transformer_parameters(model, "fp32")
-    alone = expected_memory(ParallelConfig(model=model, ranks=1, sync="none"), sizes)
-    many = expected_memory(ParallelConfig(model=model, ranks=8, sync="fsdp"), sizes)
+    alone = expected_memory(from_plain(ParallelConfig, {"model": model, "ranks": 1, "sync": "none"}), sizes)
+    many = expected_memory(from_plain(ParallelConfig, {"model": model, "ranks": 8, "sync": "fsdp"}), sizes)
     assert alone is not None
     assert many is not None
     held_by_many = many.after_step.total_bytes - many.after_step.communication_bytes

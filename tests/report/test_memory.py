@@ -8,7 +8,7 @@ import pytest
 
 from record_maker import a_record
 from trainstep.config.memory import MemoryConfig
-from trainstep.config.parsing import to_plain
+from trainstep.config.parsing import from_plain, to_plain
 from trainstep.config.presets import size
 from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
@@ -78,7 +78,7 @@ FACTS = {
 
 def a_cell(facts: dict[str, Any] | None = None, tables: Any = TABLES, **changes: Any) -> Record:
     fields = {"batch_size": 4, "context": 256, **changes.pop("config", {})}
-    config = to_plain(MemoryConfig(model=size("tiny"), **fields))
+    config = to_plain(from_plain(MemoryConfig, {"model": size("tiny"), **fields}))
     given = {name: Fact(value=value, unit="bytes") for name, value in {**FACTS, **(facts or {})}.items()}
     words = {"timeline_peak_phase": "forward", "residual_stream": "batch 4 x context 256 x d_model 16 x 4 bytes"}
     given |= {name: Fact(value=value) for name, value in words.items()}

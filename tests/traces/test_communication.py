@@ -16,6 +16,7 @@ from ranks import run_ranks
 from trace_maker import AUTOGRAD, EAGER, FIXTURES, MAIN, call, kernel, launched, op, span, trace
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parsing import from_plain
 from trainstep.config.sync import OURS
 from trainstep.costs.gradient_sync import step_messages
 from trainstep.parallel.ranks import Ranks
@@ -308,7 +309,7 @@ def recorded(ranks: Ranks, config: ParallelConfig, path: str) -> list[tuple[str,
     """(label, step) of every message in a trace of two steps, the first steps having gone before."""
     model = Transformer(MODEL, attention=attention_named("sdpa", 8, torch.device("cpu")), context=8)
     options = adamw_options("foreach", learning_rate=1e-3)
-    wrapped = parallel(ranks, config.sync_config()).wrap(model, torch.optim.AdamW, options)
+    wrapped = parallel(ranks, config.sync).wrap(model, torch.optim.AdamW, options)
     step = TrainStep(wrapped.module, wrapped.optimizer, gradient_sync=wrapped.gradient_sync)
     batch = {name: torch.randint(MODEL.vocab_size, (1, 8)) for name in ("tokens", "targets")}
     step([batch])
@@ -318,7 +319,7 @@ def recorded(ranks: Ranks, config: ParallelConfig, path: str) -> list[tuple[str,
         for number in range(2):
             with real_span(f"step {number}"):
                 step([batch])
-        if config.sync == "sharded_flat":
+        if config.sync.name == "sharded_flat":
             wrapped.gradient_sync.wait_for_parameters()
     file = f"{path}/{ranks.rank}.json"
     profiler.export_chrome_trace(file)
@@ -327,7 +328,7 @@ def recorded(ranks: Ranks, config: ParallelConfig, path: str) -> list[tuple[str,
 
 @pytest.mark.parametrize("sync", OURS)
 def test_a_trace_holds_the_messages_of_the_formula(sync: str, tmp_path: Path):
-    config = ParallelConfig(model=MODEL, sync=sync, bucket_mib=0.002, context=8)
+    config = from_plain(ParallelConfig, {"model": MODEL, "sync": sync, "bucket_mib": 0.002, "context": 8})
     exchange = exchange_of(config)
     assert exchange is not None
     expected = Counter(one.span for one in step_messages(exchange, transformer_parameters(MODEL, "fp32")))

@@ -7,6 +7,7 @@ import torch
 
 from ranks import run_ranks
 from trainstep.config.model import ModelConfig
+from trainstep.config.parsing import from_plain
 from trainstep.config.run import RunConfig
 from trainstep.config.sync import OURS, PEERS, SyncConfig
 from trainstep.parallel.ranks import Ranks
@@ -36,12 +37,12 @@ def losses_alone() -> list[float]:
 
 @pytest.mark.parametrize("sync", [sync for sync in OURS + PEERS if sync != "none"])
 def test_trains_as_one_process(sync: str):
-    _, second = run_ranks(2, losses, SyncConfig(sync=sync, bucket_mib=0.05))
+    _, second = run_ranks(2, losses, SyncConfig(name=sync, bucket_mib=0.05))
     assert second == pytest.approx(losses_alone(), rel=1e-5)
 
 
 def test_none_leaves_each_rank_to_itself():
-    first, second = run_ranks(2, losses, SyncConfig(sync="none"))
+    first, second = run_ranks(2, losses, SyncConfig(name="none"))
     assert second[0] == pytest.approx(losses_alone()[0], rel=1e-5)
     assert second[1:] != pytest.approx(losses_alone()[1:], rel=1e-5)
     assert first != second
@@ -49,7 +50,7 @@ def test_none_leaves_each_rank_to_itself():
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded_flat", "fsdp"])
 def test_gradients_may_be_averaged_in_bf16(sync: str):
-    _, second = run_ranks(2, losses, SyncConfig(sync=sync, reduce_dtype="bf16"))
+    _, second = run_ranks(2, losses, SyncConfig(name=sync, reduce_dtype="bf16"))
     assert second == pytest.approx(losses_alone(), rel=1e-3)
     assert second != pytest.approx(losses_alone(), rel=1e-9)
 
@@ -57,7 +58,7 @@ def test_gradients_may_be_averaged_in_bf16(sync: str):
 def test_fsdp_computes_in_bf16_and_keeps_fp32():
     """The pieces, their gradients' average and the update stay fp32, as in torch's; one process in bf16 alone loses more."""
     ours, theirs = (
-        run_ranks(2, losses, SyncConfig(sync=sync, compute_dtype="bf16"))[1] for sync in ("fsdp", "torch_fsdp2")
+        run_ranks(2, losses, SyncConfig(name=sync, compute_dtype="bf16"))[1] for sync in ("fsdp", "torch_fsdp2")
     )
     assert ours == pytest.approx(losses_alone(), rel=1e-2)
     assert ours != pytest.approx(losses_alone(), rel=1e-9)
@@ -66,13 +67,13 @@ def test_fsdp_computes_in_bf16_and_keeps_fp32():
 
 
 def kept_dtypes(ranks: Ranks) -> set[torch.dtype]:
-    assembly = build_step(run_config(), parallel(ranks, SyncConfig(sync="fsdp", compute_dtype="bf16")))
+    assembly = build_step(run_config(), parallel(ranks, SyncConfig(name="fsdp", compute_dtype="bf16")))
     assembly.step(assembly.micro_batches(0))
     return {parameter.dtype for parameter in assembly.module.parameters()}
 
 
 def losses_of_bf16_gradients(ranks: Ranks) -> list[float]:
-    config = SyncConfig(sync="bucketed", reduce_dtype="bf16", keeps_gradient_dtype=False)
+    config = SyncConfig(name="bucketed", reduce_dtype="bf16", keeps_gradient_dtype=False)
     assembly = build_step(run_config(adamw="trainstep"), parallel(ranks, config))
     return [float(assembly.step(assembly.micro_batches(step))) for step in range(STEPS)]
 
@@ -97,4 +98,4 @@ def test_our_adamw_reads_bf16_buckets():
 )
 def test_nonsense_is_refused_by_name(fields: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
-        SyncConfig(**fields)
+        from_plain(SyncConfig, fields)

@@ -109,7 +109,7 @@ def _with_ways(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         ):
             raise ValueError(f"{given}: has no effect on one rank; add --ranks 2 or more")
         return dict(grid)
-    ways = grid.get("sync", [SyncConfig.sync])
+    ways = grid.get("sync", [SyncConfig.name])
     check_sync_options(grid, ways)
     return {**grid, "sync": ways}
 

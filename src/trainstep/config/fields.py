@@ -9,22 +9,21 @@ ALIASES = {"flash": "trainstep"}
 """Another name of a choice -> the one that configs and records have. Text from a person may hold either."""
 
 
-def described(help: str, default: Any = dataclasses.MISSING, choices: Iterable[str] = ()) -> Any:
-    """A dataclass field with its meaning (and unit) as `metadata["help"]`, its allowed names as `metadata["choices"]`."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices)})
+def described(help: str, default: Any = dataclasses.MISSING, choices: Iterable[str] = (), flat_name: str = "") -> Any:
+    """A dataclass field with its meaning (and unit) as `metadata["help"]`, its allowed names as `metadata["choices"]`.
+    `flat_name`: what text and records call it, if not as Python does."""
+    metadata = {"help": help, "choices": tuple(choices), "flat_name": flat_name}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def as_in(config: type, name: str, **changed: Any) -> Any:
-    """A field that means the same as another config's. `changed`: a `default` of its own."""
-    field = config.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    default = changed.get("default", None if field.default is dataclasses.MISSING else field.default)
-    return described(field.metadata["help"], default, field.metadata["choices"])
+def part(default: Any = dataclasses.MISSING, *, without: Iterable[str] = ()) -> Any:
+    """A field that holds another config, whose fields stand flat beside the owner's in text and records: but those `without`,
+    which stay at their defaults."""
+    return dataclasses.field(default=default, metadata={"without": frozenset(without)})
 
 
-def part_of(config: Any, kind: type, *, without: str = "") -> dict[str, Any]:
-    """The fields that a config shares with another kind, to make one of that. `without`: one that means another thing there."""
-    names = {field.name for field in dataclasses.fields(config)} - {without}
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(kind) if field.name in names}
+def flat_name(field: dataclasses.Field[Any]) -> str:
+    return field.metadata.get("flat_name") or field.name
 
 
 def aliases_of(field: dataclasses.Field[Any]) -> dict[str, str]:
@@ -40,8 +39,17 @@ def check_choices(config: Any) -> None:
         value = getattr(config, field.name)
         if choices and value not in choices:
             raise ValueError(
-                f"{field.name}: {value!r} is not known{nearest(str(value), choices)}; known: {', '.join(choices)}"
+                f"{flat_name(field)}: {value!r} is not known{nearest(str(value), choices)}; known: {', '.join(choices)}"
             )
+
+
+def check_parts(config: Any) -> None:
+    """Raise ValueError where a part has a value that the flat form, and so a record, would not tell."""
+    for field in dataclasses.fields(config):
+        held = getattr(config, field.name)
+        for name in field.metadata.get("without", ()):
+            if getattr(held, name) != (default := held.__dataclass_fields__[name].default):
+                raise ValueError(f"{name}: has no meaning in a {type(config).__name__}; leave it at {default}")
 
 
 MOST = 2**40

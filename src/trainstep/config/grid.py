@@ -8,12 +8,10 @@ from typing import Any
 from trainstep.config.cell import Cell
 from trainstep.config.fields import check_known
 from trainstep.config.parsing import CONFIGS, build_config, fields_of, parse_value, to_plain
-from trainstep.config.sync import SyncConfig, needless
+from trainstep.config.sync import OF_A_STRATEGY, needless
 
 Grid = Mapping[str, Sequence[Any]]
 _MOST_CELLS = 100_000
-_OF_A_WAY = frozenset(SyncConfig.__dataclass_fields__)
-"""Together they are one way of going parallel: ways are compared whatever their options."""
 
 
 def grid_from_text(options: Mapping[str, str | bool | None]) -> dict[str, list[Any]]:
@@ -86,7 +84,7 @@ def groups_along(cells: Sequence[Cell], axis: str | None) -> list[list[Cell]]:
         return [[cell] for cell in cells]
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        along = _OF_A_WAY if axis == "sync" else {axis}
+        along = OF_A_STRATEGY if axis == "sync" else {axis}
         rest = tuple((name, str(value)) for name, value in cell.point.items() if name not in along)
         groups.setdefault(rest, []).append(cell)
     if all(len(group) == 1 for group in groups.values()):
@@ -117,8 +115,9 @@ def _idle(workload: Any, values: Mapping[str, Any]) -> frozenset[str]:
     """Options of going parallel that this cell does not have: the way's, or, where there is one rank, all."""
     if workload not in ("parallel", "memory"):
         return frozenset()
-    given = {name: CONFIGS[workload].__dataclass_fields__[name].default for name in ("ranks", "sync")} | dict(values)
-    return _OF_A_WAY if workload == "memory" and given["ranks"] == 1 else needless(given)
+    fields = fields_of(CONFIGS[workload])
+    given = {name: fields[name].default for name in ("ranks", "sync")} | dict(values)
+    return OF_A_STRATEGY if workload == "memory" and given["ranks"] == 1 else needless(given)
 
 
 def _as_recorded(point: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

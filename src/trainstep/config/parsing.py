@@ -5,13 +5,15 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_type_hints
+from copy import copy
+from functools import reduce
+from typing import Any, TypeVar
 
 from trainstep.config.attention import AttentionConfig
 from trainstep.config.attention_tiles import AttentionTilesConfig
 from trainstep.config.ceiling import CeilingConfig
 from trainstep.config.collective import CollectiveConfig
-from trainstep.config.fields import aliases_of, check_known
+from trainstep.config.fields import aliases_of, check_known, flat_name
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.numerics import NumericsConfig, ToyModel
@@ -37,9 +39,26 @@ CONFIGS: dict[str, type[Any]] = {
 _WORD_VALUES = {"true": True, "false": False, "none": None}
 
 
-def fields_of(config_class: type) -> dict[str, dataclasses.Field[Any]]:
+def flat_form(config_class: Any) -> dict[str, tuple[tuple[str, ...], dataclasses.Field[Any]]]:
+    """The form that people write and records have: name -> the way to the value, in the config or in a part of it, and its field,
+    with the owner's default. The model comes first."""
+    form: dict[str, tuple[tuple[str, ...], dataclasses.Field[Any]]] = {}
+    for field in dataclasses.fields(config_class):
+        kind: Any = field.type
+        if "without" not in field.metadata:
+            form[flat_name(field)] = (field.name,), field
+            continue
+        for name, (way, inner) in flat_form(kind).items():
+            if name not in field.metadata["without"]:
+                own = copy(inner)
+                own.default = getattr(field.default, inner.name, inner.default)
+                form[name] = (field.name, *way), own
+    return {"model": form["model"], **form} if "model" in form else form
+
+
+def fields_of(config_class: Any) -> dict[str, dataclasses.Field[Any]]:
     """The fields a person may set, flat: where there is a model, its shape stands beside the config's own fields."""
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    fields = {name: field for name, (_, field) in flat_form(config_class).items()}
     if "model" in fields:
         shape = {field.name: field for field in dataclasses.fields(ModelConfig) if field.name != "name"}
         fields = {**fields, **shape}
@@ -53,11 +72,11 @@ def build_config(workload: str, values: Mapping[str, Any]) -> Any:
     """
     config_class = CONFIGS[workload]
     check_known(values, fields_of(config_class), "run" if config_class is RunConfig else workload)
-    if "model" not in config_class.__dataclass_fields__:
+    if "model" not in flat_form(config_class):
         return config_class(**_typed(config_class, values))
     toy = config_class is NumericsConfig and values.get("model") == ToyModel().name
     model, rest = _toy_and_rest(values) if toy else _model_and_rest(values)
-    return config_class(model=model, **_typed(config_class, rest))
+    return _assembled(config_class, {"model": model, **_typed(config_class, rest)})
 
 
 def build_run(values: Mapping[str, Any]) -> RunConfig:
@@ -91,17 +110,31 @@ def _model_and_rest(values: Mapping[str, Any]) -> tuple[ModelConfig | UserModel,
 
 def from_plain(config_class: type[Config], plain: Mapping[str, Any]) -> Config:
     """The inverse of `to_plain`: what a record or a request between processes carries."""
-    if "model" not in plain:
-        return config_class(**plain)
-    model = plain["model"]
     kinds: tuple[tuple[type, str], ...] = ((UserModel, "function"), (ModelConfig, "d_model"), (ToyModel, "name"))
-    kind = next(kind for kind, field in kinds if field in model)
-    return config_class(**{**plain, "model": kind(**model)})
+    if isinstance(model := plain.get("model"), Mapping):
+        plain = {**plain, "model": next(kind for kind, field in kinds if field in model)(**model)}
+    return _assembled(config_class, plain)
+
+
+def _assembled(config_class: type[Config], values: Mapping[str, Any]) -> Config:
+    """A config of flat values, its parts made of theirs."""
+    form, given = flat_form(config_class), dict[str, dict[str, Any]]({"": {}})
+    for name, value in values.items():
+        *part, attribute = form[name][0] if name in form else (name,)
+        given.setdefault("".join(part), {})[attribute] = value
+    own = given.pop("")
+    for name, its in given.items():
+        field: Any = config_class.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        own[name] = (
+            field.type(**its) if field.default is dataclasses.MISSING else dataclasses.replace(field.default, **its)
+        )
+    return config_class(**own)
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A config as nested dicts of JSON values."""
-    return dataclasses.asdict(config)
+    """A config in its flat form, of JSON values."""
+    values = {name: reduce(getattr, way, config) for name, (way, _) in flat_form(config.__class__).items()}
+    return {name: vars(value).copy() if name == "model" else value for name, value in values.items()}
 
 
 def config_hash(workload: str, plain: Mapping[str, Any]) -> str:
@@ -146,10 +179,10 @@ def _typed(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
     Another name of a choice becomes the choice.
     """
-    hints, fields = get_type_hints(config_class), {field.name: field for field in dataclasses.fields(config_class)}
-    typed = {}
+    typed, form = {}, flat_form(config_class)
     for name, value in values.items():
-        hint = hints[name]
+        _, field = form[name]
+        hint: Any = field.type
         if value is None and hint is str:
             value = "none"
         if isinstance(value, int) and not isinstance(value, bool) and hint in (float, float | None):
@@ -157,7 +190,7 @@ def _typed(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
         wrong = not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
         if wrong:
             raise ValueError(f"{name}: must be {_in_words(hint)}, not {value!r}")
-        typed[name] = aliases_of(fields[name]).get(value, value) if isinstance(value, str) else value
+        typed[name] = aliases_of(field).get(value, value) if isinstance(value, str) else value
     return typed
 
 

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
-from trainstep.config.fields import check_choices, described
+from trainstep.config.fields import check_choices, described, flat_name
 from trainstep.costs.strategies import STRATEGIES, YARDSTICK, Strategy, strategy_named
 
 OURS = tuple(strategy.name for strategy in STRATEGIES if strategy.counterpart is None)
@@ -16,7 +16,7 @@ SYNCS = OURS + PEERS
 
 def needless(values: Mapping[str, Any]) -> frozenset[str]:
     """The options that the strategy which these values name, `sync`, does not have: they would tell alike cells apart."""
-    sync = values.get("sync", SyncConfig.sync) or YARDSTICK  # a person's none is no value yet
+    sync = values.get("sync", SyncConfig.name) or YARDSTICK  # a person's none is no value yet
     return frozenset(name for name, users in USED_BY.items() if sync in SYNCS and sync not in users)
 
 
@@ -36,7 +36,7 @@ def _users(option: str) -> str:
 class SyncConfig:
     """One strategy of going parallel and its options. Raises ValueError naming the field and the way out."""
 
-    sync: str = described(_meanings(), "bucketed", SYNCS)
+    name: str = described(_meanings(), "bucketed", SYNCS, flat_name="sync")
     bucket_mib: float | None = described(
         "MiB of gradients in a message, or of parameters in neighbouring blocks that sharded_flat sends together; by default "
         "a quarter of all, the less the more there are, a sixteenth from 32 GiB on, but of buckets at least 25; torch's: 25",
@@ -77,15 +77,15 @@ class SyncConfig:
             )
         if self.compute_dtype != "own" and not self._takes("compute_dtype"):
             raise ValueError(
-                f"compute_dtype: only {_users('compute_dtype')} gather parameters in another dtype; with {self.sync} take "
+                f"compute_dtype: only {_users('compute_dtype')} gather parameters in another dtype; with {self.name} take "
                 "precision bf16_autocast"
             )
         if self.reduce_dtype != "own" and self.strategy.talks and not self._takes("reduce_dtype"):
-            raise ValueError(f"reduce_dtype: {self.sync} averages gradients in their own dtype here; leave it at own")
+            raise ValueError(f"reduce_dtype: {self.name} averages gradients in their own dtype here; leave it at own")
 
     @property
     def strategy(self) -> Strategy:
-        return strategy_named(self.sync)
+        return strategy_named(self.name)
 
     def _takes(self, option: str) -> bool:
         return option in self.strategy.options
@@ -93,7 +93,9 @@ class SyncConfig:
 
 USED_BY = {
     option: tuple(strategy.name for strategy in STRATEGIES if option in strategy.options)
-    for option in SyncConfig.__dataclass_fields__
+    for option in map(flat_name, fields(SyncConfig))
     if option != "sync"
 }
 """Option -> the strategies that it means something to."""
+OF_A_STRATEGY = frozenset(("sync", *USED_BY))
+"""Together they are one strategy of going parallel: strategies are compared whatever their options."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parallel import RanksConfig
 from trainstep.costs.exchange import ParameterSize
 from trainstep.measure.workload import Findings
 from trainstep.parallel.collectives import Collectives
@@ -32,7 +32,7 @@ _MOMENTS = {
 
 
 def expected_tables(
-    config: ParallelConfig, sizes: Sequence[ParameterSize], rank: int, ledger: Columns
+    config: RanksConfig, sizes: Sequence[ParameterSize], rank: int, ledger: Columns
 ) -> tuple[dict[str, Fact], dict[str, Columns]]:
     """This rank's bytes by formula, beside its ledger; nothing for torch's ways. What forward saved for backward (the ledger's
     activations, logits and autocast copies) goes into the formula as measured."""

@@ -25,7 +25,6 @@ from trainstep.config.parsing import config_hash, from_plain, to_plain
 from trainstep.costs.collectives import ring_bytes
 from trainstep.costs.exchange import ParameterSize
 from trainstep.costs.gradient_sync import Message, totals, wire_bytes
-from trainstep.costs.strategies import strategy_named
 from trainstep.measure.built_step import open_device
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.kept_files import kept_folder
@@ -66,8 +65,8 @@ WORKLOAD = ParallelWorkload()
 
 def prepare_parallel(config: ParallelConfig, stage: Stage) -> "ParallelMeasurement":
     """Everything before the first timed step. The ranks' first message makes their connections."""
-    check_gpus(config.ranks, config.device)
-    device = own_device(config.ranks, config.device)
+    check_gpus(config.ranks, config.run.device)
+    device = own_device(config.ranks, config.run.device)
     if config.keep_trace is not None:
         kept_folder("keep_trace", config.keep_trace)
     opened = open_device(device, Stages(stage))
@@ -77,8 +76,8 @@ def prepare_parallel(config: ParallelConfig, stage: Stage) -> "ParallelMeasureme
         ranks, met = meet(device, opened.memory)
         stage("build")
     sizes: list[ParameterSize] = []  # noted before a way takes the parameters apart
-    way = looked_at(parallel(ranks, config.sync_config()), lambda module: sizes.extend(parameter_sizes(module)))
-    built = opened.build(lambda: build_step(config.run(), way))
+    way = looked_at(parallel(ranks, config.sync), lambda module: sizes.extend(parameter_sizes(module)))
+    built = opened.build(lambda: build_step(config.run, way))
     memory = StepMemory(config, built.assembly, opened.memory, sizes)
     return ParallelMeasurement(
         config=config,
@@ -137,7 +136,7 @@ class ParallelMeasurement:
 
     def _agreement(self) -> dict[str, Fact]:
         """CellFailed, naming parameter and ranks, where replicas have drifted apart; the yardstick's differ by design."""
-        config, strategy = self.config, strategy_named(self.config.sync)
+        config, strategy = self.config, self.config.sync.strategy
         if not config.check_agreement or not strategy.talks or config.ranks == 1:
             return {}
         self._wait_for_parameters()
@@ -202,16 +201,16 @@ class ParallelMeasurement:
         self.timed.settle()
         Collectives(self._ranks).barrier()
         record_steps(
-            self.timed.settle, steps, path, on_gpu=self.config.device == "cuda", drain=self._wait_for_parameters
+            self.timed.settle, steps, path, on_gpu=self.config.run.device == "cuda", drain=self._wait_for_parameters
         )
 
     def _wait_for_parameters(self) -> None:
         wait_for_parameters(self.timed.assembly)
 
     def _trace_name(self) -> str:
-        config = self.config
-        cell = config_hash("parallel", to_plain(config))[:6]
-        return f"{config.model.name.replace(':', '.')}-{config.context}-{config.sync}-{cell}-rank{self._ranks.rank}"
+        run, sync = self.config.run, self.config.sync
+        cell = config_hash("parallel", to_plain(self.config))[:6]
+        return f"{run.model.name.replace(':', '.')}-{run.context}-{sync.name}-{cell}-rank{self._ranks.rank}"
 
 
 def _counters(assembly: Assembly) -> list[Traffic] | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parallel import RanksConfig
 from trainstep.config.phases import Phase
 from trainstep.costs.exchange import ParameterSize
 from trainstep.measure.held_storages import Storages, held_storages, storages_of
@@ -74,7 +74,7 @@ class StepMemory:
     """Made when the step is built and nothing has run; `table` runs one step and looks at it."""
 
     def __init__(
-        self, config: ParallelConfig, assembly: Assembly, watch: MemoryWatch, sizes: Sequence[ParameterSize]
+        self, config: RanksConfig, assembly: Assembly, watch: MemoryWatch, sizes: Sequence[ParameterSize]
     ) -> None:
         self._config = config
         self._assembly = assembly

@@ -85,12 +85,12 @@ class _Weights:
 
 def prepare_memory(config: MemoryConfig, stage: Stage) -> "StepMemoryMeasurement":
     """Build, and take the steps before the recorded one."""
-    check_gpus(config.ranks, config.device)
-    device = own_device(config.ranks, config.device)
+    check_gpus(config.ranks, config.run.device)
+    device = own_device(config.ranks, config.run.device)
     if config.keep_snapshot is not None:
         kept_folder("keep_snapshot", config.keep_snapshot)
     stages = Stages(stage)
-    outside = outside_bytes(config.run(), device) if device.type == "cuda" else None
+    outside = outside_bytes(config.run, device) if device.type == "cuda" else None
     opened = open_device(device, stages)
     ranks, met = alone(device), dict[str, Fact]()
     if config.ranks > 1:
@@ -123,8 +123,8 @@ def prepare_memory(config: MemoryConfig, stage: Stage) -> "StepMemoryMeasurement
 
 def _build(config: MemoryConfig, ranks: Ranks, weights: list[_Weights], whole_gradients: GradientNotes) -> Assembly:
     """The step; what its parameters are is noted before a way of going parallel takes them apart."""
-    run = config.run()
-    autocast = precision_named(run.precision).autocast if config.compute_dtype == "own" else None
+    run = config.run
+    autocast = precision_named(run.precision).autocast if config.sync.compute_dtype == "own" else None
 
     def look(module: nn.Module) -> None:
         cast_bytes = weight_copies(module, autocast) if autocast else ()
@@ -136,7 +136,7 @@ def _build(config: MemoryConfig, ranks: Ranks, weights: list[_Weights], whole_gr
         assembly = build_step(run)
         look(assembly.module)
         return assembly
-    return build_step(run, looked_at(parallel(ranks, config.parallel().sync_config()), look))
+    return build_step(run, looked_at(parallel(ranks, config.sync), look))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class StepMemoryMeasurement:
         """The steps before the recorded one."""
         with self.built.memory_told():
             self.built.opened.stages.enter("warmup")
-            for step in range(self.config.warmups):
+            for step in range(self.config.run.warmups):
                 self._run_step(self.built.assembly.micro_batches(step))
 
     def take(self, steps: int) -> None:
@@ -168,7 +168,7 @@ class StepMemoryMeasurement:
         opened, assembly = self.built.opened, self.built.assembly
         with self.built.memory_told():
             opened.stages.enter("steps")
-            batches = assembly.micro_batches(self.config.warmups)
+            batches = assembly.micro_batches(self.config.run.warmups)
             self.holders.note_inputs(batches)
             opened.synchronize()
             self.readings.reset_peaks()
@@ -211,7 +211,7 @@ class StepMemoryMeasurement:
             parameters=int(facts["parameters"].value),
         )
         if self.config.ranks > 1:
-            expected = expected_tables(self.config.parallel(), self.weights.sizes, self._ranks.rank, tables["ledger"])
+            expected = expected_tables(self.config, self.weights.sizes, self._ranks.rank, tables["ledger"])
             more, tables = more | expected[0], tables | expected[1]
         return Findings(samples={}, facts={**facts, **more}, tables=tables)
 
@@ -222,7 +222,7 @@ class StepMemoryMeasurement:
     def _run_step(self, batches: list[Batch], mark_phase: Mark | None = None) -> None:
         step = self.built.assembly.step
         step(batches, mark_phase or (lambda _phase: self._let_go()))
-        if self.config.mode == "forward_backward":
+        if self.config.run.mode == "forward_backward":
             step.clear_gradients()
 
     def _mark_phase(self, phase: Phase) -> None:
@@ -234,7 +234,7 @@ class StepMemoryMeasurement:
     def _let_go(self) -> None:
         """A moment for gloo's threads, which hold what they sent a little longer than who waited for it: were theirs the last
         reference, the profiler would miss that it is free."""
-        if self.config.ranks > 1 and self.config.device == "cpu":
+        if self.config.ranks > 1 and self.config.run.device == "cpu":
             time.sleep(_LET_GO_S)
 
     def _facts(self) -> dict[str, Fact]:
@@ -253,10 +253,10 @@ class StepMemoryMeasurement:
 
     def _keep(self, document: Mapping[str, Any], name_of_folder: str) -> Path:
         folder = kept_folder("keep_snapshot", name_of_folder)
-        config = self.config
-        parts = [config.model.name.replace(":", "."), str(config.context), config.precision, config.mode]
-        if config.ranks > 1:
-            parts += [config.sync, f"rank{self._ranks.rank}"]
+        run = self.config.run
+        parts = [run.model.name.replace(":", "."), str(run.context), run.precision, run.mode]
+        if self.config.ranks > 1:
+            parts += [self.config.sync.name, f"rank{self._ranks.rank}"]
         name = "-".join(parts)
         path = next(
             path

@@ -19,7 +19,7 @@ for it. Of the others both ends are among the moments.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parallel import RanksConfig
 from trainstep.costs.exchange import ParameterSize
 from trainstep.plan.communication import exchange_of
 from trainstep.plan.memory_terms import Terms, terms_of
@@ -74,7 +74,7 @@ class ExpectedMemory:
 
 
 def expected_memory(
-    config: ParallelConfig, parameters: Sequence[ParameterSize], *, rank: int = 0, activations_bytes: int = 0
+    config: RanksConfig, parameters: Sequence[ParameterSize], *, rank: int = 0, activations_bytes: int = 0
 ) -> ExpectedMemory | None:
     """What this rank will hold; None for torch's own ways. `parameters`: of the module before it is wrapped, in its order.
 
@@ -84,8 +84,8 @@ def expected_memory(
     exchange = exchange_of(config)
     if exchange is None:
         return None
-    terms = terms_of(exchange, parameters, rank=rank, adamw=config.adamw)
-    earlier = terms.whole_gradients_bytes if config.accumulation > 1 else 0
+    terms = terms_of(exchange, parameters, rank=rank, adamw=config.run.adamw)
+    earlier = terms.whole_gradients_bytes if config.run.accumulation > 1 else 0
     entering = _held(
         terms, gradients=earlier, activations=activations_bytes, communication=terms.whole_entering_backward_bytes
     )

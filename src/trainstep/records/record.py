@@ -8,9 +8,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 from trainstep.config.instruments import INSTRUMENTS
+from trainstep.config.parsing import flat_form
 from trainstep.records.facts import Fact as Fact
 from trainstep.records.facts import wrong_fact
 from trainstep.records.tables import wrong_table
@@ -233,7 +234,8 @@ def _wrong_field(plain: Mapping[str, Any], kind: Callable[..., Any]) -> str | No
 def _declared_fields(kind: Callable[..., Any]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Field -> its type, and the classes of which it may be one, where it holds no plain value; without fields of any value."""
     found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    for name, hint in get_type_hints(kind).items():
+    for name, (_, declared) in flat_form(kind).items():
+        hint = declared.type
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         classes = tuple(one for one in kinds if dataclasses.is_dataclass(one))
         if classes or is_type(hint):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from trainstep.config.sync import USED_BY, SyncConfig, needless
+from trainstep.config.sync import OF_A_STRATEGY, USED_BY, needless
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Record
@@ -14,7 +14,6 @@ from trainstep.report.rows import Row, flat_config, table_lines, words
 from trainstep.report.tables import Column, Entry, point_columns, row_of
 
 WORKLOAD = "parallel"
-_OF_A_WAY = frozenset(SyncConfig.__dataclass_fields__)
 _NO_MATTER = {"check_agreement", "keep_trace"}
 
 
@@ -43,7 +42,7 @@ class Way:
     @property
     def place(self) -> str:
         """Everything but the way: `tiny 64`."""
-        return self.row.label(without=_OF_A_WAY) or WORKLOAD
+        return self.row.label(without=OF_A_STRATEGY) or WORKLOAD
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """A table of the record, line by line; none where the cell failed."""
@@ -106,7 +105,7 @@ def _option_of(name: str) -> Callable[[Any], Any]:
 
 def _run_of(row: Row) -> tuple[Any, ...]:
     config = flat_config(row.record)
-    rest = [(name, words(value)) for name, value in config.items() if name not in _OF_A_WAY | _NO_MATTER]
+    rest = [(name, words(value)) for name, value in config.items() if name not in OF_A_STRATEGY | _NO_MATTER]
     return (row.file, row.record.environment.hostname, *rest)
 
 

@@ -31,7 +31,7 @@ def parallel(ranks: Ranks, config: SyncConfig) -> Parallel:
     """These ranks, going parallel as the config says. Parameters become those of rank 0, save with sync none."""
     values = {option: getattr(config, option) for option in config.strategy.options}
     own = {option: _DTYPES.get(value, value) for option, value in values.items()}
-    return Parallel(ranks=ranks, wrap=partial(CONSTRUCTORS[config.sync], ranks, own))
+    return Parallel(ranks=ranks, wrap=partial(CONSTRUCTORS[config.name], ranks, own))
 
 
 def _alone(_ranks: Ranks, _own: OwnOptions, *step: Any) -> Wrapped:
