@@ -95,9 +95,12 @@ def test_what_the_backward_function_refuses(name: str, change: Callable[[Tensor]
         flash_attention_backward(**tensors | {name: change(tensors[name])})
 
 
-def test_the_backward_functions_options_are_refused_alike():
-    q, k, v = (x.detach() for x in qkv())
+def test_what_the_backward_function_refuses_besides():
+    """A gradient without the dimension of one head, and options as flash_attention refuses them."""
+    q, k, v = (x.detach() for x in qkv(heads=1, key_heads=1))
     o, lse = flash_attention(q, k, v, return_lse=True)
+    with pytest.raises(ValueError, match="must be q's"):
+        flash_attention_backward(o.squeeze(1), q, k, v, o, lse)
     for options, word in (({"layout": "SBHD"}, "'BSHD'"), ({"scale": -1.0}, "negate q")):
         with pytest.raises(ValueError, match=word):
             flash_attention_backward(o, q, k, v, o, lse, **options)  # type: ignore[arg-type]
@@ -191,6 +194,7 @@ def test_refused_options(changes: dict[str, object], word: str):
         ([(2, 4, 9, 512)] * 3, "8 to 256"),
         ([(2, 4, 0, 16)] * 3, "empty"),
         ([(9, 16)] * 3, "dimensions"),
+        ([(2, 1, 9, 16), (2, 9, 16), (2, 9, 16)], "dimensions"),
     ],
 )
 def test_refused_shapes(shapes: list[tuple[int, ...]], word: str):

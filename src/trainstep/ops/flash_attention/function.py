@@ -77,7 +77,7 @@ def flash_attention(
     """
     check_settings(attn_mask, dropout_p, causal_alignment, layout, fp32_precision)
     given = [_heads_first(x, layout) for x in _autocast(q, k, v)]
-    q_BHSD, k_BGSD, v_BGSD = map(_with_heads, given)
+    q_BHSD, k_BGSD, v_BGSD = given if q.dim() == 4 else map(_with_heads, given)
     check_tensors(q_BHSD, k_BGSD, v_BGSD, enable_gqa)
     settings = _settings(q_BHSD, scale, is_causal, causal_alignment, fp32_precision, tiles)
     with span("attention"):
@@ -87,7 +87,7 @@ def flash_attention(
             o, lse = (o.squeeze(1), lse.squeeze(1)) if q.dim() == 3 else (o, lse)
         else:
             o, lse = _forward_autograd(*given, *settings)
-    o = o.transpose(1, 2) if _is_BSHD(q, layout) else o
+    o = o.transpose(1, 2) if layout == "BSHD" and q.dim() == 4 else o
     return (o, lse) if return_lse else o
 
 
@@ -118,13 +118,13 @@ def flash_attention_backward(
     """
     check_settings(None, 0.0, causal_alignment, layout, fp32_precision)
     given = [_heads_first(x, layout) for x in _autocast(do, q, k, v, o)]
-    do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD = map(_with_heads, given)
+    do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD = given if q.dim() == 4 else map(_with_heads, given)
     check_tensors(q_BHSD, k_BGSD, v_BGSD, enable_gqa)
     check_results(q_BHSD, do_BHSD, o_BHSD, lse.unsqueeze(1) if q.dim() == 3 else lse)
     settings = _settings(q_BHSD, scale, is_causal, causal_alignment, fp32_precision, tiles)
     backward = _backward_op if torch.compiler.is_compiling() else _backward_autograd
     gradients = _gradients(backward, *given, lse.contiguous(), *settings)
-    dq, dk, dv = (dx.transpose(1, 2) if _is_BSHD(dx, layout) else dx for dx in gradients)
+    dq, dk, dv = (dx.transpose(1, 2) if layout == "BSHD" and dx.dim() == 4 else dx for dx in gradients)
     return dq, dk, dv
 
 
@@ -147,13 +147,10 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _is_BSHD(x: Tensor, layout: str) -> bool:
-    return layout == "BSHD" and x.dim() == 4
-
-
 def _heads_first(x: Tensor, layout: str) -> Tensor:
     """(B, H, S, D) or (B, S, D), its last stride 1."""
-    x = x.transpose(1, 2) if _is_BSHD(x, layout) else x
+    if layout == "BSHD" and x.dim() == 4:
+        x = x.transpose(1, 2)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -279,9 +276,9 @@ def _nobody_between(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     """Of (B, S, D) tensors (B, S, D) and (B, S): no views, so that they may be written to."""
-    o, lse = _forward_below_autograd(*map(_with_heads, (q, k, v)), *settings)
     if q.dim() == 4:
-        return o, lse
+        return _forward_below_autograd(q, k, v, *settings)
+    o, lse = _forward_below_autograd(*map(_with_heads, (q, k, v)), *settings)
     return torch.ops.aten._unsafe_view(o, q.shape), torch.ops.aten._unsafe_view(lse, q.shape[:2])
 
 
@@ -289,8 +286,9 @@ def _gradients(
     backward: Any, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
     """What `backward` computes of (B, H, S, D) tensors; of those that were (B, S, D) as such."""
-    lse = lse.unsqueeze(1) if q.dim() == 3 else lse
-    gradients = backward(*map(_with_heads, (do, q, k, v, o)), lse, *settings)
+    if q.dim() == 4:
+        return backward(do, q, k, v, o, lse, *settings)  # type: ignore[no-any-return]
+    gradients = backward(*map(_with_heads, (do, q, k, v, o)), lse.unsqueeze(1), *settings)
     return tuple(dx.squeeze(1) if x.dim() == 3 else dx for x, dx in zip((q, k, v), gradients, strict=True))
 
 

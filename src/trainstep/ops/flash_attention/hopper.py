@@ -112,7 +112,8 @@ def launch_hopper_forward(
     bound = _bound_forward(CallMeta.of(q_BHSD, k_BGSD, v_BGSD), problem, schedule)
     if bound is None or not _aligned(q_BHSD, k_BGSD, v_BGSD):
         return None
-    o, lse = torch.empty_like(q_BHSD), q_BHSD.new_empty(q_BHSD.shape[:3], dtype=torch.float32)
+    batch, heads, queries, _ = q_BHSD.shape
+    o, lse = torch.empty_like(q_BHSD), q_BHSD.new_empty(batch, heads, queries, dtype=torch.float32)
     bound.attend(q_BHSD, k_BGSD, v_BGSD, o, lse, bound.order)
     return o, lse
 

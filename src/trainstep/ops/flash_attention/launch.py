@@ -53,10 +53,12 @@ class CallMeta(NamedTuple):
     o_stride: Stride = ()
 
     @classmethod
-    def of(cls, *tensors: Tensor) -> "CallMeta":
-        """Of q, k and v, in the backward pass also of do and o."""
-        q, k, *_ = tensors
-        return cls(q.shape, k.shape, q.dtype, q.device, *[x.stride() for x in tensors])
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, *do_and_o: Tensor) -> "CallMeta":
+        """`do_and_o`: in the backward pass. Made at every call, so written out: a loop would cost the host as much again."""
+        if not do_and_o:
+            return cls(q.shape, k.shape, q.dtype, q.device, q.stride(), k.stride(), v.stride())
+        do, o = do_and_o
+        return cls(q.shape, k.shape, q.dtype, q.device, q.stride(), k.stride(), v.stride(), do.stride(), o.stride())
 
     @property
     def like_q(self) -> Stride:
