@@ -5,12 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.attention import TILE_FIELDS
-from trainstep.report.attention_rows import (
-    configuration_names,
-    failure_cell,
-    failure_reason,
-    time_summary,
-)
+from trainstep.report.attention_rows import configuration_names, failure_cell, failure_reason, time_summary
 from trainstep.report.charts import INK, MAXIMUM_PANELS, Chart, Panels, label, lines_of, panel_columns, short_labels
 from trainstep.report.forms import MS, Form, failure_sentence, milliseconds
 from trainstep.report.rows import Row, words
