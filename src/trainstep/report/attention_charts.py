@@ -36,7 +36,7 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.forms import byte_unit, in_ms, milliseconds, needed_words, three_digits
-from trainstep.report.rows import words
+from trainstep.report.rows import grouped, words
 
 _STYLES = {
     OURS: ("theme:blue", "solid", "circle"),
@@ -99,10 +99,8 @@ def attention_charts(found: Sequence[Configuration]) -> list[Chart]:
 def ratio_charts(found: Sequence[Ratio]) -> list[Chart]:
     """Our time over each peer's, with its interval."""
     met = [one for one in found if one.found and one.found.ratio]
-    of_configuration: dict[int, list[Ratio]] = {}
-    for one in met:
-        of_configuration.setdefault(id(one.configuration), []).append(one)
-    drawn = list({id(one.configuration): one.configuration for one in met}.values())
+    of_configuration = grouped(met, lambda one: id(one.configuration))
+    drawn = [mine[0].configuration for mine in of_configuration.values()]
     return [_ratio_chart(group, of_configuration) for group in groups_of(drawn)]
 
 
@@ -267,10 +265,7 @@ def groups_left_out(found: Sequence[Configuration]) -> int:
 
 def _split(found: Sequence[Configuration]) -> dict[Any, list[Configuration]]:
     """Configurations by what makes charts of their own: dtype, mask, machine..."""
-    groups: dict[Any, list[Configuration]] = {}
-    for one in found:
-        groups.setdefault(one.rest("seq", *_PANEL), []).append(one)
-    return groups
+    return grouped(found, lambda one: one.rest("seq", *_PANEL))
 
 
 def groups_of(found: Sequence[Configuration]) -> list[Group]:
@@ -291,10 +286,8 @@ def _group(name: str, mine: Sequence[Configuration]) -> Group:
 
 
 def _by(names: Sequence[str], mine: Sequence[Configuration]) -> dict[Any, list[Configuration]]:
-    made: dict[Any, list[Configuration]] = {}
-    for one in sorted(mine, key=lambda each: [_order(each.point.get(name)) for name in names]):
-        made.setdefault(tuple(words(one.point.get(name)) for name in names), []).append(one)
-    return made
+    ordered = sorted(mine, key=lambda each: [_order(each.point.get(name)) for name in names])
+    return grouped(ordered, lambda one: tuple(words(one.point.get(name)) for name in names))
 
 
 def _order(value: Any) -> tuple[float, str]:

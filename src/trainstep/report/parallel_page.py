@@ -9,7 +9,6 @@ a step in which ranks do not talk.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from trainstep.config.sync import USED_BY
 from trainstep.costs.bucket_size import best_bucket_bytes, bucket_overhead_s
@@ -45,7 +44,7 @@ from trainstep.report.parallel_tables import (
     steps_table,
     traffic_table,
 )
-from trainstep.report.rows import Row
+from trainstep.report.rows import Row, grouped
 
 _PREDICTED = "predicted"
 _POINTS = 40
@@ -86,9 +85,7 @@ def parallel_sections(rows: Sequence[Row]) -> list[Section]:
 
 def _places(ways: Sequence[Way]) -> list[tuple[str, list[Way]]]:
     """Ways side by side: those of the same model, context and so on, in the order of their appearance."""
-    order = {place: number for number, place in enumerate(dict.fromkeys(way.place for way in ways))}
-    ranked = sorted(ways, key=lambda way: order[way.place])
-    return [(place, list(mine)) for place, mine in groupby(ranked, key=lambda way: way.place)]
+    return list(grouped(ways, lambda way: way.place).items())
 
 
 def _step_sentences(ways: Sequence[Way]) -> list[str]:
@@ -254,10 +251,10 @@ class BucketSeries:
 
 def bucket_series(ways: Sequence[Way], rows: Sequence[Row]) -> list[BucketSeries]:
     """Ways that ran with at least two bucket sizes."""
-    found: dict[tuple[str, str], list[Way]] = {}
-    for way in ways:
-        if way.sync in USED_BY["bucket_mib"] and way.record.config["bucket_mib"] is not None:
-            found.setdefault((way.place, way.sync), []).append(way)
+    bucketed = [
+        way for way in ways if way.sync in USED_BY["bucket_mib"] and way.record.config["bucket_mib"] is not None
+    ]
+    found = grouped(bucketed, lambda way: (way.place, way.sync))
     return [
         BucketSeries(
             place=place,
