@@ -14,10 +14,9 @@ from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
 from trainstep.report.forms import ABSENT, failure_word, needed_words
 from trainstep.report.hand_built import Column, point_columns
-from trainstep.report.rows import Row, words
+from trainstep.report.rows import Row, of_workload, words
 from trainstep.report.tables import Entry
 
-WORKLOAD = "attention"
 OURS = "trainstep"
 TIME, HOST = "time_s", "host_s"
 NOT_THE_WORK = ("implementation", *TILE_FIELDS, "warmups", "steps")
@@ -45,11 +44,11 @@ class Configuration:
         return tuple((name, words(value)) for name, value in self.point.items() if name not in names)
 
     def label(self) -> str:
-        return " ".join(words(value) for value in self.point.values()) or WORKLOAD
+        return " ".join(words(value) for value in self.point.values()) or self.row.record.workload
 
 
 def attention_rows(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.workload == WORKLOAD]
+    return of_workload(rows, "attention")
 
 
 def configurations(rows: Sequence[Row]) -> list[Configuration]:

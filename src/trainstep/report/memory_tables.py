@@ -9,18 +9,17 @@ from trainstep.records.record import Record
 from trainstep.report.forms import COUNT, NAME, PERCENT, ROUGH_SIZE, TEXT, Form, byte_words, failure_sentence, percent
 from trainstep.report.memory_ranks import held_by_ranks_table, rank_words, ranks_table
 from trainstep.report.quantities import quantities, shown_facts
-from trainstep.report.rows import Row, table_lines
+from trainstep.report.rows import Row, of_workload, table_lines
 from trainstep.report.tables import Column, Entry, Line, Table, doubts_column, point_columns
 from trainstep.traces.ledger import HELD, MOMENTS
 
-WORKLOAD = "memory"
 _DETAILED = 2
 """Cells whose own tables stand under the common ones outside the page."""
 _SHOWN_ALLOCATIONS = 12
 
 
 def memory_rows(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.workload == WORKLOAD]
+    return of_workload(rows, "memory")
 
 
 def memory_tables(rows: Sequence[Row]) -> list[Table]:

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.report.forms import ABSENT, percent
-from trainstep.report.rows import Row
+from trainstep.report.rows import Row, of_workload
 from trainstep.report.tables import Entry
 
-WORKLOAD = "numerics"
 ERRORS = {
     "error_logits": "logits",
     "error_loss": "loss",
@@ -17,7 +16,7 @@ ERRORS = {
 
 
 def numerics_rows(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.workload == WORKLOAD]
+    return of_workload(rows, "numerics")
 
 
 def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:

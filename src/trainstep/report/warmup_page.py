@@ -7,7 +7,7 @@ from trainstep.report.first_step import PARTS, FirstStep, first_step
 from trainstep.report.forms import ABSENT, in_ms, milliseconds, percent, seconds_words, times_words
 from trainstep.report.hand_built import Column, point_columns
 from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row
+from trainstep.report.rows import Row, of_workload
 from trainstep.report.section import Section
 from trainstep.report.tables import Entry, Table
 from trainstep.report.warmup_charts import SHOWN_STEPS, Found, by_w_chart, curve_chart, split_chart
@@ -15,9 +15,15 @@ from trainstep.report.warmup_charts import SHOWN_STEPS, Found, by_w_chart, curve
 _MOST_IN_CHARTS = 40
 
 
+def warmup_sections(rows: Sequence[Row]) -> list[Section]:
+    """The section, where there is one."""
+    section = warmup_section(rows)
+    return [section] if section else []
+
+
 def warmup_section(rows: Sequence[Row]) -> Section | None:
     """The section, where w varies or any cell has warm-ups; of cells that differ in w only, the one with the most."""
-    steps = [row for row in rows if row.record.workload == "train_step"]
+    steps = of_workload(rows, "train_step")
     swept = _swept(steps)
     in_sweep = set(map(id, swept))
     longest: dict[Any, tuple[Row, FirstStep]] = {}
