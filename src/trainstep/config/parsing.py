@@ -7,33 +7,17 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
-from trainstep.config.attention import AttentionConfig
-from trainstep.config.attention_tiles import AttentionTilesConfig
-from trainstep.config.ceiling import CeilingConfig
-from trainstep.config.collective import CollectiveConfig
 from trainstep.config.fields import aliases_of, check_known
-from trainstep.config.memory import MemoryConfig
+from trainstep.config.instruments import INSTRUMENTS
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.numerics import NumericsConfig, ToyModel
-from trainstep.config.parallel import ParallelConfig
 from trainstep.config.presets import size
-from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
 
 Config = TypeVar("Config")
 
-CONFIGS: dict[str, type[Any]] = {
-    "train_step": RunConfig,
-    "parallel": ParallelConfig,
-    "attention": AttentionConfig,
-    "attention_tiles": AttentionTilesConfig,
-    "ceiling": CeilingConfig,
-    "collective": CollectiveConfig,
-    "memory": MemoryConfig,
-    "numerics": NumericsConfig,
-    "profile": ProfileConfig,
-}
-"""Workload -> what a cell of it is made of; the one table of what `trainstep` measures."""
+CONFIGS: dict[str, type[Any]] = {name: one.config for name, one in INSTRUMENTS.items()}
+"""Workload -> what a cell of it is made of."""
 _WORD_VALUES = {"true": True, "false": False, "none": None}
 
 

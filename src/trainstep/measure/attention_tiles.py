@@ -69,7 +69,7 @@ class AttentionTilesWorkload:
 
     shares_worker = True
 
-    def __init__(self, check: str = "tile_check") -> None:
+    def __init__(self, check: str = "trainstep.measure.tile_check:WORKLOAD") -> None:
         self._check = check
         self._side: SideProcesses | None = None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from trainstep.config.import_path import check_not_hidden
+from trainstep.config.instruments import INSTRUMENTS
 from trainstep.records.facts import Fact
 from trainstep.records.record import Samples
 
@@ -82,31 +83,22 @@ class Workload(Protocol):
         """Build what the plain config says and run its warm-ups."""
 
 
-_BUILT_IN = {
-    "train_step": "trainstep.measure.train_step:WORKLOAD",
-    "attention": "trainstep.measure.attention:WORKLOAD",
-    "ceiling": "trainstep.measure.ceilings:WORKLOAD",
-    "collective": "trainstep.measure.collective:WORKLOAD",
-    "memory": "trainstep.measure.step_memory:WORKLOAD",
-    "numerics": "trainstep.measure.numerics:WORKLOAD",
-    "parallel": "trainstep.measure.parallel:WORKLOAD",
-    "profile": "trainstep.measure.profile:WORKLOAD",
-    "attention_tiles": "trainstep.measure.attention_tiles:WORKLOAD",
-    "tile_check": "trainstep.measure.tile_check:WORKLOAD",
-}
-
-
 def runs_user_code(name: str, config: Mapping[str, Any]) -> bool:
     """Whether the user names the workload's module, or that of its model."""
-    return name not in _BUILT_IN or "function" in (config.get("model") or {})
+    return not _is_ours(name) or "function" in (config.get("model") or {})
 
 
 def load_workload(name: str) -> Workload:
     """The workload of that name, imported now."""
-    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
-    if name not in _BUILT_IN:
+    place = INSTRUMENTS[name].measured if name in INSTRUMENTS else name
+    module, _, attribute = place.partition(":")
+    if not _is_ours(name):
         check_not_hidden("workload", module)
     workload: Workload | None = getattr(importlib.import_module(module), attribute, None)
     if workload is None:
         raise ImportError(f"workload: {module} has no {attribute!r}")
     return workload
+
+
+def _is_ours(name: str) -> bool:
+    return name in INSTRUMENTS or name.startswith("trainstep.")

@@ -16,10 +16,9 @@ from trainstep.records.compare import VERDICTS, Comparison, compare_records
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
 from trainstep.report.forms import COUNT, RATIO, Form, failure_word, needed_words, ratio_words
-from trainstep.report.rows import Row, grouped, words
+from trainstep.report.rows import Row, grouped, of_workload, words
 from trainstep.report.tables import Column, Entry, Line, Table, point_columns
 
-WORKLOAD = "attention"
 OURS = "trainstep"
 TIME, HOST = "time_s", "host_s"
 NOT_THE_WORK = ("implementation", *TILE_FIELDS, "warmups", "steps")
@@ -53,11 +52,11 @@ class Configuration:
         return tuple((name, words(value)) for name, value in self.point.items() if name not in names)
 
     def label(self) -> str:
-        return " ".join(words(value) for value in self.point.values()) or WORKLOAD
+        return " ".join(words(value) for value in self.point.values()) or self.row.record.workload
 
 
 def attention_rows(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.workload == WORKLOAD]
+    return of_workload(rows, "attention")
 
 
 def configurations(rows: Sequence[Row]) -> list[Configuration]:

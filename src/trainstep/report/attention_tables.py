@@ -37,6 +37,11 @@ _ACCOUNTED = ("inputs", "scores", "softmax", "lse", "output", "gradients", "need
 _MOST_OF_A_NAME = 60
 
 
+def plain_tables(rows: Sequence[Row]) -> list[Table]:
+    """As attention_tables, without ours against each."""
+    return attention_tables(rows, compared=False)
+
+
 def attention_tables(rows: Sequence[Row], *, compared: bool = True) -> list[Table]:
     """Implementations side by side, ours against each (where `compared`), tiles, every cell, the memory accounting."""
     mine = attention_rows(rows)

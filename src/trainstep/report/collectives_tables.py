@@ -8,10 +8,9 @@ from trainstep.records.ranks import rank_spread
 from trainstep.records.summary import doubts, summarize
 from trainstep.report.forms import COUNT, DIGITS, GIGA, MS_STD, PERCENT, RATIO, TEXT, Form, needed_words, three_digits
 from trainstep.report.quantities import quantities
-from trainstep.report.rows import Row, machines
+from trainstep.report.rows import Row, machines, of_workload
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns, rank_columns, row_of
 
-WORKLOAD = "collective"
 LABEL = ("operation", "backend", "ranks", "dtype")
 _HOW = (
     "Time: the slowest rank's, mean ± standard deviation. Algorithm bandwidth: size over median time; bus bandwidth: what a ring's "
@@ -26,7 +25,7 @@ _ALONE = "Times of one rank are the cost of the call: nothing is sent."
 
 def collective_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows of this workload."""
-    return [row for row in rows if row.record.workload == WORKLOAD]
+    return of_workload(rows, "collective")
 
 
 def series_of(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:

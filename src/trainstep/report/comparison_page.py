@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainstep.config.instruments import says
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Failure
 from trainstep.report.charts import (
@@ -20,9 +21,8 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.forms import MS_STD, RATIO, TEXT, Form, failure_sentence, failure_word, ratio_words
-from trainstep.report.parallel_rows import WORKLOAD as PARALLEL
 from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, grouped, needless, varying, words
+from trainstep.report.rows import Row, grouped, needless, of_workload, varying, words
 from trainstep.report.tables import Column, Entry, Table, point_columns
 
 NOT_COMPARED = {
@@ -47,7 +47,7 @@ _LABELLED_BARS = 40
 
 def comparison_sections(rows: Sequence[Row]) -> list[Section]:
     """One section for each axis that is compared: ratios of step time against the axis's first value."""
-    steps = [row for row in rows if row.record.workload == "train_step"]
+    steps = of_workload(rows, "train_step")
     made = (_comparison_section(axis, steps) for axis in varying(steps) if axis not in NOT_COMPARED)
     return [section for section in made if section]
 
@@ -72,10 +72,10 @@ class _Ratio:
 def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Table]:
     """Ratios and verdicts against the first value of each compared axis (or of `axis` alone), a table each."""
     if axis is not None:
-        there = [row for row in rows if row.record.workload != PARALLEL]  # whose own table has each way's ratio
+        there = [row for row in rows if not says(row.record.workload, "ratios")]
         found = [(axis, _ratios(axis, there))] if there else []
     else:
-        steps = [row for row in rows if row.record.workload == "train_step"]
+        steps = of_workload(rows, "train_step")
         found = [(name, _ratios(name, steps)) for name in varying(steps) if name not in NOT_COMPARED]
     return [_ratio_table(name, ratios) for name, ratios in found if ratios]
 

@@ -15,7 +15,7 @@ from trainstep.costs.attention import AttentionSizes, attention_backward_flops, 
 from trainstep.costs.transformer import forward_flops
 from trainstep.costs.weight_matmuls import forward_bytes
 from trainstep.records.record import Record
-from trainstep.report.rows import Row, table_lines
+from trainstep.report.rows import Row, of_workload, table_lines
 from trainstep.traces.kernel_classes import ATTENTION, IDLE, MATMUL, OPTIMIZER, OVERHEAD, SOFTMAX
 
 _SHAPE = ("layers", "d_model", "d_ff", "vocab_size")
@@ -260,7 +260,7 @@ class Ceilings:
 
 def ceilings_of(record: Record, rows: Sequence[Row]) -> Ceilings | None:
     """The ceilings of the machine that made a record, from ceiling records beside it or its GPU's data sheet."""
-    measured = [row.record for row in rows if _is_ceiling_of(row.record, record)]
+    measured = [row.record for row in of_workload(rows, "ceiling") if _is_ceiling_of(row.record, record)]
     arithmetic = _data_sheet(record) | {
         str(one.config["dtype"]): Ceiling(rate=one.fact("rate"), source=_MEASURED)
         for one in measured
@@ -286,8 +286,7 @@ def _is_ceiling_of(ceiling: Record, record: Record) -> bool:
     """The same chip of the same kind of machine, whatever the host is called: the nodes of a cluster are alike."""
     on = (record.config.get("device"), record.environment.gpu, record.environment.cpu)
     return (
-        ceiling.workload == "ceiling"
-        and ceiling.fact("rate") is not None
+        ceiling.fact("rate") is not None
         and (ceiling.config.get("device"), ceiling.environment.gpu, ceiling.environment.cpu) == on
     )
 

@@ -20,11 +20,10 @@ from trainstep.report.forms import (
     percent,
 )
 from trainstep.report.quantities import quantities, shown_facts
-from trainstep.report.rows import Row, table_lines
+from trainstep.report.rows import Row, of_workload, table_lines
 from trainstep.report.tables import Column, Entry, Line, Table, doubts_column, point_columns
 from trainstep.traces.ledger import HELD, MOMENTS, SAVED_FOR_BACKWARD
 
-WORKLOAD = "memory"
 _DETAILED = 2
 """Cells whose own tables stand under the common ones outside the page."""
 _SHOWN_ALLOCATIONS = 12
@@ -51,7 +50,7 @@ _HELD_NOTE = (
 
 
 def memory_rows(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.workload == WORKLOAD]
+    return of_workload(rows, "memory")
 
 
 def memory_tables(rows: Sequence[Row]) -> list[Table]:

@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from trainstep.config.instruments import INSTRUMENTS, resolve, says
 from trainstep.config.machine import machine_spec
 from trainstep.records.derive import Mfu, mfu
 from trainstep.report.forms import failure_word, rate_words
-from trainstep.report.rows import Row, flat_config, machines, words
+from trainstep.report.rows import Row, flat_config, machines, of_workload, words
 
+Configs = Sequence[dict[str, object]]
 _SUMMARISED = ("batch_size", "precision", "attention", "compile", "mode")
 _ATTENTION = ("direction", "mask", "dtype", "head_dim", "seq")
 
@@ -23,7 +25,7 @@ def _rates(rows: Sequence[Row]) -> list[str]:
     timed = [row for row in rows if "step" in row.record.samples and "tokens" in row.record.facts]
     if not timed:
         return []
-    means = any(row.record.workload != "parallel" for row in timed)
+    means = not all(says(row.record.workload, "means") for row in timed)
     return [f"{'Times are means, rates' if means else 'Rates'} (tokens/s, TFLOP/s, MFU) are over the median step."]
 
 
@@ -71,17 +73,21 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _what(workload: str, rows: Sequence[Row]) -> str:
-    mine = [row for row in rows if row.record.workload == workload]
-    configs = [flat_config(row.record) for row in mine]
-    cells = f"{len(mine)} cell{'s' if len(mine) > 1 else ''}"
-    if workload == "attention":
-        by_name = [
-            f"{name.replace('_', ' ')} {_values(name, configs)}" for name in _ATTENTION if _values(name, configs)
-        ]
-        return f"{cells} of attention ({_values('implementation', configs)}): {', '.join(by_name)}"
-    if workload != "train_step":
-        return f"{cells} of {workload}"
-    said = [f"{cells} of a training step: {_values('model', configs)} at context {_values('context', configs)}"]
+    configs = [flat_config(row.record) for row in of_workload(rows, workload)]
+    summary = INSTRUMENTS[workload].summary if workload in INSTRUMENTS else ""
+    words_of = resolve(summary)(configs) if summary else workload
+    return f"{len(configs)} cell{'s' if len(configs) > 1 else ''} of {words_of}"
+
+
+def attention_words(configs: Configs) -> str:
+    """`attention (plain, trainstep): dtype bf16, seq 1024`."""
+    by_name = [f"{name.replace('_', ' ')} {_values(name, configs)}" for name in _ATTENTION if _values(name, configs)]
+    return f"attention ({_values('implementation', configs)}): {', '.join(by_name)}"
+
+
+def step_words(configs: Configs) -> str:
+    """`a training step: small at context 256, precision bf16, 5 warm-ups and 10 timed steps a cell`."""
+    said = [f"a training step: {_values('model', configs)} at context {_values('context', configs)}"]
     said += [
         f"{name.replace('_', ' ')} {_values(name, configs)}"
         for name in _SUMMARISED
@@ -91,13 +97,13 @@ def _what(workload: str, rows: Sequence[Row]) -> str:
     return ", ".join(said)
 
 
-def _values(name: str, configs: Sequence[dict[str, object]]) -> str:
+def _values(name: str, configs: Configs) -> str:
     found = list(dict.fromkeys(words(one[name]) for one in configs if name in one))
     return " ".join(found) if len(found) < 2 else f"{', '.join(found[:-1])} and {found[-1]}"
 
 
 def _peak_memory(rows: Sequence[Row]) -> list[str]:
-    others = [row for row in rows if row.record.workload != "memory"]  # whose table says it itself
+    others = [row for row in rows if not says(row.record.workload, "peak")]
     facts = {name for row in others for name in ("peak_allocated_bytes", "peak_rss_bytes") if name in row.record.facts}
     meanings = {
         "peak_allocated_bytes": "on a GPU what tensors held at most",

@@ -7,10 +7,9 @@ from typing import Any
 
 from trainstep.report.forms import COUNT, DIGITS, ERROR, MS_STD, TEXT, Form, percent, three_digits
 from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, grouped, table_lines
+from trainstep.report.rows import Row, grouped, of_workload, table_lines
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 
-WORKLOAD = "numerics"
 ERRORS = {
     "error_logits": "logits",
     "error_loss": "loss",
@@ -250,7 +249,7 @@ def sum_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def numerics_rows(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.workload == WORKLOAD]
+    return of_workload(rows, "numerics")
 
 
 def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -8,29 +8,16 @@ from typing import Any
 import jinja2
 from plotly.offline import get_plotlyjs
 
-from trainstep.report.attention_page import attention_sections
-from trainstep.report.attention_rows import WORKLOAD as ATTENTION
+from trainstep.config.instruments import resolve
+from trainstep.report.all_tables import instruments_of, without_own_tables
 from trainstep.report.charts import Section, chart_table
-from trainstep.report.collectives_page import collective_sections
-from trainstep.report.collectives_tables import WORKLOAD as COLLECTIVE
 from trainstep.report.comparison_page import comparison_sections
-from trainstep.report.device_page import device_sections
 from trainstep.report.forms import byte_words, failure_sentence, failure_word
-from trainstep.report.memory_page import memory_sections
-from trainstep.report.memory_tables import WORKLOAD as MEMORY
 from trainstep.report.notes import mfu_conventions, mixed_machines, notes, summary
-from trainstep.report.numerics_page import numerics_sections
-from trainstep.report.numerics_tables import WORKLOAD as NUMERICS
-from trainstep.report.parallel_page import parallel_sections
-from trainstep.report.parallel_rows import WORKLOAD as PARALLEL
-from trainstep.report.profile_page import profile_sections
 from trainstep.report.provenance import environments, provenance
 from trainstep.report.rows import Row
-from trainstep.report.sweep_page import ceilings_charts, phases_chart
 from trainstep.report.tables import cell_tables
-from trainstep.report.tiles_page import tile_sections
 from trainstep.report.visible import visible
-from trainstep.report.warmup_page import warmup_section
 
 
 def page(rows: Sequence[Row], *, title: str | None = None, description: str | None = None) -> str:
@@ -60,27 +47,15 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """What the page shows, by what varies."""
-    phases = phases_chart(rows)
-    others = [row for row in rows if row.record.workload not in (ATTENTION, COLLECTIVE, MEMORY, NUMERICS, PARALLEL)]
-    overview = Section(
-        title="All cells",
-        charts=(*([phases] if phases else []), *ceilings_charts(rows)),
-        tables=tuple(cell_tables(others)),
-    )
-    warmup = warmup_section(rows)
+    """What the page shows: cells of workloads without tables of their own, each workload's sections, what compares cells."""
+    shown, others = instruments_of(rows), without_own_tables(rows)
+    charts = tuple(chart for one in shown for place in one.charts for chart in resolve(place)(rows))
+    overview = Section(title="All cells", charts=charts, tables=tuple(cell_tables(others)))
     return [
         *([overview] if others else []),
-        *attention_sections(rows),
-        *tile_sections(rows),
-        *parallel_sections(rows),
-        *collective_sections(rows),
-        *numerics_sections(rows),
-        *profile_sections(rows),
-        *device_sections(rows),
-        *memory_sections(rows),
+        *(section for one in shown for place in one.sections for section in resolve(place)(rows)),
         *comparison_sections(rows),
-        *([warmup] if warmup else []),
+        *(section for one in shown for place in one.last_sections for section in resolve(place)(rows)),
     ]
 
 
@@ -88,15 +63,11 @@ def title_of(rows: Sequence[Row]) -> str:
     """`Training step: small, medium on NVIDIA H200`."""
     models = list(dict.fromkeys(str(row.point.get("model")) for row in rows if "model" in row.point))
     chips = list(dict.fromkeys(row.record.environment.gpu or row.record.environment.cpu for row in rows))
-    step = "Numerics" if {row.record.workload for row in rows} == {NUMERICS} else "Training step"
-    what = f"{step}: {', '.join(models[:5])}{'…' if len(models) > 5 else ''}" if models else _other_title(rows)
+    titles = [one.title for one in instruments_of(rows)]
+    alone = titles[0] if len({row.record.workload for row in rows}) == len(titles) == 1 else ""
+    named = f": {', '.join(models[:5])}{'…' if len(models) > 5 else ''}" if models else ""
+    what = (alone or ("Training step" if models else "Measurements")) + named
     return f"{what} on {' and '.join(chips)}" if len(chips) < 3 else f"{what} on {len(chips)} machines"
-
-
-def _other_title(rows: Sequence[Row]) -> str:
-    known = {ATTENTION: "Attention", COLLECTIVE: "Collectives"}
-    workloads = {row.record.workload for row in rows}
-    return known.get(workloads.pop(), "Measurements") if len(workloads) == 1 else "Measurements"
 
 
 def script_json(value: Any) -> str:

@@ -10,10 +10,9 @@ from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Record
 from trainstep.report.forms import ABSENT, TEXT
-from trainstep.report.rows import Row, flat_config, table_lines, words
+from trainstep.report.rows import Row, flat_config, of_workload, table_lines, words
 from trainstep.report.tables import Column, Entry, point_columns, row_of
 
-WORKLOAD = "parallel"
 _OF_A_WAY = frozenset(SyncConfig.__dataclass_fields__)
 _NO_MATTER = {"check_agreement", "keep_trace"}
 
@@ -43,7 +42,7 @@ class Way:
     @property
     def place(self) -> str:
         """Everything but the way: `tiny 64`."""
-        return self.row.label(without=_OF_A_WAY) or WORKLOAD
+        return self.row.label(without=_OF_A_WAY) or self.row.record.workload
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """A table of the record, line by line; none where the cell failed."""
@@ -67,7 +66,7 @@ class Way:
 
 
 def parallel_rows(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.workload == WORKLOAD]
+    return of_workload(rows, "parallel")
 
 
 def ways_of(rows: Sequence[Row]) -> list[Way]:

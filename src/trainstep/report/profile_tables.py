@@ -21,11 +21,10 @@ from trainstep.report.forms import (
 )
 from trainstep.report.profile_words import verdict_reason
 from trainstep.report.quantities import shown_facts
-from trainstep.report.rows import Row, table_lines, words
+from trainstep.report.rows import Row, of_workload, table_lines, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 from trainstep.traces.kernel_classes import CLASSES, IDLE
 
-WORKLOAD = "profile"
 DETAILED_CELLS = 4
 """More cells than this show their kernels on their own page only: a terminal would scroll for minutes."""
 Columns = Mapping[str, Sequence[Any]]
@@ -120,7 +119,7 @@ _FORMS = {"flops": GIGA, "bytes": GIGA, "flops_per_s": FLOP_RATE, "bytes_per_s":
 
 
 def profile_rows(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.workload == WORKLOAD]
+    return of_workload(rows, "profile")
 
 
 def profile_tables(rows: Sequence[Row]) -> list[Table]:

@@ -13,7 +13,7 @@ from trainstep.config.run import RunConfig
 from trainstep.records.record import FORMAT, Environment
 from trainstep.report.forms import gibibytes
 from trainstep.report.notes import mfu_conventions
-from trainstep.report.rows import Row, flat_config, machines, words
+from trainstep.report.rows import Row, flat_config, machines, of_workload, words
 
 Facts = list[tuple[str, str]]
 AGAIN = "to measure again"
@@ -43,7 +43,7 @@ def commands(rows: Sequence[Row]) -> Facts:
     """What was typed where the records say so; else the `trainstep bench` whose grid holds the cells."""
     found = dict.fromkeys(row.record.facts["command"].value for row in rows if "command" in row.record.facts)
     typed = [("command", str(command)) for command in found]
-    steps = [row for row in rows if row.record.workload == "train_step" and "command" not in row.record.facts]
+    steps = [row for row in of_workload(rows, "train_step") if "command" not in row.record.facts]
     if not steps:
         return typed
     flat = [flat_config(row.record) for row in steps]

@@ -27,7 +27,7 @@ def quantities(row: Row) -> dict[str, Any]:
     if record.failure is None:
         derived, errors = _derived(record)
         numbers |= _times(record) | derived | facts_in(record, IN_EVERY_ROW)
-        numbers |= facts_in(record, (name for name in record.facts if name not in FACTS and name not in numbers))
+        numbers |= facts_in(record, _beside(record, numbers))
         numbers["doubts"] = "; ".join([*doubts(record), *errors])
     numbers |= _failure(record)
     environment = record.environment
@@ -52,6 +52,14 @@ def quantities(row: Row) -> dict[str, Any]:
 def facts_in(record: Record, names: Iterable[str]) -> dict[str, Any]:
     """The values of those of these facts that a record has, in this order."""
     return {name: record.fact(name) for name in names if name in record.facts}
+
+
+def _beside(record: Record, numbers: Mapping[str, Any]) -> list[str]:
+    """Facts that no other table of the workload shows: its instrument's, and those that are declared nowhere."""
+    instrument = INSTRUMENTS.get(record.workload)
+    alone = instrument is not None and not (instrument.tables or instrument.compared_tables)
+    named = instrument.facts if instrument and alone else ()
+    return [*named, *(name for name in record.facts if name not in FACTS and name not in numbers)]
 
 
 def shown_facts(record: Record) -> dict[str, Any]:

@@ -70,6 +70,11 @@ def rows_of(found: Sequence[tuple[str, Record]]) -> list[Row]:
     return [Row(record=record, file=file, point=next(points[record.workload])) for file, record in found]
 
 
+def of_workload(rows: Iterable[Row], name: str) -> list[Row]:
+    """The rows of one workload."""
+    return [row for row in rows if row.record.workload == name]
+
+
 def flat_config(record: Record) -> dict[str, Any]:
     """The config with the model's name in place of its shape, which stands beside the other fields."""
     config = dict(record.config)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
+from trainstep.config.instruments import INSTRUMENTS, says
 from trainstep.records.ranks import rank_spread
 from trainstep.records.record import Failure, Record
 from trainstep.records.values import is_number
@@ -28,15 +29,8 @@ from trainstep.report.forms import (
     rate_words,
 )
 from trainstep.report.quantities import TIMES, quantities, time_of
-from trainstep.report.rows import Row, words
+from trainstep.report.rows import Row, of_workload, words
 
-_WORKLOADS = {
-    "train_step": "Training step",
-    "ceiling": "Ceilings",
-    "attention": "Attention",
-    "attention_tiles": "Attention tiles",
-    "profile": "Profiled steps",
-}
 TITLES = {"grad_sync": "grad sync", "step": "total step"}
 _UNIT = "{unit}"
 """Stands for the unit of bytes in titles and notes."""
@@ -199,14 +193,15 @@ def row_of(row: Any) -> Row:
 def cell_tables(rows: Sequence[Row]) -> list[Table]:
     """One table of cells for each workload, in the order of appearance."""
     workloads = dict.fromkeys(row.record.workload for row in rows)
-    return [_cell_table(workload, [row for row in rows if row.record.workload == workload]) for workload in workloads]
+    return [_cell_table(workload, of_workload(rows, workload)) for workload in workloads]
 
 
 def _cell_table(workload: str, rows: Sequence[Row]) -> Table:
     lines = [Line(row, quantities(row)) for row in rows]
-    others = _other_times(lines) if workload != "train_step" else []
+    others = [] if says(workload, "times") else _other_times(lines)
+    title = INSTRUMENTS[workload].title if workload in INSTRUMENTS else workload
     columns = [*point_columns(lines), *_MEASURED, *others, doubts_column("doubts")]
-    return Table.of(_WORKLOADS.get(workload, workload), lines, columns, raw=[line.of for line in lines])
+    return Table.of(title, lines, columns, raw=[line.of for line in lines])
 
 
 def _point_column(name: str, points: Sequence[Mapping[str, Any]]) -> Column:

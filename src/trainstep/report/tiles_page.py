@@ -13,10 +13,9 @@ from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.records.record import Record
 from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, FLOP_RATE, MS, RATIO, TEXT, Form, ratio_words
-from trainstep.report.rows import Row, table_lines
+from trainstep.report.rows import Row, of_workload, table_lines
 from trainstep.report.tables import Column, Table
 
-WORKLOAD = "attention_tiles"
 _LABEL = ("kernel", "arithmetic", "head_dim", "mask", "shape")
 _ROW_NAMES = {"forward": "_FORWARD", "key_gradients": "_KEYS", "query_gradients": "_QUERIES"}
 _ARITHMETICS = {"bf16": "_HALF", "fp16": "_HALF"} | {
@@ -30,6 +29,11 @@ Seen = Mapping[str, Any]
 def tile_tables(rows: Sequence[Row], *, most: int | None = None) -> list[Table]:
     """The candidates of each cell, best first, then those without a time; with `most`, so many, and the one in use."""
     return [_candidate_table(row.record, most) for row in _tuned(rows)]
+
+
+def tuning_tables(rows: Sequence[Row]) -> list[Table]:
+    """A line a cell, then each cell's candidates."""
+    return [*summary_table(rows), *tile_tables(rows)]
 
 
 def summary_table(rows: Sequence[Row]) -> list[Table]:
@@ -71,7 +75,7 @@ def table_rows(rows: Sequence[Row], *, record: str) -> str:
 
 
 def _tuned(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.workload == WORKLOAD and "candidates" in row.record.tables]
+    return [row for row in of_workload(rows, "attention_tiles") if "candidates" in row.record.tables]
 
 
 def _candidates(record: Record) -> list[Seen]:

@@ -6,7 +6,7 @@ from typing import Any
 from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, listed, percent, seconds_words, times_words
 from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row
+from trainstep.report.rows import Row, of_workload
 from trainstep.report.tables import Column, Line, Table, point_columns
 from trainstep.report.warmup_charts import (
     PARTS,
@@ -22,9 +22,15 @@ from trainstep.report.warmup_charts import (
 _MOST_IN_CHARTS = 40
 
 
+def warmup_sections(rows: Sequence[Row]) -> list[Section]:
+    """The section, where there is one."""
+    section = warmup_section(rows)
+    return [section] if section else []
+
+
 def warmup_section(rows: Sequence[Row]) -> Section | None:
     """The section, where w varies or any cell has warm-ups; of cells that differ in w only, the one with the most."""
-    steps = [row for row in rows if row.record.workload == "train_step"]
+    steps = of_workload(rows, "train_step")
     swept = _swept(steps)
     in_sweep = set(map(id, swept))
     longest: dict[Any, Line] = {}
