@@ -8,8 +8,8 @@ import pytest
 
 from attention_records import OURS, PEERS, attention, lengths, tiles
 from trainstep.records.record import Failure, Record
+from trainstep.report.attention_charts import MAXIMUM_GROUPS
 from trainstep.report.attention_page import attention_sections
-from trainstep.report.attention_panels import MAXIMUM_GROUPS
 from trainstep.report.page import page, sections
 
 HOSTILE = '<script>alert(1)</script></script><!--"><img src=x onerror=document.title="taken"><b>'

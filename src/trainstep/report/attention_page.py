@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from trainstep.report.attention_charts import attention_charts, ratio_charts
-from trainstep.report.attention_panels import MAXIMUM_GROUPS, groups_left_out
+from trainstep.report.attention_charts import MAXIMUM_GROUPS, attention_charts, groups_left_out, ratio_charts
 from trainstep.report.attention_rows import (
     OURS,
     Configuration,

@@ -16,7 +16,7 @@ from trainstep.records.compare import VERDICTS, Comparison, compare_records
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
 from trainstep.report.forms import COUNT, RATIO, Form, failure_word, needed_words, ratio_words
-from trainstep.report.rows import Row, of_workload, words
+from trainstep.report.rows import Row, grouped, of_workload, words
 from trainstep.report.tables import Column, Entry, Line, Table, point_columns
 
 OURS = "trainstep"
@@ -62,15 +62,9 @@ def attention_rows(rows: Sequence[Row]) -> list[Row]:
 def configurations(rows: Sequence[Row]) -> list[Configuration]:
     """One for each piece of work, in the order of appearance."""
     names = configuration_names(rows)
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(words(row.point.get(name)) for name in names), []).append(row)
     found = []
-    for group in groups.values():
-        by_name: dict[str, list[Row]] = {}
-        for row in group:
-            by_name.setdefault(implementation(row), []).append(row)
-        cells = {name: _chosen(mine) for name, mine in by_name.items()}
+    for group in grouped(rows, lambda row: tuple(words(row.point.get(name)) for name in names)).values():
+        cells = {name: _chosen(mine) for name, mine in grouped(group, implementation).items()}
         point = {name: group[0].point.get(name) for name in names}
         found.append(Configuration(point=point, cells=cells, left_aside=len(group) - len(cells)))
     return found
@@ -289,10 +283,8 @@ def _ratio_numbers(one: Ratio) -> dict[str, Any]:
 
 def _means_table(found: Sequence[Ratio]) -> Table:
     """A row for each peer and value of what is not a size, over all lengths and over the long ones."""
-    groups: dict[Any, list[Ratio]] = {}
-    for one in found:
-        if one.found and one.found.ratio:
-            groups.setdefault((one.configuration.rest(*SIZES), one.peer), []).append(one)
+    met = [one for one in found if one.found and one.found.ratio]
+    groups = grouped(met, lambda one: (one.configuration.rest(*SIZES), one.peer))
     lines = []
     for (rest, peer), mine in groups.items():
         long = [one for one in mine if (number_of_tokens(one) or 0) >= LONG_SEQ]

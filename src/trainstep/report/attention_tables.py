@@ -108,7 +108,11 @@ def cells_table(rows: Sequence[Row]) -> Table:
         "that attention written out in PyTorch gives in the cell's own dtype. NaN: or infinity. Host: until the call returns. "
         "Launch-bound: the device waits for the host."
     )
-    columns = [*point_columns(rows, without=hidden), *_CELL, doubts_column(_doubts)]
+    columns = [
+        *point_columns(rows, without=hidden),
+        *_CELL,
+        doubts_column(lambda row: "; ".join([*_troubles(row.record), *doubts(row.record)])),
+    ]
     return Table.of("Attention: every cell", rows, columns, note=note, raw=map(_numbers, rows))
 
 
@@ -121,10 +125,6 @@ def accounting_tables(rows: Sequence[Row]) -> list[Table]:
     columns = [*point_columns(told, without=hidden), *_ACCOUNT]
     note = "From the shapes: what each implementation must hold. Needed: all of it together."
     return [Table.of("Attention: memory accounting", told, columns, note=note, folded=True)]
-
-
-def _doubts(row: Row) -> str:
-    return "; ".join([*_troubles(row.record), *doubts(row.record)])
 
 
 def _troubles(record: Record) -> list[str]:
@@ -169,11 +169,6 @@ def _cut(value: Any) -> str:
     return text if len(text) <= _MOST_OF_A_NAME else f"{text[: _MOST_OF_A_NAME - 1]}…"
 
 
-def _nothing(_: Record) -> str:
-    """A failed row of the table of cells shows its failure once, where its time would stand, and its reason at the end."""
-    return ABSENT
-
-
 _WORDS = replace(TEXT, text=_cut)
 _TERA = Form(text=lambda rate: three_digits(rate / 1e12))
 _TIME = Column("time (ms)", MS_STD, _time(TIME), help="Median ± standard deviation of a call.", failed=failure_cell)
@@ -195,9 +190,9 @@ _ACCOUNT = (
     Column("peak seen ({unit})", SIZE, _number("peak_bytes"), failed=failure_cell),
 )
 _CELL = (
-    replace(_TIME, help=""),
+    replace(_TIME, help=""),  # a failed row shows its failure here alone, and its reason at the end
     *(
-        replace(column, help="", optional=True, failed=_nothing)
+        replace(column, help="", optional=True, failed=lambda _: ABSENT)
         for column in (
             _RATE,
             Column("error of output", ERROR, _number("error_output")),

@@ -5,15 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.attention import TILE_FIELDS
-from trainstep.report.attention_rows import (
-    configuration_names,
-    failure_cell,
-    failure_reason,
-    time_summary,
-)
+from trainstep.report.attention_rows import configuration_names, failure_cell, failure_reason, time_summary
 from trainstep.report.charts import INK, MAXIMUM_PANELS, Chart, Panels, label, lines_of, panel_columns, short_labels
 from trainstep.report.forms import MS, Form, failure_sentence, milliseconds
-from trainstep.report.rows import Row, words
+from trainstep.report.rows import Row, grouped, words
 from trainstep.report.tables import Column, Line, Table, point_columns
 
 _REASONS = 4
@@ -46,9 +41,7 @@ def tile_maps(rows: Sequence[Row]) -> list[TileMap]:
     """One for each piece of work that has two tiles or more."""
     tiled = [row for row in rows if _tile(row)]
     names = tuple(name for name in configuration_names(rows) if len({words(row.point.get(name)) for row in tiled}) > 1)
-    groups: dict[Any, list[Row]] = {}
-    for row in tiled:
-        groups.setdefault(tuple(words(row.point.get(name)) for name in names), []).append(row)
+    groups = grouped(tiled, lambda row: tuple(words(row.point.get(name)) for name in names))
     made = [_map(names, mine) for mine in groups.values()]
     return [one for one in made if len(one.cells) > 1]
 

@@ -19,14 +19,7 @@ from trainstep.report.charts import (
     series_style,
     short_labels,
 )
-from trainstep.report.collectives_tables import (
-    LABEL,
-    collective_rows,
-    collective_tables,
-    fit_of,
-    series_of,
-    size_words,
-)
+from trainstep.report.collectives_tables import LABEL, collective_rows, collective_tables, fit_of, series_of, size_words
 from trainstep.report.forms import in_ms, milliseconds, seconds_words, three_digits
 from trainstep.report.rows import Row, words
 

@@ -43,8 +43,7 @@ def fit_of(rows: Sequence[Row]) -> LatencyFit | None:
     """Of the cells that did not fail."""
     done = [row.record for row in rows if bandwidth(row.record)]
     return fit_latency(
-        [record.fact("payload_bytes") for record in done],
-        [summarize(record.samples["time"]).median for record in done],
+        [record.fact("payload_bytes") for record in done], [summarize(record.samples["time"]).median for record in done]
     )
 
 

@@ -22,7 +22,7 @@ from trainstep.report.charts import (
 )
 from trainstep.report.forms import MS_STD, RATIO, TEXT, Form, failure_sentence, failure_word, ratio_words
 from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, needless, of_workload, varying, words
+from trainstep.report.rows import Row, grouped, needless, of_workload, varying, words
 from trainstep.report.tables import Column, Entry, Table, point_columns
 
 NOT_COMPARED = {
@@ -82,11 +82,8 @@ def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Tabl
 
 def _ratios(axis: str, rows: Sequence[Row]) -> list[_Ratio]:
     first = rows[0].point.get(axis)
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.rest(axis), []).append(row)
     ratios = []
-    for group in groups.values():
+    for group in grouped(rows, lambda row: row.rest(axis)).values():
         base = next((row for row in group if row.point.get(axis) == first), None)
         ratios += [_ratio(base, row) for row in group if base and row is not base]
     return ratios

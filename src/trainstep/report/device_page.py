@@ -1,15 +1,47 @@
 """What a page shows of the device: the roofline of each profiled cell, what bounds its work, and the numbers."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
-from trainstep.report.charts import Section
-from trainstep.report.device_roofline import roofline
+from trainstep.report.charts import INK, SERIES, Chart, Panels, Section, label, line, lines_of, powers_of_ten
 from trainstep.report.device_words import bound_words, device_sentences
-from trainstep.report.device_work import ceilings_of, work_of
-from trainstep.report.forms import BYTE_RATE, DIGITS, FLOP_RATE, GIGA, MS, PERCENT, TEXT, Form
+from trainstep.report.device_work import Ceilings, CountedWork, ceilings_of, roof_name, work_of
+from trainstep.report.forms import (
+    BYTE_RATE,
+    DIGITS,
+    FLOP_RATE,
+    GIGA,
+    MS,
+    PERCENT,
+    TEXT,
+    Form,
+    milliseconds,
+    percent,
+    rate_words,
+    three_digits,
+)
 from trainstep.report.profile_tables import DETAILED_CELLS, HELP, profile_rows
 from trainstep.report.rows import Row
 from trainstep.report.tables import Column, Line, Table, point_columns
+
+_SYMBOLS = {"forward": "circle", "backward": "square", "optimizer": "diamond"}
+_HEIGHT, _WIDTH = 470, 1150
+"""Pixels of the drawing that labels are kept apart in; a narrower screen may still bring two together."""
+_LABEL_PX, _LINE_PX, _TOGETHER_PX = 6.6, 17, 40
+_PLACES = ("middle right", "middle left", "top center", "bottom center", "top right", "bottom left", "bottom right")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_WORK = (
+    Column("work", TEXT, "name", help="kinds of work whose FLOPs and bytes have a formula"),
+    Column("phase"),
+    Column("calls", Form(text=lambda calls: f"{calls:,.4g}"), help="kernels a step; on a CPU ops"),
+    Column("time (ms)", MS, "time_s", help="of a step"),
+    Column("GFLOP", GIGA, "flops", help=HELP["flops"]),
+    Column("GB", GIGA, "bytes", help=HELP["bytes"]),
+    Column("FLOP/byte", DIGITS, "intensity"),
+    Column("FLOP/s", FLOP_RATE, "flops_per_s", help="achieved"),
+    Column("bytes/s", BYTE_RATE, "bytes_per_s", help="achieved"),
+)
 
 
 def device_sections(rows: Sequence[Row]) -> list[Section]:
@@ -58,14 +90,165 @@ def _cell(row: Row, rows: Sequence[Row], *, alone: bool) -> Section:
     )
 
 
-_WORK = (
-    Column("work", TEXT, "name", help="kinds of work whose FLOPs and bytes have a formula"),
-    Column("phase"),
-    Column("calls", Form(text=lambda calls: f"{calls:,.4g}"), help="kernels a step; on a CPU ops"),
-    Column("time (ms)", MS, "time_s", help="of a step"),
-    Column("GFLOP", GIGA, "flops", help=HELP["flops"]),
-    Column("GB", GIGA, "bytes", help=HELP["bytes"]),
-    Column("FLOP/byte", DIGITS, "intensity"),
-    Column("FLOP/s", FLOP_RATE, "flops_per_s", help="achieved"),
-    Column("bytes/s", BYTE_RATE, "bytes_per_s", help="achieved"),
-)
+def roofline(work: Sequence[CountedWork], ceilings: Ceilings | None, *, name: str, kind: str) -> Chart:
+    """`name`: of the cell; `kind`: of the device, cpu or cuda. Without ceilings points stand under no roof."""
+    unit, scale = ("TFLOP/s", 1e12) if kind == "cuda" else ("GFLOP/s", 1e9)
+    roofs = _roofs(work, ceilings)
+    x_low, x_high = _span([one.intensity for one in work] + [x for *_, x in roofs], 2.5)
+    highest = [rate for _, rate, _ in roofs]
+    y_low, y_high = _span([one.flops_per_s / scale for one in work] + [rate / scale for rate in highest], 2.0)
+    panels = Panels(titles=[""], columns=1, x_title="FLOP per byte moved", y_title=f"achieved {unit}")
+    if ceilings is not None:
+        memory = ceilings.memory.rate / scale
+        for index, (dtype, rate, ridge) in enumerate(roofs):
+            x = [x_low, ridge, x_high] if index == 0 else [ridge, x_high]
+            y = [x_low * memory, rate / scale, rate / scale] if index == 0 else [rate / scale] * 2
+            said = f"{roof_name(dtype, kind)}: {rate_words(rate, 'flop/s')}"
+            source = ceilings.arithmetic[dtype].source
+            drawn = line(said, x, y, style=(INK, _DASHES[index % 4]), hover=[lines_of(said, label(source))] * len(x))
+            panels.add(0, {**drawn, "mode": "lines", "showlegend": False, "line": {**drawn["line"], "width": 1.6}})
+    for trace in _points(work, ceilings, (x_low, x_high), (y_low, y_high), scale):
+        panels.add(0, trace)
+    return panels.chart(
+        f"{name}: Roofline" if name else "Roofline",
+        "Each mark is one kind of work of a step: to the right it computes more on each byte, upwards it is faster. The slope is "
+        "what memory allows, the level lines what arithmetic allows; a mark far below both wastes the device. Circles: forward, "
+        "squares: backward, diamond: optimizer."
+        if ceilings
+        else "Each mark is one kind of work of a step. No ceiling of this device is known, so there is no roof.",
+        height=_HEIGHT + 100,
+        showlegend=False,
+        annotations=_roof_words(roofs, ceilings, kind, scale, (x_low, x_high), (y_low, y_high)),
+        xaxis=_axis("FLOP per byte moved", x_low, x_high),
+        yaxis=_axis(f"achieved {unit}", y_low, y_high),
+    )
+
+
+def _roofs(work: Sequence[CountedWork], ceilings: Ceilings | None) -> list[tuple[str, float, float]]:
+    """(dtype, FLOP/s, ridge) of the ceilings that stand over this work, highest first."""
+    if ceilings is None:
+        return []
+    used = {one.dtype for one in work} & ceilings.arithmetic.keys()
+    found = [(dtype, ceilings.arithmetic[dtype].rate, ceilings.ridge(dtype)) for dtype in used]
+    return sorted(found, key=lambda one: -one[1])
+
+
+def _points(
+    work: Sequence[CountedWork],
+    ceilings: Ceilings | None,
+    x_span: tuple[float, float],
+    y_span: tuple[float, float],
+    scale: float,
+) -> list[dict[str, Any]]:
+    names = list(dict.fromkeys(one.name for one in work))
+    longest = max((one.time_s for one in work), default=1.0)
+    pixels = [_pixel(one, x_span, y_span, scale) for one in work]
+    texts = _one_label_each([one.name for one in work], pixels)
+    places = _label_places(texts, pixels)
+    traces = []
+    for one, written, place in zip(work, texts, places, strict=True):
+        colour = SERIES[names.index(one.name) % len(SERIES)]
+        share = ceilings.share(one) if ceilings else None
+        hover = lines_of(
+            label(f"{one.name}, {one.phase}"),
+            f"{rate_words(one.flops_per_s, 'flop/s')}, {rate_words(one.bytes_per_s, 'bytes/s')}",
+            f"{three_digits(one.intensity)} FLOP per byte",
+            f"{milliseconds(one.time_s)} ms of a step in {one.calls:,.4g} calls",
+            *([] if share is None else [f"{percent(share)} % of what the roof allows"]),
+        )
+        size = 9 + 11 * math.sqrt(one.time_s / longest)
+        mark = {"symbol": _SYMBOLS.get(one.phase, "cross"), "size": size, "line": {"color": INK, "width": 1}}
+        drawn = line(
+            f"{one.name}, {one.phase}",
+            [one.intensity],
+            [one.flops_per_s / scale],
+            style=(colour, "solid"),
+            hover=[hover],
+            marker=mark,
+        )
+        text = {"mode": "markers+text", "text": [label(written)], "textposition": place}
+        traces.append({**drawn, **text, "textfont": {"size": 12, "color": INK}, "cliponaxis": False})
+    return traces
+
+
+def _one_label_each(names: Sequence[str], pixels: Sequence[tuple[float, float]]) -> list[str]:
+    """The name beside each mark, but once for marks of one name that lie together: the shape says which phase is which."""
+    written: list[tuple[str, tuple[float, float]]] = []
+    texts = []
+    for name, place in zip(names, pixels, strict=True):
+        again = any(other == name and math.dist(place, at) < _TOGETHER_PX for other, at in written)
+        texts.append("" if again else name)
+        written.append((name, place))
+    return texts
+
+
+def _label_places(texts: Sequence[str], pixels: Sequence[tuple[float, float]]) -> list[str]:
+    """For each mark the first place beside it where its label meets no other label and no mark."""
+    taken = [(x - 10, y - 10, x + 10, y + 10) for x, y in pixels]
+    places = []
+    for index, (text, (x, y)) in enumerate(zip(texts, pixels, strict=True)):
+        others = taken[:index] + taken[index + 1 :]
+        boxes = {place: _box(place, x, y, _LABEL_PX * len(text)) for place in _PLACES}
+        inside = [place for place in _PLACES if boxes[place][0] > 0 and boxes[place][2] < _WIDTH]
+        free = (place for place in inside if not any(_meet(boxes[place], other) for other in others))
+        chosen = next(free, inside[0] if inside else _PLACES[0])
+        taken.append(boxes[chosen])
+        places.append(chosen)
+    return places
+
+
+def _box(place: str, x: float, y: float, width: float) -> tuple[float, float, float, float]:
+    vertical, horizontal = place.split()
+    left = {"right": x + 12, "left": x - 12 - width, "center": x - width / 2}[horizontal]
+    top = {"middle": y - _LINE_PX / 2, "top": y - 12 - _LINE_PX, "bottom": y + 12}[vertical]
+    return left, top, left + width, top + _LINE_PX
+
+
+def _meet(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _pixel(
+    work: CountedWork, x_span: tuple[float, float], y_span: tuple[float, float], scale: float
+) -> tuple[float, float]:
+    across = math.log(work.intensity / x_span[0]) / math.log(x_span[1] / x_span[0])
+    up = math.log(work.flops_per_s / scale / y_span[0]) / math.log(y_span[1] / y_span[0])
+    return _WIDTH * across, _HEIGHT * (1 - up)
+
+
+def _roof_words(
+    roofs: Sequence[tuple[str, float, float]],
+    ceilings: Ceilings | None,
+    kind: str,
+    scale: float,
+    x_span: tuple[float, float],
+    y_span: tuple[float, float],
+) -> list[dict[str, Any]]:
+    """Each roof says what it is, at its right end; the slope, along its line."""
+    if ceilings is None or not roofs:
+        return []
+    level = {"showarrow": False, "xanchor": "right", "yanchor": "bottom", "font": {"size": 12, "color": "theme:soft"}}
+    words = [
+        {
+            **level,
+            "x": math.log10(x_span[1]),
+            "y": math.log10(rate / scale),
+            "text": f"{roof_name(dtype, kind)}: {rate_words(rate, 'flop/s')}",
+        }
+        for dtype, rate, _ in roofs
+    ]
+    memory = ceilings.memory.rate / scale
+    start = max(x_span[0], y_span[0] / memory)
+    x = start**0.35 * roofs[0][2] ** 0.65
+    slope = {"x": math.log10(x), "y": math.log10(x * memory), "xshift": -8}
+    said = f"{'memory' if kind == 'cuda' else 'copying'}: {rate_words(ceilings.memory.rate, 'bytes/s')}"
+    return [*words, {**level, **slope, "text": said}]
+
+
+def _span(values: Sequence[float], margin: float) -> tuple[float, float]:
+    return min(values) / margin, max(values) * margin
+
+
+def _axis(title: str, low: float, high: float) -> dict[str, Any]:
+    shown = {"title": {"text": title, "font": {"size": 13}}, "automargin": True, "showgrid": True}
+    return {**powers_of_ten(low, high), **shown, "range": [math.log10(low), math.log10(high)]}

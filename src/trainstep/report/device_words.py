@@ -6,9 +6,8 @@ Every sentence rests on this run's numbers: a part of the GPU is explained only 
 from collections.abc import Callable, Sequence
 
 from trainstep.records.record import Record
-from trainstep.report.device_roofline import roof_name
-from trainstep.report.device_work import Ceilings, CountedWork, device_time_s
-from trainstep.report.forms import in_percent, percent, rate_words, three_digits
+from trainstep.report.device_work import Ceilings, CountedWork, device_time_s, roof_name
+from trainstep.report.forms import in_percent, listed, percent, rate_words, three_digits
 
 _NEAR = 0.6
 """From this share of its roof on, work counts as bound by it; under it something else holds it back as well."""
@@ -99,7 +98,7 @@ def _beyond(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
 def _memory(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
     if not work:
         return ""
-    rates = _listed([rate_words(one.bytes_per_s, "bytes/s") for one in work])
+    rates = listed(dict.fromkeys(rate_words(one.bytes_per_s, "bytes/s") for one in work))
     return (
         f"Memory bounds {_named(work)}: {_intensities(work)} FLOP per byte, {rates}, {_shares(work, ceilings)} of the roof. "
         "Faster arithmetic would not help, only fewer bytes: fused with its neighbours, a kernel keeps intermediate results in "
@@ -110,7 +109,7 @@ def _memory(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
 def _few_warps(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
     if not work:
         return ""
-    calls = _listed([f"{three_digits(one.call_s * 1e6)} µs" for one in work])
+    calls = listed(dict.fromkeys(f"{three_digits(one.call_s * 1e6)} µs" for one in work))
     return (
         f"SMs and warps: {_named(work)} stay{'s' if len(work) == 1 else ''} at {_shares(work, ceilings)} of the roof, with calls "
         f"of {calls}. A GPU hides its waiting: each SM (its processors) switches between many warps, groups of 32 threads in "
@@ -133,7 +132,7 @@ def _more_bytes(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
 def _arithmetic(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
     if not work:
         return ""
-    units = _listed(list(dict.fromkeys(roof_name(one.dtype, "cuda") for one in work)))
+    units = listed(dict.fromkeys(roof_name(one.dtype, "cuda") for one in work))
     return (
         f"Arithmetic bounds {_named(work)}: {_intensities(work)} FLOP per byte, {_shares(work, ceilings)} of the peak of {units}. "
         "A chip under full load rarely holds its highest clock, so the peak itself is out of reach."
@@ -143,7 +142,7 @@ def _arithmetic(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
 def _under(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
     if not work:
         return ""
-    units = _listed(list(dict.fromkeys(roof_name(one.dtype, "cuda") for one in work)))
+    units = listed(dict.fromkeys(roof_name(one.dtype, "cuda") for one in work))
     return (
         f"Under arithmetic's roof: {_named(work)} could keep {units} busy ({_intensities(work)} FLOP per byte) but reach"
         f"{'es' if len(work) == 1 else ''} {_shares(work, ceilings)}. A matmul is cut into tiles, one for an SM at a time: with "
@@ -158,7 +157,7 @@ def _without_tensor_cores(work: Sequence[CountedWork], ceilings: Ceilings) -> st
     if not matmuls or not faster or "fp32" not in ceilings.arithmetic:
         return ""
     base = ceilings.arithmetic["fp32"].rate
-    gains = _listed([f"{rate / base:.1f} times fp32's with {name}" for name, rate in faster.items()])
+    gains = listed([f"{rate / base:.1f} times fp32's with {name}" for name, rate in faster.items()])
     return (
         "Tensor cores, the matrix units in each SM, stand idle here: fp32's matmuls run on the CUDA cores. The peak would be "
         f"{gains}; `trainstep numerics` says what they do to accuracy."
@@ -208,7 +207,9 @@ def _named(work: Sequence[CountedWork]) -> str:
     phases: dict[str, list[str]] = {}
     for one in work:
         phases.setdefault(one.name, []).append(one.phase)
-    return _listed([name if found == ["optimizer"] else f"{name} ({_listed(found)})" for name, found in phases.items()])
+    return listed(
+        name if found == ["optimizer"] else f"{name} ({listed(dict.fromkeys(found))})" for name, found in phases.items()
+    )
 
 
 def _shares(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
@@ -222,8 +223,3 @@ def _intensities(work: Sequence[CountedWork]) -> str:
 def _range(values: Sequence[float], form: str) -> str:
     low, high = form.format(min(values)), form.format(max(values))
     return low if low == high else f"{low} to {high}"
-
-
-def _listed(parts: Sequence[str]) -> str:
-    unique = list(dict.fromkeys(parts))
-    return " and ".join(filter(None, [", ".join(unique[:-1]), unique[-1]]))

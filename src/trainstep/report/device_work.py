@@ -289,3 +289,10 @@ def _is_ceiling_of(ceiling: Record, record: Record) -> bool:
         ceiling.fact("rate") is not None
         and (ceiling.config.get("device"), ceiling.environment.gpu, ceiling.environment.cpu) == on
     )
+
+
+def roof_name(dtype: str, kind: str) -> str:
+    """What computes there: on NVIDIA's GPUs fp32 has no matrix units."""
+    if kind != "cuda":
+        return f"{dtype} matmul"
+    return f"{dtype}, CUDA cores" if dtype == "fp32" else f"{dtype}, tensor cores"

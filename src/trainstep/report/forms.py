@@ -116,6 +116,12 @@ def rate_words(rate: float, unit: str) -> str:
     return f"{rate / 1e12:,.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.4g} GFLOP/s"
 
 
+def listed(parts: Iterable[str]) -> str:
+    """`a, b and c`, for a sentence."""
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def failure_word(failure: Failure) -> str:
     return FAILURES[failure.kind]
 

@@ -9,10 +9,10 @@ from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
 from trainstep.records.record import Record
 from trainstep.report.charts import Chart, Panels, Section, bar, label, lines_of, short_labels
 from trainstep.report.forms import byte_words, in_gib, in_ms
-from trainstep.report.memory_ranks import held_by_ranks_table, rank_words, ranks_table, several_ranks
 from trainstep.report.memory_tables import (
     allocations_table,
     fit_table,
+    held_by_ranks_table,
     held_table,
     layers_table,
     ledger_of,
@@ -20,6 +20,9 @@ from trainstep.report.memory_tables import (
     memory_rows,
     peaks_table,
     phases_table,
+    rank_words,
+    ranks_table,
+    several_ranks,
 )
 from trainstep.report.rows import Row
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainstep.report.forms import COUNT, DIGITS, ERROR, MS_STD, TEXT, Form, percent, three_digits
 from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, of_workload, table_lines
+from trainstep.report.rows import Row, grouped, of_workload, table_lines
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 
 ERRORS = {
@@ -254,10 +254,7 @@ def numerics_rows(rows: Sequence[Row]) -> list[Row]:
 
 def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows that differ in precision only, by what they share: `small 256`."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.label(without=("precision",)), []).append(row)
-    return groups
+    return grouped(rows, lambda row: row.label(without=("precision",)))
 
 
 def precision_of(row: Row) -> str:

@@ -1,6 +1,7 @@
 """The tables of `trainstep parallel`: each way's step against the yardstick's, what it sends, hides and holds."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainstep.costs.strategies import YARDSTICK
@@ -8,7 +9,7 @@ from trainstep.records.summary import doubts, summarize
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
 from trainstep.report.parallel_rows import Way, median_of, name_columns, ways_of
 from trainstep.report.quantities import quantities, shown_facts
-from trainstep.report.rows import Row
+from trainstep.report.rows import Row, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, rank_columns
 
 _DETAILED = 2
@@ -101,7 +102,11 @@ def traffic_table(ways: Sequence[Way]) -> list[Table]:
         Column("by formula", COUNT, "expected_messages"),
         Column("sent ({unit})", SIZE, "bytes"),
         Column("by formula ({unit})", SIZE, "expected_bytes"),
-        Column("alike", TEXT, _alike),
+        Column(
+            "alike",
+            replace(TEXT, text=words),
+            lambda line: all(line.of[name] == line.of[f"expected_{name}"] for name in ("messages", "bytes")),
+        ),
     ]
     note = "Of one step and rank, counted where collectives are called; torch's own ways call them where nobody counts."
     return [Table.of("Messages against the formula", lines, columns, note=note)] if lines else []
@@ -270,10 +275,6 @@ def _on_the_wire(way: Way) -> tuple[int, int | None] | None:
 def _hidden(way: Way) -> float | None:
     under_way, exposed = (way.record.fact(name) for name in ("communication_s", "exposed_s"))
     return 1 - exposed / under_way if under_way else None
-
-
-def _alike(line: Line) -> str:
-    return "yes" if all(line.of[what] == line.of[f"expected_{what}"] for what in ("messages", "bytes")) else "no"
 
 
 def _raw(way: Way) -> Mapping[str, Any]:

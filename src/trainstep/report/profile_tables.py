@@ -164,7 +164,11 @@ def detail_tables(
             continue
         columns = [_column(one) for one in tables[name]]
         if name == "attention" and spec is not None:
-            lines, columns = _with_ceilings(lines, spec, dtype), [*columns, *_ceiling_columns(spec, dtype)]
+            lines = _with_ceilings(lines, spec, dtype)
+            columns += [
+                Column("of peak (%)", _SHARE, "flops_share", help=f"of {dtype}'s peak ({spec.source})"),
+                Column("of memory (%)", _SHARE, "bytes_share", help=f"of the memory's peak ({spec.source})"),
+            ]
         shown = lines if whole or name != "outliers" else lines[:_OUTLIERS_SHOWN]
         left_out = len(lines) - len(shown)
         made.append(
@@ -182,7 +186,10 @@ def detail_tables(
 
 def verdict_table(rows: Sequence[Row]) -> Table:
     """What limits each cell, and the numbers the verdict rests on."""
-    columns = [*point_columns(rows), *_VERDICT, doubts_column(_why, title="why")]
+    why = doubts_column(
+        lambda row: " ".join(map(verdict_reason, table_lines(row.record.tables.get("verdict")))), title="why"
+    )
+    columns = [*point_columns(rows), *_VERDICT, why]
     raw = ({**row.point, "table": "verdict", **_verdict_numbers(row)} for row in rows)
     return Table.of("What limits each step", rows, columns, raw=raw)
 
@@ -211,10 +218,6 @@ def class_shares(classes: Columns, phases: Sequence[str] | None = None) -> dict[
     busy_s = sum(times.values())
     shares = {name: time_s / busy_s if busy_s else 0.0 for name, time_s in times.items()}
     return shares if idle_s is None else {**shares, IDLE: idle_s / (busy_s + idle_s) if idle_s else 0.0}
-
-
-def _why(row: Row) -> str:
-    return " ".join(map(verdict_reason, table_lines(row.record.tables.get("verdict"))))
 
 
 def _busy_s(row: Row) -> float | None:
@@ -265,13 +268,6 @@ def _with_ceilings(lines: Sequence[dict[str, Any]], spec: MachineSpec, dtype: st
     ]
 
 
-def _ceiling_columns(spec: MachineSpec, dtype: str) -> list[Column]:
-    return [
-        Column("of peak (%)", _SHARE, "flops_share", help=f"of {dtype}'s peak ({spec.source})"),
-        Column("of memory (%)", _SHARE, "bytes_share", help=f"of the memory's peak ({spec.source})"),
-    ]
-
-
 def _column(name: str) -> Column:
     """The column of a value of that name."""
     unit = " (µs)" if name in _MICROSECONDS else " (ms)" if name.endswith("_s") else ""
@@ -286,14 +282,12 @@ def _form(name: str) -> Form:
         return _US
     if name not in _FORMS and name.endswith("_s"):
         return MS
-    return _FORMS.get(name) or Form(text=_words, sort=_number, number=name not in _WORDS)
+    return _FORMS.get(name) or Form(
+        text=_words, sort=lambda value: value if is_number(value) else None, number=name not in _WORDS
+    )
 
 
 def _words(value: Any) -> str:
     if isinstance(value, str):
         return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
     return words(value) if isinstance(value, bool) else f"{value:,.4g}"
-
-
-def _number(value: Any) -> float | None:
-    return value if is_number(value) else None

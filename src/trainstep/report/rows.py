@@ -1,16 +1,18 @@
 """Records as the rows of a report: read from stores, each with the values that tell it from the others."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainstep.config.model import ModelConfig
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import Store
 from trainstep.report.visible import one_line
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 ALWAYS = ("model", "context", "kind", "implementation", "seq", "head_dim")
 _SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
 _MACHINE = ("torch", "commit", "driver", "cuda", "triton", "gpu_count", "cpu", "trainstep", "source")
@@ -103,6 +105,14 @@ def needless(rows: Sequence[Row]) -> list[str]:
     there = [name for name in _PROVENANCE if any(name in row.point for row in rows)]
     kept = {row.label(without=there) for row in rows}
     return there if len(kept) == len(rows) else []
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items with one key together, in the order of appearance."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def table_lines(table: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:

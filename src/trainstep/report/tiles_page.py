@@ -88,17 +88,15 @@ def _tile_of(one: Seen) -> Tile:
     return tuple(one[name] for name in KERNEL_TILE_FIELDS)
 
 
-def _times(record: Record) -> dict[Tile, float]:
-    return {_tile_of(one): one["time_s"] for one in _candidates(record) if one["time_s"] is not None}
-
-
 def _in_words(tile: Tile) -> str:
     return "x".join(map(str, tile))
 
 
 def _choice(records: Sequence[Record]) -> tuple[Tile | None, str]:
     """The tile that is best over these cells, and a comment on it."""
-    times = [_times(record) for record in records]
+    times = [
+        {_tile_of(one): one["time_s"] for one in _candidates(record) if one["time_s"] is not None} for record in records
+    ]
     common = [tile for tile in times[0] if all(tile in one for one in times)]
     if not common:
         return None, "no tile was timed in all cells"
@@ -128,14 +126,12 @@ def _candidate_table(record: Record, most: int | None) -> Table:
     ]
     left_out = len(ranked) - len(shown)
     label = {name: record.config[name] for name in _LABEL}
-    lines = [
-        {
-            **one,
-            "ratio": one["time_s"] / best_s if one["time_s"] is not None and best_s else None,
-            "remarks": "; ".join(filter(None, (_outcome(one), "in use" if _in_words(_tile_of(one)) == used else ""))),
-        }
-        for one in shown
-    ]
+    lines = []
+    for one in shown:
+        remarks = [f"{one['outcome'].replace('_', ' ')}: {one['reason']}"] if one["reason"] else []
+        remarks += ["in use"] if _in_words(_tile_of(one)) == used else []
+        ratio = one["time_s"] / best_s if one["time_s"] is not None and best_s else None
+        lines.append({**one, "ratio": ratio, "remarks": "; ".join(remarks)})
     return Table.of(
         "Tiles: " + " ".join(map(str, label.values())),
         lines,
@@ -143,10 +139,6 @@ def _candidate_table(record: Record, most: int | None) -> Table:
         raw=({**label, **one} for one in shown),
         note=f"{left_out} more in the record." if left_out else "",
     )
-
-
-def _outcome(one: Seen) -> str:
-    return f"{one['outcome'].replace('_', ' ')}: {one['reason']}" if one["reason"] else ""
 
 
 _PLAIN = Form(text=str)

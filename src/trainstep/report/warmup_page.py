@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainstep.report.charts import Section
-from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, percent, seconds_words, times_words
+from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, listed, percent, seconds_words, times_words
 from trainstep.report.quantities import quantities, time_of
 from trainstep.report.rows import Row, of_workload
 from trainstep.report.tables import Column, Line, Table, point_columns
@@ -46,7 +46,9 @@ def warmup_section(rows: Sequence[Row]) -> Section | None:
     by_w = by_w_chart(swept)
     tables = [_split_table(chosen), *([_by_w_table(swept)] if swept else []), _steps_table(chosen)]
     return Section(
-        title="Warming up: why one or two steps are not enough" if _needs_several(chosen) else "Warming up",
+        title="Warming up: why one or two steps are not enough"
+        if any(found.settled is None or found.settled > 3 for _, found in chosen)
+        else "Warming up",
         paragraphs=(*answer(chosen, swept), *_left_out(shown, chosen)),
         charts=(curve_chart(shown), *([by_w] if by_w else []), split_chart(shown)),
         tables=tuple(tables),
@@ -110,14 +112,14 @@ def _how_many(chosen: Found) -> str:
     settled = [found.settled for _, found in chosen if found.settled is not None]
     row, worst = max(chosen, key=lambda one: one[1].bias_after(min(1, one[1].warmups)))
     tried = [w for w in (0, 1, 2) if w <= worst.warmups]
-    biases = _listed([f"{_signed(worst.bias_after(w))} %" for w in tried])
+    biases = listed([f"{_signed(worst.bias_after(w))} %" for w in tried])
     steady = (
         f"Steps are steady (three in a row near the median) from step {max(settled)} on at the latest. "
         if settled
         else ""
     )
     means = (
-        f"Timed after {_listed([str(w) for w in tried])} warm-ups, the mean step of {row.label(without=['warmups'])} "
+        f"Timed after {listed([str(w) for w in tried])} warm-ups, the mean step of {row.label(without=['warmups'])} "
         f"lies {biases} from its steady median."
     )
     if late:
@@ -147,14 +149,6 @@ def _measured_means(sweep: Sequence[Row]) -> list[str]:
             span = _signed(ratios[0]) if len(ratios) == 1 else f"{_signed(min(ratios))} to {_signed(max(ratios))}"
             said.append(f"{span} % with w = {w}")
     return [f"Measured means against those with w = {most}: {'; '.join(said)}."] if said else []
-
-
-def _needs_several(chosen: Found) -> bool:
-    return any(found.settled is None or found.settled > 3 for _, found in chosen)
-
-
-def _listed(parts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def _signed(share: float) -> str:
