@@ -8,7 +8,7 @@ from trainstep.config.parsing import build_config, config_hash, to_plain
 from trainstep.costs.collectives import ring_bytes
 from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
-from trainstep.report.collectives_page import collective_sections
+from trainstep.report.collectives_tables import collective_sections
 from trainstep.report.page import page
 from trainstep.report.rows import Row, rows_of
 from trainstep.report.terminal import plain

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from trainstep.records.record import Failure, Holder, Record
+from trainstep.report.notes import commands
 from trainstep.report.page import page, script_json
-from trainstep.report.provenance import commands
 
 HOSTILE = '<script>alert(1)</script></script><!--"><img src=x onerror=document.title="taken">'
 FETCHING = {"src", "href", "action", "data", "poster", "srcset", "background", "formaction"}

@@ -9,8 +9,7 @@ from trace_maker import EAGER
 from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
 from trainstep.report.page import page
-from trainstep.report.profile_charts import kernels_chart, phases_by_class, shares_chart
-from trainstep.report.profile_page import profile_sections
+from trainstep.report.profile_page import kernels_chart, phases_by_class, profile_sections, shares_chart
 from trainstep.report.profile_tables import HELP, class_shares, profile_tables, row_tables, shares_tables, verdict_table
 from trainstep.report.profile_words import sentences
 from trainstep.report.rows import rows_of

@@ -136,7 +136,7 @@ _ROWS = (
             "facts": ("payload_bytes", "ring_bytes"),
         },
         tables="trainstep.report.collectives_tables:collective_tables",
-        sections=("trainstep.report.collectives_page:collective_sections",),
+        sections=("trainstep.report.collectives_tables:collective_sections",),
     ),
     Instrument(
         name="numerics",

@@ -18,8 +18,7 @@ from trainstep.report.attention_rows import (
     ratios,
     time_summary,
 )
-from trainstep.report.attention_tables import accounting_tables, cells_table, side_by_side
-from trainstep.report.attention_tile_map import tile_chart, tile_tables
+from trainstep.report.attention_tables import accounting_tables, cells_table, side_by_side, tile_chart, tile_tables
 from trainstep.report.charts import Section
 from trainstep.report.forms import times_words
 from trainstep.report.rows import Row

@@ -161,10 +161,11 @@ def _chosen(rows: Sequence[Row]) -> Row:
     """Of one implementation's rows of the same work: that of the default tiles if it ran, else the fastest, else the first."""
     ran = [row for row in rows if time_summary(row.record)]
     default = [row for row in ran if all(row.record.config.get(name) is None for name in TILE_FIELDS)]
-    return min(default or ran, key=_median_s) if ran else rows[0]
+    return min(default or ran, key=median_s) if ran else rows[0]
 
 
-def _median_s(row: Row) -> float:
+def median_s(row: Row) -> float:
+    """Infinite where nothing was timed."""
     time = time_summary(row.record)
     return time.median if time else float("inf")
 

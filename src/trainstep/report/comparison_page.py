@@ -21,8 +21,7 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.forms import MS_STD, RATIO, TEXT, Form, failure_sentence, failure_word, ratio_words
-from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, grouped, needless, of_workload, varying, words
+from trainstep.report.rows import Row, grouped, needless, of_workload, quantities, time_of, varying, words
 from trainstep.report.tables import Column, Entry, Table, point_columns
 
 NOT_COMPARED = {

@@ -19,8 +19,7 @@ from trainstep.report.forms import (
     failure_sentence,
     percent,
 )
-from trainstep.report.quantities import quantities, shown_facts
-from trainstep.report.rows import Row, of_workload, table_lines
+from trainstep.report.rows import Row, of_workload, quantities, shown_facts, table_lines
 from trainstep.report.tables import Column, Entry, Line, Table, doubts_column, point_columns
 from trainstep.traces.ledger import HELD, MOMENTS, SAVED_FOR_BACKWARD
 

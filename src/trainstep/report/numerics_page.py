@@ -30,8 +30,7 @@ from trainstep.report.numerics_tables import (
     trade_sentences,
     worst_tables,
 )
-from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row
+from trainstep.report.rows import Row, quantities, time_of
 from trainstep.report.tables import Table
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")

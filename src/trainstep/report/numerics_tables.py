@@ -6,8 +6,7 @@ from statistics import median
 from typing import Any
 
 from trainstep.report.forms import COUNT, DIGITS, ERROR, MS_STD, TEXT, Form, percent, three_digits
-from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, grouped, of_workload, table_lines
+from trainstep.report.rows import Row, grouped, of_workload, quantities, table_lines, time_of
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 
 ERRORS = {

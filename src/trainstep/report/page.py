@@ -13,8 +13,7 @@ from trainstep.report.all_tables import instruments_of, without_own_tables
 from trainstep.report.charts import Section, chart_table
 from trainstep.report.comparison_page import comparison_sections
 from trainstep.report.forms import byte_words, failure_sentence, failure_word
-from trainstep.report.notes import mfu_conventions, mixed_machines, notes, summary
-from trainstep.report.provenance import environments, provenance
+from trainstep.report.notes import environments, mfu_conventions, mixed_machines, notes, provenance, summary
 from trainstep.report.rows import Row
 from trainstep.report.tables import cell_tables
 from trainstep.report.visible import visible

@@ -8,8 +8,7 @@ from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.summary import doubts, summarize
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
 from trainstep.report.parallel_rows import Way, median_of, name_columns, ways_of
-from trainstep.report.quantities import quantities, shown_facts
-from trainstep.report.rows import Row, words
+from trainstep.report.rows import Row, quantities, shown_facts, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, rank_columns
 
 _DETAILED = 2

@@ -1,21 +1,57 @@
-"""What a page shows of profiles: what limits each cell and how classes share its time; then each cell by itself."""
+"""What a page shows of profiles: what limits each cell and how classes share its time; then each cell by itself,
+its classes by phase and its longest kernels."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from trainstep.report.charts import Section
-from trainstep.report.profile_charts import kernels_chart, phases_by_class, shares_chart
+from trainstep.report.charts import (
+    INK,
+    MAXIMUM_PANELS,
+    PHASE_COLOURS,
+    SERIES,
+    Chart,
+    Panels,
+    Section,
+    bar,
+    label,
+    lines_of,
+    panel_columns,
+    short_labels,
+)
+from trainstep.report.forms import in_ms, in_percent, milliseconds, percent
 from trainstep.report.profile_tables import (
     DETAILED_CELLS,
     TORCH_COLUMNS,
+    class_shares,
     profile_rows,
     row_tables,
     shares_tables,
     verdict_table,
 )
 from trainstep.report.profile_words import sentences
-from trainstep.report.rows import Row
+from trainstep.report.rows import Row, varying, words
 from trainstep.report.tables import Table
+from trainstep.traces import kernel_classes as classes
+from trainstep.traces.tables import REST, top_kernels
+
+_BLUE, _VERMILION, _GREEN, _PURPLE, _ORANGE, _SKY, _GREY = SERIES
+_LOOKS: dict[str, tuple[str, str]] = {
+    classes.MATMUL: (_BLUE, ""),
+    classes.ATTENTION: (_SKY, ""),
+    classes.SOFTMAX: (_PURPLE, ""),
+    classes.ELEMENT_WISE: (_ORANGE, ""),
+    classes.REDUCTION: (_VERMILION, ""),
+    classes.NORMALISATION: (_GREEN, ""),
+    classes.OPTIMIZER: (_GREEN, "/"),
+    classes.COMMUNICATION: (_PURPLE, "x"),
+    classes.COPIES: (_GREY, ""),
+    classes.OVERHEAD: (_GREY, "."),
+    classes.OTHER: (INK, ""),
+    classes.IDLE: ("theme:line", "-"),
+}
+"""Class -> colour and pattern: told apart without colours too."""
+_KERNELS_DRAWN = 5
 
 
 def profile_sections(rows: Sequence[Row]) -> list[Section]:
@@ -51,3 +87,121 @@ def _cell(row: Row) -> Section:
 def _unfolded(table: Table, *, first: bool) -> Table:
     """The table of kernels is the page's reason to be; it stands open."""
     return dataclasses.replace(table, folded=False) if first else table
+
+
+def phases_by_class(row: Row) -> Chart:
+    """Stacked bars: a phase each, its classes and its idle time on top."""
+    columns = row.record.tables["classes"]
+    phases = list(dict.fromkeys(columns["phase"]))
+    panels = Panels(titles=[""], columns=1, x_title="phase", y_title="time of a step (ms)", x_axis={"type": "category"})
+    times = {
+        (phase, name): time_s
+        for phase, name, time_s in zip(columns["phase"], columns["class"], columns["time_s"], strict=True)
+    }
+    for name in classes.CLASSES:
+        found = [times.get((phase, name)) for phase in phases]
+        if any(found):
+            hover = [
+                "" if time_s is None else lines_of(label(f"{phase}: {name}"), f"{milliseconds(time_s)} ms")
+                for phase, time_s in zip(phases, found, strict=True)
+            ]
+            panels.add(0, _class_bar(name, phases, [in_ms(one or 0.0) for one in found], hover))
+    caption = (
+        "Kernels and copies of a profiled step by class; idle: the device had nothing to do before work of that phase."
+    )
+    return panels.chart(f"{_named(row)}Time by phase and class", caption, barmode="stack", bargap=0.5)
+
+
+def kernels_chart(row: Row) -> Chart:
+    """The longest kernels of each phase, from top to bottom in the order of a step."""
+    columns = top_kernels(row.record.tables["kernels"], _KERNELS_DRAWN)
+    kernels = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    kernels = [one for one in kernels if one["phase"] in PHASE_COLOURS]
+    names = short_labels([f"{place + 1}. {_kernel_name(one)}" for place, one in enumerate(kernels)])
+    panels = Panels(titles=[""], columns=1, x_title="", y_title="", x_axis={})
+    for phase in dict.fromkeys(one["phase"] for one in kernels):
+        mine = [(name, one) for name, one in zip(names, kernels, strict=True) if one["phase"] == phase]
+        hover = [
+            lines_of(
+                label(str(one["name"])[:100]),
+                label(f"{phase}, {one['class']}, {one['span'] or 'no span'}"),
+                f"{milliseconds(one['time_s'])} ms in {one['calls']:,.4g} calls, {percent(one['share'])} %",
+            )
+            for _, one in mine
+        ]
+        trace = bar(
+            phase,
+            [in_ms(one["time_s"]) for _, one in mine],
+            [name for name, _ in mine],
+            colour=PHASE_COLOURS[phase],
+            hover=hover,
+        )
+        panels.add(0, {**trace, "orientation": "h"})
+    return panels.chart(
+        f"{_named(row)}Longest kernels",
+        f"The {_KERNELS_DRAWN} longest kernels of each phase, by span and class, and all its others together; times of a step.",
+        height=120 + 24 * len(kernels),
+        horizontal=True,
+        xaxis={"title": {"text": "time of a step (ms)"}, "automargin": True, "rangemode": "tozero"},
+        yaxis={"automargin": True, "autorange": "reversed", "type": "category", "categoryarray": names},
+    )
+
+
+def shares_chart(rows: Sequence[Row]) -> Chart | None:
+    """A bar a cell: how its classes share the device's time. Panels are models."""
+    ran = [row for row in rows if row.record.tables.get("classes")]
+    if len(ran) < 2:
+        return None
+    models = list(dict.fromkeys(row.point.get("model") for row in ran))[:MAXIMUM_PANELS]
+    others = [name for name in varying(ran) if name not in ("model", "context")]
+    by_model = [[row for row in ran if row.point.get("model") == model] for model in models]
+    panels = Panels(
+        titles=short_labels([words(model) for model in models]),
+        columns=panel_columns(len(models), max(map(len, by_model)), label_characters=8),
+        x_title=", ".join(["context (tokens)", *map(label, others)]),
+        y_title="share of device time (%)",
+        x_axis={"type": "multicategory" if others else "category", "tickfont": {"size": 12}},
+    )
+    for panel, mine in enumerate(by_model):
+        panels.ranges[panel] = (0.0, 100.0)
+        contexts = [words(row.point.get("context")) for row in mine]
+        rest = [lines_of(*_rest(row, others).split("_")) for row in mine]
+        x: list[Any] = [contexts, rest] if others else contexts
+        shares = [class_shares(row.record.tables["classes"]) for row in mine]
+        for name in classes.CLASSES:
+            if name != classes.IDLE and any(name in one for one in shares):
+                _add_shares(panels, panel, x, name, list(zip(mine, shares, strict=True)))
+    caption = "Classes of kernels as shares of the device's busy time, so that modes can be held side by side."
+    return panels.chart("How classes share the time", caption, barmode="stack", bargap=0.25)
+
+
+def _add_shares(
+    panels: Panels, panel: int, x: list[Any], name: str, found: Sequence[tuple[Row, Mapping[str, float]]]
+) -> None:
+    values = [shares.get(name, 0.0) for _, shares in found]
+    hover = [
+        lines_of(label(row.label()), f"{name}: {percent(share)} %")
+        for (row, _), share in zip(found, values, strict=True)
+    ]
+    panels.add(panel, _class_bar(name, x, [in_percent(share) for share in values], hover))
+
+
+def _class_bar(name: str, x: Any, y: Sequence[float], hover: Sequence[str]) -> dict[str, Any]:
+    colour, pattern = _LOOKS[name]
+    marker = {"pattern": {"shape": pattern, "fillmode": "replace", "solidity": 0.5}} if pattern else {}
+    return bar(name, x, y, colour=colour, hover=hover, marker=marker)
+
+
+def _kernel_name(kernel: Mapping[str, Any]) -> str:
+    """What it is for: names of libraries' kernels say little, and stand in the hover."""
+    if kernel["class"] == REST:
+        return f"{kernel['phase']}: {kernel['name']}"
+    return f"{kernel['span'] or 'no span'}: {kernel['class']}"
+
+
+def _rest(row: Row, others: Sequence[str]) -> str:
+    return " · ".join(words(row.point.get(name)) for name in others)
+
+
+def _named(row: Row) -> str:
+    return f"{row.label()}: "

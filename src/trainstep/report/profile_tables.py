@@ -20,8 +20,7 @@ from trainstep.report.forms import (
     three_digits,
 )
 from trainstep.report.profile_words import verdict_reason
-from trainstep.report.quantities import shown_facts
-from trainstep.report.rows import Row, of_workload, table_lines, words
+from trainstep.report.rows import Row, of_workload, shown_facts, table_lines, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 from trainstep.traces.kernel_classes import CLASSES, IDLE
 

@@ -21,8 +21,7 @@ from trainstep.report.charts import (
     text_marks,
 )
 from trainstep.report.forms import failure_sentence, failure_word, in_ms, milliseconds
-from trainstep.report.quantities import PHASES, quantities, time_of
-from trainstep.report.rows import Row, needless, of_workload, varying, words
+from trainstep.report.rows import PHASES, Row, needless, of_workload, quantities, time_of, varying, words
 from trainstep.report.tables import TITLES
 
 _LABELLED_BARS = 40

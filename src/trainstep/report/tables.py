@@ -28,8 +28,7 @@ from trainstep.report.forms import (
     failure_word,
     rate_words,
 )
-from trainstep.report.quantities import TIMES, quantities, time_of
-from trainstep.report.rows import Row, of_workload, words
+from trainstep.report.rows import TIMES, Row, of_workload, quantities, time_of, words
 
 TITLES = {"grad_sync": "grad sync", "step": "total step"}
 _UNIT = "{unit}"

@@ -21,8 +21,7 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.forms import in_ms, milliseconds, percent, times_words
-from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, needless, varying, words
+from trainstep.report.rows import Row, needless, quantities, time_of, varying, words
 from trainstep.report.tables import Line
 
 Found = list[Line]

@@ -5,8 +5,7 @@ from typing import Any
 
 from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, listed, percent, seconds_words, times_words
-from trainstep.report.quantities import quantities, time_of
-from trainstep.report.rows import Row, of_workload
+from trainstep.report.rows import Row, of_workload, quantities, time_of
 from trainstep.report.tables import Column, Line, Table, point_columns
 from trainstep.report.warmup_charts import (
     PARTS,
