@@ -188,7 +188,13 @@ def collective_sections(rows: Sequence[Row]) -> list[Section]:
     charts = (
         [
             _chart(done, "Bus bandwidth by size", "bus bandwidth (GB/s)", _bus, "Higher is better. {}"),
-            _chart(done, "Time of a call by size", "time of a call (ms)", _ms, "Lower is better. {}"),
+            _chart(
+                done,
+                "Time of a call by size",
+                "time of a call (ms)",
+                lambda record: in_ms(summarize(record.samples["time"]).median),
+                "Lower is better. {}",
+            ),
         ]
         if done
         else []
@@ -257,10 +263,6 @@ def _name(key: Key) -> str:
 
 def _mib(record: Record) -> float:
     return float(record.fact("payload_bytes")) / 2**20
-
-
-def _ms(record: Record) -> float:
-    return in_ms(summarize(record.samples["time"]).median)
 
 
 def _bus(record: Record) -> float:

@@ -88,7 +88,7 @@ def _matmuls(record: Record) -> Iterator[CountedWork]:
     for phase, passes in _phases(record).items():
         total = _class_time(record, phase, MATMUL)
         inside = next((one for one in _attention_rows(record, phase) if one["part"] == "matmuls"), None)
-        weights = _minus(total, inside)
+        weights = (total[0] - inside["calls"], total[1] - inside["time_s"]) if inside else total
         for names, (calls, time_s) in _split(record, phase, total) or [(tuple(_SPANS), weights)]:
             yield CountedWork(
                 name=_SPANS[names[0]] if len(names) == 1 else "matmuls with weights",
@@ -219,10 +219,6 @@ def _class_time(record: Record, phase: str, kind: str) -> tuple[float, float]:
 
 def _attention_rows(record: Record, phase: str) -> list[dict[str, Any]]:
     return [one for one in table_lines(record.tables.get("attention", {})) if one["phase"] == phase]
-
-
-def _minus(total: tuple[float, float], inside: Mapping[str, Any] | None) -> tuple[float, float]:
-    return total if inside is None else (total[0] - inside["calls"], total[1] - inside["time_s"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,17 +180,13 @@ def commands(rows: Sequence[Row]) -> Facts:
     if not steps:
         return typed
     flat = [flat_config(row.record) for row in steps]
-    defaults = _defaults()
+    defaults = {name: value for name, value in to_plain(build_run({})).items() if name != "model"}
     names = [name for name in fields_of(RunConfig) if any(_differs(name, one, defaults) for one in flat)]
     values = {name: list(dict.fromkeys(words(one.get(name)) for one in flat)) for name in names}
     options = [f"--{name.replace('_', '-')} {shlex.quote(','.join(given))}" for name, given in values.items()]
     cells = math.prod(map(len, values.values()))
     more = "" if cells == len(steps) else f"  # a grid of {cells} cells, of which {len(steps)} are here"
     return [*typed, (AGAIN, " ".join(["trainstep bench", *options]) + more)]
-
-
-def _defaults() -> Mapping[str, Any]:
-    return {name: value for name, value in to_plain(build_run({})).items() if name != "model"}
 
 
 def _differs(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:

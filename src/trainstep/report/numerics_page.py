@@ -31,7 +31,6 @@ from trainstep.report.numerics_tables import (
     worst_tables,
 )
 from trainstep.report.rows import Row, quantities, time_of
-from trainstep.report.tables import Table
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 
@@ -48,7 +47,7 @@ def numerics_sections(rows: Sequence[Row]) -> list[Section]:
             title="Numerics: error and cost",
             paragraphs=tuple(trade_sentences(mine)),
             charts=(chart,) if chart else (),
-            tables=(errors, *map(_folded, worst_tables(mine))),
+            tables=(errors, *(dataclasses.replace(table, folded=True) for table in worst_tables(mine))),
         )
     ]
     parts = {
@@ -61,7 +60,8 @@ def numerics_sections(rows: Sequence[Row]) -> list[Section]:
 
 def error_chart(rows: Sequence[Row]) -> Chart | None:
     """A line of two panels a model: errors on a logarithmic axis, and the time of a step."""
-    groups = {name: held for name, group in groups_of(rows).items() if (held := _measured(group))}
+    measured = [row for row in rows if row.record.failure is None and any(row.record.fact(name) for name in ERRORS)]
+    groups = groups_of(measured)
     groups = dict(list(groups.items())[: MAXIMUM_PANELS // 2])
     if not groups:
         return None
@@ -83,10 +83,6 @@ def error_chart(rows: Sequence[Row]) -> Chart | None:
         bargap=0.45,
     )
     return dataclasses.replace(chart, layout=_with_axes(chart, list(groups.values())))
-
-
-def _measured(group: Sequence[Row]) -> list[Row]:
-    return [row for row in group if row.record.failure is None and any(row.record.fact(name) for name in ERRORS)]
 
 
 def _add_errors(panels: Panels, panel: int, group: Sequence[Row]) -> None:
@@ -144,7 +140,3 @@ def _with_axes(chart: Chart, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
             order = [precision_of(row) for row in groups[place]]
             layout[axis] = {**layout[axis], "categoryorder": "array", "categoryarray": order}
     return layout
-
-
-def _folded(table: Table) -> Table:
-    return dataclasses.replace(table, folded=True)

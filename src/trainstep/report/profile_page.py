@@ -31,7 +31,6 @@ from trainstep.report.profile_tables import (
 )
 from trainstep.report.profile_words import sentences
 from trainstep.report.rows import Row, varying, words
-from trainstep.report.tables import Table
 from trainstep.traces import kernel_classes as classes
 from trainstep.traces.tables import REST, top_kernels
 
@@ -75,18 +74,15 @@ def profile_sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def _cell(row: Row) -> Section:
-    tables = row_tables(row, whole=True)
     return Section(
         title=f"Profile of {row.label()}",
         paragraphs=tuple(sentences(row.record.tables, row.record.fact)),
         charts=(phases_by_class(row), kernels_chart(row)),
-        tables=tuple(_unfolded(table, first=place == 0) for place, table in enumerate(tables)),
+        tables=tuple(  # that of kernels, the page's reason to be, stands open
+            dataclasses.replace(table, folded=table.folded and place > 0)
+            for place, table in enumerate(row_tables(row, whole=True))
+        ),
     )
-
-
-def _unfolded(table: Table, *, first: bool) -> Table:
-    """The table of kernels is the page's reason to be; it stands open."""
-    return dataclasses.replace(table, folded=False) if first else table
 
 
 def phases_by_class(row: Row) -> Chart:

@@ -170,10 +170,6 @@ def _add(points: Sequence[dict[str, Any]], name: str, values: Sequence[Any], *, 
             point[name] = value
 
 
-def _telling(name: str, value: object) -> str:
-    return words(value)[: _HASHES.get(name)]
-
-
 def _machine_labels(environments: Sequence[Environment]) -> list[str]:
     """The chip's name for each, with just as much more as tells unlike environments apart."""
     distinct = {(one.gpu or one.cpu, *(getattr(one, name) for name in _MACHINE)): one for one in environments}
@@ -184,7 +180,10 @@ def _machine_labels(environments: Sequence[Environment]) -> list[str]:
             alike.setdefault(label, []).append(identity)
         for label, identities in alike.items():
             if len({identity[place] for identity in identities}) > 1:
-                labels |= {identity: f"{label}, {name} {_telling(name, identity[place])}" for identity in identities}
+                labels |= {
+                    identity: f"{label}, {name} {words(identity[place])[: _HASHES.get(name)]}"
+                    for identity in identities
+                }
     return [labels[one.gpu or one.cpu, *(getattr(one, name) for name in _MACHINE)] for one in environments]
 
 

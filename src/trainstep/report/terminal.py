@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainstep.report.console import VisibleConsole
-from trainstep.report.tables import Entry, Table
+from trainstep.report.tables import Table
 from trainstep.report.visible import one_line
 
 _FAILURE_STYLE = "bold red"
@@ -61,9 +61,5 @@ def _rich(table: Table, *, titled: bool) -> RichTable:
             words, justify="right" if column.number else "left", no_wrap=not wraps, min_width=16 if wraps else None
         )
     for row in table.entries:
-        made.add_row(*map(_text, row))
+        made.add_row(*(Text(one_line(entry.text), style=_FAILURE_STYLE if entry.failure else "") for entry in row))
     return made
-
-
-def _text(entry: Entry) -> Text:
-    return Text(one_line(entry.text), style=_FAILURE_STYLE if entry.failure else "")
