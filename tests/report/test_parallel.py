@@ -297,4 +297,4 @@ def test_the_page():
     text = page(rows(cell("none"), cell("bucketed", bucket_mib=25), cell("bucketed", bucket_mib=1), cell("torch_ddp")))
     for words in ("Time of a step by way", "Time of a step by bucket size", "What a rank holds by way"):
         assert words in text
-    assert "Training step: small on NVIDIA H200" in text
+    assert "Parallel training step: small on NVIDIA H200" in text
