@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from record_maker import a_record
 from trainstep.records.record import Fact, Record, Samples
 from trainstep.report import frames
 from trainstep.report.forms import (
@@ -18,6 +19,8 @@ from trainstep.report.forms import (
     milliseconds,
     percent,
 )
+from trainstep.report.quantities import quantities
+from trainstep.report.rows import rows_of
 from trainstep.report.tables import Column, Line, Table, cell_tables, doubts_column, point_columns
 from trainstep.report.terminal import plain
 
@@ -243,3 +246,11 @@ def test_other_units():
     assert byte_words(2 * 2**30) == "2.00 GiB"
     assert byte_words(2**12) == "4.0 KiB"
     assert byte_words(3 * 2**20) == "3.0 MiB"
+
+
+def test_facts_that_are_declared_nowhere_are_shown_as_they_are():
+    """Of a workload of one's own; none takes the place of a number that is there already."""
+    facts = {"colour": Fact(value="red"), "workload": Fact(value="x"), "tokens": Fact(value=5, unit="count")}
+    (row,) = rows_of([("r.jsonl", a_record(workload="mine:W", facts=facts))])
+    shown = quantities(row)
+    assert (shown["colour"], shown["workload"], shown["tokens"]) == ("red", "mine:W", 5)

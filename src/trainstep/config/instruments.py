@@ -160,6 +160,7 @@ _ROWS = (
             *("graph_replay_s", "graph_replay_kernels_s", "graph_replay_phases", "graph_replay_left_out"),
             *("graph_replay_failed", "attention_split", "trace_file"),
         ),
+        always={"config": ("precision",)},
         compared_tables="trainstep.report.profile_tables:profile_tables",
         sections=("trainstep.report.profile_page:profile_sections", "trainstep.report.device_page:device_sections"),
     ),

@@ -54,7 +54,7 @@ def memory_sections(rows: Sequence[Row]) -> list[Section]:
     mine = memory_rows(rows)
     if not mine:
         return []
-    recorded = [row for row in mine if "timeline" in row.record.tables]
+    recorded = [row for row in mine if row.record.tables.get("timeline")]
     chart = peaks_chart(recorded) if 1 < len(recorded) <= _FEW else None
     several = Section(
         title="Memory of a step",
@@ -120,6 +120,8 @@ def _three_numbers(record: Record) -> str:
     allocated = record.fact("peak_allocated_bytes")
     reserved, driver = record.fact("peak_reserved_bytes"), record.fact("driver_bytes")
     context = record.fact("context_bytes")
+    if allocated is None:
+        return ""
     if reserved is None:
         resident = record.fact("peak_rss_bytes")
         return (

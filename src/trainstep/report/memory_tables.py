@@ -130,7 +130,7 @@ def phases_table(rows: Sequence[Row]) -> list[Table]:
 
 def held_table(rows: Sequence[Row]) -> list[Table]:
     """Who held what at the peak: a row a cell, a column a category that any cell has."""
-    lines = [Line(row, ledger_of(row.record, "peak")) for row in rows if "ledger" in row.record.tables]
+    lines = [Line(row, ledger_of(row.record, "peak")) for row in rows if row.record.tables.get("ledger")]
     names = [name for name in dict.fromkeys(name for line in lines for name in line.of) if name in HELD]
     sizes = [Column(name, ROUGH_SIZE) for name in names if any(line.of.get(name) for line in lines)]
     return [Table.of("Held at the peak ({unit})", lines, [*point_columns(lines), *sizes])] if sizes else []

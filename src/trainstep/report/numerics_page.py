@@ -60,7 +60,9 @@ def numerics_sections(rows: Sequence[Row]) -> list[Section]:
 
 def error_chart(rows: Sequence[Row]) -> Chart | None:
     """A line of two panels a model: errors on a logarithmic axis, and the time of a step."""
-    measured = [row for row in rows if row.record.failure is None and any(row.record.fact(name) for name in ERRORS)]
+    measured = [
+        row for row in rows if row.record.failure is None and any((row.record.fact(name) or 0) > 0 for name in ERRORS)
+    ]
     groups = groups_of(measured)
     groups = dict(list(groups.items())[: MAXIMUM_PANELS // 2])
     if not groups:
@@ -87,7 +89,9 @@ def error_chart(rows: Sequence[Row]) -> Chart | None:
 
 def _add_errors(panels: Panels, panel: int, group: Sequence[Row]) -> None:
     for index, (fact, name) in enumerate(ERRORS.items()):
-        found = [(row, error) for row in group if (error := row.record.fact(fact))]  # zero has no place on this axis
+        found = [
+            (row, error) for row in group if (error := row.record.fact(fact) or 0) > 0
+        ]  # zero has no place on this axis
         panels.add(
             panel,
             {
@@ -121,7 +125,9 @@ def _add_times(panels: Panels, panel: int, group: Sequence[Row]) -> None:
 
 def _with_axes(chart: Chart, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
     """Left panels logarithmic over the same powers of ten; right ones in milliseconds, with a title of their own."""
-    errors = [error for group in groups for row in group for name in ERRORS if (error := row.record.fact(name))]
+    errors = [
+        error for group in groups for row in group for name in ERRORS if (error := row.record.fact(name) or 0) > 0
+    ]
     powers = range(math.floor(math.log10(min(errors))), math.ceil(math.log10(max(errors))) + 1)
     layout = dict(chart.layout)
     for place in range(len(groups)):

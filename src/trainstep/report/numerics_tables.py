@@ -105,7 +105,7 @@ def dtype_tables(rows: Sequence[Row]) -> list[Table]:
     """One table a model: a line a module, what it returns in each precision."""
     made = []
     for name, group in groups_of(rows).items():
-        held = [row for row in group if "dtypes" in row.record.tables]
+        held = [row for row in group if row.record.tables.get("dtypes")]
         if not held:
             continue
         found = {precision_of(row): _dtypes_by_module(row) for row in held}
@@ -199,7 +199,7 @@ def _kept_wide(rows: Sequence[Row]) -> list[str]:
 
 def range_tables(rows: Sequence[Row]) -> list[Table]:
     """What fp16's range takes from gradients, by layer."""
-    return [_range_table(row) for row in rows if "ranges" in row.record.tables and row.record.fact("settled_scale")]
+    return [_range_table(row) for row in rows if row.record.tables.get("ranges") and row.record.fact("settled_scale")]
 
 
 def _range_table(row: Row) -> Table:
@@ -235,12 +235,12 @@ def _weighted(table: Mapping[str, Any], name: str) -> float:
 
 def sum_tables(rows: Sequence[Row]) -> list[Table]:
     """1000 x 0.01 once; sums over a model's own activations once a model."""
-    first = next((row for row in rows if "accumulation" in row.record.tables), None)
+    first = next((row for row in rows if row.record.tables.get("accumulation")), None)
     if first is None:
         return []
     made = [Table.of("Accumulation", table_lines(table_of(first, "accumulation")), _ACCUMULATION, note=_TEXTBOOK)]
     for name, group in groups_of(rows).items():
-        held = next((row for row in group if "reductions" in row.record.tables), None)
+        held = next((row for row in group if row.record.tables.get("reductions")), None)
         if held is not None:
             lines = table_lines(table_of(held, "reductions"))
             made.append(Table.of(f"Sums in 16 bits: {name}", lines, _REDUCTION, note=_SUMS))

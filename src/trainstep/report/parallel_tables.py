@@ -273,7 +273,7 @@ def _on_the_wire(way: Way) -> tuple[int, int | None] | None:
 
 def _hidden(way: Way) -> float | None:
     under_way, exposed = (way.record.fact(name) for name in ("communication_s", "exposed_s"))
-    return 1 - exposed / under_way if under_way else None
+    return 1 - exposed / under_way if under_way and exposed is not None else None
 
 
 def _raw(way: Way) -> Mapping[str, Any]:

@@ -75,7 +75,7 @@ def table_rows(rows: Sequence[Row], *, record: str) -> str:
 
 
 def _tuned(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in of_workload(rows, "attention_tiles") if "candidates" in row.record.tables]
+    return [row for row in of_workload(rows, "attention_tiles") if table_lines(row.record.tables.get("candidates"))]
 
 
 def _candidates(record: Record) -> list[Seen]:

@@ -1,0 +1,76 @@
+"""What a record lacks is refused in a sentence or left out of its report: config fields, samples, facts and tables, one by one."""
+
+from typing import Any
+
+import pytest
+
+from sources import ROOT
+from trainstep.config.instruments import INSTRUMENTS
+from trainstep.records.record import Record, record_from_plain, record_to_plain
+from trainstep.records.store import Store
+from trainstep.report.all_tables import all_tables
+from trainstep.report.answers import answers
+from trainstep.report.notes import notes, summary
+from trainstep.report.page import sections, title_of
+from trainstep.report.rows import rows_of
+
+PARTS = ("config", "samples", "facts", "tables")
+
+
+FILES = {
+    "train_step": "h200/compile",
+    "parallel": "h200/ddp_xl_messages",
+    "attention": "h200/attention_memory",
+    "attention_tiles": "h200/attention_tiles",
+    "ceiling": "h200/matmul_ceiling",
+    "collective": "h200/all_reduce_four",
+    "numerics": "h200/numerics",
+    "profile": "h200/profile_again",
+    "memory": "h200/memory_sizes",
+}
+
+
+def fullest(workload: str) -> Record:
+    """Of a published file, the record of this workload that holds most, tables apart."""
+    records = [one for one in Store(ROOT / f"results/{FILES[workload]}.jsonl").read() if one.workload == workload]
+    return max((one for one in records if not one.failure), key=lambda one: len(one.facts) + len(one.tables))
+
+
+def report(plain: dict[str, Any]) -> bool:
+    """Whether it was read; all that is read is reported."""
+    try:
+        record = record_from_plain(plain)
+    except ValueError:
+        return False
+    rows = rows_of([("r.jsonl", record)])
+    assert all_tables(rows)
+    assert all_tables(rows, compared=False)
+    assert sections(rows)
+    assert all(map(str, (title_of(rows), summary(rows), *notes(rows), *answers(rows))))
+    return True
+
+
+@pytest.mark.parametrize("workload", list(INSTRUMENTS))
+def test_a_record_without_one_of_its_parts(workload: str):
+    plain = record_to_plain(fullest(workload))
+    read = 0
+    assert report(plain)
+    for part in PARTS:
+        for name in plain[part]:
+            less = {**plain, part: {other: value for other, value in plain[part].items() if other != name}}
+            try:
+                read += report(less)
+            except Exception as error:
+                raise AssertionError(f"without {part}.{name}: {error!r}") from error
+    assert read > 10
+
+
+@pytest.mark.parametrize("workload", list(INSTRUMENTS))
+def test_a_table_without_rows(workload: str):
+    plain = record_to_plain(fullest(workload))
+    for name, table in plain["tables"].items():
+        for empty in ({}, {column: [] for column in table}):
+            try:
+                assert report({**plain, "tables": {**plain["tables"], name: empty}})
+            except Exception as error:
+                raise AssertionError(f"with {name} as {empty}: {error!r}") from error
