@@ -90,7 +90,7 @@ def test_float32_precision_is_set_and_restored(operands: Any, monkeypatch: pytes
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        ceilings.CeilingMeasurement(config, ceilings._matmul(config), lambda stage: None).warm_up()
+        ceilings.CeilingMeasurement(config, ceilings._matmul(config), lambda stage: None, []).take(1)
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -107,7 +107,7 @@ def test_precision_is_restored_after_an_error():
     try:
         config = CeilingConfig(dtype="fp32", warmups=1)
         with pytest.raises(RuntimeError, match="out of memory"):
-            ceilings.CeilingMeasurement(config, fails, lambda stage: None).warm_up()
+            ceilings.CeilingMeasurement(config, fails, lambda stage: None, []).take(1)
         assert torch.get_float32_matmul_precision() == other
     finally:
         torch.set_float32_matmul_precision(before)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from copy import copy
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, TypeVar
 
 from trainstep.config.fields import aliases_of, check_known, flat_name
@@ -23,6 +23,7 @@ CONFIGS: dict[str, type[Any]] = {name: one.config for name, one in INSTRUMENTS.i
 _WORD_VALUES = {"true": True, "false": False, "none": None}
 
 
+@cache
 def flat_form(config_class: Any) -> dict[str, tuple[tuple[str, ...], dataclasses.Field[Any]]]:
     """The form that people write and records have: name -> the way to the value, in the config or in a part of it, and its field,
     with the owner's default. The model comes first."""
@@ -55,8 +56,9 @@ def build_config(workload: str, values: Mapping[str, Any]) -> Any:
     `model`: a size's name or package.module:function, any field of either class beside it; of numerics, `toy` too.
     """
     config_class = CONFIGS[workload]
-    check_known(values, fields_of(config_class), "run" if config_class is RunConfig else workload)
-    if "model" not in flat_form(config_class):
+    known = fields_of(config_class)
+    check_known(values, known, "run" if config_class is RunConfig else workload)
+    if "model" not in known:
         return config_class(**_typed(config_class, values))
     toy = config_class is NumericsConfig and values.get("model") == ToyModel().name
     model, rest = _toy_and_rest(values) if toy else _model_and_rest(values)
@@ -102,13 +104,14 @@ def from_plain(config_class: type[Config], plain: Mapping[str, Any]) -> Config:
 
 def _assembled(config_class: type[Config], values: Mapping[str, Any]) -> Config:
     """A config of flat values, its parts made of theirs."""
-    form, given = flat_form(config_class), dict[str, dict[str, Any]]({"": {}})
+    kind: Any = config_class
+    form, given = flat_form(kind), dict[str, dict[str, Any]]({"": {}})
     for name, value in values.items():
         *part, attribute = form[name][0] if name in form else (name,)
         given.setdefault("".join(part), {})[attribute] = value
     own = given.pop("")
     for name, its in given.items():
-        field: Any = config_class.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        field = kind.__dataclass_fields__[name]
         own[name] = (
             field.type(**its) if field.default is dataclasses.MISSING else dataclasses.replace(field.default, **its)
         )
@@ -117,7 +120,8 @@ def _assembled(config_class: type[Config], values: Mapping[str, Any]) -> Config:
 
 def to_plain(config: Any) -> dict[str, Any]:
     """A config in its flat form, of JSON values."""
-    values = {name: reduce(getattr, way, config) for name, (way, _) in flat_form(config.__class__).items()}
+    kind: Any = type(config)
+    values = {name: reduce(getattr, way, config) for name, (way, _) in flat_form(kind).items()}
     return {name: vars(value).copy() if name == "model" else value for name, value in values.items()}
 
 

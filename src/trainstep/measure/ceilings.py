@@ -30,34 +30,29 @@ class CeilingWorkload:
         """Make the operands and run the warm-ups. ValueError where the GPU it names is not there."""
         ceiling = CeilingConfig(**config)
         stage("build")
-        measurement = CeilingMeasurement(ceiling, _CALLS[ceiling.kind](ceiling), stage)
+        call = _CALLS[ceiling.kind](ceiling)
         stage("warmup")
-        measurement.warm_up()
-        return measurement
+        return CeilingMeasurement(ceiling, call, stage, _times_s(ceiling, call, ceiling.warmups))
 
 
 class CeilingMeasurement:
     """One call, timed again and again: by CUDA events on a GPU, by the host's clock on a CPU."""
 
-    def __init__(self, config: CeilingConfig, call: Call, stage: Stage) -> None:
+    def __init__(self, config: CeilingConfig, call: Call, stage: Stage, warmups_s: list[float]) -> None:
         self._config = config
-        self._call: Call | None = call
+        self._call = call
         self._stage = stage
-        self._warmups_s: list[float] = []
+        self._warmups_s = warmups_s
         self._times_s: list[float] = []
-
-    def warm_up(self) -> None:
-        """The calls before the timed ones, kept apart."""
-        self._warmups_s = self._time(self._config.warmups)
 
     def take(self, steps: int) -> None:
         """Time this many more calls."""
         self._stage(self._config.kind)
-        self._times_s += self._time(steps)
+        self._times_s += _times_s(self._config, self._call, steps)
 
     def finish(self) -> Findings:
         """Let the operands go and hand the times over."""
-        self._call = None
+        del self._call
         config = self._config
         if config.kind == "matmul":
             amount, quantity = matmul_flops(config.n), "flops"
@@ -77,11 +72,12 @@ class CeilingMeasurement:
         samples = {"time": Samples(unit="s", values=tuple(self._times_s), warmups=tuple(self._warmups_s))}
         return Findings(samples=samples, facts=facts)
 
-    def _time(self, calls: int) -> list[float]:
-        if not calls or self._call is None:
-            return []
-        with float32_matmuls("high" if self._config.dtype == "tf32" else "highest"):
-            return times_in_a_row_s([self._call] * calls, self._config.device)
+
+def _times_s(config: CeilingConfig, call: Call, calls: int) -> list[float]:
+    if not calls:
+        return []
+    with float32_matmuls("high" if config.dtype == "tf32" else "highest"):
+        return times_in_a_row_s([call] * calls, config.device)
 
 
 def _matmul(config: CeilingConfig) -> Call:
