@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from measured_step import PHASES, TINY, forget_compilations, lengths, measured, prepare, values_of
+from record_maker import a_record
 from trainstep.config.model import UserModel
 from trainstep.config.run import MODES, RunConfig
 from trainstep.costs.transformer import step_flops
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.train_step import WORKLOAD
 from trainstep.measure.workload import load_workload
-from trainstep.records.record import Failure
+from trainstep.records.record import Failure, record_from_plain, record_to_plain
 from trainstep.training.build import build_step
 
 SOURCE = """
@@ -286,7 +287,10 @@ def test_other_errors_stay_what_they_are(users: str):
 
 
 def test_a_loss_that_is_no_number_is_told_in_words(users: str):
-    assert values_of(measured(model=UserModel(function=f"{users}:not_a_number")))["loss"] == "nan"
+    found = measured(model=UserModel(function=f"{users}:not_a_number"))
+    assert values_of(found)["loss"] == "nan"
+    record = a_record(facts=found.facts, samples=found.samples, tables=found.tables)
+    assert record_from_plain(record_to_plain(record)) == record, "and such a record is read"
 
 
 @pytest.mark.slow

@@ -19,8 +19,7 @@ from trainstep.report.forms import (
     milliseconds,
     percent,
 )
-from trainstep.report.quantities import quantities
-from trainstep.report.rows import rows_of
+from trainstep.report.rows import quantities, rows_of
 from trainstep.report.tables import Column, Line, Table, cell_tables, doubts_column, point_columns
 from trainstep.report.terminal import plain
 

@@ -80,7 +80,7 @@ FACTS: Mapping[str, FactKind] = {
     "round": FactKind("count", int, "of a part of a cell that is not whole yet, from 0"),
     "rounds": FactKind("count", int, "of which that part is one"),
     # A training step
-    "loss": FactKind("", float | None, "of the last step; nothing where it is not finite"),
+    "loss": FactKind("", float | str | None, "loss of the last step; `nan` or `inf` in words, for JSON has neither"),
     "compiled_graphs": FactKind("count", int, "graphs that were compiled"),
     "device_busy_s": FactKind("s", float, "the device was at work in one profiled step or pass"),
     "reallocated_step_s": FactKind("s", float, "a step after the allocator's cache was emptied"),

@@ -51,7 +51,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     charts = tuple(chart for one in shown for place in one.charts for chart in resolve(place)(rows))
     overview = Section(title="All cells", charts=charts, tables=tuple(cell_tables(others)))
     return [
-        *([overview] if others else []),
+        *([overview] if others or charts else []),
         *(section for one in shown for place in one.sections for section in resolve(place)(rows)),
         *comparison_sections(rows),
         *(section for one in shown for place in one.last_sections for section in resolve(place)(rows)),

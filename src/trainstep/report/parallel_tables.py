@@ -151,11 +151,10 @@ def memory_tables(ways: Sequence[Way]) -> list[Table]:
 
 def held_by(way: Way, rank: int = 0) -> Held:
     """One rank's part of the record's table; empty where the cell failed."""
-    table = way.record.tables.get("memory_points", {}) if way.record.failure is None else {}
     found: Held = {}
-    for of_rank, point, line, size, expected in zip(*table.values(), strict=True):
-        if of_rank == rank:
-            found.setdefault(point, {})[line] = (size, expected)
+    for line in way.lines("memory_points"):
+        if line["rank"] == rank:
+            found.setdefault(line["point"], {})[line["line"]] = (line["bytes"], line["expected_bytes"])
     return found
 
 
