@@ -190,5 +190,5 @@ def test_a_table_stored_apart_is_checked_too(tmp_path: Path):
 
 
 def test_an_empty_table_has_no_rows():
-    record = a_record(workload="profile", tables={"host": {}})
+    record = a_record(workload="profile", config={"precision": "fp32"}, tables={"host": {}})
     assert record_from_plain(record_to_plain(record)) == record
