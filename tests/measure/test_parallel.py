@@ -17,7 +17,7 @@ from ranks import run_ranks
 from trainstep.config.cell import Cell
 from trainstep.config.parsing import build_config, to_plain
 from trainstep.config.sync import OURS, PEERS
-from trainstep.measure import parallel, parallel_trace
+from trainstep.measure import meeting, parallel, parallel_trace, step_memory
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.interleave import run_interleaved
 from trainstep.measure.runner import Limits, open_run, run_alone
@@ -271,3 +271,25 @@ def test_two_gpus(sync: str):
 
 
 _OF_THE_ALLOCATOR = ("unnamed", "allocated", "reserved", "driver")
+
+
+@pytest.mark.parametrize("workload", [parallel.WORKLOAD, step_memory.WORKLOAD])
+def test_memory_that_runs_out_while_ranks_meet_is_a_failure_of_that_stage(workload: Any):
+    name = "parallel" if workload is parallel.WORKLOAD else "memory"
+    config = build_config(name, {**SMALL, "ranks": 2, "sync": "fsdp"})
+    stages: list[str] = []
+    with patch.object(meeting, "start_ranks", side_effect=MemoryError), pytest.raises(CellFailed) as caught:
+        workload.prepare(to_plain(config), stages.append)
+    assert (caught.value.failure.kind, caught.value.failure.phase) == ("out_of_memory", "meet")
+    assert stages == ["build", "meet"]
+
+
+def measured_without_memory_to_agree(ranks: Ranks) -> Any:
+    with patch.object(parallel, "check_agreement", side_effect=MemoryError):
+        return measured(ranks, {"sync": "bucketed"})
+
+
+def test_memory_that_runs_out_behind_the_steps_is_a_failure_of_what_was_looked_at():
+    failure = failure_of(run_ranks(2, measured_without_memory_to_agree)[0])
+    assert (failure.kind, failure.phase) == ("out_of_memory", "agreement")
+    assert failure.holders

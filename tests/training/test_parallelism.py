@@ -1,6 +1,8 @@
 """Every way of going parallel, by name, trains the built-in model as one process with the same batches does."""
 
+from dataclasses import replace
 from functools import cache
+from inspect import signature
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain
 from trainstep.config.run import RunConfig
 from trainstep.config.sync import OURS, PEERS, SyncConfig
-from trainstep.parallel.ranks import Ranks
+from trainstep.costs.strategies import STRATEGIES, strategy_named
+from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
+from trainstep.parallel.fsdp import FSDP
+from trainstep.parallel.ranks import Ranks, alone
+from trainstep.parallel.sharded_flat import ShardedGradients
 from trainstep.training.build import build_step
 from trainstep.training.parallelism import parallel
 
@@ -39,6 +45,25 @@ def losses_alone() -> list[float]:
 def test_trains_as_one_process(sync: str):
     _, second = run_ranks(2, losses, SyncConfig(name=sync, bucket_mib=0.05))
     assert second == pytest.approx(losses_alone(), rel=1e-5)
+
+
+IN_FLIGHT = [strategy.name for strategy in STRATEGIES if strategy.most_in_flight > 0]
+
+
+@pytest.mark.parametrize("sync", IN_FLIGHT)
+def test_as_many_units_are_in_flight_as_the_row_says(sync: str, monkeypatch: pytest.MonkeyPatch):
+    row = replace(strategy_named(sync), most_in_flight=5)
+    monkeypatch.setattr(SyncConfig, "strategy", property(lambda _config: row))
+    found = build_step(run_config(), parallel(alone(torch.device("cpu")), SyncConfig(name=sync))).step.gradient_sync
+    assert isinstance(found, FSDP | ShardedGradients)
+    assert found.most_in_flight == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "made"), [("fsdp", FSDP), ("sharded_flat", ShardedGradients), ("sharded_flat", FlatShardedOptimizer)]
+)
+def test_by_default_too(name: str, made: type):
+    assert signature(made).parameters["most_in_flight"].default == strategy_named(name).most_in_flight
 
 
 def test_none_leaves_each_rank_to_itself():

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainstep.config.cell import Cell
 from trainstep.config.fields import check_known
+from trainstep.config.parallel import RanksConfig
 from trainstep.config.parsing import CONFIGS, build_config, fields_of, parse_value, to_plain
 from trainstep.config.sync import OF_A_STRATEGY, needless
 
@@ -78,7 +79,7 @@ def expand(grid: Grid, defaults: Mapping[str, Any], *, named: Collection[str] = 
 def groups_along(cells: Sequence[Cell], axis: str | None) -> list[list[Cell]]:
     """Cells that differ only along `axis`, together, in the grid's order; without an axis, each alone.
 
-    Along `sync`, ways of going parallel are together with all their options. ValueError if nothing varies along it.
+    Along `sync`, parallel strategies are together with all their options. ValueError if nothing varies along it.
     """
     if axis is None:
         return [[cell] for cell in cells]
@@ -111,13 +112,15 @@ def _cell(values: Mapping[str, Any], defaults: Mapping[str, Any], point: Mapping
     return Cell(workload=workload, config=config, point=_as_recorded(point, config) or {"workload": workload})
 
 
-def _idle(workload: Any, values: Mapping[str, Any]) -> frozenset[str]:
-    """Options of going parallel that this cell does not have: the way's, or, where there is one rank, all."""
-    if workload not in ("parallel", "memory"):
+def _idle(workload: str, values: Mapping[str, Any]) -> frozenset[str]:
+    """Options of parallel strategies that this cell does not have: where one rank is the default, and taken, all."""
+    config = CONFIGS.get(workload)
+    if config is None or not issubclass(config, RanksConfig):
         return frozenset()
-    fields = fields_of(CONFIGS[workload])
+    fields = fields_of(config)
     given = {name: fields[name].default for name in ("ranks", "sync")} | dict(values)
-    return OF_A_STRATEGY if workload == "memory" and given["ranks"] == 1 else needless(given)
+    on_its_own = given["ranks"] == fields["ranks"].default == 1
+    return OF_A_STRATEGY if on_its_own else needless(given)
 
 
 def _as_recorded(point: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

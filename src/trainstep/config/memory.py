@@ -32,6 +32,7 @@ class MemoryConfig(RanksConfig):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer(self.run, "warmups", at_least=1)
         if not 0 <= self.min_share <= 1:
             raise ValueError(f"min_share: must be a share from 0 to 1, not {self.min_share!r}")
@@ -39,6 +40,5 @@ class MemoryConfig(RanksConfig):
             raise ValueError(
                 f"sync: {self.sync.name} keeps several ranks together; take ranks 2 or more, or sync {YARDSTICK}"
             )
-        super().__post_init__()
         if self.ranks > 1 and self.run.mode != "step":
             raise ValueError(f"mode: of several ranks a whole step is looked at, not {self.run.mode}; leave it at step")

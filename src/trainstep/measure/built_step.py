@@ -2,7 +2,7 @@
 
     opened = open_device(device, Stages(stage))
     built = opened.build(lambda: build_step(run))
-    with built.memory_told(): built.assembly.step(...)
+    with built.names_out_of_memory(): built.assembly.step(...)
 
 Memory running out in any of it raises CellFailed with the phase, the bytes and what held the rest.
 """
@@ -36,15 +36,15 @@ class OpenDevice:
 
     def build(self, make: Callable[[], Assembly]) -> "BuiltStep":
         """The step, timed."""
-        with self.memory_told():
+        with self.names_out_of_memory():
             started_s = time.perf_counter()
             assembly = make()
             self.synchronize()
             return BuiltStep(opened=self, assembly=assembly, build_s=time.perf_counter() - started_s)
 
-    def memory_told(self) -> AbstractContextManager[None]:
-        """Memory running out inside is told; of the model nothing is there yet to be named."""
-        return _memory_told(self.memory, lambda: self.stages.current)
+    def names_out_of_memory(self) -> AbstractContextManager[None]:
+        """An out-of-memory error inside becomes CellFailed with phase and bytes; no model is there yet to be among the holders."""
+        return _names_out_of_memory(self.memory, lambda: self.stages.current)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -56,7 +56,7 @@ def open_device(device: torch.device, stages: Stages) -> OpenDevice:
     memory = MemoryWatch(device)
     if device.type != "cuda":
         return OpenDevice(device=device, stages=stages, memory=memory)
-    with _memory_told(memory, lambda: stages.current):
+    with _names_out_of_memory(memory, lambda: stages.current):
         memory.before_context()
         started_s = time.perf_counter()
         if device.index is not None:
@@ -76,9 +76,9 @@ class BuiltStep:
     assembly: Assembly
     build_s: float
 
-    def memory_told(self) -> AbstractContextManager[None]:
-        """Memory running out inside is told, with what can be named of what held it."""
-        return _memory_told(self.opened.memory, lambda: self._phase, self._holders)
+    def names_out_of_memory(self) -> AbstractContextManager[None]:
+        """An out-of-memory error inside becomes CellFailed with phase, bytes and holders."""
+        return _names_out_of_memory(self.opened.memory, lambda: self._phase, self._holders)
 
     @property
     def _phase(self) -> str:
@@ -90,7 +90,7 @@ class BuiltStep:
         return self.opened.memory.holders(self.assembly.module, self.assembly.step.optimizer)
 
 
-def _memory_told(
+def _names_out_of_memory(
     memory: MemoryWatch, phase: Callable[[], str], holders: Callable[[], Mapping[str, int]] = dict
 ) -> AbstractContextManager[None]:
     return out_of_memory_as(lambda error: CellFailed(memory.failure(error, phase(), holders())))

@@ -1,4 +1,8 @@
-"""Ranks of a cell meet: are there GPUs for all, which is whose, who else is on them, and what meeting took of the device."""
+"""Ranks of a cell meet: are there GPUs for all, which is whose, who else is on them, and what meeting took of the device.
+
+device = own_device(config.ranks, config.run.device)
+opened, ranks, met = open_ranks(config.ranks, device, Stages(stage))
+"""
 
 import os
 from collections.abc import Sequence
@@ -6,13 +10,15 @@ from pathlib import Path
 
 import torch
 
+from trainstep.measure.built_step import OpenDevice, open_device
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.memory import MemoryWatch
 from trainstep.measure.nvml import GpuState
+from trainstep.measure.workload import Stages
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.launch import find_launch
 from trainstep.parallel.process_group import start_ranks
-from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.ranks import Ranks, alone
 from trainstep.records.facts import Fact, facts_of
 from trainstep.records.record import Failure
 from trainstep.training.build import Assembly
@@ -31,10 +37,26 @@ def check_gpus(ranks: int, device: str) -> None:
 
 
 def own_device(ranks: int, device: str) -> torch.device:
-    """This rank's, found without touching any: a first touch makes a context, whose memory is to be measured."""
+    """This rank's, found without touching any: a first touch makes a context, whose memory is to be measured.
+
+    CellFailed where there are fewer GPUs than ranks.
+    """
+    check_gpus(ranks, device)
     if device == "cpu":
         return torch.device(device)
     return torch.device("cuda", 0 if ranks == 1 else find_launch(os.environ).local_rank)
+
+
+def open_ranks(ranks: int, device: torch.device, stages: Stages) -> tuple[OpenDevice, Ranks, dict[str, Fact]]:
+    """The device opened; the ranks, which meet where there are several; what they found then (as `meet`)."""
+    opened = open_device(device, stages)
+    if ranks == 1:
+        return opened, alone(device), {}
+    with opened.names_out_of_memory():
+        stages.enter("meet")
+        group, met = meet(device, opened.memory)
+        stages.enter("build")
+    return opened, group, met
 
 
 def meet(device: torch.device, memory: MemoryWatch) -> tuple[Ranks, dict[str, Fact]]:

@@ -1,18 +1,14 @@
-"""The workload `parallel`: a training step on several ranks, kept together in one of several ways. `trainstep parallel` runs it.
+"""The workload `parallel`: a training step on several ranks, kept together by a parallel strategy. `trainstep parallel` runs it.
 
 Each rank's process times its own steps as `train_step` does, every step after a barrier; between them come windows, steps timed
-as one, where what a way leaves for the next step (a gather behind the next forward) counts. A turn has as many windows as fill as
-many steps as it takes singly, at least one.
+as one, where what a strategy leaves for the next step (a gather behind the next forward) counts. A turn has as many windows as
+fill as many steps as it takes singly, at least one.
 
 A record of it holds what one of `train_step` holds, rank 0's but for `step`, and besides
 
 samples  window_step [s]: of each window, seconds a step. It and `step` are the slowest rank's; all ranks' are in the table `ranks`
-facts    tokens (of all ranks); model_flops (of one rank); wire_bytes that a rank sends at most by a ring, counted, and
-         expected_wire_bytes; context_bytes, nccl_bytes (GPU): what the driver gave for the context, and while the ranks met;
-         expected_peak_bytes, and at which point, by formula; communication_s and its parts, of rank 0 (parallel_trace.py);
-         agreement: what was compared
-tables   ranks, traffic (messages and bytes of a step by operation, counted and by formula), memory_points (parallel_memory.py),
-         buckets and communication (parallel_trace.py)
+facts    those under "Several ranks" in records/facts.py; `tokens` are all ranks', `model_flops` one rank's
+tables   what is sent, held and traced (records/tables.py), counted and by formula
 """
 
 from collections.abc import Mapping
@@ -25,10 +21,9 @@ from trainstep.config.parsing import config_hash, from_plain, to_plain
 from trainstep.costs.collectives import ring_bytes
 from trainstep.costs.exchange import ParameterSize
 from trainstep.costs.gradient_sync import Message, totals, wire_bytes
-from trainstep.measure.built_step import open_device
 from trainstep.measure.failures import CellFailed
 from trainstep.measure.kept_files import kept_folder
-from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_parameters
+from trainstep.measure.meeting import open_ranks, own_device, wait_for_parameters
 from trainstep.measure.parallel_memory import StepMemory
 from trainstep.measure.parallel_trace import communication_of
 from trainstep.measure.step_trace import keep_trace, record_steps
@@ -37,7 +32,7 @@ from trainstep.measure.train_step import TrainStepMeasurement, warm_up
 from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
 from trainstep.parallel.collectives import Collectives, Traffic
-from trainstep.parallel.ranks import Ranks, alone
+from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
 from trainstep.plan.communication import expected_messages
 from trainstep.records.facts import Fact, facts_of
@@ -51,7 +46,7 @@ _TRACED_STEPS = 2
 
 
 class ParallelWorkload:
-    """Each cell in fresh processes: a way's hooks and buffers would stay for the next."""
+    """Each cell in fresh processes: a strategy's hooks and buffers would stay for the next."""
 
     shares_worker = False
 
@@ -65,23 +60,16 @@ WORKLOAD = ParallelWorkload()
 
 def prepare_parallel(config: ParallelConfig, stage: Stage) -> "ParallelMeasurement":
     """Everything before the first timed step. The ranks' first message makes their connections."""
-    check_gpus(config.ranks, config.run.device)
     device = own_device(config.ranks, config.run.device)
     if config.keep_trace is not None:
         kept_folder("keep_trace", config.keep_trace)
-    opened = open_device(device, Stages(stage))
-    ranks, met = alone(device), dict[str, Fact]()
-    if config.ranks > 1:
-        stage("meet")
-        ranks, met = meet(device, opened.memory)
-        stage("build")
+    opened, ranks, met = open_ranks(config.ranks, device, Stages(stage))
     sizes: list[ParameterSize] = []  # noted before a way takes the parameters apart
     way = looked_at(parallel(ranks, config.sync), lambda module: sizes.extend(parameter_sizes(module)))
     built = opened.build(lambda: build_step(config.run, way))
     memory = StepMemory(config, built.assembly, opened.memory, sizes)
     return ParallelMeasurement(
         config=config,
-        stage=stage,
         timed=warm_up(built),
         memory=memory,
         expected=expected_messages(config, sizes) or (),
@@ -94,7 +82,6 @@ class ParallelMeasurement:
     """One rank's side. `expected`: a step's messages by formula; `met`: what ranks found when they met."""
 
     config: ParallelConfig
-    stage: Stage
     timed: TrainStepMeasurement
     memory: StepMemory
     expected: tuple[Message, ...]
@@ -115,11 +102,11 @@ class ParallelMeasurement:
         """What is looked at once. Every rank does the same in the same order: each of these steps is everybody's."""
         found = self.timed.finish()
         facts, tables = {**found.facts, **self.met}, dict(found.tables)
-        self.stage("agreement")
-        facts |= self._agreement()
-        for stage, look in (("traffic", self._traffic), ("memory", self._points), ("trace", self._trace)):
-            self.stage(stage)
-            more, its_tables = look()
+        looks = {"agreement": self._agreement, "traffic": self._traffic, "memory": self._points, "trace": self._trace}
+        for stage, look in looks.items():
+            with self.timed.built.names_out_of_memory():
+                self.timed.built.opened.stages.enter(stage)
+                more, its_tables = look()
             facts, tables = facts | more, tables | its_tables
         return Findings(samples={**found.samples, **self._windows()}, facts=facts, tables=tables)
 
@@ -134,18 +121,18 @@ class ParallelMeasurement:
     def _windows(self) -> dict[str, Samples]:
         return {"window_step": Samples(unit="s", values=tuple(self.window_steps_s))}
 
-    def _agreement(self) -> dict[str, Fact]:
+    def _agreement(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """CellFailed, naming parameter and ranks, where replicas have drifted apart; the yardstick's differ by design."""
         config, strategy = self.config, self.config.sync.strategy
         if not config.check_agreement or not strategy.talks or config.ranks == 1:
-            return {}
+            return {}, {}
         self._wait_for_parameters()
         what = ["buffers"] if strategy.shards_parameters else ["parameters", "buffers"]
         try:
             check_agreement(self.timed.assembly.module, self._ranks, what=what)
         except ReplicasDisagree as error:
             raise CellFailed(Failure(kind="divergence", phase="agreement", message=str(error))) from None
-        return facts_of(agreement=" and ".join(what))
+        return facts_of(agreement=" and ".join(what)), {}
 
     def _traffic(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Messages and bytes of one step by operation, as counted, beside the formula's. None where torch sends: nobody counts."""

@@ -1,14 +1,8 @@
 """The workload `memory`: where the memory of one training step goes, by category, by moment and over time.
 
-The history is recorded from before the model is built to the end of one step after the warm-ups. A record of it holds:
-
-facts   parameters; peak_allocated_bytes, peak_requested_bytes, peak_reserved_bytes, driver_bytes, context_bytes,
-        kernels_bytes (loaded code), allocation_retries (GPU); process_data_bytes (CPU: what its limit is on, at the peak);
-        process_group (its backend, or none: then nothing is NCCL's); timeline_peak_bytes (ours, of requested bytes) and its phase;
-        history_full; residual shares; residual_stream_bytes and how it comes about; parameter_, gradient_ and
-        optimizer_state_bytes_each; snapshot (a file)
-tables  ledger (a line a category, a column a moment), peaks (by phase), layers (activations after forward),
-        timeline (bytes by category over time), allocations (the largest at the peak, with their stacks)
+The history is recorded from before the model is built to the end of one step after the warm-ups. A record has no samples: its facts
+are those under "Memory" in records/facts.py, its tables those of records/tables.py, from the ledger (a line a category, a column a
+moment) to the largest allocations at the peak.
 
 Of several ranks each looks at its own step, and the record has all of them (memory_ranks.py). "After backward" is then when
 gradients are synchronised too.
@@ -33,11 +27,11 @@ from trainstep.config.parsing import from_plain
 from trainstep.config.phases import Phase
 from trainstep.config.run import RunConfig
 from trainstep.costs.exchange import ParameterSize
-from trainstep.measure.built_step import BuiltStep, open_device
+from trainstep.measure.built_step import BuiltStep
 from trainstep.measure.empty_process import OutsideBytes, outside_bytes
 from trainstep.measure.gradient_notes import GradientNotes
 from trainstep.measure.kept_files import kept_file, kept_folder
-from trainstep.measure.meeting import check_gpus, meet, own_device, wait_for_parameters
+from trainstep.measure.meeting import open_ranks, own_device, wait_for_parameters
 from trainstep.measure.memory_history import MemoryHistory, history_of, mark
 from trainstep.measure.memory_ranks import expected_tables, together
 from trainstep.measure.memory_readings import Readings
@@ -45,7 +39,7 @@ from trainstep.measure.memory_tables import ledger_tables
 from trainstep.measure.step_holders import StepHolders
 from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.parallel.collectives import Collectives
-from trainstep.parallel.ranks import Ranks, alone
+from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
 from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.ledger import Ledger, step_window
@@ -85,19 +79,12 @@ class _Weights:
 
 def prepare_memory(config: MemoryConfig, stage: Stage) -> "StepMemoryMeasurement":
     """Build, and take the steps before the recorded one."""
-    check_gpus(config.ranks, config.run.device)
     device = own_device(config.ranks, config.run.device)
     if config.keep_snapshot is not None:
         kept_folder("keep_snapshot", config.keep_snapshot)
     stages = Stages(stage)
     outside = outside_bytes(config.run, device) if device.type == "cuda" else None
-    opened = open_device(device, stages)
-    ranks, met = alone(device), dict[str, Fact]()
-    if config.ranks > 1:
-        with opened.memory_told():
-            stages.enter("meet")
-            ranks, met = meet(device, opened.memory)
-            stages.enter("build")
+    opened, ranks, met = open_ranks(config.ranks, device, stages)
     history = history_of(device)
     history.start()
     weights: list[_Weights] = []
@@ -158,7 +145,7 @@ class StepMemoryMeasurement:
 
     def warm_up(self) -> None:
         """The steps before the recorded one."""
-        with self.built.memory_told():
+        with self.built.names_out_of_memory():
             self.built.opened.stages.enter("warmup")
             for step in range(self.config.run.warmups):
                 self._run_step(self.built.assembly.micro_batches(step))
@@ -166,7 +153,7 @@ class StepMemoryMeasurement:
     def take(self, steps: int) -> None:
         """Record one step: of another there would be nothing new to say."""
         opened, assembly = self.built.opened, self.built.assembly
-        with self.built.memory_told():
+        with self.built.names_out_of_memory():
             opened.stages.enter("steps")
             batches = assembly.micro_batches(self.config.run.warmups)
             self.holders.note_inputs(batches)
@@ -232,8 +219,8 @@ class StepMemoryMeasurement:
         self.holders.note_phase(phase)
 
     def _let_go(self) -> None:
-        """A moment for gloo's threads, which hold what they sent a little longer than who waited for it: were theirs the last
-        reference, the profiler would miss that it is free."""
+        """A moment for gloo's threads to drop what they sent, which they keep a little after the wait for it is over: were theirs
+        the last reference, the profiler would miss that it is free."""
         if self.config.ranks > 1 and self.config.run.device == "cpu":
             time.sleep(_LET_GO_S)
 

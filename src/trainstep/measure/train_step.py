@@ -55,7 +55,7 @@ def warm_up(built: BuiltStep) -> "TrainStepMeasurement":
     """The steps before the timed ones, kept apart."""
     timer, stages, count = StepTimer(built), built.opened.stages, built.assembly.run.warmups
     warmups = []
-    with built.memory_told():
+    with built.names_out_of_memory():
         stages.enter("warmup")
         for done in range(count):
             warmups.append(timer.window(1))
@@ -90,7 +90,7 @@ class TrainStepMeasurement:
     def take(self, steps: int) -> None:
         """Time `steps` more, in windows as `sync` says."""
         size = self._run.sync if isinstance(self._run.sync, int) else 1
-        with self.built.memory_told():
+        with self.built.names_out_of_memory():
             for done in range(0, steps, size):
                 self._windows.append(self._timer.window(min(size, steps - done)))
                 self.built.opened.stages.count(done + size, steps)
@@ -98,13 +98,13 @@ class TrainStepMeasurement:
 
     def time_window(self, steps: int) -> float:
         """Seconds a step of so many in a row, with one synchronisation at each end. Not among the samples."""
-        with self.built.memory_told():
+        with self.built.names_out_of_memory():
             return self._timer.window(steps).times.step_s
 
     def settle(self) -> None:
         """The last step once more, untimed. Before the first step there is none, and the first is meant to be cold."""
         if self.batches:
-            with self.built.memory_told():
+            with self.built.names_out_of_memory():
                 self._timer.step_again()
                 self.built.opened.synchronize()
 
@@ -113,7 +113,7 @@ class TrainStepMeasurement:
         lose one by failing."""
         opened, assembly, run = self.built.opened, self.assembly, self._run
         on_gpu = opened.device.type == "cuda"
-        with self.built.memory_told():
+        with self.built.names_out_of_memory():
             opened.stages.enter("afterwards")
             facts = facts_of(
                 context_s=opened.context_s,

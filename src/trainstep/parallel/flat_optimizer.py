@@ -41,7 +41,7 @@ class FlatShardedOptimizer(Optimizer):
 
     `param_groups` are those of the optimizer within, so schedulers and hyperparameters work as on that. Its tensors are pieces:
     clip by `gradient_sync.clip_grad_norm_`, not by torch's function, which would see this rank's part of the norm.
-    `units`, `bucket_mib`, `reduce_dtype`: as ShardedGradients'.
+    `units`, `bucket_mib`, `reduce_dtype`, `most_in_flight`: as ShardedGradients'.
 
     A unit is on its way to the other ranks while the next one's pieces are updated, where an optimizer counts its steps tensor by
     tensor: torch.optim's own that are element-wise, and classes that have `counts_steps_by_tensor = True` in their body. It then
@@ -60,6 +60,7 @@ class FlatShardedOptimizer(Optimizer):
         units: Sequence[nn.Module] | None = None,
         bucket_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
+        most_in_flight: int = 1,
         element_wise: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -86,7 +87,12 @@ class FlatShardedOptimizer(Optimizer):
         }
         check_same_setup(type(self).__name__, named_tensors(module), Collectives(ranks), options=options)
         self.gradient_sync = ShardedGradients(
-            module, ranks, units=units, bucket_mib=bucket_mib, reduce_dtype=reduce_dtype
+            module,
+            ranks,
+            units=units,
+            bucket_mib=bucket_mib,
+            reduce_dtype=reduce_dtype,
+            most_in_flight=most_in_flight,
         )
         pieces = self.gradient_sync.pieces
         inner = optimizer_cls(

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import _IncompatibleKeys
 
-from trainstep.costs.strategies import strategy_named
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.flat_buffer import in_memory_order
 from trainstep.parallel.fsdp_errors import explain_shapes
@@ -35,8 +34,6 @@ from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import UnitsOf, chosen_units, is_single_unit, plan_units
 from trainstep.parallel.usage import Usage
 
-_MOST_IN_FLIGHT = strategy_named("fsdp").most_in_flight
-
 
 class FSDP(HookedGradients):
     """Wraps a module in place; it is called as before, through its `__call__`.
@@ -48,8 +45,9 @@ class FSDP(HookedGradients):
 
     `compute_dtype`: what is gathered and computed with; the pieces, and the update, keep the parameters' own. `reduce_dtype`: what
     gradients are averaged in. `reshard_after_forward` False: gathered once a step. `ahead`: units gathered before their turn, 0
-    to 2. Every rank runs the same units in the same order; parameters within one may go unused. Blocks may be compiled by
-    `block.forward = torch.compile(block.forward)`: the hooks stay outside.
+    to 2. `most_in_flight`: units whose gradients are being reduced while another's are made ready. Every rank runs the same units
+    in the same order; parameters within one may go unused. Blocks may be compiled by `block.forward =
+    torch.compile(block.forward)`: the hooks stay outside.
 
     A parameter is whole inside its unit's forward and backward and nowhere else: a module that reads another unit's parameter past
     its `forward` sees a piece (an error about shapes says so in a note), and a `detach()`ed one kept for backward reads memory that
@@ -69,6 +67,7 @@ class FSDP(HookedGradients):
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
         ahead: int = 1,
+        most_in_flight: int = 2,
     ) -> None:
         if ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {ahead!r}")
@@ -104,18 +103,17 @@ class FSDP(HookedGradients):
         self._members_of = {unit: [index_of[parameter] for parameter in unit.parameters] for unit in self._trained}
         self._order = LaunchOrder(list(self._members_of.values()))
         self._usage = Usage(self.collectives)
+        self.most_in_flight = most_in_flight
         self._in_flight: deque[FSDPUnit] = deque()
         self._sent: set[FSDPUnit] = set()
         """Units whose backward is over; other ranks may still wait for a gradient of theirs."""
         self._concluded: set[FSDPUnit] = set()
-        """Of this pass: units that backward is done with, and nobody has asked for since."""
+        """Units that backward is done with in this pass, and that nobody has asked for since."""
         self._triggers = {unit: plan.triggers for unit, plan in zip(self.units, plans, strict=True)}
         self._unit_of = {index: unit for unit, members in self._members_of.items() for index in members}
-        """Of each trained parameter."""
+        """Trained parameter's number -> its unit."""
         triggers = dict.fromkeys([module, *(trigger for plan in plans for trigger in plan.triggers)])
-        self._needs = {
-            trigger: [unit for unit in self.units if trigger in self._triggers[unit]] for trigger in triggers
-        }
+        self._needs = {one: [unit for unit in self.units if one in self._triggers[unit]] for one in triggers}
         self._freed_behind = {
             trigger: [unit for unit in needed if trigger is module or unit not in self._needs[module]]
             for trigger, needed in self._needs.items()
@@ -124,7 +122,7 @@ class FSDP(HookedGradients):
         self._pass_order = PassOrder(self._needs, ahead=ahead)
         self._in_forward = False
         """Whether the module's own forward runs; a block that runs outside of it is recomputed for its backward."""
-        self._came_by: list[nn.Module] = []
+        self._triggers_seen: list[nn.Module] = []
         """Triggers of the forward that runs, in their order."""
         self._awaited: Counter[nn.Module] = Counter()
         """How many of each trigger's forwards have no backward yet."""
@@ -133,10 +131,11 @@ class FSDP(HookedGradients):
         for trigger in triggers:
             self._hooks.append(trigger.register_forward_pre_hook(torch.compiler.disable(self._before_forward)))
             self._hooks.append(trigger.register_forward_hook(torch.compiler.disable(self._after_forward)))
-        explain = torch.compiler.disable(self._explain_shapes)
-        self._hooks.append(module.register_forward_hook(explain, always_call=True))
-        self._hooks.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
-        self._hooks.append(module.register_load_state_dict_pre_hook(self._refuse_to_load))
+        self._hooks += [
+            module.register_forward_hook(torch.compiler.disable(self._explain_shapes), always_call=True),
+            module.register_state_dict_pre_hook(self._refuse_state_dict),
+            module.register_load_state_dict_pre_hook(self._refuse_to_load),
+        ]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that the norm of all ranks' together is at most `max_norm`; one small message."""
@@ -232,10 +231,10 @@ class FSDP(HookedGradients):
     def _before_forward(self, trigger: nn.Module, _inputs: Any) -> None:
         if trigger is self.module:
             self._in_forward = True
-            self._came_by = []
+            self._triggers_seen = []
             self._begin_pass()
         if self._in_forward:
-            self._came_by.append(trigger)
+            self._triggers_seen.append(trigger)
             self._make_whole(trigger, self._pass_order.next_in_forward)
         else:
             self._make_whole(trigger, {})
@@ -252,7 +251,7 @@ class FSDP(HookedGradients):
         recomputed = training and not self._in_forward
         if trigger is self.module:
             self._in_forward = False
-            self._pass_order.learn(self._came_by)
+            self._pass_order.learn(self._triggers_seen)
         if training and not (recomputed and self._awaited[trigger] > 0):  # its backward is awaited since the first time
             self._await_backward(trigger, [tensor for tensor in _tensors(output) if tensor.requires_grad])
         if trigger is self.module and not training:  # an update may come before what was gathered too much is used
@@ -334,7 +333,7 @@ class FSDP(HookedGradients):
         unit.send_gradients()
         self._sent.add(unit)
         self._in_flight.append(unit)
-        if len(self._in_flight) > _MOST_IN_FLIGHT:
+        if len(self._in_flight) > self.most_in_flight:
             self._in_flight.popleft().receive_gradients()
 
     def _finish(self) -> None:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.costs.buckets import bytes_of_mib
-from trainstep.costs.strategies import strategy_named
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.flat_buffer import FlatBuffer
@@ -34,8 +33,6 @@ from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import UnitPlan, merged_units, plan_units
 from trainstep.parallel.usage import Usage
 
-_MOST_IN_FLIGHT = strategy_named("sharded_flat").most_in_flight
-
 
 class ShardedGradients(HookedGradients):
     """Whole parameters, each rank's part of their gradients.
@@ -47,7 +44,7 @@ class ShardedGradients(HookedGradients):
     A unit is a block, or neighbouring ones that together hold at most `bucket_mib` MiB of parameters, by default as
     costs/buckets.py chooses: a sixteenth to a quarter of all; math.inf: all blocks are one. Larger units are fewer messages, and
     leave more to send when backward is over. `units`: other modules to cut at, as in plan_units. ValueError for a `bucket_mib`
-    that is not positive.
+    that is not positive. `most_in_flight`: units whose gradients are being reduced while another's are made ready.
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
     """
@@ -60,6 +57,7 @@ class ShardedGradients(HookedGradients):
         units: Sequence[nn.Module] | None = None,
         bucket_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
+        most_in_flight: int = 1,
     ) -> None:
         most_bytes = bytes_of_mib("bucket_mib", bucket_mib)
         options = {"units": names_of(module, units), "bucket_mib": bucket_mib, "reduce_dtype": reduce_dtype}
@@ -69,6 +67,7 @@ class ShardedGradients(HookedGradients):
         self._units: list[_FlatUnit] = []
         self._members: list[list[int]] = []
         """Of each unit, indices of its parameters."""
+        self.most_in_flight = most_in_flight
         self._in_flight: deque[_FlatUnit] = deque()
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
         self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
@@ -207,7 +206,7 @@ class ShardedGradients(HookedGradients):
             self._used[index] = gradient is not None
             self.trained_parameters[index].grad = None
         self._in_flight.append(unit)
-        if len(self._in_flight) > _MOST_IN_FLIGHT:
+        if len(self._in_flight) > self.most_in_flight:
             self._in_flight.popleft().receive()
 
     def _finish(self) -> None:

@@ -31,6 +31,8 @@ def parallel(ranks: Ranks, config: SyncConfig) -> Parallel:
     """These ranks, going parallel as the config says. Parameters become those of rank 0, save with sync none."""
     values = {option: getattr(config, option) for option in config.strategy.options}
     own = {option: _DTYPES.get(value, value) for option, value in values.items()}
+    if config.strategy.most_in_flight:
+        own["most_in_flight"] = config.strategy.most_in_flight
     return Parallel(ranks=ranks, wrap=partial(CONSTRUCTORS[config.name], ranks, own))
 
 
