@@ -17,7 +17,6 @@ from trainstep.report.attention_rows import (
     failure_cell,
     flops_per_s,
     implementations,
-    number,
     time_summary,
 )
 from trainstep.report.charts import (
@@ -247,7 +246,7 @@ def _memory(title: str, caption: str, name: str, records: Sequence[Record]) -> Q
     """In the unit that the largest value has."""
 
     def held(record: Record) -> float | None:
-        return None if record.failure else number(record, name)
+        return None if record.failure else record.fact(name)
 
     unit = byte_unit(map(held, records))
     return Quantity(

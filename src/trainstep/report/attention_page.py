@@ -10,7 +10,6 @@ from trainstep.report.attention_rows import (
     Ratio,
     attention_rows,
     configurations,
-    flag,
     geometric_mean,
     implementation,
     implementations,
@@ -69,8 +68,8 @@ def _fastest(found: Sequence[Configuration]) -> list[str]:
 def _wrong(rows: Sequence[Row]) -> list[str]:
     """Cells whose result a reader should not trust, by implementation."""
     kinds = {
-        "gave NaN or infinity": [row for row in rows if flag(row.record, "has_nan")],
-        "gave other bits when run again": [row for row in rows if flag(row.record, "deterministic") is False],
+        "gave NaN or infinity": [row for row in rows if row.record.fact("has_nan")],
+        "gave other bits when run again": [row for row in rows if row.record.fact("deterministic") == 0],
     }
     return [f"{len(wrong)} of {len(rows)} cells {what}: {_counted(wrong)}." for what, wrong in kinds.items() if wrong]
 

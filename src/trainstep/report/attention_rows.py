@@ -100,20 +100,8 @@ def time_summary(record: Record, name: str = TIME) -> Summary | None:
 
 def flops_per_s(record: Record) -> float | None:
     """FLOPs of the direction over the median time."""
-    flops, time = number(record, "flops"), time_summary(record)
+    flops, time = record.fact("flops"), time_summary(record)
     return None if flops is None or time is None or not time.median else flops / time.median
-
-
-def number(record: Record, name: str) -> float | None:
-    """A fact that is a number, whatever became of the cell."""
-    value = record.fact(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def flag(record: Record, name: str) -> bool | None:
-    """A fact that is a yes or a no (stored as a switch, or as 1 or 0), None where it was not seen."""
-    value = record.fact(name)
-    return bool(value) if isinstance(value, bool | int) else None
 
 
 def failure_cell(record: Record) -> str:
@@ -122,7 +110,7 @@ def failure_cell(record: Record) -> str:
     if failure is None:
         return ""
     if failure.kind == "out_of_memory":
-        needed = number(record, "needed_bytes")
+        needed = record.fact("needed_bytes")
         if needed is not None:
             return f"{failure_word(failure)} (needs {needed_words(needed)})"
         asked = failure.asked_bytes
@@ -288,7 +276,7 @@ def _means_table(found: Sequence[Ratio]) -> Table:
     groups = grouped(met, lambda one: (one.configuration.rest(*SIZES), one.peer))
     lines = []
     for (rest, peer), mine in groups.items():
-        long = [one for one in mine if (number_of_tokens(one) or 0) >= LONG_SEQ]
+        long = [one for one in mine if _is_long(one)]
         lines.append({**dict(rest), "against": peer, **_means("all", mine)})
         if long and len(long) < len(mine):
             lines.append({**dict(rest), "against": peer, **_means(f"≥ {LONG_SEQ:,}", long)})
@@ -304,9 +292,9 @@ def _means_table(found: Sequence[Ratio]) -> Table:
     return Table.of("Ours against each: geometric means", lines, columns, note=note)
 
 
-def number_of_tokens(one: Ratio) -> float | None:
-    value = one.ours.record.config.get("seq")
-    return value if isinstance(value, int | float) else None
+def _is_long(one: Ratio) -> bool:
+    seq = one.ours.record.config.get("seq")
+    return isinstance(seq, int | float) and seq >= LONG_SEQ
 
 
 def geometric_mean(found: Sequence[Ratio]) -> float | None:
