@@ -81,7 +81,7 @@ def test_columns_read_a_row_by_name_or_function():
 
 
 def test_a_misspelt_fact_in_a_column_is_no_empty_column(rows, end_to_end):
-    with pytest.raises(KeyError, match="drivers_bytes.*does not declare"):
+    with pytest.raises(KeyError, match="drivers_bytes"):
         Table.of("", rows(end_to_end)[:1], [Column("driver", COUNT, "drivers_bytes")])
 
 

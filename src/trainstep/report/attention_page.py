@@ -7,7 +7,7 @@ from trainstep.report.attention_charts import MAXIMUM_GROUPS, attention_charts, 
 from trainstep.report.attention_rows import (
     OURS,
     Configuration,
-    Ratio,
+    PeerRatio,
     attention_rows,
     configurations,
     geometric_mean,
@@ -79,7 +79,7 @@ def _counted(rows: Sequence[Row]) -> str:
     return ", ".join(f"{name} {counts[name]}" for name in implementations(rows))
 
 
-def _against(found: Sequence[Ratio]) -> list[str]:
+def _against(found: Sequence[PeerRatio]) -> list[str]:
     """A sentence a peer: the geometric mean over all configurations where both ran."""
     said = []
     for peer in implementations([one.theirs for one in found]):

@@ -96,7 +96,7 @@ def _step_sentences(ways: Sequence[Way]) -> list[str]:
         if not talking:
             continue
         best = min(talking, key=_window_s)
-        found = best.ratio("window_step")
+        found = (ratio := best.ratio("window_step")) and ratio.known
         sentence = f"{place}: quickest in a row of steps is {best.name}, at {milliseconds(_window_s(best))} ms a step"
         if found and found.ratio and found.low and found.high:
             interval = f"99 % interval {ratio_words(found.low)} to {ratio_words(found.high)}"
