@@ -178,7 +178,8 @@ def test_no_ratio_without_a_yardstick_of_the_same_run():
     assert ways_of(rows(cell("none", context=512), cell("bucketed")))[1].ratio("step") is None
     elsewhere = dataclasses.replace(cell("none"), environment=_other())
     ratio = ways_of(rows(elsewhere, cell("bucketed")))[1].ratio("step")
-    assert ratio.found is None and ratio.trouble.startswith("unlike environments")
+    assert ratio.known is None
+    assert ratio.trouble.startswith("unlike environments")
     failed = cell("none", failure=Failure(kind="timeout", phase="warmup", message="too long"))
     assert [way.base for way in ways_of(rows(failed, cell("bucketed")))] == [None, None]
 
