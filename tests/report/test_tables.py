@@ -80,6 +80,11 @@ def test_columns_read_a_row_by_name_or_function():
     ]
 
 
+def test_a_misspelt_fact_in_a_column_is_no_empty_column(rows, end_to_end):
+    with pytest.raises(KeyError, match="drivers_bytes"):
+        Table.of("", rows(end_to_end)[:1], [Column("driver", COUNT, "drivers_bytes")])
+
+
 def test_a_failed_row_keeps_only_what_names_it(rows, end_to_end):
     failed = rows(end_to_end)[3]
     columns = [*point_columns([failed]), Column("steps", COUNT, lambda row: 1), doubts_column(lambda row: "")]

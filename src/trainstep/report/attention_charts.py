@@ -13,11 +13,10 @@ from trainstep.records.record import Record
 from trainstep.report.attention_rows import (
     OURS,
     Configuration,
-    Ratio,
+    PeerRatio,
     failure_cell,
     flops_per_s,
     implementations,
-    number,
     time_summary,
 )
 from trainstep.report.charts import (
@@ -96,7 +95,7 @@ def attention_charts(found: Sequence[Configuration]) -> list[Chart]:
     return [chart for group in groups_of(found) for quantity in quantities if (chart := _chart(group, quantity))]
 
 
-def ratio_charts(found: Sequence[Ratio]) -> list[Chart]:
+def ratio_charts(found: Sequence[PeerRatio]) -> list[Chart]:
     """Our time over each peer's, with its interval."""
     met = [one for one in found if one.found and one.found.ratio]
     of_configuration = grouped(met, lambda one: id(one.configuration))
@@ -180,7 +179,7 @@ def _stopped(group: Group, mine: Sequence[Configuration], quantity: Quantity) ->
     }
 
 
-def _ratio_chart(group: Group, of_configuration: Mapping[int, Sequence[Ratio]]) -> Chart:
+def _ratio_chart(group: Group, of_configuration: Mapping[int, Sequence[PeerRatio]]) -> Chart:
     drawn = [one for each in group.configurations for one in of_configuration[id(each)]]
     panels = panels_of(group, "our time ÷ theirs", [1.0, *(side for one in drawn for side in _interval(one))])
     peers = implementations([one.theirs for one in drawn])
@@ -194,7 +193,7 @@ def _ratio_chart(group: Group, of_configuration: Mapping[int, Sequence[Ratio]]) 
     return panels.chart(titled("Ours against each", group), caption, shapes=shapes)
 
 
-def _ratio_line(group: Group, met: Sequence[Ratio], index: int) -> Trace:
+def _ratio_line(group: Group, met: Sequence[PeerRatio], index: int) -> Trace:
     low, middle, high = (list(side) for side in zip(*map(_interval, met), strict=True))
     hover = [
         lines_of(
@@ -215,7 +214,7 @@ def _ratio_line(group: Group, met: Sequence[Ratio], index: int) -> Trace:
     return made
 
 
-def _interval(one: Ratio) -> tuple[float, float, float]:
+def _interval(one: PeerRatio) -> tuple[float, float, float]:
     found = one.found
     ratio = (found and found.ratio) or 1.0
     return (found and found.low) or ratio, ratio, (found and found.high) or ratio
@@ -247,7 +246,7 @@ def _memory(title: str, caption: str, name: str, records: Sequence[Record]) -> Q
     """In the unit that the largest value has."""
 
     def held(record: Record) -> float | None:
-        return None if record.failure else number(record, name)
+        return None if record.failure else record.fact(name)
 
     unit = byte_unit(map(held, records))
     return Quantity(

@@ -7,10 +7,9 @@ from trainstep.report.attention_charts import MAXIMUM_GROUPS, attention_charts, 
 from trainstep.report.attention_rows import (
     OURS,
     Configuration,
-    Ratio,
+    PeerRatio,
     attention_rows,
     configurations,
-    flag,
     geometric_mean,
     implementation,
     implementations,
@@ -69,8 +68,8 @@ def _fastest(found: Sequence[Configuration]) -> list[str]:
 def _wrong(rows: Sequence[Row]) -> list[str]:
     """Cells whose result a reader should not trust, by implementation."""
     kinds = {
-        "gave NaN or infinity": [row for row in rows if flag(row.record, "has_nan")],
-        "gave other bits when run again": [row for row in rows if flag(row.record, "deterministic") is False],
+        "gave NaN or infinity": [row for row in rows if row.record.fact("has_nan")],
+        "gave other bits when run again": [row for row in rows if row.record.fact("deterministic") == 0],
     }
     return [f"{len(wrong)} of {len(rows)} cells {what}: {_counted(wrong)}." for what, wrong in kinds.items() if wrong]
 
@@ -80,7 +79,7 @@ def _counted(rows: Sequence[Row]) -> str:
     return ", ".join(f"{name} {counts[name]}" for name in implementations(rows))
 
 
-def _against(found: Sequence[Ratio]) -> list[str]:
+def _against(found: Sequence[PeerRatio]) -> list[str]:
     """A sentence a peer: the geometric mean over all configurations where both ran."""
     said = []
     for peer in implementations([one.theirs for one in found]):

@@ -9,13 +9,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainstep.config.attention import IMPLEMENTATIONS, TILE_FIELDS
-from trainstep.records.compare import VERDICTS, Comparison, compare_records
+from trainstep.records.compare import VERDICTS, Comparison
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
 from trainstep.report.forms import COUNT, RATIO, Form, failure_word, needed_words, ratio_words
+from trainstep.report.ratios import Ratio, ratio_of
 from trainstep.report.rows import Row, grouped, of_workload, words
 from trainstep.report.tables import Column, Entry, Line, Table, point_columns
 
@@ -100,20 +101,8 @@ def time_summary(record: Record, name: str = TIME) -> Summary | None:
 
 def flops_per_s(record: Record) -> float | None:
     """FLOPs of the direction over the median time."""
-    flops, time = number(record, "flops"), time_summary(record)
+    flops, time = record.fact("flops"), time_summary(record)
     return None if flops is None or time is None or not time.median else flops / time.median
-
-
-def number(record: Record, name: str) -> float | None:
-    """A fact that is a number, whatever became of the cell."""
-    value = record.fact(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def flag(record: Record, name: str) -> bool | None:
-    """A fact that is a yes or a no (stored as a switch, or as 1 or 0), None where it was not seen."""
-    value = record.fact(name)
-    return bool(value) if isinstance(value, bool | int) else None
 
 
 def failure_cell(record: Record) -> str:
@@ -122,7 +111,7 @@ def failure_cell(record: Record) -> str:
     if failure is None:
         return ""
     if failure.kind == "out_of_memory":
-        needed = number(record, "needed_bytes")
+        needed = record.fact("needed_bytes")
         if needed is not None:
             return f"{failure_word(failure)} (needs {needed_words(needed)})"
         asked = failure.asked_bytes
@@ -175,28 +164,30 @@ def _says_nothing(name: str, rows: Sequence[Row]) -> bool:
     return all(one.get(name) is None or one.get(name) == one.get(_SAME_AS[name]) for one in configs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
+class PeerRatio(NamedTuple):
     """Our time over a peer's in one configuration, or why there is none."""
 
     configuration: Configuration
     peer: str
-    found: Comparison | None = None
-    trouble: str = ""
+    ratio: Ratio
 
     @property
     def ours(self) -> Row:
-        return self.configuration.cells[OURS]
+        return self.ratio.row
 
     @property
     def theirs(self) -> Row:
-        return self.configuration.cells[self.peer]
+        return self.ratio.base
+
+    @property
+    def found(self) -> Comparison | None:
+        return self.ratio.found
 
 
-def ratios(found: Sequence[Configuration]) -> list[Ratio]:
+def ratios(found: Sequence[Configuration]) -> list[PeerRatio]:
     """Of every configuration that has ours and a peer, peer by peer."""
     return [
-        _ratio(one, peer)
+        PeerRatio(one, peer, ratio_of(one.cells[peer], one.cells[OURS], TIME))
         for one in found
         if OURS in one.cells
         for peer in implementations([*one.cells.values()])
@@ -204,7 +195,7 @@ def ratios(found: Sequence[Configuration]) -> list[Ratio]:
     ]
 
 
-def ratio_tables(found: Sequence[Ratio]) -> list[Table]:
+def ratio_tables(found: Sequence[PeerRatio]) -> list[Table]:
     """The geometric means, then a row a configuration and a column a peer; none where ours met nobody."""
     if not found:
         return []
@@ -212,18 +203,7 @@ def ratio_tables(found: Sequence[Ratio]) -> list[Table]:
     return [*([_means_table(found)] if any_ratio else []), _ratio_table(found)]
 
 
-def _ratio(configuration: Configuration, peer: str) -> Ratio:
-    ours, theirs = configuration.cells[OURS].record, configuration.cells[peer].record
-    if ours.failure or theirs.failure:
-        return Ratio(configuration=configuration, peer=peer, trouble="one of the two failed")
-    try:
-        made = compare_records(theirs, ours, quantity=TIME)
-    except ValueError as error:
-        return Ratio(configuration=configuration, peer=peer, trouble=str(error))
-    return Ratio(configuration=configuration, peer=peer, found=made, trouble="" if made.ratio else made.reason)
-
-
-def _ratio_table(found: Sequence[Ratio]) -> Table:
+def _ratio_table(found: Sequence[PeerRatio]) -> Table:
     lines: dict[int, Line] = {}
     for one in found:
         lines.setdefault(id(one.configuration), Line(one.configuration.row, {})).of[one.peer] = one
@@ -232,8 +212,7 @@ def _ratio_table(found: Sequence[Ratio]) -> Table:
         *configuration_columns([*met.values()]),
         *map(_ratio_column, implementations([one.theirs for one in found])),
     ]
-    failed = [one for one in found if one.ours.record.failure or one.theirs.record.failure]
-    troubles = dict.fromkeys(one.trouble for one in found if one.trouble and one not in failed)
+    troubles = dict.fromkeys(one.ratio.trouble for one in found if one.ratio.trouble and not one.ratio.failure)
     note = "Our time over theirs, with its 99 % interval: below 1 ours is faster. “?”: cannot tell."
     note = " ".join([note, *(f"No ratio: {trouble}." for trouble in list(troubles)[:3])])
     return Table.of(
@@ -249,9 +228,8 @@ def _ratio_column(peer: str) -> Column:
         failed = next((row.record for row in (one.theirs, one.ours) if row.record.failure), None)
         if failed is not None:
             return Entry(text=failure_cell(failed), failure=failed.failure)
-        found: Comparison | None = one.found
-        known = found is not None and None not in (found.ratio, found.low, found.high)
-        return found if known else Entry(text="no ratio")
+        known: Comparison | None = one.ratio.known
+        return known or Entry(text="no ratio")
 
     return Column(f"ours / {peer}", _RATIO, get, failed=None)
 
@@ -264,31 +242,26 @@ def _ratio_words(found: Comparison) -> str:
 _RATIO = Form(text=_ratio_words, sort=lambda found: found.ratio)
 
 
-def _ratio_numbers(one: Ratio) -> dict[str, Any]:
+def _ratio_numbers(one: PeerRatio) -> dict[str, Any]:
     """What a program reads of a ratio; the keys say which two cells it is of."""
-    found = one.found
     return {
         **one.configuration.point,
         "compared_along": "implementation",
         "implementation": OURS,
         "against": one.peer,
-        "ratio": found and found.ratio,
-        "ratio_low": found and found.low,
-        "ratio_high": found and found.high,
-        "verdict": found.verdict if found else "cannot tell",
-        "reason": found.reason if found else one.trouble,
-        "key": one.ours.record.key,
+        **one.ratio.numbers(),
+        **({"reason": "one of the two failed"} if one.ratio.failure else {}),
         "against_key": one.theirs.record.key,
     }
 
 
-def _means_table(found: Sequence[Ratio]) -> Table:
+def _means_table(found: Sequence[PeerRatio]) -> Table:
     """A row for each peer and value of what is not a size, over all lengths and over the long ones."""
     met = [one for one in found if one.found and one.found.ratio]
     groups = grouped(met, lambda one: (one.configuration.rest(*SIZES), one.peer))
     lines = []
     for (rest, peer), mine in groups.items():
-        long = [one for one in mine if (number_of_tokens(one) or 0) >= LONG_SEQ]
+        long = [one for one in mine if _is_long(one)]
         lines.append({**dict(rest), "against": peer, **_means("all", mine)})
         if long and len(long) < len(mine):
             lines.append({**dict(rest), "against": peer, **_means(f"≥ {LONG_SEQ:,}", long)})
@@ -304,18 +277,18 @@ def _means_table(found: Sequence[Ratio]) -> Table:
     return Table.of("Ours against each: geometric means", lines, columns, note=note)
 
 
-def number_of_tokens(one: Ratio) -> float | None:
-    value = one.ours.record.config.get("seq")
-    return value if isinstance(value, int | float) else None
+def _is_long(one: PeerRatio) -> bool:
+    seq = one.ours.record.config.get("seq")
+    return isinstance(seq, int | float) and seq >= LONG_SEQ
 
 
-def geometric_mean(found: Sequence[Ratio]) -> float | None:
+def geometric_mean(found: Sequence[PeerRatio]) -> float | None:
     """Of the ratios that there are."""
     logs = [math.log(one.found.ratio) for one in found if one.found and one.found.ratio]
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def _means(lengths: str, found: Sequence[Ratio]) -> dict[str, Any]:
+def _means(lengths: str, found: Sequence[PeerRatio]) -> dict[str, Any]:
     mean = geometric_mean(found) or 1.0
     verdicts = [one.found.verdict for one in found if one.found]
     return {

@@ -22,11 +22,9 @@ from trainstep.report.attention_rows import (
     configurations,
     failure_cell,
     failure_reason,
-    flag,
     flops_per_s,
     implementations,
     median_s,
-    number,
     ratio_tables,
     ratios,
     time_summary,
@@ -45,7 +43,7 @@ from trainstep.report.forms import (
     milliseconds,
     three_digits,
 )
-from trainstep.report.rows import Row, grouped, quantities, words
+from trainstep.report.rows import Row, facts_in, grouped, quantities, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 
 _REASONS = 6
@@ -161,7 +159,7 @@ def cells_table(rows: Sequence[Row]) -> Table:
 
 def accounting_tables(rows: Sequence[Row]) -> list[Table]:
     """What the memory of each configuration is made of, as its implementation needs it."""
-    told = [row for row in rows if any(number(row.record, f"{part}_bytes") is not None for part in _ACCOUNTED)]
+    told = [row for row in rows if any(row.record.fact(f"{part}_bytes") is not None for part in _ACCOUNTED)]
     if not told:
         return []
     hidden = {name for row in told for name in row.point} - {*configuration_names(rows), *NOT_THE_WORK}
@@ -174,7 +172,7 @@ def _troubles(record: Record) -> list[str]:
     """What makes the result itself doubtful, and what could not be looked at."""
     failed = record.fact("afterwards_failed")
     return [
-        *(["NaN or infinity"] if flag(record, "has_nan") else []),
+        *(["NaN or infinity"] if record.fact("has_nan") else []),
         *([f"not seen: {words(failed)}"] if failed else []),
     ]
 
@@ -184,8 +182,7 @@ def _numbers(row: Row) -> dict[str, Any]:
     record = row.record
     numbers = quantities(row)
     config = {name: value for name, value in record.config.items() if name not in numbers}
-    accounted = {f"{part}_bytes": number(record, f"{part}_bytes") for part in _ACCOUNTED}
-    needed = {name: value for name, value in accounted.items() if value is not None}
+    needed = facts_in(record, [f"{part}_bytes" for part in _ACCOUNTED])
     return {"workload": numbers.pop("workload"), **config, **numbers, **needed, "flops_per_s": flops_per_s(record)}
 
 
@@ -199,20 +196,14 @@ def _time(name: str) -> Callable[[Row], tuple[float, float | None] | None]:
     return get
 
 
-def _number(name: str) -> Callable[[Row], float | None]:
-    return lambda row: number(row.record, name)
-
-
-def _flag(name: str) -> Callable[[Row], bool | None]:
-    return lambda row: flag(row.record, name)
-
-
 def _cut(value: Any) -> str:
     text = words(value)
     return text if len(text) <= _MOST_OF_A_NAME else f"{text[: _MOST_OF_A_NAME - 1]}…"
 
 
 _WORDS = replace(TEXT, text=_cut)
+_YES_NO = replace(TEXT, text=lambda value: words(bool(value)))
+"""Stored as a switch, or as 1 or 0."""
 _TERA = Form(text=lambda rate: three_digits(rate / 1e12))
 _TIME = Column("time (ms)", MS_STD, _time(TIME), help="Median ± standard deviation of a call.", failed=failure_cell)
 _RATE = Column(
@@ -225,12 +216,12 @@ _RATE = Column(
 _SIDE_BY_SIDE = (
     _TIME,
     _RATE,
-    Column("peak memory ({unit})", SIZE, _number("peak_bytes"), failed=failure_cell),
-    Column("memory held before backward ({unit})", SIZE, _number("held_bytes"), failed=failure_cell),
+    Column("peak memory ({unit})", SIZE, "peak_bytes", failed=failure_cell),
+    Column("memory held before backward ({unit})", SIZE, "held_bytes", failed=failure_cell),
 )
 _ACCOUNT = (
-    *(Column(f"{part} ({{unit}})", SIZE, _number(f"{part}_bytes"), optional=True, failed=None) for part in _ACCOUNTED),
-    Column("peak seen ({unit})", SIZE, _number("peak_bytes"), failed=failure_cell),
+    *(Column(f"{part} ({{unit}})", SIZE, f"{part}_bytes", optional=True, failed=None) for part in _ACCOUNTED),
+    Column("peak seen ({unit})", SIZE, "peak_bytes", failed=failure_cell),
 )
 _CELL = (
     replace(_TIME, help=""),  # a failed row shows its failure here alone, and its reason at the end
@@ -238,16 +229,16 @@ _CELL = (
         replace(column, help="", optional=True, failed=lambda _: ABSENT)
         for column in (
             _RATE,
-            Column("error of output", ERROR, _number("error_output")),
-            Column("plain PyTorch's error", ERROR, _number("error_same_dtype")),
-            *(Column(f"error of {name}", ERROR, _number(f"error_{name}")) for name in ("dq", "dk", "dv", "lse")),
-            Column("NaN", _WORDS, _flag("has_nan")),
-            Column("deterministic", _WORDS, _flag("deterministic")),
+            Column("error of output", ERROR, "error_output"),
+            Column("plain PyTorch's error", ERROR, "error_same_dtype"),
+            *(Column(f"error of {name}", ERROR, f"error_{name}") for name in ("dq", "dk", "dv", "lse")),
+            Column("NaN", _YES_NO, "has_nan"),
+            Column("deterministic", _YES_NO, "deterministic"),
             Column("which ran", _WORDS, "which_ran"),
             Column("host (ms)", MS_STD, _time(HOST)),
-            Column("launch-bound", _WORDS, _flag("launch_bound")),
-            Column("peak ({unit})", COLUMN_SIZE, _number("peak_bytes")),
-            Column("held ({unit})", COLUMN_SIZE, _number("held_bytes")),
+            Column("launch-bound", _YES_NO, "launch_bound"),
+            Column("peak ({unit})", COLUMN_SIZE, "peak_bytes"),
+            Column("held ({unit})", COLUMN_SIZE, "held_bytes"),
         )
     ),
 )

@@ -1,12 +1,10 @@
 """What a page shows of a compared axis (precision, compile, attention...): ratios with intervals and verdicts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.instruments import says
-from trainstep.records.compare import Comparison, compare_records
-from trainstep.records.record import Failure
+from trainstep.records.compare import Comparison
 from trainstep.report.charts import (
     FAILURE_COLOUR,
     INK,
@@ -21,6 +19,7 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.forms import MS_STD, RATIO, TEXT, Form, failure_sentence, failure_word, ratio_words
+from trainstep.report.ratios import Ratio, ratio_of
 from trainstep.report.rows import Row, grouped, needless, of_workload, quantities, time_of, varying, words
 from trainstep.report.tables import Column, Entry, Table, point_columns
 
@@ -51,23 +50,6 @@ def comparison_sections(rows: Sequence[Row]) -> list[Section]:
     return [section for section in made if section]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ratio:
-    """A row against the one with the axis's first value: a comparison, or why there is none."""
-
-    base: Row
-    row: Row
-    found: Comparison | None
-    trouble: str = ""
-    failure: Failure | None = None
-
-    @property
-    def known(self) -> Comparison | None:
-        """The comparison, where it came to a ratio with an interval."""
-        found = self.found
-        return None if found is None or None in (found.ratio, found.low, found.high) else found
-
-
 def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Table]:
     """Ratios and verdicts against the first value of each compared axis (or of `axis` alone), a table each."""
     if axis is not None:
@@ -79,12 +61,12 @@ def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Tabl
     return [_ratio_table(name, ratios) for name, ratios in found if ratios]
 
 
-def _ratios(axis: str, rows: Sequence[Row]) -> list[_Ratio]:
+def _ratios(axis: str, rows: Sequence[Row]) -> list[Ratio]:
     first = rows[0].point.get(axis)
     ratios = []
     for group in grouped(rows, lambda row: row.rest(axis)).values():
         base = next((row for row in group if row.point.get(axis) == first), None)
-        ratios += [_ratio(base, row) for row in group if base and row is not base]
+        ratios += [ratio_of(base, row, _timed(row)) for row in group if base and row is not base]
     return ratios
 
 
@@ -105,24 +87,13 @@ def _comparison_section(axis: str, rows: Sequence[Row]) -> Section | None:
     )
 
 
-def _ratio(base: Row, row: Row) -> _Ratio:
-    failure = row.record.failure or base.record.failure
-    if failure is not None:
-        return _Ratio(base=base, row=row, found=None, trouble=failure_word(failure), failure=failure)
-    try:
-        found = compare_records(base.record, row.record, quantity=_timed(row))
-    except ValueError as error:
-        return _Ratio(base=base, row=row, found=None, trouble=str(error))
-    return _Ratio(base=base, row=row, found=found, trouble="" if found.ratio else found.reason)
-
-
 def _timed(row: Row) -> str:
     """The quantity that is compared: a step's time, or what another workload times first."""
     samples = row.record.samples
     return "step" if "step" in samples else next(iter(samples), "step")
 
 
-def _ratio_chart(axis: str, ratios: Sequence[_Ratio]) -> Chart:
+def _ratio_chart(axis: str, ratios: Sequence[Ratio]) -> Chart:
     first = words(ratios[0].base.point.get(axis))
     unnamed = [axis, *needless([ratio.row for ratio in ratios])]
     panels = Panels(
@@ -156,7 +127,7 @@ def _ratio_chart(axis: str, ratios: Sequence[_Ratio]) -> Chart:
 
 
 def _ratio_traces(
-    unnamed: Sequence[str], value: str, colour: str, ratios: Sequence[_Ratio], labelled: bool
+    unnamed: Sequence[str], value: str, colour: str, ratios: Sequence[Ratio], labelled: bool
 ) -> list[dict[str, Any]]:
     x = short_labels([ratio.row.label(without=unnamed) for ratio in ratios])
     y = [ratio.found.ratio if ratio.found else None for ratio in ratios]
@@ -190,7 +161,7 @@ def _ratio_traces(
     ]
 
 
-def _side(ratio: _Ratio, side: str) -> float:
+def _side(ratio: Ratio, side: str) -> float:
     found = ratio.found
     if found is None or found.ratio is None:
         return 0.0
@@ -198,7 +169,7 @@ def _side(ratio: _Ratio, side: str) -> float:
     return 0.0 if edge is None else abs(edge - found.ratio)
 
 
-def _ratio_text(ratio: _Ratio, labelled: bool) -> str:
+def _ratio_text(ratio: Ratio, labelled: bool) -> str:
     if ratio.failure is not None:
         return f"<b>{failure_word(ratio.failure)}</b>"
     if ratio.found is None or ratio.found.ratio is None:
@@ -206,7 +177,7 @@ def _ratio_text(ratio: _Ratio, labelled: bool) -> str:
     return f"{ratio.found.ratio:.2f}" if labelled else ""
 
 
-def _ratio_hover(ratio: _Ratio) -> str:
+def _ratio_hover(ratio: Ratio) -> str:
     found = ratio.found
     name = label(ratio.row.label())
     if found is None or found.ratio is None or found.low is None or found.high is None:
@@ -215,7 +186,7 @@ def _ratio_hover(ratio: _Ratio) -> str:
     return lines_of(name, interval, found.verdict, label(found.reason))
 
 
-def _ratio_table(axis: str, ratios: Sequence[_Ratio]) -> Table:
+def _ratio_table(axis: str, ratios: Sequence[Ratio]) -> Table:
     timed = "total step" if all(_timed(ratio.row) == "step" for ratio in ratios) else "time"
     columns = [
         *point_columns(ratios, without=[axis]),
@@ -234,10 +205,10 @@ def _ratio_table(axis: str, ratios: Sequence[_Ratio]) -> Table:
     return Table.of(title, ratios, columns, note=note, raw=(_ratio_numbers(axis, ratio) for ratio in ratios))
 
 
-def _compared(title: str, form: Form, get: Callable[[_Ratio, Comparison], Any]) -> Column:
+def _compared(title: str, form: Form, get: Callable[[Ratio, Comparison], Any]) -> Column:
     """A number that both cells are needed for: where either failed, its failure stands there."""
 
-    def read(ratio: _Ratio) -> Any:
+    def read(ratio: Ratio) -> Any:
         if ratio.known is None:
             return Entry(text=ratio.trouble, failure=ratio.failure) if ratio.failure else None
         return get(ratio, ratio.known)
@@ -245,23 +216,13 @@ def _compared(title: str, form: Form, get: Callable[[_Ratio, Comparison], Any]) 
     return Column(title, form, read, failed=None)
 
 
-def _why(ratio: _Ratio) -> str | Entry:
+def _why(ratio: Ratio) -> str | Entry:
     if ratio.failure:
         return Entry(text=failure_sentence(ratio.failure), failure=ratio.failure)
     return ratio.known.reason if ratio.known else ratio.trouble
 
 
-def _ratio_numbers(axis: str, ratio: _Ratio) -> dict[str, Any]:
-    """What a program reads of a comparison; the row's own key says which cell it is."""
-    found = ratio.found
-    return {
-        **ratio.row.point,
-        "compared_along": axis,
-        "against": ratio.base.point.get(axis),
-        "ratio": found and found.ratio,
-        "ratio_low": found and found.low,
-        "ratio_high": found and found.high,
-        "verdict": found.verdict if found else "cannot tell",
-        "reason": found.reason if found else ratio.trouble,
-        "key": ratio.row.record.key,
-    }
+def _ratio_numbers(axis: str, ratio: Ratio) -> dict[str, Any]:
+    """What a program reads of a comparison."""
+    aside = {"compared_along": axis, "against": ratio.base.point.get(axis)}
+    return {**ratio.row.point, **aside, **ratio.numbers()}

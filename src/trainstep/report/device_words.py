@@ -15,6 +15,8 @@ _BEYOND = 1.02
 _SHORT_S = 20e-6
 """A call shorter than this is of the order of what starting and draining a kernel takes, a few microseconds."""
 _IDLE = 0.3
+Case = tuple[Callable[[CountedWork, float, bool], bool], Callable[[Sequence[CountedWork], Ceilings], str]]
+"""Which work it is of, by its share of the roof and by whether memory is its roof; the sentence about that work."""
 
 
 def device_sentences(record: Record, work: Sequence[CountedWork], ceilings: Ceilings | None) -> list[str]:
@@ -24,8 +26,9 @@ def device_sentences(record: Record, work: Sequence[CountedWork], ceilings: Ceil
     on_gpu = record.config.get("device") == "cuda"
     if ceilings is None:
         return [_no_ceilings(record, on_gpu), _covered(record, work)]
-    explain = _on_gpu if on_gpu else _on_cpu
-    found = [_roofs(work, ceilings, on_gpu), _covered(record, work), *explain(work, ceilings), _idle(record, on_gpu)]
+    explained = _said(_ON_GPU if on_gpu else _ON_CPU, work, ceilings)
+    aside = [_without_tensor_cores(work, ceilings), _idle(record)] if on_gpu else []
+    found = [_roofs(work, ceilings, on_gpu), _covered(record, work), *explained, *aside]
     return [sentence for sentence in found if sentence]
 
 
@@ -70,25 +73,14 @@ def _covered(record: Record, work: Sequence[CountedWork]) -> str:
     )
 
 
-def _on_gpu(work: Sequence[CountedWork], ceilings: Ceilings) -> list[str]:
-    def chosen(wanted: Callable[[CountedWork, float], bool]) -> list[CountedWork]:
-        return [one for one in work if (share := ceilings.share(one)) is not None and wanted(one, share)]
-
-    in_memory = ceilings.is_memory_bound
-    return [
-        _beyond(chosen(lambda one, share: in_memory(one) and share > _BEYOND), ceilings),
-        _memory(chosen(lambda one, share: in_memory(one) and _NEAR <= share <= _BEYOND), ceilings),
-        _few_warps(chosen(lambda one, share: share < _NEAR and one.call_s < _SHORT_S), ceilings),
-        _more_bytes(chosen(lambda one, share: in_memory(one) and share < _NEAR and one.call_s >= _SHORT_S), ceilings),
-        _arithmetic(chosen(lambda one, share: not in_memory(one) and share >= _NEAR), ceilings),
-        _under(chosen(lambda one, share: not in_memory(one) and share < _NEAR and one.call_s >= _SHORT_S), ceilings),
-        _without_tensor_cores(work, ceilings),
-    ]
+def _said(cases: Sequence[Case], work: Sequence[CountedWork], ceilings: Ceilings) -> list[str]:
+    """The sentence of each case that some work is in."""
+    placed = [(one, share, ceilings.is_memory_bound(one)) for one in work if (share := ceilings.share(one)) is not None]
+    found = [([one for one, *place in placed if is_in(one, *place)], sentence) for is_in, sentence in cases]
+    return [sentence(mine, ceilings) for mine, sentence in found if mine]
 
 
 def _beyond(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    if not work:
-        return ""
     return (
         f"Caches: {_named(work)} got {_shares(work, ceilings)} of what memory alone could deliver. What the kernel before had "
         "just written was still in the L2 cache, which all SMs share, and did not come from memory."
@@ -96,8 +88,6 @@ def _beyond(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
 
 
 def _memory(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    if not work:
-        return ""
     rates = listed(dict.fromkeys(rate_words(one.bytes_per_s, "bytes/s") for one in work))
     return (
         f"Memory bounds {_named(work)}: {_intensities(work)} FLOP per byte, {rates}, {_shares(work, ceilings)} of the roof. "
@@ -107,8 +97,6 @@ def _memory(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
 
 
 def _few_warps(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    if not work:
-        return ""
     calls = listed(dict.fromkeys(f"{three_digits(one.call_s * 1e6)} µs" for one in work))
     return (
         f"SMs and warps: {_named(work)} stay{'s' if len(work) == 1 else ''} at {_shares(work, ceilings)} of the roof, with calls "
@@ -119,8 +107,6 @@ def _few_warps(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
 
 
 def _more_bytes(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    if not work:
-        return ""
     return (
         f"Coalescing or more passes: {_named(work)} reach{'es' if len(work) == 1 else ''} {_shares(work, ceilings)} of memory's "
         "roof although calls are long. Either more bytes move than the least (several kernels where one would do), or "
@@ -130,8 +116,6 @@ def _more_bytes(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
 
 
 def _arithmetic(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    if not work:
-        return ""
     units = listed(dict.fromkeys(roof_name(one.dtype, "cuda") for one in work))
     return (
         f"Arithmetic bounds {_named(work)}: {_intensities(work)} FLOP per byte, {_shares(work, ceilings)} of the peak of {units}. "
@@ -140,8 +124,6 @@ def _arithmetic(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
 
 
 def _under(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    if not work:
-        return ""
     units = listed(dict.fromkeys(roof_name(one.dtype, "cuda") for one in work))
     return (
         f"Under arithmetic's roof: {_named(work)} could keep {units} busy ({_intensities(work)} FLOP per byte) but reach"
@@ -164,34 +146,48 @@ def _without_tensor_cores(work: Sequence[CountedWork], ceilings: Ceilings) -> st
     )
 
 
-def _on_cpu(work: Sequence[CountedWork], ceilings: Ceilings) -> list[str]:
-    shares = {id(one): share for one in work if (share := ceilings.share(one)) is not None}
-    cached = [one for one in work if ceilings.is_memory_bound(one) and shares[id(one)] > _BEYOND]
-    memory = [one for one in work if ceilings.is_memory_bound(one) and _NEAR <= shares[id(one)] <= _BEYOND]
-    busy = [one for one in work if not ceilings.is_memory_bound(one) and shares.get(id(one), 0.0) >= _NEAR]
-    under = [one for one in work if shares.get(id(one), 1.0) < _NEAR]
-    said = []
-    if cached:
-        said.append(
-            f"Caches: {_named(cached)} got {_shares(cached, ceilings)} of what copying large arrays reaches: at this size the data "
-            "stay in the cores' caches."
-        )
-    if memory:
-        said.append(f"Memory bounds {_named(memory)}: {_shares(memory, ceilings)} of the roof.")
-    if busy:
-        said.append(f"The cores' vector units bound {_named(busy)}: {_shares(busy, ceilings)} of the measured matmul.")
-    if under:
-        said.append(
-            f"Far from both: {_named(under)}, {_shares(under, ceilings)} of the roof; small operands leave most of the time to "
-            "calling them and to sharing them out between cores."
-        )
-    return said
+def _cpu_caches(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
+    return (
+        f"Caches: {_named(work)} got {_shares(work, ceilings)} of what copying large arrays reaches: at this size the data "
+        "stay in the cores' caches."
+    )
 
 
-def _idle(record: Record, on_gpu: bool) -> str:
+def _cpu_memory(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
+    return f"Memory bounds {_named(work)}: {_shares(work, ceilings)} of the roof."
+
+
+def _cpu_arithmetic(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
+    return f"The cores' vector units bound {_named(work)}: {_shares(work, ceilings)} of the measured matmul."
+
+
+def _cpu_under(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
+    return (
+        f"Far from both: {_named(work)}, {_shares(work, ceilings)} of the roof; small operands leave most of the time to "
+        "calling them and to sharing them out between cores."
+    )
+
+
+_ON_CPU: Sequence[Case] = (
+    (lambda _, share, in_memory: in_memory and share > _BEYOND, _cpu_caches),
+    (lambda _, share, in_memory: in_memory and _NEAR <= share <= _BEYOND, _cpu_memory),
+    (lambda _, share, in_memory: not in_memory and share >= _NEAR, _cpu_arithmetic),
+    (lambda _, share, __: share < _NEAR, _cpu_under),
+)
+_ON_GPU: Sequence[Case] = (
+    (lambda _, share, in_memory: in_memory and share > _BEYOND, _beyond),
+    (lambda _, share, in_memory: in_memory and _NEAR <= share <= _BEYOND, _memory),
+    (lambda one, share, _: share < _NEAR and one.call_s < _SHORT_S, _few_warps),
+    (lambda one, share, in_memory: in_memory and share < _NEAR and one.call_s >= _SHORT_S, _more_bytes),
+    (lambda _, share, in_memory: not in_memory and share >= _NEAR, _arithmetic),
+    (lambda one, share, in_memory: not in_memory and share < _NEAR and one.call_s >= _SHORT_S, _under),
+)
+
+
+def _idle(record: Record) -> str:
     """No roof bounds a step that waits for its host."""
     busy, step = record.samples.get("busy"), record.samples.get("step")
-    if not on_gpu or busy is None or step is None or not busy.values or not step.values:
+    if busy is None or step is None or not busy.values or not step.values:
         return ""
     idle = 1 - (sum(busy.values) / len(busy.values)) / (sum(step.values) / len(step.values))
     if idle <= _IDLE:

@@ -96,7 +96,7 @@ def _step_sentences(ways: Sequence[Way]) -> list[str]:
         if not talking:
             continue
         best = min(talking, key=_window_s)
-        found = best.ratio("window_step")
+        found = (ratio := best.ratio("window_step")) and ratio.known
         sentence = f"{place}: quickest in a row of steps is {best.name}, at {milliseconds(_window_s(best))} ms a step"
         if found and found.ratio and found.low and found.high:
             interval = f"99 % interval {ratio_words(found.low)} to {ratio_words(found.high)}"
@@ -112,19 +112,25 @@ def _window_s(way: Way) -> float:
     return median_of(way.record, "window_step") or median_of(way.record, "step") or 0.0
 
 
-def _steps_chart(ways: Sequence[Way]) -> Chart:
-    """A panel a place, a pair of bars a way."""
-    places = _places(ways)[:MAXIMUM_PANELS]
-    widest = max(len(mine) for _, mine in places)
-    names = [name for _, mine in places for name in short_labels([way.name for way in mine])]
+def _panels(ways: Sequence[Way], y_title: str, *, bars: int) -> tuple[Panels, list[list[Way]]]:
+    """A panel a place, so many bars a way; and the ways of each."""
+    places = dict(_places(ways)[:MAXIMUM_PANELS])
+    names = [name for mine in places.values() for name in short_labels([way.name for way in mine])]
+    widest = max(map(len, places.values()))
     panels = Panels(
-        titles=short_labels([place for place, _ in places]),
-        columns=panel_columns(len(places), 2 * widest, label_characters=max(map(len, names))),
+        titles=short_labels(list(places)),
+        columns=panel_columns(len(places), bars * widest, label_characters=max(map(len, names))),
         x_title="way",
-        y_title="time of a step (ms)",
+        y_title=y_title,
         x_axis={"type": "category"},
     )
-    for index, (_, mine) in enumerate(places):
+    return panels, list(places.values())
+
+
+def _steps_chart(ways: Sequence[Way]) -> Chart:
+    """A panel a place, a pair of bars a way."""
+    panels, places = _panels(ways, "time of a step (ms)", bars=2)
+    for index, mine in enumerate(places):
         x = short_labels([way.name for way in mine])
         for place, (quantity, name) in enumerate(_TIMED.items()):
             seen = [way.record.samples.get(quantity) for way in mine]
@@ -142,17 +148,8 @@ def _steps_chart(ways: Sequence[Way]) -> Chart:
 
 def _memory_chart(ways: Sequence[Way]) -> Chart:
     """A panel a place, a stack a way: the point at which most of it is held."""
-    places = _places(ways)[:MAXIMUM_PANELS]
-    widest = max(len(mine) for _, mine in places)
-    names = [name for _, mine in places for name in short_labels([way.name for way in mine])]
-    panels = Panels(
-        titles=short_labels([place for place, _ in places]),
-        columns=panel_columns(len(places), widest, label_characters=max(map(len, names))),
-        x_title="way",
-        y_title="held by a rank (GiB)",
-        x_axis={"type": "category"},
-    )
-    for index, (_, mine) in enumerate(places):
+    panels, places = _panels(ways, "held by a rank (GiB)", bars=1)
+    for index, mine in enumerate(places):
         x = short_labels([way.name for way in mine])
         fullest = [_fullest(way) for way in mine]
         for category, colour in zip(CATEGORIES, _COLOURS, strict=True):

@@ -7,9 +7,9 @@ from typing import Any
 
 from trainstep.config.sync import OF_A_STRATEGY, USED_BY, needless
 from trainstep.costs.strategies import YARDSTICK
-from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Record
 from trainstep.report.forms import ABSENT, TEXT
+from trainstep.report.ratios import Ratio, ratio_of
 from trainstep.report.rows import Row, flat_config, of_workload, table_lines, words
 from trainstep.report.tables import Column, Entry, point_columns, row_of
 
@@ -47,14 +47,9 @@ class Way:
         """A table of the record, line by line; none where the cell failed."""
         return table_lines(self.record.tables.get(name)) if self.record.failure is None else []
 
-    def ratio(self, quantity: str) -> Comparison | None:
-        """Its time against the yardstick's; None where they cannot be compared."""
-        if self.base is None or self.base is self.row or quantity not in self.record.samples:
-            return None
-        try:
-            return compare_records(self.base.record, self.record, quantity=quantity)
-        except ValueError:  # other machines, or code
-            return None
+    def ratio(self, quantity: str) -> Ratio | None:
+        """Its time against the yardstick's; None where there is none, or it is the yardstick."""
+        return None if self.base is None or self.base is self.row else ratio_of(self.base, self.row, quantity)
 
     def longer_s(self, quantity: str) -> float | None:
         """Median seconds over the yardstick's: communication that is not hidden, as the whole step feels it."""

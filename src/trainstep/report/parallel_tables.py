@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainstep.costs.strategies import YARDSTICK
+from trainstep.records.compare import Comparison
 from trainstep.records.summary import doubts, summarize
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
 from trainstep.report.parallel_rows import Way, median_of, name_columns, ways_of
@@ -62,11 +63,11 @@ def steps_table(ways: Sequence[Way]) -> Table:
     columns = [
         *name_columns(ways),
         Column("step (ms)", MS_STD, _time("step")),
-        Column("ratio", RATIO, _ratio("step")),
-        Column("99 % interval", _INTERVAL, _interval("step")),
+        Column("ratio", RATIO, _known("step", lambda found: found.ratio)),
+        Column("99 % interval", _INTERVAL, _known("step", _ends)),
         Column("window, a step (ms)", MS_STD, _time("window_step")),
-        Column("window's ratio", RATIO, _ratio("window_step")),
-        Column("99 % of that", _INTERVAL, _interval("window_step")),
+        Column("window's ratio", RATIO, _known("window_step", lambda found: found.ratio)),
+        Column("99 % of that", _INTERVAL, _known("window_step", _ends)),
         *rank_columns("step"),
         Column("tokens/s", WHOLE, _tokens_per_s),
         Column("peak", SIZE, _peak_bytes),
@@ -222,27 +223,18 @@ def _time(quantity: str) -> Callable[[Way], tuple[float, float] | None]:
     return get
 
 
-def _interval(quantity: str) -> Callable[[Way], tuple[float, float] | None]:
-    """Where the ratio to the yardstick lies."""
-
-    def get(way: Way) -> tuple[float, float] | None:
-        found = way.ratio(quantity)
-        if found is None or found.ratio is None or found.low is None or found.high is None:
-            return None
-        return found.low, found.high
-
-    return get
+def _known(quantity: str, get: Callable[[Comparison], Any]) -> Callable[[Way], Any]:
+    """Of the ratio to the yardstick, where it has an interval."""
+    return lambda way: get(ratio.known) if (ratio := way.ratio(quantity)) and ratio.known else None
 
 
-def _ratio(quantity: str) -> Callable[[Way], float | None]:
-    """The ratio to the yardstick, where it has an interval."""
-    interval = _interval(quantity)
-    return lambda way: found.ratio if interval(way) and (found := way.ratio(quantity)) else None
+def _ends(found: Comparison) -> tuple[float | None, float | None]:
+    return found.low, found.high
 
 
 def _doubts(way: Way) -> str:
     trouble = [f"no trace: {said}"] if (said := way.record.fact("trace_failed")) else []
-    if (found := way.ratio("step")) is not None and found.interleaving == "none":
+    if (ratio := way.ratio("step")) and ratio.found and ratio.found.interleaving == "none":
         trouble.append(f"took no turns with {YARDSTICK}")
     return "; ".join([*doubts(way.record), *trouble])
 
@@ -282,7 +274,7 @@ def _raw(way: Way) -> Mapping[str, Any]:
         return numbers
     numbers |= shown_facts(record)
     for quantity in ("step", "window_step"):
-        found = way.ratio(quantity)
+        found = (ratio := way.ratio(quantity)) and ratio.found
         numbers |= {
             f"{quantity}_ratio_to_none": found and found.ratio,
             f"{quantity}_ratio_interleaving": found and found.interleaving,

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
 from trainstep.config.instruments import INSTRUMENTS, says
+from trainstep.records.facts import FACTS
 from trainstep.records.ranks import rank_spread
 from trainstep.records.record import Failure, Record
 from trainstep.records.values import is_number
@@ -94,7 +95,7 @@ class Column:
         name, held = self.get or self.title, row.of if isinstance(row, Line) else row
         if isinstance(held, Mapping):
             return held.get(name)
-        return held.record.fact(name) if hasattr(held, "record") else getattr(held, name)
+        return _fact(held.record, name) if hasattr(held, "record") else getattr(held, name)
 
     def entry(self, value: Any, unit: ByteUnit) -> Entry:
         """A value as it stands in the table."""
@@ -211,6 +212,13 @@ def _point_column(name: str, points: Sequence[Mapping[str, Any]]) -> Column:
         absent=words(None),
     )
     return Column(name, form, lambda row: row_of(row).point.get(name), failed=None)
+
+
+def _fact(record: Record, name: str) -> Any:
+    """A declared fact; KeyError for a misspelt one, which no record would ever have."""
+    if name not in FACTS:
+        raise KeyError(f"a column reads the fact {name!r}, which records/facts.py does not declare")
+    return record.fact(name)
 
 
 def _record_of(row: Any) -> Record | None:
