@@ -1,6 +1,7 @@
 """A strategy as an nn.Module around the module: what a training loop written for a module finds there."""
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -122,10 +123,26 @@ def test_hooks_alone_leave_the_call_as_it_was():
     assert not model._forward_pre_hooks
 
 
+def test_it_is_shown_with_the_module_in_it():
+    model = built(Case())
+    assert repr(model).splitlines()[1].strip() in repr(BucketedDDP(model, alone()))
+
+
+def test_ranks_are_what_start_ranks_returns():
+    with pytest.raises(ValueError, match="ranks: must be what start_ranks"):
+        BucketedDDP(built(Case()), 0)
+
+
+@pytest.mark.parametrize("cap", [0, -1, math.nan])
+def test_a_size_is_refused_by_the_name_that_was_given(cap: float):
+    with pytest.raises(ValueError, match="bucket_cap_mb: must be positive"):
+        BucketedDDP(built(Case()), alone(), bucket_cap_mb=cap)
+
+
 def test_a_wrapper_inside_the_module_that_it_wraps_is_refused():
     model = built(Case())
     model.sync = BucketedDDP(model, alone())
-    for walk in (model.train, model.state_dict):
+    for walk in (model.train, model.state_dict, model.double, lambda: model.apply(print)):
         with pytest.raises(
             ValueError, match="BucketedDDP: is an attribute of the module that it wraps; keep it beside"
         ):

@@ -74,3 +74,13 @@ def test_a_table_without_rows(workload: str):
                 assert report({**plain, "tables": {**plain["tables"], name: empty}})
             except Exception as error:
                 raise AssertionError(f"with {name} as {empty}: {error!r}") from error
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_a_time_of_zero_and_one_beyond_all_numbers_are_shown():
+    """A verdict over a step of no length; milliseconds that floating point cannot hold."""
+    plain = record_to_plain(fullest("profile"))
+    verdict = {**plain["tables"]["verdict"], "step_s": [0.0]}
+    assert report({**plain, "tables": {**plain["tables"], "verdict": verdict}})
+    step = {**plain["samples"]["step"], "values": [1e308, 1e308]}
+    assert report({**plain, "samples": {**plain["samples"], "step": step}})

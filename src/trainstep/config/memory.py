@@ -15,6 +15,10 @@ class RecordedRunConfig(RunConfig):
 
     warmups: int = described("steps before the recorded one: the first makes the optimizer's state", 1)
 
+    def __post_init__(self) -> None:
+        check_integer(self, "warmups", at_least=1)
+        super().__post_init__()
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(RanksConfig):
@@ -33,7 +37,6 @@ class MemoryConfig(RanksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_integer(self.run, "warmups", at_least=1)
         if not 0 <= self.min_share <= 1:
             raise ValueError(f"min_share: must be a share from 0 to 1, not {self.min_share!r}")
         if self.ranks == 1 and self.sync.strategy.talks:

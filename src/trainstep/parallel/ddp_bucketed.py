@@ -44,6 +44,7 @@ class BucketedDDP(ReplicatedGradients):
         if bucket_cap_mb is not None:
             if bucket_mib is not None:
                 raise ValueError("bucket_cap_mb: is torch's name for bucket_mib; give one of them")
+            bytes_of_mib("bucket_cap_mb", bucket_cap_mb)  # refused by the name that was given
             bucket_mib = bucket_cap_mb
         bucket_bytes = bytes_of_mib("bucket_mib", bucket_mib)
         first_bucket_bytes = bytes_of_mib("first_bucket_mib", first_bucket_mib)

@@ -11,7 +11,6 @@ once a step; keeping parameters gathered after forward saves one of the two, and
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.flat_buffer import in_memory_order
 from trainstep.parallel.fsdp_errors import explain_shapes
 from trainstep.parallel.fsdp_ignored import IgnoredParameters
+from trainstep.parallel.fsdp_state import checked_device, gathered_parameters, load_whole
 from trainstep.parallel.fsdp_unit import FSDPUnit, Placed, UnitState
 from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder
@@ -86,7 +86,7 @@ class FSDP(HookedGradients):
         self._ignored = left_whole
         self._ignored.take_over(self.trained_parameters, reduce_dtype)
         plans = plan_units(module, units, ignored=self._ignored.named)
-        if units is None and is_single_unit(module, plans):
+        if units is None and plans and is_single_unit(module):
             warnings.warn(
                 f"FSDP: the whole {type(module).__name__} is one unit, gathered at once, since no ModuleList or Sequential in it "
                 "says what its blocks are; name them: units=[...], or their class",
@@ -160,53 +160,31 @@ class FSDP(HookedGradients):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """`load_full_state_dict`: whole, the same on every rank, always strict and never assigned. Not a collective."""
-        self.load_full_state_dict(state_dict)
-        return _IncompatibleKeys([], [])
+        """`load_full_state_dict`: whole, the same on every rank, never assigned. Not a collective."""
+        return _IncompatibleKeys(*self.load_full_state_dict(state_dict, strict=strict))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The pieces' gradients, and the whole ones that no_sync() has kept to be sent."""
+        for unit in self.units:
+            unit.reshard()
+            unit.unsent = [None] * len(unit.parameters)
+        super().zero_grad(set_to_none)
 
     def full_state_dict(self, *, on_rank_0_only: bool = False, device: torch.device | str = "cpu") -> dict[str, Any]:
         """The module's `state_dict` with whole parameters, copied to `device`; {} on other ranks if `on_rank_0_only`. A collective:
         all ranks must ask."""
-        whole: dict[nn.Parameter, Tensor] = {}
-        for unit in self.units:
-            unit.reshard()
-            tensors = unit.gathered(unit.shard)
-            if self.ranks.is_first or not on_rank_0_only:
-                whole.update(
-                    {p: tensor.to(device, copy=True) for p, tensor in zip(unit.parameters, tensors, strict=True)}
-                )
-        if not self.ranks.is_first and on_rank_0_only:
-            return {}
-        with self._reading():
-            state = self.module.state_dict(keep_vars=True)
+        kept = self.ranks.is_first or not on_rank_0_only
+        device = checked_device(device)
+        whole = gathered_parameters(self.units, device, kept=kept)
         return {
             name: whole[value] if isinstance(value, nn.Parameter) and value in whole else _copied(value, device)
-            for name, value in state.items()
+            for name, value in (self._own_state() if kept else {}).items()
         }
 
-    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take whole parameters and buffers, each rank its pieces; every rank brings the same.
-
-        ValueError for a name or shape that is not the module's."""
-        with self._reading():
-            own = self.module.state_dict(keep_vars=True)
-        if missing := sorted(own.keys() ^ state.keys()):
-            raise ValueError(
-                f"state: {missing[0]} is only in {'the module' if missing[0] in own else 'the state dict'}"
-            )
-        places = {p: (unit, index) for unit in self.units for index, p in enumerate(unit.parameters)}
-        for name, value in own.items():
-            if not isinstance(value, Tensor):
-                continue
-            unit, index = places.get(value, (None, 0)) if isinstance(value, nn.Parameter) else (None, 0)
-            shape = value.shape if unit is None else unit.shape(index)
-            if isinstance(value, nn.Parameter) and state[name].shape != shape:
-                raise ValueError(f"state: {name} is {tuple(state[name].shape)}, and the module's {tuple(shape)}")
-            if unit is None:
-                value.detach().copy_(state[name])
-            else:
-                unit.reshard()
-                unit.load(index, state[name])
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
+        """Take whole parameters and buffers, each rank its pieces; every rank brings the same. The names that only the module has,
+        and those that only `state` has: if `strict`, a ValueError. ValueError for a shape that is not the module's."""
+        return load_whole(self.module, self._own_state(), self.units, state, strict=strict)
 
     def held_tensors(self) -> HeldTensors:
         """Shards of parameters and what is gathered; whole gradients that wait to be sent (micro-batches' under no_sync()), shards
@@ -357,11 +335,11 @@ class FSDP(HookedGradients):
         for unit, members in self._members_of.items():
             unit.hand_over_gradients([index not in unused for index in members])
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _own_state(self) -> dict[str, Any]:
+        """The module's state dict, in which sharded parameters are pieces."""
         self._reading_state = True
         try:
-            yield
+            return self.module.state_dict(keep_vars=True)
         finally:
             self._reading_state = False
 

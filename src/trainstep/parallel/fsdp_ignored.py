@@ -5,7 +5,7 @@ long as it updates each from its own gradient and state alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,11 @@ class IgnoredParameters:
     def __init__(self, module: nn.Module, ignored: Sequence[nn.Module | nn.Parameter]) -> None:
         chosen: set[Tensor] = set()
         known = set(module.parameters())
+        if isinstance(ignored, (nn.Module, Tensor)) or not isinstance(ignored, Iterable):
+            raise ValueError(f"ignored: must list modules and parameters, not be a {type(ignored).__name__}")
         for one in ignored:
+            if not isinstance(one, (nn.Module, nn.Parameter)):
+                raise ValueError(f"ignored: a {type(one).__name__} is neither a module nor a parameter")
             own = set(one.parameters()) if isinstance(one, nn.Module) else {one}
             if not own <= known:
                 raise ValueError(f"ignored: a {type(one).__name__} is not part of the module")

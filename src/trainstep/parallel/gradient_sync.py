@@ -83,6 +83,8 @@ class HookedGradients(ModuleWrapper, ABC):
         self, module: nn.Module, ranks: Ranks | None = None, *, options: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(module)
+        if ranks is not None and not isinstance(ranks, Ranks):
+            raise ValueError(f"ranks: must be what start_ranks() or ranks_of_default_group() return, not {ranks!r}")
         self.ranks = ranks or ranks_around(module.parameters())
         self.collectives = Collectives(self.ranks)
         self.names: list[str] = []

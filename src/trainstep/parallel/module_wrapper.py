@@ -72,10 +72,12 @@ class ModuleWrapper(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
         """To the module and its parts."""
+        self._check_beside()
         self._named.apply(fn)
         return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._check_beside()
         self._named._apply(*args, **kwargs)
         return self
 
@@ -94,6 +96,10 @@ class ModuleWrapper(nn.Module):
         found = self.load_state_dict(own, False, local_metadata.get("assign_to_params_buffers", False))
         missing_keys += (prefix + name for name in found.missing_keys)
         unexpected_keys += (prefix + name for name in found.unexpected_keys)
+
+    def extra_repr(self) -> str:
+        """The module's own words: `print(model)` shows what is wrapped."""
+        return repr(self.module)
 
     def _check_beside(self) -> None:
         """Or each would ask the other for ever."""

@@ -1,6 +1,6 @@
 """Which parameters are gathered and reduced together: a unit a block, and one for what stands around the blocks."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -24,11 +24,17 @@ UnitsOf = Sequence[nn.Module] | type[nn.Module] | Sequence[type[nn.Module]]
 
 
 def chosen_units(module: nn.Module, units: UnitsOf | None) -> list[nn.Module] | None:
-    """The modules to make units of; None for None. ValueError where the module has none of a class."""
+    """The modules to make units of; None for None. ValueError for what is neither module nor class, or a class of which the module
+    has none."""
     if units is None:
         return None
-    listed = [units] if isinstance(units, type) else list(units)
-    kinds = tuple(one for one in listed if isinstance(one, type))
+    listed = [units] if isinstance(units, type) or not isinstance(units, Iterable) else list(units)
+    kinds = tuple(one for one in listed if isinstance(one, type) and issubclass(one, nn.Module))
+    for one in listed:
+        if one not in kinds and not isinstance(one, nn.Module):
+            raise ValueError(
+                f"units: {one!r} is neither a module nor a class of modules; write units=[model.block, ...]"
+            )
     chosen = [one for one in listed if isinstance(one, nn.Module)]
     inside = {module}
     for part in module.modules():
@@ -38,7 +44,7 @@ def chosen_units(module: nn.Module, units: UnitsOf | None) -> list[nn.Module] | 
     for kind in kinds:
         if not any(isinstance(part, kind) for part in inside - {module}):
             raise ValueError(f"units: no {kind.__name__} is part of the module")
-    return chosen
+    return list(dict.fromkeys(chosen))
 
 
 def plan_units(
@@ -48,14 +54,17 @@ def plan_units(
 
     `units`: the modules to make units of; by default the members of the outermost ModuleLists and Sequentials. A parameter that
     several share belongs to the first, and each of them triggers it; `ignored` ones belong to none. A unit has one dtype, and
-    trained parameters apart from frozen ones: a block that mixes them makes several. ValueError for a unit that is not part of the
-    module.
+    trained parameters apart from frozen ones: a block that mixes them makes several. The module itself, if it is listed, stands for
+    what is around the others. ValueError for a unit that is not part of the module, or a container that nobody calls.
     """
     names = {submodule: name for name, submodule in module.named_modules()}
-    blocks = list(units) if units is not None else _outermost_members(module)
-    for block in blocks:
+    listed = list(units) if units is not None else _outermost_members(module)
+    for block in listed:
         if block not in names:
             raise ValueError(f"units: a {type(block).__name__} is not part of the module")
+        if units is not None and isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(f"units: a {type(block).__name__} has no forward of its own; list its members")
+    blocks = [block for block in dict.fromkeys(listed) if block is not module]
     planned = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored]
     owners: dict[nn.Parameter, list[nn.Module]] = {parameter: [] for parameter in module.parameters()}
     for block in blocks:
@@ -91,9 +100,9 @@ def plan_units(
     return plans
 
 
-def is_single_unit(module: nn.Module, plans: Sequence[UnitPlan]) -> bool:
-    """Whether all is one unit, though several of the module's parts have parameters."""
-    return all(plan.triggers == (module,) for plan in plans) and sum(bool(p._parameters) for p in module.modules()) > 1
+def is_single_unit(module: nn.Module) -> bool:
+    """Whether nothing in the module says what its blocks are, though several of its parts have parameters."""
+    return not _outermost_members(module) and sum(bool(part._parameters) for part in module.modules()) > 1
 
 
 def merged_units(plans: Sequence[UnitPlan], most_bytes: float | None = None) -> list[UnitPlan]:
@@ -134,5 +143,6 @@ def parameter_sizes(module: nn.Module, units: Sequence[nn.Module] | None = None)
 def _outermost_members(module: nn.Module) -> list[nn.Module]:
     """Members, with parameters, of the lists that are in no other list."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return [member for member in module if next(member.parameters(), None) is not None]
+        members = [member for member in module if next(member.parameters(), None) is not None]
+        return list(dict.fromkeys(members))
     return list(dict.fromkeys(member for child in module.children() for member in _outermost_members(child)))

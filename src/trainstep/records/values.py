@@ -6,7 +6,7 @@ A type is `int`, `float` (which takes whole numbers too), `str`, `bool`, `object
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 _LARGEST = sys.float_info.max
@@ -60,7 +60,8 @@ def type_words(kind: Any) -> str:
 def value_words(value: Any) -> str:
     """The value where it is short, else its type."""
     short = isinstance(value, str | float | bool | None) and len(ascii(value)) < 80
-    return repr(value) if short else f"of type {type(value).__name__}"
+    kind = "mapping" if isinstance(value, Mapping) else type(value).__name__
+    return repr(value) if short else f"of type {kind}"
 
 
 @functools.cache

@@ -97,7 +97,7 @@ def needed_words(byte_count: float) -> str:
 
 def three_digits(value: float) -> str:
     """`68.7`, `0.00391`, `1,024`: three digits or all before the point, for columns whose numbers span many powers of ten."""
-    decimals = max(0, min(9, 2 - math.floor(math.log10(abs(value))))) if value else 0
+    decimals = max(0, min(9, 2 - math.floor(math.log10(abs(value))))) if value and math.isfinite(value) else 0
     return f"{value:,.{decimals}f}"
 
 
@@ -141,7 +141,7 @@ def failure_sentence(failure: Failure) -> str:
 
 def _decimals(value: float) -> int:
     """Decimals that leave four digits."""
-    return max(0, min(4, 3 - math.floor(math.log10(abs(value))))) if value else 0
+    return max(0, min(4, 3 - math.floor(math.log10(abs(value))))) if value and math.isfinite(value) else 0
 
 
 def _itself(value: Any) -> Any:

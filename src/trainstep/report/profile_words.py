@@ -1,5 +1,6 @@
 """What a profile says in words: `sentences(record.tables, record.fact)`, of a record or of a trace read just now."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ def verdict_reason(limit: Row) -> str:
     if limit["kind"] == kinds.LAUNCH:
         return _launch_reason(limit) if limit["on_device"] else _overhead_reason(limit)
     if limit["on_device"]:
-        busy = f"the device is busy for {percent(limit['busy_s'] / limit['step_s'])} % of the step"
+        busy = f"the device is busy for {percent(limit['busy_s'] / (limit['step_s'] or math.inf))} % of the step"
     else:
         busy = f"on the CPU {percent(1 - limit['overhead_share'])} % of the step passes in ops"
     share = percent(limit["matmul_share"])
