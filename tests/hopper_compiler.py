@@ -35,10 +35,10 @@ def bound_kernel(request: dict[str, Any]) -> tuple[BoxedKernel, list[Any]]:
     fields = request.get("schedule")
     if request["pass"] == "forward":
         schedule = ForwardSchedule(**fields) if fields else None
-        bound = hopper.bind_hopper_forward(CallMeta.of(x, x, x), problem, schedule)
+        bound = hopper.bind_hopper_forward(CallMeta.forward(x, x, x), problem, schedule)
         return bound.attend, bound.attend.arguments(x, x, x, x, torch.empty(heads * positions), bound.order)
     backward_schedule = BackwardSchedule(**fields) if fields else None
-    kernels = hopper.bind_hopper_backward(CallMeta.of(*[x] * 5), problem, backward_schedule)
+    kernels = hopper.bind_hopper_backward(CallMeta.backward(*[x] * 5), problem, backward_schedule)
     lse, delta, dq_sum = hopper.backward_buffers(x, kernels.padded_queries)
     return kernels.gradients, kernels.gradients.arguments(x, x, x, x, lse, delta, x, x, dq_sum)
 

@@ -51,7 +51,7 @@ class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, how: Emulated) -> tuple[Tensor, Tensor]:
         o, lse = unwritten(q), torch.full(q.shape[:3], math.nan)
-        kernel = hopper.bind_hopper_forward(CallMeta.of(q, k, v), problem, how.forward)
+        kernel = hopper.bind_hopper_forward(CallMeta.forward(q, k, v), problem, how.forward)
         how.run(kernel.attend, q, k, v, o, lse, kernel.order)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.problem, ctx.how = problem, how
@@ -62,7 +62,7 @@ class _Emulated(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         dq, dk, dv = map(unwritten, (q, k, v))
-        kernels = hopper.bind_hopper_backward(CallMeta.of(q, k, v, do, o), ctx.problem, ctx.how.backward)
+        kernels = hopper.bind_hopper_backward(CallMeta.backward(do, q, k, v, o), ctx.problem, ctx.how.backward)
         lse_log2, delta = rows(o, do, lse, padded=kernels.padded_queries)
         _, _, dq_sum = hopper.backward_buffers(q, kernels.padded_queries)
         ctx.how.run(kernels.gradients, q, k, v, do, lse_log2, delta, dk, dv, dq_sum.zero_())

@@ -1,4 +1,4 @@
-"""Every way of going parallel under one name, for tests: `start(model, ranks, optimizer_of)` gives a Run."""
+"""Every parallel strategy under one name, for tests: `start(model, ranks, optimizer_of)` gives a Run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A strategy of going parallel is one row, one constructor and one set of memory terms: none is missing, and no fourth place is."""
+"""A parallel strategy is one row, one constructor and one set of memory terms: none is missing, and no fourth place is."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from trainstep.config.parsing import from_plain
 from trainstep.config.sync import OURS, PEERS, SYNCS, USED_BY
 from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import step_messages
-from trainstep.costs.strategies import STRATEGIES, Part, Sends, Strategy, strategy_named
+from trainstep.costs.strategies import STRATEGIES, MessageKind, Part, Strategy, strategy_named
 from trainstep.plan.memory_terms import TERMS
 from trainstep.plan.parameters import transformer_parameters
 from trainstep.plan.peak_memory import expected_memory
@@ -31,8 +31,8 @@ def test_each_is_named_once_and_has_its_constructor_and_ours_their_memory_terms(
     assert TERMS.keys() == set(OURS)
 
 
-@pytest.mark.parametrize("kind", Sends)
-def test_each_kind_of_message_has_its_formula(kind: Sends):
+@pytest.mark.parametrize("kind", MessageKind)
+def test_each_kind_of_message_has_its_formula(kind: MessageKind):
     sizes = [ParameterSize(name="weight", numel=100, element_bytes=4)]
     row = Strategy(name="toy", meaning="", sends=(kind,))
     assert [one for one in step_messages(Exchange(strategy=row, ranks=2), sizes) if one.payload_bytes > 0]
@@ -71,9 +71,10 @@ def test_options_are_those_of_the_config():
 ADDED = {
     "costs/strategies.py": (
         "STRATEGIES = (\n",
-        '    Strategy(name="toy", meaning="toys", sends=(Sends.GRADIENTS_ONE_BY_ONE, Sends.USAGE), options=("reduce_dtype",)),\n',
+        '    Strategy(name="toy", meaning="toys", sends=(MessageKind.GRADIENTS_ONE_BY_ONE, MessageKind.USAGE), '
+        'options=("reduce_dtype",)),\n',
     ),
-    "training/parallelism.py": ("] = {\n", '    "toy": _beside(NaiveDDP),\n'),
+    "training/parallelism.py": ("] = {\n", '    "toy": _wrapper_then_optimizer(NaiveDDP),\n'),
     "plan/memory_terms.py": ("]] = {\n", '    "toy": _one_by_one,\n'),
 }
 """File -> the line behind which a new strategy's is written: all that CONTRIBUTING.md's recipe asks for."""

@@ -1,4 +1,4 @@
-"""Messages by formula: worked by hand, and the same as every way of going parallel really sends on gloo, name by name."""
+"""Messages by formula: worked by hand, and the same as every parallel strategy really sends on gloo, name by name."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -135,7 +135,7 @@ def held(ranks: Ranks) -> list[tuple[int, int]]:
     for work in (lambda: loss_of(model, micro_batches[0], case, 0).backward(), sync.finish_gradient_synchronization):
         work()
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
-        told = [tensor for category in sync.held_tensors().values() for tensor in category]
+        told = list(sync.held_tensors())
         found.append((holdings.settled_bytes(), sum(storage_bytes([*model.parameters(), *gradients, *told]).values())))
     return found
 

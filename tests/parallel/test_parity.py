@@ -1,4 +1,4 @@
-"""Every way of going parallel trains as one process on all the data does.
+"""Every parallel strategy trains as one process on all the data does.
 
 The 2x rule on parameters after five steps: their distance from fp64 training is at most twice that of one process in fp32,
 and a rounding of the largest parameter (reduced in bf16: one process that rounds each rank's gradient to bf16). Bitwise where

@@ -1,4 +1,4 @@
-"""Every way of going parallel, by name, trains the built-in model as one process with the same batches does."""
+"""Every parallel strategy, by name, trains the built-in model as one process with the same batches does."""
 
 from dataclasses import replace
 from functools import cache

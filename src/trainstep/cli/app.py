@@ -23,7 +23,7 @@ _VERBS = {
     "profile": "Where the time of a step goes: kernels by phase, classes, what the host does, and what limits it.",
     "numerics": "What each precision does to the numbers of a model, beside what it costs.",
     "memory": "Where the memory of a step goes, what peaks when, what fits.",
-    "parallel": "Which way of going parallel is cheapest, and is communication hidden.",
+    "parallel": "Which parallel strategy is cheapest, and is communication hidden.",
     "collectives": "What the interconnect does: bandwidth and latency of collectives.",
     "sweep": "Run a whole table from a TOML file; kill and resume it at will.",
     "tune": "Find the fastest tiles of the attention kernels on this GPU.",

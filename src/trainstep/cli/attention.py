@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_cells, limits, this_machine, with_attention_fields
-from trainstep.config.attention import IMPLEMENTATIONS, PACKAGES, TILE_FIELDS
+from trainstep.cli.options import check_cells, limits, this_machine, with_fields
+from trainstep.config.attention import IMPLEMENTATIONS, PACKAGES, TILE_FIELDS, AttentionConfig
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.parsing import build_config
@@ -28,7 +28,7 @@ _DEFAULTS: dict[str, dict[str, list[Any]]] = {
 _IN_HELP = {device: {**fields, "implementation": ["all that run here"]} for device, fields in _DEFAULTS.items()}
 
 
-@with_attention_fields(_IN_HELP)
+@with_fields(AttentionConfig, _IN_HELP)
 def attention(
     *,
     compare: str | None = None,

@@ -5,12 +5,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_cells, limits, this_machine, with_run_fields
+from trainstep.cli.options import check_cells, limits, this_machine, with_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.run import RunConfig
 from trainstep.records.store import Store, new_records_path
 
 
-@with_run_fields
+@with_fields(RunConfig)
 def bench(
     *,
     compare: str | None = None,

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import limits, this_machine, with_collective_fields
+from trainstep.cli.options import limits, this_machine, with_fields
+from trainstep.config.collective import CollectiveConfig
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Environment
 from trainstep.records.store import Store, new_records_path
@@ -23,7 +24,7 @@ _IN_HELP: dict[str, dict[str, list[Any]]] = {
 }
 
 
-@with_collective_fields(_IN_HELP)
+@with_fields(CollectiveConfig, _IN_HELP)
 def collectives(
     *,
     kib: str | None = None,

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal, TextIO
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_memory_fields
+from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.cli.reading import read_limits, show_within
 from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.memory import MemoryConfig
 from trainstep.config.sync import USED_BY, SyncConfig
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.reading import ReadLimits
@@ -18,7 +19,7 @@ from trainstep.records.store import Store, new_records_path
 _MIN_SHARE = 0.005
 
 
-@with_memory_fields
+@with_fields(MemoryConfig)
 def memory(
     *,
     from_: Annotated[Path | None, Parameter(name="--from")] = None,
@@ -81,7 +82,7 @@ def memory(
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, device = this_machine(fields.get("device"))
     grid = {"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid}
-    grid = _with_ways(grid)
+    grid = _with_strategies(grid)
     check_gpus(grid.get("ranks", ()), device, here, verb="memory")
     cells = expand(grid, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
@@ -101,8 +102,8 @@ def memory(
     return show(records, store, page, as_json=json)
 
 
-def _with_ways(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The grid with a way of going parallel where there are several ranks; ValueError for one, or an option, without effect."""
+def _with_strategies(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The grid with a parallel strategy where there are several ranks; ValueError for one, or an option, without effect."""
     if all(ranks == 1 for ranks in grid.get("ranks", [1])):
         if given := next(
             (name for name in ("sync", *USED_BY) if grid.get(name, [None]) not in ([None], [YARDSTICK])), None

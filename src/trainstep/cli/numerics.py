@@ -5,8 +5,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_cells, limits, this_machine, with_numerics_fields
+from trainstep.cli.options import check_cells, limits, this_machine, with_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.numerics import NumericsConfig
 from trainstep.records.store import Store, new_records_path
 
 _DEFAULTS: dict[str, dict[str, list[Any]]] = {
@@ -22,7 +23,7 @@ _DEFAULTS: dict[str, dict[str, list[Any]]] = {
 }
 
 
-@with_numerics_fields(_DEFAULTS)
+@with_fields(NumericsConfig, _DEFAULTS)
 def numerics(
     *,
     out: Path | None = None,

@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from trainstep.config.attention import AttentionConfig
-from trainstep.config.attention_tiles import AttentionTilesConfig
-from trainstep.config.collective import CollectiveConfig
 from trainstep.config.fields import aliases_of
-from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
-from trainstep.config.numerics import NumericsConfig
-from trainstep.config.parallel import ParallelConfig
 from trainstep.config.parsing import CONFIGS, fields_of
 from trainstep.config.presets import size_names
-from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
 from trainstep.config.text_files import check_length
 
@@ -44,49 +37,13 @@ _LARGEST_LIMIT = 2e6
 """Largest limit, in seconds or GiB: 23 days. Beyond 2^31 ms the operating system's clocks overflow."""
 
 
-def with_run_fields(verb: Verb) -> Verb:
-    """Give a verb, in place of its **fields, a text option for each field of RunConfig and ModelConfig."""
-    return _with_fields(verb, RunConfig)
+def with_fields(config_class: type, defaults: Defaults = MappingProxyType({})) -> Callable[[Verb], Verb]:
+    """Give a verb, in place of its **fields, a text option for each field of that config, and of ModelConfig where it has a model;
+    help shows `defaults`."""
+    return lambda verb: _with_fields(verb, config_class, defaults)
 
 
-def with_attention_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
-    """Give a verb, in place of its **fields, a text option for each field of AttentionConfig; help shows `defaults`."""
-    return lambda verb: _with_fields(verb, AttentionConfig, defaults)
-
-
-def with_attention_tiles_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
-    """Give a verb, in place of its **fields, a text option for each field of AttentionTilesConfig; help shows `defaults`."""
-    return lambda verb: _with_fields(verb, AttentionTilesConfig, defaults)
-
-
-def with_collective_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
-    """Give a verb, in place of its **fields, a text option for each field of CollectiveConfig; help shows `defaults`."""
-    return lambda verb: _with_fields(verb, CollectiveConfig, defaults)
-
-
-def with_parallel_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
-    """Give a verb, in place of its **fields, a text option for each field of ParallelConfig and ModelConfig; help shows
-    `defaults`."""
-    return lambda verb: _with_fields(verb, ParallelConfig, defaults)
-
-
-def with_numerics_fields(defaults: Defaults) -> Callable[[Verb], Verb]:
-    """Give a verb, in place of its **fields, a text option for each field of NumericsConfig and ModelConfig; help shows
-    `defaults`."""
-    return lambda verb: _with_fields(verb, NumericsConfig, defaults)
-
-
-def with_memory_fields(verb: Verb) -> Verb:
-    """Give a verb, in place of its **fields, a text option for each field of MemoryConfig and ModelConfig."""
-    return _with_fields(verb, MemoryConfig)
-
-
-def with_profile_fields(verb: Verb) -> Verb:
-    """Give a verb, in place of its **fields, a text option for each field of ProfileConfig and ModelConfig."""
-    return _with_fields(verb, ProfileConfig)
-
-
-def _with_fields(verb: Verb, config_class: type, defaults: Defaults = MappingProxyType({})) -> Verb:
+def _with_fields(verb: Verb, config_class: type, defaults: Defaults) -> Verb:
     signature = inspect.signature(verb)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     shape = ModelConfig.__dataclass_fields__ if "model" in fields_of(config_class) else {}

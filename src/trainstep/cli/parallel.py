@@ -1,4 +1,4 @@
-"""`trainstep parallel`: which way of going parallel is cheapest here, and is its communication hidden."""
+"""`trainstep parallel`: which parallel strategy is cheapest here, and is its communication hidden."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_cells, check_rounds, limits, this_machine, with_parallel_fields
+from trainstep.cli.options import check_cells, check_rounds, limits, this_machine, with_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.parallel import ParallelConfig
 from trainstep.config.sync import OURS, USED_BY
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.record import Environment
@@ -24,7 +25,7 @@ _IN_HELP: dict[str, dict[str, list[Any]]] = {
 }
 
 
-@with_parallel_fields(_IN_HELP)
+@with_fields(ParallelConfig, _IN_HELP)
 def parallel(
     *,
     out: Path | None = None,

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_profile_fields
+from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_fields
 from trainstep.cli.profile_files import check_nsys, profile_with_nsys, show_trace
 from trainstep.cli.reading import read_limits
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.profile import ProfileConfig
 from trainstep.records.record import Record
 from trainstep.records.store import Store, new_records_path
 
@@ -34,7 +35,7 @@ def _of_nsys(help: str) -> Parameter:
     return Parameter(group=_NSYS, help=help, negative=())
 
 
-@with_profile_fields
+@with_fields(ProfileConfig)
 def profile(
     *,
     from_: Annotated[Path | None, Parameter(name="--from")] = None,

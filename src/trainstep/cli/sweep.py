@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from trainstep.cli.options import check_cells, check_rounds, chosen_device, limits, this_machine, with_run_fields
+from trainstep.cli.options import check_cells, check_rounds, chosen_device, limits, this_machine, with_fields
 from trainstep.config.grid import expand_all, grid_from_settings, grid_from_text, groups_along
+from trainstep.config.run import RunConfig
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
 
@@ -38,7 +39,7 @@ def _on_slurm(help: str) -> Parameter:
     return Parameter(group=_SLURM, help=help)
 
 
-@with_run_fields
+@with_fields(RunConfig)
 def sweep(
     file: Path,
     /,

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import limits, this_machine, with_attention_tiles_fields
-from trainstep.config.attention_tiles import GENERATED, KERNELS
+from trainstep.cli.options import limits, this_machine, with_fields
+from trainstep.config.attention_tiles import GENERATED, KERNELS, AttentionTilesConfig
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
@@ -32,7 +32,7 @@ _IN_HELP = {
 }
 
 
-@with_attention_tiles_fields(_IN_HELP)
+@with_fields(AttentionTilesConfig, _IN_HELP)
 def tune(
     *,
     out: Path | None = None,

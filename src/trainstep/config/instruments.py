@@ -29,17 +29,17 @@ class Instrument:
 
     name: str
     title: str
-    """Of its table of cells, and of a page of it alone."""
+    """Stands over its table of cells, and over a page of it alone."""
     config: type[Any]
     """What a cell is made of."""
     measured: str
     """The object that satisfies measure/workload.py."""
     verb: str
-    """Of the command line that measures it."""
+    """What the command line that measures it is called."""
     answer: str
-    """Of report/: its rows in one sentence, or None where no cell is done."""
+    """The function of report/ that gives its rows in one sentence, or None where no cell is done."""
     facts: tuple[str, ...] = ()
-    """Those that its raw rows show beside IN_EVERY_ROW of records/facts.py, in this order."""
+    """What its raw rows show beside IN_EVERY_ROW of records/facts.py, in this order."""
     always: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Part of a record -> what every record without a failure has there; of one with a failure, config alone."""
     tables: str = ""
@@ -55,7 +55,7 @@ class Instrument:
     summary: str = ""
     """What was run, in words; without one the number of its cells."""
     own_words: frozenset[str] = frozenset()
-    """Of `means`, `peak`, `ratios` and `times`: what its own tables say, and common notes and tables leave out."""
+    """Which of `means`, `peak`, `ratios` and `times` its own tables say, and common notes and tables leave out."""
 
 
 _ROWS = (

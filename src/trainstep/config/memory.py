@@ -39,7 +39,7 @@ class MemoryConfig(RanksConfig):
         super().__post_init__()
         if not 0 <= self.min_share <= 1:
             raise ValueError(f"min_share: must be a share from 0 to 1, not {self.min_share!r}")
-        if self.ranks == 1 and self.sync.strategy.talks:
+        if self.ranks == 1 and self.sync.strategy.communicates:
             raise ValueError(
                 f"sync: {self.sync.name} keeps several ranks together; take ranks 2 or more, or sync {YARDSTICK}"
             )

@@ -1,4 +1,4 @@
-"""A training step on several ranks, one strategy of going parallel: a cell of the workload `parallel`."""
+"""A training step on several ranks, one parallel strategy: a cell of the workload `parallel`."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class RanksConfig:
             )
         if self.ranks == 1 and sync.strategy.counterpart is not None:
             raise ValueError(f"ranks: {sync.name} needs others to talk to; take 2 or more ranks")
-        if (self.ranks > 1 or sync.strategy.talks) and run.precision == "bf16_master":
+        if (self.ranks > 1 or sync.strategy.communicates) and run.precision == "bf16_master":
             raise ValueError(
                 "precision: bf16_master is for one process; on several ranks take fsdp with compute_dtype bf16: weights stay fp32"
             )

@@ -34,7 +34,7 @@ def _users(option: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """One strategy of going parallel and its options. Raises ValueError naming the field and the way out."""
+    """One parallel strategy and its options. Raises ValueError naming the field and the way out."""
 
     name: str = described(_meanings(), "bucketed", SYNCS, flat_name="sync")
     bucket_mib: float | None = described(
@@ -80,7 +80,7 @@ class SyncConfig:
                 f"compute_dtype: only {_users('compute_dtype')} gather parameters in another dtype; with {self.name} take "
                 "precision bf16_autocast"
             )
-        if self.reduce_dtype != "own" and self.strategy.talks and not self._takes("reduce_dtype"):
+        if self.reduce_dtype != "own" and self.strategy.communicates and not self._takes("reduce_dtype"):
             raise ValueError(f"reduce_dtype: {self.name} averages gradients in their own dtype here; leave it at own")
 
     @property
@@ -98,4 +98,4 @@ USED_BY = {
 }
 """Option -> the strategies that it means something to."""
 OF_A_STRATEGY = frozenset(("sync", *USED_BY))
-"""Together they are one strategy of going parallel: strategies are compared whatever their options."""
+"""Together they are one parallel strategy: strategies are compared whatever their options."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainstep.costs.buckets import assign_owners, neighbours, plan_buckets, usual_bucket_bytes
 from trainstep.costs.flat_layout import FlatLayout, lay_out
-from trainstep.costs.strategies import Sends, Strategy
+from trainstep.costs.strategies import MessageKind, Strategy
 
 ROOT = "root"
 """The unit of what stands around the blocks."""
@@ -109,7 +109,7 @@ def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[
     trained = [parameter for parameter in parameters if parameter.trained]
     element_bytes = [exchange.gradient_bytes(parameter) for parameter in trained]
     sizes = [parameter.numel * size for parameter, size in zip(trained, element_bytes, strict=True)]
-    at_once = Sends.GRADIENTS_AT_ONCE in exchange.strategy.sends
+    at_once = MessageKind.GRADIENTS_AT_ONCE in exchange.strategy.sends
     bucket_bytes = usual_bucket_bytes(sum(sizes)) if exchange.bucket_bytes is None else exchange.bucket_bytes
     plan = plan_buckets(
         sizes,

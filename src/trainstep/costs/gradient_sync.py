@@ -27,7 +27,7 @@ from trainstep.costs.exchange import (
     packs_of,
     units_sent,
 )
-from trainstep.costs.strategies import Part, Sends
+from trainstep.costs.strategies import MessageKind, Part
 
 _NORM_BYTES, _FOUND_INF_BYTES = 4, 4
 """One fp32 number each."""
@@ -139,13 +139,13 @@ def _gathered(exchange: Exchange, unit: Unit) -> Message:
     return Message(operation="all_gather", label=unit.name, payload_bytes=payload_bytes)
 
 
-_MESSAGES: Mapping[Sends, Callable[[Exchange, Sequence[ParameterSize]], list[Message]]] = {
-    Sends.GRADIENTS_ONE_BY_ONE: _one_by_one,
-    Sends.GRADIENTS_AT_ONCE: partial(_in_buckets, "flat"),
-    Sends.GRADIENTS_IN_BUCKETS: partial(_in_buckets, "bucket"),
-    Sends.GRADIENTS_OF_UNITS: _reduced_units,
-    Sends.PARAMETERS_OF_OWNERS: _of_owners,
-    Sends.UPDATED_UNITS: _updated_units,
-    Sends.NEEDED_UNITS: _needed_units,
-    Sends.USAGE: _usage,
+_MESSAGES: Mapping[MessageKind, Callable[[Exchange, Sequence[ParameterSize]], list[Message]]] = {
+    MessageKind.GRADIENTS_ONE_BY_ONE: _one_by_one,
+    MessageKind.GRADIENTS_AT_ONCE: partial(_in_buckets, "flat"),
+    MessageKind.GRADIENTS_IN_BUCKETS: partial(_in_buckets, "bucket"),
+    MessageKind.GRADIENTS_OF_UNITS: _reduced_units,
+    MessageKind.PARAMETERS_OF_OWNERS: _of_owners,
+    MessageKind.UPDATED_UNITS: _updated_units,
+    MessageKind.NEEDED_UNITS: _needed_units,
+    MessageKind.USAGE: _usage,
 }

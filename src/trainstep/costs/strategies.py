@@ -1,4 +1,4 @@
-"""The strategies of going parallel, a row each: all that others need to know of one by its name.
+"""The parallel strategies, a row each: all that others need to know of one by its name.
 
 What a row cannot hold stands under its name in two more places: its constructor (training/parallelism.py), and of ours the terms of
 what it holds (plan/memory_terms.py).
@@ -12,14 +12,14 @@ YARDSTICK = "none"
 
 
 class Part(Enum):
-    """Of what a step holds."""
+    """What can be sharded."""
 
     GRADIENTS = auto()
     OPTIMIZER_STATE = auto()
     PARAMETERS = auto()
 
 
-class Sends(Enum):
+class MessageKind(Enum):
     """Messages of one kind. gradient_sync.py has the formula of each: how many in a step, of how many bytes."""
 
     GRADIENTS_ONE_BY_ONE = auto()
@@ -46,20 +46,20 @@ class Strategy:
     """Of torch's own: which of ours does the same. Torch sends by itself, so its messages and buffers are not known."""
     shards: frozenset[Part] = frozenset()
     """What a rank holds 1/N of."""
-    sends: tuple[Sends, ...] = ()
+    sends: tuple[MessageKind, ...] = ()
     """In a step, as far as we know; small messages of clipping and loss scaling aside."""
     overlaps: bool = False
     """Whether gradients are sent while backward goes on."""
     in_units: bool = False
     """Whether its hooks stand on the blocks: a model compiled whole would swallow them."""
     most_in_flight: int = 0
-    """Of those in units: how many units' gradients are being reduced, besides the one that is made ready. More hold more buffers,
-    and were no quicker (docs/log.md)."""
+    """How many units' gradients are being reduced, besides the one that is made ready; 0: it does not send units. More hold more
+    buffers, and were no quicker (docs/log.md)."""
     options: tuple[str, ...] = ()
     """Fields of SyncConfig that mean something to it."""
 
     @property
-    def talks(self) -> bool:
+    def communicates(self) -> bool:
         return bool(self.sends) or self.counterpart is not None
 
     @property
@@ -76,26 +76,26 @@ STRATEGIES = (
     Strategy(
         name="naive",
         meaning="gradients averaged (DDP)",
-        sends=(Sends.GRADIENTS_ONE_BY_ONE, Sends.USAGE),
+        sends=(MessageKind.GRADIENTS_ONE_BY_ONE, MessageKind.USAGE),
         options=("reduce_dtype",),
     ),
     Strategy(
         name="flat",
         meaning="gradients averaged (DDP)",
-        sends=(Sends.GRADIENTS_AT_ONCE,),
+        sends=(MessageKind.GRADIENTS_AT_ONCE,),
         options=("reduce_dtype", "keeps_gradient_dtype"),
     ),
     Strategy(
         name="overlapped",
         meaning="gradients averaged (DDP)",
-        sends=(Sends.GRADIENTS_ONE_BY_ONE, Sends.USAGE),
+        sends=(MessageKind.GRADIENTS_ONE_BY_ONE, MessageKind.USAGE),
         overlaps=True,
         options=("reduce_dtype",),
     ),
     Strategy(
         name="bucketed",
         meaning="gradients averaged (DDP)",
-        sends=(Sends.GRADIENTS_IN_BUCKETS,),
+        sends=(MessageKind.GRADIENTS_IN_BUCKETS,),
         overlaps=True,
         options=_BUCKET_OPTIONS,
     ),
@@ -103,7 +103,7 @@ STRATEGIES = (
         name="sharded",
         meaning="and optimizer state by whole tensors (ZeRO 1)",
         shards=_STATE,
-        sends=(Sends.GRADIENTS_IN_BUCKETS, Sends.PARAMETERS_OF_OWNERS),
+        sends=(MessageKind.GRADIENTS_IN_BUCKETS, MessageKind.PARAMETERS_OF_OWNERS),
         overlaps=True,
         options=_BUCKET_OPTIONS,
     ),
@@ -111,7 +111,7 @@ STRATEGIES = (
         name="sharded_flat",
         meaning="gradients and state in flat shards (ZeRO 1, 2)",
         shards=_STATE | {Part.GRADIENTS},
-        sends=(Sends.GRADIENTS_OF_UNITS, Sends.UPDATED_UNITS, Sends.USAGE),
+        sends=(MessageKind.GRADIENTS_OF_UNITS, MessageKind.UPDATED_UNITS, MessageKind.USAGE),
         overlaps=True,
         in_units=True,
         most_in_flight=1,  # a unit is several blocks
@@ -121,7 +121,7 @@ STRATEGIES = (
         name="fsdp",
         meaning="parameters too",
         shards=_ALL,
-        sends=(Sends.GRADIENTS_OF_UNITS, Sends.NEEDED_UNITS, Sends.USAGE),
+        sends=(MessageKind.GRADIENTS_OF_UNITS, MessageKind.NEEDED_UNITS, MessageKind.USAGE),
         overlaps=True,
         in_units=True,
         most_in_flight=2,  # a unit is one block

@@ -1,4 +1,4 @@
-"""Where autograd's whole gradients were: noted as each is complete, since some ways of going parallel let them go before
+"""Where autograd's whole gradients were: noted as each is complete, since some parallel strategies let them go before
 backward is over.
 
     notes.listen_to(module)        # before it is wrapped: hooks run in the order of their coming

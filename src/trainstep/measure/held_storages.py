@@ -6,7 +6,7 @@
     gradients        of parameters, or of this rank's pieces of them; whole ones that fsdp keeps of micro-batches; buckets that
                      these are views of
     optimizer state  tensors of the optimizer's state
-    communication    every other tensor that the way of going parallel keeps: buffers, gathered parameters
+    communication    every other tensor that the parallel strategy keeps: buffers, gathered parameters
 
 A storage may be in several of them: whoever counts takes the first that has it.
 """
@@ -19,6 +19,7 @@ from torch import device as Device
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainstep.parallel.sharded_optimizer import ShardedOptimizer
 from trainstep.training.build import Assembly
 
 Storages = Mapping[int, int]
@@ -30,14 +31,16 @@ def held_storages(assembly: Assembly, parameters: Storages) -> dict[str, Storage
     step, module, device = assembly.step, assembly.module, assembly.device
     optimizer = step.optimizer
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
-    kept = [dict[str, list[Tensor]](getattr(one, "held_tensors", dict)()) for one in (step.gradient_sync, optimizer)]
+    kept = [] if step.gradient_sync is None else [step.gradient_sync.held_tensors()]
+    if isinstance(optimizer, ShardedOptimizer):
+        kept.append(optimizer.held_tensors())
     gradients = [one.grad for one in (*module.parameters(), *owned) if one.grad is not None]
-    gradients += (tensor for held in kept for tensor in held.get("gradients", ()))
+    gradients += chain.from_iterable(held.gradients for held in kept)
     return {
         "parameters": parameters,
         "gradients": storages_of(gradients, device),
         "optimizer state": storages_of(state_tensors(optimizer), device),
-        "communication": storages_of(chain(module.parameters(), *(chain(*held.values()) for held in kept)), device),
+        "communication": storages_of(chain(module.parameters(), *kept), device),
     }
 
 

@@ -117,8 +117,8 @@ class LoneKernel:
             return self._bind_parts(self._pass, tile)
         q, k, v, do, o, _ = self._operands
         if self._pass is KernelPass.FORWARD:
-            return bind_forward(CallMeta.of(q, k, v), self._problem, tile)
-        return bind_backward(CallMeta.of(q, k, v, do, o), self._problem, tile, tile)[self._pass]
+            return bind_forward(CallMeta.forward(q, k, v), self._problem, tile)
+        return bind_backward(CallMeta.backward(do, q, k, v, o), self._problem, tile, tile)[self._pass]
 
     def _whole(self) -> tuple[Tensor, ...]:
         """What the kernels read that take tensors as they are."""
@@ -132,7 +132,7 @@ class LoneKernel:
         q, k, v, do, o, _ = self._operands
         padded_rows = (whole_tiles(q.shape[2], MOST_PART_ROWS), whole_tiles(k.shape[2], MOST_PART_ROWS))
         read = (q, k, v) if self._pass is KernelPass.FORWARD else (q, k, v, do, o)
-        return Prologue(CallMeta.of(*read), padded_rows)
+        return Prologue(CallMeta.forward(*read), padded_rows)
 
     def _parts(self) -> tuple[Tensor, ...]:
         q, k, v, do, o, lse = self._operands
@@ -149,7 +149,7 @@ class LoneKernel:
 
     def _bind_parts(self, pass_: KernelPass, tile: TileConfig) -> BoundKernel:
         q, k, v, *_ = self._operands
-        meta, prologue = CallMeta.of(q, k, v), self._prologue()
+        meta, prologue = CallMeta.forward(q, k, v), self._prologue()
         if pass_ is KernelPass.FORWARD:
             return bind_split_forward(meta, prologue, self._problem, tile)
         return bind_split_backward(meta, prologue, self._problem, tile, tile)[pass_]

@@ -64,9 +64,9 @@ def prepare_parallel(config: ParallelConfig, stage: Stage) -> "ParallelMeasureme
     if config.keep_trace is not None:
         kept_folder("keep_trace", config.keep_trace)
     opened, ranks, met = open_ranks(config.ranks, device, Stages(stage))
-    sizes: list[ParameterSize] = []  # noted before a way takes the parameters apart
-    way = looked_at(parallel(ranks, config.sync), lambda module: sizes.extend(parameter_sizes(module)))
-    built = opened.build(lambda: build_step(config.run, way))
+    sizes: list[ParameterSize] = []  # noted before a strategy takes the parameters apart
+    wrapped = looked_at(parallel(ranks, config.sync), lambda module: sizes.extend(parameter_sizes(module)))
+    built = opened.build(lambda: build_step(config.run, wrapped))
     memory = StepMemory(config, built.assembly, opened.memory, sizes)
     return ParallelMeasurement(
         config=config,
@@ -124,7 +124,7 @@ class ParallelMeasurement:
     def _agreement(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """CellFailed, naming parameter and ranks, where replicas have drifted apart; the yardstick's differ by design."""
         config, strategy = self.config, self.config.sync.strategy
-        if not config.check_agreement or not strategy.talks or config.ranks == 1:
+        if not config.check_agreement or not strategy.communicates or config.ranks == 1:
             return {}, {}
         self._wait_for_parameters()
         what = ["buffers"] if strategy.shards_parameters else ["parameters", "buffers"]

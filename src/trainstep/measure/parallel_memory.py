@@ -3,7 +3,7 @@
     parameters       storages that parameters had when the step was built: a rank's shards, where it has shards
     gradients        of parameters, or of this rank's pieces of them; buckets that these are views of, also while they are empty
     optimizer state  tensors of the optimizer's state
-    communication    every other tensor that the way of going parallel keeps: buffers, gathered parameters
+    communication    every other tensor that the parallel strategy keeps: buffers, gathered parameters
     activations      what forward saved for backward and is in none of these, as autograd saves it
     unnamed          on a GPU: what the allocator gave out beyond all this. Batches, the loss, libraries' workspaces, temporaries;
                      of torch's own ways their buffers, which cannot be seen from here; of recomputed blocks their inputs

@@ -35,7 +35,7 @@ class StepHolders:
             self._gradients = gradients
 
     def note_communication(self, name: str) -> dict[str, Storages]:
-        """Note, under a mark's name, what the way of going parallel keeps now; all that is held by anybody."""
+        """Note, under a mark's name, what the parallel strategy keeps now; all that is held by anybody."""
         held = held_storages(self._assembly, {})
         self._communication[name] = frozenset(held["communication"])
         return held

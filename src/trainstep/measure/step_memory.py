@@ -71,7 +71,7 @@ WORKLOAD = StepMemoryWorkload()
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """Of a model before a way of going parallel takes its parameters apart. `cast_bytes`: of each copy that autocast makes."""
+    """Of a model before a parallel strategy takes its parameters apart. `cast_bytes`: of each copy that autocast makes."""
 
     sizes: list[ParameterSize]
     cast_bytes: tuple[int, ...]
@@ -109,7 +109,7 @@ def prepare_memory(config: MemoryConfig, stage: Stage) -> "StepMemoryMeasurement
 
 
 def _build(config: MemoryConfig, ranks: Ranks, weights: list[_Weights], whole_gradients: GradientNotes) -> Assembly:
-    """The step; what its parameters are is noted before a way of going parallel takes them apart."""
+    """The step; what its parameters are is noted before a parallel strategy takes them apart."""
     run = config.run
     autocast = precision_named(run.precision).autocast if config.sync.compute_dtype == "own" else None
 

@@ -5,9 +5,7 @@ The quantities a record of it holds:
 samples  forward backward grad_sync optimizer [s]: device time between CUDA events, or the host's clock (fact `timing`)
          step [s]: host clock around synchronised steps; enqueue [s]: until the last work was issued (GPU)
          sm_clock [Hz], device_allocations [count] (GPU): read after each window; the second counts calls of cudaMalloc
-facts    tokens, parameters, model_flops (with source and convention), memory peaks, device_busy_s and launch_bound,
-         compile_s and compile_cache, context_s, build_s, reallocated_step_s, clocks, power, throttle reasons, loss,
-         afterwards_failed (what could not be looked at once the steps were timed)
+facts    those of every workload and those under "A training step" in records/facts.py
 """
 
 from collections.abc import Callable, Mapping, Sequence

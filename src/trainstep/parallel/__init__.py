@@ -1,4 +1,4 @@
-"""Going parallel: gradient synchronisation and sharding for any nn.Module, usable alone.
+"""Parallel strategies: gradient synchronisation and sharding for any nn.Module, usable alone.
 
 Usage, under torchrun:
 
@@ -6,14 +6,14 @@ Usage, under torchrun:
 
     ranks = start_ranks()
     model.to(ranks.device)
-    sync = DDP(model, ranks)
+    model = DDP(model, ranks)    # an nn.Module around it
     optimizer = torch.optim.AdamW(model.parameters())
     for batch in batches:    # as many on every rank: unequal numbers end the job with an error that says so
         model(**batch).backward()
-        sync.finish_gradient_synchronization()
+        model.finish_gradient_synchronization()
         optimizer.step()
         optimizer.zero_grad()
-    del sync, optimizer, model
+    del optimizer, model
     stop_ranks(ranks)    # whoever ends without it counts as dead, and the others leave
 
 Names here are loaded, and torch with them, when they are first used. `DDP` is BucketedDDP.

@@ -33,7 +33,7 @@ class FlatDDP(ReplicatedGradients):
 
     def held_tensors(self) -> HeldTensors:
         """The buckets; gradients are views of them where they have their dtype."""
-        return {"buckets": [bucket.flat for bucket in self.buckets]}
+        return HeldTensors(buckets=[bucket.flat for bucket in self.buckets])
 
     def _gradient_ready(self, index: int) -> None:
         """Nothing before backward is over."""

@@ -23,7 +23,7 @@ class NaiveDDP(ReplicatedGradients):
 
     def held_tensors(self) -> HeldTensors:
         """The flags."""
-        return {"flags": [self._usage.flags]}
+        return HeldTensors(flags=[self._usage.flags])
 
     def _gradient_ready(self, index: int) -> None:
         """Nothing before backward is over."""

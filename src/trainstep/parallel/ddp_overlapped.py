@@ -34,11 +34,11 @@ class OverlappedDDP(ReplicatedGradients):
 
     def held_tensors(self) -> HeldTensors:
         """Flags; during backward gradients on their way, and what they were cast to."""
-        return {
-            "gradients": [gradient for gradient, _, _ in self._sent],
-            "staging": [sent for _, sent, _ in self._sent],
-            "flags": [self._usage.flags],
-        }
+        return HeldTensors(
+            gradients=[gradient for gradient, _, _ in self._sent],
+            staging=[sent for _, sent, _ in self._sent],
+            flags=[self._usage.flags],
+        )
 
     def _gradient_ready(self, index: int) -> None:
         turns = self._order.ready(index)

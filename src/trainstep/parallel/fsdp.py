@@ -189,14 +189,14 @@ class FSDP(HookedGradients):
     def held_tensors(self) -> HeldTensors:
         """Shards of parameters and what is gathered; whole gradients that wait to be sent (micro-batches' under no_sync()), shards
         of gradients that no piece has as its `.grad` yet, and buffers on the way from the one to the other; flags."""
-        return {
-            "buckets": [bucket.flat for bucket in self._ignored.buckets],
-            "parameters": [flat for unit in self.units for flat in unit.flats],
-            "gradients": [gradient for unit in self.units for gradient in unit.unsent if gradient is not None],
-            "shards": [shard for unit in self.units for shard in unit.gradient_shards],
-            "staging": [*self._staging.free, *(flat for unit in self.units for flat in unit.in_flight)],
-            "flags": [self._usage.flags],
-        }
+        return HeldTensors(
+            buckets=[bucket.flat for bucket in self._ignored.buckets],
+            parameters=[flat for unit in self.units for flat in unit.flats],
+            gradients=[gradient for unit in self.units for gradient in unit.unsent if gradient is not None],
+            shards=[shard for unit in self.units for shard in unit.gradient_shards],
+            staging=[*self._staging.free, *(flat for unit in self.units for flat in unit.in_flight)],
+            flags=[self._usage.flags],
+        )
 
     def placed(self) -> Iterator[Placed]:
         """Where every parameter is, for who saves them. Of units that are sharded."""

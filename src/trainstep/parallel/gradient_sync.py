@@ -1,4 +1,4 @@
-"""What every way of averaging gradients over ranks has in common, and the protocol that training code may rely on.
+"""What every strategy of averaging gradients over ranks has in common, and the protocol that training code may rely on.
 
 [Note: the same messages on every rank]
 Collectives pair up by order. A parameter that a rank's forward did not use gets no gradient there, so a rank cannot send what it
@@ -10,6 +10,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -23,10 +25,26 @@ from trainstep.parallel.module_wrapper import ModuleWrapper
 from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_tensors
 
-HeldTensors = Mapping[str, Sequence[Tensor]]
-"""By category: buckets; parameters (flat ones, shards of them, gathered ones); gradients (whole ones not sent yet); shards (of
-gradients, this rank's); staging (what messages pass through); flags (who used what). Several may share a storage, also with the
-module's own. Of torch's wrappers nothing: they keep theirs out of sight."""
+
+@dataclass(frozen=True, kw_only=True)
+class HeldTensors:
+    """By category. Several may share a storage, also with the module's own. Of torch's wrappers nothing: they keep theirs out of
+    sight."""
+
+    buckets: Sequence[Tensor] = ()
+    parameters: Sequence[Tensor] = ()
+    """Flat ones, shards of them, gathered ones."""
+    gradients: Sequence[Tensor] = ()
+    """Whole ones, not sent yet."""
+    shards: Sequence[Tensor] = ()
+    """This rank's, of gradients."""
+    staging: Sequence[Tensor] = ()
+    """What messages pass through."""
+    flags: Sequence[Tensor] = ()
+    """Who used what."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain(self.buckets, self.parameters, self.gradients, self.shards, self.staging, self.flags)
 
 
 class GradientSync(Protocol):

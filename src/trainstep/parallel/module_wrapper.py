@@ -1,4 +1,4 @@
-"""A way of going parallel as an nn.Module around the module: called as that is, with its parameters, its state and its names.
+"""A parallel strategy as an nn.Module around the module: called as that is, with its parameters, its state and its names.
 
     model = BucketedDDP(model)        model(**batch), model.parameters(), model.state_dict(), model.eval(), model.module
 

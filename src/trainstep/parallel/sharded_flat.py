@@ -168,12 +168,12 @@ class ShardedGradients(HookedGradients):
     def held_tensors(self) -> HeldTensors:
         """Flat parameters, of which the module's are views; this rank's shards of gradients; buffers on the way there; flags."""
         units = self._units
-        return {
-            "parameters": [unit.flat for unit in units],
-            "shards": [shard for unit in units for shard in unit.gradient_shards],
-            "staging": [*self._staging.free, *(flat for unit in units for flat in unit.in_flight)],
-            "flags": [self._usage.flags],
-        }
+        return HeldTensors(
+            parameters=[unit.flat for unit in units],
+            shards=[shard for unit in units for shard in unit.gradient_shards],
+            staging=[*self._staging.free, *(flat for unit in units for flat in unit.in_flight)],
+            flags=[self._usage.flags],
+        )
 
     def gather_piecewise(self, values: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
         """(index of a parameter, whole tensor in its shape) from what each rank has for its pieces, such as an optimizer's moments.

@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def held_tensors(self) -> HeldTensors:
         """What small parameters travel in together, from the first step on."""
-        return {"staging": [message.flat for message in self._messages or () if message.flat is not None]}
+        return HeldTensors(staging=[message.flat for message in self._messages or () if message.flat is not None])
 
     def _own(self) -> torch.optim.Optimizer:
         assert self._local is not None

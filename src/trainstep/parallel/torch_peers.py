@@ -1,4 +1,4 @@
-"""torch's own ways of going parallel behind our protocol, so that the same tests and the same bench cover them.
+"""torch's own parallel strategies behind our protocol, so that the same tests and the same bench cover them.
 
 `sync.module`, or `sync`, is what training calls: DistributedDataParallel wraps the module it is given. Their messages do not go
 through Collectives, so `traffic` is None: a profiler's trace shows them.
@@ -80,7 +80,7 @@ class TorchDDP(ModuleWrapper):
 
     def held_tensors(self) -> HeldTensors:
         """Nothing: torch keeps its buffers out of sight."""
-        return {}
+        return HeldTensors()
 
     def detach(self) -> None:
         """Let go of the wrapper: its hooks go with it, once nobody else holds it. `module` is the wrapped one from here."""
@@ -143,7 +143,7 @@ class TorchFSDP2(ModuleWrapper):
 
     def held_tensors(self) -> HeldTensors:
         """Nothing: torch keeps its buffers out of sight."""
-        return {}
+        return HeldTensors()
 
     def detach(self) -> None:
         """RuntimeError: torch has no way back."""

@@ -6,6 +6,7 @@ They follow what parallel/ does, file by file: ddp_*.py, bucket.py, sharded_opti
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainstep.costs.exchange import (
     ROOT,
@@ -21,14 +22,23 @@ from trainstep.costs.exchange import (
     sum_bytes,
     units_sent,
 )
-from trainstep.costs.strategies import Sends
+from trainstep.costs.strategies import MessageKind
 
 _MOMENTS = 2
 """AdamW's, each of a parameter's size and dtype."""
 _STEP_BYTES = 4
 """AdamW's counter, one a tensor: fp32."""
-_Updated = list[tuple[int, int]]
-"""(elements, bytes of one) of each tensor that a rank updates."""
+
+
+class _Updated(NamedTuple):
+    """A tensor that a rank updates."""
+
+    numel: int
+    element_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +88,10 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     copies = [
         one.numel * exchange.gradient_bytes(one)
         for one in trained
-        if exchange.gradient_bytes(one) != one.element_bytes and exchange.strategy.talks
+        if exchange.gradient_bytes(one) != one.element_bytes and exchange.strategy.communicates
     ]
     neighbours = max((sum(pair) for pair in zip([0, *copies], copies, strict=False)), default=0)
-    updated = [(one.numel, one.element_bytes) for one in trained]
+    updated = [_Updated(one.numel, one.element_bytes) for one in trained]
     gradients_bytes = sum_bytes(trained)
     return Terms(
         parameters_bytes=sum_bytes(parameters),
@@ -90,7 +100,7 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
         whole_gradients_bytes=gradients_bytes,
         gradients_bytes=gradients_bytes,
         gradients_before_sync_bytes=gradients_bytes,
-        buffers_bytes=len(trained) if Sends.USAGE in exchange.strategy.sends else 0,
+        buffers_bytes=len(trained) if MessageKind.USAGE in exchange.strategy.sends else 0,
         in_sync_bytes=sum(copies) if exchange.strategy.overlaps else neighbours,
     )
 
@@ -104,7 +114,7 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     fresh = [one for bucket in unsent for one in bucket.parameters if one not in copied]
     in_place = sum(bucket.nbytes for bucket in buckets if not _copies(bucket))
     beside = sum(bucket.nbytes for bucket in buckets if _copies(bucket))
-    by_owners = Sends.PARAMETERS_OF_OWNERS in exchange.strategy.sends
+    by_owners = MessageKind.PARAMETERS_OF_OWNERS in exchange.strategy.sends
     owned = owners_of(exchange, parameters) if by_owners else [trained] * exchange.ranks
     packs = sum(
         pack_bytes(pack)
@@ -112,7 +122,7 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
         for pack in packs_of(exchange, mine)
         if len(pack) > 1 and by_owners and exchange.ranks > 1
     )
-    updated = [(one.numel, one.element_bytes) for one in owned[rank]]
+    updated = [_Updated(one.numel, one.element_bytes) for one in owned[rank]]
     return Terms(
         parameters_bytes=sum_bytes(parameters),
         state_bytes=_state_bytes(updated),
@@ -126,29 +136,34 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     )
 
 
-def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
-    """Whole gradients of a unit live until they are copied for sending; then a rank keeps its shard of the average.
+def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+    """Parameters are whole in flat units, and flat shards are updated unit by unit.
 
-    The last unit that backward completes is the first of forward: when it is sent, it and those before it are shards already.
+    Whole gradients of a unit live until they are copied for sending; then a rank keeps its shard of the average.
     """
-    ranks = exchange.ranks
-    fully = exchange.strategy.shards_parameters
     units = units_sent(exchange, parameters)
     trained = [unit for unit in units if unit.trained]
-    first = trained[0]
-    at_once = exchange.strategy.most_in_flight + 1
-    on_the_way, received = trained[:at_once], trained[at_once:]
-    shards_in_sync = sum(unit.nbytes // ranks for unit in received) + sum(
-        _sent_bytes(exchange, unit) // ranks for unit in on_the_way
+    held = _pieces(trained, rank, exchange.ranks)
+    return Terms(
+        parameters_bytes=sum(unit.nbytes for unit in trained)
+        + sum_bytes([one for one in parameters if not one.trained]),
+        state_bytes=_state_bytes(_updated(parameters, held)),
+        update_bytes=max(_update_bytes(_updated(unit.parameters, held), adamw) for unit in trained),
+        whole_gradients_bytes=sum(sum_bytes(unit.parameters) for unit in trained),
+        gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
+        gradients_before_sync_bytes=_before_sync_bytes(exchange, trained),
+        buffers_bytes=sum(len(unit.parameters) for unit in trained),
+        in_sync_bytes=_staging_bytes(exchange, trained),
+        sendings=_sendings(exchange, units, ()),
     )
-    earlier = _earlier_bytes(exchange, first) if fully else 0  # fsdp keeps those of earlier micro-batches apart
-    held_of = {
-        one.name: end - begin
-        for unit in trained
-        for one, (begin, end) in zip(unit.parameters, _ends(unit, rank, ranks), strict=True)
-    }
-    updated = [(held_of[one.name], one.element_bytes) for one in parameters if held_of.get(one.name)]
-    together = [tuple(parameters)] if fully else [unit.parameters for unit in trained]
+
+
+def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+    """Parameters are shards, gathered for a while; all are updated at once. Gradients as in _sharded_flat, but that whole ones of
+    earlier micro-batches are kept apart."""
+    units = units_sent(exchange, parameters)
+    trained = [unit for unit in units if unit.trained]
+    updated = _updated(parameters, _pieces(trained, rank, exchange.ranks))
     kept_whole = [unit for unit in units if not freed_between(unit, units, exchange)]
     names = [name for name in dict.fromkeys(unit.name for unit in units) if name != ROOT]
     frozen = [
@@ -159,27 +174,47 @@ def _in_shards(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank:
     ahead = names[:-1][::-1][: exchange.ahead]
     gathered_ahead = [unit for unit in units if unit.name in ahead and unit not in kept_whole]
     return Terms(
-        parameters_bytes=_shards_bytes(units, ranks)
-        if fully
-        else sum(unit.nbytes for unit in trained) + sum_bytes([one for one in parameters if not one.trained]),
+        parameters_bytes=_shards_bytes(units, exchange.ranks),
         state_bytes=_state_bytes(updated),
-        update_bytes=max(
-            _update_bytes([(held_of[one.name], one.element_bytes) for one in part if held_of.get(one.name)], adamw)
-            for part in together
-        ),  # flat shards are updated unit by unit
-        whole_gradients_bytes=sum(_earlier_bytes(exchange, unit) for unit in trained)
-        if fully
-        else sum(sum_bytes(unit.parameters) for unit in trained),
-        gradients_bytes=_shards_bytes(
-            [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
-        ),
-        gradients_before_sync_bytes=earlier + _computed_bytes(exchange, first.parameters) + shards_in_sync,
+        update_bytes=_update_bytes(updated, adamw),
+        whole_gradients_bytes=sum(_earlier_bytes(exchange, unit) for unit in trained),
+        gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
+        gradients_before_sync_bytes=_earlier_bytes(exchange, trained[0]) + _before_sync_bytes(exchange, trained),
         buffers_bytes=sum(len(unit.parameters) for unit in trained),
-        whole_after_forward_bytes=_whole_bytes(exchange, kept_whole) if fully else 0,
-        whole_entering_backward_bytes=_whole_bytes(exchange, [*kept_whole, *gathered_ahead]) if fully else 0,
-        in_sync_bytes=_staging_bytes(exchange, trained) + (_whole_bytes(exchange, frozen) if fully else 0),
-        sendings=_sendings(exchange, units, kept_whole if fully else ()),
+        whole_after_forward_bytes=_whole_bytes(exchange, kept_whole),
+        whole_entering_backward_bytes=_whole_bytes(exchange, [*kept_whole, *gathered_ahead]),
+        in_sync_bytes=_staging_bytes(exchange, trained) + _whole_bytes(exchange, frozen),
+        sendings=_sendings(exchange, units, kept_whole),
     )
+
+
+def _pieces(trained: Sequence[Unit], rank: int, ranks: int) -> dict[str, int]:
+    """Parameter -> how many of its elements this rank updates."""
+    return {
+        one.name: end - begin
+        for unit in trained
+        for one, (begin, end) in zip(unit.parameters, _ends(unit, rank, ranks), strict=True)
+    }
+
+
+def _updated(parameters: Sequence[ParameterSize], held: Mapping[str, int]) -> list[_Updated]:
+    """Those that this rank updates, of which it holds so many elements."""
+    return [_Updated(held[one.name], one.element_bytes) for one in parameters if held.get(one.name)]
+
+
+def _gradient_shards_bytes(trained: Sequence[Unit], rank: int, ranks: int) -> int:
+    """Of averages, once all are there: of units that this rank has a piece of."""
+    return _shards_bytes(
+        [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
+    )
+
+
+def _before_sync_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:
+    """The last unit that backward completes is the first of forward: when it is sent, those before it are shards already."""
+    at_once = exchange.strategy.most_in_flight + 1
+    on_the_way, received = trained[:at_once], trained[at_once:]
+    shards = sum(_sent_bytes(exchange, unit) // exchange.ranks for unit in on_the_way)
+    return _computed_bytes(exchange, trained[0].parameters) + shards + _shards_bytes(received, exchange.ranks)
 
 
 def _sendings(exchange: Exchange, units: Sequence[Unit], kept_whole: Sequence[Unit]) -> tuple[Sending, ...]:
@@ -251,14 +286,14 @@ def _copies(bucket: Bucket) -> bool:
     return any(one.element_bytes != bucket.element_bytes for one in bucket.parameters)
 
 
-def _state_bytes(updated: _Updated) -> int:
-    return sum(_MOMENTS * numel * element_bytes + _STEP_BYTES for numel, element_bytes in updated)
+def _state_bytes(updated: Sequence[_Updated]) -> int:
+    return sum(_MOMENTS * one.nbytes + _STEP_BYTES for one in updated)
 
 
-def _update_bytes(updated: _Updated, adamw: str) -> int:
+def _update_bytes(updated: Sequence[_Updated], adamw: str) -> int:
     """fused and ours: none (on a GPU); foreach: the root of every second moment; loop: two tensors of a parameter's size, and the
     last one's root."""
-    sizes = [numel * element_bytes for numel, element_bytes in updated]
+    sizes = [one.nbytes for one in updated]
     one_by_one = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
     return {"fused": 0, "trainstep": 0, "foreach": sum(sizes), "loop": one_by_one}[adamw]
 
@@ -270,7 +305,7 @@ TERMS: Mapping[str, Callable[..., Terms]] = {
     "overlapped": _one_by_one,
     "bucketed": _in_buckets,
     "sharded": _in_buckets,
-    "sharded_flat": _in_shards,
-    "fsdp": _in_shards,
+    "sharded_flat": _sharded_flat,
+    "fsdp": _fsdp,
 }
-"""Of every strategy of ours (costs/strategies.py)."""
+"""Strategy of ours (costs/strategies.py) -> its terms."""

@@ -11,8 +11,8 @@ while they live. Under autocast, as many of forward's survivors as the weights h
 What outlives the step and no tensor is known for is a workspace: cuBLAS's above all; so is what a library takes to send a message.
 Anything else comes and goes within the step: a temporary (gradients of activations among them).
 
-Of several ranks: gradients are also the whole ones that autograd hands over and a way keeps a part of. Communication is what a way
-of going parallel kept at any mark, and what is born while it gathers, fills a buffer to send, or synchronises.
+Of several ranks: gradients are also the whole ones that autograd hands over and a strategy keeps a part of. Communication is what
+it kept at any mark, and what is born while it gathers, fills a buffer to send, or synchronises.
 """
 
 import re
@@ -71,7 +71,7 @@ class Known:
     """Addresses of storages: gradients as backward (and synchronising them) ended, all else as the step ended. `cast_bytes`: of
     the copies of weights that autocast makes in one forward.
 
-    Of several ranks, by the name of the mark at which they were noted: what the way of going parallel kept for `communication`,
+    Of several ranks, by the name of the mark at which they were noted: what the parallel strategy kept for `communication`,
     and each of autograd's `whole_gradients`.
     """
 

@@ -112,7 +112,7 @@ def _batches(run: RunConfig, vocab_size: int, device: torch.device) -> NextBatch
 def _compiled(module: nn.Module, run: RunConfig) -> nn.Module:
     """Our own model must compile whole (fullgraph); of someone else's, graph breaks are theirs to allow.
 
-    Of a block its forward alone: hooks of going parallel stand on the block and must not be compiled with it.
+    Of a block its forward alone: hooks of parallel strategies stand on the block and must not be compiled with it.
     """
     fullgraph = isinstance(run.model, ModelConfig)
     if run.compile == "block":

@@ -1,6 +1,7 @@
 """A strategy's name becomes a wrapper and an optimizer: one constructor each of the rows in costs/strategies.py."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,54 +22,66 @@ from trainstep.parallel.sharded_optimizer import ShardedOptimizer
 from trainstep.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero
 from trainstep.training.wrapping import OptimizerClass, Parallel, Wrapped, optimizer_over, unwrapped
 
-OwnOptions = Mapping[str, Any]
-"""Of a strategy, those that its row names."""
-Constructor = Callable[[Ranks, OwnOptions, nn.Module, OptimizerClass | None, Mapping[str, Any]], Wrapped]
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a constructor is asked for. `strategy_options`: those that its row names, and `most_in_flight` if it has one."""
+
+    ranks: Ranks
+    strategy_options: Mapping[str, Any]
+    module: nn.Module
+    optimizer_cls: OptimizerClass | None
+    optimizer_options: Mapping[str, Any]
+
+
+Constructor = Callable[[Request], Wrapped]
 _DTYPES = {"own": None, "bf16": torch.bfloat16}
 
 
 def parallel(ranks: Ranks, config: SyncConfig) -> Parallel:
-    """These ranks, going parallel as the config says. Parameters become those of rank 0, save with sync none."""
+    """These ranks, with the parallel strategy that the config names. Parameters become those of rank 0, save with sync none."""
     values = {option: getattr(config, option) for option in config.strategy.options}
-    own = {option: _DTYPES.get(value, value) for option, value in values.items()}
+    strategy_options = {option: _DTYPES.get(value, value) for option, value in values.items()}
     if config.strategy.most_in_flight:
-        own["most_in_flight"] = config.strategy.most_in_flight
-    return Parallel(ranks=ranks, wrap=partial(CONSTRUCTORS[config.name], ranks, own))
+        strategy_options["most_in_flight"] = config.strategy.most_in_flight
+
+    def wrap(module: nn.Module, optimizer_cls: OptimizerClass | None, options: Mapping[str, Any]) -> Wrapped:
+        request = Request(
+            ranks=ranks,
+            strategy_options=strategy_options,
+            module=module,
+            optimizer_cls=optimizer_cls,
+            optimizer_options=options,
+        )
+        return CONSTRUCTORS[config.name](request)
+
+    return Parallel(ranks=ranks, wrap=wrap)
 
 
-def _alone(_ranks: Ranks, _own: OwnOptions, *step: Any) -> Wrapped:
-    return unwrapped(*step)
+def _alone(asked: Request) -> Wrapped:
+    return unwrapped(asked.module, asked.optimizer_cls, asked.optimizer_options)
 
 
-def _beside(wrapper: Callable[..., GradientSync], shard: OptimizerClass | None = None) -> Constructor:
-    """`wrapper(module, ranks, **own)` beside the optimizer, whose state `shard` spreads over ranks."""
+def _wrapper_then_optimizer(wrapper: Callable[..., GradientSync], shard: OptimizerClass | None = None) -> Constructor:
+    """`wrapper(module, ranks, **strategy_options)`, then the optimizer, whose state `shard` spreads over ranks."""
 
-    def construct(
-        ranks: Ranks,
-        own: OwnOptions,
-        module: nn.Module,
-        optimizer_cls: OptimizerClass | None,
-        options: Mapping[str, Any],
-    ) -> Wrapped:
-        sync = wrapper(module, ranks, **own)
+    def construct(asked: Request) -> Wrapped:
+        sync = wrapper(asked.module, asked.ranks, **asked.strategy_options)
+        optimizer_cls = asked.optimizer_cls
         if optimizer_cls is not None and shard is not None:
-            optimizer_cls = partial(shard, optimizer_cls=optimizer_cls, ranks=ranks)
-        return Wrapped(module=sync.module, gradient_sync=sync, optimizer=optimizer_over(module, optimizer_cls, options))
+            optimizer_cls = partial(shard, optimizer_cls=optimizer_cls, ranks=asked.ranks)
+        optimizer = optimizer_over(asked.module, optimizer_cls, asked.optimizer_options)
+        return Wrapped(module=sync.module, gradient_sync=sync, optimizer=optimizer)
 
     return construct
 
 
-def _sharded_flat(
-    ranks: Ranks,
-    own: OwnOptions,
-    module: nn.Module,
-    optimizer_cls: OptimizerClass | None,
-    options: Mapping[str, Any],
-) -> Wrapped:
+def _sharded_flat(asked: Request) -> Wrapped:
     """The optimizer makes its wrapper."""
-    if optimizer_cls is None:
+    module, ranks, own = asked.module, asked.ranks, asked.strategy_options
+    if asked.optimizer_cls is None:
         return Wrapped(module=module, gradient_sync=ShardedGradients(module, ranks, **own), optimizer=None)
-    flat = FlatShardedOptimizer(module, optimizer_cls, ranks=ranks, **own, **options)
+    flat = FlatShardedOptimizer(module, asked.optimizer_cls, ranks=ranks, **own, **asked.optimizer_options)
     return Wrapped(module=module, gradient_sync=flat.gradient_sync, optimizer=flat)
 
 
@@ -86,15 +99,15 @@ def _torch_fsdp2(
 
 CONSTRUCTORS: Mapping[str, Constructor] = {
     "none": _alone,
-    "naive": _beside(NaiveDDP),
-    "flat": _beside(FlatDDP),
-    "overlapped": _beside(OverlappedDDP),
-    "bucketed": _beside(BucketedDDP),
-    "sharded": _beside(BucketedDDP, ShardedOptimizer),
+    "naive": _wrapper_then_optimizer(NaiveDDP),
+    "flat": _wrapper_then_optimizer(FlatDDP),
+    "overlapped": _wrapper_then_optimizer(OverlappedDDP),
+    "bucketed": _wrapper_then_optimizer(BucketedDDP),
+    "sharded": _wrapper_then_optimizer(BucketedDDP, ShardedOptimizer),
     "sharded_flat": _sharded_flat,
-    "fsdp": _beside(FSDP),
-    "torch_ddp": _beside(_torch_ddp),
-    "torch_zero": _beside(_torch_ddp, torch_zero),
-    "torch_fsdp2": _beside(_torch_fsdp2),
+    "fsdp": _wrapper_then_optimizer(FSDP),
+    "torch_ddp": _wrapper_then_optimizer(_torch_ddp),
+    "torch_zero": _wrapper_then_optimizer(_torch_ddp, torch_zero),
+    "torch_fsdp2": _wrapper_then_optimizer(_torch_fsdp2),
 }
-"""Of every strategy."""
+"""Strategy -> what makes its wrapper and optimizer."""

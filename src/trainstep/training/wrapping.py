@@ -1,4 +1,4 @@
-"""Where going parallel enters a step: a module and an optimizer go in, wrapped ones come out.
+"""Where a parallel strategy enters a step: a module and an optimizer go in, wrapped ones come out.
 
 Apart from parallelism.py, which knows every wrapper by name, so that a step of one process imports none of them.
 """
@@ -41,14 +41,14 @@ class Parallel:
     wrap: Wrap
 
 
-def looked_at(way: Parallel, look: Callable[[nn.Module], None]) -> Parallel:
-    """The same way; `look` sees the module before it is wrapped, which may take its parameters apart."""
+def looked_at(parallel: Parallel, look: Callable[[nn.Module], None]) -> Parallel:
+    """The same; `look` sees the module before it is wrapped, which may take its parameters apart."""
 
     def looking(module: nn.Module, optimizer_cls: OptimizerClass | None, options: Mapping[str, Any]) -> Wrapped:
         look(module)
-        return way.wrap(module, optimizer_cls, options)
+        return parallel.wrap(module, optimizer_cls, options)
 
-    return Parallel(ranks=way.ranks, wrap=looking)
+    return Parallel(ranks=parallel.ranks, wrap=looking)
 
 
 def unwrapped(module: nn.Module, optimizer_cls: OptimizerClass | None, options: Mapping[str, Any]) -> Wrapped:

@@ -120,7 +120,7 @@ def test_lengths_of_as_many_blocks_share_their_table():
     hopper.order_table.cache_clear()
     tables = [
         hopper.bind_hopper_forward(
-            CallMeta.of(*[torch.empty(2, 4, queries, 64).to(torch.bfloat16)] * 3), PROBLEM, None
+            CallMeta.forward(*[torch.empty(2, 4, queries, 64).to(torch.bfloat16)] * 3), PROBLEM, None
         ).order
         for queries in (1000, 1010, 2000)
     ]

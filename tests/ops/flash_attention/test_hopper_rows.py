@@ -30,7 +30,7 @@ def test_rows_and_cast(head_dim: int):
     lse = torch.randn(o.shape[:3])
     lse[..., 7] = -torch.inf
     problem = Problem(SCALE, True, False, Arithmetic.HALF)
-    kernels = hopper.bind_hopper_backward(CallMeta.of(*[o] * 5), problem, schedule=None)
+    kernels = hopper.bind_hopper_backward(CallMeta.backward(*[o] * 5), problem, schedule=None)
     lse_log2, delta, dq_sum = (x.fill_(torch.nan) for x in hopper.backward_buffers(o, kernels.padded_queries))
     kernels.rows(o, do, lse, lse_log2, delta, dq_sum)
     wanted = rows(o, do, lse, padded=kernels.padded_queries)

@@ -174,10 +174,10 @@ def test_parts(strided: str):
     q, do = (x * torch.logspace(-9, 3, 77, base=2.0, device=DEVICE).view(-1, 1) for x in (q, do * 1000))
     k, v = k * 2.0**-20, v * torch.tensor([1.0, 2.0**40], device=DEVICE).view(1, 2, 1, 1)
     tensors = (q, k, v, do, q)
-    made = Prologue(CallMeta.of(*tensors), (96, 64))(*tensors)
+    made = Prologue(CallMeta.backward(do, q, k, v, q), (96, 64))(*tensors)
     assert made.queries.shape == (2, 2, 8, 96, 32)
     assert made.keys.shape == (2, 2, 4, 64, 32)
-    alone = Prologue(CallMeta.of(q, k, v), (96, 64))(q, k, v)
+    alone = Prologue(CallMeta.forward(q, k, v), (96, 64))(q, k, v)
     assert torch.equal(alone.queries, made.queries[:1])
     assert torch.equal(alone.keys, made.keys)
     for x, parts, peak in zip((q, k, v, do), (made.queries[0], *made.keys, made.queries[1]), Peak, strict=False):

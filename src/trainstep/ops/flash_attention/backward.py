@@ -247,7 +247,7 @@ def launch_backward(
     """dq, dk, dv, laid out as q, k, v are. The last stride of each is 1."""
     dq, dk, dv = torch.empty_like(q_BHSD), torch.empty_like(k_BGSD), torch.empty_like(v_BGSD)
     delta = torch.empty_like(lse_BHS)
-    meta = CallMeta.of(q_BHSD, k_BGSD, v_BGSD, do_BHSD, o_BHSD)
+    meta = CallMeta.backward(do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD)
     bound = bind_backward(meta, problem, key_config, query_config)
     bound["delta"](o_BHSD, do_BHSD, delta)
     bound["key_gradients"](q_BHSD, k_BGSD, v_BGSD, do_BHSD, lse_BHS, delta, dk, dv)

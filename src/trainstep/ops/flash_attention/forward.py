@@ -108,7 +108,7 @@ def launch_forward(
     o = torch.empty_like(q_BHSD)
     batch, heads, queries, _ = q_BHSD.shape
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q_BHSD.device)
-    bound = bind_forward(CallMeta.of(q_BHSD, k_BGSD, v_BGSD), problem, config)
+    bound = bind_forward(CallMeta.forward(q_BHSD, k_BGSD, v_BGSD), problem, config)
     bound(q_BHSD, k_BGSD, v_BGSD, o, lse)
     return o, lse
 

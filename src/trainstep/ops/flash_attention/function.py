@@ -3,6 +3,12 @@
 Registered with torch.library's Library, an implementation a dispatch key, because that costs the host less than custom_op does.
 On CUDA devices the Triton kernels run (choice.py: which), anywhere else algorithm.py. Memory kept for backward is linear in S:
 q, k, v, the output and the log-sum-exp. The gradient has no gradient of its own.
+
+flash_attention -> _forward_autograd -> _FlashAttention -> _attend -> _forward_below_autograd -> _forward_cuda, which launches
+flash_attention -> _forward_op, while torch.compile traces; the dispatcher then calls what stands at the end of the file:
+    Autograd: _forward_autograd; CUDA: _forward_cuda; other devices: _forward_anywhere (algorithm.py); Meta: _forward_fake
+_forward_below_autograd goes by _forward_op too where somebody stands between: a mode, a profiler, a subclass, a CPU.
+The backward functions are named and call each other alike.
 """
 
 import math

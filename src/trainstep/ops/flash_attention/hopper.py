@@ -57,7 +57,7 @@ MOST_PADDED_TO = 128
 
 def why_not(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> str | None:
     """Why the Hopper kernels do not take these tensors, in a few words, or None. k and v have one shape."""
-    reason = _why_not_at_any_address(CallMeta.of(q_BHSD, k_BGSD, v_BGSD))
+    reason = _why_not_at_any_address(CallMeta.forward(q_BHSD, k_BGSD, v_BGSD))
     if reason is None and not _aligned(q_BHSD, k_BGSD, v_BGSD):
         return "a tensor's address is not a multiple of 16 bytes"
     return reason
@@ -109,7 +109,7 @@ def launch_hopper_forward(
     q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, problem: Problem, schedule: ForwardSchedule | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """o, laid out as q is, and lse (B, H, S) in fp32; None for tensors that why_not has something against."""
-    bound = _bound_forward(CallMeta.of(q_BHSD, k_BGSD, v_BGSD), problem, schedule)
+    bound = _bound_forward(CallMeta.forward(q_BHSD, k_BGSD, v_BGSD), problem, schedule)
     if bound is None or not _aligned(q_BHSD, k_BGSD, v_BGSD):
         return None
     batch, heads, queries, _ = q_BHSD.shape
@@ -203,7 +203,7 @@ def launch_hopper_backward(
 
     Bits of dq may differ from run to run.
     """
-    bound, do_fits = _bound_backward(CallMeta.of(q_BHSD, k_BGSD, v_BGSD, do_BHSD, o_BHSD), problem, schedule)
+    bound, do_fits = _bound_backward(CallMeta.backward(do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD), problem, schedule)
     if bound is None or not _aligned(q_BHSD, k_BGSD, v_BGSD):
         return None
     if not do_fits or do_BHSD.data_ptr() % 16:
@@ -322,7 +322,7 @@ def bind_hopper_backward(meta: CallMeta, problem: Problem, schedule: BackwardSch
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; of a CPU, whose tests want several tiles a program: 3."""
+    """How many this GPU has; 3 for a CPU, so that its tests give a program several tiles."""
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count

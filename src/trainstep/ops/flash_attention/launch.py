@@ -49,35 +49,37 @@ class CallMeta(NamedTuple):
     k_stride: Stride
     v_stride: Stride
     do_stride: Stride = ()
-    """Of what backward alone reads, as o_stride is."""
+    """Backward alone reads it, as o_stride."""
     o_stride: Stride = ()
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, *do_and_o: Tensor) -> "CallMeta":
-        """`do_and_o`: in the backward pass. Made at every call, so written out: a loop would cost the host as much again."""
-        if not do_and_o:
-            return cls(q.shape, k.shape, q.dtype, q.device, q.stride(), k.stride(), v.stride())
-        do, o = do_and_o
+    def forward(cls, q: Tensor, k: Tensor, v: Tensor) -> "CallMeta":
+        """Made at every call, so written out: a loop would cost the host as much again."""
+        return cls(q.shape, k.shape, q.dtype, q.device, q.stride(), k.stride(), v.stride())
+
+    @classmethod
+    def backward(cls, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> "CallMeta":
+        """As forward, and what backward alone reads."""
         return cls(q.shape, k.shape, q.dtype, q.device, q.stride(), k.stride(), v.stride(), do.stride(), o.stride())
 
     @property
     def like_q(self) -> Stride:
-        """Of the output and of dq."""
+        """The output's stride, and dq's."""
         return _stride_like(self.q_shape, self.q_stride)
 
     @property
     def like_k(self) -> Stride:
-        """Of dk."""
+        """dk's stride."""
         return _stride_like(self.k_shape, self.k_stride)
 
     @property
     def like_v(self) -> Stride:
-        """Of dv."""
+        """dv's stride."""
         return _stride_like(self.k_shape, self.v_stride)
 
 
 def _stride_like(shape: torch.Size, stride: Stride) -> Stride:
-    """Of torch.empty_like's result."""
+    """The stride of torch.empty_like's result."""
     return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
 
 

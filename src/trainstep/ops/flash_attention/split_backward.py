@@ -184,7 +184,7 @@ def launch_split_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, laid out as q, k, v are. The last stride of each is 1."""
     dq, dk, dv = torch.empty_like(q_BHSD), torch.empty_like(k_BGSD), torch.empty_like(v_BGSD)
-    meta = CallMeta.of(q_BHSD, k_BGSD, v_BGSD, do_BHSD, o_BHSD)
+    meta = CallMeta.backward(do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD)
     prologue, kernels = _bind(meta, problem, key_config, query_config)
     parts = prologue(q_BHSD, k_BGSD, v_BGSD, do_BHSD, o_BHSD)
     read = (parts.queries, parts.keys, parts.peaks, lse_BHS, parts.delta)

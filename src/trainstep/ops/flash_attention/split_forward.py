@@ -95,7 +95,7 @@ def launch_split_forward(
     """o, laid out as q is, and lse (B, H, S). The last stride of each is 1."""
     o = torch.empty_like(q_BHSD)
     lse = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
-    prologue, kernel = _bind(CallMeta.of(q_BHSD, k_BGSD, v_BGSD), problem, config)
+    prologue, kernel = _bind(CallMeta.forward(q_BHSD, k_BGSD, v_BGSD), problem, config)
     parts = prologue(q_BHSD, k_BGSD, v_BGSD)
     kernel(parts.queries, parts.keys, parts.peaks, o, lse)
     return o, lse
