@@ -9,7 +9,7 @@ from record_maker import ENVIRONMENT, a_record, seconds
 from trainstep.config.parsing import build_config, config_hash, to_plain
 from trainstep.records.record import Fact, Failure, Record, Samples
 from trainstep.report.all_tables import all_tables
-from trainstep.report.page import page
+from trainstep.report.page import page, sections
 from trainstep.report.parallel_page import parallel_sections
 from trainstep.report.parallel_rows import ways_of
 from trainstep.report.rows import Row, rows_of
@@ -263,7 +263,7 @@ def test_the_page_says_how_the_sharded_optimizers_differ():
 def test_bucket_sizes_beside_what_all_reduces_predict():
     sizes = {1: 0.22, 10: 0.12, 100: 0.21}
     ways = [cell("none"), *(cell("bucketed", bucket_mib=mib, step_s=step_s) for mib, step_s in sizes.items())]
-    times, _ = parallel_sections(rows(*ways, *map(collective, (1, 10, 100))))
+    times, *_ = sections(rows(*ways, *map(collective, (1, 10, 100))))
     chart = times.charts[1]
     measured, predicted = chart.data
     assert (measured["name"], predicted["name"]) == ("bucketed", "bucketed, predicted")
@@ -289,7 +289,7 @@ def test_sizes_of_flat_shards_are_not_predicted_by_all_reduces():
         cell("none"),
         *(cell("sharded_flat", bucket_mib=mib, step_s=step_s) for mib, step_s in ((1, 0.2), (10, 0.1))),
     ]
-    times, _ = parallel_sections(rows(*ways, *map(collective, (1, 10, 100))))
+    times, *_ = sections(rows(*ways, *map(collective, (1, 10, 100))))
     assert [trace["name"] for trace in times.charts[1].data] == ["sharded_flat"]
     said = next(one for one in times.paragraphs if "sizes tried" in one)
     assert said.endswith("of the sizes tried 10.0 MiB is quickest; the formula of buckets is not of its messages.")

@@ -8,8 +8,8 @@ from record_maker import a_record, seconds
 from trace_maker import EAGER
 from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
-from trainstep.report.page import page
-from trainstep.report.profile_page import kernels_chart, phases_by_class, profile_sections, shares_chart
+from trainstep.report.page import page, sections
+from trainstep.report.profile_page import kernels_chart, phases_by_class, shares_chart
 from trainstep.report.profile_tables import HELP, class_shares, profile_tables, row_tables, shares_tables, verdict_table
 from trainstep.report.profile_words import sentences
 from trainstep.report.rows import rows_of
@@ -229,5 +229,7 @@ def test_charts_hold_the_tables_numbers():
 
 
 def test_no_profiles_no_section():
-    assert profile_sections(rows_for(a_record())) == []
-    assert profile_tables(rows_for(a_record())) == []
+    shown = {section.title for section in sections(rows_for(a_record(), profiled()))}
+    alone = {section.title for section in sections(rows_for(a_record()))}
+    assert {"Where the time goes"} <= shown - alone
+    assert not any("What limits" in table.title for table in all_tables(rows_for(a_record())))

@@ -25,7 +25,7 @@ from trainstep.config.run import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Instrument:
-    """One workload. Functions of report/ are module:function and take all rows of a report, those of another kind too."""
+    """One workload. Functions of report/ are module:function and take its rows of a report (`summary`: their configs)."""
 
     name: str
     title: str
@@ -49,7 +49,9 @@ class Instrument:
     charts: tuple[str, ...] = ()
     """Above the common table, on the page."""
     sections: tuple[str, ...] = ()
-    """Of the page."""
+    """Of the page; with `held_to`, given that workload's rows too."""
+    held_to: str = ""
+    """The workload whose measurements explain this one's, where a page has both."""
     last_sections: tuple[str, ...] = ()
     """Of the page, behind what compares cells."""
     summary: str = ""
@@ -85,6 +87,7 @@ _ROWS = (
         always={"config": ("ranks", "sync", "bucket_mib", "device")},
         tables="trainstep.report.parallel_tables:parallel_tables",
         sections=("trainstep.report.parallel_page:parallel_sections",),
+        held_to="collective",
         own_words=frozenset({"means", "ratios"}),
     ),
     Instrument(
@@ -162,7 +165,8 @@ _ROWS = (
         ),
         always={"config": ("precision",)},
         compared_tables="trainstep.report.profile_tables:profile_tables",
-        sections=("trainstep.report.profile_page:profile_sections", "trainstep.report.device_page:device_sections"),
+        sections=("trainstep.report.profile_page:profile_sections",),
+        held_to="ceiling",
     ),
     Instrument(
         name="memory",

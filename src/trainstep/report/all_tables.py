@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from trainstep.config.instruments import INSTRUMENTS, Instrument, resolve
-from trainstep.report.rows import Row
+from trainstep.report.rows import Row, of_workload
 from trainstep.report.tables import Table, cell_tables
 
 
@@ -12,7 +12,7 @@ def all_tables(rows: Sequence[Row], *, compared: bool = True) -> list[Table]:
     made = cell_tables(without_own_tables(rows))
     for one in instruments_of(rows):
         place = (one.compared_tables if compared else "") or one.tables
-        made += resolve(place)(rows) if place else []
+        made += resolve(place)(of_workload(rows, one.name)) if place else []
     return made
 
 

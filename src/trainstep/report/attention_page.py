@@ -8,7 +8,6 @@ from trainstep.report.attention_rows import (
     OURS,
     Configuration,
     PeerRatio,
-    attention_rows,
     configurations,
     geometric_mean,
     implementation,
@@ -25,18 +24,15 @@ from trainstep.report.rows import Row
 
 def attention_sections(rows: Sequence[Row]) -> list[Section]:
     """Side by side, ours against each, tiles, every cell: those that these rows have."""
-    mine = attention_rows(rows)
-    if not mine:
-        return []
-    found = configurations(mine)
+    found = configurations(rows)
     against = ratios(found)
-    tiles = tile_chart(mine)
+    tiles = tile_chart(rows)
     # Of ours alone at many tiles, lines against the length would show one tile each time.
-    overview = tiles is None or len(implementations(mine)) > 1
+    overview = tiles is None or len(implementations(rows)) > 1
     made = [
         Section(
             title="Attention",
-            paragraphs=(*_fastest(found), *_wrong(mine), *_left_out(found)),
+            paragraphs=(*_fastest(found), *_wrong(rows), *_left_out(found)),
             charts=tuple(attention_charts(found)) if overview else (),
             tables=tuple(side_by_side(found)),
         )
@@ -46,8 +42,8 @@ def attention_sections(rows: Sequence[Row]) -> list[Section]:
         charts, tables = tuple(ratio_charts(against)), tuple(ratio_tables(against))
         made.append(Section(title=title, paragraphs=tuple(_against(against)), charts=charts, tables=tables))
     if tiles:
-        made.append(Section(title="Attention: tiles", charts=(tiles,), tables=tuple(tile_tables(mine))))
-    tables = (cells_table(mine), *accounting_tables(mine))
+        made.append(Section(title="Attention: tiles", charts=(tiles,), tables=tuple(tile_tables(rows))))
+    tables = (cells_table(rows), *accounting_tables(rows))
     made.append(Section(title="Attention: every cell", tables=tables))
     return [section for section in made if section.paragraphs or section.charts or section.tables]
 

@@ -17,7 +17,7 @@ from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
 from trainstep.report.forms import COUNT, RATIO, Form, failure_word, needed_words, ratio_words
 from trainstep.report.ratios import Ratio, ratio_of
-from trainstep.report.rows import Row, grouped, of_workload, words
+from trainstep.report.rows import Row, grouped, words
 from trainstep.report.tables import Column, Entry, Line, Table, point_columns
 
 OURS = "trainstep"
@@ -54,10 +54,6 @@ class Configuration:
 
     def label(self) -> str:
         return " ".join(words(value) for value in self.point.values()) or self.row.record.workload
-
-
-def attention_rows(rows: Sequence[Row]) -> list[Row]:
-    return of_workload(rows, "attention")
 
 
 def configurations(rows: Sequence[Row]) -> list[Configuration]:

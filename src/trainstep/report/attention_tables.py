@@ -16,7 +16,6 @@ from trainstep.report.attention_rows import (
     OURS,
     TIME,
     Configuration,
-    attention_rows,
     configuration_columns,
     configuration_names,
     configurations,
@@ -82,12 +81,9 @@ def plain_tables(rows: Sequence[Row]) -> list[Table]:
 
 def attention_tables(rows: Sequence[Row], *, compared: bool = True) -> list[Table]:
     """Implementations side by side, ours against each (where `compared`), tiles, every cell, the memory accounting."""
-    mine = attention_rows(rows)
-    if not mine:
-        return []
-    found = configurations(mine)
+    found = configurations(rows)
     against = ratio_tables(ratios(found)) if compared else []
-    return [*side_by_side(found), *against, *tile_tables(mine), cells_table(mine), *accounting_tables(mine)]
+    return [*side_by_side(found), *against, *tile_tables(rows), cells_table(rows), *accounting_tables(rows)]
 
 
 def side_by_side(found: Sequence[Configuration]) -> list[Table]:

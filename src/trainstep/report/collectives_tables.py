@@ -36,7 +36,7 @@ from trainstep.report.forms import (
     seconds_words,
     three_digits,
 )
-from trainstep.report.rows import Row, machines, of_workload, quantities, words
+from trainstep.report.rows import Row, machines, quantities, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns, rank_columns, row_of
 
 LABEL = ("operation", "backend", "ranks", "dtype")
@@ -50,11 +50,6 @@ _FIT = (
 )
 _ALONE = "Times of one rank are the cost of the call: nothing is sent."
 Key = tuple[Any, ...]
-
-
-def collective_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows of this workload."""
-    return of_workload(rows, "collective")
 
 
 def series_of(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
@@ -78,8 +73,7 @@ def fit_of(rows: Sequence[Row]) -> LatencyFit | None:
 
 def collective_tables(rows: Sequence[Row]) -> list[Table]:
     """Every cell, and what each series fits."""
-    mine = collective_rows(rows)
-    return [cells_table(mine), *fit_tables(mine)] if mine else []
+    return [cells_table(rows), *fit_tables(rows)]
 
 
 def cells_table(rows: Sequence[Row]) -> Table:
@@ -179,11 +173,8 @@ def _raw(row: Row) -> Mapping[str, Any]:
 
 def collective_sections(rows: Sequence[Row]) -> list[Section]:
     """The part of the page that these records fill."""
-    mine = collective_rows(rows)
-    if not mine:
-        return []
     done = {
-        key: held for key, each in series_of(mine).items() if (held := [row for row in each if bandwidth(row.record)])
+        key: held for key, each in series_of(rows).items() if (held := [row for row in each if bandwidth(row.record)])
     }
     charts = (
         [
@@ -204,7 +195,7 @@ def collective_sections(rows: Sequence[Row]) -> list[Section]:
             title="Collectives",
             paragraphs=tuple(_sentences(done)),
             charts=tuple(charts),
-            tables=tuple(collective_tables(mine)),
+            tables=tuple(collective_tables(rows)),
         )
     ]
 

@@ -21,7 +21,7 @@ from trainstep.report.forms import (
     rate_words,
     three_digits,
 )
-from trainstep.report.profile_tables import DETAILED_CELLS, HELP, profile_rows
+from trainstep.report.profile_tables import DETAILED_CELLS, HELP
 from trainstep.report.rows import Row
 from trainstep.report.tables import Column, Line, Table, point_columns
 
@@ -44,15 +44,15 @@ _WORK = (
 )
 
 
-def device_sections(rows: Sequence[Row]) -> list[Section]:
+def device_sections(rows: Sequence[Row], ceilings: Sequence[Row] = ()) -> list[Section]:
     """The parts of the page that profiles fill: one a cell while they are few, then their numbers in one table."""
-    ran = [row for row in profile_rows(rows) if row.record.failure is None and row.record.tables.get("classes")]
+    ran = [row for row in rows if row.record.failure is None and row.record.tables.get("classes")]
     if not ran:
         return []
     if len(ran) > DETAILED_CELLS:
         said = f"Rooflines are drawn for up to {DETAILED_CELLS} cells; this table has the numbers of all {len(ran)}."
-        return [Section(title="What bounds the device", paragraphs=(said,), tables=tuple(work_tables(ran, rows)))]
-    return [_cell(row, rows, alone=len(ran) == 1) for row in ran]
+        return [Section(title="What bounds the device", paragraphs=(said,), tables=tuple(work_tables(ran, ceilings)))]
+    return [_cell(row, ceilings, alone=len(ran) == 1) for row in ran]
 
 
 def work_tables(cells: Sequence[Row], rows: Sequence[Row]) -> list[Table]:

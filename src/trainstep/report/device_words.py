@@ -76,7 +76,10 @@ def _covered(record: Record, work: Sequence[CountedWork]) -> str:
 def _said(cases: Sequence[Case], work: Sequence[CountedWork], ceilings: Ceilings) -> list[str]:
     """The sentence of each case that some work is in."""
     placed = [(one, share, ceilings.is_memory_bound(one)) for one in work if (share := ceilings.share(one)) is not None]
-    found = [([one for one, share, bound in placed if is_in(one, share, bound)], sentence) for is_in, sentence in cases]
+    found = [
+        ([one for one, share, in_memory in placed if is_in(one, share, in_memory)], sentence)
+        for is_in, sentence in cases
+    ]
     return [sentence(mine, ceilings) for mine, sentence in found if mine]
 
 

@@ -17,7 +17,6 @@ from trainstep.report.memory_tables import (
     layers_table,
     ledger_of,
     ledger_table,
-    memory_rows,
     peaks_table,
     phases_table,
     rank_words,
@@ -51,15 +50,12 @@ _PATTERNS = {"temporaries": "/", "workspaces": ".", "communication": "x"}
 
 def memory_sections(rows: Sequence[Row]) -> list[Section]:
     """The parts of the page that these records fill."""
-    mine = memory_rows(rows)
-    if not mine:
-        return []
-    recorded = [row for row in mine if row.record.tables.get("timeline")]
+    recorded = [row for row in rows if row.record.tables.get("timeline")]
     chart = peaks_chart(recorded) if 1 < len(recorded) <= _FEW else None
     several = Section(
         title="Memory of a step",
         charts=(chart,) if chart else (),
-        tables=(*fit_table(mine), peaks_table(mine), *ranks_table(mine), *phases_table(mine), *held_table(mine)),
+        tables=(*fit_table(rows), peaks_table(rows), *ranks_table(rows), *phases_table(rows), *held_table(rows)),
     )
     return [several, *(cell_section(row) for row in recorded[:_DETAILED])]
 

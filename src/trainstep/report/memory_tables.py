@@ -19,7 +19,7 @@ from trainstep.report.forms import (
     failure_sentence,
     percent,
 )
-from trainstep.report.rows import Row, of_workload, quantities, shown_facts, table_lines
+from trainstep.report.rows import Row, quantities, shown_facts, table_lines
 from trainstep.report.tables import Column, Entry, Line, Table, doubts_column, point_columns
 from trainstep.traces.ledger import HELD, MOMENTS, SAVED_FOR_BACKWARD
 
@@ -48,18 +48,11 @@ _HELD_NOTE = (
 )
 
 
-def memory_rows(rows: Sequence[Row]) -> list[Row]:
-    return of_workload(rows, "memory")
-
-
 def memory_tables(rows: Sequence[Row]) -> list[Table]:
     """Every table that these records hold, each cell's own only while cells are few; none without a record of memory."""
-    mine = memory_rows(rows)
-    if not mine:
-        return []
-    own = [table for row in mine for table in cell_tables(row, titled=len(mine) > 1)] if len(mine) <= _DETAILED else []
-    ranks = ranks_table(mine)
-    return [*fit_table(mine), peaks_table(mine), *ranks, *phases_table(mine), *held_table(mine), *own]
+    own = [table for row in rows for table in cell_tables(row, titled=len(rows) > 1)] if len(rows) <= _DETAILED else []
+    ranks = ranks_table(rows)
+    return [*fit_table(rows), peaks_table(rows), *ranks, *phases_table(rows), *held_table(rows), *own]
 
 
 def cell_tables(row: Row, *, titled: bool = True) -> list[Table]:

@@ -23,7 +23,6 @@ from trainstep.report.numerics_tables import (
     dtype_tables,
     errors_table,
     groups_of,
-    numerics_rows,
     precision_of,
     range_tables,
     sum_tables,
@@ -37,23 +36,20 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 
 def numerics_sections(rows: Sequence[Row]) -> list[Section]:
     """The parts of the page that these records fill."""
-    mine = numerics_rows(rows)
-    if not mine:
-        return []
-    chart = error_chart(mine)
-    errors = dataclasses.replace(errors_table(mine), title="Numbers of the chart")
+    chart = error_chart(rows)
+    errors = dataclasses.replace(errors_table(rows), title="Numbers of the chart")
     made = [
         Section(
             title="Numerics: error and cost",
-            paragraphs=tuple(trade_sentences(mine)),
+            paragraphs=tuple(trade_sentences(rows)),
             charts=(chart,) if chart else (),
-            tables=(errors, *(dataclasses.replace(table, folded=True) for table in worst_tables(mine))),
+            tables=(errors, *(dataclasses.replace(table, folded=True) for table in worst_tables(rows))),
         )
     ]
     parts = {
-        "Numerics: dtypes": dtype_tables(mine),
-        "Numerics: what fp16's range takes from gradients": range_tables(mine),
-        "Numerics: why sums stay in fp32": sum_tables(mine),
+        "Numerics: dtypes": dtype_tables(rows),
+        "Numerics: what fp16's range takes from gradients": range_tables(rows),
+        "Numerics: why sums stay in fp32": sum_tables(rows),
     }
     return made + [Section(title=title, tables=tuple(tables)) for title, tables in parts.items() if tables]
 

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from trainstep.report.forms import COUNT, DIGITS, ERROR, MS_STD, TEXT, Form, percent, three_digits
-from trainstep.report.rows import Row, grouped, of_workload, quantities, table_lines, time_of
+from trainstep.report.rows import Row, grouped, quantities, table_lines, time_of
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 
 ERRORS = {
@@ -31,12 +31,9 @@ _SUMS = (
 
 def numerics_tables(rows: Sequence[Row]) -> list[Table]:
     """Every table that these records hold; none without a record of numerics."""
-    mine = numerics_rows(rows)
-    if not mine:
-        return []
-    errors = errors_table(mine)
-    errors = replace(errors, note=" ".join([errors.note, *trade_sentences(mine)]))
-    return [errors, *worst_tables(mine), *dtype_tables(mine), *range_tables(mine), *sum_tables(mine)]
+    errors = errors_table(rows)
+    errors = replace(errors, note=" ".join([errors.note, *trade_sentences(rows)]))
+    return [errors, *worst_tables(rows), *dtype_tables(rows), *range_tables(rows), *sum_tables(rows)]
 
 
 def errors_table(rows: Sequence[Row]) -> Table:
@@ -245,10 +242,6 @@ def sum_tables(rows: Sequence[Row]) -> list[Table]:
             lines = table_lines(table_of(held, "reductions"))
             made.append(Table.of(f"Sums in 16 bits: {name}", lines, _REDUCTION, note=_SUMS))
     return made
-
-
-def numerics_rows(rows: Sequence[Row]) -> list[Row]:
-    return of_workload(rows, "numerics")
 
 
 def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -14,7 +14,7 @@ from trainstep.report.charts import Section, chart_table
 from trainstep.report.comparison_page import comparison_sections
 from trainstep.report.forms import byte_words, failure_sentence, failure_word
 from trainstep.report.notes import environments, mfu_conventions, mixed_machines, notes, provenance, summary
-from trainstep.report.rows import Row
+from trainstep.report.rows import Row, of_workload
 from trainstep.report.tables import cell_tables
 from trainstep.report.visible import visible
 
@@ -47,15 +47,16 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """What the page shows: cells of workloads without tables of their own, each workload's sections, what compares cells."""
-    shown, others = instruments_of(rows), without_own_tables(rows)
-    charts = tuple(chart for one in shown for place in one.charts for chart in resolve(place)(rows))
+    others = without_own_tables(rows)
+    shown = [(one, of_workload(rows, one.name)) for one in instruments_of(rows)]
+    charts = tuple(chart for one, mine in shown for place in one.charts for chart in resolve(place)(mine))
     overview = Section(title="All cells", charts=charts, tables=tuple(cell_tables(others)))
-    return [
-        *([overview] if others or charts else []),
-        *(section for one in shown for place in one.sections for section in resolve(place)(rows)),
-        *comparison_sections(rows),
-        *(section for one in shown for place in one.last_sections for section in resolve(place)(rows)),
-    ]
+    first, last = [], []
+    for one, mine in shown:
+        held_to = [of_workload(rows, one.held_to)] if one.held_to else []
+        first += [section for place in one.sections for section in resolve(place)(mine, *held_to)]
+        last += [section for place in one.last_sections for section in resolve(place)(mine)]
+    return [*([overview] if others or charts else []), *first, *comparison_sections(rows), *last]
 
 
 def title_of(rows: Sequence[Row]) -> str:

@@ -31,7 +31,7 @@ from trainstep.report.charts import (
     series_style,
     short_labels,
 )
-from trainstep.report.collectives_tables import collective_rows, fit_of, series_of
+from trainstep.report.collectives_tables import fit_of, series_of
 from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, ratio_words, seconds_words, three_digits
 from trainstep.report.parallel_rows import Way, median_of, ways_of
 from trainstep.report.parallel_tables import (
@@ -54,17 +54,15 @@ _COLOURS = ("theme:blue", "theme:orange", "theme:green", "theme:purple", "theme:
 _MOST_MESSAGE_TABLES = 16
 
 
-def parallel_sections(rows: Sequence[Row]) -> list[Section]:
-    """The parts of the page that these records fill."""
+def parallel_sections(rows: Sequence[Row], collectives: Sequence[Row] = ()) -> list[Section]:
+    """The parts of the page that these records fill; collectives predict the best bucket size."""
     ways = ways_of(rows)
-    if not ways:
-        return []
     timed = [way for way in ways if median_of(way.record, "step") is not None]
     holding = [way for way in timed if held_by(way)]
-    buckets = bucket_chart(timed, rows)
+    buckets = bucket_chart(timed, collectives)
     times = Section(
         title="Ways of going parallel",
-        paragraphs=(*_step_sentences(timed), *bucket_sentences(timed, rows)),
+        paragraphs=(*_step_sentences(timed), *bucket_sentences(timed, collectives)),
         charts=(*((_steps_chart(timed),) if timed else ()), *((buckets,) if buckets else ())),
         tables=(
             steps_table(ways),
@@ -246,7 +244,7 @@ class BucketSeries:
         return best_bucket_bytes(self.gradient_bytes, self.fit.alpha_s, self.fit.beta_bytes_per_s) / _MIB
 
 
-def bucket_series(ways: Sequence[Way], rows: Sequence[Row]) -> list[BucketSeries]:
+def bucket_series(ways: Sequence[Way], collectives: Sequence[Row]) -> list[BucketSeries]:
     """Ways that ran with at least two bucket sizes."""
     bucketed = [
         way for way in ways if way.sync in USED_BY["bucket_mib"] and way.record.config["bucket_mib"] is not None
@@ -257,16 +255,16 @@ def bucket_series(ways: Sequence[Way], rows: Sequence[Row]) -> list[BucketSeries
             place=place,
             sync=sync,
             ways=sorted(mine, key=lambda way: float(way.record.config["bucket_mib"])),
-            fit=None if strategy_named(sync).in_units else _fit(mine[0], rows),
+            fit=None if strategy_named(sync).in_units else _fit(mine[0], collectives),
         )
         for (place, sync), mine in found.items()
         if len({way.record.config["bucket_mib"] for way in mine}) > 1
     ]
 
 
-def bucket_chart(ways: Sequence[Way], rows: Sequence[Row]) -> Chart | None:
+def bucket_chart(ways: Sequence[Way], collectives: Sequence[Row]) -> Chart | None:
     """A panel a place, a line a way, a dotted one where a prediction can be made."""
-    series = bucket_series(ways, rows)
+    series = bucket_series(ways, collectives)
     if not series:
         return None
     places = list(dict.fromkeys(one.place for one in series))
@@ -304,10 +302,10 @@ def bucket_chart(ways: Sequence[Way], rows: Sequence[Row]) -> Chart | None:
     )
 
 
-def bucket_sentences(ways: Sequence[Way], rows: Sequence[Row]) -> list[str]:
+def bucket_sentences(ways: Sequence[Way], collectives: Sequence[Row]) -> list[str]:
     """The best bucket of each series, measured and predicted."""
     said = []
-    for one in bucket_series(ways, rows):
+    for one in bucket_series(ways, collectives):
         best = min(one.ways, key=lambda way: median_of(way.record, "step") or 0.0)
         size = three_digits(best.record.config["bucket_mib"])
         sentence = f"{one.place}, {one.sync}: of the sizes tried {size} MiB is quickest"
@@ -340,13 +338,13 @@ def _curve(one: BucketSeries) -> tuple[list[float], list[float]]:
     return [mib for mib, seconds in found if seconds is not None], [in_ms(s) for _, s in found if s is not None]
 
 
-def _fit(way: Way, rows: Sequence[Row]) -> LatencyFit | None:
+def _fit(way: Way, collectives: Sequence[Row]) -> LatencyFit | None:
     """Of all-reduces among as many ranks on the same kind of machine."""
     config, environment = way.record.config, way.record.environment
     backend = "gloo" if config["device"] == "cpu" else "nccl"
     like = [
         row
-        for row in collective_rows(rows)
+        for row in collectives
         if row.record.config["operation"] == "all_reduce"
         and row.record.config["backend"] == backend
         and row.record.config["ranks"] == config["ranks"]

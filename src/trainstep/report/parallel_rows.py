@@ -10,7 +10,7 @@ from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.record import Record
 from trainstep.report.forms import ABSENT, TEXT
 from trainstep.report.ratios import Ratio, ratio_of
-from trainstep.report.rows import Row, flat_config, of_workload, table_lines, words
+from trainstep.report.rows import Row, flat_config, table_lines, words
 from trainstep.report.tables import Column, Entry, point_columns, row_of
 
 _NO_MATTER = {"check_agreement", "keep_trace"}
@@ -59,15 +59,10 @@ class Way:
         return None if mine is None or base is None else mine - base
 
 
-def parallel_rows(rows: Sequence[Row]) -> list[Row]:
-    return of_workload(rows, "parallel")
-
-
 def ways_of(rows: Sequence[Row]) -> list[Way]:
-    """Each row of this workload with its yardstick: of the same file, machine and config, the ways' options aside."""
-    mine = parallel_rows(rows)
-    bases = {_run_of(row): row for row in mine if row.record.config["sync"] == YARDSTICK and row.record.failure is None}
-    return [Way(row=row, base=bases.get(_run_of(row))) for row in mine]
+    """Each row with its yardstick: of the same file, machine and config, the ways' options aside."""
+    bases = {_run_of(row): row for row in rows if row.record.config["sync"] == YARDSTICK and row.record.failure is None}
+    return [Way(row=row, base=bases.get(_run_of(row))) for row in rows]
 
 
 def median_of(record: Record, quantity: str) -> float | None:

@@ -46,8 +46,6 @@ Held = dict[str, dict[str, tuple[int, int | None]]]
 def parallel_tables(rows: Sequence[Row]) -> list[Table]:
     """Every table that these records hold."""
     ways = ways_of(rows)
-    if not ways:
-        return []
     few = len(ways) <= _DETAILED
     return [
         steps_table(ways),

@@ -19,12 +19,12 @@ from trainstep.report.charts import (
     panel_columns,
     short_labels,
 )
+from trainstep.report.device_page import device_sections
 from trainstep.report.forms import in_ms, in_percent, milliseconds, percent
 from trainstep.report.profile_tables import (
     DETAILED_CELLS,
     TORCH_COLUMNS,
     class_shares,
-    profile_rows,
     row_tables,
     shares_tables,
     verdict_table,
@@ -53,24 +53,22 @@ _LOOKS: dict[str, tuple[str, str]] = {
 _KERNELS_DRAWN = 5
 
 
-def profile_sections(rows: Sequence[Row]) -> list[Section]:
-    """The parts of the page that these records fill."""
-    mine = profile_rows(rows)
-    if not mine:
-        return []
-    shares = shares_chart(mine)
+def profile_sections(rows: Sequence[Row], ceilings: Sequence[Row] = ()) -> list[Section]:
+    """The parts of the page that these records fill, with what was measured of the device's ceilings."""
+    shares = shares_chart(rows)
     overview = Section(
         title="Where the time goes",
         paragraphs=(TORCH_COLUMNS[:1].upper() + TORCH_COLUMNS[1:],),
         charts=(shares,) if shares else (),
-        tables=(verdict_table(mine), *shares_tables(mine)),
+        tables=(verdict_table(rows), *shares_tables(rows)),
     )
     ran = [
         row
-        for row in mine
+        for row in rows
         if row.record.failure is None and row.record.tables.get("classes") and row.record.tables.get("kernels")
     ]
-    return [overview, *(map(_cell, ran) if len(ran) <= DETAILED_CELLS else ())]
+    cells = map(_cell, ran) if len(ran) <= DETAILED_CELLS else ()
+    return [overview, *cells, *device_sections(rows, ceilings)]
 
 
 def _cell(row: Row) -> Section:

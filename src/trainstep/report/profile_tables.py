@@ -20,7 +20,7 @@ from trainstep.report.forms import (
     three_digits,
 )
 from trainstep.report.profile_words import verdict_reason
-from trainstep.report.rows import Row, of_workload, shown_facts, table_lines, words
+from trainstep.report.rows import Row, shown_facts, table_lines, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 from trainstep.traces.kernel_classes import CLASSES, IDLE
 
@@ -117,17 +117,10 @@ _US = Form(text=lambda seconds: three_digits(seconds * 1e6), sort=lambda seconds
 _FORMS = {"flops": GIGA, "bytes": GIGA, "flops_per_s": FLOP_RATE, "bytes_per_s": BYTE_RATE}
 
 
-def profile_rows(rows: Sequence[Row]) -> list[Row]:
-    return of_workload(rows, "profile")
-
-
 def profile_tables(rows: Sequence[Row]) -> list[Table]:
     """All tables of these profiles; each cell's own where they are few."""
-    mine = profile_rows(rows)
-    if not mine:
-        return []
-    found = [verdict_table(mine), *shares_tables(mine)]
-    ran = [row for row in mine if row.record.failure is None]
+    found = [verdict_table(rows), *shares_tables(rows)]
+    ran = [row for row in rows if row.record.failure is None]
     if len(ran) <= DETAILED_CELLS:
         for row in ran:
             found += row_tables(row, title=f"{row.label()}: " if len(ran) > 1 else "")

@@ -21,7 +21,7 @@ from trainstep.report.charts import (
     text_marks,
 )
 from trainstep.report.forms import failure_sentence, failure_word, in_ms, milliseconds
-from trainstep.report.rows import PHASES, Row, needless, of_workload, quantities, time_of, varying, words
+from trainstep.report.rows import PHASES, Row, needless, quantities, time_of, varying, words
 from trainstep.report.tables import TITLES
 
 _LABELLED_BARS = 40
@@ -39,7 +39,7 @@ def phases_charts(rows: Sequence[Row]) -> list[Chart]:
 
 def phases_chart(rows: Sequence[Row]) -> Chart | None:
     """Stacked bars of the phases: a panel a model, a bar a context (and whatever else varies); failures as words."""
-    steps = _with_most_warmups(of_workload(rows, "train_step"))
+    steps = _with_most_warmups(rows)
     if not any("step" in row.record.samples for row in steps):
         return None
     models = list(dict.fromkeys(row.point.get("model") for row in steps))[:MAXIMUM_PANELS]
@@ -190,7 +190,7 @@ def _hover(row: Row, name: str, found: tuple[float, float | None] | None) -> str
 
 def ceilings_charts(rows: Sequence[Row]) -> list[Chart]:
     """Measured ceilings of the machine: one chart for arithmetic, one for copies, since their units differ."""
-    found = [(row, quantities(row)) for row in of_workload(rows, "ceiling") if "rate" in row.record.facts]
+    found = [(row, quantities(row)) for row in rows if "rate" in row.record.facts]
     kinds = {"flops": ("Fastest matmuls", "TFLOP/s", 1e12), "bytes": ("Fastest copies", "GB/s", 1e9)}
     made = []
     for fact, (title, unit, scale) in kinds.items():

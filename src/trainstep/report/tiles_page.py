@@ -13,7 +13,7 @@ from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.records.record import Record
 from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, FLOP_RATE, MS, RATIO, TEXT, Form, ratio_words
-from trainstep.report.rows import Row, of_workload, table_lines
+from trainstep.report.rows import Row, table_lines
 from trainstep.report.tables import Column, Table
 
 _LABEL = ("kernel", "arithmetic", "head_dim", "mask", "shape")
@@ -75,7 +75,7 @@ def table_rows(rows: Sequence[Row], *, record: str) -> str:
 
 
 def _tuned(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in of_workload(rows, "attention_tiles") if table_lines(row.record.tables.get("candidates"))]
+    return [row for row in rows if table_lines(row.record.tables.get("candidates"))]
 
 
 def _candidates(record: Record) -> list[Seen]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, listed, percent, seconds_words, times_words
-from trainstep.report.rows import Row, of_workload, quantities, time_of
+from trainstep.report.rows import Row, quantities, time_of
 from trainstep.report.tables import Column, Line, Table, point_columns
 from trainstep.report.warmup_charts import (
     PARTS,
@@ -29,11 +29,10 @@ def warmup_sections(rows: Sequence[Row]) -> list[Section]:
 
 def warmup_section(rows: Sequence[Row]) -> Section | None:
     """The section, where w varies or any cell has warm-ups; of cells that differ in w only, the one with the most."""
-    steps = of_workload(rows, "train_step")
-    swept = _swept(steps)
+    swept = _swept(rows)
     in_sweep = set(map(id, swept))
     longest: dict[Any, Line] = {}
-    for row in steps:
+    for row in rows:
         found = first_step(row.record)
         best = longest.get(row.rest("warmups"))
         if found and (found.warmups or id(row) in in_sweep) and (best is None or found.warmups > best.of.warmups):
