@@ -11,7 +11,7 @@ facts    those under "Several ranks" in records/facts.py; `tokens` are all ranks
 tables   what is sent, held and traced (records/tables.py), counted and by formula
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from trainstep.records.facts import Fact, facts_of
 from trainstep.records.record import Failure, Samples
 from trainstep.training.build import Assembly, build_step
 from trainstep.training.parallelism import parallel
-from trainstep.training.wrapping import looked_at
 
 _TRACED_STEPS = 2
 """The first is read: what it leaves for the second's forward ends there."""
@@ -64,9 +63,8 @@ def prepare_parallel(config: ParallelConfig, stage: Stage) -> "ParallelMeasureme
     if config.keep_trace is not None:
         kept_folder("keep_trace", config.keep_trace)
     opened, ranks, met = open_ranks(config.ranks, device, Stages(stage))
-    sizes: list[ParameterSize] = []  # noted before a strategy takes the parameters apart
-    wrapped = looked_at(parallel(ranks, config.sync), lambda module: sizes.extend(parameter_sizes(module)))
-    built = opened.build(lambda: build_step(config.run, wrapped))
+    built = opened.build(lambda: build_step(config.run, parallel(ranks, config.sync), look=parameter_sizes))
+    sizes: Sequence[ParameterSize] = built.assembly.seen
     memory = StepMemory(config, built.assembly, opened.memory, sizes)
     return ParallelMeasurement(
         config=config,

@@ -50,7 +50,6 @@ from trainstep.training.build import Assembly, build_step
 from trainstep.training.parallelism import parallel
 from trainstep.training.precision import precision_named
 from trainstep.training.step import Mark
-from trainstep.training.wrapping import looked_at
 
 _LET_GO_S = 0.01
 _PICKLE_PROTOCOL = 4
@@ -71,7 +70,7 @@ WORKLOAD = StepMemoryWorkload()
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """Of a model before a parallel strategy takes its parameters apart. `cast_bytes`: of each copy that autocast makes."""
+    """What the parameters are before a parallel strategy takes them apart. `cast_bytes`: of each copy that autocast makes."""
 
     sizes: list[ParameterSize]
     cast_bytes: tuple[int, ...]
@@ -87,16 +86,15 @@ def prepare_memory(config: MemoryConfig, stage: Stage) -> "StepMemoryMeasurement
     opened, ranks, met = open_ranks(config.ranks, device, stages)
     history = history_of(device)
     history.start()
-    weights: list[_Weights] = []
     whole_gradients = GradientNotes()
-    built = opened.build(lambda: _build(config, ranks, weights, whole_gradients))
+    built = opened.build(lambda: _build(config, ranks, whole_gradients))
     mark("built")
     readings = Readings(opened)
     readings.take("init")
     measurement = StepMemoryMeasurement(
         config=config,
         built=built,
-        weights=weights[0],
+        weights=built.assembly.seen,
         history=history,
         readings=readings,
         whole_gradients=whole_gradients,
@@ -108,22 +106,18 @@ def prepare_memory(config: MemoryConfig, stage: Stage) -> "StepMemoryMeasurement
     return measurement
 
 
-def _build(config: MemoryConfig, ranks: Ranks, weights: list[_Weights], whole_gradients: GradientNotes) -> Assembly:
+def _build(config: MemoryConfig, ranks: Ranks, whole_gradients: GradientNotes) -> Assembly:
     """The step; what its parameters are is noted before a parallel strategy takes them apart."""
     run = config.run
     autocast = precision_named(run.precision).autocast if config.sync.compute_dtype == "own" else None
 
-    def look(module: nn.Module) -> None:
-        cast_bytes = weight_copies(module, autocast) if autocast else ()
-        weights.append(_Weights(sizes=parameter_sizes(module), cast_bytes=cast_bytes))
+    def look(module: nn.Module) -> _Weights:
         if config.ranks > 1:
             whole_gradients.listen_to(module)
+        cast_bytes = weight_copies(module, autocast) if autocast else ()
+        return _Weights(sizes=parameter_sizes(module), cast_bytes=cast_bytes)
 
-    if config.ranks == 1:
-        assembly = build_step(run)
-        look(assembly.module)
-        return assembly
-    return build_step(run, looked_at(parallel(ranks, config.sync), look))
+    return build_step(run, parallel(ranks, config.sync) if config.ranks > 1 else None, look=look)
 
 
 @dataclass(frozen=True, kw_only=True)

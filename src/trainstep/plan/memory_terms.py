@@ -203,7 +203,7 @@ def _updated(parameters: Sequence[ParameterSize], held: Mapping[str, int]) -> li
 
 
 def _gradient_shards_bytes(trained: Sequence[Unit], rank: int, ranks: int) -> int:
-    """Of averages, once all are there: of units that this rank has a piece of."""
+    """The averages', once all are there: of units that this rank has a piece of."""
     return _shards_bytes(
         [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
     )

@@ -1,7 +1,9 @@
 """RunConfig -> TrainStep: the whole assembly on a page."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +35,8 @@ class Assembly:
     step: TrainStep
     next_batch: NextBatch
     ranks: Ranks
+    seen: Any = None
+    """What `look` of build_step returned."""
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The batches of that step, on the device. `next_batch` is asked for micro-batch number step x accumulation + i; with N
@@ -41,10 +45,13 @@ class Assembly:
         return [self.next_batch(first + index) for index in range(self.run.accumulation)]
 
 
-def build_step(run: RunConfig, parallel: Parallel | None = None) -> Assembly:
+def build_step(
+    run: RunConfig, parallel: Parallel | None = None, *, look: Callable[[nn.Module], Any] | None = None
+) -> Assembly:
     """Build model, batches and optimizer on `run.device` and set torch's fp32 matmul mode to what the precision asks.
 
-    `parallel`: this process is one of several ranks; its device is theirs.
+    `parallel`: this process is one of several ranks; its device is theirs. `look` sees the module before a parallel strategy takes
+    its parameters apart; what it returns is `seen`.
 
     ValueError, naming the field, for what cannot be built; ImportError for a model that cannot be imported.
     """
@@ -61,6 +68,7 @@ def build_step(run: RunConfig, parallel: Parallel | None = None) -> Assembly:
     if not trainable and run.mode in ("forward_backward", "step"):
         raise ValueError("model: none of its parameters is trained; set requires_grad, or take mode forward")
     module = _compiled(module, run)
+    seen = look(module) if look else None
     options = adamw_options(run.adamw, learning_rate=run.learning_rate)
     wrap = parallel.wrap if parallel else unwrapped
     optimizer_cls = adamw_named(run.adamw)
@@ -77,7 +85,7 @@ def build_step(run: RunConfig, parallel: Parallel | None = None) -> Assembly:
         gradient_sync=wrapped.gradient_sync,
     )
     ranks = parallel.ranks if parallel else alone(device)
-    return Assembly(run=run, device=device, module=module, step=step, next_batch=next_batch, ranks=ranks)
+    return Assembly(run=run, device=device, module=module, step=step, next_batch=next_batch, ranks=ranks, seen=seen)
 
 
 def _model(run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:

@@ -41,16 +41,6 @@ class Parallel:
     wrap: Wrap
 
 
-def looked_at(parallel: Parallel, look: Callable[[nn.Module], None]) -> Parallel:
-    """The same; `look` sees the module before it is wrapped, which may take its parameters apart."""
-
-    def looking(module: nn.Module, optimizer_cls: OptimizerClass | None, options: Mapping[str, Any]) -> Wrapped:
-        look(module)
-        return parallel.wrap(module, optimizer_cls, options)
-
-    return Parallel(ranks=parallel.ranks, wrap=looking)
-
-
 def unwrapped(module: nn.Module, optimizer_cls: OptimizerClass | None, options: Mapping[str, Any]) -> Wrapped:
     """One process: the optimizer over what is trained."""
     return Wrapped(module=module, gradient_sync=None, optimizer=optimizer_over(module, optimizer_cls, options))
