@@ -93,8 +93,8 @@ def times(label: str, out: Path) -> None:
         o, dq, dk, dv = (torch.empty_like(q) for _ in range(4))
         lse, delta = (torch.empty(batch, heads, positions, device="cuda") for _ in range(2))
         problem = Problem(head_dim**-0.5, causal, False, Arithmetic.IEEE)
-        forward = bind_forward(CallMeta.of(q, k, v), problem, None)
-        backward = bind_backward(CallMeta.of(q, k, v, do, o), problem, None, None)
+        forward = bind_forward(CallMeta.forward(q, k, v), problem, None)
+        backward = bind_backward(CallMeta.backward(do, q, k, v, o), problem, None, None)
         calls = {"forward": (forward, (q, k, v, o, lse)), "delta": (backward["delta"], (o, do, delta))}
         for name, gradients in {"key_gradients": (dk, dv), "query_gradients": (dq,)}.items():
             calls[name] = (backward[name], (q, k, v, do, lse, delta, *gradients))

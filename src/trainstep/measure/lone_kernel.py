@@ -131,8 +131,8 @@ class LoneKernel:
         """Makes what the kernels read that take parts split beforehand; padded for tiles of any size."""
         q, k, v, do, o, _ = self._operands
         padded_rows = (whole_tiles(q.shape[2], MOST_PART_ROWS), whole_tiles(k.shape[2], MOST_PART_ROWS))
-        read = (q, k, v) if self._pass is KernelPass.FORWARD else (q, k, v, do, o)
-        return Prologue(CallMeta.forward(*read), padded_rows)
+        forward = self._pass is KernelPass.FORWARD
+        return Prologue(CallMeta.forward(q, k, v) if forward else CallMeta.backward(do, q, k, v, o), padded_rows)
 
     def _parts(self) -> tuple[Tensor, ...]:
         q, k, v, do, o, lse = self._operands
