@@ -212,7 +212,7 @@ BEYOND = float("inf")
         ({"environment": 3}, "environment is no mapping"),
         ({"environment": {**plain()["environment"], "cores": "2"}}, r"environment\.cores cannot be '2'"),
         ({"environment": {**plain()["environment"], "cores": 1.5}}, r"environment\.cores cannot be 1\.5"),
-        ({"environment": {**plain()["environment"], "gpu": {}}}, r"environment\.gpu cannot be of type dict"),
+        ({"environment": {**plain()["environment"], "gpu": {}}}, r"environment\.gpu cannot be of type mapping"),
         ({"environment": {**plain()["environment"], "cpu": None}}, r"environment\.cpu cannot be None"),
         ({"environment": {**plain()["environment"], "dirty": 1}}, r"environment\.dirty cannot be of type int"),
         ({"facts": {"tokens": {"value": 1, "unit": 5}}}, r"facts\.tokens\.unit cannot be of type int"),
