@@ -226,6 +226,11 @@ def time_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None]
     return None if mean is None else (mean, numbers.get(f"{name}_std_s"))
 
 
+def step_times(rows: Iterable[Row]) -> list[tuple[Row, tuple[float, float | None]]]:
+    """The rows whose step was timed, each with mean and standard deviation."""
+    return [(row, time) for row in rows if (time := time_of(quantities(row), "step"))]
+
+
 def _times(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for named, samples in record.samples.items():

@@ -156,6 +156,11 @@ class Table:
         )
 
 
+def filled(*tables: Table) -> list[Table]:
+    """Those that have rows: a table without any is shown nowhere."""
+    return [table for table in tables if table.entries]
+
+
 def point_columns(rows: Iterable[Any], *, without: Iterable[str] = ()) -> list[Column]:
     """The columns that name a row, whatever became of it."""
     points, hidden = [row_of(row).point for row in rows], set(without)
