@@ -20,7 +20,7 @@ from trainstep.report.forms import (
     three_digits,
 )
 from trainstep.report.profile_words import verdict_reason
-from trainstep.report.rows import Row, shown_facts, table_lines, words
+from trainstep.report.rows import Row, quantities, shown_facts, table_lines, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 from trainstep.traces.kernel_classes import CLASSES, IDLE
 
@@ -212,14 +212,14 @@ def class_shares(classes: Columns, phases: Sequence[str] | None = None) -> dict[
     return shares if idle_s is None else {**shares, IDLE: idle_s / (busy_s + idle_s) if idle_s else 0.0}
 
 
-def _busy_s(row: Row) -> float | None:
-    busy = row.record.samples["busy"].values if "busy" in row.record.samples else ()
-    return sum(busy) / len(busy) if busy else None
-
-
 _VERDICT = (
     Column("verdict"),
-    Column("busy (ms)", MS, _busy_s, help="the device was at work, in a profiled step"),
+    Column(
+        "busy (ms)",
+        MS,
+        lambda row: quantities(row).get("busy_mean_s"),
+        help="the device was at work, in a profiled step",
+    ),
     Column("idle (ms)", MS, "idle_s", help="the device had nothing to do, in a profiled step"),
     Column(
         "kernels", WHOLE, lambda row: row.record.fact("pieces", 0), help="kernels and copies of a step; on a CPU ops"
