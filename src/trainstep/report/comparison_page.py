@@ -132,11 +132,8 @@ def _ratio_bars(
 
 
 def _side(ratio: Ratio, side: str) -> float:
-    found = ratio.found
-    if found is None or found.ratio is None:
-        return 0.0
-    edge: float | None = getattr(found, side)
-    return 0.0 if edge is None else abs(edge - found.ratio)
+    known = ratio.known
+    return abs(getattr(known, side) - known.ratio) if known else 0.0
 
 
 def _ratio_text(ratio: Ratio, labelled: bool) -> str:

@@ -227,15 +227,10 @@ class Ceilings:
         """FLOP per byte below which memory is the limit, above which arithmetic is."""
         return self.arithmetic[dtype].rate / self.memory.rate
 
-    def over(self, work: CountedWork) -> float | None:
-        """The most FLOP/s that work of its intensity can reach; None where its dtype has no ceiling."""
-        found = self.arithmetic.get(work.dtype)
-        return None if found is None else min(found.rate, work.intensity * self.memory.rate)
-
     def share(self, work: CountedWork) -> float | None:
-        """What it reached of that."""
-        roof = self.over(work)
-        return None if roof is None else work.flops_per_s / roof
+        """What it reached of the most FLOP/s that work of its intensity can; None where its dtype has no ceiling."""
+        ceiling = self.arithmetic.get(work.dtype)
+        return work.flops_per_s / min(ceiling.rate, work.intensity * self.memory.rate) if ceiling else None
 
     def is_memory_bound(self, work: CountedWork) -> bool:
         return work.dtype in self.arithmetic and work.intensity < self.ridge(work.dtype)

@@ -135,9 +135,8 @@ def _mfu(row: Row) -> Mfu | None:
 
 def provenance(rows: Sequence[Row]) -> Facts:
     """(what, its value) of the records: commands, files, dates, format, MFU's convention and peak."""
-    files = dict.fromkeys(row.file for row in rows)
     started = sorted(row.record.started_at for row in rows)
-    counts = {file: sum(row.file == file for row in rows) for file in files}
+    counts = Counter(row.file for row in rows)
     return [
         *commands(rows),
         *(("record file", f"{file} ({count} record{'s' if count > 1 else ''})") for file, count in counts.items()),

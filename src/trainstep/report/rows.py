@@ -44,9 +44,8 @@ class Row:
     def label(self, *, without: Iterable[str] = ()) -> str:
         """`small 256 bf16`: the point's values, in order."""
         left_out = set(without)
-        return (
-            " ".join(words(value) for name, value in self.point.items() if name not in left_out) or self.record.workload
-        )
+        values = [words(value) for name, value in self.point.items() if name not in left_out]
+        return " ".join(values) or self.record.workload
 
     def rest(self, *names: str) -> tuple[tuple[str, str], ...]:
         """The point without these names: rows with the same rest differ along them only."""

@@ -1,6 +1,6 @@
 """What a page shows of any sweep: the phases by size and context, and the ceilings of the machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainstep.report.charts import (
@@ -11,6 +11,7 @@ from trainstep.report.charts import (
     SERIES,
     Chart,
     Panels,
+    Trace,
     bar,
     error_bars,
     label,
@@ -118,52 +119,21 @@ def _headroom(rows: Sequence[Row]) -> float:
     return in_ms(1.14 * max(tops)) or 1.0
 
 
-def _phase_traces(rows: Sequence[Row], x: list[Any], labelled: bool) -> list[dict[str, Any]]:
-    """`x`: the bars' places, one label a row, or two levels of labels."""
+def _phase_traces(rows: Sequence[Row], x: list[Any], labelled: bool) -> Iterator[Trace]:
+    """`x`: the bars' places, as `bar_places` has them."""
     numbers = [quantities(row) for row in rows]
-    traces = []
     for phase in PHASES:
         times = [time_of(one, phase) for one in numbers]
         if any(times):
             hover = [_hover(row, phase, found) for row, found in zip(rows, times, strict=True)]
             y = [in_ms(found[0]) if found else None for found in times]
-            name = TITLES.get(phase, phase)
-            traces.append(bar(name, x, y, colour=PHASE_COLOURS[phase], hover=hover))
-    return [*traces, *_step_marks(rows, numbers, x, labelled), *_failure_marks(rows, x)]
-
-
-def _step_marks(
-    rows: Sequence[Row], numbers: Sequence[Mapping[str, Any]], x: Any, labelled: bool
-) -> list[dict[str, Any]]:
-    """The whole step across its bar, with its standard deviation and, while bars are few, its number."""
-    found = [(place, time) for place, one in enumerate(numbers) if (time := time_of(one, "step"))]
-    if not found:
-        return []
-    return [
-        {
-            "type": "scatter",
-            "name": "total step ± std",
-            "x": _at(x, [place for place, _ in found]),
-            "y": [in_ms(time[0]) for _, time in found],
-            "mode": "markers+text" if labelled else "markers",
-            "text": [milliseconds(time[0]) for _, time in found],
-            "textposition": "top center",
-            "textfont": {"color": INK, "size": 11},
-            "cliponaxis": False,
-            "marker": {"symbol": "line-ew", "size": 16, "line": {"color": INK, "width": 1.6}, "color": INK},
-            "error_y": error_bars([in_ms(time[1] or 0.0) for _, time in found]),
-            "hovertext": [_hover(rows[place], "step", time) for place, time in found],
-            "hoverinfo": "text",
-        }
-    ]
-
-
-def _failure_marks(rows: Sequence[Row], x: Any) -> list[dict[str, Any]]:
+            yield bar(TITLES.get(phase, phase), x, y, colour=PHASE_COLOURS[phase], hover=hover)
+    steps = [(place, time) for place, one in enumerate(numbers) if (time := time_of(one, "step"))]
+    if steps:
+        yield _step_marks(rows, steps, x, labelled)
     failed = [(place, row.record.failure) for place, row in enumerate(rows) if row.record.failure]
-    if not failed:
-        return []
-    return [
-        text_marks(
+    if failed:
+        yield text_marks(
             "failed",
             _at(x, [place for place, _ in failed]),
             [0.0] * len(failed),
@@ -171,7 +141,27 @@ def _failure_marks(rows: Sequence[Row], x: Any) -> list[dict[str, Any]]:
             colour=FAILURE_COLOUR,
             hover=[lines_of(label(rows[place].label()), label(failure_sentence(failure))) for place, failure in failed],
         )
-    ]
+
+
+def _step_marks(
+    rows: Sequence[Row], steps: Sequence[tuple[int, tuple[float, float | None]]], x: list[Any], labelled: bool
+) -> Trace:
+    """The whole step across its bar, with its standard deviation and, while bars are few, its number."""
+    return {
+        "type": "scatter",
+        "name": "total step ± std",
+        "x": _at(x, [place for place, _ in steps]),
+        "y": [in_ms(time[0]) for _, time in steps],
+        "mode": "markers+text" if labelled else "markers",
+        "text": [milliseconds(time[0]) for _, time in steps],
+        "textposition": "top center",
+        "textfont": {"color": INK, "size": 11},
+        "cliponaxis": False,
+        "marker": {"symbol": "line-ew", "size": 16, "line": {"color": INK, "width": 1.6}, "color": INK},
+        "error_y": error_bars([in_ms(time[1] or 0.0) for _, time in steps]),
+        "hovertext": [_hover(rows[place], "step", time) for place, time in steps],
+        "hoverinfo": "text",
+    }
 
 
 def _at(x: Any, places: Sequence[int]) -> Any:
