@@ -24,7 +24,7 @@ from trainstep.report.forms import (
 )
 from trainstep.report.profile_tables import DETAILED_CELLS, HELP
 from trainstep.report.rows import Row
-from trainstep.report.tables import Column, Line, Table, point_columns
+from trainstep.report.tables import Column, Line, Table, filled, point_columns
 
 _SYMBOLS = {"forward": "circle", "backward": "square", "optimizer": "diamond"}
 _HEIGHT, _WIDTH = 470, 1150
@@ -77,11 +77,13 @@ def device_sections(rows: Sequence[Row], ceilings: Sequence[Row] = ()) -> list[S
         return []
     if len(ran) > DETAILED_CELLS:
         said = f"Rooflines are drawn for up to {DETAILED_CELLS} cells; this table has the numbers of all {len(ran)}."
-        return [Section(title="What bounds the device", paragraphs=(said,), tables=tuple(work_tables(ran, ceilings)))]
+        return [
+            Section(title="What bounds the device", paragraphs=(said,), tables=tuple(filled(work_table(ran, ceilings))))
+        ]
     return [_cell(row, ceilings, alone=len(ran) == 1) for row in ran]
 
 
-def work_tables(cells: Sequence[Row], rows: Sequence[Row]) -> list[Table]:
+def work_table(cells: Sequence[Row], rows: Sequence[Row]) -> Table:
     """Each kind of work of these cells against its ceiling; `rows`: all records, measured ceilings among them."""
     over = {id(row): ceilings_of(row.record, rows) for row in cells}
     lines = [Line(row, work) for row in cells for work in work_of(row.record)]
@@ -101,7 +103,7 @@ def work_tables(cells: Sequence[Row], rows: Sequence[Row]) -> list[Table]:
         Column("of the roof (%)", PERCENT, share, help=of_roof),
         Column("bound by", TEXT, bound),
     ]
-    return [Table.of("Work against its ceilings", lines, columns)] if lines else []
+    return Table.of("Work against its ceilings", lines, columns)
 
 
 def _cell(row: Row, rows: Sequence[Row], *, alone: bool) -> Section:
@@ -112,7 +114,7 @@ def _cell(row: Row, rows: Sequence[Row], *, alone: bool) -> Section:
         title=f"The device, {chip}" if alone else f"The device, {chip}: {row.label()}",
         paragraphs=tuple(device_sentences(row.record, work, ceilings)),
         charts=(roofline(work, ceilings, name=row.label(), kind=kind),) if work else (),
-        tables=tuple(work_tables([row], rows)),
+        tables=tuple(filled(work_table([row], rows))),
     )
 
 

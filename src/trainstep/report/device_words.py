@@ -118,7 +118,8 @@ def _without_tensor_cores(work: Sequence[CountedWork], ceilings: Ceilings) -> st
 _ON_CPU = (
     Case(
         lambda _, share, in_memory: in_memory and share > _BEYOND,
-        "Caches: {work} got {shares} of what copying large arrays reaches: at this size the data stay in the cores' caches.",
+        "Caches: {work} got {shares} of what copying large arrays reaches: at this size the data stay in the cores' "
+        "caches.",
     ),
     Case(
         lambda _, share, in_memory: in_memory and _NEAR <= share <= _BEYOND,
@@ -130,46 +131,46 @@ _ON_CPU = (
     ),
     Case(
         lambda _, share, __: share < _NEAR,
-        "Far from both: {work}, {shares} of the roof; small operands leave most of the time to calling them and to sharing them "
-        "out between cores.",
+        "Far from both: {work}, {shares} of the roof; small operands leave most of the time to calling them and to "
+        "sharing them out between cores.",
     ),
 )
 _ON_GPU = (
     Case(
         lambda _, share, in_memory: in_memory and share > _BEYOND,
-        "Caches: {work} got {shares} of what memory alone could deliver. What the kernel before had just written was still in the "
-        "L2 cache, which all SMs share, and did not come from memory.",
+        "Caches: {work} got {shares} of what memory alone could deliver. What the kernel before had just written was "
+        "still in the L2 cache, which all SMs share, and did not come from memory.",
     ),
     Case(
         lambda _, share, in_memory: in_memory and _NEAR <= share <= _BEYOND,
-        "Memory bounds {work}: {intensities} FLOP per byte, {rates}, {shares} of the roof. Faster arithmetic would not help, only "
-        "fewer bytes: fused with its neighbours, a kernel keeps intermediate results in registers and shared memory (as "
-        "FlashAttention does with softmax), and narrower numbers are fewer bytes.",
+        "Memory bounds {work}: {intensities} FLOP per byte, {rates}, {shares} of the roof. Faster arithmetic would "
+        "not help, only fewer bytes: fused with its neighbours, a kernel keeps intermediate results in registers and "
+        "shared memory (as FlashAttention does with softmax), and narrower numbers are fewer bytes.",
     ),
     Case(
         lambda one, share, _: share < _NEAR and one.call_s < _SHORT_S,
-        "SMs and warps: {work} stay{s} at {shares} of the roof, with calls of {calls}. A GPU hides its waiting: each SM (its "
-        "processors) switches between many warps, groups of 32 threads in step. A call of a few microseconds ends before all SMs "
-        "have enough warps at work, and starting and draining it is part of its time: fewer, larger calls (a larger batch, fused "
-        "kernels) come nearer to the roof.",
+        "SMs and warps: {work} stay{s} at {shares} of the roof, with calls of {calls}. A GPU hides its waiting: each "
+        "SM (its processors) switches between many warps, groups of 32 threads in step. A call of a few microseconds "
+        "ends before all SMs have enough warps at work, and starting and draining it is part of its time: fewer, "
+        "larger calls (a larger batch, fused kernels) come nearer to the roof.",
     ),
     Case(
         lambda one, share, in_memory: in_memory and share < _NEAR and one.call_s >= _SHORT_S,
-        "Coalescing or more passes: {work} reach{es} {shares} of memory's roof although calls are long. Either more bytes move "
-        "than the least (several kernels where one would do), or neighbouring threads of a warp read addresses that are not "
-        "neighbours: memory answers in pieces of 32 bytes, of which most are then thrown away. `ncu --section "
-        "MemoryWorkloadAnalysis` tells which; a profile cannot.",
+        "Coalescing or more passes: {work} reach{es} {shares} of memory's roof although calls are long. Either more "
+        "bytes move than the least (several kernels where one would do), or neighbouring threads of a warp read "
+        "addresses that are not neighbours: memory answers in pieces of 32 bytes, of which most are then thrown away. "
+        "`ncu --section MemoryWorkloadAnalysis` tells which; a profile cannot.",
     ),
     Case(
         lambda _, share, in_memory: not in_memory and share >= _NEAR,
-        "Arithmetic bounds {work}: {intensities} FLOP per byte, {shares} of the peak of {units}. A chip under full load rarely "
-        "holds its highest clock, so the peak itself is out of reach.",
+        "Arithmetic bounds {work}: {intensities} FLOP per byte, {shares} of the peak of {units}. A chip under full "
+        "load rarely holds its highest clock, so the peak itself is out of reach.",
     ),
     Case(
         lambda one, share, in_memory: not in_memory and share < _NEAR and one.call_s >= _SHORT_S,
-        "Under arithmetic's roof: {work} could keep {units} busy ({intensities} FLOP per byte) but reach{es} {shares}. A matmul "
-        "is cut into tiles, one for an SM at a time: with few tiles some SMs have none, or the last round leaves most of them "
-        "idle; more tokens a step make more tiles.",
+        "Under arithmetic's roof: {work} could keep {units} busy ({intensities} FLOP per byte) but reach{es} "
+        "{shares}. A matmul is cut into tiles, one for an SM at a time: with few tiles some SMs have none, or the "
+        "last round leaves most of them idle; more tokens a step make more tiles.",
     ),
 )
 

@@ -194,11 +194,11 @@ def _range_note(lines: Sequence[Mapping[str, Any]], scale: float) -> str:
         for name in ("zero_unscaled", "subnormal_unscaled", "zero_scaled", "subnormal_scaled")
     }
     return (
-        f"Of fp16 gradient elements that are not zero in the reference: unscaled, {lost['zero_unscaled']} % become zero and "
-        f"{lost['subnormal_unscaled']} % are subnormal, with fewer digits; with the loss times {scale:,.0f}, "
-        f"{lost['zero_scaled']} % and {lost['subnormal_scaled']} %. {scale:,.0f} is the largest power of two without an "
-        "infinite gradient on this batch: GradScaler begins at 65,536, doubles every 2000 steps and halves at an overflow, so "
-        "it settles there. Gradients that are computed in fp32 (embeddings, normalisations) are not counted."
+        f"Of fp16 gradient elements that are not zero in the reference: unscaled, {lost['zero_unscaled']} % become zero "
+        f"and {lost['subnormal_unscaled']} % are subnormal, with fewer digits; with the loss times {scale:,.0f}, "
+        f"{lost['zero_scaled']} % and {lost['subnormal_scaled']} %. {scale:,.0f} is the largest power of two without "
+        "an infinite gradient on this batch: GradScaler begins at 65,536, doubles every 2000 steps and halves at an "
+        "overflow, so it settles there. Gradients that are computed in fp32 (embeddings, normalisations) are not counted."
     )
 
 

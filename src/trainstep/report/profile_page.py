@@ -24,12 +24,13 @@ from trainstep.report.profile_tables import (
     TORCH_COLUMNS,
     class_shares,
     row_tables,
-    shares_tables,
+    shares_table,
     verdict_table,
 )
 from trainstep.report.profile_words import sentences
 from trainstep.report.rows import Row, grouped, table_lines, varying
 from trainstep.report.sweep_page import bar_places, by_model, model_panels, values_words
+from trainstep.report.tables import filled
 from trainstep.traces import kernel_classes as classes
 from trainstep.traces.tables import REST, top_kernels
 
@@ -59,14 +60,11 @@ def profile_sections(rows: Sequence[Row], ceilings: Sequence[Row] = ()) -> list[
         title="Where the time goes",
         paragraphs=(TORCH_COLUMNS[:1].upper() + TORCH_COLUMNS[1:],),
         charts=(shares,) if shares else (),
-        tables=(verdict_table(rows), *shares_tables(rows)),
+        tables=tuple(filled(verdict_table(rows), shares_table(rows))),
     )
-    ran = [
-        row
-        for row in rows
-        if row.record.failure is None and row.record.tables.get("classes") and row.record.tables.get("kernels")
-    ]
-    cells = map(_cell, ran) if len(ran) <= DETAILED_CELLS else ()
+    ran = [row for row in rows if row.record.failure is None]
+    whole = [row for row in ran if all(row.record.tables.get(name) for name in ("classes", "kernels"))]
+    cells = map(_cell, whole) if len(whole) <= DETAILED_CELLS else ()
     return [overview, *cells, *device_sections(rows, ceilings)]
 
 
@@ -84,13 +82,10 @@ def _cell(row: Row) -> Section:
 
 def phases_by_class(row: Row) -> Chart:
     """Stacked bars: a phase each, its classes and its idle time on top."""
-    columns = row.record.tables["classes"]
-    phases = list(dict.fromkeys(columns["phase"]))
+    lines = table_lines(row.record.tables["classes"])
+    phases = list(dict.fromkeys(line["phase"] for line in lines))
+    times = {(line["phase"], line["class"]): line["time_s"] for line in lines}
     panels = Panels(titles=[""], columns=1, x_title="phase", y_title="time of a step (ms)", x_axis={"type": "category"})
-    times = {
-        (phase, name): time_s
-        for phase, name, time_s in zip(columns["phase"], columns["class"], columns["time_s"], strict=True)
-    }
     for name in classes.CLASSES:
         found = [times.get((phase, name)) for phase in phases]
         if any(found):

@@ -113,8 +113,8 @@ def _how_many(chosen: Found) -> str:
         named = ", ".join(row.label(without=["warmups"]) for row, _ in late[:3])
         others = " and others" if len(late) > 3 else ""
         return (
-            f"{steady}{means} One or two warm-ups are not enough: the third step of {named}{others} is still slow, for what is "
-            "loaded, allocated and clocked up step by step does not all happen in the first."
+            f"{steady}{means} One or two warm-ups are not enough: the third step of {named}{others} is still slow, for "
+            "what is loaded, allocated and clocked up step by step does not all happen in the first."
         )
     needed = max((found.settled or 1) - 1 for _, found in chosen)
     enough = {0: "no warm-up is needed", 1: "one warm-up is enough", 2: "two warm-ups are enough, one is not"}[needed]
