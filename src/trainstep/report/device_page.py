@@ -77,9 +77,8 @@ def device_sections(rows: Sequence[Row], ceilings: Sequence[Row] = ()) -> list[S
         return []
     if len(ran) > DETAILED_CELLS:
         said = f"Rooflines are drawn for up to {DETAILED_CELLS} cells; this table has the numbers of all {len(ran)}."
-        return [
-            Section(title="What bounds the device", paragraphs=(said,), tables=tuple(filled(work_table(ran, ceilings))))
-        ]
+        tables = tuple(filled(work_table(ran, ceilings)))
+        return [Section(title="What bounds the device", paragraphs=(said,), tables=tables)]
     return [_cell(row, ceilings, alone=len(ran) == 1) for row in ran]
 
 

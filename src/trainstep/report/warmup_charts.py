@@ -193,9 +193,7 @@ def by_w_chart(rows: Sequence[Row]) -> Chart | None:
         hover = [lines_of(label(row.label()), text) for row, text in zip(ordered, said, strict=True)]
         low, high = panels.ranges[panel]
         inside = [in_ms(mean) < high for mean, _ in times]
-        y = [
-            in_ms(mean) if shown else low + 0.93 * (high - low) for (mean, _), shown in zip(times, inside, strict=True)
-        ]
+        y = [in_ms(mean) if in_ms(mean) < high else low + 0.93 * (high - low) for mean, _ in times]
         spread = [in_ms(std or 0.0) if shown else 0.0 for (_, std), shown in zip(times, inside, strict=True)]
         above = {**error_bars(spread), "color": style[0]}
         symbols = ["circle" if shown else "triangle-up" for shown in inside]
