@@ -6,7 +6,7 @@ import pytest
 from trainstep.report.charts import chart_table, label, logarithmic, plain_text, short_labels
 from trainstep.report.comparison_page import comparison_sections
 from trainstep.report.page import sections
-from trainstep.report.sweep_page import phases_chart
+from trainstep.report.sweep_page import phases_charts
 
 
 def named(chart, name):
@@ -29,7 +29,7 @@ def test_plotly_accepts_every_figure(fixture, rows, request):
 
 
 def test_phases_are_stacked_by_size_and_context(rows, end_to_end):
-    chart = phases_chart(rows(end_to_end))
+    [chart] = phases_charts(rows(end_to_end))
     small, large = named(chart, "backward")
     assert (small["x"], small["y"]) == (["256", "512"], pytest.approx([120, 240]))
     assert large["y"] == [pytest.approx(660), None]
@@ -41,7 +41,7 @@ def test_phases_are_stacked_by_size_and_context(rows, end_to_end):
 
 
 def test_a_failed_cell_is_a_word_in_its_place(rows, end_to_end):
-    (failed,) = named(phases_chart(rows(end_to_end)), "failed")
+    (failed,) = named(phases_charts(rows(end_to_end))[0], "failed")
     assert (failed["x"], failed["text"]) == (["512"], ["<b>OOM</b>"])
     assert "asked for 2.00 GiB" in failed["hovertext"][0]
 
@@ -108,7 +108,7 @@ def test_logarithmic_ticks_are_plain_numbers():
 
 
 def test_a_chart_has_its_numbers_as_a_table(rows, end_to_end):
-    table = chart_table(phases_chart(rows(end_to_end)))
+    table = chart_table(phases_charts(rows(end_to_end))[0])
     assert table.title == "Numbers of this chart: time of a step (ms)"
     titles = ["panel", "context (tokens)", "forward", "backward", "optimizer", "total step ± std", "failed"]
     assert [column.title for column in table.columns] == titles

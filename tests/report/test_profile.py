@@ -10,7 +10,7 @@ from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
 from trainstep.report.page import page, sections
 from trainstep.report.profile_page import kernels_chart, phases_by_class, shares_chart
-from trainstep.report.profile_tables import HELP, class_shares, profile_tables, row_tables, shares_tables, verdict_table
+from trainstep.report.profile_tables import HELP, class_shares, profile_tables, row_tables, shares_table, verdict_table
 from trainstep.report.profile_words import sentences
 from trainstep.report.rows import rows_of
 from trainstep.traces.kineto import read_trace
@@ -63,7 +63,7 @@ def test_one_cell():
 
 def test_modes_side_by_side_and_failures_are_rows():
     rows = rows_for(profiled("forward"), profiled("step"), failed("forward_backward"))
-    [shares] = shares_tables(rows)
+    shares = shares_table(rows)
     assert len(shares.entries) == 2
     for row in shares.raw:
         assert sum(

@@ -4,7 +4,7 @@ import pytest
 
 from trainstep.records.record import Record
 from trainstep.report.warmup_charts import first_step
-from trainstep.report.warmup_page import warmup_section
+from trainstep.report.warmup_page import warmup_sections
 
 
 def test_the_parts_of_the_first_steps_extra_time(warmup_sweep):
@@ -59,7 +59,7 @@ def test_parts_that_exceed_the_extra_time_leave_a_negative_rest(make):
 
 
 def test_the_section_answers_from_the_numbers(rows, warmup_sweep):
-    section = warmup_section(rows(warmup_sweep))
+    [section] = warmup_sections(rows(warmup_sweep))
     said = " ".join(section.paragraphs)
     assert section.title == "Warming up: why one or two steps are not enough"
     assert "took 2.00 s, 10 times the steady 200.0 ms" in said
@@ -75,7 +75,7 @@ def test_the_section_answers_from_the_numbers(rows, warmup_sweep):
 
 
 def test_its_tables_hold_the_numbers_of_its_charts(rows, warmup_sweep):
-    section = warmup_section(rows(warmup_sweep))
+    [section] = warmup_sections(rows(warmup_sweep))
     split, by_w, every_step = section.tables
     titles = [column.title for column in split.columns]
     row = dict(zip(titles, (entry.text for entry in split.entries[0]), strict=True))
@@ -97,15 +97,15 @@ def test_its_tables_hold_the_numbers_of_its_charts(rows, warmup_sweep):
 
 
 def test_one_warmup_is_enough_where_it_is(rows, make):
-    section = warmup_section(rows([make(warmups=(1.0, 0.2, 0.2), step=[0.2] * 5)]))
+    [section] = warmup_sections(rows([make(warmups=(1.0, 0.2, 0.2), step=[0.2] * 5)]))
     assert section.title == "Warming up"
     assert "one warm-up is enough" in " ".join(section.paragraphs)
 
 
 def test_no_section_where_nothing_was_warmed_up(rows, end_to_end):
-    assert warmup_section(rows(end_to_end)) is None
+    assert not warmup_sections(rows(end_to_end))
 
 
 def test_cells_that_all_failed_make_no_section(rows, end_to_end):
     failed: Record = end_to_end[3]
-    assert warmup_section(rows([failed])) is None
+    assert not warmup_sections(rows([failed]))

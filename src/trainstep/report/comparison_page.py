@@ -25,19 +25,8 @@ from trainstep.report.tables import Column, Entry, Table, point_columns
 
 NOT_COMPARED = {
     *("model", "context", "batch_size", "accumulation", "d_model", "d_ff", "layers", "heads", "vocab_size", "mode"),
-    *(
-        "warmups",
-        "steps",
-        "sync",
-        "cold_compile",
-        "seed",
-        "data",
-        "device",
-        "machine",
-        "hostname",
-        "file",
-        "started_at",
-    ),
+    *("warmups", "steps", "sync", "cold_compile", "seed", "data", "device"),
+    *("machine", "hostname", "file", "started_at"),
 }
 """Axes along which more work is done, or the same work is timed otherwise: a ratio would say nothing of a choice."""
 _LABELLED_BARS = 40
@@ -45,35 +34,33 @@ _LABELLED_BARS = 40
 
 def comparison_sections(rows: Sequence[Row]) -> list[Section]:
     """One section for each axis that is compared: ratios of step time against the axis's first value."""
-    steps = of_workload(rows, "train_step")
-    made = (_comparison_section(axis, steps) for axis in varying(steps) if axis not in NOT_COMPARED)
-    return [section for section in made if section]
+    return [_comparison_section(axis, ratios) for axis, ratios in _compared_steps(rows)]
 
 
 def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Table]:
     """Ratios and verdicts against the first value of each compared axis (or of `axis` alone), a table each."""
-    if axis is not None:
-        there = [row for row in rows if not says(row.record.workload, "ratios")]
-        found = [(axis, _ratios(axis, there))] if there else []
-    else:
-        steps = of_workload(rows, "train_step")
-        found = [(name, _ratios(name, steps)) for name in varying(steps) if name not in NOT_COMPARED]
-    return [_ratio_table(name, ratios) for name, ratios in found if ratios]
+    if axis is None:
+        return [_ratio_table(name, ratios) for name, ratios in _compared_steps(rows)]
+    ratios = _ratios(axis, [row for row in rows if not says(row.record.workload, "ratios")])
+    return [_ratio_table(axis, ratios)] if ratios else []
+
+
+def _compared_steps(rows: Sequence[Row]) -> list[tuple[str, list[Ratio]]]:
+    """Each axis along which steps are compared, with its ratios."""
+    steps = of_workload(rows, "train_step")
+    found = [(axis, _ratios(axis, steps)) for axis in varying(steps) if axis not in NOT_COMPARED]
+    return [(axis, ratios) for axis, ratios in found if ratios]
 
 
 def _ratios(axis: str, rows: Sequence[Row]) -> list[Ratio]:
-    first = rows[0].point.get(axis)
     ratios = []
     for group in grouped(rows, lambda row: row.rest(axis)).values():
-        base = next((row for row in group if row.point.get(axis) == first), None)
+        base = next((row for row in group if row.point.get(axis) == rows[0].point.get(axis)), None)
         ratios += [ratio_of(base, row, _timed(row)) for row in group if base and row is not base]
     return ratios
 
 
-def _comparison_section(axis: str, rows: Sequence[Row]) -> Section | None:
-    ratios = _ratios(axis, rows)
-    if not ratios:
-        return None
+def _comparison_section(axis: str, ratios: Sequence[Ratio]) -> Section:
     first = ratios[0].base.point.get(axis)
     verdicts = [ratio.found.verdict for ratio in ratios if ratio.found]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
@@ -103,70 +90,50 @@ def _ratio_chart(axis: str, ratios: Sequence[Ratio]) -> Chart:
         y_title=f"time of a step ÷ that with {label(first)}",
         x_axis={"type": "category", "automargin": True},
     )
-    values = list(dict.fromkeys(words(ratio.row.point.get(axis)) for ratio in ratios))
-    for index, value in enumerate(values):
-        mine = [ratio for ratio in ratios if words(ratio.row.point.get(axis)) == value]
-        for trace in _ratio_traces(unnamed, value, SERIES[index % len(SERIES)], mine, len(ratios) <= _LABELLED_BARS):
-            panels.add(0, trace)
-    one = {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": 1,
-        "y1": 1,
-        "line": {"color": INK, "width": 1.5, "dash": "dot"},
-    }
+    by_value = grouped(ratios, lambda ratio: words(ratio.row.point.get(axis)))
+    for index, (value, compared) in enumerate(by_value.items()):
+        colour = SERIES[index % len(SERIES)]
+        panels.add(0, _ratio_bars(unnamed, value, colour, compared, len(ratios) <= _LABELLED_BARS))
+    at_one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
     return panels.chart(
         f"Total step, relative to {axis.replace('_', ' ')} {label(first)}",
         "Below 1 is faster. The whisker is the 99 % interval of the ratio; a hatched bar means: cannot tell.",
-        shapes=[one],
+        shapes=[{**at_one, "line": {"color": INK, "width": 1.5, "dash": "dot"}}],
         barmode="group",
         bargap=0.3 if len(ratios) > 8 else 0.6,
     )
 
 
-def _ratio_traces(
+def _ratio_bars(
     unnamed: Sequence[str], value: str, colour: str, ratios: Sequence[Ratio], labelled: bool
-) -> list[dict[str, Any]]:
-    x = short_labels([ratio.row.label(without=unnamed) for ratio in ratios])
-    y = [ratio.found.ratio if ratio.found else None for ratio in ratios]
-    above = [_side(ratio, "high") for ratio in ratios]
-    below = [_side(ratio, "low") for ratio in ratios]
-    undecided = [bool(ratio.found and ratio.found.verdict == "cannot tell") for ratio in ratios]
-    shapes = ["/" if one else "" for one in undecided]
+) -> dict[str, Any]:
+    known = [ratio.found is not None and ratio.found.ratio is not None for ratio in ratios]
+    shapes = ["/" if ratio.found and ratio.found.verdict == "cannot tell" else "" for ratio in ratios]
     hatching = {"shape": shapes, "bgcolor": colour, "fgcolor": "theme:paper", "size": 7}
-    texts = [_ratio_text(ratio, labelled) for ratio in ratios]
-    # A bar without a height takes no text: what failed stands on a bar of no height.
-    heights = [0.0 if one is None else one for one in y]
-    return [
-        bar(
-            label(value),
-            x,
-            heights,
-            colour=colour,
-            hover=[_ratio_hover(ratio) for ratio in ratios],
-            marker={"pattern": hatching},
-            error_y=error_bars(above, below),
-            text=texts,
-            # At the foot of its bar, where no whisker is.
-            textposition=["inside" if one is not None else "outside" for one in y],
-            insidetextanchor="start",
-            insidetextfont={"color": "theme:paper", "size": 12},
-            textangle=0,
-            textfont={"color": [INK if one is not None else FAILURE_COLOUR for one in y], "size": 11},
-            cliponaxis=False,
-            offsetgroup=label(value),
-        )
-    ]
+    return bar(
+        label(value),
+        short_labels([ratio.row.label(without=unnamed) for ratio in ratios]),
+        # A bar without a height takes no text: what failed stands on a bar of no height.
+        [ratio.found.ratio or 0.0 if ratio.found else 0.0 for ratio in ratios],
+        colour=colour,
+        hover=[_ratio_hover(ratio) for ratio in ratios],
+        marker={"pattern": hatching},
+        error_y=error_bars(*([_side(ratio, side) for ratio in ratios] for side in ("high", "low"))),
+        text=[_ratio_text(ratio, labelled) for ratio in ratios],
+        # At the foot of its bar, where no whisker is.
+        textposition=["inside" if it_is else "outside" for it_is in known],
+        insidetextanchor="start",
+        insidetextfont={"color": "theme:paper", "size": 12},
+        textangle=0,
+        textfont={"color": [INK if it_is else FAILURE_COLOUR for it_is in known], "size": 11},
+        cliponaxis=False,
+        offsetgroup=label(value),
+    )
 
 
 def _side(ratio: Ratio, side: str) -> float:
-    found = ratio.found
-    if found is None or found.ratio is None:
-        return 0.0
-    edge: float | None = getattr(found, side)
-    return 0.0 if edge is None else abs(edge - found.ratio)
+    known = ratio.known
+    return abs(getattr(known, side) - known.ratio) if known else 0.0
 
 
 def _ratio_text(ratio: Ratio, labelled: bool) -> str:

@@ -1,10 +1,11 @@
 """What a page shows of the device: the roofline of each profiled cell, what bounds its work, and the numbers."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from trainstep.report.charts import INK, SERIES, Chart, Panels, Section, label, line, lines_of, powers_of_ten
+from trainstep.report.charts import INK, SERIES, Chart, Panels, Section, Trace, label, line, lines_of, powers_of_ten
 from trainstep.report.device_words import bound_words, device_sentences
 from trainstep.report.device_work import Ceilings, CountedWork, ceilings_of, roof_name, work_of
 from trainstep.report.forms import (
@@ -23,7 +24,7 @@ from trainstep.report.forms import (
 )
 from trainstep.report.profile_tables import DETAILED_CELLS, HELP
 from trainstep.report.rows import Row
-from trainstep.report.tables import Column, Line, Table, point_columns
+from trainstep.report.tables import Column, Line, Table, filled, point_columns
 
 _SYMBOLS = {"forward": "circle", "backward": "square", "optimizer": "diamond"}
 _HEIGHT, _WIDTH = 470, 1150
@@ -44,6 +45,31 @@ _WORK = (
 )
 
 
+class _Roof(NamedTuple):
+    """A level line that stands over some work, and the slope that memory makes of it."""
+
+    words: str
+    source: str
+    flops_per_s: float
+    bytes_per_s: float
+    ridge: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plane:
+    """What a roofline's axes span, y in so many FLOP/s."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    scale: float
+
+    def pixel(self, work: CountedWork) -> tuple[float, float]:
+        """Where its mark stands, from the left and from the top."""
+        across = math.log(work.intensity / self.x[0]) / math.log(self.x[1] / self.x[0])
+        up = math.log(work.flops_per_s / self.scale / self.y[0]) / math.log(self.y[1] / self.y[0])
+        return _WIDTH * across, _HEIGHT * (1 - up)
+
+
 def device_sections(rows: Sequence[Row], ceilings: Sequence[Row] = ()) -> list[Section]:
     """The parts of the page that profiles fill: one a cell while they are few, then their numbers in one table."""
     ran = [row for row in rows if row.record.failure is None and row.record.tables.get("classes")]
@@ -51,11 +77,12 @@ def device_sections(rows: Sequence[Row], ceilings: Sequence[Row] = ()) -> list[S
         return []
     if len(ran) > DETAILED_CELLS:
         said = f"Rooflines are drawn for up to {DETAILED_CELLS} cells; this table has the numbers of all {len(ran)}."
-        return [Section(title="What bounds the device", paragraphs=(said,), tables=tuple(work_tables(ran, ceilings)))]
+        tables = tuple(filled(work_table(ran, ceilings)))
+        return [Section(title="What bounds the device", paragraphs=(said,), tables=tables)]
     return [_cell(row, ceilings, alone=len(ran) == 1) for row in ran]
 
 
-def work_tables(cells: Sequence[Row], rows: Sequence[Row]) -> list[Table]:
+def work_table(cells: Sequence[Row], rows: Sequence[Row]) -> Table:
     """Each kind of work of these cells against its ceiling; `rows`: all records, measured ceilings among them."""
     over = {id(row): ceilings_of(row.record, rows) for row in cells}
     lines = [Line(row, work) for row in cells for work in work_of(row.record)]
@@ -75,7 +102,7 @@ def work_tables(cells: Sequence[Row], rows: Sequence[Row]) -> list[Table]:
         Column("of the roof (%)", PERCENT, share, help=of_roof),
         Column("bound by", TEXT, bound),
     ]
-    return [Table.of("Work against its ceilings", lines, columns)] if lines else []
+    return Table.of("Work against its ceilings", lines, columns)
 
 
 def _cell(row: Row, rows: Sequence[Row], *, alone: bool) -> Section:
@@ -86,28 +113,19 @@ def _cell(row: Row, rows: Sequence[Row], *, alone: bool) -> Section:
         title=f"The device, {chip}" if alone else f"The device, {chip}: {row.label()}",
         paragraphs=tuple(device_sentences(row.record, work, ceilings)),
         charts=(roofline(work, ceilings, name=row.label(), kind=kind),) if work else (),
-        tables=tuple(work_tables([row], rows)),
+        tables=tuple(filled(work_table([row], rows))),
     )
 
 
 def roofline(work: Sequence[CountedWork], ceilings: Ceilings | None, *, name: str, kind: str) -> Chart:
     """`name`: of the cell; `kind`: of the device, cpu or cuda. Without ceilings points stand under no roof."""
     unit, scale = ("TFLOP/s", 1e12) if kind == "cuda" else ("GFLOP/s", 1e9)
-    roofs = _roofs(work, ceilings)
-    x_low, x_high = _span([one.intensity for one in work] + [x for *_, x in roofs], 2.5)
-    highest = [rate for _, rate, _ in roofs]
-    y_low, y_high = _span([one.flops_per_s / scale for one in work] + [rate / scale for rate in highest], 2.0)
+    roofs = _roofs(work, ceilings, kind)
+    x = _span([one.intensity for one in work] + [roof.ridge for roof in roofs], 2.5)
+    y = _span([one.flops_per_s / scale for one in work] + [roof.flops_per_s / scale for roof in roofs], 2.0)
+    plane = _Plane(x=x, y=y, scale=scale)
     panels = Panels(titles=[""], columns=1, x_title="FLOP per byte moved", y_title=f"achieved {unit}")
-    if ceilings is not None:
-        memory = ceilings.memory.rate / scale
-        for index, (dtype, rate, ridge) in enumerate(roofs):
-            x = [x_low, ridge, x_high] if index == 0 else [ridge, x_high]
-            y = [x_low * memory, rate / scale, rate / scale] if index == 0 else [rate / scale] * 2
-            said = f"{roof_name(dtype, kind)}: {rate_words(rate, 'flop/s')}"
-            source = ceilings.arithmetic[dtype].source
-            drawn = line(said, x, y, style=(INK, _DASHES[index % 4]), hover=[lines_of(said, label(source))] * len(x))
-            panels.add(0, {**drawn, "mode": "lines", "showlegend": False, "line": {**drawn["line"], "width": 1.6}})
-    for trace in _points(work, ceilings, (x_low, x_high), (y_low, y_high), scale):
+    for trace in (*_roof_lines(roofs, plane), *_points(work, ceilings, plane)):
         panels.add(0, trace)
     return panels.chart(
         f"{name}: Roofline" if name else "Roofline",
@@ -118,34 +136,43 @@ def roofline(work: Sequence[CountedWork], ceilings: Ceilings | None, *, name: st
         else "Each mark is one kind of work of a step. No ceiling of this device is known, so there is no roof.",
         height=_HEIGHT + 100,
         showlegend=False,
-        annotations=_roof_words(roofs, ceilings, kind, scale, (x_low, x_high), (y_low, y_high)),
-        xaxis=_axis("FLOP per byte moved", x_low, x_high),
-        yaxis=_axis(f"achieved {unit}", y_low, y_high),
+        annotations=_roof_words(roofs, kind, plane),
+        xaxis=_axis("FLOP per byte moved", *x),
+        yaxis=_axis(f"achieved {unit}", *y),
     )
 
 
-def _roofs(work: Sequence[CountedWork], ceilings: Ceilings | None) -> list[tuple[str, float, float]]:
-    """(dtype, FLOP/s, ridge) of the ceilings that stand over this work, highest first."""
+def _roofs(work: Sequence[CountedWork], ceilings: Ceilings | None, kind: str) -> list[_Roof]:
+    """Those that stand over this work, highest first."""
     if ceilings is None:
         return []
     used = {one.dtype for one in work} & ceilings.arithmetic.keys()
-    found = [(dtype, ceilings.arithmetic[dtype].rate, ceilings.ridge(dtype)) for dtype in used]
-    return sorted(found, key=lambda one: -one[1])
+    roofs = []
+    for dtype in sorted(used, key=lambda dtype: -ceilings.arithmetic[dtype].rate):
+        rate, source = ceilings.arithmetic[dtype].rate, ceilings.arithmetic[dtype].source
+        words = f"{roof_name(dtype, kind)}: {rate_words(rate, 'flop/s')}"
+        roofs.append(_Roof(words, source, rate, ceilings.memory.rate, ceilings.ridge(dtype)))
+    return roofs
 
 
-def _points(
-    work: Sequence[CountedWork],
-    ceilings: Ceilings | None,
-    x_span: tuple[float, float],
-    y_span: tuple[float, float],
-    scale: float,
-) -> list[dict[str, Any]]:
+def _roof_lines(roofs: Sequence[_Roof], plane: _Plane) -> Iterator[Trace]:
+    """Level lines; the slope leads to the highest."""
+    for index, roof in enumerate(roofs):
+        level, (low, high) = roof.flops_per_s / plane.scale, plane.x
+        x, y = [roof.ridge, high], [level, level]
+        if index == 0:
+            x, y = [low, *x], [low * (roof.bytes_per_s / plane.scale), *y]
+        hover = [lines_of(roof.words, label(roof.source))] * len(x)
+        drawn = line(roof.words, x, y, style=(INK, _DASHES[index % 4]), hover=hover, showlegend=False)
+        yield {**drawn, "mode": "lines", "line": {**drawn["line"], "width": 1.6}}
+
+
+def _points(work: Sequence[CountedWork], ceilings: Ceilings | None, plane: _Plane) -> Iterator[Trace]:
     names = list(dict.fromkeys(one.name for one in work))
     longest = max((one.time_s for one in work), default=1.0)
-    pixels = [_pixel(one, x_span, y_span, scale) for one in work]
+    pixels = [plane.pixel(one) for one in work]
     texts = _one_label_each([one.name for one in work], pixels)
     places = _label_places(texts, pixels)
-    traces = []
     for one, written, place in zip(work, texts, places, strict=True):
         colour = SERIES[names.index(one.name) % len(SERIES)]
         share = ceilings.share(one) if ceilings else None
@@ -161,14 +188,13 @@ def _points(
         drawn = line(
             f"{one.name}, {one.phase}",
             [one.intensity],
-            [one.flops_per_s / scale],
+            [one.flops_per_s / plane.scale],
             style=(colour, "solid"),
             hover=[hover],
             marker=mark,
         )
         text = {"mode": "markers+text", "text": [label(written)], "textposition": place}
-        traces.append({**drawn, **text, "textfont": {"size": 12, "color": INK}, "cliponaxis": False})
-    return traces
+        yield {**drawn, **text, "textfont": {"size": 12, "color": INK}, "cliponaxis": False}
 
 
 def _one_label_each(names: Sequence[str], pixels: Sequence[tuple[float, float]]) -> list[str]:
@@ -208,41 +234,19 @@ def _meet(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def _pixel(
-    work: CountedWork, x_span: tuple[float, float], y_span: tuple[float, float], scale: float
-) -> tuple[float, float]:
-    across = math.log(work.intensity / x_span[0]) / math.log(x_span[1] / x_span[0])
-    up = math.log(work.flops_per_s / scale / y_span[0]) / math.log(y_span[1] / y_span[0])
-    return _WIDTH * across, _HEIGHT * (1 - up)
-
-
-def _roof_words(
-    roofs: Sequence[tuple[str, float, float]],
-    ceilings: Ceilings | None,
-    kind: str,
-    scale: float,
-    x_span: tuple[float, float],
-    y_span: tuple[float, float],
-) -> list[dict[str, Any]]:
+def _roof_words(roofs: Sequence[_Roof], kind: str, plane: _Plane) -> list[dict[str, Any]]:
     """Each roof says what it is, at its right end; the slope, along its line."""
-    if ceilings is None or not roofs:
+    if not roofs:
         return []
-    level = {"showarrow": False, "xanchor": "right", "yanchor": "bottom", "font": {"size": 12, "color": "theme:soft"}}
-    words = [
-        {
-            **level,
-            "x": math.log10(x_span[1]),
-            "y": math.log10(rate / scale),
-            "text": f"{roof_name(dtype, kind)}: {rate_words(rate, 'flop/s')}",
-        }
-        for dtype, rate, _ in roofs
-    ]
-    memory = ceilings.memory.rate / scale
-    start = max(x_span[0], y_span[0] / memory)
-    x = start**0.35 * roofs[0][2] ** 0.65
+    looks = {"showarrow": False, "xanchor": "right", "yanchor": "bottom", "font": {"size": 12, "color": "theme:soft"}}
+    end = math.log10(plane.x[1])
+    words = [{**looks, "x": end, "y": math.log10(roof.flops_per_s / plane.scale), "text": roof.words} for roof in roofs]
+    memory = roofs[0].bytes_per_s / plane.scale
+    start = max(plane.x[0], plane.y[0] / memory)
+    x = start**0.35 * roofs[0].ridge ** 0.65
     slope = {"x": math.log10(x), "y": math.log10(x * memory), "xshift": -8}
-    said = f"{'memory' if kind == 'cuda' else 'copying'}: {rate_words(ceilings.memory.rate, 'bytes/s')}"
-    return [*words, {**level, **slope, "text": said}]
+    said = f"{'memory' if kind == 'cuda' else 'copying'}: {rate_words(roofs[0].bytes_per_s, 'bytes/s')}"
+    return [*words, {**looks, **slope, "text": said}]
 
 
 def _span(values: Sequence[float], margin: float) -> tuple[float, float]:

@@ -3,7 +3,8 @@
 Every sentence rests on this run's numbers: a part of the GPU is explained only where it bounds something here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from trainstep.records.record import Record
 from trainstep.report.device_work import Ceilings, CountedWork, device_time_s, roof_name
@@ -15,8 +16,15 @@ _BEYOND = 1.02
 _SHORT_S = 20e-6
 """A call shorter than this is of the order of what starting and draining a kernel takes, a few microseconds."""
 _IDLE = 0.3
-Case = tuple[Callable[[CountedWork, float, bool], bool], Callable[[Sequence[CountedWork], Ceilings], str]]
-"""Which work it is of, by its share of the roof and by whether memory is its roof; the sentence about that work."""
+
+
+class Case(NamedTuple):
+    """A sentence that is said of all the work it holds for."""
+
+    holds: Callable[[CountedWork, float, bool], bool]
+    """Of work, its share of the roof, and whether memory is its roof."""
+    sentence: str
+    """`{work}`, `{shares}` and the like are filled in from that work: the names in `_said`."""
 
 
 def device_sentences(record: Record, work: Sequence[CountedWork], ceilings: Ceilings | None) -> list[str]:
@@ -73,66 +81,24 @@ def _covered(record: Record, work: Sequence[CountedWork]) -> str:
     )
 
 
-def _said(cases: Sequence[Case], work: Sequence[CountedWork], ceilings: Ceilings) -> list[str]:
+def _said(cases: Sequence[Case], work: Sequence[CountedWork], ceilings: Ceilings) -> Iterator[str]:
     """The sentence of each case that some work is in."""
     placed = [(one, share, ceilings.is_memory_bound(one)) for one in work if (share := ceilings.share(one)) is not None]
-    found = [
-        ([one for one, share, in_memory in placed if is_in(one, share, in_memory)], sentence)
-        for is_in, sentence in cases
-    ]
-    return [sentence(mine, ceilings) for mine, sentence in found if mine]
-
-
-def _beyond(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    return (
-        f"Caches: {_named(work)} got {_shares(work, ceilings)} of what memory alone could deliver. What the kernel before had "
-        "just written was still in the L2 cache, which all SMs share, and did not come from memory."
-    )
-
-
-def _memory(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    rates = listed(dict.fromkeys(rate_words(one.bytes_per_s, "bytes/s") for one in work))
-    return (
-        f"Memory bounds {_named(work)}: {_intensities(work)} FLOP per byte, {rates}, {_shares(work, ceilings)} of the roof. "
-        "Faster arithmetic would not help, only fewer bytes: fused with its neighbours, a kernel keeps intermediate results in "
-        "registers and shared memory (as FlashAttention does with softmax), and narrower numbers are fewer bytes."
-    )
-
-
-def _few_warps(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    calls = listed(dict.fromkeys(f"{three_digits(one.call_s * 1e6)} µs" for one in work))
-    return (
-        f"SMs and warps: {_named(work)} stay{'s' if len(work) == 1 else ''} at {_shares(work, ceilings)} of the roof, with calls "
-        f"of {calls}. A GPU hides its waiting: each SM (its processors) switches between many warps, groups of 32 threads in "
-        "step. A call of a few microseconds ends before all SMs have enough warps at work, and starting and draining it is "
-        "part of its time: fewer, larger calls (a larger batch, fused kernels) come nearer to the roof."
-    )
-
-
-def _more_bytes(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    return (
-        f"Coalescing or more passes: {_named(work)} reach{'es' if len(work) == 1 else ''} {_shares(work, ceilings)} of memory's "
-        "roof although calls are long. Either more bytes move than the least (several kernels where one would do), or "
-        "neighbouring threads of a warp read addresses that are not neighbours: memory answers in pieces of 32 bytes, of which "
-        "most are then thrown away. `ncu --section MemoryWorkloadAnalysis` tells which; a profile cannot."
-    )
-
-
-def _arithmetic(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    units = listed(dict.fromkeys(roof_name(one.dtype, "cuda") for one in work))
-    return (
-        f"Arithmetic bounds {_named(work)}: {_intensities(work)} FLOP per byte, {_shares(work, ceilings)} of the peak of {units}. "
-        "A chip under full load rarely holds its highest clock, so the peak itself is out of reach."
-    )
-
-
-def _under(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    units = listed(dict.fromkeys(roof_name(one.dtype, "cuda") for one in work))
-    return (
-        f"Under arithmetic's roof: {_named(work)} could keep {units} busy ({_intensities(work)} FLOP per byte) but reach"
-        f"{'es' if len(work) == 1 else ''} {_shares(work, ceilings)}. A matmul is cut into tiles, one for an SM at a time: with "
-        "few tiles some SMs have none, or the last round leaves most of them idle; more tokens a step make more tiles."
-    )
+    for case in cases:
+        held = [(one, share) for one, share, in_memory in placed if case.holds(one, share, in_memory)]
+        if not held:
+            continue
+        of_case = [one for one, _ in held]
+        yield case.sentence.format(
+            work=_named(of_case),
+            shares=_range([in_percent(share) for _, share in held], "{:.0f}") + " %",
+            intensities=_range([one.intensity for one in of_case], "{:.3g}"),
+            rates=listed(dict.fromkeys(rate_words(one.bytes_per_s, "bytes/s") for one in of_case)),
+            calls=listed(dict.fromkeys(f"{three_digits(one.call_s * 1e6)} µs" for one in of_case)),
+            units=listed(dict.fromkeys(roof_name(one.dtype, "cuda") for one in of_case)),
+            s="s" if len(of_case) == 1 else "",
+            es="es" if len(of_case) == 1 else "",
+        )
 
 
 def _without_tensor_cores(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
@@ -149,41 +115,63 @@ def _without_tensor_cores(work: Sequence[CountedWork], ceilings: Ceilings) -> st
     )
 
 
-def _cpu_caches(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    return (
-        f"Caches: {_named(work)} got {_shares(work, ceilings)} of what copying large arrays reaches: at this size the data "
-        "stay in the cores' caches."
-    )
-
-
-def _cpu_memory(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    return f"Memory bounds {_named(work)}: {_shares(work, ceilings)} of the roof."
-
-
-def _cpu_arithmetic(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    return f"The cores' vector units bound {_named(work)}: {_shares(work, ceilings)} of the measured matmul."
-
-
-def _cpu_under(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    return (
-        f"Far from both: {_named(work)}, {_shares(work, ceilings)} of the roof; small operands leave most of the time to "
-        "calling them and to sharing them out between cores."
-    )
-
-
-_ON_CPU: Sequence[Case] = (
-    (lambda _, share, in_memory: in_memory and share > _BEYOND, _cpu_caches),
-    (lambda _, share, in_memory: in_memory and _NEAR <= share <= _BEYOND, _cpu_memory),
-    (lambda _, share, in_memory: not in_memory and share >= _NEAR, _cpu_arithmetic),
-    (lambda _, share, __: share < _NEAR, _cpu_under),
+_ON_CPU = (
+    Case(
+        lambda _, share, in_memory: in_memory and share > _BEYOND,
+        "Caches: {work} got {shares} of what copying large arrays reaches: at this size the data stay in the cores' "
+        "caches.",
+    ),
+    Case(
+        lambda _, share, in_memory: in_memory and _NEAR <= share <= _BEYOND,
+        "Memory bounds {work}: {shares} of the roof.",
+    ),
+    Case(
+        lambda _, share, in_memory: not in_memory and share >= _NEAR,
+        "The cores' vector units bound {work}: {shares} of the measured matmul.",
+    ),
+    Case(
+        lambda _, share, __: share < _NEAR,
+        "Far from both: {work}, {shares} of the roof; small operands leave most of the time to calling them and to "
+        "sharing them out between cores.",
+    ),
 )
-_ON_GPU: Sequence[Case] = (
-    (lambda _, share, in_memory: in_memory and share > _BEYOND, _beyond),
-    (lambda _, share, in_memory: in_memory and _NEAR <= share <= _BEYOND, _memory),
-    (lambda one, share, _: share < _NEAR and one.call_s < _SHORT_S, _few_warps),
-    (lambda one, share, in_memory: in_memory and share < _NEAR and one.call_s >= _SHORT_S, _more_bytes),
-    (lambda _, share, in_memory: not in_memory and share >= _NEAR, _arithmetic),
-    (lambda one, share, in_memory: not in_memory and share < _NEAR and one.call_s >= _SHORT_S, _under),
+_ON_GPU = (
+    Case(
+        lambda _, share, in_memory: in_memory and share > _BEYOND,
+        "Caches: {work} got {shares} of what memory alone could deliver. What the kernel before had just written was "
+        "still in the L2 cache, which all SMs share, and did not come from memory.",
+    ),
+    Case(
+        lambda _, share, in_memory: in_memory and _NEAR <= share <= _BEYOND,
+        "Memory bounds {work}: {intensities} FLOP per byte, {rates}, {shares} of the roof. Faster arithmetic would "
+        "not help, only fewer bytes: fused with its neighbours, a kernel keeps intermediate results in registers and "
+        "shared memory (as FlashAttention does with softmax), and narrower numbers are fewer bytes.",
+    ),
+    Case(
+        lambda one, share, _: share < _NEAR and one.call_s < _SHORT_S,
+        "SMs and warps: {work} stay{s} at {shares} of the roof, with calls of {calls}. A GPU hides its waiting: each "
+        "SM (its processors) switches between many warps, groups of 32 threads in step. A call of a few microseconds "
+        "ends before all SMs have enough warps at work, and starting and draining it is part of its time: fewer, "
+        "larger calls (a larger batch, fused kernels) come nearer to the roof.",
+    ),
+    Case(
+        lambda one, share, in_memory: in_memory and share < _NEAR and one.call_s >= _SHORT_S,
+        "Coalescing or more passes: {work} reach{es} {shares} of memory's roof although calls are long. Either more "
+        "bytes move than the least (several kernels where one would do), or neighbouring threads of a warp read "
+        "addresses that are not neighbours: memory answers in pieces of 32 bytes, of which most are then thrown away. "
+        "`ncu --section MemoryWorkloadAnalysis` tells which; a profile cannot.",
+    ),
+    Case(
+        lambda _, share, in_memory: not in_memory and share >= _NEAR,
+        "Arithmetic bounds {work}: {intensities} FLOP per byte, {shares} of the peak of {units}. A chip under full "
+        "load rarely holds its highest clock, so the peak itself is out of reach.",
+    ),
+    Case(
+        lambda one, share, in_memory: not in_memory and share < _NEAR and one.call_s >= _SHORT_S,
+        "Under arithmetic's roof: {work} could keep {units} busy ({intensities} FLOP per byte) but reach{es} "
+        "{shares}. A matmul is cut into tiles, one for an SM at a time: with few tiles some SMs have none, or the "
+        "last round leaves most of them idle; more tokens a step make more tiles.",
+    ),
 )
 
 
@@ -209,14 +197,6 @@ def _named(work: Sequence[CountedWork]) -> str:
     return listed(
         name if found == ["optimizer"] else f"{name} ({listed(dict.fromkeys(found))})" for name, found in phases.items()
     )
-
-
-def _shares(work: Sequence[CountedWork], ceilings: Ceilings) -> str:
-    return _range([in_percent(ceilings.share(one) or 0.0) for one in work], "{:.0f}") + " %"
-
-
-def _intensities(work: Sequence[CountedWork]) -> str:
-    return _range([one.intensity for one in work], "{:.3g}")
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -5,7 +5,7 @@ FLOPs and the least bytes come from costs/, times from the record's tables, all 
 ceilings: measured ones where a record has them, else the data sheet's; unknown, none.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ _VECTOR_DTYPE = "fp32"
 _KEPT = 0.99
 """A record keeps the longest kernels of a phase by name: spans are told apart where these hold so much of its matmuls' time."""
 _MEASURED = "measured here"
-Columns = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,7 @@ def work_of(record: Record) -> list[CountedWork]:
 
 def device_time_s(record: Record) -> float:
     """All the device's work of a step; on a CPU, all time in ops and between them."""
-    classes = record.tables.get("classes", {})
-    return float(sum(one["time_s"] for one in table_lines(classes) if one["class"] != IDLE))
+    return float(sum(line["time_s"] for line in table_lines(record.tables.get("classes")) if line["class"] != IDLE))
 
 
 def _matmuls(record: Record) -> Iterator[CountedWork]:
@@ -86,10 +84,10 @@ def _matmuls(record: Record) -> Iterator[CountedWork]:
     flops = forward_flops(**shape)
     byte_counts = forward_bytes(**shape, element_bytes=_ELEMENT_BYTES[dtype])
     for phase, passes in _phases(record).items():
-        total = _class_time(record, phase, MATMUL)
-        inside = next((one for one in _attention_rows(record, phase) if one["part"] == "matmuls"), None)
-        weights = (total[0] - inside["calls"], total[1] - inside["time_s"]) if inside else total
-        for names, (calls, time_s) in _split(record, phase, total) or [(tuple(_SPANS), weights)]:
+        total = _total(_lines(record, "classes", phase, MATMUL))
+        inside = _total(line for line in _lines(record, "attention", phase) if line["part"] == "matmuls")
+        weights = (total[0] - inside[0], total[1] - inside[1])
+        for names, (calls, time_s) in _split(record, phase, total[1]) or [(tuple(_SPANS), weights)]:
             yield CountedWork(
                 name=_SPANS[names[0]] if len(names) == 1 else "matmuls with weights",
                 kind=MATMUL,
@@ -102,39 +100,30 @@ def _matmuls(record: Record) -> Iterator[CountedWork]:
             )
 
 
-def _split(record: Record, phase: str, total: tuple[float, float]) -> list[tuple[tuple[str, ...], tuple[float, float]]]:
+def _split(record: Record, phase: str, matmuls_s: float) -> list[tuple[tuple[str, ...], tuple[float, float]]]:
     """Calls and time of each span's matmuls, or nothing where spans are unknown or too many kernels went unnamed."""
-    kernels = [
-        one
-        for one in table_lines(record.tables.get("kernels", {}))
-        if one["phase"] == phase and one["class"] == MATMUL and one["span"]
-    ]
-    if sum(one["time_s"] for one in kernels) < _KEPT * total[1]:
+    kernels = [line for line in _lines(record, "kernels", phase, MATMUL) if line["span"]]
+    if _total(kernels)[1] < _KEPT * matmuls_s:
         return []
-    mine = {
-        name: [one for one in kernels if one["span"] == span or one["span"].startswith(f"{span} ")]
+    by_span = {
+        name: [line for line in kernels if line["span"] == span or line["span"].startswith(f"{span} ")]
         for name, span in _SPANS.items()
     }
-    if not all(mine.values()):
-        return []
-    return [
-        ((name,), (sum(one["calls"] for one in rows), sum(one["time_s"] for one in rows)))
-        for name, rows in mine.items()
-    ]
+    return [((name,), _total(lines)) for name, lines in by_span.items()] if all(by_span.values()) else []
 
 
 def _written_out(record: Record) -> Iterator[CountedWork]:
     """Attention's matmuls and softmax, where it is written out: the profile counted them already."""
     for phase in _phases(record):
-        for one in _attention_rows(record, phase):
-            if one["flops"] and one["bytes"]:
-                is_matmul = one["part"] == "matmuls"
+        for line in _lines(record, "attention", phase):
+            if line["flops"] and line["bytes"]:
+                is_matmul = line["part"] == "matmuls"
                 yield CountedWork(
-                    name=f"attention {one['part']}",
+                    name=f"attention {line['part']}",
                     kind=MATMUL if is_matmul else SOFTMAX,
                     phase=phase,
                     dtype=_dtype(record) if is_matmul else _VECTOR_DTYPE,
-                    **{name: one[name] for name in ("calls", "time_s", "flops", "bytes")},
+                    **{name: line[name] for name in ("calls", "time_s", "flops", "bytes")},
                 )
 
 
@@ -150,7 +139,7 @@ def _fused(record: Record) -> Iterator[CountedWork]:
     )
     flops = {"forward": attention_flops, "backward": attention_backward_flops}
     for phase in _phases(record):
-        calls, time_s = _class_time(record, phase, ATTENTION)
+        calls, time_s = _total(_lines(record, "classes", phase, ATTENTION))
         moved = attention_bytes(
             sides, element_bytes=_ELEMENT_BYTES[_dtype(record)], written_out=False, backward=phase == "backward"
         )
@@ -169,21 +158,18 @@ def _fused(record: Record) -> Iterator[CountedWork]:
 def _optimizer(record: Record) -> Iterator[CountedWork]:
     """AdamW, its whole phase; not with clipping, which reads every gradient once more."""
     parameters = record.fact("parameters")
-    rows = [
-        one
-        for one in table_lines(record.tables["classes"])
-        if one["phase"] == "optimizer" and one["class"] not in (IDLE, OVERHEAD)
-    ]
-    if not parameters or not rows or record.config.get("clip_grad_norm") is not None:
+    if not parameters or record.config.get("clip_grad_norm") is not None:
         return
+    lines = (line for line in _lines(record, "classes", "optimizer") if line["class"] not in (IDLE, OVERHEAD))
+    calls, time_s = _total(lines)
     element_bytes = 2 if record.config.get("precision") == "bf16" else 4
     yield CountedWork(
         name="AdamW",
         kind=OPTIMIZER,
         phase="optimizer",
         dtype=_VECTOR_DTYPE,
-        calls=sum(one["calls"] for one in rows),
-        time_s=sum(one["time_s"] for one in rows),
+        calls=calls,
+        time_s=time_s,
         flops=adamw_flops(int(parameters)),
         bytes=adamw_bytes(int(parameters), element_bytes),
     )
@@ -192,9 +178,8 @@ def _optimizer(record: Record) -> Iterator[CountedWork]:
 def _shape(record: Record) -> dict[str, int] | None:
     """Of the built-in model; None for a user's own, whose matmuls are not known."""
     model = record.config.get("model", {})
-    sizes = {name: model.get(name) for name in _SHAPE} | {
-        name: record.config.get(name) for name in ("batch_size", "context")
-    }
+    sizes = {name: model.get(name) for name in _SHAPE}
+    sizes |= {name: record.config.get(name) for name in ("batch_size", "context")}
     return {name: int(size) for name, size in sizes.items()} if all(sizes.values()) else None
 
 
@@ -211,14 +196,16 @@ def _dtype(record: Record) -> str:
     return matmul_dtype(str(record.config.get("precision", "fp32")))
 
 
-def _class_time(record: Record, phase: str, kind: str) -> tuple[float, float]:
+def _lines(record: Record, table: str, phase: str, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of a table that are of this phase and, where one is named, of this class of kernels."""
+    lines = table_lines(record.tables.get(table))
+    return [line for line in lines if line["phase"] == phase and kind in (None, line.get("class"))]
+
+
+def _total(lines: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     """Calls and seconds."""
-    mine = [one for one in table_lines(record.tables["classes"]) if one["phase"] == phase and one["class"] == kind]
-    return sum(one["calls"] for one in mine), sum(one["time_s"] for one in mine)
-
-
-def _attention_rows(record: Record, phase: str) -> list[dict[str, Any]]:
-    return [one for one in table_lines(record.tables.get("attention", {})) if one["phase"] == phase]
+    totals = [(line["calls"], line["time_s"]) for line in lines]
+    return sum(calls for calls, _ in totals), sum(time_s for _, time_s in totals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,15 +227,10 @@ class Ceilings:
         """FLOP per byte below which memory is the limit, above which arithmetic is."""
         return self.arithmetic[dtype].rate / self.memory.rate
 
-    def over(self, work: CountedWork) -> float | None:
-        """The most FLOP/s that work of its intensity can reach; None where its dtype has no ceiling."""
-        found = self.arithmetic.get(work.dtype)
-        return None if found is None else min(found.rate, work.intensity * self.memory.rate)
-
     def share(self, work: CountedWork) -> float | None:
-        """What it reached of that."""
-        roof = self.over(work)
-        return None if roof is None else work.flops_per_s / roof
+        """What it reached of the most FLOP/s that work of its intensity can; None where its dtype has no ceiling."""
+        ceiling = self.arithmetic.get(work.dtype)
+        return work.flops_per_s / min(ceiling.rate, work.intensity * self.memory.rate) if ceiling else None
 
     def is_memory_bound(self, work: CountedWork) -> bool:
         return work.dtype in self.arithmetic and work.intensity < self.ridge(work.dtype)
@@ -256,35 +238,25 @@ class Ceilings:
 
 def ceilings_of(record: Record, rows: Sequence[Row]) -> Ceilings | None:
     """The ceilings of the machine that made a record, from ceiling records beside it or its GPU's data sheet."""
-    measured = [row.record for row in of_workload(rows, "ceiling") if _is_ceiling_of(row.record, record)]
-    arithmetic = _data_sheet(record) | {
-        str(one.config["dtype"]): Ceiling(rate=one.fact("rate"), source=_MEASURED)
-        for one in measured
-        if one.config["kind"] == "matmul"
-    }
-    copies = [one.fact("rate") for one in measured if one.config["kind"] == "copy"]
+    memory: Ceiling | None = None
+    arithmetic: dict[str, Ceiling] = {}
     spec = machine_spec(record.environment.gpu) if record.config.get("device") == "cuda" else None
-    if copies:
-        memory = Ceiling(rate=max(copies), source=_MEASURED)
-    elif spec is not None:
+    if spec is not None:
         memory = Ceiling(rate=spec.memory_bytes_per_s, source=spec.source)
-    else:
-        return None
-    return Ceilings(memory=memory, arithmetic=arithmetic) if arithmetic else None
+        arithmetic = {dtype: Ceiling(rate=rate, source=spec.source) for dtype, rate in spec.peak_flops.items()}
+    measured = [row.record for row in of_workload(rows, "ceiling") if _chip(row.record) == _chip(record)]
+    rates = [(one.config, rate) for one in measured if (rate := one.fact("rate")) is not None]
+    if copies := [rate for config, rate in rates if config["kind"] == "copy"]:
+        memory = Ceiling(rate=max(copies), source=_MEASURED)
+    arithmetic |= {
+        config["dtype"]: Ceiling(rate=rate, source=_MEASURED) for config, rate in rates if config["kind"] == "matmul"
+    }
+    return Ceilings(memory=memory, arithmetic=arithmetic) if memory and arithmetic else None
 
 
-def _data_sheet(record: Record) -> dict[str, Ceiling]:
-    spec = machine_spec(record.environment.gpu) if record.config.get("device") == "cuda" else None
-    return {dtype: Ceiling(rate=rate, source=spec.source) for dtype, rate in spec.peak_flops.items()} if spec else {}
-
-
-def _is_ceiling_of(ceiling: Record, record: Record) -> bool:
+def _chip(record: Record) -> tuple[str | None, ...]:
     """The same chip of the same kind of machine, whatever the host is called: the nodes of a cluster are alike."""
-    on = (record.config.get("device"), record.environment.gpu, record.environment.cpu)
-    return (
-        ceiling.fact("rate") is not None
-        and (ceiling.config.get("device"), ceiling.environment.gpu, ceiling.environment.cpu) == on
-    )
+    return record.config.get("device"), record.environment.gpu, record.environment.cpu
 
 
 def roof_name(dtype: str, kind: str) -> str:

@@ -1,6 +1,5 @@
 """What a page shows of memory: the step's timeline stacked by category, the ledger, the largest allocations, three numbers."""
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -10,25 +9,21 @@ from trainstep.records.record import Record
 from trainstep.report.charts import Chart, Panels, Section, bar, label, lines_of, short_labels
 from trainstep.report.forms import byte_words, in_gib, in_ms
 from trainstep.report.memory_tables import (
-    allocations_table,
-    fit_table,
-    held_by_ranks_table,
-    held_table,
-    layers_table,
+    cell_tables,
+    common_tables,
     ledger_of,
     ledger_table,
-    peaks_table,
-    phases_table,
     rank_words,
-    ranks_table,
     several_ranks,
 )
 from trainstep.report.rows import Row
+from trainstep.report.tables import filled
 
 _DETAILED = 8
 """Cells with a section of their own; the rest stand in the common tables."""
 _MOST_OTHERS = 3
 """Timelines of ranks beside the fullest's."""
+_SHOWN_ALLOCATIONS = 40
 _FEW = 24
 """Cells whose bars one chart holds."""
 _COLOURS = {
@@ -55,7 +50,7 @@ def memory_sections(rows: Sequence[Row]) -> list[Section]:
     several = Section(
         title="Memory of a step",
         charts=(chart,) if chart else (),
-        tables=(*fit_table(rows), peaks_table(rows), *ranks_table(rows), *phases_table(rows), *held_table(rows)),
+        tables=tuple(common_tables(rows)),
     )
     return [several, *(cell_section(row) for row in recorded[:_DETAILED])]
 
@@ -63,9 +58,7 @@ def memory_sections(rows: Sequence[Row]) -> list[Section]:
 def cell_section(row: Row) -> Section:
     """One cell: its timeline, what the numbers say, its ledger; of several ranks the fullest's first."""
     others = [rank for rank in range(several_ranks(row.record)) if rank != fullest_rank(row.record)]
-    first = [ledger_table(row), held_by_ranks_table(row)]
-    further = [layers_table(row), allocations_table(row, 40), *(ledger_table(row, rank) for rank in others)]
-    folded = [dataclasses.replace(table, folded=True) for table in further if table is not None]
+    ledgers = (ledger_table(row, rank) for rank in others)
     return Section(
         title=f"Memory: {row.label()}",
         paragraphs=tuple(sentences(row.record)),
@@ -74,7 +67,7 @@ def cell_section(row: Row) -> Section:
             for rank in (None, *others[:_MOST_OTHERS])
             if table_of_rank(row.record, "timeline", rank)["time_s"]  # a rank whose history was full has none
         ),
-        tables=(*(table for table in first if table is not None), *folded),
+        tables=(*cell_tables(row, allocations=_SHOWN_ALLOCATIONS), *filled(*ledgers)),
     )
 
 
@@ -160,16 +153,8 @@ def timeline_chart(row: Row, rank: int | None = None) -> Chart:
     top = in_gib(max(total))
     panels.ranges[0] = (0.0, 1.12 * top)
     peak = total.index(max(total))
-    marks = _phase_marks(table["phase"], x)
-    peak_mark = {
-        "x": x[peak],
-        "y": top,
-        "text": f"peak {byte_words(max(total))}",
-        "showarrow": True,
-        "arrowhead": 2,
-        "ax": 0,
-        "ay": -22,
-    }
+    edges, words = _phase_marks(table["phase"], x)
+    arrow = {"showarrow": True, "arrowhead": 2, "ax": 0, "ay": -22}
     caption = (
         "Every byte that the allocator gave out in one step after the warm-ups, by what it is for; the step runs from left to "
         "right, as the host issues it."
@@ -177,8 +162,8 @@ def timeline_chart(row: Row, rank: int | None = None) -> Chart:
     return panels.chart(
         f"Memory over one step{rank_words(row.record, rank)}",
         caption,
-        annotations=[*(mark["words"] for mark in marks), peak_mark],
-        shapes=[mark["edge"] for mark in marks],
+        annotations=[*words, {"x": x[peak], "y": top, "text": f"peak {byte_words(max(total))}", **arrow}],
+        shapes=edges,
     )
 
 
@@ -199,22 +184,17 @@ def _area(name: str, x: Sequence[float], sizes: Sequence[int], colour: str) -> d
     }
 
 
-def _phase_marks(phases: Sequence[str], x: Sequence[float]) -> list[dict[str, Any]]:
+def _phase_marks(phases: Sequence[str], x: Sequence[float]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A line where each phase begins, and its name there."""
-    made, place = [], 0
-    for phase, run in groupby(phases):
-        length = len(list(run))
+    edges, words = [], []
+    for phase, run in groupby(zip(phases, x, strict=True), lambda moment: moment[0]):
+        _, begin = next(run)
         if phase not in ("before the step", "between phases"):
-            edge = {"type": "line", "x0": x[place], "x1": x[place], "yref": "paper", "y0": 0, "y1": 1}
-            words = {"x": x[place], "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
-            made.append(
-                {
-                    "edge": {**edge, "line": {"color": "theme:soft", "width": 1, "dash": "dot"}},
-                    "words": {**words, "text": label(phase.replace("_", " ")), "font": {"size": 12}},
-                }
-            )
-        place += length
-    return made
+            edge = {"type": "line", "x0": begin, "x1": begin, "yref": "paper", "y0": 0, "y1": 1}
+            edges.append({**edge, "line": {"color": "theme:soft", "width": 1, "dash": "dot"}})
+            place = {"x": begin, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+            words.append({**place, "text": label(phase.replace("_", " ")), "font": {"size": 12}})
+    return edges, words
 
 
 def peaks_chart(rows: Sequence[Row]) -> Chart:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
@@ -19,8 +20,8 @@ from trainstep.report.forms import (
     failure_sentence,
     percent,
 )
-from trainstep.report.rows import Row, quantities, shown_facts, table_lines
-from trainstep.report.tables import Column, Entry, Line, Table, doubts_column, point_columns
+from trainstep.report.rows import Row, grouped, quantities, shown_facts, table_lines
+from trainstep.report.tables import Column, Entry, Line, Table, doubts_column, filled, point_columns
 from trainstep.traces.ledger import HELD, MOMENTS, SAVED_FOR_BACKWARD
 
 _DETAILED = 2
@@ -50,17 +51,23 @@ _HELD_NOTE = (
 
 def memory_tables(rows: Sequence[Row]) -> list[Table]:
     """Every table that these records hold, each cell's own only while cells are few; none without a record of memory."""
-    own = [table for row in rows for table in cell_tables(row, titled=len(rows) > 1)] if len(rows) <= _DETAILED else []
-    ranks = ranks_table(rows)
-    return [*fit_table(rows), peaks_table(rows), *ranks, *phases_table(rows), *held_table(rows), *own]
+    own = []
+    for row in rows if len(rows) <= _DETAILED else ():
+        name = f"{row.label()}: " if len(rows) > 1 else ""
+        own += [dataclasses.replace(table, title=f"{name}{table.title}") for table in cell_tables(row)]
+    return [*common_tables(rows), *own]
 
 
-def cell_tables(row: Row, *, titled: bool = True) -> list[Table]:
+def common_tables(rows: Sequence[Row]) -> list[Table]:
+    """Those that hold all cells, those that failed too."""
+    return filled(fit_table(rows), peaks_table(rows), ranks_table(rows), phases_table(rows), held_table(rows))
+
+
+def cell_tables(row: Row, *, allocations: int = _SHOWN_ALLOCATIONS) -> list[Table]:
     """One cell's ledger, its activations by layer and its largest allocations; of several ranks what each held, and the rest of
     the fullest."""
-    made = [ledger_table(row), held_by_ranks_table(row), layers_table(row), allocations_table(row)]
-    name = f"{row.label()}: " if titled else ""
-    return [dataclasses.replace(table, title=f"{name}{table.title}") for table in made if table is not None]
+    ledger, held = ledger_table(row), held_by_ranks_table(row)
+    return filled(ledger, held, layers_table(row), allocations_table(row, allocations))
 
 
 def peaks_table(rows: Sequence[Row]) -> Table:
@@ -73,18 +80,16 @@ def peaks_table(rows: Sequence[Row]) -> Table:
     return Table.of("Memory of a step", rows, columns, note=note, raw=map(_raw, rows))
 
 
-def fit_table(rows: Sequence[Row]) -> list[Table]:
+def fit_table(rows: Sequence[Row]) -> Table:
     """The largest that fitted of each search, and what was left then."""
-    searches: dict[Any, list[Row]] = {}
-    for row in rows:
-        if (field := row.record.fact("fit_of")) in row.record.config:
-            searches.setdefault((field, row.rest(field, "machine")), []).append(row)
+    trials = [(field, row) for row in rows if (field := row.record.fact("fit_of")) in row.record.config]
+    searches = grouped(trials, lambda trial: (trial[0], trial[1].rest(trial[0], "machine")))
     note = (
         "{unit}. Headroom: of the memory there is, what neither the allocator nor the context had taken at that size; "
         "on a CPU what was left of the process's limit at the peak."
     )
-    lines = [_search(field, rest, found) for (field, rest), found in searches.items()]
-    return [Table.of("What fits", lines, _SEARCH, note=note)] if lines else []
+    lines = [_search(field, rest, [row for _, row in found]) for (field, rest), found in searches.items()]
+    return Table.of("What fits", lines, _SEARCH, note=note)
 
 
 def _search(field: str, rest: Sequence[tuple[str, str]], trials: Sequence[Row]) -> dict[str, Any]:
@@ -113,23 +118,23 @@ def headroom_bytes(record: Record) -> int | None:
     return None if used is None or there_is is None else int(there_is) - int(used)
 
 
-def phases_table(rows: Sequence[Row]) -> list[Table]:
+def phases_table(rows: Sequence[Row]) -> Table:
     """The peak of each phase: as tensors asked, as the allocator gave and reserved, as the driver saw it end."""
     lines = [Line(row, line) for row in rows for line in table_lines(table_of_rank(row.record, "peaks"))]
     sizes = (Column(name, ROUGH_SIZE, f"{name}_bytes") for name in ("requested", "allocated", "reserved", "driver"))
     columns = [*point_columns(lines), Column("phase", NAME), *sizes]
-    return [Table.of("Peak by phase ({unit})", lines, columns)] if lines else []
+    return Table.of("Peak by phase ({unit})", lines, columns)
 
 
-def held_table(rows: Sequence[Row]) -> list[Table]:
+def held_table(rows: Sequence[Row]) -> Table:
     """Who held what at the peak: a row a cell, a column a category that any cell has."""
     lines = [Line(row, ledger_of(row.record, "peak")) for row in rows if row.record.tables.get("ledger")]
     names = [name for name in dict.fromkeys(name for line in lines for name in line.of) if name in HELD]
     sizes = [Column(name, ROUGH_SIZE) for name in names if any(line.of.get(name) for line in lines)]
-    return [Table.of("Held at the peak ({unit})", lines, [*point_columns(lines), *sizes])] if sizes else []
+    return Table.of("Held at the peak ({unit})", lines if sizes else [], [*point_columns(lines), *sizes])
 
 
-def ledger_table(row: Row, rank: int | None = None) -> Table | None:
+def ledger_table(row: Row, rank: int | None = None) -> Table:
     """A line a category, a column a moment; sums and what is left unexplained below. Of several ranks that of the fullest, or of
     the one asked for."""
     lines = [
@@ -137,11 +142,9 @@ def ledger_table(row: Row, rank: int | None = None) -> Table | None:
         for line in table_lines(table_of_rank(row.record, "ledger", rank))
         if any(line[moment] for moment in MOMENTS) or line["line"] not in HELD
     ]
-    if not lines:
-        return None
     columns = [Column("", TEXT, "line"), *(Column(moment, _EXACT, optional=True) for moment in MOMENTS)]
-    title = f"Ledger{rank_words(row.record, rank)}"
-    return Table.of(title, lines, columns, note=f"{_LEDGER_NOTE}{_unseen(row.record)}")
+    title, note = f"Ledger{rank_words(row.record, rank)}", f"{_LEDGER_NOTE}{_unseen(row.record)}"
+    return Table.of(title, lines, columns, note=note, folded=rank is not None)
 
 
 def _unseen(record: Record) -> str:
@@ -159,45 +162,29 @@ def _unseen(record: Record) -> str:
     return words
 
 
-def layers_table(row: Row) -> Table | None:
-    """Activations by layer after forward, alike neighbours in one line."""
-    layers = table_of_rank(row.record, "layers")
-    if not layers or not layers["layer"]:
-        return None
-    runs: list[tuple[str, str, int, int]] = []
-    for name, size in zip(layers["layer"], layers["bytes"], strict=True):
-        numbered = name.rstrip("0123456789")
-        if runs and runs[-1][2] == size and runs[-1][1].rstrip("0123456789") == numbered != name:
-            runs[-1] = (runs[-1][0], name, size, runs[-1][3] + 1)
-        else:
-            runs.append((name, name, size, 1))
-    lines = [
-        {
-            "layer": first if count == 1 else f"{first} to {last}",
-            "each": size,
-            "layers": count,
-            "together": size * count,
-        }
-        for first, last, size, count in runs
-    ]
+def layers_table(row: Row) -> Table:
+    """Activations by layer after forward, neighbours that are alike but for their number in one line."""
+    layers = table_lines(table_of_rank(row.record, "layers"))
+    lines = []
+    for (_, size), run in groupby(layers, lambda line: (line["layer"].rstrip("0123456789"), line["bytes"])):
+        first, *others = [line["layer"] for line in run]
+        name, count = f"{first} to {others[-1]}" if others else first, 1 + len(others)
+        lines.append({"layer": name, "each": size, "layers": count, "together": size * count})
     columns = (Column("layer"), Column("each", _EXACT), Column("layers", COUNT), Column("together", _EXACT))
-    return Table.of("Activations after forward, by layer", lines, columns)
+    return Table.of("Activations after forward, by layer", lines, columns, folded=True)
 
 
-def allocations_table(row: Row, most: int = _SHOWN_ALLOCATIONS) -> Table | None:
+def allocations_table(row: Row, most: int) -> Table:
     """The largest held at the peak."""
     lines = table_lines(table_of_rank(row.record, "allocations"))[:most]
     share = percent(float(row.record.config.get("min_share", 0)))
     note = f"Lines under {share} % of the peak are not listed (--min-share)."
-    return Table.of("Largest allocations at the peak", lines, _ALLOCATION, note=note) if lines else None
+    return Table.of("Largest allocations at the peak", lines, _ALLOCATION, note=note, folded=True)
 
 
 def ledger_of(record: Record, moment: str, rank: int | None = None) -> dict[str, int]:
     """Line -> bytes at that moment; of several ranks of the fullest, or of the one asked for."""
-    ledger = table_of_rank(record, "ledger", rank)
-    if not ledger:
-        return {}
-    return {name: size for name, size in zip(ledger["line"], ledger[moment], strict=True) if size is not None}
+    return _at(table_of_rank(record, "ledger", rank), moment)
 
 
 def doubts(record: Record) -> str:
@@ -233,10 +220,7 @@ _EACH = Form(text=lambda parts: f"{' + '.join(f'{part:.3g}' for part in parts)} 
 """`4 + 4 + 8 = 16`"""
 _EXACT = Form(text=lambda size: f"{size:,} B" if abs(size) < 100_000 else byte_words(size))
 _PEAKS = (
-    Column("allocated", ROUGH_SIZE, "peak_allocated_bytes"),
-    Column("reserved", ROUGH_SIZE, "peak_reserved_bytes"),
-    Column("driver", ROUGH_SIZE, "driver_bytes"),
-    Column("resident", ROUGH_SIZE, "peak_rss_bytes"),
+    *(Column(name, ROUGH_SIZE, _SIZES[name]) for name in ("allocated", "reserved", "driver", "resident")),
     Column("unexplained (%)", PERCENT, _unexplained),
     Column("bytes per parameter", _EACH, _each),
     Column("peaks in", TEXT, "timeline_peak_phase"),
@@ -266,12 +250,17 @@ _LEDGER_NOTE = (
 
 def _raw(row: Row) -> Mapping[str, Any]:
     record = row.record
-    held = {
-        f"{line}_{moment}_bytes".replace(",", "").replace(" ", "_"): size
-        for moment in MOMENTS
-        for line, size in ledger_of(record, moment).items()
-    }
-    return {**quantities(row), **shown_facts(record), **held} if record.failure is None else quantities(row)
+    numbers = quantities(row)
+    if record.failure is None:
+        numbers |= shown_facts(record)
+        for moment in MOMENTS:
+            numbers |= _raw_sizes(ledger_of(record, moment), f"{moment}_bytes")
+    return numbers
+
+
+def _raw_sizes(sizes: Mapping[str, int], what: str) -> dict[str, int]:
+    """Line -> bytes by the names of a raw row: `optimizer_state_after_forward_bytes`."""
+    return {f"{line}_{what}".replace(",", "").replace(" ", "_"): size for line, size in sizes.items()}
 
 
 def several_ranks(record: Record) -> int:
@@ -289,24 +278,22 @@ def rank_words(record: Record, rank: int | None = None) -> str:
     return f" of rank {shown}{fullest}" if ranks else ""
 
 
-def ranks_table(rows: Sequence[Row]) -> list[Table]:
+def ranks_table(rows: Sequence[Row]) -> Table:
     """A row a rank of the cells that have several."""
     lines = [
         Line(row, {**facts_of_rank(row.record, rank), "rank": rank})
         for row in rows
         for rank in range(several_ranks(row.record))
     ]
-    if not lines:
-        return []
     named = point_columns(lines)
     if all(column.title != "sync" for column in named):
         named.append(Column("sync", TEXT, lambda line: line.row.record.config["sync"]))
     sizes = (Column(title, ROUGH_SIZE, fact, optional=True) for title, fact in _SIZES.items())
     columns = [*named, Column("rank", COUNT), *sizes, Column("peaks in", NAME, "timeline_peak_phase")]
-    return [Table.of("Peak of each rank", lines, columns, note=_RANKS_NOTE, raw=map(_rank_raw, lines))]
+    return Table.of("Peak of each rank", lines, columns, note=_RANKS_NOTE, raw=map(_rank_raw, lines))
 
 
-def held_by_ranks_table(row: Row) -> Table | None:
+def held_by_ranks_table(row: Row) -> Table:
     """A row a rank and moment: what is compared with the formula, and the rest."""
     lines = [
         {"rank": rank, "moment": moment, **_held(ledger, expected)}
@@ -319,7 +306,7 @@ def held_by_ranks_table(row: Row) -> Table | None:
         *(Column(name, beside(ROUGH_SIZE)) for name in _COMPARED),
         *(Column(name, ROUGH_SIZE) for name in ("activations", "rest", "allocated")),
     ]
-    return Table.of("Held by each rank", lines, columns, note=_HELD_NOTE) if lines else None
+    return Table.of("Held by each rank", lines, columns, note=_HELD_NOTE)
 
 
 def _moments(record: Record, rank: int) -> list[tuple[str, dict[str, int], dict[str, int]]]:
@@ -347,17 +334,8 @@ def _held(ledger: Mapping[str, int], expected: Mapping[str, int]) -> dict[str, A
 def _rank_raw(line: Line) -> dict[str, Any]:
     row, facts = line
     names = ("timeline_peak_phase", "expected_peak_point", "snapshot", "allocated_residual_share", *_SIZES.values())
-    held = {
-        f"{line}_{moment}_{what}".replace(",", "").replace(" ", "_"): size
-        for moment, ledger, expected in _moments(row.record, facts["rank"])
-        for what, lines in (("bytes", ledger), ("expected_bytes", expected))
-        for line, size in lines.items()
-    }
-    return {
-        "workload": f"{row.record.workload}_rank",
-        **row.point,
-        "sync": row.record.config["sync"],
-        "rank": facts["rank"],
-        **{name: facts[name] for name in names if name in facts},
-        **held,
-    }
+    numbers = {"workload": f"{row.record.workload}_rank", **row.point, "sync": row.record.config["sync"]}
+    numbers |= {name: facts[name] for name in ("rank", *names) if name in facts}
+    for moment, ledger, expected in _moments(row.record, facts["rank"]):
+        numbers |= _raw_sizes(ledger, f"{moment}_bytes") | _raw_sizes(expected, f"{moment}_expected_bytes")
+    return numbers

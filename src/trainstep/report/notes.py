@@ -18,14 +18,13 @@ from trainstep.config.presets import size_names
 from trainstep.config.run import RunConfig
 from trainstep.records.derive import Mfu, mfu
 from trainstep.records.record import FORMAT, Environment
-from trainstep.report.forms import failure_word, gibibytes, rate_words
+from trainstep.report.forms import failure_word, gibibytes, listed, rate_words
 from trainstep.report.rows import Row, flat_config, machines, of_workload, words
 
 Configs = Sequence[dict[str, object]]
 _SUMMARISED = ("batch_size", "precision", "attention", "compile", "mode")
 _ATTENTION = ("direction", "mask", "dtype", "head_dim", "seq")
 Facts = list[tuple[str, str]]
-AGAIN = "to measure again"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -37,10 +36,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def _rates(rows: Sequence[Row]) -> list[str]:
     timed = [row for row in rows if "step" in row.record.samples and "tokens" in row.record.facts]
-    if not timed:
-        return []
-    means = not all(says(row.record.workload, "means") for row in timed)
-    return [f"{'Times are means, rates' if means else 'Rates'} (tokens/s, TFLOP/s, MFU) are over the median step."]
+    what = "Rates" if all(says(row.record.workload, "means") for row in timed) else "Times are means, rates"
+    return [f"{what} (tokens/s, TFLOP/s, MFU) are over the median step."] if timed else []
 
 
 def mixed_machines(rows: Sequence[Row]) -> list[str]:
@@ -67,19 +64,20 @@ def mfu_conventions(rows: Sequence[Row]) -> list[str]:
     counted = [found for row in rows if (found := _mfu(row))]
     conventions = {found.convention for found in counted}
     peaks = {f"{rate_words(found.peak_flops, 'flop/s')} in {found.dtype} ({found.peak_source})" for found in counted}
-    said = (
-        [f"MFU counts {'; '.join(sorted(conventions))}; its peak is {' and '.join(sorted(peaks))}."] if counted else []
-    )
-    unknown = {row.record.environment.gpu for row in rows if _has_unknown_gpu(row)}
-    return said + [f"No MFU for {gpu}: its peak is not known here." for gpu in sorted(filter(None, unknown))]
+    said = [f"MFU counts {'; '.join(sorted(conventions))}; its peak is {' and '.join(sorted(peaks))}."]
+    flops = [row.record for row in rows if "model_flops" in row.record.facts]
+    gpus = {record.environment.gpu for record in flops if record.config.get("device") == "cuda"} - {None}
+    unknown = [gpu for gpu in sorted(filter(None, gpus)) if not machine_spec(gpu)]
+    return [*(said if counted else []), *(f"No MFU for {gpu}: its peak is not known here." for gpu in unknown)]
 
 
 def summary(rows: Sequence[Row]) -> str:
     """A paragraph: what was run, where, when, how it went."""
     parts = [_what(workload, rows) for workload in dict.fromkeys(row.record.workload for row in rows)]
-    where = " and ".join(machines(rows)) if len(machines(rows)) < 4 else f"{len(machines(rows))} different machines"
-    torch = {row.record.environment.torch for row in rows} - {None}
-    software = f" with torch {' and '.join(sorted(filter(None, torch)))}" if torch else ""
+    labels = machines(rows)
+    where = " and ".join(labels) if len(labels) < 4 else f"{len(labels)} different machines"
+    torch = sorted({row.record.environment.torch or "" for row in rows} - {""})
+    software = f" with torch {' and '.join(torch)}" if torch else ""
     days = sorted({row.record.started_at[:10] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     failures = failure_counts(rows)
@@ -95,25 +93,21 @@ def _what(workload: str, rows: Sequence[Row]) -> str:
 
 def attention_words(configs: Configs) -> str:
     """`attention (plain, trainstep): dtype bf16, seq 1024`."""
-    by_name = [f"{name.replace('_', ' ')} {_values(name, configs)}" for name in _ATTENTION if _values(name, configs)]
+    by_name = [f"{name.replace('_', ' ')} {values}" for name in _ATTENTION if (values := _values(name, configs))]
     return f"attention ({_values('implementation', configs)}): {', '.join(by_name)}"
 
 
 def step_words(configs: Configs) -> str:
     """`a training step: small at context 256, precision bf16, 5 warm-ups and 10 timed steps a cell`."""
-    said = [f"a training step: {_values('model', configs)} at context {_values('context', configs)}"]
-    said += [
-        f"{name.replace('_', ' ')} {_values(name, configs)}"
-        for name in _SUMMARISED
-        if any(name in one for one in configs)
-    ]
-    said += [f"{_values('warmups', configs)} warm-ups and {_values('steps', configs)} timed steps a cell"]
-    return ", ".join(said)
+    by_name = [f"{name.replace('_', ' ')} {values}" for name in _SUMMARISED if (values := _values(name, configs))]
+    what = f"a training step: {_values('model', configs)} at context {_values('context', configs)}"
+    how_long = f"{_values('warmups', configs)} warm-ups and {_values('steps', configs)} timed steps a cell"
+    return ", ".join([what, *by_name, how_long])
 
 
 def _values(name: str, configs: Configs) -> str:
-    found = list(dict.fromkeys(words(one[name]) for one in configs if name in one))
-    return " ".join(found) if len(found) < 2 else f"{', '.join(found[:-1])} and {found[-1]}"
+    found = dict.fromkeys(words(config[name]) for config in configs if name in config)
+    return listed(found) if found else ""
 
 
 def _peak_memory(rows: Sequence[Row]) -> list[str]:
@@ -128,12 +122,8 @@ def _peak_memory(rows: Sequence[Row]) -> list[str]:
 
 def _clocks(rows: Sequence[Row]) -> list[str]:
     """Total step and phases need not add up: they may come from two clocks."""
-    clocks = {row.record.fact("timing") for row in rows} - {None}
-    if "cuda_events" not in clocks:
-        return []
-    return [
-        "Phases on a GPU are device time between CUDA events; the total step is the host's clock around it, synchronised."
-    ]
+    said = "Phases on a GPU are device time between CUDA events; the total step is the host's clock around it, synchronised."
+    return [said] if any(row.record.fact("timing") == "cuda_events" for row in rows) else []
 
 
 def _mfu(row: Row) -> Mfu | None:
@@ -143,20 +133,10 @@ def _mfu(row: Row) -> Mfu | None:
         return None
 
 
-def _has_unknown_gpu(row: Row) -> bool:
-    record = row.record
-    return (
-        record.config.get("device") == "cuda"
-        and "model_flops" in record.facts
-        and not machine_spec(record.environment.gpu)
-    )
-
-
 def provenance(rows: Sequence[Row]) -> Facts:
     """(what, its value) of the records: commands, files, dates, format, MFU's convention and peak."""
-    files = dict.fromkeys(row.file for row in rows)
     started = sorted(row.record.started_at for row in rows)
-    counts = {file: sum(row.file == file for row in rows) for file in files}
+    counts = Counter(row.file for row in rows)
     return [
         *commands(rows),
         *(("record file", f"{file} ({count} record{'s' if count > 1 else ''})") for file, count in counts.items()),
@@ -186,7 +166,7 @@ def commands(rows: Sequence[Row]) -> Facts:
     options = [f"--{name.replace('_', '-')} {shlex.quote(','.join(given))}" for name, given in values.items()]
     cells = math.prod(map(len, values.values()))
     more = "" if cells == len(steps) else f"  # a grid of {cells} cells, of which {len(steps)} are here"
-    return [*typed, (AGAIN, " ".join(["trainstep bench", *options]) + more)]
+    return [*typed, ("to measure again", " ".join(["trainstep bench", *options]) + more)]
 
 
 def _differs(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
@@ -196,19 +176,17 @@ def _differs(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) 
     if name not in config:
         return False
     if name not in defaults:
-        return config.get("model") in size_names() and config[name] != _shape(str(config["model"])).get(name)
+        size = config.get("model")
+        return size in size_names() and config[name] != to_plain(build_run({"model": size}))["model"].get(name)
     return bool(config[name] != defaults[name])
-
-
-def _shape(model: str) -> Mapping[str, Any]:
-    shape: Mapping[str, Any] = to_plain(build_run({"model": model}))["model"]
-    return shape
 
 
 def _environment_facts(environment: Environment, rows: Sequence[Row]) -> Facts:
     """Every field that is known; the hosts of all records that ran in the like."""
     facts = {field.name: getattr(environment, field.name) for field in dataclasses.fields(environment)}
-    facts["hostname"] = ", ".join(sorted({row.record.environment.hostname for row in rows if _alike(row, environment)}))
+    others = {row.record.environment for row in rows}
+    alike = [one for one in others if dataclasses.replace(one, hostname=environment.hostname) == environment]
+    facts["hostname"] = ", ".join(sorted(one.hostname for one in alike))
     for name in ("memory_bytes", "gpu_memory_bytes"):
         if facts[name] is not None:
             facts[name] = f"{gibibytes(facts[name])} GiB"
@@ -220,8 +198,3 @@ def _environment_facts(environment: Environment, rows: Sequence[Row]) -> Facts:
         for name, value in facts.items()
         if value is not None
     ]
-
-
-def _alike(row: Row, environment: Environment) -> bool:
-    one = dataclasses.replace(row.record.environment, hostname=environment.hostname)
-    return one == environment

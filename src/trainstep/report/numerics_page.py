@@ -27,9 +27,10 @@ from trainstep.report.numerics_tables import (
     range_tables,
     sum_tables,
     trade_sentences,
-    worst_tables,
+    worst_table,
 )
-from trainstep.report.rows import Row, quantities, time_of
+from trainstep.report.rows import Row, step_times
+from trainstep.report.tables import filled
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 
@@ -43,7 +44,7 @@ def numerics_sections(rows: Sequence[Row]) -> list[Section]:
             title="Numerics: error and cost",
             paragraphs=tuple(trade_sentences(rows)),
             charts=(chart,) if chart else (),
-            tables=(errors, *(dataclasses.replace(table, folded=True) for table in worst_tables(rows))),
+            tables=tuple(filled(errors, worst_table(rows))),
         )
     ]
     parts = {
@@ -56,13 +57,10 @@ def numerics_sections(rows: Sequence[Row]) -> list[Section]:
 
 def error_chart(rows: Sequence[Row]) -> Chart | None:
     """A line of two panels a model: errors on a logarithmic axis, and the time of a step."""
-    measured = [
-        row for row in rows if row.record.failure is None and any((row.record.fact(name) or 0) > 0 for name in ERRORS)
-    ]
-    groups = groups_of(measured)
-    groups = dict(list(groups.items())[: MAXIMUM_PANELS // 2])
+    groups = groups_of([row for row in rows if row.record.failure is None and _errors(row)])
     if not groups:
         return None
+    groups = dict(list(groups.items())[: MAXIMUM_PANELS // 2])
     names = short_labels(list(groups))
     panels = Panels(
         titles=[title for name in names for title in (f"{name}: error", f"{name}: time of a step")],
@@ -83,11 +81,14 @@ def error_chart(rows: Sequence[Row]) -> Chart | None:
     return dataclasses.replace(chart, layout=_with_axes(chart, list(groups.values())))
 
 
+def _errors(row: Row) -> dict[str, float]:
+    """Its facts that are errors; zero has no place on a logarithmic axis."""
+    return {name: error for name in ERRORS if (error := row.record.fact(name) or 0) > 0}
+
+
 def _add_errors(panels: Panels, panel: int, group: Sequence[Row]) -> None:
     for index, (fact, name) in enumerate(ERRORS.items()):
-        found = [
-            (row, error) for row in group if (error := row.record.fact(fact) or 0) > 0
-        ]  # zero has no place on this axis
+        found = [(row, errors[fact]) for row in group if fact in (errors := _errors(row))]
         panels.add(
             panel,
             {
@@ -105,7 +106,7 @@ def _add_errors(panels: Panels, panel: int, group: Sequence[Row]) -> None:
 
 
 def _add_times(panels: Panels, panel: int, group: Sequence[Row]) -> None:
-    found = [(row, time) for row in group if (time := time_of(quantities(row), "step"))]
+    found = step_times(group)
     panels.ranges[panel] = (0.0, 1.08 * max((in_ms(time[0] + (time[1] or 0.0)) for _, time in found), default=1.0))
     drawn = bar(
         "total step",
@@ -121,9 +122,7 @@ def _add_times(panels: Panels, panel: int, group: Sequence[Row]) -> None:
 
 def _with_axes(chart: Chart, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
     """Left panels logarithmic over the same powers of ten; right ones in milliseconds, with a title of their own."""
-    errors = [
-        error for group in groups for row in group for name in ERRORS if (error := row.record.fact(name) or 0) > 0
-    ]
+    errors = [error for group in groups for row in group for error in _errors(row).values()]
     powers = range(math.floor(math.log10(min(errors))), math.ceil(math.log10(max(errors))) + 1)
     layout = dict(chart.layout)
     for place in range(len(groups)):

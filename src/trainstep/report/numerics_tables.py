@@ -7,7 +7,7 @@ from typing import Any
 
 from trainstep.report.forms import COUNT, DIGITS, ERROR, MS_STD, TEXT, Form, percent, three_digits
 from trainstep.report.rows import Row, grouped, quantities, table_lines, time_of
-from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
+from trainstep.report.tables import Column, Table, doubts_column, filled, point_columns
 
 ERRORS = {
     "error_logits": "logits",
@@ -33,19 +33,21 @@ def numerics_tables(rows: Sequence[Row]) -> list[Table]:
     """Every table that these records hold; none without a record of numerics."""
     errors = errors_table(rows)
     errors = replace(errors, note=" ".join([errors.note, *trade_sentences(rows)]))
-    return [errors, *worst_tables(rows), *dtype_tables(rows), *range_tables(rows), *sum_tables(rows)]
+    return filled(errors, worst_table(rows), *dtype_tables(rows), *range_tables(rows), *sum_tables(rows))
 
 
 def errors_table(rows: Sequence[Row]) -> Table:
     """Error and cost side by side, one row a precision."""
-    lines = [Line(row, fp32_of(group)) for group in groups_of(rows).values() for row in group]
+    groups = groups_of(rows).values()
+    ordered = [row for group in groups for row in group]
+    fp32 = {id(row): fp32_of(group) for group in groups for row in group}
     columns = [
-        *point_columns(lines, without=("precision",)),
-        Column("precision", TEXT, lambda line: precision_of(line.row), failed=None),
-        Column("step (ms)", MS_STD, lambda line: time_of(quantities(line.row), "step")),
-        Column("of fp32's time", DIGITS, lambda line: time_ratio(*line)),
-        *(Column(f"error of {name}", ERROR, _fact(fact)) for fact, name in ERRORS.items()),
-        Column("reference", TEXT, _fact("reference"), failed=None),
+        *point_columns(ordered, without=("precision",)),
+        Column("precision", TEXT, precision_of, failed=None),
+        Column("step (ms)", MS_STD, lambda row: time_of(quantities(row), "step")),
+        Column("of fp32's time", DIGITS, lambda row: _over(_median_step_s, row, fp32[id(row)])),
+        *(Column(f"error of {name}", ERROR, fact) for fact, name in ERRORS.items()),
+        Column("reference", failed=None),
         doubts_column(_doubts),
     ]
     note = (
@@ -53,8 +55,7 @@ def errors_table(rows: Sequence[Row]) -> Table:
         "taken parameter by parameter. The step is the mean ± standard deviation of its timed steps, optimizer included; "
         "its ratio is of medians."
     )
-    raw = (_raw(line.row) for line in lines)
-    return Table.of("Error and cost of each precision", lines, columns, raw=raw, note=note)
+    return Table.of("Error and cost of each precision", ordered, columns, raw=map(_raw, ordered), note=note)
 
 
 def trade_sentences(rows: Sequence[Row]) -> list[str]:
@@ -63,26 +64,19 @@ def trade_sentences(rows: Sequence[Row]) -> list[str]:
     for name, group in groups_of(rows).items():
         fp32 = fp32_of(group)
         for row in group:
-            time, ratio = time_ratio(row, fp32), _error_ratio(row, fp32)
-            if row is fp32 or time is None:
+            time, off = _over(_median_step_s, row, fp32), _gradients_off(row)
+            if row is fp32 or time is None or off is None:
                 continue
-            off = row.record.fact("error_gradient_median")
+            ratio = _over(_gradients_off, row, fp32)
             against = f", {ratio:,.0f} times fp32's error" if ratio else ""
-            if off is not None:
-                said.append(
-                    f"{name}, {precision_of(row)}: {three_digits(time)} of fp32's time, gradients off by {percent(off)} % "
-                    f"in the median{against}."
-                )
+            said.append(
+                f"{name}, {precision_of(row)}: {three_digits(time)} of fp32's time, gradients off by {percent(off)} % "
+                f"in the median{against}."
+            )
     return said
 
 
-def time_ratio(row: Row, fp32: Row | None) -> float | None:
-    """The row's median step over fp32's."""
-    mine, theirs = (_median_step_s(one) for one in (row, fp32))
-    return mine / theirs if mine and theirs else None
-
-
-def worst_tables(rows: Sequence[Row]) -> list[Table]:
+def worst_table(rows: Sequence[Row]) -> Table:
     """The parameters whose gradients are furthest off."""
     lines = [
         {**line, "model": row.label(without=("precision",)), "precision": precision_of(row)}
@@ -95,7 +89,7 @@ def worst_tables(rows: Sequence[Row]) -> list[Table]:
         Column("norm of the reference", ERROR, "reference_norm"),
     )
     note = "Relative error of the gradient of single parameters, the furthest off first."
-    return [Table.of("Worst gradients", lines, columns, note=note)] if lines else []
+    return Table.of("Worst gradients", lines, columns, note=note, folded=True)
 
 
 def dtype_tables(rows: Sequence[Row]) -> list[Table]:
@@ -103,41 +97,35 @@ def dtype_tables(rows: Sequence[Row]) -> list[Table]:
     made = []
     for name, group in groups_of(rows).items():
         held = [row for row in group if row.record.tables.get("dtypes")]
-        if not held:
-            continue
-        found = {precision_of(row): _dtypes_by_module(row) for row in held}
-        lines: list[dict[str, str | None]] = [
+        by_module: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in held:
+            for line in table_lines(row.record.tables["dtypes"]):
+                by_module.setdefault((line["module"], line["kind"]), {})[precision_of(row)] = line
+        lines = [
             {
                 "module": module,
                 "kind": kind,
-                "parameters": _parameters(held, (module, kind)),
-                **{precision: outputs.get((module, kind)) for precision, outputs in found.items()},
+                "parameters": _agreed({precision: line["parameters"] for precision, line in found.items()}),
+                **{precision: line["output"] for precision, line in found.items()},
             }
-            for module, kind in dict.fromkeys(key for outputs in found.values() for key in outputs)
+            for (module, kind), found in by_module.items()
         ]
-        columns = [Column(title) for title in ("module", "kind", "parameters", *found)]
+        columns = [Column(title) for title in ("module", "kind", "parameters", *map(precision_of, held))]
+        no_effect = [(precision_of(row), why) for row in held if (why := row.record.fact("no_effect"))]
         note = " ".join(
             (
                 "The dtype of each module's output; of the logits, the loss and the parameters' gradients in the last lines.",
                 *_kept_wide(held),
-                *(
-                    f"{precision_of(row)}: {row.record.fact('no_effect')}."
-                    for row in held
-                    if row.record.fact("no_effect")
-                ),
+                *(f"{precision}: {why}." for precision, why in no_effect),
             )
         )
         made.append(Table.of(f"Dtypes: {name}", lines, columns, note=note))
-    return made
+    return filled(*made)
 
 
-def _fact(name: str) -> Callable[[Line], Any]:
-    return lambda line: line.row.record.fact(name)
-
-
-def _doubts(line: Line) -> str:
-    record = line.row.record
-    said = [quantities(line.row)["doubts"], record.fact("reference_reason")]
+def _doubts(row: Row) -> str:
+    record = row.record
+    said = [quantities(row)["doubts"], record.fact("reference_reason")]
     if lost := record.fact("gradients_without_error"):
         said.append(f"{lost} gradients are not finite or all zero in the reference")
     return "; ".join(filter(None, said))
@@ -150,32 +138,27 @@ def _raw(row: Row) -> dict[str, Any]:
     return numbers | ({} if record.failure else {name: record.fact(name) for name in named})
 
 
-def _error_ratio(row: Row, fp32: Row | None) -> float | None:
-    mine = row.record.fact("error_gradient_median")
-    theirs = fp32.record.fact("error_gradient_median") if fp32 else None
-    return mine / theirs if mine and theirs else None
+def _over(number_of: Callable[[Row], float | None], row: Row, fp32: Row | None) -> float | None:
+    """A number of the row over fp32's."""
+    own, reference = number_of(row), number_of(fp32) if fp32 else None
+    return own / reference if own and reference else None
 
 
-def _median_step_s(row: Row | None) -> float | None:
-    samples = row.record.samples.get("step") if row and row.record.failure is None else None
-    return median(samples.values) if samples and samples.values else None
+def _gradients_off(row: Row) -> float | None:
+    off: float | None = row.record.fact("error_gradient_median")
+    return off
 
 
-def _dtypes_by_module(row: Row) -> dict[tuple[str, str], str]:
-    table = table_of(row, "dtypes")
-    return dict(zip(zip(table["module"], table["kind"], strict=True), table["output"], strict=True))
+def _median_step_s(row: Row) -> float | None:
+    samples = row.record.samples.get("step")
+    return median(samples.values) if samples and samples.values and row.record.failure is None else None
 
 
-def _parameters(rows: Sequence[Row], key: tuple[str, str]) -> str:
-    """The parameters' dtype: of the precisions that agree, once; of one that does not, after its name."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        table = table_of(row, "dtypes")
-        for module, kind, dtype in zip(table["module"], table["kind"], table["parameters"], strict=True):
-            if (module, kind) == key:
-                found.setdefault(dtype, []).append(precision_of(row))
-    most = max(found, key=lambda dtype: len(found[dtype]))
-    others = [f"{dtype} in {', '.join(names)}" for dtype, names in found.items() if dtype != most]
+def _agreed(dtypes: Mapping[str, str]) -> str:
+    """The dtype by precision in words: of the precisions that agree, once; of one that does not, after its name."""
+    precisions = grouped(dtypes, dtypes.__getitem__)
+    most = max(precisions, key=lambda dtype: len(precisions[dtype]))
+    others = [f"{dtype} in {', '.join(names)}" for dtype, names in precisions.items() if dtype != most]
     return "; ".join([most, *others])
 
 
@@ -185,10 +168,8 @@ def _kept_wide(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if not precision_of(row).endswith("_autocast") or row.record.fact("no_effect"):
             continue
-        table = table_of(row, "dtypes")
-        kinds = dict.fromkeys(
-            kind for kind, output in zip(table["kind"], table["output"], strict=True) if kind and output == "fp32"
-        )
+        lines = table_lines(row.record.tables["dtypes"])
+        kinds = dict.fromkeys(line["kind"] for line in lines if line["kind"] and line["output"] == "fp32")
         if kinds:
             said.append(f"{precision_of(row)} leaves in fp32: {', '.join(kinds)}.")
     return said
@@ -196,52 +177,43 @@ def _kept_wide(rows: Sequence[Row]) -> list[str]:
 
 def range_tables(rows: Sequence[Row]) -> list[Table]:
     """What fp16's range takes from gradients, by layer."""
-    return [_range_table(row) for row in rows if row.record.tables.get("ranges") and row.record.fact("settled_scale")]
+    made = []
+    for row in rows:
+        scale, lines = row.record.fact("settled_scale"), table_lines(row.record.tables.get("ranges"))
+        if scale:
+            title = f"fp16's range: {row.label(without=('precision',))}"
+            made.append(Table.of(title, lines, _RANGE, note=_range_note(lines, scale)))
+    return filled(*made)
 
 
-def _range_table(row: Row) -> Table:
-    title = f"fp16's range: {row.label(without=('precision',))}"
-    return Table.of(title, table_lines(table_of(row, "ranges")), _RANGE, note=range_sentence(row))
-
-
-def range_sentence(row: Row) -> str:
+def _range_note(lines: Sequence[Mapping[str, Any]], scale: float) -> str:
     """How much is lost without a scale and with it, and what the scale is."""
-    table, scale = table_of(row, "ranges"), row.record.fact("settled_scale")
+    elements = sum(line["elements"] for line in lines) or 1
     lost = {
-        name: _weighted(table, name)
+        name: share_words(sum(line[name] * line["elements"] for line in lines) / elements)
         for name in ("zero_unscaled", "subnormal_unscaled", "zero_scaled", "subnormal_scaled")
     }
     return (
-        "Of fp16 gradient elements that are not zero in the reference: "
-        f"unscaled, {share_words(lost['zero_unscaled'])} % become zero and {share_words(lost['subnormal_unscaled'])} % are "
-        f"subnormal, with fewer digits; with the loss times {scale:,.0f}, {share_words(lost['zero_scaled'])} % and "
-        f"{share_words(lost['subnormal_scaled'])} %. {scale:,.0f} is the largest power of two without an infinite gradient on "
-        "this batch: GradScaler begins at 65,536, doubles every 2000 steps and halves at an overflow, so it settles there. "
-        "Gradients that are computed in fp32 (embeddings, normalisations) are not counted."
-    )
-
-
-def _weighted(table: Mapping[str, Any], name: str) -> float:
-    elements = sum(table["elements"])
-    return (
-        sum(share * count for share, count in zip(table[name], table["elements"], strict=True)) / elements
-        if elements
-        else 0.0
+        f"Of fp16 gradient elements that are not zero in the reference: unscaled, {lost['zero_unscaled']} % become zero "
+        f"and {lost['subnormal_unscaled']} % are subnormal, with fewer digits; with the loss times {scale:,.0f}, "
+        f"{lost['zero_scaled']} % and {lost['subnormal_scaled']} %. {scale:,.0f} is the largest power of two without "
+        "an infinite gradient on this batch: GradScaler begins at 65,536, doubles every 2000 steps and halves at an "
+        "overflow, so it settles there. Gradients that are computed in fp32 (embeddings, normalisations) are not counted."
     )
 
 
 def sum_tables(rows: Sequence[Row]) -> list[Table]:
     """1000 x 0.01 once; sums over a model's own activations once a model."""
-    first = next((row for row in rows if row.record.tables.get("accumulation")), None)
-    if first is None:
-        return []
-    made = [Table.of("Accumulation", table_lines(table_of(first, "accumulation")), _ACCUMULATION, note=_TEXTBOOK)]
+    made = [Table.of("Accumulation", _first_lines(rows, "accumulation"), _ACCUMULATION, note=_TEXTBOOK)]
     for name, group in groups_of(rows).items():
-        held = next((row for row in group if row.record.tables.get("reductions")), None)
-        if held is not None:
-            lines = table_lines(table_of(held, "reductions"))
-            made.append(Table.of(f"Sums in 16 bits: {name}", lines, _REDUCTION, note=_SUMS))
-    return made
+        lines = _first_lines(group, "reductions")
+        made.append(Table.of(f"Sums in 16 bits: {name}", lines, _REDUCTION, note=_SUMS))
+    return filled(*made)
+
+
+def _first_lines(rows: Sequence[Row], name: str) -> list[dict[str, Any]]:
+    """The lines of that table in the first record that has any."""
+    return next((lines for row in rows if (lines := table_lines(row.record.tables.get(name)))), [])
 
 
 def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -256,11 +228,6 @@ def precision_of(row: Row) -> str:
 def fp32_of(group: Sequence[Row]) -> Row | None:
     """The row that the others' time and error are held to."""
     return next((row for row in group if precision_of(row) == "fp32"), None)
-
-
-def table_of(row: Row, name: str) -> Mapping[str, Any]:
-    """A table of the record, by column; empty where it has none."""
-    return row.record.tables.get(name, {})
 
 
 def share_words(share: float) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 from trainstep.report.charts import (
     INK,
-    MAXIMUM_PANELS,
     PHASE_COLOURS,
     SERIES,
     Chart,
@@ -16,7 +15,6 @@ from trainstep.report.charts import (
     bar,
     label,
     lines_of,
-    panel_columns,
     short_labels,
 )
 from trainstep.report.device_page import device_sections
@@ -26,11 +24,13 @@ from trainstep.report.profile_tables import (
     TORCH_COLUMNS,
     class_shares,
     row_tables,
-    shares_tables,
+    shares_table,
     verdict_table,
 )
 from trainstep.report.profile_words import sentences
-from trainstep.report.rows import Row, varying, words
+from trainstep.report.rows import Row, grouped, table_lines, varying
+from trainstep.report.sweep_page import bar_places, by_model, model_panels, values_words
+from trainstep.report.tables import filled
 from trainstep.traces import kernel_classes as classes
 from trainstep.traces.tables import REST, top_kernels
 
@@ -60,14 +60,11 @@ def profile_sections(rows: Sequence[Row], ceilings: Sequence[Row] = ()) -> list[
         title="Where the time goes",
         paragraphs=(TORCH_COLUMNS[:1].upper() + TORCH_COLUMNS[1:],),
         charts=(shares,) if shares else (),
-        tables=(verdict_table(rows), *shares_tables(rows)),
+        tables=tuple(filled(verdict_table(rows), shares_table(rows))),
     )
-    ran = [
-        row
-        for row in rows
-        if row.record.failure is None and row.record.tables.get("classes") and row.record.tables.get("kernels")
-    ]
-    cells = map(_cell, ran) if len(ran) <= DETAILED_CELLS else ()
+    ran = [row for row in rows if row.record.failure is None]
+    whole = [row for row in ran if all(row.record.tables.get(name) for name in ("classes", "kernels"))]
+    cells = map(_cell, whole) if len(whole) <= DETAILED_CELLS else ()
     return [overview, *cells, *device_sections(rows, ceilings)]
 
 
@@ -85,13 +82,10 @@ def _cell(row: Row) -> Section:
 
 def phases_by_class(row: Row) -> Chart:
     """Stacked bars: a phase each, its classes and its idle time on top."""
-    columns = row.record.tables["classes"]
-    phases = list(dict.fromkeys(columns["phase"]))
+    lines = table_lines(row.record.tables["classes"])
+    phases = list(dict.fromkeys(line["phase"] for line in lines))
+    times = {(line["phase"], line["class"]): line["time_s"] for line in lines}
     panels = Panels(titles=[""], columns=1, x_title="phase", y_title="time of a step (ms)", x_axis={"type": "category"})
-    times = {
-        (phase, name): time_s
-        for phase, name, time_s in zip(columns["phase"], columns["class"], columns["time_s"], strict=True)
-    }
     for name in classes.CLASSES:
         found = [times.get((phase, name)) for phase in phases]
         if any(found):
@@ -103,36 +97,28 @@ def phases_by_class(row: Row) -> Chart:
     caption = (
         "Kernels and copies of a profiled step by class; idle: the device had nothing to do before work of that phase."
     )
-    return panels.chart(f"{_named(row)}Time by phase and class", caption, barmode="stack", bargap=0.5)
+    return panels.chart(f"{row.label()}: Time by phase and class", caption, barmode="stack", bargap=0.5)
 
 
 def kernels_chart(row: Row) -> Chart:
     """The longest kernels of each phase, from top to bottom in the order of a step."""
-    columns = top_kernels(row.record.tables["kernels"], _KERNELS_DRAWN)
-    kernels = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    kernels = [one for one in kernels if one["phase"] in PHASE_COLOURS]
-    names = short_labels([f"{place + 1}. {_kernel_name(one)}" for place, one in enumerate(kernels)])
-    panels = Panels(titles=[""], columns=1, x_title="", y_title="", x_axis={})
-    for phase in dict.fromkeys(one["phase"] for one in kernels):
-        mine = [(name, one) for name, one in zip(names, kernels, strict=True) if one["phase"] == phase]
+    kernels = table_lines(top_kernels(row.record.tables["kernels"], _KERNELS_DRAWN))
+    kernels = [kernel for kernel in kernels if kernel["phase"] in PHASE_COLOURS]
+    names = short_labels([f"{place}. {_kernel_name(kernel)}" for place, kernel in enumerate(kernels, 1)])
+    panels = Panels(titles=[""], columns=1, x_title="", y_title="")
+    for phase, drawn in grouped(zip(names, kernels, strict=True), lambda pair: str(pair[1]["phase"])).items():
         hover = [
             lines_of(
-                label(str(one["name"])[:100]),
-                label(f"{phase}, {one['class']}, {one['span'] or 'no span'}"),
-                f"{milliseconds(one['time_s'])} ms in {one['calls']:,.4g} calls, {percent(one['share'])} %",
+                label(str(kernel["name"])[:100]),
+                label(f"{phase}, {kernel['class']}, {kernel['span'] or 'no span'}"),
+                f"{milliseconds(kernel['time_s'])} ms in {kernel['calls']:,.4g} calls, {percent(kernel['share'])} %",
             )
-            for _, one in mine
+            for _, kernel in drawn
         ]
-        trace = bar(
-            phase,
-            [in_ms(one["time_s"]) for _, one in mine],
-            [name for name, _ in mine],
-            colour=PHASE_COLOURS[phase],
-            hover=hover,
-        )
-        panels.add(0, {**trace, "orientation": "h"})
+        times, its_names = [in_ms(kernel["time_s"]) for _, kernel in drawn], [name for name, _ in drawn]
+        panels.add(0, bar(phase, times, its_names, colour=PHASE_COLOURS[phase], hover=hover, orientation="h"))
     return panels.chart(
-        f"{_named(row)}Longest kernels",
+        f"{row.label()}: Longest kernels",
         f"The {_KERNELS_DRAWN} longest kernels of each phase, by span and class, and all its others together; times of a step.",
         height=120 + 24 * len(kernels),
         horizontal=True,
@@ -146,38 +132,20 @@ def shares_chart(rows: Sequence[Row]) -> Chart | None:
     ran = [row for row in rows if row.record.tables.get("classes")]
     if len(ran) < 2:
         return None
-    models = list(dict.fromkeys(row.point.get("model") for row in ran))[:MAXIMUM_PANELS]
+    models = by_model(ran)
     others = [name for name in varying(ran) if name not in ("model", "context")]
-    by_model = [[row for row in ran if row.point.get("model") == model] for model in models]
-    panels = Panels(
-        titles=short_labels([words(model) for model in models]),
-        columns=panel_columns(len(models), max(map(len, by_model)), label_characters=8),
-        x_title=", ".join(["context (tokens)", *map(label, others)]),
-        y_title="share of device time (%)",
-        x_axis={"type": "multicategory" if others else "category", "tickfont": {"size": 12}},
-    )
-    for panel, mine in enumerate(by_model):
+    panels = model_panels(models, others, y_title="share of device time (%)", label_characters=8)
+    for panel, group in enumerate(models.values()):
         panels.ranges[panel] = (0.0, 100.0)
-        contexts = [words(row.point.get("context")) for row in mine]
-        rest = [lines_of(*_rest(row, others).split("_")) for row in mine]
-        x: list[Any] = [contexts, rest] if others else contexts
-        shares = [class_shares(row.record.tables["classes"]) for row in mine]
+        x = bar_places(group, [lines_of(*values_words(row, others).split("_")) for row in group])
+        shares = [(row, class_shares(row.record.tables["classes"])) for row in group]
         for name in classes.CLASSES:
-            if name != classes.IDLE and any(name in one for one in shares):
-                _add_shares(panels, panel, x, name, list(zip(mine, shares, strict=True)))
+            if name != classes.IDLE and any(name in by_class for _, by_class in shares):
+                drawn = [(row, by_class.get(name, 0.0)) for row, by_class in shares]
+                hover = [lines_of(label(row.label()), f"{name}: {percent(share)} %") for row, share in drawn]
+                panels.add(panel, _class_bar(name, x, [in_percent(share) for _, share in drawn], hover))
     caption = "Classes of kernels as shares of the device's busy time, so that modes can be held side by side."
     return panels.chart("How classes share the time", caption, barmode="stack", bargap=0.25)
-
-
-def _add_shares(
-    panels: Panels, panel: int, x: list[Any], name: str, found: Sequence[tuple[Row, Mapping[str, float]]]
-) -> None:
-    values = [shares.get(name, 0.0) for _, shares in found]
-    hover = [
-        lines_of(label(row.label()), f"{name}: {percent(share)} %")
-        for (row, _), share in zip(found, values, strict=True)
-    ]
-    panels.add(panel, _class_bar(name, x, [in_percent(share) for share in values], hover))
 
 
 def _class_bar(name: str, x: Any, y: Sequence[float], hover: Sequence[str]) -> dict[str, Any]:
@@ -191,11 +159,3 @@ def _kernel_name(kernel: Mapping[str, Any]) -> str:
     if kernel["class"] == REST:
         return f"{kernel['phase']}: {kernel['name']}"
     return f"{kernel['span'] or 'no span'}: {kernel['class']}"
-
-
-def _rest(row: Row, others: Sequence[str]) -> str:
-    return " · ".join(words(row.point.get(name)) for name in others)
-
-
-def _named(row: Row) -> str:
-    return f"{row.label()}: "

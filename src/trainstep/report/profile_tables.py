@@ -20,8 +20,8 @@ from trainstep.report.forms import (
     three_digits,
 )
 from trainstep.report.profile_words import verdict_reason
-from trainstep.report.rows import Row, shown_facts, table_lines, words
-from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
+from trainstep.report.rows import Row, quantities, shown_facts, table_lines, words
+from trainstep.report.tables import Column, Line, Table, doubts_column, filled, point_columns
 from trainstep.traces.kernel_classes import CLASSES, IDLE
 
 DETAILED_CELLS = 4
@@ -119,7 +119,7 @@ _FORMS = {"flops": GIGA, "bytes": GIGA, "flops_per_s": FLOP_RATE, "bytes_per_s":
 
 def profile_tables(rows: Sequence[Row]) -> list[Table]:
     """All tables of these profiles; each cell's own where they are few."""
-    found = [verdict_table(rows), *shares_tables(rows)]
+    found = filled(verdict_table(rows), shares_table(rows))
     ran = [row for row in rows if row.record.failure is None]
     if len(ran) <= DETAILED_CELLS:
         for row in ran:
@@ -186,18 +186,17 @@ def verdict_table(rows: Sequence[Row]) -> Table:
     return Table.of("What limits each step", rows, columns, raw=raw)
 
 
-def shares_tables(rows: Sequence[Row]) -> list[Table]:
-    """A row a cell: each class's share of its device time, all phases together, so that modes can be held side by side."""
+def shares_table(rows: Sequence[Row]) -> Table:
+    """A row a cell: each class's share of its device time, all phases together, so that modes can be held side by side; of one
+    cell none."""
     ran = [row for row in rows if row.record.tables.get("classes")]
-    if len(ran) < 2:
-        return []
-    lines = [Line(row, class_shares(row.record.tables["classes"])) for row in ran]
+    lines = [Line(row, class_shares(row.record.tables["classes"])) for row in (ran if len(ran) > 1 else ())]
     shares = (
         Column(f"{name} (%)", _SHARE, name, help=HELP["share" if name != IDLE else "idle_s"], optional=True)
         for name in CLASSES
     )
     raw = ({**row.point, "table": "class_shares", **shares} for row, shares in lines)
-    return [Table.of("Share of device time by class", lines, [*point_columns(lines), *shares], raw=raw)]
+    return Table.of("Share of device time by class", lines, [*point_columns(lines), *shares], raw=raw)
 
 
 def class_shares(classes: Columns, phases: Sequence[str] | None = None) -> dict[str, float]:
@@ -212,14 +211,14 @@ def class_shares(classes: Columns, phases: Sequence[str] | None = None) -> dict[
     return shares if idle_s is None else {**shares, IDLE: idle_s / (busy_s + idle_s) if idle_s else 0.0}
 
 
-def _busy_s(row: Row) -> float | None:
-    busy = row.record.samples["busy"].values if "busy" in row.record.samples else ()
-    return sum(busy) / len(busy) if busy else None
-
-
 _VERDICT = (
     Column("verdict"),
-    Column("busy (ms)", MS, _busy_s, help="the device was at work, in a profiled step"),
+    Column(
+        "busy (ms)",
+        MS,
+        lambda row: quantities(row).get("busy_mean_s"),
+        help="the device was at work, in a profiled step",
+    ),
     Column("idle (ms)", MS, "idle_s", help="the device had nothing to do, in a profiled step"),
     Column(
         "kernels", WHOLE, lambda row: row.record.fact("pieces", 0), help="kernels and copies of a step; on a CPU ops"

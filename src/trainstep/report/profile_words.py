@@ -29,12 +29,16 @@ def verdict_reason(limit: Row) -> str:
     """Why the verdict is that, from its row of numbers."""
     if limit["kind"] == kinds.COMMUNICATING:
         return f"{percent(limit['exposed_share'])} % of the step is communication with no computing beside it."
-    if limit["kind"] == kinds.LAUNCH:
-        return _launch_reason(limit) if limit["on_device"] else _overhead_reason(limit)
     if limit["on_device"]:
+        if limit["kind"] == kinds.LAUNCH:
+            return _launch_reason(limit)
         busy = f"the device is busy for {percent(limit['busy_s'] / (limit['step_s'] or math.inf))} % of the step"
     else:
-        busy = f"on the CPU {percent(1 - limit['overhead_share'])} % of the step passes in ops"
+        overhead = limit["overhead_share"]
+        if limit["kind"] == kinds.LAUNCH:
+            between = f"on the CPU {percent(overhead)} % of the profiled step passes between ops"
+            return f"{between}: Python, autograd, views, the profiler."
+        busy = f"on the CPU {percent(1 - overhead)} % of the step passes in ops"
     share = percent(limit["matmul_share"])
     if limit["kind"] == kinds.COMPUTE:
         return f"{busy}, {share} % of that in matmuls and fused attention."
@@ -49,11 +53,6 @@ def _launch_reason(limit: Row) -> str:
     if enqueue_s is not None and host_launches(enqueue_s=enqueue_s, step_s=step_s):
         return f"{reason}; the host needs {seconds_words(enqueue_s)} to launch that work, so the device waits for it."
     return f"{reason} and waits for the rest, while the host is not launching all the time: see where it is blocked."
-
-
-def _overhead_reason(limit: Row) -> str:
-    share = percent(limit["overhead_share"])
-    return f"on the CPU {share} % of the profiled step passes between ops: Python, autograd, views, the profiler."
 
 
 def _alike(rows: Sequence[Row]) -> list[str]:

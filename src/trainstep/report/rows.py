@@ -44,9 +44,8 @@ class Row:
     def label(self, *, without: Iterable[str] = ()) -> str:
         """`small 256 bf16`: the point's values, in order."""
         left_out = set(without)
-        return (
-            " ".join(words(value) for name, value in self.point.items() if name not in left_out) or self.record.workload
-        )
+        values = [words(value) for name, value in self.point.items() if name not in left_out]
+        return " ".join(values) or self.record.workload
 
     def rest(self, *names: str) -> tuple[tuple[str, str], ...]:
         """The point without these names: rows with the same rest differ along them only."""
@@ -172,19 +171,14 @@ def _add(points: Sequence[dict[str, Any]], name: str, values: Sequence[Any], *, 
 
 def _machine_labels(environments: Sequence[Environment]) -> list[str]:
     """The chip's name for each, with just as much more as tells unlike environments apart."""
-    distinct = {(one.gpu or one.cpu, *(getattr(one, name) for name in _MACHINE)): one for one in environments}
-    labels = {identity: str(identity[0]) for identity in distinct}
+    identities = [(one.gpu or one.cpu, *(getattr(one, name) for name in _MACHINE)) for one in environments]
+    labels = {identity: str(identity[0]) for identity in identities}
     for place, name in enumerate(_MACHINE, 1):
-        alike: dict[str, list[tuple[object, ...]]] = {}
-        for identity, label in labels.items():
-            alike.setdefault(label, []).append(identity)
-        for label, identities in alike.items():
-            if len({identity[place] for identity in identities}) > 1:
-                labels |= {
-                    identity: f"{label}, {name} {words(identity[place])[: _HASHES.get(name)]}"
-                    for identity in identities
-                }
-    return [labels[one.gpu or one.cpu, *(getattr(one, name) for name in _MACHINE)] for one in environments]
+        for label, alike in grouped(labels, labels.__getitem__).items():
+            if len({identity[place] for identity in alike}) > 1:
+                for identity in alike:
+                    labels[identity] = f"{label}, {name} {words(identity[place])[: _HASHES.get(name)]}"
+    return [labels[identity] for identity in identities]
 
 
 def quantities(row: Row) -> dict[str, Any]:
@@ -201,23 +195,10 @@ def quantities(row: Row) -> dict[str, Any]:
         numbers |= facts_in(record, _beside(record, numbers))
         numbers["doubts"] = "; ".join([*doubts(record), *errors])
     numbers |= _failure(record)
-    environment = record.environment
-    machine = {
-        "gpu": environment.gpu,
-        "cpu": environment.cpu,
-        "torch": environment.torch,
-        "hostname": environment.hostname,
-    }
-    return (
-        numbers
-        | {name: value for name, value in machine.items() if name not in row.point}
-        | {
-            "commit": environment.commit,
-            "started_at": record.started_at,
-            "key": record.key,
-            "record_file": row.file,
-        }
-    )
+    machine = ("gpu", "cpu", "torch", "hostname")
+    numbers |= {name: getattr(record.environment, name) for name in machine if name not in row.point}
+    source = {"started_at": record.started_at, "key": record.key, "record_file": row.file}
+    return {**numbers, "commit": record.environment.commit, **source}
 
 
 def facts_in(record: Record, names: Iterable[str]) -> dict[str, Any]:
@@ -244,6 +225,11 @@ def time_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None]
     return None if mean is None else (mean, numbers.get(f"{name}_std_s"))
 
 
+def step_times(rows: Iterable[Row]) -> list[tuple[Row, tuple[float, float | None]]]:
+    """The rows whose step was timed, each with mean and standard deviation."""
+    return [(row, time) for row in rows if (time := time_of(quantities(row), "step"))]
+
+
 def _times(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for named, samples in record.samples.items():
@@ -252,10 +238,9 @@ def _times(record: Record) -> dict[str, Any]:
         summary = summarize(samples)
         unit = _UNIT_SUFFIX.get(samples.unit, samples.unit)
         name = named.removesuffix(f"_{unit}")  # time_s: its unit goes to the end
-        found[f"{name}_mean_{unit}"] = summary.mean
-        found[f"{name}_std_{unit}"] = summary.std if summary.n > 1 else None
-        found[f"{name}_median_{unit}"] = summary.median
-        found |= {f"{name}_{part}_{unit}": getattr(summary, part) for part in ("p05", "p95")}
+        found |= {f"{name}_{part}_{unit}": getattr(summary, part) for part in ("mean", "std", "median", "p05", "p95")}
+        if summary.n == 1:
+            found[f"{name}_std_{unit}"] = None
         found |= {f"{name}_median_{part}_{unit}": getattr(summary, part) for part in ("low", "high")}
         found[f"{name}_samples_count"] = summary.n
     return found
@@ -263,11 +248,8 @@ def _times(record: Record) -> dict[str, Any]:
 
 def _derived(record: Record) -> tuple[dict[str, Any], list[str]]:
     """Rates of a step, and what is wrong with them: an MFU over 100 % is no number, its error is a doubt."""
-    tokens = tokens_per_s(record)
-    found: dict[str, Any] = {} if tokens is None else {"tokens_per_s": tokens}
-    flops = model_flops_per_s(record)
-    if flops is not None:
-        found["model_flops_per_s"] = flops
+    rates = {"tokens_per_s": tokens_per_s(record), "model_flops_per_s": model_flops_per_s(record)}
+    found: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
     try:
         utilisation = mfu(record)
     except ValueError as error:
@@ -286,11 +268,5 @@ def _failure(record: Record) -> dict[str, Any]:
     failure = record.failure
     if failure is None:
         return {"failure": None}
-    return {
-        "failure": failure.kind,
-        "failure_phase": failure.phase,
-        "failure_message": failure.message,
-        "failure_asked_bytes": failure.asked_bytes,
-        "failure_allocated_bytes": failure.allocated_bytes,
-        "failure_capacity_bytes": failure.capacity_bytes,
-    }
+    parts = ("phase", "message", "asked_bytes", "allocated_bytes", "capacity_bytes")
+    return {"failure": failure.kind, **{f"failure_{part}": getattr(failure, part) for part in parts}}

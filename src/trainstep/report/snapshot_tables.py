@@ -4,9 +4,11 @@ Nothing but stacks tells whose an allocation is there, so categories are where i
 threads (which run no Python), the other lines of Python.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from trainstep.report.forms import BYTES, COUNT, PERCENT, TEXT, byte_words, percent
+from trainstep.report.rows import grouped
 from trainstep.report.tables import Column, Table
 from trainstep.traces.memory_timeline import Allocation, MemoryTimeline
 
@@ -67,20 +69,16 @@ def _totals(timeline: MemoryTimeline, peak: int) -> Table:
         "allocated_peak_bytes": allocated[0],
         "reserved_bytes": reserved,
     }
-    return Table.of(
-        "Snapshot", lines, [Column("", TEXT, "line"), Column(name, BYTES), Column("at the end", BYTES)], raw=[raw]
-    )
+    columns = (Column("", TEXT, "line"), Column(name, BYTES), Column("at the end", BYTES))
+    return Table.of("Snapshot", lines, columns, raw=[raw])
 
 
 def _by_origin(held: Sequence[Allocation]) -> Table:
-    groups: dict[str, tuple[int, int]] = {}
-    for one in held:
-        size, count = groups.get(origin(one), (0, 0))
-        groups[origin(one)] = (size + one.requested_bytes, count + 1)
-    total = sum(size for size, _ in groups.values()) or 1
+    total = _bytes(held) or 1
+    groups = sorted(grouped(held, origin).items(), key=lambda item: -_bytes(item[1]))
     lines = [
-        {"born": name, "held": size, "share": size / total, "allocations": count}
-        for name, (size, count) in sorted(groups.items(), key=lambda item: -item[1][0])
+        {"born": born, "held": _bytes(group), "share": _bytes(group) / total, "allocations": len(group)}
+        for born, group in groups
     ]
     columns = (
         Column("where it was born", TEXT, "born"),
@@ -89,6 +87,10 @@ def _by_origin(held: Sequence[Allocation]) -> Table:
         Column("allocations", COUNT),
     )
     return Table.of("Held when most was", lines, columns)
+
+
+def _bytes(allocations: Sequence[Allocation]) -> int:
+    return sum(one.requested_bytes for one in allocations)
 
 
 def origin(one: Allocation) -> str:
@@ -103,13 +105,9 @@ def origin(one: Allocation) -> str:
 
 
 def _largest(held: Sequence[Allocation], min_share: float) -> Table:
-    total = sum(one.requested_bytes for one in held)
-    groups: dict[tuple[int, str], int] = {}
-    for one in held:
-        if one.requested_bytes >= min_share * total:
-            group = (one.requested_bytes, one.stack_words())
-            groups[group] = groups.get(group, 0) + 1
-    ranked = sorted(groups.items(), key=lambda item: -item[0][0] * item[1])[:_MOST_LISTED]
+    least = min_share * _bytes(held)
+    alike = Counter((one.requested_bytes, one.stack_words()) for one in held if one.requested_bytes >= least)
+    ranked = sorted(alike.items(), key=lambda item: -item[0][0] * item[1])[:_MOST_LISTED]
     lines = [{"each": size, "times": count, "born at": words} for (size, words), count in ranked]
     columns = (Column("each", BYTES), Column("times", COUNT), Column("born at"))
     note = f"Under {percent(min_share)} % of the peak each: not listed."

@@ -1,6 +1,6 @@
 """What a page shows of any sweep: the phases by size and context, and the ceilings of the machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainstep.report.charts import (
@@ -11,6 +11,7 @@ from trainstep.report.charts import (
     SERIES,
     Chart,
     Panels,
+    Trace,
     bar,
     error_bars,
     label,
@@ -21,7 +22,7 @@ from trainstep.report.charts import (
     text_marks,
 )
 from trainstep.report.forms import failure_sentence, failure_word, in_ms, milliseconds
-from trainstep.report.rows import PHASES, Row, needless, quantities, time_of, varying, words
+from trainstep.report.rows import PHASES, Row, grouped, needless, quantities, time_of, varying, words
 from trainstep.report.tables import TITLES
 
 _LABELLED_BARS = 40
@@ -32,43 +33,29 @@ _HOW_TO_READ = (
 
 
 def phases_charts(rows: Sequence[Row]) -> list[Chart]:
-    """The chart of phases, where a step was timed."""
-    chart = phases_chart(rows)
-    return [chart] if chart else []
-
-
-def phases_chart(rows: Sequence[Row]) -> Chart | None:
-    """Stacked bars of the phases: a panel a model, a bar a context (and whatever else varies); failures as words."""
+    """Where a step was timed, stacked bars of its phases: a panel a model, a bar a context (and whatever else varies); failures
+    as words."""
     steps = _with_most_warmups(rows)
     if not any("step" in row.record.samples for row in steps):
-        return None
-    models = list(dict.fromkeys(row.point.get("model") for row in steps))[:MAXIMUM_PANELS]
-    by_model = [[row for row in steps if row.point.get("model") == model] for model in models]
-    if len(models) > 1 and max(map(len, by_model)) == 1:
-        return _models_chart(steps[: len(models)])
-    bars = max(map(len, by_model))
-    level = {"tickangle": 0} if level_labels_fit(bars, _widest(steps)) else {}
-    panels = Panels(
-        titles=short_labels([words(model) for model in models]),
-        columns=panel_columns(len(models), bars, label_characters=_widest(steps)),
-        x_title=", ".join(["context (tokens)", *map(label, _others(steps))]),
-        y_title="time of a step (ms)",
-        x_axis={"type": "multicategory" if _others(steps) else "category", "tickfont": {"size": 12}, **level},
-    )
-    labelled = len(steps) <= _LABELLED_BARS
-    most = " Of cells that differ in warm-ups only, the one with the most." if "warmups" in varying(rows) else ""
-    for panel, mine in enumerate(by_model):
-        panels.ranges[panel] = (0.0, _headroom(mine))
-        contexts = [words(row.point.get("context")) for row in mine]
-        rest = [lines_of(*_parts(one)) for one in short_labels([_rest(row, _others(steps)) for row in mine])]
-        for trace in _phase_traces(mine, [contexts, rest] if _others(steps) else contexts, labelled):
+        return []
+    models = by_model(steps)
+    bars = max(map(len, models.values()))
+    if len(models) > bars == 1:
+        return [_models_chart(steps[: len(models)])]
+    # The machine only where nothing else tells two bars apart.
+    others = [name for name in varying(steps) if name not in ("model", "context", *needless(steps))]
+    widest = max([4, *(len(line) for row in steps for line in _lines(values_words(row, others)))])
+    panels = model_panels(models, others, y_title="time of a step (ms)", label_characters=widest)
+    if level_labels_fit(bars, widest):
+        panels.x_axis = {**panels.x_axis, "tickangle": 0}
+    for panel, group in enumerate(models.values()):
+        panels.ranges[panel] = (0.0, _headroom(group))
+        below = [lines_of(*_lines(text)) for text in short_labels([values_words(row, others) for row in group])]
+        for trace in _phase_traces(group, bar_places(group, below), len(steps) <= _LABELLED_BARS):
             panels.add(panel, trace)
-    return panels.chart(
-        "Time of a step by phase",
-        f"{_HOW_TO_READ} Each size has its own scale.{most}",
-        barmode="stack",
-        bargap=0.25 if bars > 2 else 0.6,
-    )
+    most = " Of cells that differ in warm-ups only, the one with the most." if "warmups" in varying(rows) else ""
+    caption = f"{_HOW_TO_READ} Each size has its own scale.{most}"
+    return [panels.chart("Time of a step by phase", caption, barmode="stack", bargap=0.25 if bars > 2 else 0.6)]
 
 
 def _models_chart(rows: Sequence[Row]) -> Chart:
@@ -80,36 +67,46 @@ def _models_chart(rows: Sequence[Row]) -> Chart:
     return panels.chart("Time of a step by phase", _HOW_TO_READ, barmode="stack", bargap=0.5)
 
 
-def _others(rows: Sequence[Row]) -> list[str]:
-    """What varies besides the model and the context; the machine only where nothing else tells two bars apart."""
-    return [name for name in varying(rows) if name not in ("model", "context", *needless(rows))]
+def by_model(rows: Sequence[Row]) -> dict[Any, list[Row]]:
+    """The rows of each model, of as many models as a chart has panels for."""
+    return dict(list(grouped(rows, lambda row: row.point.get("model")).items())[:MAXIMUM_PANELS])
+
+
+def model_panels(
+    models: Mapping[Any, Sequence[Row]], others: Sequence[str], *, y_title: str, label_characters: int
+) -> Panels:
+    """A panel a model, its bars by context and, below that, by the other names."""
+    return Panels(
+        titles=short_labels([words(model) for model in models]),
+        columns=panel_columns(len(models), max(map(len, models.values())), label_characters=label_characters),
+        x_title=", ".join(["context (tokens)", *map(label, others)]),
+        y_title=y_title,
+        x_axis={"type": "multicategory" if others else "category", "tickfont": {"size": 12}},
+    )
+
+
+def bar_places(rows: Sequence[Row], below: Sequence[str]) -> list[Any]:
+    """Where the bars of these rows stand in such a panel: one label each, or two levels of labels."""
+    contexts = [words(row.point.get("context")) for row in rows]
+    return [contexts, below] if any(below) else contexts
+
+
+def values_words(row: Row, names: Sequence[str]) -> str:
+    """`bf16_autocast · flash`"""
+    return " · ".join(words(row.point.get(name)) for name in names)
 
 
 def _with_most_warmups(rows: Sequence[Row]) -> list[Row]:
     """Of rows that differ in warm-ups only, the one with the most: the others time their own warming up."""
     if "warmups" not in varying(rows):
         return list(rows)
-    most: dict[Any, Row] = {}
-    for row in rows:
-        rest = row.rest("warmups")
-        if rest not in most or row.point["warmups"] > most[rest].point["warmups"]:
-            most[rest] = row
-    return list(most.values())
+    alike = grouped(rows, lambda row: row.rest("warmups")).values()
+    return [max(group, key=lambda row: int(row.point["warmups"])) for group in alike]
 
 
-def _rest(row: Row, others: Sequence[str]) -> str:
-    return " · ".join(words(row.point.get(name)) for name in others)
-
-
-def _parts(text: str) -> list[str]:
-    """Lines of a label under a bar: `bf16`, `autocast`, `flash`."""
+def _lines(text: str) -> list[str]:
+    """Of a label under a bar: `bf16`, `autocast`, `flash`."""
     return text.replace(" · ", "_").split("_")
-
-
-def _widest(rows: Sequence[Row]) -> int:
-    """Characters of the widest line among the labels under bars."""
-    others = _others(rows)
-    return max([4, *(len(part) for row in rows for part in _parts(_rest(row, others)))]) if others else 4
 
 
 def _headroom(rows: Sequence[Row]) -> float:
@@ -122,52 +119,21 @@ def _headroom(rows: Sequence[Row]) -> float:
     return in_ms(1.14 * max(tops)) or 1.0
 
 
-def _phase_traces(rows: Sequence[Row], x: list[Any], labelled: bool) -> list[dict[str, Any]]:
-    """`x`: the bars' places, one label a row, or two levels of labels."""
+def _phase_traces(rows: Sequence[Row], x: list[Any], labelled: bool) -> Iterator[Trace]:
+    """`x`: the bars' places, as `bar_places` has them."""
     numbers = [quantities(row) for row in rows]
-    traces = []
     for phase in PHASES:
         times = [time_of(one, phase) for one in numbers]
         if any(times):
             hover = [_hover(row, phase, found) for row, found in zip(rows, times, strict=True)]
             y = [in_ms(found[0]) if found else None for found in times]
-            name = TITLES.get(phase, phase)
-            traces.append(bar(name, x, y, colour=PHASE_COLOURS[phase], hover=hover))
-    return [*traces, *_step_marks(rows, numbers, x, labelled), *_failure_marks(rows, x)]
-
-
-def _step_marks(
-    rows: Sequence[Row], numbers: Sequence[Mapping[str, Any]], x: Any, labelled: bool
-) -> list[dict[str, Any]]:
-    """The whole step across its bar, with its standard deviation and, while bars are few, its number."""
-    found = [(place, time) for place, one in enumerate(numbers) if (time := time_of(one, "step"))]
-    if not found:
-        return []
-    return [
-        {
-            "type": "scatter",
-            "name": "total step ± std",
-            "x": _at(x, [place for place, _ in found]),
-            "y": [in_ms(time[0]) for _, time in found],
-            "mode": "markers+text" if labelled else "markers",
-            "text": [milliseconds(time[0]) for _, time in found],
-            "textposition": "top center",
-            "textfont": {"color": INK, "size": 11},
-            "cliponaxis": False,
-            "marker": {"symbol": "line-ew", "size": 16, "line": {"color": INK, "width": 1.6}, "color": INK},
-            "error_y": error_bars([in_ms(time[1] or 0.0) for _, time in found]),
-            "hovertext": [_hover(rows[place], "step", time) for place, time in found],
-            "hoverinfo": "text",
-        }
-    ]
-
-
-def _failure_marks(rows: Sequence[Row], x: Any) -> list[dict[str, Any]]:
+            yield bar(TITLES.get(phase, phase), x, y, colour=PHASE_COLOURS[phase], hover=hover)
+    steps = [(place, time) for place, one in enumerate(numbers) if (time := time_of(one, "step"))]
+    if steps:
+        yield _step_marks(rows, steps, x, labelled)
     failed = [(place, row.record.failure) for place, row in enumerate(rows) if row.record.failure]
-    if not failed:
-        return []
-    return [
-        text_marks(
+    if failed:
+        yield text_marks(
             "failed",
             _at(x, [place for place, _ in failed]),
             [0.0] * len(failed),
@@ -175,7 +141,27 @@ def _failure_marks(rows: Sequence[Row], x: Any) -> list[dict[str, Any]]:
             colour=FAILURE_COLOUR,
             hover=[lines_of(label(rows[place].label()), label(failure_sentence(failure))) for place, failure in failed],
         )
-    ]
+
+
+def _step_marks(
+    rows: Sequence[Row], steps: Sequence[tuple[int, tuple[float, float | None]]], x: list[Any], labelled: bool
+) -> Trace:
+    """The whole step across its bar, with its standard deviation and, while bars are few, its number."""
+    return {
+        "type": "scatter",
+        "name": "total step ± std",
+        "x": _at(x, [place for place, _ in steps]),
+        "y": [in_ms(time[0]) for _, time in steps],
+        "mode": "markers+text" if labelled else "markers",
+        "text": [milliseconds(time[0]) for _, time in steps],
+        "textposition": "top center",
+        "textfont": {"color": INK, "size": 11},
+        "cliponaxis": False,
+        "marker": {"symbol": "line-ew", "size": 16, "line": {"color": INK, "width": 1.6}, "color": INK},
+        "error_y": error_bars([in_ms(time[1] or 0.0) for _, time in steps]),
+        "hovertext": [_hover(rows[place], "step", time) for place, time in steps],
+        "hoverinfo": "text",
+    }
 
 
 def _at(x: Any, places: Sequence[int]) -> Any:

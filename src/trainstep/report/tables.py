@@ -87,7 +87,7 @@ class Column:
 
     def read(self, row: Any) -> Any:
         """The row's value; an `Entry` where its record failed."""
-        record = _record_of(row)
+        record: Record | None = getattr(row_of(row), "record", None)
         if record is not None and record.failure is not None and self.failed is not None:
             return Entry(text=self.failed(record), failure=record.failure)
         if callable(self.get):
@@ -156,6 +156,11 @@ class Table:
         )
 
 
+def filled(*tables: Table) -> list[Table]:
+    """Those that have rows: a table without any is shown nowhere."""
+    return [table for table in tables if table.entries]
+
+
 def point_columns(rows: Iterable[Any], *, without: Iterable[str] = ()) -> list[Column]:
     """The columns that name a row, whatever became of it."""
     points, hidden = [row_of(row).point for row in rows], set(without)
@@ -219,11 +224,6 @@ def _fact(record: Record, name: str) -> Any:
     if name not in FACTS:
         raise KeyError(f"a column reads the fact {name!r}, which records/facts.py does not declare")
     return record.fact(name)
-
-
-def _record_of(row: Any) -> Record | None:
-    record: Record | None = getattr(row_of(row), "record", None)
-    return record
 
 
 def _present(values: Iterable[Any]) -> list[Any]:

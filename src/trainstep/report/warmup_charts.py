@@ -1,13 +1,11 @@
 """Charts of warming up: every step from the first, the mean against w, where the first step's extra time goes."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainstep.records.record import Record, Samples
 from trainstep.report.charts import (
-    MAXIMUM_PANELS,
     Chart,
     Panels,
     bar,
@@ -21,7 +19,8 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.forms import in_ms, milliseconds, percent, times_words
-from trainstep.report.rows import Row, needless, quantities, time_of, varying, words
+from trainstep.report.rows import Row, grouped, needless, step_times, varying, words
+from trainstep.report.sweep_page import by_model
 from trainstep.report.tables import Line
 
 Found = list[Line]
@@ -35,12 +34,7 @@ PARTS = {
 """Part -> its name. The last is what the others leave; on a CPU also pages of memory touched for the first time."""
 _TOLERANCE = 0.02
 _STEADY_IN_A_ROW = 3
-PART_COLOURS = {
-    "compile_s": "theme:purple",
-    "allocation_s": "theme:sky",
-    "clock_s": "theme:green",
-    "rest_s": "theme:orange",
-}
+_PART_COLOURS = ("theme:purple", "theme:sky", "theme:green", "theme:orange")
 SHOWN_STEPS = 30
 
 
@@ -130,29 +124,23 @@ def _name(row: Row, rows: Sequence[Row]) -> str:
     return ", ".join(f"{name} {words(row.point.get(name))}" for name in names) or "every step"
 
 
-def _by_model(rows: Sequence[Row]) -> list[Any]:
-    return list(dict.fromkeys(row.point.get("model") for row in rows))[:MAXIMUM_PANELS]
-
-
-def _line_panels(rows: Sequence[Row], draw: Callable[[Panels, int, str, list[Row], int], None], panels: Panels) -> None:
-    """Call `draw` for each group of rows with one name, a colour a name and a panel a model."""
-    name_of = {
-        id(row): _name(row, [one for one in rows if one.point.get("model") == row.point.get("model")]) for row in rows
-    }
-    names = list(dict.fromkeys(name_of.values()))
-    shown = short_labels(names)
-    for panel, model in enumerate(_by_model(rows)):
-        for index, name in enumerate(names):
-            mine = [row for row in rows if row.point.get("model") == model and name_of[id(row)] == name]
-            if mine:
-                draw(panels, panel, shown[index], mine, index)
+def _lines(rows: Sequence[Row]) -> Iterator[tuple[int, str, tuple[str, str], list[Row]]]:
+    """(panel, name, style, rows) of each line: a panel a model, and in all of them one style for rows of one name."""
+    groups = by_model(rows)
+    names = {id(row): _name(row, group) for group in groups.values() for row in group}
+    ordered = list(dict.fromkeys(names[id(row)] for row in rows if id(row) in names))
+    shown = short_labels(ordered)
+    for panel, group in enumerate(groups.values()):
+        by_name = grouped(group, lambda row: ordered.index(names[id(row)]))
+        for index in sorted(by_name):
+            yield panel, shown[index], series_style(index), by_name[index]
 
 
 def curve_chart(chosen: Found) -> Chart:
     """Each step's time from the very first: warm-ups hollow, timed steps filled."""
     rows = [row for row, _ in chosen]
     steps_of = {id(row): found for row, found in chosen}
-    models = _by_model(rows)
+    models = by_model(rows)
     panels = Panels(
         titles=short_labels([words(model) for model in models]),
         columns=panel_columns(len(models), 9),
@@ -161,9 +149,8 @@ def curve_chart(chosen: Found) -> Chart:
         x_axis={"range": [0.4, min(SHOWN_STEPS, max(len(found.steps_s) for _, found in chosen)) + 0.6]},
         axis=logarithmic([in_ms(step) for _, found in chosen for step in found.steps_s]),
     )
-
-    def draw(panels: Panels, panel: int, name: str, mine: list[Row], index: int) -> None:
-        for row in mine:
+    for panel, name, style, its_rows in _lines(rows):
+        for row in its_rows:
             found = steps_of[id(row)]
             numbers = list(range(1, len(found.steps_s) + 1))[:SHOWN_STEPS]
             hover = [
@@ -176,11 +163,7 @@ def curve_chart(chosen: Found) -> Chart:
             ]
             symbols = ["circle-open" if number <= found.warmups else "circle" for number in numbers]
             y = [in_ms(step) for step in found.steps_s[:SHOWN_STEPS]]
-            panels.add(
-                panel, line(name, numbers, y, style=series_style(index), hover=hover, marker={"symbol": symbols})
-            )
-
-    _line_panels(rows, draw, panels)
+            panels.add(panel, line(name, numbers, y, style=style, hover=hover, marker={"symbol": symbols}))
     return panels.chart(
         "Time of every step, from the very first",
         "Hollow marks are warm-ups, filled ones the timed steps. The scale is logarithmic.",
@@ -189,10 +172,10 @@ def curve_chart(chosen: Found) -> Chart:
 
 def by_w_chart(rows: Sequence[Row]) -> Chart | None:
     """Mean ± std of the timed steps against the number of warm-ups."""
-    timed = [row for row in rows if time_of(quantities(row), "step")]
+    timed = [row for row, _ in step_times(rows)]
     if not timed:
         return None
-    models = _by_model(timed)
+    models = by_model(timed)
     panels = Panels(
         titles=short_labels([words(model) for model in models]),
         columns=panel_columns(len(models), 7),
@@ -200,29 +183,24 @@ def by_w_chart(rows: Sequence[Row]) -> Chart | None:
         y_title="mean of the timed steps (ms)",
         x_axis={"type": "category"},
     )
-
-    def draw(panels: Panels, panel: int, name: str, mine: list[Row], index: int) -> None:
-        ordered = sorted(mine, key=lambda row: int(row.point["warmups"]))
-        times = [time_of(quantities(row), "step") or (0.0, None) for row in ordered]
+    for panel, group in enumerate(models.values()):
+        panels.ranges[panel] = _warmed_range(group)
+    for panel, name, style, its_rows in _lines(timed):
+        ordered = sorted(its_rows, key=lambda row: int(row.point["warmups"]))
+        times = [time for _, time in step_times(ordered)]
         x = [words(row.point["warmups"]) for row in ordered]
         said = [f"w = {w}: {milliseconds(*time)} ms" for w, time in zip(x, times, strict=True)]
         hover = [lines_of(label(row.label()), text) for row, text in zip(ordered, said, strict=True)]
         low, high = panels.ranges[panel]
         inside = [in_ms(mean) < high for mean, _ in times]
-        y = [
-            in_ms(mean) if shown else low + 0.93 * (high - low) for (mean, _), shown in zip(times, inside, strict=True)
-        ]
+        y = [in_ms(mean) if in_ms(mean) < high else low + 0.93 * (high - low) for mean, _ in times]
         spread = [in_ms(std or 0.0) if shown else 0.0 for (_, std), shown in zip(times, inside, strict=True)]
-        above = {**error_bars(spread), "color": series_style(index)[0]}
+        above = {**error_bars(spread), "color": style[0]}
         symbols = ["circle" if shown else "triangle-up" for shown in inside]
         marks = {"symbol": symbols, "size": [7 if shown else 12 for shown in inside]}
         texts = ["" if shown else f"  {milliseconds(mean)}" for (mean, _), shown in zip(times, inside, strict=True)]
-        drawn = line(name, x, y, style=series_style(index), hover=hover, error_y=above, marker=marks)
+        drawn = line(name, x, y, style=style, hover=hover, error_y=above, marker=marks)
         panels.add(panel, {**drawn, "mode": "lines+markers+text", "text": texts, "textposition": "middle right"})
-
-    for panel, model in enumerate(models):
-        panels.ranges[panel] = _warmed_range([row for row in timed if row.point.get("model") == model])
-    _line_panels(timed, draw, panels)
     return panels.chart(
         "Mean ± standard deviation against the number of warm-ups",
         "A mean that falls and a whisker that shrinks with w say that warming up was still going on in the timed steps. "
@@ -232,8 +210,7 @@ def by_w_chart(rows: Sequence[Row]) -> Chart | None:
 
 def _warmed_range(rows: Sequence[Row]) -> tuple[float, float]:
     """The span of means ± std with at least one warm-up: with none, a mean holds the whole first step and hides the rest."""
-    warmed = [row for row in rows if row.point["warmups"]] or rows
-    times = [time for row in warmed if (time := time_of(quantities(row), "step"))]
+    times = [time for _, time in step_times([row for row in rows if row.point["warmups"]] or rows)]
     low = min(mean - (std or 0.0) for mean, std in times)
     high = max(mean + (std or 0.0) for mean, std in times)
     margin = 0.15 * (high - low) or 0.1 * high
@@ -249,7 +226,7 @@ def split_chart(chosen: Found) -> Chart:
     panels.axis = {"type": "category", "autorange": "reversed"}
     unnamed = ["warmups", *needless([row for row, _ in chosen])]
     names = short_labels([row.label(without=unnamed) for row, _ in chosen])
-    for part, title in PARTS.items():
+    for (part, title), colour in zip(PARTS.items(), _PART_COLOURS, strict=True):
         seconds = [getattr(found, part) or 0.0 for _, found in chosen]
         if not any(seconds):
             continue
@@ -259,7 +236,7 @@ def split_chart(chosen: Found) -> Chart:
         said = [f"{title}: {milliseconds(s)} ms, {percent(share)} %" for s, share in zip(seconds, shares, strict=True)]
         hover = [lines_of(name, text) for name, text in zip(names, said, strict=True)]
         lengths = [in_ms(max(0.0, second)) for second in seconds]
-        panels.add(0, bar(title, lengths, names, colour=PART_COLOURS[part], hover=hover, orientation="h"))
+        panels.add(0, bar(title, lengths, names, colour=colour, hover=hover, orientation="h"))
     if any(contexts):
         hover = [f"{milliseconds(second or 0.0)} ms" for second in contexts]
         lengths = [in_ms(second or 0.0) for second in contexts]

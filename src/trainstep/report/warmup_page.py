@@ -1,12 +1,11 @@
 """What a page shows of warming up: why, in sentences made from the numbers, then the charts and their tables."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, listed, percent, seconds_words, times_words
-from trainstep.report.rows import Row, quantities, time_of
-from trainstep.report.tables import Column, Line, Table, point_columns
+from trainstep.report.rows import Row, grouped, step_times
+from trainstep.report.tables import Column, Line, Table, filled, point_columns
 from trainstep.report.warmup_charts import (
     PARTS,
     SHOWN_STEPS,
@@ -22,43 +21,35 @@ _MOST_IN_CHARTS = 40
 
 
 def warmup_sections(rows: Sequence[Row]) -> list[Section]:
-    """The section, where there is one."""
-    section = warmup_section(rows)
-    return [section] if section else []
-
-
-def warmup_section(rows: Sequence[Row]) -> Section | None:
     """The section, where w varies or any cell has warm-ups; of cells that differ in w only, the one with the most."""
     swept = _swept(rows)
     in_sweep = set(map(id, swept))
-    longest: dict[Any, Line] = {}
-    for row in rows:
-        found = first_step(row.record)
-        best = longest.get(row.rest("warmups"))
-        if found and (found.warmups or id(row) in in_sweep) and (best is None or found.warmups > best.of.warmups):
-            longest[row.rest("warmups")] = Line(row, found)
-    chosen = list(longest.values())
+    found = [Line(row, first) for row in rows if (first := first_step(row.record))]
+    warmed = [line for line in found if line.of.warmups or id(line.row) in in_sweep]
+    by_rest = grouped(warmed, lambda line: line.row.rest("warmups"))
+    chosen = [max(lines, key=lambda line: int(line.of.warmups)) for lines in by_rest.values()]
     if not chosen:
-        return None
+        return []
     shown = _slowest_to_start(chosen)
     by_w = by_w_chart(swept)
-    tables = [_split_table(chosen), *([_by_w_table(swept)] if swept else []), _steps_table(chosen)]
-    return Section(
-        title="Warming up: why one or two steps are not enough"
-        if any(found.settled is None or found.settled > 3 for _, found in chosen)
-        else "Warming up",
+    section = Section(
+        title="Warming up: why one or two steps are not enough" if _late(chosen) else "Warming up",
         paragraphs=(*answer(chosen, swept), *_left_out(shown, chosen)),
         charts=(curve_chart(shown), *([by_w] if by_w else []), split_chart(shown)),
-        tables=tuple(tables),
+        tables=tuple(filled(_split_table(chosen), _by_w_table(swept), _steps_table(chosen))),
     )
+    return [section]
 
 
 def _swept(rows: Sequence[Row]) -> list[Row]:
     """Rows that differ from another in the number of warm-ups only."""
-    numbers: dict[Any, set[Any]] = {}
-    for row in rows:
-        numbers.setdefault(row.rest("warmups"), set()).add(row.point.get("warmups"))
-    return [row for row in rows if len(numbers[row.rest("warmups")]) > 1]
+    alike = grouped(rows, lambda row: row.rest("warmups"))
+    return [row for row in rows if len({other.point.get("warmups") for other in alike[row.rest("warmups")]}) > 1]
+
+
+def _late(chosen: Found) -> Found:
+    """The cells whose third step is still slow."""
+    return [line for line in chosen if line.of.settled is None or line.of.settled > 3]
 
 
 def answer(chosen: Found, sweep: Sequence[Row]) -> list[str]:
@@ -106,26 +97,25 @@ def _share(found: FirstStep, part: str) -> str:
 
 def _how_many(chosen: Found) -> str:
     """Whether one or two warm-ups would do, from each cell's own steps."""
-    late = [(row, found) for row, found in chosen if found.settled is None or found.settled > 3]
+    late = _late(chosen)
     settled = [found.settled for _, found in chosen if found.settled is not None]
     row, worst = max(chosen, key=lambda one: one[1].bias_after(min(1, one[1].warmups)))
     tried = [w for w in (0, 1, 2) if w <= worst.warmups]
     biases = listed([f"{_signed(worst.bias_after(w))} %" for w in tried])
-    steady = (
-        f"Steps are steady (three in a row near the median) from step {max(settled)} on at the latest. "
-        if settled
-        else ""
-    )
+    steady = ""
+    if settled:
+        steady = f"Steps are steady (three in a row near the median) from step {max(settled)} on at the latest. "
     means = (
         f"Timed after {listed([str(w) for w in tried])} warm-ups, the mean step of {row.label(without=['warmups'])} "
         f"lies {biases} from its steady median."
     )
     if late:
-        named = ", ".join(row.label(without=["warmups"]) for row, _ in late[:3]) + (
-            " and others" if len(late) > 3 else ""
+        named = ", ".join(row.label(without=["warmups"]) for row, _ in late[:3])
+        others = " and others" if len(late) > 3 else ""
+        return (
+            f"{steady}{means} One or two warm-ups are not enough: the third step of {named}{others} is still slow, for "
+            "what is loaded, allocated and clocked up step by step does not all happen in the first."
         )
-        slow = f"One or two warm-ups are not enough: the third step of {named} is still slow, for what is loaded, allocated "
-        return f"{steady}{means} {slow}and clocked up step by step does not all happen in the first."
     needed = max((found.settled or 1) - 1 for _, found in chosen)
     enough = {0: "no warm-up is needed", 1: "one warm-up is enough", 2: "two warm-ups are enough, one is not"}[needed]
     return f"{steady}{means} On this machine and for these cells {enough}."
@@ -133,16 +123,13 @@ def _how_many(chosen: Found) -> str:
 
 def _measured_means(sweep: Sequence[Row]) -> list[str]:
     """What the sweep over w itself found: the mean at small w against that at the largest."""
-    found = [(row, time) for row in sweep if (time := time_of(quantities(row), "step"))]
-    most = max((row.point["warmups"] for row, _ in found), default=0)
-    reference = {row.rest("warmups"): time[0] for row, time in found if row.point["warmups"] == most}
+    by_w = grouped(step_times(sweep), lambda timed: int(timed[0].point["warmups"]))
+    most = max(by_w, default=0)
+    reference = {row.rest("warmups"): mean for row, (mean, _) in by_w.pop(most, [])}
     said = []
-    for w in sorted({row.point["warmups"] for row, _ in found} - {most}):
-        ratios = [
-            time[0] / reference[row.rest("warmups")] - 1
-            for row, time in found
-            if row.point["warmups"] == w and row.rest("warmups") in reference
-        ]
+    for w, timed in sorted(by_w.items()):
+        rests = [(row.rest("warmups"), mean) for row, (mean, _) in timed]
+        ratios = [mean / reference[rest] - 1 for rest, mean in rests if rest in reference]
         if ratios:
             span = _signed(ratios[0]) if len(ratios) == 1 else f"{_signed(min(ratios))} to {_signed(max(ratios))}"
             said.append(f"{span} % with w = {w}")
@@ -166,7 +153,7 @@ def _split_table(chosen: Found) -> Table:
 
 
 def _by_w_table(rows: Sequence[Row]) -> Table:
-    lines = [Line(row, time) for row in rows if (time := time_of(quantities(row), "step"))]
+    lines = [Line(row, time) for row, time in step_times(rows)]
     columns = [
         *point_columns(rows),
         Column("mean ± std (ms)", MS_STD, lambda line: line.of),
