@@ -1,0 +1,392 @@
+"""The tables of docs/answers.md: for each the records under results/ that it is made of, and the function that makes its lines.
+
+A line is a mapping from titles of columns to values in SI. How a value is written follows from the unit in its title, so that
+no column is declared twice; a value that is not there is absent, and a cell that failed has the word of its failure.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from trainstep.records.bandwidth import bandwidth
+from trainstep.records.compare import Comparison
+from trainstep.records.record import Failure
+from trainstep.report.forms import COUNT, ERROR, GIGA, MS, TEXT, Form, failure_word, in_gib, in_percent, three_digits
+from trainstep.report.parallel_rows import Way, median_of, ways_of
+from trainstep.report.ratios import ratio_of
+from trainstep.report.rows import PHASES, Row, flat_config, grouped, table_lines
+from trainstep.report.tables import Column, Entry, Table
+
+Line = dict[str, Any]
+RATIO = Form(text=lambda ratio: f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}")
+_FORMS = {
+    "(ms)": MS,
+    "(s)": Form(text=lambda seconds: f"{seconds:.0f}"),
+    "(GiB)": Form(text=lambda size: three_digits(in_gib(size))),
+    "(MiB)": Form(text=lambda size: f"{size / 2**20:,g}"),
+    "(GB/s)": GIGA,
+    "(%)": Form(text=lambda share: three_digits(in_percent(share))),
+    "(error)": ERROR,
+}
+"""The end of a title -> how the values below it are written. Without one of these a whole number is a count, any other a ratio."""
+_WEIGHTS = ("parameters", "gradients", "optimizer state")
+_WHOLE_GRADIENTS = ("naive", "flat", "overlapped", "bucketed")
+_BACKENDS = {"nccl 2": "NCCL, 2 GPUs", "nccl 4": "NCCL, 4 GPUs", "gloo 2": "gloo, 2 ranks", "gloo 4": "gloo, 4 ranks"}
+_COMPILED = {"none": "eager", "block": "each block", "model": "whole model"}
+_SUMS = {
+    ("mean of squares", "activations"): "mean of squares of activations",
+    ("mean of squares", "scaled to 1,000 at most"): "the same of activations scaled to 1,000 at most",
+    ("softmax's sum", "logits"): "softmax's sum over the logits",
+}
+"""What is summed, of which values -> as the answer calls it; of the sums that a numerics record has."""
+
+
+class Shown(NamedTuple):
+    """A table of the answers."""
+
+    lines: Callable[[Sequence[Row]], Iterable[Line]]
+    records: Sequence[str]
+
+
+def table_of(lines: Iterable[Line]) -> Table:
+    """The table of these lines, with every title that a line has."""
+    rows = list(lines)
+    titles = dict.fromkeys(title for line in rows for title in line)
+    return Table.of("", rows, [Column(title, _form(title, [line.get(title) for line in rows])) for title in titles])
+
+
+def _form(title: str, values: Iterable[Any]) -> Form:
+    there = [value for value in values if value is not None and not isinstance(value, Entry)]
+    if any(isinstance(value, str) for value in there):
+        return TEXT
+    plain = COUNT if all(isinstance(value, int) for value in there) else RATIO
+    return _FORMS.get(title[title.rfind("(") :], plain)
+
+
+def phases(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a model and context: medians of the phases, and how much the step varies."""
+    for row in _where(rows, model=("small", "large", "2.7B"), context=(256, 1024)):
+        times = {name: _median(row, name) for name in (*PHASES, "step")}
+        steps = row.record.samples["step"].values if row.record.failure is None else ()
+        yield {
+            **_named(row, "model", "context"),
+            **{f"{name} (ms)": times[name] for name in ("forward", "backward", "optimizer", "step")},
+            "backward / forward": _over(times["backward"], times["forward"]),
+            "standard deviation of the step (%)": stdev(steps) / mean(steps) if steps else None,
+        }
+
+
+def warmups(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a model: the first two steps of a process, and the average of ten steps behind so many others."""
+    for model, mine in grouped(rows, lambda row: _config(row, "model")).items():
+        steps = {_config(row, "warmups"): row.record.samples["step"].values for row in _done(mine)}
+        cold = steps.get(0, ())
+        yield {
+            "model": model,
+            **{f"{name} step (ms)": step for name, step in zip(("first", "second"), cold, strict=False)},
+            **{f"mean after {count} (ms)": mean(steps[count]) for count in sorted(steps, reverse=True)},
+            "standard deviation after 0 (ms)": stdev(cold) if cold else None,
+        }
+
+
+def kernels(rows: Sequence[Row]) -> Iterable[Line]:
+    """Two lines a model, forward and the whole step: the kernel that takes most, wherever it runs, and the share of matmuls."""
+    for row in _where(rows, context=256, mode="step"):
+        for part, among in {"forward": ("forward",), "whole step": PHASES}.items():
+            pieces = [line for line in table_lines(row.record.tables.get("kernels")) if line["phase"] in among]
+            times, calls = Counter[str](), Counter[str]()
+            for piece in pieces:
+                times[piece["name"]] += piece["time_s"]
+                calls[piece["name"]] += piece["calls"]
+            for name, time_s in times.most_common(1):
+                matmuls_s = sum(piece["time_s"] for piece in pieces if piece["class"] == "matmul")
+                yield {
+                    **_named(row, "model"),
+                    "part": part,
+                    "kernel that takes most": _short(name),
+                    "calls": round(calls[name]),
+                    "its time (ms)": time_s,
+                    "of the part (%)": time_s / times.total(),
+                    "all matmuls, of the part (%)": matmuls_s / times.total(),
+                }
+
+
+def _short(kernel: str) -> str:
+    """A matmul's name up to the size of its tile: `sm80_xmma_gemm tn 64x64x8`, `cutlass_80_simt_sgemm nn 256x128x8`."""
+    words = kernel.split("_")
+    if kernel.startswith("sm80_xmma_gemm"):
+        return f"sm80_xmma_gemm {words[6]} {kernel.partition('tilesize')[2].partition('_')[0]}"
+    if kernel.startswith("cutlass_80_simt_sgemm"):
+        return f"cutlass_80_simt_sgemm {words[6]} {words[4]}x{words[5].partition('x')[0]}"
+    return kernel[:40]
+
+
+def softmax(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a model and phase: the matmuls of attention against its softmax."""
+    for row in _where(rows, context=256, mode="step"):
+        parts = {(line["phase"], line["part"]): line for line in table_lines(row.record.tables.get("attention"))}
+        for phase in dict.fromkeys(phase for phase, _ in parts):
+            matmul, exponential = parts[phase, "matmuls"], parts[phase, "softmax"]
+            yield {
+                **_named(row, "model"),
+                "phase": phase,
+                "matmuls (ms)": matmul["time_s"],
+                "softmax (ms)": exponential["time_s"],
+                "mask, scale and copies (ms)": parts[phase, "mask, scale and copies"]["time_s"],
+                "time, matmuls / softmax": _over(matmul["time_s"], exponential["time_s"]),
+                "FLOPs, matmuls / softmax": _over(matmul["flops"], exponential["flops"]),
+            }
+
+
+def dtypes(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line for modules of one kind that hand on the same dtypes: these, under each precision."""
+    outputs: dict[tuple[str, str], Line] = {}
+    for row in _where(rows, model="small", precision=("fp32", "bf16_autocast", "fp16_autocast", "bf16")):
+        for line in table_lines(row.record.tables.get("dtypes")):
+            module = line["module"].rpartition("blocks.0-11.")[2], line["kind"]
+            outputs.setdefault(module, {})[_config(row, "precision")] = line["output"]
+    leaves = [module for module in outputs if module[1] not in ("SelfAttention", "SwiGLU", "Block")]
+    for mine in grouped(leaves, lambda module: (module[1] or module[0], *outputs[module].values())).values():
+        yield {"modules": ", ".join(name for name, _ in mine), "kind": mine[0][1], **outputs[mine[0]]}
+
+
+def sums(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a sum in the small model: its median error with a 16-bit and with an fp32 accumulator."""
+    found: dict[str, Line] = {name: {"sum": name} for name in _SUMS.values()}
+    for row in _where(rows, model="small", precision=("fp32", "fp16_autocast", "bf16_autocast")):
+        for line in table_lines(row.record.tables.get("reductions")):
+            if (line["what"], line["values"]) in _SUMS:
+                lost = line["error_median"] is None
+                value = Entry(text="all lost") if lost else line["error_median"]
+                title = f"{line['numbers']} into {line['accumulator']} (error)"
+                found[_SUMS[line["what"], line["values"]]].setdefault(title, value)
+    return found.values()
+
+
+def peaks(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a context and precision: the peak of forward alone and of a whole step."""
+    cells = grouped(rows, lambda row: tuple(_named(row, "context", "precision").items()))
+    for place, mine in cells.items():
+        by = {_config(row, "mode"): row for row in mine}
+        held = table_lines(by["step"].record.tables.get("ledger")) if "step" in by else []
+        yield {
+            **dict(place),
+            "forward alone (GiB)": _fact(by.get("forward_no_grad"), "peak_allocated_bytes"),
+            "whole step (GiB)": _fact(by.get("step"), "peak_allocated_bytes"),
+            "of it activations (GiB)": next((line["peak"] for line in held if line["line"] == "activations"), None),
+        }
+
+
+def largest(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a context: a tensor of the residual stream, beside the largest allocations that are there at the peak of a step."""
+    for row in _where(rows, mode="step", precision="fp32"):
+        counts = Counter[tuple[str, int]]()
+        for line in table_lines(row.record.tables.get("allocations")):
+            counts["weight" if line["category"] in _WEIGHTS else line["category"], line["bytes"]] += line["count"]
+        stream = _fact(row, "residual_stream_bytes")
+        found: Line = {**_named(row, "context"), "a tensor of the residual stream (MiB)": stream}
+        for kind, name in {"weight": "largest of weights", "activations": "largest activation"}.items():
+            sizes = [(size, count) for (of, size), count in counts.items() if of == kind]
+            size, count = max(sizes, default=(None, None))
+            found |= {f"{name} (MiB)": size, f"{name}: how many": count}
+        yield {**found, "activation / residual stream": _over(found["largest activation (MiB)"], stream)}
+
+
+def plain_memory(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a length: the matrices that attention written out holds, and its peak, 64 wide."""
+    lengths = _where(rows, head_dim=64, implementation="plain", seq=(4096, 8192, 16384))
+    for seq, mine in grouped(lengths, lambda row: _config(row, "seq")).items():
+        by = {_config(row, "direction"): row for row in mine}
+        matrix, peak = (_fact(by.get("backward"), name) for name in ("scores_bytes", "peak_bytes"))
+        yield {
+            "positions": seq,
+            "a matrix of scores (GiB)": matrix,
+            "held for backward (GiB)": _fact(by.get("forward"), "held_bytes"),
+            "peak of forward (GiB)": _fact(by.get("forward"), "peak_bytes"),
+            "peak of backward (GiB)": peak,
+            "peak of backward, in matrices": _over(peak, matrix),
+        }
+
+
+def compiled_attention(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a length and width: attention written out, eager and compiled."""
+    mine = _where(rows, head_dim=(16, 128), seq=(1024, 4096, 16384))
+    shapes = grouped(mine, lambda row: (_config(row, "seq"), _config(row, "head_dim")))
+    for (seq, width), cells in sorted(shapes.items()):
+        by = {(_config(row, "implementation"), _config(row, "direction")): row for row in cells}
+        found: Line = {"positions": seq, "width": width}
+        for direction in ("forward", "backward"):
+            eager, compiled = (by.get((name, direction)) for name in ("plain", "plain_compiled"))
+            eager_s, compiled_s = (_median(row, "time_s") for row in (eager, compiled))
+            found |= {f"{direction} (ms)": eager_s, f"compiled {direction} (ms)": compiled_s}
+            found |= {f"{direction}, compiled / eager": _over(compiled_s, eager_s)}
+            if direction == "backward":
+                found["peak, compiled / eager"] = _over(_fact(compiled, "peak_bytes"), _fact(eager, "peak_bytes"))
+        yield found
+
+
+def compiled_model(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a model: the step eager, with each block compiled, and compiled as a whole."""
+    for model, mine in grouped(rows, lambda row: _config(row, "model")).items():
+        by = {_config(row, "compile"): row for row in mine}
+        ratios = {name: _ratio(by.get("none"), by.get(name)) for name in ("block", "model")}
+        yield {
+            "model": model,
+            **{f"{title} (ms)": _median(by.get(name), "step") for name, title in _COMPILED.items()},
+            **{f"{_COMPILED[name]} / eager": found.ratio if found else None for name, found in ratios.items()},
+            **{f"compiling, {_COMPILED[name]} (s)": _fact(by.get(name), "compile_s") for name in ratios},
+        }
+
+
+def flash(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a length: forward and backward of plain attention and of ours, in bf16, and how many times as fast ours is."""
+    lengths = grouped(_where(rows, dtype="bf16", direction="both"), lambda row: _config(row, "seq"))
+    for seq, mine in sorted(lengths.items()):
+        by = {(_config(row, "implementation"), _config(row, "head_dim")): _median(row, "time_s") for row in mine}
+        faster = {width: _over(by.get(("plain", width)), by.get(("trainstep", width))) for _, width in sorted(by)}
+        if seq in (1024, 4096, 8192, 16384, 32768, 65536):
+            yield {
+                "positions": seq,
+                **{f"{name}, 64 wide (ms)": by.get((name, 64)) for name in ("plain", "trainstep")},
+                **{f"times as fast, {width} wide": ratio for width, ratio in faster.items()},
+            }
+
+
+def all_reduce(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a size: time and bus bandwidth of an all-reduce by backend and number of ranks."""
+    sizes = grouped(_where(rows, operation="all_reduce"), lambda row: _config(row, "mib"))
+    for mib, mine in sorted(sizes.items()):
+        if 0.001 < mib < 0.05:  # latency alone, as the smallest has it
+            continue
+        by = {f"{_config(row, 'backend')} {_config(row, 'ranks')}": row for row in mine}
+        speeds = {name: bandwidth(row.record) for name, row in by.items()}
+        found: Line = {"size (MiB)": mib * 2**20}
+        for name, title in _BACKENDS.items():
+            speed = speeds.get(name)
+            found |= {f"{title} (ms)": _median(by.get(name), "time")}
+            found |= {f"{title} (GB/s)": speed.bus_bytes_per_s if speed else None}
+        yield found
+
+
+def synchronised(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a parallel strategy that keeps whole gradients: its messages, and what they add to the step without them."""
+    ways = {way.sync: way for way in ways_of(_where(rows, model="medium", context=256))}
+    for way in (ways[name] for name in _WHOLE_GRADIENTS if name in ways):
+        yield {
+            "strategy": way.sync,
+            "messages": sum(line["messages"] for line in way.lines("traffic")),
+            "none (ms)": _median(way.base, "step"),
+            "step (ms)": _median(way.row, "step"),
+            **_against_none(way),
+            "messages on their way (ms)": _fact(way.row, "transfer_s"),
+            "nothing computing meanwhile (ms)": _fact(way.row, "exposed_s"),
+            "peak (GiB)": _fact(way.row, "peak_allocated_bytes"),
+        }
+
+
+def sharded(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a parallel strategy: what rank 0 holds at points of a step, what a rank sends, and what that costs."""
+    for way in ways_of(rows):
+        lines = [line for line in way.lines("memory_points") if line["rank"] == 0]
+        held = {(line["point"], line["line"]): line["bytes"] for line in lines}
+        points = ("after init", "after backward", "after step")
+        yield {
+            **_named(way.row, "model"),
+            "strategy": way.sync,
+            "optimizer state (GiB)": held.get(("after forward", "optimizer state")),
+            **{f"{point} (GiB)": held.get((point, "allocated")) for point in points},
+            "peak (GiB)": _fact(way.row, "peak_allocated_bytes"),
+            "sent by a rank (GiB)": _fact(way.row, "wire_bytes"),
+            **{f"{name} (ms)": _median(way.row, name) for name in ("optimizer", "step")},
+            **_against_none(way),
+        }
+
+
+def three_numbers(rows: Sequence[Row]) -> Iterable[Line]:
+    """A line a whole step: what tensors held, what the allocator took, what nvidia-smi shows, and what stands between them."""
+    cells = {tuple(_named(row, "model", "context", "precision").values()): row for row in rows}
+    for row in _done(_where(cells.values(), mode="step", context=256)):
+        allocated, reserved, driver = (
+            row.record.fact(name) for name in ("peak_allocated_bytes", "peak_reserved_bytes", "driver_bytes")
+        )
+        yield {
+            **_named(row, "model", "context", "precision"),
+            "allocated (GiB)": allocated,
+            "reserved (GiB)": reserved,
+            "nvidia-smi (GiB)": driver,
+            "reserved - allocated (GiB)": reserved - allocated,
+            "CUDA context and kernels (GiB)": row.record.fact("context_bytes") + row.record.fact("kernels_bytes"),
+            "unexplained (%)": row.record.fact("driver_residual_share"),
+        }
+
+
+TABLES: Mapping[str, Shown] = {
+    "phases": Shown(phases, ["h200/end_to_end"]),
+    "warmups": Shown(warmups, ["h200/warmup"]),
+    "kernels": Shown(kernels, ["h200/profile"]),
+    "softmax": Shown(softmax, ["h200/profile"]),
+    "dtypes": Shown(dtypes, ["h200/numerics"]),
+    "sums": Shown(sums, ["h200/numerics"]),
+    "peaks": Shown(peaks, ["h200/memory"]),
+    "largest": Shown(largest, ["h200/memory"]),
+    "plain_memory": Shown(plain_memory, ["h200/attention"]),
+    "compiled_attention": Shown(compiled_attention, ["h200/attention"]),
+    "compiled_model": Shown(compiled_model, ["h200/compile"]),
+    "flash": Shown(flash, ["h200/flash"]),
+    "all_reduce": Shown(all_reduce, ["h200/all_reduce", "h200/all_reduce_four", "cpu/all_reduce"]),
+    "synchronised": Shown(synchronised, ["h200/ddp_medium_replicated", "h200/ddp_medium"]),
+    "sharded": Shown(sharded, ["h200/sharded_optimizer"]),
+    "three_numbers": Shown(three_numbers, ["h200/memory_sizes", "h200/memory"]),
+}
+
+
+def _config(row: Row, name: str) -> Any:
+    return flat_config(row.record).get(name)
+
+
+def _named(row: Row, *names: str) -> Line:
+    return {name: _config(row, name) for name in names}
+
+
+def _where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """Rows whose config has these values; of a tuple, one of them."""
+    allowed = {name: value if isinstance(value, tuple) else (value,) for name, value in wanted.items()}
+    return [row for row in rows if all(_config(row, name) in values for name, values in allowed.items())]
+
+
+def _done(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.record.failure is None]
+
+
+def _median(row: Row | None, quantity: str) -> Any:
+    """Seconds; the word of its failure where the cell failed; None where there is no such cell."""
+    failure = row.record.failure if row else None
+    return _word(failure) if failure else row and median_of(row.record, quantity)
+
+
+def _fact(row: Row | None, name: str) -> Any:
+    """The fact's value; the word of its failure where the cell failed; None where there is no such cell."""
+    failure = row.record.failure if row else None
+    return _word(failure) if failure else row and row.record.fact(name)
+
+
+def _word(failure: Failure) -> Entry:
+    return Entry(text=failure_word(failure), failure=failure)
+
+
+def _over(above: Any, below: Any) -> float | None:
+    """A ratio, where both are numbers."""
+    return above / below if isinstance(above, int | float) and isinstance(below, int | float) and below else None
+
+
+def _ratio(base: Row | None, row: Row | None) -> Comparison | None:
+    """A step's ratio to another's, from pairs of turns, and its 99 % interval; None where there is none."""
+    return ratio_of(base, row, "step").known if base and row and base is not row else None
+
+
+def _against_none(way: Way) -> Line:
+    """The step's ratio to that of ranks that do not talk."""
+    known = _ratio(way.base, way.row)
+    interval = f"{known.low:.2f} to {known.high:.2f}" if known else None
+    return {"step / none": known.ratio if known else None, "99 % interval": interval}

@@ -1,0 +1,158 @@
+"""The published tables: every sweep that mirrors one has its record; answers and tables in Markdown are what the records say."""
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sources import ROOT
+from trainstep.config.cell import Cell
+from trainstep.config.grid import expand_all
+from trainstep.config.parsing import CONFIGS, fields_of
+from trainstep.config.sweep import load_sweep
+from trainstep.records.record import Record, record_to_plain
+from trainstep.records.store import Store
+
+SWEEPS, RECORDS = ROOT / "sweeps", ROOT / "results" / "h200"
+README = RECORDS / "README.md"
+pytestmark = pytest.mark.skipif(not RECORDS.exists(), reason="a source distribution holds no records")
+
+_NO_PUBLISHED_TABLE = {
+    "attention_peers": "attention_hopper.toml has its sizes, with flash-attn-4, which that machine did not have",
+    "attention_widths": "attention_hopper_widths.toml has its widths beside every implementation that runs them",
+    "memory_ranks": "a table of our own: each rank's memory beside the formula",
+}
+"""Sweeps that mirror no published table, or whose table another sweep has."""
+
+_NOT_YET_WHOLE = {
+    "all_reduce": "3 of 42 cells: NCCL between two GPUs, of other sizes; four GPUs and gloo stand in other files",
+    "buckets": "0 of 11 cells: model medium, 20 steps, without torch's DDP",
+    "ddp": "0 of 49 cells: ddp_xl*.jsonl and ddp_medium*.jsonl have some, with other steps, warm-ups and windows",
+    "flash": "312 of 600 cells: every cell of bf16, 12 of 300 of fp32",
+    "numerics": "0 of 24 cells: toy and small were measured with 3 warm-ups",
+    "profile": "3 of 60 cells: three models at one context, whole steps",
+    "sharded_optimizer": "0 of 12 cells: model medium, 20 steps, without torch's ZeRO and FSDP",
+}
+"""Sweeps whose record in results/h200 lacks cells: how many it has, and why. A sweep that becomes whole leaves this list."""
+
+_MORE_LOOKS = {"graph_replay"}
+"""Fields that add a look at the step behind everything that is timed: a cell with it answers the cell without."""
+_PROMISED = sorted({path.stem for path in SWEEPS.glob("*.toml")} - _NO_PUBLISHED_TABLE.keys())
+
+
+@cache
+def defaults(workload: str) -> Mapping[str, Any]:
+    return {name: field.default for name, field in fields_of(CONFIGS[workload]).items()}
+
+
+def has_cell(config: Mapping[str, Any], cell: Cell) -> bool:
+    """Whether a record of that config is the cell's: fields that its code did not have yet are as they are by default."""
+    known = {**defaults(cell.workload), **config}
+    return all(known[name] == value for name, value in cell.config.items() if name not in _MORE_LOOKS)
+
+
+def records_of(path: Path) -> list[Record]:
+    return list(Store(path).latest().values())
+
+
+@cache
+def coverage(sweep: str) -> tuple[int, int]:
+    """Cells of a sweep's grid that its record has, and all of them."""
+    cells = expand_all(load_sweep(SWEEPS / f"{sweep}.toml").grids({}), {"device": "cuda"})
+    held = [(one.workload, record_to_plain(one)["config"]) for one in records_of(RECORDS / f"{sweep}.jsonl")]
+    done = [cell for cell in cells if any(cell.workload == name and has_cell(config, cell) for name, config in held)]
+    return len(done), len(cells)
+
+
+@pytest.mark.parametrize("sweep", _PROMISED)
+def test_a_sweep_has_its_whole_record(sweep: str):
+    done, cells = coverage(sweep)
+    if done == cells:
+        assert sweep not in _NOT_YET_WHOLE, "its record is whole now: take it off the list"
+    else:
+        assert _NOT_YET_WHOLE.get(sweep, "").startswith(f"{done} of {cells} cells: "), (
+            f"{done} of {cells} cells in results/h200/{sweep}.jsonl: measure the others, or say so in _NOT_YET_WHOLE"
+        )
+
+
+@pytest.mark.parametrize("sweep", _PROMISED)
+def test_the_readme_says_how_many_cells_there_are(sweep: str):
+    done, cells = coverage(sweep)
+    lines = [line for line in README.read_text().splitlines() if f"[{sweep}.jsonl]({sweep}.jsonl)" in line]
+    if lines:
+        assert f"{done} of {cells}" in lines[0]
+    else:
+        assert not done
+        assert not (RECORDS / f"{sweep}.jsonl").exists()
+
+
+def test_no_list_names_what_is_gone():
+    there = {path.stem for path in SWEEPS.glob("*.toml")}
+    assert not (_NO_PUBLISHED_TABLE.keys() | _NOT_YET_WHOLE.keys()) - there
+    assert not _NO_PUBLISHED_TABLE.keys() & _NOT_YET_WHOLE.keys()
+
+
+def test_a_cell_is_known_by_its_config():
+    (cell,) = expand_all([{"model": ["small"], "context": [128], "attention": ["plain"]}], {"device": "cuda"})
+    older = {name: value for name, value in cell.config.items() if name != "recompute"}
+    assert has_cell(cell.config, cell)
+    assert has_cell(older, cell), "a record from before that field was there"
+    assert not has_cell({**older, "context": 256}, cell)
+    assert not has_cell({**cell.config, "recompute": "block"}, cell), "a field that is not at its default"
+
+
+def test_every_file_of_records_is_in_the_readme():
+    named = set(re.findall(r"\]\((\w+\.jsonl)\)", README.read_text()))
+    assert named == {path.name for path in RECORDS.glob("*.jsonl")}
+
+
+def test_every_picture_is_in_the_readme_and_small():
+    text = README.read_text()
+    for path in RECORDS.glob("*.png"):
+        assert f"({path.name})" in text
+        assert path.stat().st_size <= 300_000
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/answers.py as a module."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    spec = importlib.util.spec_from_file_location("answers", ROOT / "scripts" / "answers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_answers_are_what_the_records_say(answers: ModuleType):
+    assert not list(answers.stale_answers()), "run scripts/answers.py, and read whether the sentences are still right"
+
+
+def test_the_tables_beside_the_records_are_what_the_report_gives(answers: ModuleType):
+    assert not list(answers.stale_beside_records()), "run scripts/answers.py"
+
+
+def test_check_names_what_is_stale(
+    answers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "answers.md"
+    page.write_text("Before.\n<!-- table compiled_model -->\n| old |\n<!-- end -->\nBehind.\n")
+    for name, value in {"ANSWERS": page, "RECORDED": tmp_path}.items():
+        monkeypatch.setattr(answers, name, value)
+    monkeypatch.setattr(answers, "TABLES", {"compiled_model": answers.TABLES["compiled_model"]})
+    assert answers.main(["--check"]) == 1
+    assert capsys.readouterr().out == "table compiled_model of answers.md: is not what the records say\n"
+    assert answers.main([]) == 0
+    assert re.fullmatch(r"Before\.\n<!-- table \w+ -->\n(\|.*\|\n)+<!-- end -->\nBehind\.\n", page.read_text())
+    assert answers.main(["--check"]) == 0
+    monkeypatch.setattr(answers, "TABLES", {})
+    with pytest.raises(ValueError, match="answers: compiled_model: in one of"):
+        answers.main([])
+    with pytest.raises(ValueError, match="takes --check or nothing, not --force"):
+        answers.main(["--force"])
