@@ -81,14 +81,14 @@ class Panels:
     """Panel -> the range of its y axis, where plotly's own choice would not do."""
     _named: set[str] = field(default_factory=set)
 
-    def add(self, panel: int, trace: Trace) -> None:
-        """Put a trace into a panel; a name stands in the legend once and toggles its traces in every panel."""
-        name, number = trace.get("name", ""), axis_number(panel)
-        shown = bool(name) and name not in self._named and trace.get("showlegend", True)
-        self._named.add(name)
-        self.data.append(
-            {**trace, "xaxis": f"x{number}", "yaxis": f"y{number}", "legendgroup": name, "showlegend": shown}
-        )
+    def add(self, panel: int, *traces: Trace) -> None:
+        """Put traces into a panel; a name stands in the legend once and toggles its traces in every panel."""
+        axes = {"xaxis": f"x{axis_number(panel)}", "yaxis": f"y{axis_number(panel)}"}
+        for trace in traces:
+            name = trace.get("name", "")
+            shown = bool(name) and name not in self._named and trace.get("showlegend", True)
+            self._named.add(name)
+            self.data.append({**trace, **axes, "legendgroup": name, "showlegend": shown})
 
     def chart(self, title: str, caption: str, **layout: Any) -> Chart:
         """The finished chart."""
