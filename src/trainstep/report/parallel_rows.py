@@ -18,7 +18,7 @@ _NO_MATTER = {"check_agreement", "keep_trace"}
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A row, and the row of the same file in which ranks do not talk; None where there is none, or it failed."""
+    """A row, and the row of the same file in which ranks do not talk; None where there is none, it failed or is this one."""
 
     row: Row
     base: Row | None
@@ -48,21 +48,22 @@ class Way:
         return table_lines(self.record.tables.get(name)) if self.record.failure is None else []
 
     def ratio(self, quantity: str) -> Ratio | None:
-        """Its time against the yardstick's; None where there is none, or it is the yardstick."""
-        return None if self.base is None or self.base is self.row else ratio_of(self.base, self.row, quantity)
+        """Its time against the yardstick's."""
+        return None if self.base is None else ratio_of(self.base, self.row, quantity)
 
     def longer_s(self, quantity: str) -> float | None:
         """Median seconds over the yardstick's: communication that is not hidden, as the whole step feels it."""
-        if self.base is None or self.base is self.row:
+        if self.base is None:
             return None
-        mine, base = (median_of(record, quantity) for record in (self.record, self.base.record))
+        mine, base = (median_of(row.record, quantity) for row in (self.row, self.base))
         return None if mine is None or base is None else mine - base
 
 
 def ways_of(rows: Sequence[Row]) -> list[Way]:
     """Each row with its yardstick: of the same file, machine and config, the ways' options aside."""
     bases = {_run_of(row): row for row in rows if row.record.config["sync"] == YARDSTICK and row.record.failure is None}
-    return [Way(row=row, base=bases.get(_run_of(row))) for row in rows]
+    found = [(row, bases.get(_run_of(row))) for row in rows]
+    return [Way(row=row, base=None if base is row else base) for row, base in found]
 
 
 def median_of(record: Record, quantity: str) -> float | None:
@@ -85,11 +86,9 @@ def name_columns(rows: Iterable[Any]) -> list[Column]:
 
 
 def _option_of(name: str) -> Callable[[Any], Any]:
-    def get(row: Any) -> Any:
-        means_nothing = name in needless(row_of(row).record.config)
-        return Entry(text=ABSENT) if means_nothing else row_of(row).point.get(name)
-
-    return get
+    return lambda row: (
+        Entry(text=ABSENT) if name in needless(row_of(row).record.config) else row_of(row).point.get(name)
+    )
 
 
 def _run_of(row: Row) -> tuple[Any, ...]:
