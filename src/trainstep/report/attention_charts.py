@@ -19,14 +19,13 @@ from trainstep.report.attention_rows import (
     median_s,
 )
 from trainstep.report.charts import (
-    INK,
     MAXIMUM_PANELS,
     STOPPED,
     Chart,
     Panels,
     Trace,
-    axis_number,
     crosses,
+    dotted_at_one,
     error_bars,
     label,
     line,
@@ -162,7 +161,7 @@ def _ratio_chart(group: Group) -> Chart:
     for panel, mine in enumerate(group.panels.values()):
         for index, peer in enumerate(peers):
             panels.add(panel, *_ratio_line(group, mine, peer, index))
-    shapes = [_at_one(panel) for panel in range(len(group.panels))]
+    shapes = [dotted_at_one(panel) for panel in range(len(group.panels))]
     caption = "Below the dotted line ours is faster. Whiskers are 99 % intervals of the ratio; a hollow mark means: cannot tell."
     return panels.chart(titled("Ours against each", group), caption, shapes=shapes)
 
@@ -182,12 +181,6 @@ def _ratio_line(group: Group, mine: Sequence[Configuration], peer: str, index: i
     symbols = [f"{filled}-open" if found.verdict == "cannot tell" else filled for _, found, _ in drawn]
     made["marker"] = {**made["marker"], "symbol": symbols}
     return [made]
-
-
-def _at_one(panel: int) -> dict[str, Any]:
-    ink = {"color": INK, "width": 1.5, "dash": "dot"}
-    axes = {"xref": f"x{axis_number(panel)} domain", "yref": f"y{axis_number(panel)}"}
-    return {"type": "line", "line": ink, **axes, "x0": 0, "x1": 1, "y0": 1, "y1": 1}
 
 
 def _memory(title: str, caption: str, name: str, rows: Sequence[Row]) -> Quantity:

@@ -44,6 +44,10 @@ from trainstep.report.ratios import median_and_std, median_words
 from trainstep.report.rows import Row, facts_in, grouped, quantities, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 
+_ASIDE = (
+    "Where trainstep ran at several tiles, its default tiles stand here, or its fastest where those did not run; {} cells stand "
+    "below only."
+)
 _REASONS = 6
 _ACCOUNTED = ("inputs", "scores", "softmax", "lse", "output", "gradients", "needed")
 _MOST_OF_A_NAME = 60
@@ -92,7 +96,9 @@ def side_by_side(found: Sequence[Configuration]) -> list[Table]:
         shown = [one for one in found if _belongs(one, column)]
         if any(_has(row, column) for one in shown for row in one.cells.values()):
             columns = [*point_columns(shown), *(_of_implementation(name, column) for name in names)]
-            note = " ".join(filter(None, (column.help, *side_notes(shown))))
+            reasons = _reasons([row for one in shown for row in one.cells.values()], _REASONS)
+            aside = sum(one.left_aside for one in shown)
+            note = " ".join(filter(None, [column.help, *reasons, _ASIDE.format(aside) if aside else ""]))
             tables.append(Table.of(f"Attention: {column.title}", shown, columns, note=note))
     return tables
 
@@ -114,17 +120,6 @@ def _has(row: Row, column: Column) -> bool:
     return row.record.failure is None and column.read(row) is not None
 
 
-def side_notes(found: Sequence[Configuration]) -> list[str]:
-    """What short words in cells stand for, and what was left aside."""
-    told = _reasons([row for one in found for row in one.cells.values()], _REASONS)
-    aside = sum(one.left_aside for one in found)
-    tiles = (
-        f"Where trainstep ran at several tiles, its default tiles stand here, or its fastest where those did not run; "
-        f"{aside} cells stand below only."
-    )
-    return [*told, *([tiles] if aside else [])]
-
-
 def _reasons(rows: Sequence[Row], most: int) -> list[str]:
     """What short words of failures in cells stand for."""
     reasons = list(dict.fromkeys(failure_reason(row.record) for row in rows if row.record.failure))
@@ -139,22 +134,16 @@ def cells_table(rows: Sequence[Row]) -> Table:
         "that attention written out in PyTorch gives in the cell's own dtype. NaN: or infinity. Host: until the call returns. "
         "Launch-bound: the device waits for the host."
     )
-    columns = [
-        *point_columns(rows, without=_says_nothing_new(rows)),
-        *_CELL,
-        doubts_column(_doubts),
-    ]
+    columns = [*point_columns(rows, without=_says_nothing_new(rows)), *_CELL, doubts_column(_doubts)]
     return Table.of("Attention: every cell", rows, columns, note=note, raw=map(_numbers, rows))
 
 
 def accounting_tables(rows: Sequence[Row]) -> list[Table]:
     """What the memory of each configuration is made of, as its implementation needs it."""
     told = [row for row in rows if any(row.record.fact(f"{part}_bytes") is not None for part in _ACCOUNTED)]
-    if not told:
-        return []
     note = "From the shapes: what each implementation must hold. Needed: all of it together."
     columns = [*point_columns(told, without=_says_nothing_new(rows)), *_ACCOUNT]
-    return [Table.of("Attention: memory accounting", told, columns, note=note, folded=True)]
+    return [Table.of("Attention: memory accounting", told, columns, note=note, folded=True)] if told else []
 
 
 def _says_nothing_new(rows: Sequence[Row]) -> set[str]:

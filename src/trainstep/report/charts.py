@@ -83,7 +83,7 @@ class Panels:
 
     def add(self, panel: int, *traces: Trace) -> None:
         """Put traces into a panel; a name stands in the legend once and toggles its traces in every panel."""
-        axes = {"xaxis": f"x{axis_number(panel)}", "yaxis": f"y{axis_number(panel)}"}
+        axes = {"xaxis": f"x{_axis_number(panel)}", "yaxis": f"y{_axis_number(panel)}"}
         for trace in traces:
             name = trace.get("name", "")
             shown = bool(name) and name not in self._named and trace.get("showlegend", True)
@@ -95,7 +95,7 @@ class Panels:
         lines = -(-len(self.titles) // self.columns)
         axes: dict[str, Any] = {}
         for panel in range(len(self.titles)):
-            number = axis_number(panel)
+            number = _axis_number(panel)
             last_in_column, first_in_line = panel + self.columns >= len(self.titles), panel % self.columns == 0
             axes[f"xaxis{number}"] = {**_axis(self.x_title if last_in_column else ""), **self.x_axis}
             y_axis = {**_axis(self.y_title if first_in_line else ""), "rangemode": "tozero", **self.axis}
@@ -158,7 +158,7 @@ def series_style(index: int) -> tuple[str, str]:
     return SERIES[index % len(SERIES)], dashes[index // len(SERIES) % len(dashes)]
 
 
-def axis_number(panel: int) -> str:
+def _axis_number(panel: int) -> str:
     """What plotly writes behind `x` and `y` for a panel's axes: nothing for the first."""
     return "" if panel == 0 else str(panel + 1)
 
@@ -207,6 +207,13 @@ def line(
     return {"type": "scatter", "name": name, "x": x, "y": list(y), "marker": marker, **drawn, **_hover(hover), **more}
 
 
+def dotted_at_one(panel: int) -> dict[str, Any]:
+    """A line across a panel where two times are equal: a shape of the chart's layout."""
+    ink = {"color": INK, "width": 1.5, "dash": "dot"}
+    axes = {"xref": f"x{_axis_number(panel)} domain", "yref": f"y{_axis_number(panel)}"}
+    return {"type": "line", "line": ink, **axes, "x0": 0, "x1": 1, "y0": 1, "y1": 1}
+
+
 def error_bars(above: Sequence[float], below: Sequence[float] | None = None) -> dict[str, Any]:
     """Intervals around points, in the text's colour."""
     made = {"type": "data", "array": list(above), "color": INK, "thickness": 1.4, "width": 4}
@@ -236,7 +243,7 @@ def _axis(title: str) -> dict[str, Any]:
 
 
 def _panel_title(text: str, panel: int) -> dict[str, Any]:
-    number = axis_number(panel)
+    number = _axis_number(panel)
     place = {"xref": f"x{number} domain", "yref": f"y{number} domain", "x": 0, "y": 1.0}
     corner = {"xanchor": "left", "yanchor": "bottom"}
     return {"text": f"<b>{text}</b>", "showarrow": False, "font": {"size": 14}, **place, **corner}

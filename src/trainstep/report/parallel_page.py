@@ -6,7 +6,6 @@ that the page's own records of collectives timed (records/bandwidth.py); the tim
 a step in which ranks do not talk.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,16 +33,7 @@ from trainstep.report.charts import (
 from trainstep.report.collectives_tables import fit_of, series_of
 from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, ratio_words, seconds_words, three_digits
 from trainstep.report.parallel_rows import Way, median_of, ways_of
-from trainstep.report.parallel_tables import (
-    CATEGORIES,
-    communication_table,
-    held_by,
-    memory_tables,
-    message_tables,
-    ranks_table,
-    steps_table,
-    traffic_table,
-)
+from trainstep.report.parallel_tables import CATEGORIES, held_by, memory_tables, message_tables, time_tables
 from trainstep.report.ratios import summary_of
 from trainstep.report.rows import Row, grouped
 
@@ -66,11 +56,8 @@ def parallel_sections(rows: Sequence[Row], collectives: Sequence[Row] = ()) -> l
         paragraphs=(*_step_sentences(timed), *bucket_sentences(timed, collectives)),
         charts=(*((_steps_chart(timed),) if timed else ()), *((buckets,) if buckets else ())),
         tables=(
-            steps_table(ways),
-            *communication_table(ways),
-            *ranks_table(ways),
-            *traffic_table(ways),
-            *(dataclasses.replace(table, folded=True) for table in message_tables(timed)[:_MOST_MESSAGE_TABLES]),
+            *time_tables(ways),
+            *message_tables(timed)[:_MOST_MESSAGE_TABLES],
         ),
     )
     memory = Section(
@@ -90,20 +77,17 @@ def _places(ways: Sequence[Way]) -> list[tuple[str, list[Way]]]:
 def _step_sentences(ways: Sequence[Way]) -> list[str]:
     """The quickest way of each place, against the yardstick."""
     said = []
-    for place, mine in _places(ways):
-        talking = [way for way in mine if way.sync != YARDSTICK]
-        if not talking:
-            continue
-        best = min(talking, key=_window_s)
-        found = best.ratio("window_step")
-        sentence = f"{place}: quickest in a row of steps is {best.name}, at {milliseconds(_window_s(best))} ms a step"
-        if found and found.interval and found.found:
-            low, times, high = map(ratio_words, found.interval)
-            apart = "; they took no turns" if found.found.interleaving == "none" else ""
-            sentence += (
+    for place, mine in _places([way for way in ways if way.sync != YARDSTICK]):
+        best = min(mine, key=_window_s)
+        ratio = best.ratio("window_step")
+        against = ""
+        if ratio and ratio.interval and ratio.found:
+            low, times, high = map(ratio_words, ratio.interval)
+            apart = "; they took no turns" if ratio.found.interleaving == "none" else ""
+            against = (
                 f", {times} times as long as steps of ranks that do not talk (99 % interval {low} to {high}{apart})"
             )
-        said.append(f"{sentence}.")
+        said.append(f"{place}: quickest in a row of steps is {best.name}, at {_ms(best)} a step{against}.")
     return said
 
 

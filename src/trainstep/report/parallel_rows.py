@@ -41,7 +41,7 @@ class Way:
     @property
     def place(self) -> str:
         """Everything but the way: `tiny 64`."""
-        return self.row.label(without=OF_A_STRATEGY) or self.row.record.workload
+        return self.row.label(without=OF_A_STRATEGY)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """A table of the record, line by line; none where the cell failed."""

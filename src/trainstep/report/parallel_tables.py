@@ -51,13 +51,12 @@ def parallel_tables(rows: Sequence[Row]) -> list[Table]:
     """Every table that these records hold."""
     ways = ways_of(rows)
     few = len(ways) <= _DETAILED
-    return [
-        steps_table(ways),
-        *communication_table(ways),
-        *ranks_table(ways),
-        *traffic_table(ways),
-        *memory_tables(ways),
-    ] + (message_tables(ways) if few else [])
+    return [*time_tables(ways), *memory_tables(ways), *(message_tables(ways) if few else [])]
+
+
+def time_tables(ways: Sequence[Way]) -> list[Table]:
+    """What a step takes, and what its messages take of that."""
+    return [steps_table(ways), *communication_table(ways), *ranks_table(ways), *traffic_table(ways)]
 
 
 def steps_table(ways: Sequence[Way]) -> Table:
