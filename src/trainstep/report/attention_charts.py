@@ -75,7 +75,7 @@ class Group:
 
     @property
     def configurations(self) -> list[Configuration]:
-        return [one for panel in self.panels.values() for one in panel]
+        return [work for panel in self.panels.values() for work in panel]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,44 +91,44 @@ class Quantity:
     logarithmic: bool = True
 
 
-def attention_charts(found: Sequence[Configuration]) -> list[Chart]:
+def attention_charts(works: Sequence[Configuration]) -> list[Chart]:
     """Time, rate, peak and held memory of each group that ran."""
-    rows = [row for one in found for row in one.cells.values()]
+    rows = [row for work in works for row in work.cells.values()]
     quantities = [*_SPEED, *(_memory(*words, rows) for words in _MEMORY)]
-    return [chart for group in groups_of(found) for quantity in quantities if (chart := _chart(group, quantity))]
+    return [chart for group in groups_of(works) for quantity in quantities if (chart := _chart(group, quantity))]
 
 
-def ratio_charts(found: Sequence[Configuration]) -> list[Chart]:
+def ratio_charts(works: Sequence[Configuration]) -> list[Chart]:
     """Our time over each peer's, with its interval."""
-    return [_ratio_chart(group) for group in groups_of([one for one in found if one.ratios])]
+    return [_ratio_chart(group) for group in groups_of([work for work in works if work.ratios])]
 
 
 def _chart(group: Group, quantity: Quantity) -> Chart | None:
     # Without panels that would stand empty: a forward pass alone holds nothing.
-    group = replace(group, panels={key: mine for key, mine in group.panels.items() if _values(mine, quantity)})
+    group = replace(group, panels={key: works for key, works in group.panels.items() if _values(works, quantity)})
     if not group.panels:
         return None
     values = _values(group.configurations, quantity)
     panels = panels_of(group, quantity.axis, values, logarithmic_y=quantity.logarithmic)
-    names = implementations(name for one in group.configurations for name in one.cells)
-    for panel, mine in enumerate(group.panels.values()):
+    names = implementations(name for work in group.configurations for name in work.cells)
+    for panel, works in enumerate(group.panels.values()):
         for index, name in enumerate(names):
-            panels.add(panel, *_line(group, mine, name, quantity, index))
-        panels.add(panel, *_stopped(group, mine, quantity))
+            panels.add(panel, *_line(group, works, name, quantity, index))
+        panels.add(panel, *_stopped(group, works, quantity))
     crossed = " × did not run: hover for why." if any(trace["name"] == STOPPED for trace in panels.data) else ""
     return panels.chart(titled(quantity.title, group), quantity.caption + crossed)
 
 
-def _values(found: Sequence[Configuration], quantity: Quantity) -> list[float]:
-    return [value for one in found for row in one.cells.values() if (value := quantity.value(row))]
+def _values(works: Sequence[Configuration], quantity: Quantity) -> list[float]:
+    return [value for work in works for row in work.cells.values() if (value := quantity.value(row))]
 
 
-def _line(group: Group, mine: Sequence[Configuration], name: str, quantity: Quantity, index: int) -> list[Trace]:
+def _line(group: Group, works: Sequence[Configuration], name: str, quantity: Quantity, index: int) -> list[Trace]:
     """None of an implementation without a number in this panel."""
-    rows = [(one, one.cells[name]) for one in mine if name in one.cells]
-    drawn = [(one, row, value) for one, row in rows if (value := quantity.value(row))]
-    hover = [lines_of(label(f"{name}: {one.row.label()}"), label(quantity.words(row))) for one, row, _ in drawn]
-    x, y = [x_of(group, one) for one, *_ in drawn], [value for *_, value in drawn]
+    rows = [(work, work.cells[name]) for work in works if name in work.cells]
+    drawn = [(work, row, value) for work, row in rows if (value := quantity.value(row))]
+    hover = [lines_of(label(f"{name}: {work.row.label()}"), label(quantity.words(row))) for work, row, _ in drawn]
+    x, y = [x_of(group, work) for work, *_ in drawn], [value for *_, value in drawn]
     return [_styled(name, x, y, hover, index, group.by_length)] if drawn else []
 
 
@@ -141,44 +141,47 @@ def _styled(name: str, x: list[Any], y: list[float], hover: list[str], index: in
     return made if joined else {**made, "mode": "markers"}
 
 
-def _stopped(group: Group, mine: Sequence[Configuration], quantity: Quantity) -> list[Trace]:
+def _stopped(group: Group, works: Sequence[Configuration], quantity: Quantity) -> list[Trace]:
     """One mark for all that ended without a number at a place; what never ran in this panel is a refusal, which tables tell."""
-    ran = {name for one in mine for name, row in one.cells.items() if quantity.value(row)}
+    ran = {name for work in works for name, row in work.cells.items() if quantity.value(row)}
     told: dict[Any, list[str]] = {}
-    for one in mine:
-        for name, row in one.cells.items():
+    for work in works:
+        for name, row in work.cells.items():
             if row.record.failure and (name in ran or row.record.failure.kind == "out_of_memory"):
-                told.setdefault(x_of(group, one), []).append(label(f"{name}: {failure_cell(row.record)}"))
-    above = max(_values(mine, quantity)) * (_BETWEEN if quantity.logarithmic else 1.08)
+                told.setdefault(x_of(group, work), []).append(label(f"{name}: {failure_cell(row.record)}"))
+    above = max(_values(works, quantity)) * (_BETWEEN if quantity.logarithmic else 1.08)
     hover = [lines_of(*texts) for texts in told.values()]
     return [crosses(told, [above] * len(told), size=9, hover=hover)] if told else []
 
 
 def _ratio_chart(group: Group) -> Chart:
-    intervals = [ratio.interval for one in group.configurations for ratio in one.ratios.values()]
+    intervals = [ratio.interval for work in group.configurations for ratio in work.ratios.values()]
     panels = panels_of(group, "our time ÷ theirs", [1.0, *(side for ends in intervals if ends for side in ends)])
-    peers = implementations(peer for one in group.configurations for peer in one.ratios)
-    for panel, mine in enumerate(group.panels.values()):
+    peers = implementations(peer for work in group.configurations for peer in work.ratios)
+    for panel, works in enumerate(group.panels.values()):
         for index, peer in enumerate(peers):
-            panels.add(panel, *_ratio_line(group, mine, peer, index))
+            panels.add(panel, *_ratio_line(group, works, peer, index))
     shapes = [dotted_at_one(panel) for panel in range(len(group.panels))]
     caption = "Below the dotted line ours is faster. Whiskers are 99 % intervals of the ratio; a hollow mark means: cannot tell."
     return panels.chart(titled("Ours against each", group), caption, shapes=shapes)
 
 
-def _ratio_line(group: Group, mine: Sequence[Configuration], peer: str, index: int) -> list[Trace]:
+def _ratio_line(group: Group, works: Sequence[Configuration], peer: str, index: int) -> list[Trace]:
     """None of a peer that ours has no ratio to in this panel."""
-    met = [(one, one.ratios[peer]) for one in mine if peer in one.ratios]
-    drawn = [(one, ratio.found, ratio.interval) for one, ratio in met if ratio.found and ratio.interval]
+    met = [(work, work.ratios[peer]) for work in works if peer in work.ratios]
+    drawn = [(work, ratio.found, ratio.interval) for work, ratio in met if ratio.found and ratio.interval]
     if not drawn:
         return []
-    hover = [lines_of(label(f"{OURS} / {peer}: {one.row.label()}"), label(found.reason)) for one, found, _ in drawn]
-    x, y = [x_of(group, one) for one, *_ in drawn], [ratio for *_, (_, ratio, _) in drawn]
+    hover = [
+        lines_of(label(f"{OURS} / {peer}: {work.row.label()}"), label(comparison.reason))
+        for work, comparison, _ in drawn
+    ]
+    x, y = [x_of(group, work) for work, *_ in drawn], [ratio for *_, (_, ratio, _) in drawn]
     made = _styled(peer, x, y, hover, index, group.by_length)
     above, below = [high - ratio for *_, (_, ratio, high) in drawn], [ratio - low for *_, (low, ratio, _) in drawn]
     made["error_y"] = {**error_bars(above, below), "color": made["marker"]["color"]}
     filled = made["marker"]["symbol"].removesuffix("-open")
-    symbols = [f"{filled}-open" if found.verdict == "cannot tell" else filled for _, found, _ in drawn]
+    symbols = [f"{filled}-open" if comparison.verdict == "cannot tell" else filled for _, comparison, _ in drawn]
     made["marker"] = {**made["marker"], "symbol": symbols}
     return [made]
 
@@ -199,35 +202,35 @@ def _memory(title: str, caption: str, name: str, rows: Sequence[Row]) -> Quantit
     )
 
 
-def groups_left_out(found: Sequence[Configuration]) -> int:
-    return max(0, len(_split(found)) - MAXIMUM_GROUPS)
+def groups_left_out(works: Sequence[Configuration]) -> int:
+    return max(0, len(_split(works)) - MAXIMUM_GROUPS)
 
 
-def _split(found: Sequence[Configuration]) -> dict[Any, list[Configuration]]:
+def _split(works: Sequence[Configuration]) -> dict[Any, list[Configuration]]:
     """Configurations by what makes charts of their own: dtype, mask, machine..."""
-    return grouped(found, lambda one: one.row.rest("seq", *_PANEL))
+    return grouped(works, lambda work: work.row.rest("seq", *_PANEL))
 
 
-def groups_of(found: Sequence[Configuration]) -> list[Group]:
-    split = list(_split(found).items())[:MAXIMUM_GROUPS]
+def groups_of(works: Sequence[Configuration]) -> list[Group]:
+    split = list(_split(works).items())[:MAXIMUM_GROUPS]
     varying = {name for key, _ in split for name, value in key if len({dict(other)[name] for other, _ in split}) > 1}
-    return [_group(", ".join(value for name, value in key if name in varying), mine) for key, mine in split]
+    return [_group(", ".join(value for name, value in key if name in varying), works) for key, works in split]
 
 
-def _group(name: str, mine: Sequence[Configuration]) -> Group:
-    names = tuple(one for one in _PANEL if len({words(each.row.point.get(one)) for each in mine}) > 1)
-    panels = _by(names, mine)
-    lengths = all(isinstance(one.row.point.get("seq"), int) and one.row.point["seq"] > 0 for one in mine)
+def _group(name: str, works: Sequence[Configuration]) -> Group:
+    names = tuple(name for name in _PANEL if len({words(work.row.point.get(name)) for work in works}) > 1)
+    panels = _by(names, works)
+    lengths = all(isinstance(work.row.point.get("seq"), int) and work.row.point["seq"] > 0 for work in works)
     some_line = any(len(panel) > 1 for panel in panels.values()) or len(panels) == 1
     if lengths and some_line and len(panels) <= MAXIMUM_PANELS:
         return Group(name=name, panels=panels, names=names, by_length=True)
-    names = tuple(one for one in names if one == "direction")
-    return Group(name=name, panels=_by(names, mine), names=names, by_length=False)
+    direction = names[:1] if "direction" in names else ()
+    return Group(name=name, panels=_by(direction, works), names=direction, by_length=False)
 
 
-def _by(names: Sequence[str], mine: Sequence[Configuration]) -> dict[Any, list[Configuration]]:
-    ordered = sorted(mine, key=lambda each: [_order(each.row.point.get(name)) for name in (*names, "seq")])
-    return grouped(ordered, lambda one: tuple(words(one.row.point.get(name)) for name in names))
+def _by(names: Sequence[str], works: Sequence[Configuration]) -> dict[Any, list[Configuration]]:
+    ordered = sorted(works, key=lambda work: [_order(work.row.point.get(name)) for name in (*names, "seq")])
+    return grouped(ordered, lambda work: tuple(words(work.row.point.get(name)) for name in names))
 
 
 def _order(value: Any) -> tuple[float, str]:
@@ -250,7 +253,7 @@ def panels_of(group: Group, y_title: str, values: Sequence[float], *, logarithmi
     level = {"tickangle": 0} if max(map(len, group.panels.values())) <= _LEVEL_SHAPES else {}
     if group.by_length:
         x_title = "length S (tokens)"
-        x_axis = _length_axis([one.row.point["seq"] for one in group.configurations], columns)
+        x_axis = _length_axis([work.row.point["seq"] for work in group.configurations], columns)
     else:
         x_title, x_axis = " × ".join(map(label, _shape_names(group))), {"type": "category", **level}
     # Ticks at 1, 2, 5 over a few powers of ten, at the powers alone over many.
@@ -271,22 +274,22 @@ def _columns(group: Group) -> int:
         return 1
     first = [key[0] for key in group.panels] if group.names[:1] == ("direction",) else []
     each = first.count(first[0]) if first else 0
-    if each and each <= 5 and all(first.count(one) == each for one in first) and (each > 1 or len(first) > 4):
+    if each and each <= 5 and all(first.count(value) == each for value in first) and (each > 1 or len(first) > 4):
         return each
     return panel_columns(len(group.panels), 8)
 
 
-def x_of(group: Group, one: Configuration) -> Any:
+def x_of(group: Group, work: Configuration) -> Any:
     if group.by_length:
-        return one.row.point["seq"]
-    parts = [label(words(one.row.point.get(name))) for name in _shape_names(group)]
+        return work.row.point["seq"]
+    parts = [label(words(work.row.point.get(name))) for name in _shape_names(group)]
     lines = [parts[:-2], parts[-2:]] if len(parts) > 2 else [parts]
     return lines_of(*(" × ".join(part) for part in lines))
 
 
 def _shape_names(group: Group) -> list[str]:
     """Those that vary; the length alone where none does."""
-    varying = [name for name in _SHAPE if len({words(one.row.point.get(name)) for one in group.configurations}) > 1]
+    varying = [name for name in _SHAPE if len({words(work.row.point.get(name)) for work in group.configurations}) > 1]
     return varying or ["seq"]
 
 

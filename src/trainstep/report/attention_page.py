@@ -22,22 +22,22 @@ from trainstep.report.rows import Row
 
 def attention_sections(rows: Sequence[Row]) -> list[Section]:
     """Side by side, ours against each, tiles, every cell: those that these rows have."""
-    found = configurations(rows)
+    works = configurations(rows)
     tiles = tile_chart(rows)
     # Of ours alone at many tiles, lines against the length would show one tile each time.
     overview = tiles is None or len(set(map(implementation, rows))) > 1
     made = [
         Section(
             title="Attention",
-            paragraphs=(*_fastest(found), *_wrong(rows), *_left_out(found)),
-            charts=tuple(attention_charts(found)) if overview else (),
-            tables=tuple(side_by_side(found)),
+            paragraphs=(*_fastest(works), *_wrong(rows), *_left_out(works)),
+            charts=tuple(attention_charts(works)) if overview else (),
+            tables=tuple(side_by_side(works)),
         ),
         Section(
             title="Attention: ours against each",
-            paragraphs=tuple(_against(found)),
-            charts=tuple(ratio_charts(found)),
-            tables=tuple(ratio_tables(found)),
+            paragraphs=tuple(_against(works)),
+            charts=tuple(ratio_charts(works)),
+            tables=tuple(ratio_tables(works)),
         ),
         Section(title="Attention: tiles", charts=(tiles,) if tiles else (), tables=tuple(tile_tables(rows))),
         Section(title="Attention: every cell", tables=(cells_table(rows), *accounting_tables(rows))),
@@ -45,11 +45,11 @@ def attention_sections(rows: Sequence[Row]) -> list[Section]:
     return [section for section in made if section.paragraphs or section.charts or section.tables]
 
 
-def _fastest(found: Sequence[Configuration]) -> list[str]:
+def _fastest(works: Sequence[Configuration]) -> list[str]:
     """Who has the smallest median time, in how many configurations where there was a choice."""
     winners: Counter[str] = Counter()
-    for one in found:
-        times = {name: time_s for name, row in one.cells.items() if (time_s := median_s(row)) is not None}
+    for work in works:
+        times = {name: time_s for name, row in work.cells.items() if (time_s := median_s(row)) is not None}
         if len(times) > 1:
             winners[min(times, key=lambda name: times[name])] += 1
     said = ", ".join(f"{name} in {count}" for name, count in winners.most_common())
@@ -73,17 +73,17 @@ def _counted(rows: Sequence[Row]) -> str:
     return ", ".join(f"{name} {counts[name]}" for name in implementations(counts))
 
 
-def _against(found: Sequence[Configuration]) -> list[str]:
+def _against(works: Sequence[Configuration]) -> list[str]:
     """A clause a peer: the geometric mean over all configurations where both ran."""
     said = []
-    for peer in implementations(peer for one in found for peer in one.ratios):
-        ratios = [one.ratios[peer] for one in found if peer in one.ratios]
+    for peer in implementations(peer for work in works for peer in work.ratios):
+        ratios = [work.ratios[peer] for work in works if peer in work.ratios]
         said.append(f"{times_words(1 / mean_ratio(ratios))} as fast as {peer} ({len(ratios)} configurations)")
     return [f"{OURS} is, in the geometric mean, {'; '.join(said)}."] if said else []
 
 
-def _left_out(found: Sequence[Configuration]) -> list[str]:
-    left = groups_left_out(found)
+def _left_out(works: Sequence[Configuration]) -> list[str]:
+    left = groups_left_out(works)
     return (
         [f"Charts show the first {MAXIMUM_GROUPS} of {MAXIMUM_GROUPS + left} groups; tables have all."] if left else []
     )

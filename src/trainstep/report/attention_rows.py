@@ -56,11 +56,11 @@ class Configuration:
 
 def configurations(rows: Sequence[Row]) -> list[Configuration]:
     """One for each piece of work, in the order of appearance."""
-    found = []
+    works = []
     for row, alike in by_work(rows, configuration_names(rows)):
-        cells = {name: chosen(mine) for name, mine in grouped(alike, implementation).items()}
-        found.append(Configuration(row=row, cells=cells, left_aside=len(alike) - len(cells)))
-    return found
+        cells = {name: chosen(tiled) for name, tiled in grouped(alike, implementation).items()}
+        works.append(Configuration(row=row, cells=cells, left_aside=len(alike) - len(cells)))
+    return works
 
 
 def by_work(rows: Sequence[Row], names: Iterable[str]) -> list[tuple[Row, list[Row]]]:
@@ -152,29 +152,29 @@ def _without_field(record: Record, failure: Failure) -> str:
     return after if field in record.config and after else said
 
 
-def ratio_tables(found: Sequence[Configuration]) -> list[Table]:
+def ratio_tables(works: Sequence[Configuration]) -> list[Table]:
     """The geometric means, then a row a configuration and a column a peer; none where ours met nobody."""
-    met = [one for one in found if one.against]
-    means = [_means_table(met)] if any(one.ratios for one in met) else []
+    met = [work for work in works if work.against]
+    means = [_means_table(met)] if any(work.ratios for work in met) else []
     return [*means, _ratio_table(met)] if met else []
 
 
-def _ratio_table(found: Sequence[Configuration]) -> Table:
-    ratios = [ratio for one in found for ratio in one.against.values()]
+def _ratio_table(works: Sequence[Configuration]) -> Table:
+    ratios = [ratio for work in works for ratio in work.against.values()]
     troubles = dict.fromkeys(ratio.trouble for ratio in ratios if ratio.trouble and not ratio.failure)
     note = "Our time over theirs, with its 99 % interval: below 1 ours is faster. “?”: cannot tell."
     note = " ".join([note, *(f"No ratio: {trouble}." for trouble in list(troubles)[:3])])
     columns = [
-        *point_columns(found),
-        *map(_ratio_column, implementations(peer for one in found for peer in one.against)),
+        *point_columns(works),
+        *map(_ratio_column, implementations(peer for work in works for peer in work.against)),
     ]
-    numbers = [_ratio_numbers(one, peer) for one in found for peer in one.against]
-    return Table.of("Ours against each: ratio of times", found, columns, note=note, raw=numbers)
+    numbers = [_ratio_numbers(work, peer) for work in works for peer in work.against]
+    return Table.of("Ours against each: ratio of times", works, columns, note=note, raw=numbers)
 
 
 def _ratio_column(peer: str) -> Column:
-    def get(one: Configuration) -> Comparison | Entry | None:
-        ratio = one.against.get(peer)
+    def get(work: Configuration) -> Comparison | Entry | None:
+        ratio = work.against.get(peer)
         if ratio is None:
             return None
         failed = next((row.record for row in (ratio.base, ratio.row) if row.record.failure), None)
@@ -185,19 +185,19 @@ def _ratio_column(peer: str) -> Column:
     return Column(f"ours / {peer}", _RATIO, get, failed=None)
 
 
-def _ratio_words(found: Comparison) -> str:
-    ratio, low, high = (ratio_words(edge or 0.0) for edge in (found.ratio, found.low, found.high))
-    return f"{ratio} [{low}, {high}]{' ?' if found.verdict == 'cannot tell' else ''}"
+def _ratio_words(comparison: Comparison) -> str:
+    ratio, low, high = (ratio_words(edge or 0.0) for edge in (comparison.ratio, comparison.low, comparison.high))
+    return f"{ratio} [{low}, {high}]{' ?' if comparison.verdict == 'cannot tell' else ''}"
 
 
-_RATIO = Form(text=_ratio_words, sort=lambda found: found.ratio)
+_RATIO = Form(text=_ratio_words, sort=lambda comparison: comparison.ratio)
 
 
-def _ratio_numbers(one: Configuration, peer: str) -> dict[str, Any]:
+def _ratio_numbers(work: Configuration, peer: str) -> dict[str, Any]:
     """What a program reads of a ratio; the keys say which two cells it is of."""
-    ratio = one.against[peer]
+    ratio = work.against[peer]
     return {
-        **one.row.point,
+        **work.row.point,
         "compared_along": "implementation",
         "implementation": OURS,
         "against": peer,
@@ -207,18 +207,18 @@ def _ratio_numbers(one: Configuration, peer: str) -> dict[str, Any]:
     }
 
 
-def _means_table(found: Sequence[Configuration]) -> Table:
+def _means_table(works: Sequence[Configuration]) -> Table:
     """A row for each peer and value of what is not a size, over all lengths and over the long ones."""
-    met = [(one.row.rest(*SIZES), peer, ratio) for one in found for peer, ratio in one.ratios.items()]
+    met = [(work.row.rest(*SIZES), peer, ratio) for work in works for peer, ratio in work.ratios.items()]
     lines = []
-    for (rest, peer), ratios in grouped(met, lambda one: one[:2]).items():
+    for (rest, peer), ratios in grouped(met, lambda line: line[:2]).items():
         every = [ratio for *_, ratio in ratios]
         long = [ratio for ratio in every if isinstance(seq := ratio.row.point.get("seq"), int) and seq >= LONG_SEQ]
         lines.append({**dict(rest), "against": peer, **_means("all", every)})
         if long and len(long) < len(every):
             lines.append({**dict(rest), "against": peer, **_means(f"≥ {LONG_SEQ:,}", long)})
     columns = [
-        *(Column(name) for name in found[0].row.point if name not in SIZES),
+        *(Column(name) for name in works[0].row.point if name not in SIZES),
         Column("against"),
         Column("lengths"),
         Column("configurations", COUNT),

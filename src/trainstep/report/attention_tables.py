@@ -80,39 +80,39 @@ def plain_tables(rows: Sequence[Row]) -> list[Table]:
 
 def attention_tables(rows: Sequence[Row], *, compared: bool = True) -> list[Table]:
     """Implementations side by side, ours against each (where `compared`), tiles, every cell, the memory accounting."""
-    found = configurations(rows)
-    against = ratio_tables(found) if compared else []
-    return [*side_by_side(found), *against, *tile_tables(rows), cells_table(rows), *accounting_tables(rows)]
+    works = configurations(rows)
+    against = ratio_tables(works) if compared else []
+    return [*side_by_side(works), *against, *tile_tables(rows), cells_table(rows), *accounting_tables(rows)]
 
 
-def side_by_side(found: Sequence[Configuration]) -> list[Table]:
+def side_by_side(works: Sequence[Configuration]) -> list[Table]:
     """Time, rate and memory, a table each: a row a configuration, a column an implementation. None with a single one."""
-    names = implementations(name for one in found for name in one.cells)
+    names = implementations(name for work in works for name in work.cells)
     names.sort(key=lambda name: name != OURS)  # ours beside the configuration: a wide table scrolls
     if len(names) < 2:
         return []
     tables = []
     for column in _SIDE_BY_SIDE:
-        shown = [one for one in found if _belongs(one, column)]
-        if any(_has(row, column) for one in shown for row in one.cells.values()):
+        shown = [work for work in works if _belongs(work, column)]
+        if any(_has(row, column) for work in shown for row in work.cells.values()):
             columns = [*point_columns(shown), *(_of_implementation(name, column) for name in names)]
-            reasons = _reasons([row for one in shown for row in one.cells.values()], _REASONS)
-            aside = sum(one.left_aside for one in shown)
+            reasons = _reasons([row for work in shown for row in work.cells.values()], _REASONS)
+            aside = sum(work.left_aside for work in shown)
             note = " ".join(filter(None, [column.help, *reasons, _ASIDE.format(aside) if aside else ""]))
             tables.append(Table.of(f"Attention: {column.title}", shown, columns, note=note))
     return tables
 
 
 def _of_implementation(name: str, column: Column) -> Column:
-    def get(one: Configuration) -> Any:
-        return column.read(one.cells[name]) if name in one.cells else None
+    def get(work: Configuration) -> Any:
+        return column.read(work.cells[name]) if name in work.cells else None
 
     return Column(name, column.form, get, failed=None)
 
 
-def _belongs(one: Configuration, column: Column) -> bool:
+def _belongs(work: Configuration, column: Column) -> bool:
     """Whether some cell has the quantity, or none ran: a forward pass alone holds nothing, a row of failures says so."""
-    ran = [row for row in one.cells.values() if row.record.failure is None]
+    ran = [row for row in work.cells.values() if row.record.failure is None]
     return not ran or any(_has(row, column) for row in ran)
 
 
@@ -223,32 +223,34 @@ def tile_maps(rows: Sequence[Row]) -> list[TileMap]:
     tiled = [row for row in rows if _tile(row)]
     names = [name for name in configuration_names(rows) if len({words(row.point.get(name)) for row in tiled}) > 1]
     made = [
-        TileMap(row=row, cells={tile: chosen(mine) for tile, mine in grouped(alike, _tile).items() if tile})
+        TileMap(
+            row=row, cells={tile: chosen(alike_tiles) for tile, alike_tiles in grouped(alike, _tile).items() if tile}
+        )
         for row, alike in by_work(tiled, names)
     ]
-    return [one for one in made if len(one.cells) > 1]
+    return [tile_map for tile_map in made if len(tile_map.cells) > 1]
 
 
 def tile_tables(rows: Sequence[Row]) -> list[Table]:
     """A row a query tile, a column a key tile, of each piece of work; none where no tile was asked for."""
     maps = tile_maps(rows)
-    cells = [row for one in maps for row in one.cells.values()]
+    cells = [row for tile_map in maps for row in tile_map.cells.values()]
     several = len(cells) < sum(_tile(row) is not None for row in rows)
     fastest = ["Of several numbers of warps and stages at one tile: the fastest."] if several else []
     columns = [
         *point_columns(maps),
         Column("query tile", _SIDE, lambda line: line.of[1], failed=None),
-        *map(_key_column, _sorted(key for one in maps for key in one.keys)),
+        *map(_key_column, _sorted(key for tile_map in maps for key in tile_map.keys)),
     ]
-    lines = [Line(one.row, (one, query)) for one in maps for query in one.queries]
+    lines = [Line(tile_map.row, (tile_map, query)) for tile_map in maps for query in tile_map.queries]
     note = " ".join(["Median time of a call in ms.", *fastest, *_reasons(cells, _TILE_REASONS)])
     return [Table.of("Attention: time by tile (ms)", lines, columns, note=note)] if maps else []
 
 
 def _key_column(key: Side) -> Column:
     def get(line: Line) -> Any:
-        one, query = line.of
-        return _TILE_TIME.read(one.cells[query, key]) if (query, key) in one.cells else None
+        tile_map, query = line.of
+        return _TILE_TIME.read(tile_map.cells[query, key]) if (query, key) in tile_map.cells else None
 
     return Column(f"key tile {key}", MS, get, failed=None)
 
@@ -258,17 +260,17 @@ def tile_chart(rows: Sequence[Row]) -> Chart | None:
     maps = tile_maps(rows)[:MAXIMUM_PANELS]
     if not maps:
         return None
-    named = [" · ".join(f"{name} {words(value)}" for name, value in one.row.point.items()) for one in maps]
+    named = [" · ".join(f"{name} {words(value)}" for name, value in tile_map.row.point.items()) for tile_map in maps]
     panels = Panels(
         titles=short_labels([name or "all tiles" for name in named]),
-        columns=panel_columns(len(maps), max(len(one.keys) for one in maps), label_characters=6),
+        columns=panel_columns(len(maps), max(len(tile_map.keys) for tile_map in maps), label_characters=6),
         x_title="key tile (tokens)",
         y_title="query tile (tokens)",
         axis={"type": "category"},
         x_axis={"type": "category"},
     )
-    for panel, one in enumerate(maps):
-        panels.add(panel, *_traces(one))
+    for panel, tile_map in enumerate(maps):
+        panels.add(panel, *_traces(tile_map))
     scale = {"colorscale": "Cividis", "reversescale": True, "cmin": 1, "cmax": 2}
     bar = {"title": {"text": "time ÷<br>fastest"}, "len": 0.9, "thickness": 14, "tickvals": [1, 1.25, 1.5, 1.75, 2]}
     bar["ticktext"] = ["1", "1.25", "1.5", "1.75", "≥ 2"]
@@ -282,18 +284,18 @@ def tile_chart(rows: Sequence[Row]) -> Chart | None:
     )
 
 
-def _traces(one: TileMap) -> list[dict[str, Any]]:
-    times = {tile: time_s for tile, row in one.cells.items() if (time_s := median_s(row)) is not None}
+def _traces(tile_map: TileMap) -> list[dict[str, Any]]:
+    times = {tile: time_s for tile, row in tile_map.cells.items() if (time_s := median_s(row)) is not None}
     fastest_s = min(times.values(), default=0.0)
     words_of = {tile: milliseconds(time_s) for tile, time_s in times.items()}
     words_of |= {tile: f"<b>{words_of[tile]}</b>" for tile, time_s in times.items() if time_s == fastest_s}
-    hover = {tile: _hover(row) for tile, row in one.cells.items()}
-    tiles = [[(query, key) for key in one.keys] for query in one.queries]
+    hover = {tile: _hover(row) for tile, row in tile_map.cells.items()}
+    tiles = [[(query, key) for key in tile_map.keys] for query in tile_map.queries]
     heat = {
         "type": "heatmap",
         "name": "time",
-        "x": [label(str(key)) for key in one.keys],
-        "y": [label(str(query)) for query in one.queries],
+        "x": [label(str(key)) for key in tile_map.keys],
+        "y": [label(str(query)) for query in tile_map.queries],
         "z": [[times[tile] / fastest_s if tile in times else None for tile in line] for line in tiles],
         "text": [[words_of.get(tile, "") for tile in line] for line in tiles],
         "texttemplate": "%{text}",
@@ -304,7 +306,7 @@ def _traces(one: TileMap) -> list[dict[str, Any]]:
         "xgap": 2,
         "ygap": 2,
     }
-    stopped = [tile for tile in one.cells if tile not in times]
+    stopped = [tile for tile in tile_map.cells if tile not in times]
     x, y = [label(str(key)) for _, key in stopped], [label(str(query)) for query, _ in stopped]
     return [heat, *([crosses(x, y, size=13, hover=[hover[tile] for tile in stopped])] if stopped else [])]
 

@@ -136,7 +136,7 @@ def short_labels(texts: Sequence[str]) -> list[str]:
         if len(short) > _LONGEST_LABEL:
             short = f"{short[: _LONGEST_LABEL // 2]}…{short[-_LONGEST_LABEL // 2 + 1 :]}"
         numbered = (f"{short} ({number})" for number in itertools.count(2))
-        shortened[text] = next(one for one in itertools.chain([short], numbered) if one not in shortened.values())
+        shortened[text] = next(free for free in itertools.chain([short], numbered) if free not in shortened.values())
     return [label(shortened[text]) for text in texts]
 
 
@@ -173,12 +173,8 @@ def text_marks(
     name: str, x: Any, y: Sequence[float], texts: Sequence[str], *, colour: str, hover: Sequence[str]
 ) -> Trace:
     """Words standing in a chart where a number would: what failed."""
-    style = {
-        "mode": "text",
-        "textposition": "top center",
-        "textfont": {"color": colour, "size": 12},
-        "cliponaxis": False,
-    }
+    font = {"color": colour, "size": 12}
+    style = {"mode": "text", "textposition": "top center", "textfont": font, "cliponaxis": False}
     made = {"type": "scatter", "name": name, "x": x, "y": list(y), "text": list(texts), "showlegend": False}
     return {**made, **style, **_hover(hover)}
 

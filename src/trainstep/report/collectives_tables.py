@@ -62,7 +62,9 @@ def series_of(rows: Sequence[Row]) -> dict[Key, list[Row]]:
         machine = labels.get(environment, environment.gpu or environment.cpu)
         return *(config[name] for name in LABEL), config["device"], machine, row.file
 
-    return {key: sorted(mine, key=lambda row: row.record.config["mib"]) for key, mine in grouped(rows, key_of).items()}
+    return {
+        key: sorted(alike, key=lambda row: row.record.config["mib"]) for key, alike in grouped(rows, key_of).items()
+    }
 
 
 def fit_of(rows: Sequence[Row]) -> LatencyFit | None:
@@ -99,7 +101,7 @@ def cells_table(rows: Sequence[Row]) -> Table:
 
 def fit_tables(rows: Sequence[Row]) -> list[Table]:
     """A line a series with enough sizes."""
-    lines = [Line(mine[0], fit) for mine in series_of(rows).values() if (fit := fit_of(mine))]
+    lines = [Line(alike[0], fit) for alike in series_of(rows).values() if (fit := fit_of(alike))]
     columns = [
         *_NAMED,
         Column("sizes", COUNT),
@@ -156,10 +158,10 @@ def _numbers(row: Row) -> Mapping[str, Any]:
 
 def collective_sections(rows: Sequence[Row]) -> list[Section]:
     """The part of the page that these records fill."""
-    ran = {key: [row for row in mine if bandwidth(row.record)] for key, mine in series_of(rows).items()}
-    done = {key: mine for key, mine in ran.items() if mine}
+    ran = {key: [row for row in alike if bandwidth(row.record)] for key, alike in series_of(rows).items()}
+    done = {key: alike for key, alike in ran.items() if alike}
     charts = tuple(_chart(done, *drawn) for drawn in (_DRAWN if done else ()))
-    said = tuple(_sentence(key, mine) for key, mine in done.items())
+    said = tuple(_sentence(key, alike) for key, alike in done.items())
     return [Section(title="Collectives", paragraphs=said, charts=charts, tables=tuple(collective_tables(rows)))]
 
 

@@ -55,10 +55,7 @@ def parallel_sections(rows: Sequence[Row], collectives: Sequence[Row] = ()) -> l
         title="Ways of going parallel",
         paragraphs=(*_step_sentences(timed), *bucket_sentences(timed, collectives)),
         charts=(*((_steps_chart(timed),) if timed else ()), *((buckets,) if buckets else ())),
-        tables=(
-            *time_tables(ways),
-            *message_tables(timed)[:_MOST_MESSAGE_TABLES],
-        ),
+        tables=(*time_tables(ways), *message_tables(timed)[:_MOST_MESSAGE_TABLES]),
     )
     memory = Section(
         title="Memory of ways of going parallel",
@@ -77,8 +74,8 @@ def _places(ways: Sequence[Way]) -> list[tuple[str, list[Way]]]:
 def _step_sentences(ways: Sequence[Way]) -> list[str]:
     """The quickest way of each place, against the yardstick."""
     said = []
-    for place, mine in _places([way for way in ways if way.sync != YARDSTICK]):
-        best = min(mine, key=_window_s)
+    for place, talking in _places([way for way in ways if way.sync != YARDSTICK]):
+        best = min(talking, key=_window_s)
         ratio = best.ratio("window_step")
         against = ""
         if ratio and ratio.interval and ratio.found:
@@ -98,7 +95,7 @@ def _window_s(way: Way) -> float:
 def _panels(ways: Sequence[Way], y_title: str, *, bars: int) -> tuple[Panels, list[list[Way]]]:
     """A panel a place, so many bars a way; and the ways of each."""
     places = dict(_places(ways)[:MAXIMUM_PANELS])
-    names = [name for mine in places.values() for name in short_labels([way.name for way in mine])]
+    names = [name for alike in places.values() for name in short_labels([way.name for way in alike])]
     widest = max(map(len, places.values()))
     panels = Panels(
         titles=short_labels(list(places)),
@@ -113,10 +110,10 @@ def _panels(ways: Sequence[Way], y_title: str, *, bars: int) -> tuple[Panels, li
 def _steps_chart(ways: Sequence[Way]) -> Chart:
     """A panel a place, a pair of bars a way."""
     panels, places = _panels(ways, "time of a step (ms)", bars=2)
-    for index, mine in enumerate(places):
-        x = short_labels([way.name for way in mine])
+    for index, alike in enumerate(places):
+        x = short_labels([way.name for way in alike])
         for place, (quantity, name) in enumerate(_TIMED.items()):
-            times = _medians(mine, quantity, said=f"{name}: ")
+            times = _medians(alike, quantity, said=f"{name}: ")
             panels.add(index, bar(name, x, colour=SERIES[place], **times, offsetgroup=name))
     caption = "Lower is better. Medians of the slowest rank, with the standard deviation; none: ranks that do not talk."
     return panels.chart("Time of a step by way", caption, barmode="group")
@@ -136,14 +133,14 @@ def _medians(ways: Sequence[Way], quantity: str, *, said: str = "") -> dict[str,
 def _memory_chart(ways: Sequence[Way]) -> Chart:
     """A panel a place, a stack a way: the point at which most of it is held."""
     panels, places = _panels(ways, "held by a rank (GiB)", bars=1)
-    for index, mine in enumerate(places):
-        x = short_labels([way.name for way in mine])
-        fullest = [_fullest(way) for way in mine]
+    for index, alike in enumerate(places):
+        x = short_labels([way.name for way in alike])
+        fullest = [_fullest(way) for way in alike]
         for category, colour in zip(CATEGORIES, _COLOURS, strict=True):
             sizes = [lines.get(category, 0) for _, lines in fullest]
             hover = [
                 lines_of(label(way.name), f"{category} {point}: {byte_words(size)}")
-                for way, (point, _), size in zip(mine, fullest, sizes, strict=True)
+                for way, (point, _), size in zip(alike, fullest, sizes, strict=True)
             ]
             panels.add(index, bar(category, x, [in_gib(size) for size in sizes], colour=colour, hover=hover))
     caption = "Rank 0 at the fullest of four points: after init, forward, backward and the step."
@@ -160,8 +157,8 @@ def _fullest(way: Way) -> tuple[str, dict[str, int]]:
 def sharding_sentences(ways: Sequence[Way]) -> list[str]:
     """How sharding whole tensors' state differs from sharding flat buffers (ZeRO-1 and 2), from the run's own numbers."""
     said = []
-    for place, mine in _places(ways):
-        by_sync = {way.sync: way for way in mine}
+    for place, alike in _places(ways):
+        by_sync = {way.sync: way for way in alike}
         whole, flat = by_sync.get("sharded"), by_sync.get("sharded_flat")
         if whole is None or flat is None:
             continue
@@ -232,7 +229,7 @@ def bucket_series(ways: Sequence[Way]) -> list[list[Way]]:
         way for way in ways if way.sync in USED_BY["bucket_mib"] and way.record.config["bucket_mib"] is not None
     ]
     series = grouped(bucketed, lambda way: (way.place, way.sync)).values()
-    return [sorted(mine, key=_bucket_mib) for mine in series if len({*map(_bucket_mib, mine)}) > 1]
+    return [sorted(alike, key=_bucket_mib) for alike in series if len({*map(_bucket_mib, alike)}) > 1]
 
 
 def _bucket_mib(way: Way) -> float:
@@ -251,14 +248,14 @@ def bucket_chart(ways: Sequence[Way], collectives: Sequence[Row]) -> Chart | Non
         columns=panel_columns(len(places), 10),
         x_title="bucket size (MiB)",
         y_title="time of a step (ms)",
-        x_axis=logarithmic([_bucket_mib(way) for mine in series for way in mine]),
+        x_axis=logarithmic([_bucket_mib(way) for alike in series for way in alike]),
         axis={"rangemode": "normal"},
     )
-    for mine in series:
-        sync, sizes_mib = mine[0].sync, [_bucket_mib(way) for way in mine]
-        panel, style = places.index(mine[0].place), series_style(syncs.index(sync))
-        panels.add(panel, line(sync, sizes_mib, style=style, **_medians(mine, "step")))
-        predicted = _prediction(mine[0], collectives)
+    for alike in series:
+        sync, sizes_mib = alike[0].sync, [_bucket_mib(way) for way in alike]
+        panel, style = places.index(alike[0].place), series_style(syncs.index(sync))
+        panels.add(panel, line(sync, sizes_mib, style=style, **_medians(alike, "step")))
+        predicted = _prediction(alike[0], collectives)
         if isinstance(predicted, Prediction):
             x = _curve(sizes_mib, predicted.best_mib)
             y = [in_ms(predicted.step_s(mib)) for mib in x]
@@ -277,10 +274,10 @@ def bucket_chart(ways: Sequence[Way], collectives: Sequence[Row]) -> Chart | Non
 def bucket_sentences(ways: Sequence[Way], collectives: Sequence[Row]) -> list[str]:
     """The best bucket of each series, measured and predicted."""
     said = []
-    for mine in bucket_series(ways):
-        best = min(mine, key=lambda way: median_of(way.record, "step") or 0.0)
+    for alike in bucket_series(ways):
+        best = min(alike, key=lambda way: median_of(way.record, "step") or 0.0)
         size = three_digits(best.record.config["bucket_mib"])
-        predicted = _prediction(mine[0], collectives)
+        predicted = _prediction(alike[0], collectives)
         if isinstance(predicted, Prediction):
             fit, gradients = predicted.fit, three_digits(predicted.gradient_bytes / _MIB)
             beside = (

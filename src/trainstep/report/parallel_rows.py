@@ -55,15 +55,15 @@ class Way:
         """Median seconds over the yardstick's: communication that is not hidden, as the whole step feels it."""
         if self.base is None:
             return None
-        mine, base = (median_of(row.record, quantity) for row in (self.row, self.base))
-        return None if mine is None or base is None else mine - base
+        own_s, base_s = (median_of(row.record, quantity) for row in (self.row, self.base))
+        return None if own_s is None or base_s is None else own_s - base_s
 
 
 def ways_of(rows: Sequence[Row]) -> list[Way]:
     """Each row with its yardstick: of the same file, machine and config, the ways' options aside."""
     bases = {_run_of(row): row for row in rows if row.record.config["sync"] == YARDSTICK and row.record.failure is None}
-    found = [(row, bases.get(_run_of(row))) for row in rows]
-    return [Way(row=row, base=None if base is row else base) for row, base in found]
+    bases_of = [(row, bases.get(_run_of(row))) for row in rows]
+    return [Way(row=row, base=None if base is row else base) for row, base in bases_of]
 
 
 def median_of(record: Record, quantity: str) -> float | None:

@@ -147,11 +147,11 @@ def memory_tables(ways: Sequence[Way]) -> list[Table]:
     return [*_points_table(ways), *_driver_table(ways)]
 
 
-def held_by(way: Way, rank: int = 0) -> Held:
-    """One rank's part of the record's table; empty where the cell failed."""
+def held_by(way: Way) -> Held:
+    """Rank 0's part of the record's table; empty where the cell failed."""
     found: Held = {}
     for line in way.lines("memory_points"):
-        if line["rank"] == rank:
+        if line["rank"] == 0:
             found.setdefault(line["point"], {})[line["line"]] = (line["bytes"], line["expected_bytes"])
     return found
 

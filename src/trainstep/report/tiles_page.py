@@ -78,11 +78,11 @@ def _tuned(rows: Sequence[Row]) -> list[Row]:
 def _candidates(record: Record) -> list[Seen]:
     """The rows of the record's table, best first."""
     lines = table_lines(record.tables["candidates"])
-    return sorted(lines, key=lambda one: math.inf if one["time_s"] is None else one["time_s"])
+    return sorted(lines, key=lambda candidate: math.inf if candidate["time_s"] is None else candidate["time_s"])
 
 
-def _tile_of(one: Seen) -> Tile:
-    return tuple(one[name] for name in KERNEL_TILE_FIELDS)
+def _tile_of(candidate: Seen) -> Tile:
+    return tuple(candidate[name] for name in KERNEL_TILE_FIELDS)
 
 
 def _in_words(tile: Tile) -> str:
@@ -91,17 +91,16 @@ def _in_words(tile: Tile) -> str:
 
 def _choice(records: Sequence[Record]) -> tuple[Tile | None, str]:
     """The tile that is best over these cells, and a comment on it."""
-    times = [
-        {_tile_of(one): one["time_s"] for one in _candidates(record) if one["time_s"] is not None} for record in records
-    ]
-    common = [tile for tile in times[0] if all(tile in one for one in times)]
+    tried = [[candidate for candidate in _candidates(record) if candidate["time_s"] is not None] for record in records]
+    times = [{_tile_of(candidate): candidate["time_s"] for candidate in timed} for timed in tried]
+    common = [tile for tile in times[0] if all(tile in time_s for time_s in times)]
     if not common:
         return None, "no tile was timed in all cells"
-    worse = {tile: [one[tile] / min(one.values()) for one in times] for tile in common}
-    tile = min(common, key=lambda one: math.prod(worse[one]))
+    worse = {tile: [time_s[tile] / min(time_s.values()) for time_s in times] for tile in common}
+    tile = min(common, key=lambda tile: math.prod(worse[tile]))
     used = [record.fact("in_use") for record in records]
     used_s = [record.fact("in_use_time") for record in records]
-    gains = [one[tile] / seconds for one, seconds in zip(times, used_s, strict=True) if seconds]
+    gains = [time_s[tile] / seconds for time_s, seconds in zip(times, used_s, strict=True) if seconds]
     comment = f"{_in_words(tile)} takes {_span(worse[tile])} of the best time"
     return tile, comment + (f", {_span(gains)} of {'/'.join(dict.fromkeys(used))}'s, now in use" if gains else "")
 
@@ -116,14 +115,16 @@ def _candidate_table(record: Record, most: int | None) -> Table:
     best_s = ranked[0]["time_s"]
     label = {name: record.config[name] for name in _LABEL}
     lines, raw = [], []
-    for place, one in enumerate(ranked):
-        in_use = _in_words(_tile_of(one)) == record.fact("in_use")
+    for place, candidate in enumerate(ranked):
+        in_use = _in_words(_tile_of(candidate)) == record.fact("in_use")
         if most is None or place < most or in_use:
-            remarks = [f"{one['outcome'].replace('_', ' ')}: {one['reason']}"] if one["reason"] else []
+            remarks = (
+                [f"{candidate['outcome'].replace('_', ' ')}: {candidate['reason']}"] if candidate["reason"] else []
+            )
             remarks += ["in use"] if in_use else []
-            ratio = one["time_s"] / best_s if one["time_s"] is not None and best_s else None
-            lines.append({**one, "ratio": ratio, "remarks": "; ".join(remarks)})
-            raw.append({**label, **one})
+            ratio = candidate["time_s"] / best_s if candidate["time_s"] is not None and best_s else None
+            lines.append({**candidate, "ratio": ratio, "remarks": "; ".join(remarks)})
+            raw.append({**label, **candidate})
     note = f"{len(ranked) - len(lines)} more in the record." if len(lines) < len(ranked) else ""
     return Table.of("Tiles: " + " ".join(map(str, label.values())), lines, _CANDIDATE, raw=raw, note=note)
 
