@@ -224,7 +224,7 @@ def _group(name: str, works: Sequence[Configuration]) -> Group:
     some_line = any(len(panel) > 1 for panel in panels.values()) or len(panels) == 1
     if lengths and some_line and len(panels) <= MAXIMUM_PANELS:
         return Group(name=name, panels=panels, names=names, by_length=True)
-    direction = names[:1] if "direction" in names else ()
+    direction = ("direction",) if "direction" in names else ()
     return Group(name=name, panels=_by(direction, works), names=direction, by_length=False)
 
 

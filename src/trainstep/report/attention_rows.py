@@ -63,7 +63,7 @@ def configurations(rows: Sequence[Row]) -> list[Configuration]:
     return works
 
 
-def by_work(rows: Sequence[Row], names: Iterable[str]) -> list[tuple[Row, list[Row]]]:
+def by_work(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
     """Rows that are alike in these names together, behind one whose point has no others."""
     points = grouped(rows, lambda row: tuple((name, words(row.point.get(name))) for name in names))
     return [

@@ -87,7 +87,7 @@ def cells_table(rows: Sequence[Row]) -> Table:
     columns = [
         *_NAMED,
         *point_columns(rows, without=(*LABEL, "mib")),
-        Column("size", Form(text=size_words), _payload_bytes, failed=None),
+        Column("size", Form(text=size_words), _asked_bytes, failed=None),
         Column("time (ms)", MS_STD, lambda line: time_of(line.of, "time")),
         *rank_columns("time"),
         Column("algorithm (GB/s)", GIGA, "algorithm_bytes_per_s"),
@@ -121,7 +121,8 @@ def _named(name: str) -> Column:
 _NAMED = [_named(name) for name in LABEL]
 
 
-def _payload_bytes(line: Line) -> int:
+def _asked_bytes(line: Line) -> int:
+    """Also of a cell that failed before it said its bytes."""
     return int(line.of["payload_bytes"] or line.of["mib"] * 2**20)
 
 

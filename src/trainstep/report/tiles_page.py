@@ -118,10 +118,8 @@ def _candidate_table(record: Record, most: int | None) -> Table:
     for place, candidate in enumerate(ranked):
         in_use = _in_words(_tile_of(candidate)) == record.fact("in_use")
         if most is None or place < most or in_use:
-            remarks = (
-                [f"{candidate['outcome'].replace('_', ' ')}: {candidate['reason']}"] if candidate["reason"] else []
-            )
-            remarks += ["in use"] if in_use else []
+            outcome, reason = candidate["outcome"].replace("_", " "), candidate["reason"]
+            remarks = filter(None, (f"{outcome}: {reason}" if reason else "", "in use" if in_use else ""))
             ratio = candidate["time_s"] / best_s if candidate["time_s"] is not None and best_s else None
             lines.append({**candidate, "ratio": ratio, "remarks": "; ".join(remarks)})
             raw.append({**label, **candidate})
