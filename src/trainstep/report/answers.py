@@ -5,7 +5,7 @@ config/instruments.py.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from trainstep.config.instruments import resolve
@@ -33,31 +33,21 @@ def quickest_call(rows: Sequence[Row]) -> str | None:
 
 def fullest(rows: Sequence[Row]) -> str | None:
     """Which cell held most at its peak."""
-    names = ("peak_allocated_bytes", "peak_rss_bytes")
-    held = [(size, row) for row in _done(rows) for name in names if (size := row.record.fact(name)) is not None]
-    if not held:
-        return None
-    size, row = max(held, key=lambda one: one[0])
-    return f"Fullest: {row.label()}, {byte_words(size)} at the peak{_failures(rows)}."
+    size, _, row = _largest(rows, ("peak_allocated_bytes", "peak_rss_bytes"))
+    return f"Fullest: {row.label()}, {byte_words(size)} at the peak{_failures(rows)}." if row else None
 
 
 def verdicts(rows: Sequence[Row]) -> str | None:
     """What limits how many cells."""
     found = Counter(str(kind) for row in _done(rows) if (kind := row.record.fact("verdict")))
-    if not found:
-        return None
-    return f"{', '.join(f'{count} {kind}' for kind, count in found.most_common()).capitalize()}{_failures(rows)}."
+    said = ", ".join(f"{count} {kind}" for kind, count in found.most_common()).capitalize()
+    return f"{said}{_failures(rows)}." if found else None
 
 
 def largest_error(rows: Sequence[Row]) -> str | None:
     """Which cell's numbers are furthest from the reference's, and in what."""
-    found = [
-        (error, name, row) for row in _done(rows) for name in ERRORS if (error := row.record.fact(name)) is not None
-    ]
-    if not found:
-        return None
-    error, name, row = max(found, key=lambda one: one[0])
-    return f"Largest error: {error:.1e} in {ERRORS[name]}, {row.label()}{_failures(rows)}."
+    error, name, row = _largest(rows, ERRORS)
+    return f"Largest error: {error:.1e} in {ERRORS[name]}, {row.label()}{_failures(rows)}." if row else None
 
 
 def tiles_kept(rows: Sequence[Row]) -> str | None:
@@ -67,14 +57,19 @@ def tiles_kept(rows: Sequence[Row]) -> str | None:
     return f"The tiles in use are the fastest in {same} of {len(done)} cells{_failures(rows)}." if done else None
 
 
+def _largest(rows: Sequence[Row], names: Iterable[str]) -> tuple[float, str, Row | None]:
+    """Of these facts of all rows the largest, its name and its row; without a row where none has any."""
+    facts = [(row.record.fact(name), name, row) for row in _done(rows) for name in names]
+    return max((fact for fact in facts if fact[0] is not None), key=lambda fact: fact[0], default=(0.0, "", None))
+
+
 def _quickest(rows: Sequence[Row], quantities: Sequence[str], of: str) -> str | None:
     timed = [(median(values), row) for row in _done(rows) if (values := _samples(row, quantities))]
     if not timed:
         return None
     (least_s, quickest), (most_s, slowest) = (choose(timed, key=lambda one: one[0]) for choose in (min, max))
-    against = (
-        "" if most_s == least_s or not least_s else f", {times_words(most_s / least_s)} as fast as {slowest.label()}"
-    )
+    apart = least_s and most_s > least_s
+    against = f", {times_words(most_s / least_s)} as fast as {slowest.label()}" if apart else ""
     return f"Quickest: {quickest.label()}, {seconds_words(least_s)} {of}{against}{_failures(rows)}."
 
 

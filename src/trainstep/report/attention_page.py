@@ -7,14 +7,12 @@ from trainstep.report.attention_charts import MAXIMUM_GROUPS, attention_charts, 
 from trainstep.report.attention_rows import (
     OURS,
     Configuration,
-    PeerRatio,
     configurations,
-    geometric_mean,
     implementation,
     implementations,
+    mean_ratio,
+    median_s,
     ratio_tables,
-    ratios,
-    time_summary,
 )
 from trainstep.report.attention_tables import accounting_tables, cells_table, side_by_side, tile_chart, tile_tables
 from trainstep.report.charts import Section
@@ -24,41 +22,41 @@ from trainstep.report.rows import Row
 
 def attention_sections(rows: Sequence[Row]) -> list[Section]:
     """Side by side, ours against each, tiles, every cell: those that these rows have."""
-    found = configurations(rows)
-    against = ratios(found)
+    works = configurations(rows)
     tiles = tile_chart(rows)
     # Of ours alone at many tiles, lines against the length would show one tile each time.
-    overview = tiles is None or len(implementations(rows)) > 1
+    overview = tiles is None or len(set(map(implementation, rows))) > 1
     made = [
         Section(
             title="Attention",
-            paragraphs=(*_fastest(found), *_wrong(rows), *_left_out(found)),
-            charts=tuple(attention_charts(found)) if overview else (),
-            tables=tuple(side_by_side(found)),
-        )
+            paragraphs=(*_fastest(works), *_wrong(rows), *_left_out(works)),
+            charts=tuple(attention_charts(works)) if overview else (),
+            tables=tuple(side_by_side(works)),
+        ),
+        Section(
+            title="Attention: ours against each",
+            paragraphs=tuple(_against(works)),
+            charts=tuple(ratio_charts(works)),
+            tables=tuple(ratio_tables(works)),
+        ),
+        Section(title="Attention: tiles", charts=(tiles,) if tiles else (), tables=tuple(tile_tables(rows))),
+        Section(title="Attention: every cell", tables=(cells_table(rows), *accounting_tables(rows))),
     ]
-    if against:
-        title = "Attention: ours against each"
-        charts, tables = tuple(ratio_charts(against)), tuple(ratio_tables(against))
-        made.append(Section(title=title, paragraphs=tuple(_against(against)), charts=charts, tables=tables))
-    if tiles:
-        made.append(Section(title="Attention: tiles", charts=(tiles,), tables=tuple(tile_tables(rows))))
-    tables = (cells_table(rows), *accounting_tables(rows))
-    made.append(Section(title="Attention: every cell", tables=tables))
     return [section for section in made if section.paragraphs or section.charts or section.tables]
 
 
-def _fastest(found: Sequence[Configuration]) -> list[str]:
+def _fastest(works: Sequence[Configuration]) -> list[str]:
     """Who has the smallest median time, in how many configurations where there was a choice."""
     winners: Counter[str] = Counter()
-    for one in found:
-        times = {name: time.median for name, row in one.cells.items() if (time := time_summary(row.record))}
+    for work in works:
+        times = {name: time_s for name, row in work.cells.items() if (time_s := median_s(row)) is not None}
         if len(times) > 1:
             winners[min(times, key=lambda name: times[name])] += 1
-    if not winners:
-        return []
     said = ", ".join(f"{name} in {count}" for name, count in winners.most_common())
-    return [f"Of {winners.total()} configurations in which several implementations ran, fastest by the median: {said}."]
+    sentence = (
+        f"Of {winners.total()} configurations in which several implementations ran, fastest by the median: {said}."
+    )
+    return [sentence] if winners else []
 
 
 def _wrong(rows: Sequence[Row]) -> list[str]:
@@ -72,22 +70,20 @@ def _wrong(rows: Sequence[Row]) -> list[str]:
 
 def _counted(rows: Sequence[Row]) -> str:
     counts = Counter(map(implementation, rows))
-    return ", ".join(f"{name} {counts[name]}" for name in implementations(rows))
+    return ", ".join(f"{name} {counts[name]}" for name in implementations(counts))
 
 
-def _against(found: Sequence[PeerRatio]) -> list[str]:
-    """A sentence a peer: the geometric mean over all configurations where both ran."""
+def _against(works: Sequence[Configuration]) -> list[str]:
+    """A clause a peer: the geometric mean over all configurations where both ran."""
     said = []
-    for peer in implementations([one.theirs for one in found]):
-        mine = [one for one in found if one.peer == peer and one.found and one.found.ratio]
-        mean = geometric_mean(mine)
-        if mean:
-            said.append(f"{times_words(1 / mean)} as fast as {peer} ({len(mine)} configurations)")
+    for peer in implementations(peer for work in works for peer in work.ratios):
+        ratios = [work.ratios[peer] for work in works if peer in work.ratios]
+        said.append(f"{times_words(1 / mean_ratio(ratios))} as fast as {peer} ({len(ratios)} configurations)")
     return [f"{OURS} is, in the geometric mean, {'; '.join(said)}."] if said else []
 
 
-def _left_out(found: Sequence[Configuration]) -> list[str]:
-    left = groups_left_out(found)
-    if not left:
-        return []
-    return [f"Charts show the first {MAXIMUM_GROUPS} of {MAXIMUM_GROUPS + left} groups; tables have all."]
+def _left_out(works: Sequence[Configuration]) -> list[str]:
+    left = groups_left_out(works)
+    return (
+        [f"Charts show the first {MAXIMUM_GROUPS} of {MAXIMUM_GROUPS + left} groups; tables have all."] if left else []
+    )

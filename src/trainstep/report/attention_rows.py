@@ -7,18 +7,18 @@ its interval where both ran, and the geometric means of these ratios.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from trainstep.config.attention import IMPLEMENTATIONS, TILE_FIELDS
 from trainstep.records.compare import VERDICTS, Comparison
 from trainstep.records.record import Failure, Record
-from trainstep.records.summary import Summary, summarize
 from trainstep.report.forms import COUNT, RATIO, Form, failure_word, needed_words, ratio_words
-from trainstep.report.ratios import Ratio, ratio_of
+from trainstep.report.ratios import Ratio, ratio_of, summary_of
 from trainstep.report.rows import Row, grouped, words
-from trainstep.report.tables import Column, Entry, Line, Table, point_columns
+from trainstep.report.tables import Column, Entry, Table, point_columns
 
 OURS = "trainstep"
 TIME, HOST = "time_s", "host_s"
@@ -26,8 +26,6 @@ NOT_THE_WORK = ("implementation", *TILE_FIELDS, "warmups", "steps")
 _SAME_AS = {"keys": "seq", "key_heads": "heads"}
 """Names that say nothing new where they are unset or equal to these in every row."""
 _SHORT = 44
-
-
 SIZES = ("seq", "keys", "head_dim", "batch", "heads", "key_heads")
 """Names along which a geometric mean goes; along the others there is one for each value."""
 LONG_SEQ = 4096
@@ -36,35 +34,42 @@ LONG_SEQ = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One piece of work. `point`: its values that vary in the report. `cells`: implementation -> its row."""
+    """One piece of work. `cells`: implementation -> its row."""
 
-    point: Mapping[str, Any]
+    row: Row
+    """Any of its rows, its point without what is no part of the work."""
     cells: Mapping[str, Row]
-    left_aside: int = 0
+    left_aside: int
     """Rows of the same work and implementation at other tiles."""
 
+    @cached_property
+    def against(self) -> Mapping[str, Ratio]:
+        """Peer -> our time over its time, or why there is no such ratio; empty without ours."""
+        peers = [name for name in implementations(self.cells) if name != OURS and OURS in self.cells]
+        return {peer: ratio_of(self.cells[peer], self.cells[OURS], TIME) for peer in peers}
+
     @property
-    def row(self) -> Row:
-        """Any of its rows: they agree in the point."""
-        return next(iter(self.cells.values()))
-
-    def rest(self, *names: str) -> tuple[tuple[str, str], ...]:
-        """The point without these names, as words."""
-        return tuple((name, words(value)) for name, value in self.point.items() if name not in names)
-
-    def label(self) -> str:
-        return " ".join(words(value) for value in self.point.values()) or self.row.record.workload
+    def ratios(self) -> dict[str, Ratio]:
+        """Of `against` those that came to a number."""
+        return {peer: ratio for peer, ratio in self.against.items() if ratio.known}
 
 
 def configurations(rows: Sequence[Row]) -> list[Configuration]:
     """One for each piece of work, in the order of appearance."""
-    names = configuration_names(rows)
-    found = []
-    for group in grouped(rows, lambda row: tuple(words(row.point.get(name)) for name in names)).values():
-        cells = {name: _chosen(mine) for name, mine in grouped(group, implementation).items()}
-        point = {name: group[0].point.get(name) for name in names}
-        found.append(Configuration(point=point, cells=cells, left_aside=len(group) - len(cells)))
-    return found
+    works = []
+    for row, alike in by_work(rows, configuration_names(rows)):
+        cells = {name: chosen(tiled) for name, tiled in grouped(alike, implementation).items()}
+        works.append(Configuration(row=row, cells=cells, left_aside=len(alike) - len(cells)))
+    return works
+
+
+def by_work(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
+    """Rows that are alike in these names together, behind one whose point has no others."""
+    points = grouped(rows, lambda row: tuple((name, words(row.point.get(name))) for name in names))
+    return [
+        (replace(alike[0], point={name: alike[0].point.get(name) for name in names}), alike)
+        for alike in points.values()
+    ]
 
 
 def configuration_names(rows: Sequence[Row]) -> list[str]:
@@ -73,14 +78,14 @@ def configuration_names(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if not (name in _SAME_AS and _says_nothing(name, rows))]
 
 
-def configuration_columns(found: Sequence[Configuration]) -> list[Column]:
-    """The columns that name configurations."""
-    return point_columns(found, without={name for one in found for name in one.row.point} - {*found[0].point})
+def _says_nothing(name: str, rows: Sequence[Row]) -> bool:
+    configs = [row.record.config for row in rows]
+    return all(config.get(name) is None or config.get(name) == config.get(_SAME_AS[name]) for config in configs)
 
 
-def implementations(rows: Sequence[Row]) -> list[str]:
-    """The names present: plain first, ours last, then whatever is not known here."""
-    present = dict.fromkeys(map(implementation, rows))
+def implementations(names: Iterable[str]) -> list[str]:
+    """Each of these names once: plain first, ours last, then whatever is not known here."""
+    present = dict.fromkeys(names)
     known = [name for name in IMPLEMENTATIONS if name in present]
     return [*known, *(name for name in present if name not in known)]
 
@@ -89,30 +94,44 @@ def implementation(row: Row) -> str:
     return words(row.record.config.get("implementation"))
 
 
-def time_summary(record: Record, name: str = TIME) -> Summary | None:
-    """Of a sample series in seconds, or None where the cell failed or timed nothing."""
-    samples = record.samples.get(name)
-    return None if record.failure or samples is None or not samples.values else summarize(samples)
+def median_s(row: Row) -> float | None:
+    """Of a call; None where none was timed."""
+    time = summary_of(row.record, TIME)
+    return time.median if time else None
 
 
-def flops_per_s(record: Record) -> float | None:
+def flops_per_s(row: Row) -> float | None:
     """FLOPs of the direction over the median time."""
-    flops, time = record.fact("flops"), time_summary(record)
-    return None if flops is None or time is None or not time.median else flops / time.median
+    flops, time_s = row.record.fact("flops"), median_s(row)
+    return flops / time_s if flops is not None and time_s else None
+
+
+def chosen(rows: Sequence[Row]) -> Row:
+    """Of one implementation's rows of the same work: that of the default tiles if it ran, else the fastest, else the first."""
+    timed = [(time_s, row) for row in rows if (time_s := median_s(row)) is not None]
+    default = [pair for pair in timed if all(pair[1].record.config.get(name) is None for name in TILE_FIELDS)]
+    return min(default or timed, key=lambda pair: pair[0])[1] if timed else rows[0]
 
 
 def failure_cell(record: Record) -> str:
-    """A failure as it stands in a cell: `OOM (needs 68.7 GiB)`, `illegal tile: …`, `not for fp32`; nothing of one that ran."""
+    """A failure as it stands in a cell: `OOM (needs 68.7 GiB)`, `illegal tile: …`, `not for fp32`; nothing of one that ran.
+
+    A sentence that refuses a shape, a dtype or a tile: its first clause, without the names that the cell's place says.
+    """
     failure = record.failure
     if failure is None:
         return ""
+    word = failure_word(failure)
     if failure.kind == "out_of_memory":
         needed = record.fact("needed_bytes")
         if needed is not None:
-            return f"{failure_word(failure)} (needs {needed_words(needed)})"
-        asked = failure.asked_bytes
-        return failure_word(failure) + (f" (asked for {needed_words(asked)})" if asked is not None else "")
-    return _refusal(record, failure) or failure_word(failure)
+            return f"{word} (needs {needed_words(needed)})"
+        return word if failure.asked_bytes is None else f"{word} (asked for {needed_words(failure.asked_bytes)})"
+    said = _without_field(record, failure).removeprefix(f"{record.config.get('implementation')} ").removeprefix("is ")
+    if failure.kind != "unsupported" and not said.startswith(("illegal tile", "not installed")):
+        return word
+    clause = re.split(r"; | \(", said, maxsplit=1)[0]
+    return clause if len(clause) <= _SHORT else f"{clause[: _SHORT - 1].rstrip()}…"
 
 
 def failure_reason(record: Record) -> str:
@@ -126,15 +145,6 @@ def failure_reason(record: Record) -> str:
     return said if cell in said else f"{cell}: {said}"
 
 
-def _refusal(record: Record, failure: Failure) -> str:
-    """The first clause of a sentence that refuses a shape, a dtype or a tile, without the names that the cell's place says."""
-    said = _without_field(record, failure).removeprefix(f"{record.config.get('implementation')} ").removeprefix("is ")
-    if failure.kind != "unsupported" and not said.startswith(("illegal tile", "not installed")):
-        return ""
-    clause = re.split(r"; | \(", said, maxsplit=1)[0]
-    return clause if len(clause) <= _SHORT else f"{clause[: _SHORT - 1].rstrip()}…"
-
-
 def _without_field(record: Record, failure: Failure) -> str:
     """The message without the config's field that it begins with."""
     said = " ".join(failure.message.split())
@@ -142,127 +152,73 @@ def _without_field(record: Record, failure: Failure) -> str:
     return after if field in record.config and after else said
 
 
-def _chosen(rows: Sequence[Row]) -> Row:
-    """Of one implementation's rows of the same work: that of the default tiles if it ran, else the fastest, else the first."""
-    ran = [row for row in rows if time_summary(row.record)]
-    default = [row for row in ran if all(row.record.config.get(name) is None for name in TILE_FIELDS)]
-    return min(default or ran, key=median_s) if ran else rows[0]
-
-
-def median_s(row: Row) -> float:
-    """Infinite where nothing was timed."""
-    time = time_summary(row.record)
-    return time.median if time else float("inf")
-
-
-def _says_nothing(name: str, rows: Sequence[Row]) -> bool:
-    configs = [row.record.config for row in rows]
-    return all(one.get(name) is None or one.get(name) == one.get(_SAME_AS[name]) for one in configs)
-
-
-class PeerRatio(NamedTuple):
-    """Our time over a peer's in one configuration, or why there is none."""
-
-    configuration: Configuration
-    peer: str
-    ratio: Ratio
-
-    @property
-    def ours(self) -> Row:
-        return self.ratio.row
-
-    @property
-    def theirs(self) -> Row:
-        return self.ratio.base
-
-    @property
-    def found(self) -> Comparison | None:
-        return self.ratio.found
-
-
-def ratios(found: Sequence[Configuration]) -> list[PeerRatio]:
-    """Of every configuration that has ours and a peer, peer by peer."""
-    return [
-        PeerRatio(one, peer, ratio_of(one.cells[peer], one.cells[OURS], TIME))
-        for one in found
-        if OURS in one.cells
-        for peer in implementations([*one.cells.values()])
-        if peer != OURS
-    ]
-
-
-def ratio_tables(found: Sequence[PeerRatio]) -> list[Table]:
+def ratio_tables(works: Sequence[Configuration]) -> list[Table]:
     """The geometric means, then a row a configuration and a column a peer; none where ours met nobody."""
-    if not found:
-        return []
-    any_ratio = any(one.found and one.found.ratio for one in found)
-    return [*([_means_table(found)] if any_ratio else []), _ratio_table(found)]
+    met = [work for work in works if work.against]
+    means = [_means_table(met)] if any(work.ratios for work in met) else []
+    return [*means, _ratio_table(met)] if met else []
 
 
-def _ratio_table(found: Sequence[PeerRatio]) -> Table:
-    lines: dict[int, Line] = {}
-    for one in found:
-        lines.setdefault(id(one.configuration), Line(one.configuration.row, {})).of[one.peer] = one
-    met = {id(one.configuration): one.configuration for one in found}
-    columns = [
-        *configuration_columns([*met.values()]),
-        *map(_ratio_column, implementations([one.theirs for one in found])),
-    ]
-    troubles = dict.fromkeys(one.ratio.trouble for one in found if one.ratio.trouble and not one.ratio.failure)
+def _ratio_table(works: Sequence[Configuration]) -> Table:
+    ratios = [ratio for work in works for ratio in work.against.values()]
+    troubles = dict.fromkeys(ratio.trouble for ratio in ratios if ratio.trouble and not ratio.failure)
     note = "Our time over theirs, with its 99 % interval: below 1 ours is faster. “?”: cannot tell."
     note = " ".join([note, *(f"No ratio: {trouble}." for trouble in list(troubles)[:3])])
-    return Table.of(
-        "Ours against each: ratio of times", lines.values(), columns, note=note, raw=map(_ratio_numbers, found)
-    )
+    columns = [
+        *point_columns(works),
+        *map(_ratio_column, implementations(peer for work in works for peer in work.against)),
+    ]
+    numbers = [_ratio_numbers(work, peer) for work in works for peer in work.against]
+    return Table.of("Ours against each: ratio of times", works, columns, note=note, raw=numbers)
 
 
 def _ratio_column(peer: str) -> Column:
-    def get(line: Line) -> Comparison | Entry | None:
-        one = line.of.get(peer)
-        if one is None:
+    def get(work: Configuration) -> Comparison | Entry | None:
+        ratio = work.against.get(peer)
+        if ratio is None:
             return None
-        failed = next((row.record for row in (one.theirs, one.ours) if row.record.failure), None)
+        failed = next((row.record for row in (ratio.base, ratio.row) if row.record.failure), None)
         if failed is not None:
             return Entry(text=failure_cell(failed), failure=failed.failure)
-        known: Comparison | None = one.ratio.known
-        return known or Entry(text="no ratio")
+        return ratio.known or Entry(text="no ratio")
 
     return Column(f"ours / {peer}", _RATIO, get, failed=None)
 
 
-def _ratio_words(found: Comparison) -> str:
-    ratio, low, high = (ratio_words(edge or 0.0) for edge in (found.ratio, found.low, found.high))
-    return f"{ratio} [{low}, {high}]{' ?' if found.verdict == 'cannot tell' else ''}"
+def _ratio_words(comparison: Comparison) -> str:
+    ratio, low, high = (ratio_words(edge or 0.0) for edge in (comparison.ratio, comparison.low, comparison.high))
+    return f"{ratio} [{low}, {high}]{' ?' if comparison.verdict == 'cannot tell' else ''}"
 
 
-_RATIO = Form(text=_ratio_words, sort=lambda found: found.ratio)
+_RATIO = Form(text=_ratio_words, sort=lambda comparison: comparison.ratio)
 
 
-def _ratio_numbers(one: PeerRatio) -> dict[str, Any]:
+def _ratio_numbers(work: Configuration, peer: str) -> dict[str, Any]:
     """What a program reads of a ratio; the keys say which two cells it is of."""
+    ratio = work.against[peer]
     return {
-        **one.configuration.point,
+        **work.row.point,
         "compared_along": "implementation",
         "implementation": OURS,
-        "against": one.peer,
-        **one.ratio.numbers(),
-        **({"reason": "one of the two failed"} if one.ratio.failure else {}),
-        "against_key": one.theirs.record.key,
+        "against": peer,
+        **ratio.numbers(),
+        **({"reason": "one of the two failed"} if ratio.failure else {}),
+        "against_key": ratio.base.record.key,
     }
 
 
-def _means_table(found: Sequence[PeerRatio]) -> Table:
+def _means_table(works: Sequence[Configuration]) -> Table:
     """A row for each peer and value of what is not a size, over all lengths and over the long ones."""
-    met = [one for one in found if one.found and one.found.ratio]
-    groups = grouped(met, lambda one: (one.configuration.rest(*SIZES), one.peer))
+    met = [(work.row.rest(*SIZES), peer, ratio) for work in works for peer, ratio in work.ratios.items()]
     lines = []
-    for (rest, peer), mine in groups.items():
-        long = [one for one in mine if _is_long(one)]
-        lines.append({**dict(rest), "against": peer, **_means("all", mine)})
-        if long and len(long) < len(mine):
+    for (rest, peer), ratios in grouped(met, lambda line: line[:2]).items():
+        every = [ratio for *_, ratio in ratios]
+        long = [ratio for ratio in every if isinstance(seq := ratio.row.point.get("seq"), int) and seq >= LONG_SEQ]
+        lines.append({**dict(rest), "against": peer, **_means("all", every)})
+        if long and len(long) < len(every):
             lines.append({**dict(rest), "against": peer, **_means(f"≥ {LONG_SEQ:,}", long)})
     columns = [
-        *(Column(name) for name in found[0].configuration.point if name not in SIZES),
+        *(Column(name) for name in works[0].row.point if name not in SIZES),
         Column("against"),
         Column("lengths"),
         Column("configurations", COUNT),
@@ -273,24 +229,18 @@ def _means_table(found: Sequence[PeerRatio]) -> Table:
     return Table.of("Ours against each: geometric means", lines, columns, note=note)
 
 
-def _is_long(one: PeerRatio) -> bool:
-    seq = one.ours.record.config.get("seq")
-    return isinstance(seq, int | float) and seq >= LONG_SEQ
+def mean_ratio(ratios: Iterable[Ratio]) -> float:
+    """The geometric mean of ratios that came to a number."""
+    logs = [math.log(ratio.interval[1]) for ratio in ratios if ratio.interval]
+    return math.exp(sum(logs) / len(logs))
 
 
-def geometric_mean(found: Sequence[PeerRatio]) -> float | None:
-    """Of the ratios that there are."""
-    logs = [math.log(one.found.ratio) for one in found if one.found and one.found.ratio]
-    return math.exp(sum(logs) / len(logs)) if logs else None
-
-
-def _means(lengths: str, found: Sequence[PeerRatio]) -> dict[str, Any]:
-    mean = geometric_mean(found) or 1.0
-    verdicts = [one.found.verdict for one in found if one.found]
+def _means(lengths: str, ratios: Sequence[Ratio]) -> dict[str, Any]:
+    verdicts = [ratio.known.verdict for ratio in ratios if ratio.known]
     return {
         "lengths": lengths,
-        "configurations": len(found),
-        "time, ours / theirs": mean,
-        "speed, ours / theirs": 1 / mean,
+        "configurations": len(ratios),
+        "time, ours / theirs": mean_ratio(ratios),
+        "speed, ours / theirs": 1 / mean_ratio(ratios),
         **{verdict: verdicts.count(verdict) for verdict in VERDICTS},
     }

@@ -3,12 +3,11 @@
 Ours by tile is also a map of time over query and key tiles: a tile that cannot run is a cell with its reason.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.config.attention import TILE_FIELDS
-from trainstep.records.record import Record
 from trainstep.records.summary import doubts
 from trainstep.report.attention_rows import (
     HOST,
@@ -16,7 +15,8 @@ from trainstep.report.attention_rows import (
     OURS,
     TIME,
     Configuration,
-    configuration_columns,
+    by_work,
+    chosen,
     configuration_names,
     configurations,
     failure_cell,
@@ -25,10 +25,8 @@ from trainstep.report.attention_rows import (
     implementations,
     median_s,
     ratio_tables,
-    ratios,
-    time_summary,
 )
-from trainstep.report.charts import INK, MAXIMUM_PANELS, Chart, Panels, label, lines_of, panel_columns, short_labels
+from trainstep.report.charts import MAXIMUM_PANELS, Chart, Panels, crosses, label, lines_of, panel_columns, short_labels
 from trainstep.report.forms import (
     ABSENT,
     COLUMN_SIZE,
@@ -42,9 +40,14 @@ from trainstep.report.forms import (
     milliseconds,
     three_digits,
 )
+from trainstep.report.ratios import median_and_std, median_words
 from trainstep.report.rows import Row, facts_in, grouped, quantities, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 
+_ASIDE = (
+    "Where trainstep ran at several tiles, its default tiles stand here, or its fastest where those did not run; {} cells stand "
+    "below only."
+)
 _REASONS = 6
 _ACCOUNTED = ("inputs", "scores", "softmax", "lse", "output", "gradients", "needed")
 _MOST_OF_A_NAME = 60
@@ -58,20 +61,16 @@ class TileMap:
     """One piece of work by tile: (block_q, block_k) -> its row, the fastest of those that differ in warps or stages."""
 
     row: Row
-    """Any of its rows: they agree in the point's `names`."""
-    names: tuple[str, ...]
+    """Any of its rows, its point without what all maps share."""
     cells: Mapping[tuple[Side, Side], Row]
 
     @property
     def queries(self) -> list[Side]:
-        return _sorted({block_q for block_q, _ in self.cells})
+        return _sorted(block_q for block_q, _ in self.cells)
 
     @property
     def keys(self) -> list[Side]:
-        return _sorted({block_k for _, block_k in self.cells})
-
-    def label(self) -> str:
-        return " · ".join(f"{name} {words(self.row.point.get(name))}" for name in self.names) or "all tiles"
+        return _sorted(block_k for _, block_k in self.cells)
 
 
 def plain_tables(rows: Sequence[Row]) -> list[Table]:
@@ -81,53 +80,44 @@ def plain_tables(rows: Sequence[Row]) -> list[Table]:
 
 def attention_tables(rows: Sequence[Row], *, compared: bool = True) -> list[Table]:
     """Implementations side by side, ours against each (where `compared`), tiles, every cell, the memory accounting."""
-    found = configurations(rows)
-    against = ratio_tables(ratios(found)) if compared else []
-    return [*side_by_side(found), *against, *tile_tables(rows), cells_table(rows), *accounting_tables(rows)]
+    works = configurations(rows)
+    against = ratio_tables(works) if compared else []
+    return [*side_by_side(works), *against, *tile_tables(rows), cells_table(rows), *accounting_tables(rows)]
 
 
-def side_by_side(found: Sequence[Configuration]) -> list[Table]:
+def side_by_side(works: Sequence[Configuration]) -> list[Table]:
     """Time, rate and memory, a table each: a row a configuration, a column an implementation. None with a single one."""
-    names = implementations([row for one in found for row in one.cells.values()])
+    names = implementations(name for work in works for name in work.cells)
     names.sort(key=lambda name: name != OURS)  # ours beside the configuration: a wide table scrolls
     if len(names) < 2:
         return []
     tables = []
     for column in _SIDE_BY_SIDE:
-        shown = [one for one in found if _belongs(one, column)]
-        if any(_has(row, column) for one in shown for row in one.cells.values()):
-            columns = [*configuration_columns(shown), *(_of_implementation(name, column) for name in names)]
-            note = " ".join(filter(None, (column.help, *side_notes(shown))))
+        shown = [work for work in works if _belongs(work, column)]
+        if any(_has(row, column) for work in shown for row in work.cells.values()):
+            columns = [*point_columns(shown), *(_of_implementation(name, column) for name in names)]
+            reasons = _reasons([row for work in shown for row in work.cells.values()], _REASONS)
+            aside = sum(work.left_aside for work in shown)
+            note = " ".join(filter(None, [column.help, *reasons, _ASIDE.format(aside) if aside else ""]))
             tables.append(Table.of(f"Attention: {column.title}", shown, columns, note=note))
     return tables
 
 
 def _of_implementation(name: str, column: Column) -> Column:
-    def get(one: Configuration) -> Any:
-        return column.read(one.cells[name]) if name in one.cells else None
+    def get(work: Configuration) -> Any:
+        return column.read(work.cells[name]) if name in work.cells else None
 
     return Column(name, column.form, get, failed=None)
 
 
-def _belongs(one: Configuration, column: Column) -> bool:
+def _belongs(work: Configuration, column: Column) -> bool:
     """Whether some cell has the quantity, or none ran: a forward pass alone holds nothing, a row of failures says so."""
-    ran = [row for row in one.cells.values() if row.record.failure is None]
+    ran = [row for row in work.cells.values() if row.record.failure is None]
     return not ran or any(_has(row, column) for row in ran)
 
 
 def _has(row: Row, column: Column) -> bool:
     return row.record.failure is None and column.read(row) is not None
-
-
-def side_notes(found: Sequence[Configuration]) -> list[str]:
-    """What short words in cells stand for, and what was left aside."""
-    told = _reasons([row for one in found for row in one.cells.values()], _REASONS)
-    aside = sum(one.left_aside for one in found)
-    tiles = (
-        f"Where trainstep ran at several tiles, its default tiles stand here, or its fastest where those did not run; "
-        f"{aside} cells stand below only."
-    )
-    return [*told, *([tiles] if aside else [])]
 
 
 def _reasons(rows: Sequence[Row], most: int) -> list[str]:
@@ -139,38 +129,34 @@ def _reasons(rows: Sequence[Row], most: int) -> list[str]:
 
 def cells_table(rows: Sequence[Row]) -> Table:
     """Every cell: beside its time the error, NaN, determinism, the kernel that ran, the host's time, the doubts."""
-    hidden = {name for row in rows for name in row.point} - {*configuration_names(rows), *NOT_THE_WORK}
     note = (
         "Error: the largest, over the largest magnitude of a reference in higher precision. Plain PyTorch's: of the output "
         "that attention written out in PyTorch gives in the cell's own dtype. NaN: or infinity. Host: until the call returns. "
         "Launch-bound: the device waits for the host."
     )
-    columns = [
-        *point_columns(rows, without=hidden),
-        *_CELL,
-        doubts_column(lambda row: "; ".join([*_troubles(row.record), *doubts(row.record)])),
-    ]
+    columns = [*point_columns(rows, without=_says_nothing_new(rows)), *_CELL, doubts_column(_doubts)]
     return Table.of("Attention: every cell", rows, columns, note=note, raw=map(_numbers, rows))
 
 
 def accounting_tables(rows: Sequence[Row]) -> list[Table]:
     """What the memory of each configuration is made of, as its implementation needs it."""
     told = [row for row in rows if any(row.record.fact(f"{part}_bytes") is not None for part in _ACCOUNTED)]
-    if not told:
-        return []
-    hidden = {name for row in told for name in row.point} - {*configuration_names(rows), *NOT_THE_WORK}
-    columns = [*point_columns(told, without=hidden), *_ACCOUNT]
     note = "From the shapes: what each implementation must hold. Needed: all of it together."
-    return [Table.of("Attention: memory accounting", told, columns, note=note, folded=True)]
+    columns = [*point_columns(told, without=_says_nothing_new(rows)), *_ACCOUNT]
+    return [Table.of("Attention: memory accounting", told, columns, note=note, folded=True)] if told else []
 
 
-def _troubles(record: Record) -> list[str]:
-    """What makes the result itself doubtful, and what could not be looked at."""
-    failed = record.fact("afterwards_failed")
-    return [
-        *(["NaN or infinity"] if record.fact("has_nan") else []),
-        *([f"not seen: {words(failed)}"] if failed else []),
-    ]
+def _says_nothing_new(rows: Sequence[Row]) -> set[str]:
+    """The names of a point that say nothing new of a cell."""
+    return {name for row in rows for name in row.point} - {*configuration_names(rows), *NOT_THE_WORK}
+
+
+def _doubts(row: Row) -> str:
+    """What makes the result itself doubtful, what could not be looked at, and what makes its time doubtful."""
+    failed = row.record.fact("afterwards_failed")
+    said = ["NaN or infinity"] if row.record.fact("has_nan") else []
+    said += [f"not seen: {words(failed)}"] if failed else []
+    return "; ".join([*said, *doubts(row.record)])
 
 
 def _numbers(row: Row) -> dict[str, Any]:
@@ -179,17 +165,7 @@ def _numbers(row: Row) -> dict[str, Any]:
     numbers = quantities(row)
     config = {name: value for name, value in record.config.items() if name not in numbers}
     needed = facts_in(record, [f"{part}_bytes" for part in _ACCOUNTED])
-    return {"workload": numbers.pop("workload"), **config, **numbers, **needed, "flops_per_s": flops_per_s(record)}
-
-
-def _time(name: str) -> Callable[[Row], tuple[float, float | None] | None]:
-    """Median, and the standard deviation of several."""
-
-    def get(row: Row) -> tuple[float, float | None] | None:
-        found = time_summary(row.record, name)
-        return (found.median, found.std if found.n > 1 else None) if found else None
-
-    return get
+    return {"workload": numbers.pop("workload"), **config, **numbers, **needed, "flops_per_s": flops_per_s(row)}
 
 
 def _cut(value: Any) -> str:
@@ -201,11 +177,13 @@ _WORDS = replace(TEXT, text=_cut)
 _YES_NO = replace(TEXT, text=lambda value: words(bool(value)))
 """Stored as a switch, or as 1 or 0."""
 _TERA = Form(text=lambda rate: three_digits(rate / 1e12))
-_TIME = Column("time (ms)", MS_STD, _time(TIME), help="Median ± standard deviation of a call.", failed=failure_cell)
+_TIME = Column(
+    "time (ms)", MS_STD, median_and_std(TIME), help="Median ± standard deviation of a call.", failed=failure_cell
+)
 _RATE = Column(
     "TFLOP/s",
     _TERA,
-    lambda row: flops_per_s(row.record),
+    flops_per_s,
     help="Over the median time; FLOPs are counted from the shape, a causal mask's half left out.",
     failed=failure_cell,
 )
@@ -231,7 +209,7 @@ _CELL = (
             Column("NaN", _YES_NO, "has_nan"),
             Column("deterministic", _YES_NO, "deterministic"),
             Column("which ran", _WORDS, "which_ran"),
-            Column("host (ms)", MS_STD, _time(HOST)),
+            Column("host (ms)", MS_STD, median_and_std(HOST)),
             Column("launch-bound", _YES_NO, "launch_bound"),
             Column("peak ({unit})", COLUMN_SIZE, "peak_bytes"),
             Column("held ({unit})", COLUMN_SIZE, "held_bytes"),
@@ -243,35 +221,36 @@ _CELL = (
 def tile_maps(rows: Sequence[Row]) -> list[TileMap]:
     """One for each piece of work that has two tiles or more."""
     tiled = [row for row in rows if _tile(row)]
-    names = tuple(name for name in configuration_names(rows) if len({words(row.point.get(name)) for row in tiled}) > 1)
-    groups = grouped(tiled, lambda row: tuple(words(row.point.get(name)) for name in names))
-    made = [_map(names, mine) for mine in groups.values()]
-    return [one for one in made if len(one.cells) > 1]
+    names = [name for name in configuration_names(rows) if len({words(row.point.get(name)) for row in tiled}) > 1]
+    made = [
+        TileMap(
+            row=row, cells={tile: chosen(alike_tiles) for tile, alike_tiles in grouped(alike, _tile).items() if tile}
+        )
+        for row, alike in by_work(tiled, names)
+    ]
+    return [tile_map for tile_map in made if len(tile_map.cells) > 1]
 
 
 def tile_tables(rows: Sequence[Row]) -> list[Table]:
     """A row a query tile, a column a key tile, of each piece of work; none where no tile was asked for."""
     maps = tile_maps(rows)
-    if not maps:
-        return []
-    keys = _sorted({key for one in maps for key in one.keys})
-    note = "Median time of a call in ms."
-    if sum(len(one.cells) for one in maps) < sum(_tile(row) is not None for row in rows):
-        note += " Of several numbers of warps and stages at one tile: the fastest."
-    note = " ".join([note, *_reasons([row for one in maps for row in one.cells.values()], _TILE_REASONS)])
+    cells = [row for tile_map in maps for row in tile_map.cells.values()]
+    several = len(cells) < sum(_tile(row) is not None for row in rows)
+    fastest = ["Of several numbers of warps and stages at one tile: the fastest."] if several else []
     columns = [
-        *point_columns(maps, without={*maps[0].row.point} - {*maps[0].names}),
+        *point_columns(maps),
         Column("query tile", _SIDE, lambda line: line.of[1], failed=None),
-        *map(_key_column, keys),
+        *map(_key_column, _sorted(key for tile_map in maps for key in tile_map.keys)),
     ]
-    lines = [Line(one.row, (one, query)) for one in maps for query in one.queries]
-    return [Table.of("Attention: time by tile (ms)", lines, columns, note=note)]
+    lines = [Line(tile_map.row, (tile_map, query)) for tile_map in maps for query in tile_map.queries]
+    note = " ".join(["Median time of a call in ms.", *fastest, *_reasons(cells, _TILE_REASONS)])
+    return [Table.of("Attention: time by tile (ms)", lines, columns, note=note)] if maps else []
 
 
 def _key_column(key: Side) -> Column:
     def get(line: Line) -> Any:
-        one, query = line.of
-        return _TILE_TIME.read(one.cells[query, key]) if (query, key) in one.cells else None
+        tile_map, query = line.of
+        return _TILE_TIME.read(tile_map.cells[query, key]) if (query, key) in tile_map.cells else None
 
     return Column(f"key tile {key}", MS, get, failed=None)
 
@@ -281,17 +260,17 @@ def tile_chart(rows: Sequence[Row]) -> Chart | None:
     maps = tile_maps(rows)[:MAXIMUM_PANELS]
     if not maps:
         return None
+    named = [" · ".join(f"{name} {words(value)}" for name, value in tile_map.row.point.items()) for tile_map in maps]
     panels = Panels(
-        titles=short_labels([one.label() for one in maps]),
-        columns=panel_columns(len(maps), max(len(one.keys) for one in maps), label_characters=6),
+        titles=short_labels([name or "all tiles" for name in named]),
+        columns=panel_columns(len(maps), max(len(tile_map.keys) for tile_map in maps), label_characters=6),
         x_title="key tile (tokens)",
         y_title="query tile (tokens)",
         axis={"type": "category"},
         x_axis={"type": "category"},
     )
-    for panel, one in enumerate(maps):
-        for trace in _traces(one):
-            panels.add(panel, trace)
+    for panel, tile_map in enumerate(maps):
+        panels.add(panel, *_traces(tile_map))
     scale = {"colorscale": "Cividis", "reversescale": True, "cmin": 1, "cmax": 2}
     bar = {"title": {"text": "time ÷<br>fastest"}, "len": 0.9, "thickness": 14, "tickvals": [1, 1.25, 1.5, 1.75, 2]}
     bar["ticktext"] = ["1", "1.25", "1.5", "1.75", "≥ 2"]
@@ -305,52 +284,36 @@ def tile_chart(rows: Sequence[Row]) -> Chart | None:
     )
 
 
-def _traces(one: TileMap) -> list[dict[str, Any]]:
-    times = {place: time.median for place, row in one.cells.items() if (time := time_summary(row.record))}
-    fastest = min(times.values(), default=0.0)
-    x, y = [label(str(key)) for key in one.keys], [label(str(query)) for query in one.queries]
-    places = [[(query, key) for key in one.keys] for query in one.queries]
-    texts = [[_bold_fastest(times.get(place), fastest) for place in line] for line in places]
+def _traces(tile_map: TileMap) -> list[dict[str, Any]]:
+    times = {tile: time_s for tile, row in tile_map.cells.items() if (time_s := median_s(row)) is not None}
+    fastest_s = min(times.values(), default=0.0)
+    words_of = {tile: milliseconds(time_s) for tile, time_s in times.items()}
+    words_of |= {tile: f"<b>{words_of[tile]}</b>" for tile, time_s in times.items() if time_s == fastest_s}
+    hover = {tile: _hover(row) for tile, row in tile_map.cells.items()}
+    tiles = [[(query, key) for key in tile_map.keys] for query in tile_map.queries]
     heat = {
         "type": "heatmap",
         "name": "time",
-        "x": x,
-        "y": y,
-        "z": [[times[place] / fastest if place in times else None for place in line] for line in places],
-        "text": texts,
+        "x": [label(str(key)) for key in tile_map.keys],
+        "y": [label(str(query)) for query in tile_map.queries],
+        "z": [[times[tile] / fastest_s if tile in times else None for tile in line] for line in tiles],
+        "text": [[words_of.get(tile, "") for tile in line] for line in tiles],
         "texttemplate": "%{text}",
-        "hovertext": [[_hover(one.cells.get(place)) for place in line] for line in places],
+        "hovertext": [[hover.get(tile, "") for tile in line] for line in tiles],
         "hoverinfo": "text",
         "hoverongaps": False,
         "coloraxis": "coloraxis",
         "xgap": 2,
         "ygap": 2,
     }
-    stopped = [place for place, row in one.cells.items() if place not in times]
-    crosses = {
-        "type": "scatter",
-        "name": "did not run",
-        "mode": "markers",
-        "x": [label(str(key)) for _, key in stopped],
-        "y": [label(str(query)) for query, _ in stopped],
-        "marker": {"symbol": "x-thin", "size": 13, "color": INK, "line": {"color": INK, "width": 2}},
-        "hovertext": [_hover(one.cells[place]) for place in stopped],
-        "hoverinfo": "text",
-    }
-    return [heat, crosses] if stopped else [heat]
+    stopped = [tile for tile in tile_map.cells if tile not in times]
+    x, y = [label(str(key)) for _, key in stopped], [label(str(query)) for query, _ in stopped]
+    return [heat, *([crosses(x, y, size=13, hover=[hover[tile] for tile in stopped])] if stopped else [])]
 
 
 def _sorted(sides: Iterable[Side]) -> list[Side]:
-    return sorted(sides, key=lambda side: (isinstance(side, str), side if isinstance(side, int) else 0))
-
-
-def _map(names: tuple[str, ...], rows: Sequence[Row]) -> TileMap:
-    cells: dict[tuple[Side, Side], Row] = {}
-    for row in rows:
-        tile = _tile(row)
-        if tile and (tile not in cells or median_s(row) < median_s(cells[tile])):
-            cells[tile] = row
-    return TileMap(row=rows[0], names=names, cells=cells)
+    """Each side once: the numbers, then `rule`."""
+    return sorted(set(sides), key=lambda side: (isinstance(side, str), side if isinstance(side, int) else 0))
 
 
 def _tile(row: Row) -> tuple[Side, Side] | None:
@@ -358,29 +321,13 @@ def _tile(row: Row) -> tuple[Side, Side] | None:
     return (query, key) if isinstance(query, int | str) and isinstance(key, int | str) else None
 
 
-def _bold_fastest(time_s: float | None, fastest_s: float) -> str:
-    if time_s is None:
-        return ""
-    return f"<b>{milliseconds(time_s)}</b>" if time_s == fastest_s else milliseconds(time_s)
-
-
-def _hover(row: Row | None) -> str:
-    if row is None:
-        return ""
-    config = row.record.config
+def _hover(row: Row) -> str:
+    config, failure = row.record.config, row.record.failure
     tile = ", ".join(f"{name} {words(config[name])}" for name in TILE_FIELDS if config.get(name) is not None)
-    time = time_summary(row.record)
-    if time:
-        return lines_of(label(tile), f"{milliseconds(time.median, time.std)} ms")
-    failure = row.record.failure
-    return lines_of(label(tile), *map(label, (failure_cell(row.record), failure_sentence(failure)) if failure else ()))
-
-
-def _median_s(row: Row) -> float | None:
-    time = time_summary(row.record)
-    return time.median if time else None
+    said = (failure_cell(row.record), failure_sentence(failure)) if failure else (median_words(row.record, TIME),)
+    return lines_of(*map(label, (tile, *filter(None, said))))
 
 
 _SIDE = Form(text=str, sort=lambda side: side if isinstance(side, int) else None)
-_TILE_TIME = Column("time", MS, _median_s, failed=lambda record: failure_cell(record).split(":")[0])
+_TILE_TIME = Column("time", MS, median_s, failed=lambda record: failure_cell(record).split(":")[0])
 """A failure without what the table's note says of it."""

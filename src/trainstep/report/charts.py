@@ -9,7 +9,7 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,9 @@ _TOP = 66
 
 _MOST_ROWS = 200
 """Of a chart with more places, such as a timeline of thousands, evenly chosen ones stand in the table."""
+_PLACE = " place"
+"""Where a line of that table keeps its place: no series is called so, since names are stripped."""
+STOPPED = "did not run"
 _OUR_TAGS = re.compile(r"</?(?:b|sup|i)>")
 Trace = dict[str, Any]
 Place = tuple[str, Any, int]
@@ -78,43 +81,33 @@ class Panels:
     """Panel -> the range of its y axis, where plotly's own choice would not do."""
     _named: set[str] = field(default_factory=set)
 
-    def add(self, panel: int, trace: Trace) -> None:
-        """Put a trace into a panel; a name stands in the legend once and toggles its traces in every panel."""
-        name = trace.get("name", "")
-        number = "" if panel == 0 else str(panel + 1)
-        shown = bool(name) and name not in self._named and trace.get("showlegend", True)
-        self._named.add(name)
-        self.data.append(
-            {**trace, "xaxis": f"x{number}", "yaxis": f"y{number}", "legendgroup": name, "showlegend": shown}
-        )
+    def add(self, panel: int, *traces: Trace) -> None:
+        """Put traces into a panel; a name stands in the legend once and toggles its traces in every panel."""
+        axes = {"xaxis": f"x{_axis_number(panel)}", "yaxis": f"y{_axis_number(panel)}"}
+        for trace in traces:
+            name = trace.get("name", "")
+            shown = bool(name) and name not in self._named and trace.get("showlegend", True)
+            self._named.add(name)
+            self.data.append({**trace, **axes, "legendgroup": name, "showlegend": shown})
 
     def chart(self, title: str, caption: str, **layout: Any) -> Chart:
         """The finished chart."""
         lines = -(-len(self.titles) // self.columns)
-        height = _TOP + PANEL_HEIGHT * lines
         axes: dict[str, Any] = {}
         for panel in range(len(self.titles)):
-            number = "" if panel == 0 else str(panel + 1)
-            last_in_column = panel + self.columns >= len(self.titles)
-            titled = {"text": self.x_title if last_in_column else "", "font": {"size": 13}}
-            axes[f"xaxis{number}"] = {"title": titled, "automargin": True, **self.x_axis}
-            first_in_line = panel % self.columns == 0
-            axes[f"yaxis{number}"] = {
-                "title": {"text": self.y_title if first_in_line else "", "font": {"size": 13}},
-                "automargin": True,
-                "rangemode": "tozero",
-                **self.axis,
-                **({"range": list(self.ranges[panel])} if panel in self.ranges else {}),
-            }
+            number = _axis_number(panel)
+            last_in_column, first_in_line = panel + self.columns >= len(self.titles), panel % self.columns == 0
+            axes[f"xaxis{number}"] = {**_axis(self.x_title if last_in_column else ""), **self.x_axis}
+            y_axis = {**_axis(self.y_title if first_in_line else ""), "rangemode": "tozero", **self.axis}
+            axes[f"yaxis{number}"] = y_axis | ({"range": self.ranges[panel]} if panel in self.ranges else {})
+        titles = [_panel_title(text, panel) for panel, text in enumerate(self.titles)]
         made = {
-            "height": height,
+            "height": _TOP + PANEL_HEIGHT * lines,
             "grid": {"rows": lines, "columns": self.columns, "pattern": "independent", "xgap": 0.16, "ygap": 0.32},
             "margin": {"l": 64, "r": 12, "t": _TOP, "b": 60},
             "legend": {"orientation": "h", "x": 0, "xref": "container", "y": 1, "yref": "container", "yanchor": "top"},
             "showlegend": len(self._named - {""}) > 1,
-            "annotations": [_panel_title(text, panel) for panel, text in enumerate(self.titles)]
-            if any(self.titles)
-            else [],
+            "annotations": titles if any(self.titles) else [],
             **axes,
         }
         return Chart(title=title, caption=caption, data=self.data, layout=made | layout, panels=tuple(self.titles))
@@ -138,16 +131,12 @@ def label(text: str) -> str:
 def short_labels(texts: Sequence[str]) -> list[str]:
     """Labels for axes and legends: long ones lose their middle, and stay apart from each other all the same."""
     shortened: dict[str, str] = {}
-    for text in texts:
-        flat = " ".join(text.split())
-        short = (
-            flat if len(flat) <= _LONGEST_LABEL else f"{flat[: _LONGEST_LABEL // 2]}…{flat[-_LONGEST_LABEL // 2 + 1 :]}"
-        )
-        taken = {one for other, one in shortened.items() if other != text}
-        alike = next(
-            number for number in itertools.count(1) if (short if number == 1 else f"{short} ({number})") not in taken
-        )
-        shortened[text] = short if alike == 1 else f"{short} ({alike})"
+    for text in dict.fromkeys(texts):
+        short = " ".join(text.split())
+        if len(short) > _LONGEST_LABEL:
+            short = f"{short[: _LONGEST_LABEL // 2]}…{short[-_LONGEST_LABEL // 2 + 1 :]}"
+        numbered = (f"{short} ({number})" for number in itertools.count(2))
+        shortened[text] = next(free for free in itertools.chain([short], numbered) if free not in shortened.values())
     return [label(shortened[text]) for text in texts]
 
 
@@ -169,6 +158,11 @@ def series_style(index: int) -> tuple[str, str]:
     return SERIES[index % len(SERIES)], dashes[index // len(SERIES) % len(dashes)]
 
 
+def _axis_number(panel: int) -> str:
+    """What plotly writes behind `x` and `y` for a panel's axes: nothing for the first."""
+    return "" if panel == 0 else str(panel + 1)
+
+
 def bar(name: str, x: Any, y: Sequence[Any], *, colour: str, hover: Sequence[str], **more: Any) -> Trace:
     """Bars with their hover text; `more` is plotly's own."""
     marker = {"color": colour, **more.pop("marker", {})}
@@ -179,14 +173,24 @@ def text_marks(
     name: str, x: Any, y: Sequence[float], texts: Sequence[str], *, colour: str, hover: Sequence[str]
 ) -> Trace:
     """Words standing in a chart where a number would: what failed."""
-    style = {
-        "mode": "text",
-        "textposition": "top center",
-        "textfont": {"color": colour, "size": 12},
-        "cliponaxis": False,
-    }
+    font = {"color": colour, "size": 12}
+    style = {"mode": "text", "textposition": "top center", "textfont": font, "cliponaxis": False}
     made = {"type": "scatter", "name": name, "x": x, "y": list(y), "text": list(texts), "showlegend": False}
     return {**made, **style, **_hover(hover)}
+
+
+def crosses(x: Iterable[Any], y: Iterable[Any], *, size: int, hover: Sequence[str]) -> Trace:
+    """Marks where a number would stand, of what did not run; the pointer tells why."""
+    marker = {"symbol": "x-thin", "size": size, "color": INK, "line": {"color": INK, "width": 2}}
+    return {
+        "type": "scatter",
+        "name": STOPPED,
+        "mode": "markers",
+        "x": [*x],
+        "y": [*y],
+        "marker": marker,
+        **_hover(hover),
+    }
 
 
 def line(
@@ -199,43 +203,46 @@ def line(
     return {"type": "scatter", "name": name, "x": x, "y": list(y), "marker": marker, **drawn, **_hover(hover), **more}
 
 
+def dotted_at_one(panel: int) -> dict[str, Any]:
+    """A line across a panel where two times are equal: a shape of the chart's layout."""
+    ink = {"color": INK, "width": 1.5, "dash": "dot"}
+    axes = {"xref": f"x{_axis_number(panel)} domain", "yref": f"y{_axis_number(panel)}"}
+    return {"type": "line", "line": ink, **axes, "x0": 0, "x1": 1, "y0": 1, "y1": 1}
+
+
 def error_bars(above: Sequence[float], below: Sequence[float] | None = None) -> dict[str, Any]:
     """Intervals around points, in the text's colour."""
     made = {"type": "data", "array": list(above), "color": INK, "thickness": 1.4, "width": 4}
     return made if below is None else {**made, "symmetric": False, "arrayminus": list(below)}
 
 
-def logarithmic(values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis with ticks at 1, 2 and 5 times the powers of ten that these values span."""
+def logarithmic(values: Sequence[float], *, digits: Sequence[int] = (1, 2, 5)) -> dict[str, Any]:
+    """A logarithmic axis with ticks, in plain numbers, at these digits times the powers of ten that the values span."""
     positive = [value for value in values if value > 0] or [1.0]
     powers = range(math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) + 1)
-    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    ticks = [digit * 10.0**power for power in powers for digit in digits]
     words = [f"{tick:,.12g}" for tick in ticks]
     return {"type": "log", "rangemode": "normal", "tickmode": "array", "tickvals": ticks, "ticktext": words}
 
 
 def powers_of_ten(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis with a tick at each power of ten, in plain numbers."""
-    ticks = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-    words = [f"{tick:,.12g}" for tick in ticks]
-    return {"type": "log", "rangemode": "normal", "tickmode": "array", "tickvals": ticks, "ticktext": words}
+    """A logarithmic axis with a tick at each power of ten."""
+    return logarithmic((low, high), digits=(1,))
 
 
 def _hover(texts: Sequence[str]) -> dict[str, Any]:
     return {"hovertext": list(texts), "hoverinfo": "text"}
 
 
+def _axis(title: str) -> dict[str, Any]:
+    return {"title": {"text": title, "font": {"size": 13}}, "automargin": True}
+
+
 def _panel_title(text: str, panel: int) -> dict[str, Any]:
-    number = "" if panel == 0 else str(panel + 1)
-    place = {
-        "xref": f"x{number} domain",
-        "yref": f"y{number} domain",
-        "x": 0,
-        "y": 1.0,
-        "xanchor": "left",
-        "yanchor": "bottom",
-    }
-    return {"text": f"<b>{text}</b>", "showarrow": False, "font": {"size": 14}, **place}
+    number = _axis_number(panel)
+    place = {"xref": f"x{number} domain", "yref": f"y{number} domain", "x": 0, "y": 1.0}
+    corner = {"xanchor": "left", "yanchor": "bottom"}
+    return {"text": f"<b>{text}</b>", "showarrow": False, "font": {"size": 14}, **place, **corner}
 
 
 def chart_table(chart: Chart) -> Table:
@@ -253,17 +260,18 @@ def chart_table(chart: Chart) -> Table:
     step = -(-len(places) // _MOST_ROWS) or 1
     several = len([title for title in chart.panels if title]) > 1
     x_form = replace(_X, number=all(isinstance(x, int | float) for _, x, _ in places))
+    lie = any(trace.get("orientation") == "h" for trace in chart.data)
+    x_titles, shown = (_axis_titles(chart, side) for side in (("y", "x") if lie else ("x", "y")))
     columns = [
-        *([Column("panel", TEXT, lambda line: line[0][0])] if several else []),
-        Column(_x_title(chart), x_form, lambda line: line[0][1]),
-        *map(_series_column, names),
+        *([Column("panel", TEXT, lambda line: line[_PLACE][0])] if several else []),
+        Column(next(iter(x_titles), "what"), x_form, lambda line: line[_PLACE][1]),
+        *(Column(name, _MARK) for name in names),
     ]
+    # With the quantity and its unit, where all panels show the same.
+    title = "Numbers of this chart" + (f": {shown[0]}" if len(set(shown)) == 1 else "")
+    lines = [{**marks, _PLACE: place} for place, marks in places.items()]
     note = f"Every {step}th place of {len(places)}." if step > 1 else ""
-    return Table.of(_title(chart), list(places.items())[::step], columns, note=note, folded=True)
-
-
-def _series_column(name: str) -> Column:
-    return Column(name, _MARK, lambda line: line[1].get(name))
+    return Table.of(title, lines[::step], columns, note=note, folded=True)
 
 
 def plain_text(text: str) -> str:
@@ -318,21 +326,6 @@ _MARK = Form(text=_mark_words, sort=lambda mark: _number(mark[0]))
 def _panel(chart: Chart, trace: Mapping[str, Any]) -> str:
     number = int(str(trace.get("xaxis", "x"))[1:] or 1)
     return plain_text(chart.panels[number - 1]) if number <= len(chart.panels) else ""
-
-
-def _title(chart: Chart) -> str:
-    """With the quantity and its unit, where all panels show the same."""
-    side = "x" if _lies(chart) else "y"
-    found = dict.fromkeys(_axis_titles(chart, side))
-    return "Numbers of this chart" + (f": {next(iter(found))}" if len(found) == 1 else "")
-
-
-def _x_title(chart: Chart) -> str:
-    return next(iter(_axis_titles(chart, "y" if _lies(chart) else "x")), "what")
-
-
-def _lies(chart: Chart) -> bool:
-    return any(trace.get("orientation") == "h" for trace in chart.data)
 
 
 def _axis_titles(chart: Chart, side: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from trainstep.records.bandwidth import LatencyFit, bandwidth, fit_latency
 from trainstep.records.ranks import rank_spread
 from trainstep.records.record import Record
-from trainstep.records.summary import doubts, summarize
+from trainstep.records.summary import summarize
 from trainstep.report.charts import (
     MAXIMUM_PANELS,
     Chart,
@@ -31,12 +31,12 @@ from trainstep.report.forms import (
     TEXT,
     Form,
     in_ms,
-    milliseconds,
     needed_words,
     seconds_words,
     three_digits,
 )
-from trainstep.report.rows import Row, machines, quantities, words
+from trainstep.report.ratios import median_words
+from trainstep.report.rows import Row, grouped, machines, quantities, time_of, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns, rank_columns, row_of
 
 LABEL = ("operation", "backend", "ranks", "dtype")
@@ -50,17 +50,21 @@ _FIT = (
 )
 _ALONE = "Times of one rank are the cost of the call: nothing is sent."
 Key = tuple[Any, ...]
+"""What the sizes of a series share: LABEL, then device, machine and file."""
 
 
-def series_of(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows that differ in size alone, smallest first: operation, backend, ranks, dtype, device and machine are the key."""
+def series_of(rows: Sequence[Row]) -> dict[Key, list[Row]]:
+    """Rows that differ in size alone, smallest first."""
     labels = {environment: label for label, environment in machines(rows).items()}
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
+
+    def key_of(row: Row) -> Key:
         config, environment = row.record.config, row.record.environment
         machine = labels.get(environment, environment.gpu or environment.cpu)
-        found.setdefault((*(config[name] for name in LABEL), config["device"], machine, row.file), []).append(row)
-    return {key: sorted(mine, key=lambda row: row.record.config["mib"]) for key, mine in found.items()}
+        return *(config[name] for name in LABEL), config["device"], machine, row.file
+
+    return {
+        key: sorted(alike, key=lambda row: row.record.config["mib"]) for key, alike in grouped(rows, key_of).items()
+    }
 
 
 def fit_of(rows: Sequence[Row]) -> LatencyFit | None:
@@ -79,23 +83,25 @@ def collective_tables(rows: Sequence[Row]) -> list[Table]:
 def cells_table(rows: Sequence[Row]) -> Table:
     """One row a cell."""
     alone = [_ALONE] if any(row.record.config["ranks"] == 1 for row in rows) else []
+    lines = [Line(row, _numbers(row)) for row in rows]
     columns = [
         *_NAMED,
         *point_columns(rows, without=(*LABEL, "mib")),
-        Column("size", Form(text=size_words), _payload_bytes, failed=None),
-        Column("time (ms)", MS_STD, _time),
+        Column("size", Form(text=size_words), _asked_bytes, failed=None),
+        Column("time (ms)", MS_STD, lambda line: time_of(line.of, "time")),
         *rank_columns("time"),
-        Column("algorithm (GB/s)", GIGA, _speed("algorithm_bytes_per_s")),
-        Column("bus (GB/s)", GIGA, _speed("bus_bytes_per_s")),
-        Column("of the link (%)", PERCENT, _speed("link_share"), optional=True),
-        doubts_column(lambda row: "; ".join(doubts(row.record))),
+        Column("algorithm (GB/s)", GIGA, "algorithm_bytes_per_s"),
+        Column("bus (GB/s)", GIGA, "bus_bytes_per_s"),
+        Column("of the link (%)", PERCENT, "link_ratio", optional=True),
+        doubts_column("doubts"),
     ]
-    return Table.of("Collectives", rows, columns, note=" ".join([_HOW, *alone, *_links(rows)]), raw=map(_raw, rows))
+    note = " ".join([_HOW, *alone, *_links(rows)])
+    return Table.of("Collectives", lines, columns, note=note, raw=[line.of for line in lines])
 
 
 def fit_tables(rows: Sequence[Row]) -> list[Table]:
     """A line a series with enough sizes."""
-    lines = [Line(mine[0], fit) for mine in series_of(rows).values() if (fit := fit_of(mine))]
+    lines = [Line(alike[0], fit) for alike in series_of(rows).values() if (fit := fit_of(alike))]
     columns = [
         *_NAMED,
         Column("sizes", COUNT),
@@ -115,21 +121,9 @@ def _named(name: str) -> Column:
 _NAMED = [_named(name) for name in LABEL]
 
 
-def _payload_bytes(row: Row) -> int:
-    return int(row.record.fact("payload_bytes", row.record.config["mib"] * 2**20))
-
-
-def _time(row: Row) -> tuple[float, float]:
-    time = summarize(row.record.samples["time"])
-    return time.mean, time.std
-
-
-def _speed(name: str) -> Callable[[Row], float | None]:
-    def get(row: Row) -> float | None:
-        speed = bandwidth(row.record)
-        return None if speed is None else getattr(speed, name)
-
-    return get
+def _asked_bytes(line: Line) -> int:
+    """Also of a cell that failed before it said its bytes."""
+    return int(line.of["payload_bytes"] or line.of["mib"] * 2**20)
 
 
 def size_words(payload_bytes: float) -> str:
@@ -142,15 +136,12 @@ def size_words(payload_bytes: float) -> str:
 def _links(rows: Sequence[Row]) -> list[str]:
     """Where the link's speed is from."""
     sources = {found.link_source for row in rows if (found := bandwidth(row.record)) and found.link_source}
-    return (
-        [f"The link: NVLink one way, {' and '.join(sorted(sources))}; a switch that adds up by itself can pass it."]
-        if sources
-        else []
-    )
+    said = f"The link: NVLink one way, {' and '.join(sorted(sources))}; a switch that adds up by itself can pass it."
+    return [said] if sources else []
 
 
-def _raw(row: Row) -> Mapping[str, Any]:
-    """For programs: the row's quantities, with what is computed here."""
+def _numbers(row: Row) -> Mapping[str, Any]:
+    """The row's quantities, with what is computed here."""
     record = row.record
     numbers = {name: record.config[name] for name in (*LABEL, "mib")} | quantities(row)
     numbers |= {name: record.fact(name) for name in ("payload_bytes", "ring_bytes")}
@@ -161,62 +152,33 @@ def _raw(row: Row) -> Mapping[str, Any]:
             "bus_bytes_per_s": speed.bus_bytes_per_s,
             "link_ratio": speed.link_share,
         }
-    if spread is not None:
-        numbers |= {
-            "slowest_rank": spread.slowest,
-            "slowest_rank_median_s": spread.slowest_value,
-            "fastest_rank": spread.fastest,
-            "fastest_rank_median_s": spread.fastest_value,
-        }
+    for end in ("slowest", "fastest") if spread else ():
+        numbers |= {f"{end}_rank": getattr(spread, end), f"{end}_rank_median_s": getattr(spread, f"{end}_value")}
     return numbers
 
 
 def collective_sections(rows: Sequence[Row]) -> list[Section]:
     """The part of the page that these records fill."""
-    done = {
-        key: held for key, each in series_of(rows).items() if (held := [row for row in each if bandwidth(row.record)])
-    }
-    charts = (
-        [
-            _chart(done, "Bus bandwidth by size", "bus bandwidth (GB/s)", _bus, "Higher is better. {}"),
-            _chart(
-                done,
-                "Time of a call by size",
-                "time of a call (ms)",
-                lambda record: in_ms(summarize(record.samples["time"]).median),
-                "Lower is better. {}",
-            ),
-        ]
-        if done
-        else []
+    ran = {key: [row for row in alike if bandwidth(row.record)] for key, alike in series_of(rows).items()}
+    done = {key: alike for key, alike in ran.items() if alike}
+    charts = tuple(_chart(done, *drawn) for drawn in (_DRAWN if done else ()))
+    said = tuple(_sentence(key, alike) for key, alike in done.items())
+    return [Section(title="Collectives", paragraphs=said, charts=charts, tables=tuple(collective_tables(rows)))]
+
+
+def _sentence(key: Key, rows: Sequence[Row]) -> str:
+    """The best bandwidth of a series and the latency that it fits."""
+    best = max((row.record for row in rows), key=_bus)
+    sentence = (
+        f"{_name(key)}: at most {three_digits(_bus(best))} GB/s on the bus, at {size_words(best.fact('payload_bytes'))}"
     )
-    return [
-        Section(
-            title="Collectives",
-            paragraphs=tuple(_sentences(done)),
-            charts=tuple(charts),
-            tables=tuple(collective_tables(rows)),
-        )
-    ]
-
-
-def _sentences(series: dict[Key, list[Row]]) -> list[str]:
-    """The best bandwidth of each series and the latency that it fits."""
-    said = []
-    for key, rows in series.items():
-        speeds = [(found.bus_bytes_per_s, row) for row in rows if (found := bandwidth(row.record))]
-        best, row = max(speeds, key=lambda pair: pair[0])
-        size = size_words(row.record.fact("payload_bytes"))
-        sentence = f"{_name(key)}: at most {three_digits(best / 1e9)} GB/s on the bus, at {size}"
-        fit = fit_of(rows)
-        if fit and fit.alpha_s > 0:
-            sentence += f"; a call takes {seconds_words(fit.alpha_s)} whatever its size"
-        said.append(f"{sentence}.")
-    return said
+    fit = fit_of(rows)
+    latency = f"; a call takes {seconds_words(fit.alpha_s)} whatever its size" if fit and fit.alpha_s > 0 else ""
+    return f"{sentence}{latency}."
 
 
 def _chart(
-    series: dict[Key, list[Row]], title: str, y_title: str, value: Callable[[Record], float], caption: str
+    series: dict[Key, list[Row]], title: str, y_title: str, value: Callable[[Record], float], better: str
 ) -> Chart:
     """A panel an operation and backend, a line for what else differs; both axes logarithmic."""
     panels_of = list(dict.fromkeys(key[:2] for key in series))[:MAXIMUM_PANELS]
@@ -232,12 +194,11 @@ def _chart(
         x_axis=logarithmic([_mib(record) for record in records]),
     )
     for key, rows in series.items():
-        if key[:2] not in panels_of:
-            continue
-        hover = [lines_of(label(_name(key)), label(_words(row.record))) for row in rows]
-        x, y = [_mib(row.record) for row in rows], [value(row.record) for row in rows]
-        panels.add(panels_of.index(key[:2]), line(names[key], x, y, style=styles[names[key]], hover=hover))
-    return panels.chart(title, caption.format("Each mark is the slowest rank's median over the calls."))
+        if key[:2] in panels_of:
+            hover = [lines_of(label(_name(key)), label(_words(row.record))) for row in rows]
+            x, y = [_mib(row.record) for row in rows], [value(row.record) for row in rows]
+            panels.add(panels_of.index(key[:2]), line(names[key], x, y, style=styles[names[key]], hover=hover))
+    return panels.chart(title, f"{better} is better. Each mark is the slowest rank's median over the calls.")
 
 
 def _rest(key: Key, series: dict[Key, list[Row]]) -> str:
@@ -261,9 +222,16 @@ def _bus(record: Record) -> float:
     return found.bus_bytes_per_s / 1e9 if found else 0.0
 
 
+def _ms(record: Record) -> float:
+    return in_ms(summarize(record.samples["time"]).median)
+
+
+_DRAWN = (
+    ("Bus bandwidth by size", "bus bandwidth (GB/s)", _bus, "Higher"),
+    ("Time of a call by size", "time of a call (ms)", _ms, "Lower"),
+)
+
+
 def _words(record: Record) -> str:
-    time = summarize(record.samples["time"])
-    return (
-        f"{size_words(record.fact('payload_bytes'))}: {milliseconds(time.median, time.std)} ms, "
-        f"{three_digits(_bus(record))} GB/s on the bus"
-    )
+    size = size_words(record.fact("payload_bytes"))
+    return f"{size}: {median_words(record, 'time')}, {three_digits(_bus(record))} GB/s on the bus"

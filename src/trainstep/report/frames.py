@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -41,8 +41,7 @@ def markdown(tables: Sequence[Table]) -> str:
     """Pipe tables, one under a heading each where there are several."""
     parts = []
     for table in tables:
-        body = _people(table).map(_for_markdown)
-        body.columns = [_for_markdown(title) for title in body.columns]
+        body = _people(table, _for_markdown)
         sides = ["right" if column.number else "left" for column in table.columns]
         heading = f"### {_for_markdown(table.title)}\n\n" if len(tables) > 1 else ""
         text = str(body.to_markdown(index=False, disable_numparse=True, colalign=sides))
@@ -55,8 +54,7 @@ def latex(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
         sides = "".join("r" if column.number else "l" for column in table.columns)
-        body = _people(table).map(_for_latex)
-        body.columns = [_for_latex(title) for title in body.columns]
+        body = _people(table, _for_latex)
         text = body.to_latex(index=False, escape=False, column_format=sides)
         parts.append(text + (f"% {one_line(table.note)}\n" if table.note else ""))
     return "\n".join(parts)
@@ -78,9 +76,9 @@ def json_text(tables: Sequence[Table]) -> str:
     return ascii_json(rows, indent=1, allow_nan=False) + "\n"
 
 
-def _people(table: Table) -> pd.DataFrame:
-    texts = [[entry.text for entry in row] for row in table.entries]
-    return pd.DataFrame(texts, columns=[column.title for column in table.columns])
+def _people(table: Table, written: Callable[[str], str]) -> pd.DataFrame:
+    texts = [[written(entry.text) for entry in row] for row in table.entries]
+    return pd.DataFrame(texts, columns=[written(column.title) for column in table.columns])
 
 
 def _raw(tables: Sequence[Table]) -> list[Mapping[str, Any]]:

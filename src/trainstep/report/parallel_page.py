@@ -6,15 +6,14 @@ that the page's own records of collectives timed (records/bandwidth.py); the tim
 a step in which ranks do not talk.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainstep.config.sync import USED_BY
 from trainstep.costs.bucket_size import best_bucket_bytes, bucket_overhead_s
 from trainstep.costs.strategies import YARDSTICK, strategy_named
 from trainstep.records.bandwidth import LatencyFit
-from trainstep.records.summary import summarize
 from trainstep.report.charts import (
     MAXIMUM_PANELS,
     SERIES,
@@ -34,16 +33,8 @@ from trainstep.report.charts import (
 from trainstep.report.collectives_tables import fit_of, series_of
 from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, ratio_words, seconds_words, three_digits
 from trainstep.report.parallel_rows import Way, median_of, ways_of
-from trainstep.report.parallel_tables import (
-    CATEGORIES,
-    communication_table,
-    held_by,
-    memory_tables,
-    message_tables,
-    ranks_table,
-    steps_table,
-    traffic_table,
-)
+from trainstep.report.parallel_tables import CATEGORIES, held_by, memory_tables, message_tables, time_tables
+from trainstep.report.ratios import summary_of
 from trainstep.report.rows import Row, grouped
 
 _PREDICTED = "predicted"
@@ -64,13 +55,7 @@ def parallel_sections(rows: Sequence[Row], collectives: Sequence[Row] = ()) -> l
         title="Ways of going parallel",
         paragraphs=(*_step_sentences(timed), *bucket_sentences(timed, collectives)),
         charts=(*((_steps_chart(timed),) if timed else ()), *((buckets,) if buckets else ())),
-        tables=(
-            steps_table(ways),
-            *communication_table(ways),
-            *ranks_table(ways),
-            *traffic_table(ways),
-            *(dataclasses.replace(table, folded=True) for table in message_tables(timed)[:_MOST_MESSAGE_TABLES]),
-        ),
+        tables=(*time_tables(ways), *message_tables(timed)[:_MOST_MESSAGE_TABLES]),
     )
     memory = Section(
         title="Memory of ways of going parallel",
@@ -89,20 +74,17 @@ def _places(ways: Sequence[Way]) -> list[tuple[str, list[Way]]]:
 def _step_sentences(ways: Sequence[Way]) -> list[str]:
     """The quickest way of each place, against the yardstick."""
     said = []
-    for place, mine in _places(ways):
-        talking = [way for way in mine if way.sync != YARDSTICK]
-        if not talking:
-            continue
+    for place, talking in _places([way for way in ways if way.sync != YARDSTICK]):
         best = min(talking, key=_window_s)
-        found = (ratio := best.ratio("window_step")) and ratio.known
-        sentence = f"{place}: quickest in a row of steps is {best.name}, at {milliseconds(_window_s(best))} ms a step"
-        if found and found.ratio and found.low and found.high:
-            interval = f"99 % interval {ratio_words(found.low)} to {ratio_words(found.high)}"
-            apart = "; they took no turns" if found.interleaving == "none" else ""
-            sentence += (
-                f", {ratio_words(found.ratio)} times as long as steps of ranks that do not talk ({interval}{apart})"
+        ratio = best.ratio("window_step")
+        against = ""
+        if ratio and ratio.interval and ratio.found:
+            low, times, high = map(ratio_words, ratio.interval)
+            apart = "; they took no turns" if ratio.found.interleaving == "none" else ""
+            against = (
+                f", {times} times as long as steps of ranks that do not talk (99 % interval {low} to {high}{apart})"
             )
-        said.append(f"{sentence}.")
+        said.append(f"{place}: quickest in a row of steps is {best.name}, at {_ms(best)} a step{against}.")
     return said
 
 
@@ -113,7 +95,7 @@ def _window_s(way: Way) -> float:
 def _panels(ways: Sequence[Way], y_title: str, *, bars: int) -> tuple[Panels, list[list[Way]]]:
     """A panel a place, so many bars a way; and the ways of each."""
     places = dict(_places(ways)[:MAXIMUM_PANELS])
-    names = [name for mine in places.values() for name in short_labels([way.name for way in mine])]
+    names = [name for alike in places.values() for name in short_labels([way.name for way in alike])]
     widest = max(map(len, places.values()))
     panels = Panels(
         titles=short_labels(list(places)),
@@ -128,33 +110,37 @@ def _panels(ways: Sequence[Way], y_title: str, *, bars: int) -> tuple[Panels, li
 def _steps_chart(ways: Sequence[Way]) -> Chart:
     """A panel a place, a pair of bars a way."""
     panels, places = _panels(ways, "time of a step (ms)", bars=2)
-    for index, mine in enumerate(places):
-        x = short_labels([way.name for way in mine])
+    for index, alike in enumerate(places):
+        x = short_labels([way.name for way in alike])
         for place, (quantity, name) in enumerate(_TIMED.items()):
-            seen = [way.record.samples.get(quantity) for way in mine]
-            found = [summarize(samples) if samples and samples.values else None for samples in seen]
-            y = [in_ms(one.median) if one else 0.0 for one in found]
-            hover = [
-                lines_of(label(way.name), f"{name}: {milliseconds(one.median, one.std)} ms" if one else "not seen")
-                for way, one in zip(mine, found, strict=True)
-            ]
-            spread = error_bars([in_ms(one.std) if one else 0.0 for one in found])
-            panels.add(index, bar(name, x, y, colour=SERIES[place], hover=hover, error_y=spread, offsetgroup=name))
+            times = _medians(alike, quantity, said=f"{name}: ")
+            panels.add(index, bar(name, x, colour=SERIES[place], **times, offsetgroup=name))
     caption = "Lower is better. Medians of the slowest rank, with the standard deviation; none: ranks that do not talk."
     return panels.chart("Time of a step by way", caption, barmode="group")
+
+
+def _medians(ways: Sequence[Way], quantity: str, *, said: str = "") -> dict[str, Any]:
+    """What a trace shows of a time of these ways: medians in ms with their standard deviations, and the words under the pointer."""
+    times = [summary_of(way.record, quantity) for way in ways]
+    words = [f"{said}{milliseconds(time.median, time.std)} ms" if time else "not seen" for time in times]
+    return {
+        "y": [in_ms(time.median) if time else 0.0 for time in times],
+        "hover": [lines_of(label(way.name), text) for way, text in zip(ways, words, strict=True)],
+        "error_y": error_bars([in_ms(time.std) if time else 0.0 for time in times]),
+    }
 
 
 def _memory_chart(ways: Sequence[Way]) -> Chart:
     """A panel a place, a stack a way: the point at which most of it is held."""
     panels, places = _panels(ways, "held by a rank (GiB)", bars=1)
-    for index, mine in enumerate(places):
-        x = short_labels([way.name for way in mine])
-        fullest = [_fullest(way) for way in mine]
+    for index, alike in enumerate(places):
+        x = short_labels([way.name for way in alike])
+        fullest = [_fullest(way) for way in alike]
         for category, colour in zip(CATEGORIES, _COLOURS, strict=True):
             sizes = [lines.get(category, 0) for _, lines in fullest]
             hover = [
                 lines_of(label(way.name), f"{category} {point}: {byte_words(size)}")
-                for way, (point, _), size in zip(mine, fullest, sizes, strict=True)
+                for way, (point, _), size in zip(alike, fullest, sizes, strict=True)
             ]
             panels.add(index, bar(category, x, [in_gib(size) for size in sizes], colour=colour, hover=hover))
     caption = "Rank 0 at the fullest of four points: after init, forward, backward and the step."
@@ -171,8 +157,8 @@ def _fullest(way: Way) -> tuple[str, dict[str, int]]:
 def sharding_sentences(ways: Sequence[Way]) -> list[str]:
     """How sharding whole tensors' state differs from sharding flat buffers (ZeRO-1 and 2), from the run's own numbers."""
     said = []
-    for place, mine in _places(ways):
-        by_sync = {way.sync: way for way in mine}
+    for place, alike in _places(ways):
+        by_sync = {way.sync: way for way in alike}
         whole, flat = by_sync.get("sharded"), by_sync.get("sharded_flat")
         if whole is None or flat is None:
             continue
@@ -204,97 +190,80 @@ def _held(way: Way, category: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketSeries:
-    """One way of one place at several bucket sizes, smallest first; with what a message costs there, where that is known."""
+class Prediction:
+    """A step by its bucket size: one without messages, and what messages of that size add."""
 
-    place: str
-    sync: str
-    ways: Sequence[Way]
-    fit: LatencyFit | None
-
-    @property
-    def gradient_bytes(self) -> int:
-        """All that is averaged in a step; counted of ours, of torch's as much as the parameters in fp32."""
-        table = self.ways[0].record.tables.get("traffic")
-        if table is not None:
-            return sum(
-                size for name, size in zip(table["operation"], table["bytes"], strict=True) if name == "all_reduce"
-            )
-        return 4 * int(self.ways[0].record.fact("parameters", 0))
+    alone_s: float
+    gradient_bytes: int
+    """All that is averaged in a step."""
+    fit: LatencyFit
 
     @property
-    def sizes_mib(self) -> list[float]:
-        return [float(way.record.config["bucket_mib"]) for way in self.ways]
-
-    def predicted_s(self, bucket_mib: float) -> float | None:
-        """A step with buckets of this size; None without a fit, or a step that does not talk."""
-        base = self.ways[0].base
-        alone_s = None if base is None else median_of(base.record, "step")
-        if self.fit is None or alone_s is None or self.fit.alpha_s <= 0 or not self.gradient_bytes:
-            return None
-        return alone_s + bucket_overhead_s(
-            self.gradient_bytes, bucket_mib * _MIB, self.fit.alpha_s, self.fit.beta_bytes_per_s
-        )
-
-    @property
-    def best_mib(self) -> float | None:
-        """The size that is predicted to be the best."""
-        if self.fit is None or self.predicted_s(self.sizes_mib[0]) is None:
-            return None
+    def best_mib(self) -> float:
         return best_bucket_bytes(self.gradient_bytes, self.fit.alpha_s, self.fit.beta_bytes_per_s) / _MIB
 
+    def step_s(self, bucket_mib: float) -> float:
+        latency_s, bytes_per_s = self.fit.alpha_s, self.fit.beta_bytes_per_s
+        return self.alone_s + bucket_overhead_s(self.gradient_bytes, bucket_mib * _MIB, latency_s, bytes_per_s)
 
-def bucket_series(ways: Sequence[Way], collectives: Sequence[Row]) -> list[BucketSeries]:
-    """Ways that ran with at least two bucket sizes."""
+
+def _prediction(way: Way, collectives: Sequence[Row]) -> Prediction | str:
+    """For all bucket sizes of that way, or why there is none."""
+    if strategy_named(way.sync).in_units:
+        return "the formula of buckets is not of its messages"
+    fit = _fit(way, collectives)
+    if fit is None:
+        return "with all-reduces of the same machine on this page (trainstep collectives) it would be predicted too"
+    alone_s = median_of(way.base.record, "step") if way.base else None
+    # Counted of ours; of torch's as much as the parameters in fp32.
+    counted = [line["bytes"] for line in way.lines("traffic") if line["operation"] == "all_reduce"]
+    size = sum(counted) if "traffic" in way.record.tables else 4 * int(way.record.fact("parameters", 0))
+    if alone_s is None or fit.alpha_s <= 0 or not size:
+        return "no prediction: the all-reduces on this page show no latency, or no step without messages is there"
+    return Prediction(alone_s=alone_s, gradient_bytes=size, fit=fit)
+
+
+def bucket_series(ways: Sequence[Way]) -> list[list[Way]]:
+    """One way of one place at two bucket sizes or more each, smallest first."""
     bucketed = [
         way for way in ways if way.sync in USED_BY["bucket_mib"] and way.record.config["bucket_mib"] is not None
     ]
-    found = grouped(bucketed, lambda way: (way.place, way.sync))
-    return [
-        BucketSeries(
-            place=place,
-            sync=sync,
-            ways=sorted(mine, key=lambda way: float(way.record.config["bucket_mib"])),
-            fit=None if strategy_named(sync).in_units else _fit(mine[0], collectives),
-        )
-        for (place, sync), mine in found.items()
-        if len({way.record.config["bucket_mib"] for way in mine}) > 1
-    ]
+    series = grouped(bucketed, lambda way: (way.place, way.sync)).values()
+    return [sorted(alike, key=_bucket_mib) for alike in series if len({*map(_bucket_mib, alike)}) > 1]
+
+
+def _bucket_mib(way: Way) -> float:
+    return float(way.record.config["bucket_mib"])
 
 
 def bucket_chart(ways: Sequence[Way], collectives: Sequence[Row]) -> Chart | None:
     """A panel a place, a line a way, a dotted one where a prediction can be made."""
-    series = bucket_series(ways, collectives)
+    series = bucket_series(ways)
     if not series:
         return None
-    places = list(dict.fromkeys(one.place for one in series))
-    syncs = list(dict.fromkeys(one.sync for one in series))
+    places = list(dict.fromkeys(first.place for first, *_ in series))
+    syncs = list(dict.fromkeys(first.sync for first, *_ in series))
     panels = Panels(
         titles=short_labels(places),
         columns=panel_columns(len(places), 10),
         x_title="bucket size (MiB)",
         y_title="time of a step (ms)",
-        x_axis=logarithmic([size for one in series for size in one.sizes_mib]),
+        x_axis=logarithmic([_bucket_mib(way) for alike in series for way in alike]),
         axis={"rangemode": "normal"},
     )
-    for one in series:
-        summaries = [summarize(way.record.samples["step"]) for way in one.ways]
-        y = [in_ms(found.median) for found in summaries]
-        hover = [
-            lines_of(label(way.name), f"{milliseconds(found.median, found.std)} ms")
-            for way, found in zip(one.ways, summaries, strict=True)
-        ]
-        spread = error_bars([in_ms(found.std) for found in summaries])
-        style = series_style(syncs.index(one.sync))
-        panels.add(places.index(one.place), line(one.sync, one.sizes_mib, y, style=style, hover=hover, error_y=spread))
-        if one.best_mib is not None:
-            x, predicted = _curve(one)
-            words = [
-                f"predicted: {three_digits(ms)} ms at {three_digits(mib)} MiB"
-                for mib, ms in zip(x, predicted, strict=True)
+    for alike in series:
+        sync, sizes_mib = alike[0].sync, [_bucket_mib(way) for way in alike]
+        panel, style = places.index(alike[0].place), series_style(syncs.index(sync))
+        panels.add(panel, line(sync, sizes_mib, style=style, **_medians(alike, "step")))
+        predicted = _prediction(alike[0], collectives)
+        if isinstance(predicted, Prediction):
+            x = _curve(sizes_mib, predicted.best_mib)
+            y = [in_ms(predicted.step_s(mib)) for mib in x]
+            hover = [
+                f"predicted: {three_digits(ms)} ms at {three_digits(mib)} MiB" for mib, ms in zip(x, y, strict=True)
             ]
-            drawn = line(f"{one.sync}, {_PREDICTED}", x, predicted, style=(style[0], "dot"), hover=words, mode="lines")
-            panels.add(places.index(one.place), drawn)
+            name, dotted = f"{sync}, {_PREDICTED}", (style[0], "dot")
+            panels.add(panel, line(name, x, y, style=dotted, hover=hover, mode="lines"))
     return panels.chart(
         "Time of a step by bucket size",
         "Lower is better. Medians of the slowest rank with the standard deviation. Dotted: a step without messages, and what "
@@ -305,50 +274,38 @@ def bucket_chart(ways: Sequence[Way], collectives: Sequence[Row]) -> Chart | Non
 def bucket_sentences(ways: Sequence[Way], collectives: Sequence[Row]) -> list[str]:
     """The best bucket of each series, measured and predicted."""
     said = []
-    for one in bucket_series(ways, collectives):
-        best = min(one.ways, key=lambda way: median_of(way.record, "step") or 0.0)
+    for alike in bucket_series(ways):
+        best = min(alike, key=lambda way: median_of(way.record, "step") or 0.0)
         size = three_digits(best.record.config["bucket_mib"])
-        sentence = f"{one.place}, {one.sync}: of the sizes tried {size} MiB is quickest"
-        if one.best_mib is not None and one.fit is not None:
-            sentence += (
-                f"; predicted is {three_digits(one.best_mib)} MiB, the root of {three_digits(one.gradient_bytes / _MIB)} MiB of "
-                f"gradients × {seconds_words(one.fit.alpha_s)} a message × {three_digits(one.fit.beta_bytes_per_s / 1e9)} GB/s"
-            )
-        elif strategy_named(one.sync).in_units:
-            sentence += "; the formula of buckets is not of its messages"
-        elif one.fit is None:
-            sentence += (
-                "; with all-reduces of the same machine on this page (trainstep collectives) it would be predicted too"
+        predicted = _prediction(alike[0], collectives)
+        if isinstance(predicted, Prediction):
+            fit, gradients = predicted.fit, three_digits(predicted.gradient_bytes / _MIB)
+            beside = (
+                f"predicted is {three_digits(predicted.best_mib)} MiB, the root of {gradients} MiB of gradients × "
+                f"{seconds_words(fit.alpha_s)} a message × {three_digits(fit.beta_bytes_per_s / 1e9)} GB/s"
             )
         else:
-            sentence += (
-                "; no prediction: the all-reduces on this page show no latency, or no step without messages is there"
-            )
-        said.append(f"{sentence}.")
+            beside = predicted
+        said.append(f"{best.place}, {best.sync}: of the sizes tried {size} MiB is quickest; {beside}.")
     return said
 
 
-def _curve(one: BucketSeries) -> tuple[list[float], list[float]]:
-    """The prediction between the smallest and the largest size, at even steps of their ratio, with the best among them."""
-    first, last = one.sizes_mib[0], one.sizes_mib[-1]
+def _curve(sizes_mib: Sequence[float], best_mib: float) -> list[float]:
+    """Between the smallest and the largest size, at even steps of their ratio, with the best among them."""
+    first, last = sizes_mib[0], sizes_mib[-1]
     x = [first * (last / first) ** (step / _POINTS) for step in range(_POINTS + 1)]
-    if one.best_mib is not None and first < one.best_mib < last:
-        x = sorted([*x, one.best_mib])
-    found = [(mib, one.predicted_s(mib)) for mib in x]
-    return [mib for mib, seconds in found if seconds is not None], [in_ms(s) for _, s in found if s is not None]
+    return sorted([*x, best_mib]) if first < best_mib < last else x
 
 
 def _fit(way: Way, collectives: Sequence[Row]) -> LatencyFit | None:
     """Of all-reduces among as many ranks on the same kind of machine."""
     config, environment = way.record.config, way.record.environment
     backend = "gloo" if config["device"] == "cpu" else "nccl"
+    asked = {"operation": "all_reduce", "backend": backend, "ranks": config["ranks"]}
     like = [
         row
         for row in collectives
-        if row.record.config["operation"] == "all_reduce"
-        and row.record.config["backend"] == backend
-        and row.record.config["ranks"] == config["ranks"]
+        if all(row.record.config[name] == value for name, value in asked.items())
         and row.record.environment.difference(environment, "gpu", "cpu") is None
     ]
-    series = series_of(like)
-    return next((fit for mine in series.values() if (fit := fit_of(mine)) is not None), None)
+    return next(filter(None, map(fit_of, series_of(like).values())), None)

@@ -18,7 +18,7 @@ _NO_MATTER = {"check_agreement", "keep_trace"}
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A row, and the row of the same file in which ranks do not talk; None where there is none, or it failed."""
+    """A row, and the row of the same file in which ranks do not talk; None where there is none, it failed or is this one."""
 
     row: Row
     base: Row | None
@@ -41,28 +41,29 @@ class Way:
     @property
     def place(self) -> str:
         """Everything but the way: `tiny 64`."""
-        return self.row.label(without=OF_A_STRATEGY) or self.row.record.workload
+        return self.row.label(without=OF_A_STRATEGY)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """A table of the record, line by line; none where the cell failed."""
         return table_lines(self.record.tables.get(name)) if self.record.failure is None else []
 
     def ratio(self, quantity: str) -> Ratio | None:
-        """Its time against the yardstick's; None where there is none, or it is the yardstick."""
-        return None if self.base is None or self.base is self.row else ratio_of(self.base, self.row, quantity)
+        """Its time against the yardstick's."""
+        return None if self.base is None else ratio_of(self.base, self.row, quantity)
 
     def longer_s(self, quantity: str) -> float | None:
         """Median seconds over the yardstick's: communication that is not hidden, as the whole step feels it."""
-        if self.base is None or self.base is self.row:
+        if self.base is None:
             return None
-        mine, base = (median_of(record, quantity) for record in (self.record, self.base.record))
-        return None if mine is None or base is None else mine - base
+        own_s, base_s = (median_of(row.record, quantity) for row in (self.row, self.base))
+        return None if own_s is None or base_s is None else own_s - base_s
 
 
 def ways_of(rows: Sequence[Row]) -> list[Way]:
     """Each row with its yardstick: of the same file, machine and config, the ways' options aside."""
     bases = {_run_of(row): row for row in rows if row.record.config["sync"] == YARDSTICK and row.record.failure is None}
-    return [Way(row=row, base=bases.get(_run_of(row))) for row in rows]
+    bases_of = [(row, bases.get(_run_of(row))) for row in rows]
+    return [Way(row=row, base=None if base is row else base) for row, base in bases_of]
 
 
 def median_of(record: Record, quantity: str) -> float | None:
@@ -85,11 +86,9 @@ def name_columns(rows: Iterable[Any]) -> list[Column]:
 
 
 def _option_of(name: str) -> Callable[[Any], Any]:
-    def get(row: Any) -> Any:
-        means_nothing = name in needless(row_of(row).record.config)
-        return Entry(text=ABSENT) if means_nothing else row_of(row).point.get(name)
-
-    return get
+    return lambda row: (
+        Entry(text=ABSENT) if name in needless(row_of(row).record.config) else row_of(row).point.get(name)
+    )
 
 
 def _run_of(row: Row) -> tuple[Any, ...]:

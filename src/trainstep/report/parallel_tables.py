@@ -1,14 +1,15 @@
 """The tables of `trainstep parallel`: each way's step against the yardstick's, what it sends, hides and holds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trainstep.costs.strategies import YARDSTICK
-from trainstep.records.compare import Comparison
-from trainstep.records.summary import doubts, summarize
-from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
-from trainstep.report.parallel_rows import Way, median_of, name_columns, ways_of
+from trainstep.records.derive import tokens_per_s
+from trainstep.records.summary import doubts
+from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, SIZE, TEXT, WHOLE, Form, beside, ratio_words
+from trainstep.report.parallel_rows import Way, name_columns, ways_of
+from trainstep.report.ratios import median_and_std
 from trainstep.report.rows import Row, quantities, shown_facts, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, rank_columns
 
@@ -38,7 +39,10 @@ _COMMUNICATION = (
     "nothing computing meanwhile. Longer than none: the medians' difference, what the whole step feels, slower kernels beside "
     "messages included."
 )
-_INTERVAL = Form(text=lambda ends: " to ".join(map(ratio_words, ends)), sort=lambda _: None)
+_RATIO = Form(text=lambda interval: ratio_words(interval[1]), sort=lambda interval: interval[1])
+_ENDS = Form(text=lambda interval: " to ".join(map(ratio_words, interval[::2])), sort=lambda _: None)
+_BOTH = ("", "expected_")
+"""As counted, and by formula: what names of columns of the record's table begin with."""
 Held = dict[str, dict[str, tuple[int, int | None]]]
 """Point -> line -> bytes, as seen and by formula."""
 
@@ -47,28 +51,23 @@ def parallel_tables(rows: Sequence[Row]) -> list[Table]:
     """Every table that these records hold."""
     ways = ways_of(rows)
     few = len(ways) <= _DETAILED
-    return [
-        steps_table(ways),
-        *communication_table(ways),
-        *ranks_table(ways),
-        *traffic_table(ways),
-        *memory_tables(ways),
-    ] + (message_tables(ways) if few else [])
+    return [*time_tables(ways), *memory_tables(ways), *(message_tables(ways) if few else [])]
+
+
+def time_tables(ways: Sequence[Way]) -> list[Table]:
+    """What a step takes, and what its messages take of that."""
+    return [steps_table(ways), *communication_table(ways), *ranks_table(ways), *traffic_table(ways)]
 
 
 def steps_table(ways: Sequence[Way]) -> Table:
     """One row a way: the step, synchronised and in windows."""
     columns = [
         *name_columns(ways),
-        Column("step (ms)", MS_STD, _time("step")),
-        Column("ratio", RATIO, _known("step", lambda found: found.ratio)),
-        Column("99 % interval", _INTERVAL, _known("step", _ends)),
-        Column("window, a step (ms)", MS_STD, _time("window_step")),
-        Column("window's ratio", RATIO, _known("window_step", lambda found: found.ratio)),
-        Column("99 % of that", _INTERVAL, _known("window_step", _ends)),
+        *_time_columns("step", "step (ms)", "ratio", "99 % interval"),
+        *_time_columns("window_step", "window, a step (ms)", "window's ratio", "99 % of that"),
         *rank_columns("step"),
-        Column("tokens/s", WHOLE, _tokens_per_s),
-        Column("peak", SIZE, _peak_bytes),
+        Column("tokens/s", WHOLE, lambda way: tokens_per_s(way.record)),
+        Column("peak", SIZE, lambda way: way.record.fact("peak_allocated_bytes", way.record.fact("peak_rss_bytes"))),
         doubts_column(_doubts),
     ]
     return Table.of("Ways of going parallel", ways, columns, note=_STEPS, raw=map(_raw, ways))
@@ -148,11 +147,11 @@ def memory_tables(ways: Sequence[Way]) -> list[Table]:
     return [*_points_table(ways), *_driver_table(ways)]
 
 
-def held_by(way: Way, rank: int = 0) -> Held:
-    """One rank's part of the record's table; empty where the cell failed."""
+def held_by(way: Way) -> Held:
+    """Rank 0's part of the record's table; empty where the cell failed."""
     found: Held = {}
     for line in way.lines("memory_points"):
-        if line["rank"] == rank:
+        if line["rank"] == 0:
             found.setdefault(line["point"], {})[line["line"]] = (line["bytes"], line["expected_bytes"])
     return found
 
@@ -187,19 +186,12 @@ def _driver_table(ways: Sequence[Way]) -> list[Table]:
 
 
 def _explained(way: Way) -> dict[str, int]:
-    lines = {name: size for name, (size, _) in held_by(way).get("after step", {}).items()}
+    held = {name: size for name, (size, _) in held_by(way).get("after step", {}).items()}
     context, nccl = way.record.fact("context_bytes"), way.record.fact("nccl_bytes", 0)
-    if "driver" not in lines or context is None or way.record.fact("interleaving") == "live":
+    if "driver" not in held or context is None or way.record.fact("interleaving") == "live":
         return {}
-    rest = lines["driver"] - lines["reserved"] - context - nccl
-    return {
-        "driver": lines["driver"],
-        "allocated": lines["allocated"],
-        "cached": lines["reserved"] - lines["allocated"],
-        "context": context,
-        "NCCL": nccl,
-        "rest": rest,
-    }
+    rest = held["driver"] - held["reserved"] - context - nccl
+    return {**held, "cached": held["reserved"] - held["allocated"], "context": context, "NCCL": nccl, "rest": rest}
 
 
 def _seconds(*names: str) -> list[Column]:
@@ -208,26 +200,18 @@ def _seconds(*names: str) -> list[Column]:
     return [Column(f"{name} (ms)", MS, stored.get(name, f"{name}_s")) for name in names]
 
 
-def _time(quantity: str) -> Callable[[Way], tuple[float, float] | None]:
-    """Median and standard deviation."""
+def _time_columns(quantity: str, time: str, ratio: str, ends: str) -> list[Column]:
+    """A quantity of time, and its ratio to the yardstick's, where that has an interval."""
 
-    def get(way: Way) -> tuple[float, float] | None:
-        samples = way.record.samples.get(quantity)
-        if samples is None or not samples.values:
-            return None
-        summary = summarize(samples)
-        return summary.median, summary.std
+    def interval(way: Way) -> tuple[float, float, float] | None:
+        found = way.ratio(quantity)
+        return found.interval if found else None
 
-    return get
-
-
-def _known(quantity: str, get: Callable[[Comparison], Any]) -> Callable[[Way], Any]:
-    """Of the ratio to the yardstick, where it has an interval."""
-    return lambda way: get(ratio.known) if (ratio := way.ratio(quantity)) and ratio.known else None
-
-
-def _ends(found: Comparison) -> tuple[float | None, float | None]:
-    return found.low, found.high
+    return [
+        Column(time, MS_STD, median_and_std(quantity)),
+        Column(ratio, _RATIO, interval),
+        Column(ends, _ENDS, interval),
+    ]
 
 
 def _doubts(way: Way) -> str:
@@ -237,26 +221,16 @@ def _doubts(way: Way) -> str:
     return "; ".join([*doubts(way.record), *trouble])
 
 
-def _tokens_per_s(way: Way) -> float | None:
-    step_s, tokens = median_of(way.record, "step"), way.record.fact("tokens")
-    return tokens / step_s if tokens and step_s else None
-
-
-def _peak_bytes(way: Way) -> float | None:
-    peak: float | None = way.record.fact("peak_allocated_bytes", way.record.fact("peak_rss_bytes"))
-    return peak
-
-
 def _totals(way: Way, what: str) -> tuple[int, int] | None:
     """Of all operations, as counted and by formula; None where nobody counted."""
     if "traffic" not in way.record.tables:
         return None
-    lines = way.lines("traffic")
-    return sum(line[what] for line in lines), sum(line[f"expected_{what}"] for line in lines)
+    counted, expected = (sum(line[side + what] for line in way.lines("traffic")) for side in _BOTH)
+    return counted, expected
 
 
 def _on_the_wire(way: Way) -> tuple[int, int | None] | None:
-    sent, expected = (way.record.fact(name) for name in ("wire_bytes", "expected_wire_bytes"))
+    sent, expected = (way.record.fact(f"{side}wire_bytes") for side in _BOTH)
     return None if sent is None else (sent, expected)
 
 
@@ -280,9 +254,7 @@ def _raw(way: Way) -> Mapping[str, Any]:
             f"{quantity}_ratio_high": found and found.high,
             f"{quantity}_longer_than_none_s": way.longer_s(quantity),
         }
-    totals = {
-        name: _totals(way, what) or (None, None) for name, what in (("messages", "messages"), ("sent_bytes", "bytes"))
-    }
-    for place, prefix in enumerate(("", "expected_")):
-        numbers |= {f"{prefix}{name}": total[place] for name, total in totals.items()}
+    messages, sent_bytes = (_totals(way, what) or (None, None) for what in ("messages", "bytes"))
+    for place, side in enumerate(_BOTH):
+        numbers |= {f"{side}messages": messages[place], f"{side}sent_bytes": sent_bytes[place]}
     return numbers

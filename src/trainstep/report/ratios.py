@@ -1,12 +1,37 @@
-"""One row's time over another's: a comparison with its interval, or why there is none."""
+"""Times of rows: the median of one, and one row's time over another's, a comparison with its interval or why there is none."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from trainstep.records.compare import Comparison, compare_records
-from trainstep.records.record import Failure
-from trainstep.report.forms import failure_word
+from trainstep.records.record import Failure, Record
+from trainstep.records.summary import Summary, summarize
+from trainstep.report.forms import failure_word, milliseconds
 from trainstep.report.rows import Row
+from trainstep.report.tables import row_of
+
+
+def summary_of(record: Record, quantity: str) -> Summary | None:
+    """Of its samples; None where the cell failed or has none."""
+    samples = record.samples.get(quantity)
+    return summarize(samples) if record.failure is None and samples and samples.values else None
+
+
+def median_words(record: Record, quantity: str) -> str:
+    """`62.10 ± 0.31 ms`, with the standard deviation; empty where nothing was timed."""
+    time = summary_of(record, quantity)
+    return f"{milliseconds(time.median, time.std)} ms" if time else ""
+
+
+def median_and_std(quantity: str) -> Callable[[Any], tuple[float, float | None] | None]:
+    """What a column of times reads from a row of a table: the median, and the standard deviation of several."""
+
+    def get(row: Any) -> tuple[float, float | None] | None:
+        time = summary_of(row_of(row).record, quantity)
+        return (time.median, time.std if time.n > 1 else None) if time else None
+
+    return get
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +50,17 @@ class Ratio:
         return self.row.record.failure or self.base.record.failure
 
     @property
+    def interval(self) -> tuple[float, float, float] | None:
+        """Low end, ratio and high end, where there is a ratio."""
+        found = self.found
+        if found is None or found.ratio is None or found.low is None or found.high is None:
+            return None
+        return found.low, found.ratio, found.high
+
+    @property
     def known(self) -> Comparison | None:
         """The comparison, where it came to a ratio with an interval."""
-        found = self.found
-        return None if found is None or None in (found.ratio, found.low, found.high) else found
+        return self.found if self.interval else None
 
     def numbers(self) -> dict[str, Any]:
         """What a program reads of it; the row's own key says which cell it is."""

@@ -13,8 +13,8 @@ from trainstep.config.attention_tiles import KERNEL_TILE_FIELDS
 from trainstep.records.record import Record
 from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, FLOP_RATE, MS, RATIO, TEXT, Form, ratio_words
-from trainstep.report.rows import Row, table_lines
-from trainstep.report.tables import Column, Table
+from trainstep.report.rows import Row, facts_in, grouped, table_lines
+from trainstep.report.tables import Column, Line, Table
 
 _LABEL = ("kernel", "arithmetic", "head_dim", "mask", "shape")
 _ROW_NAMES = {"forward": "_FORWARD", "key_gradients": "_KEYS", "query_gradients": "_QUERIES"}
@@ -38,9 +38,9 @@ def tuning_tables(rows: Sequence[Row]) -> list[Table]:
 
 def summary_table(rows: Sequence[Row]) -> list[Table]:
     """A line a cell: the best tile, its rate, and how it compares with the one in use."""
-    tuned = _tuned(rows)
+    lines = [Line(row, _best(row.record)) for row in _tuned(rows)]
     note = "A tile is block_q x block_k x warps x stages x heads together."
-    return [Table.of("Best tiles against those in use", tuned, _SUMMARY, note=note)] if tuned else []
+    return [Table.of("Best tiles against those in use", lines, _SUMMARY, note=note)] if lines else []
 
 
 def tile_sections(rows: Sequence[Row]) -> list[Section]:
@@ -51,19 +51,11 @@ def tile_sections(rows: Sequence[Row]) -> list[Section]:
 
 def table_rows(rows: Sequence[Row], *, record: str) -> str:
     """Lines for TABLE in ops/flash_attention/tiles.py; above each, as comments, how good its tiles are and whose cells say so."""
-    groups: dict[tuple[str, str, str], dict[int, list[Record]]] = {}
-    for row in _tuned(rows):
-        config = row.record.config
-        line = (
-            row.record.fact("architecture", "any"),
-            _ARITHMETICS[config["arithmetic"]],
-            _ROW_NAMES[config["kernel"]],
-        )
-        groups.setdefault(line, {}).setdefault(config["head_dim"], []).append(row.record)
+    groups = grouped((row.record for row in _tuned(rows)), _table_row)
     lines = []
-    for (architecture, arithmetic, kernel), by_width in groups.items():
+    for (architecture, arithmetic, kernel), alike in groups.items():
         chosen = []
-        for width, records in sorted(by_width.items()):
+        for width, records in sorted(grouped(alike, lambda record: record.config["head_dim"]).items()):
             tile, comment = _choice(records)
             lines.append(f"    # {width}: {comment}; cells {' '.join(record.key for record in records)}")
             if tile:
@@ -74,6 +66,11 @@ def table_rows(rows: Sequence[Row], *, record: str) -> str:
     return "\n".join(lines)
 
 
+def _table_row(record: Record) -> tuple[str, str, str]:
+    arithmetic, kernel = _ARITHMETICS[record.config["arithmetic"]], _ROW_NAMES[record.config["kernel"]]
+    return record.fact("architecture", "any"), arithmetic, kernel
+
+
 def _tuned(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if table_lines(row.record.tables.get("candidates"))]
 
@@ -81,11 +78,11 @@ def _tuned(rows: Sequence[Row]) -> list[Row]:
 def _candidates(record: Record) -> list[Seen]:
     """The rows of the record's table, best first."""
     lines = table_lines(record.tables["candidates"])
-    return sorted(lines, key=lambda one: math.inf if one["time_s"] is None else one["time_s"])
+    return sorted(lines, key=lambda candidate: math.inf if candidate["time_s"] is None else candidate["time_s"])
 
 
-def _tile_of(one: Seen) -> Tile:
-    return tuple(one[name] for name in KERNEL_TILE_FIELDS)
+def _tile_of(candidate: Seen) -> Tile:
+    return tuple(candidate[name] for name in KERNEL_TILE_FIELDS)
 
 
 def _in_words(tile: Tile) -> str:
@@ -94,20 +91,16 @@ def _in_words(tile: Tile) -> str:
 
 def _choice(records: Sequence[Record]) -> tuple[Tile | None, str]:
     """The tile that is best over these cells, and a comment on it."""
-    times = [
-        {_tile_of(one): one["time_s"] for one in _candidates(record) if one["time_s"] is not None} for record in records
-    ]
-    common = [tile for tile in times[0] if all(tile in one for one in times)]
+    tried = [[candidate for candidate in _candidates(record) if candidate["time_s"] is not None] for record in records]
+    times = [{_tile_of(candidate): candidate["time_s"] for candidate in timed} for timed in tried]
+    common = [tile for tile in times[0] if all(tile in time_s for time_s in times)]
     if not common:
         return None, "no tile was timed in all cells"
-    worse = {tile: [one[tile] / min(one.values()) for one in times] for tile in common}
-    tile = min(common, key=lambda one: math.prod(worse[one]))
+    worse = {tile: [time_s[tile] / min(time_s.values()) for time_s in times] for tile in common}
+    tile = min(common, key=lambda tile: math.prod(worse[tile]))
     used = [record.fact("in_use") for record in records]
-    gains = [
-        one[tile] / record.fact("in_use_time")
-        for one, record in zip(times, records, strict=True)
-        if record.fact("in_use_time")
-    ]
+    used_s = [record.fact("in_use_time") for record in records]
+    gains = [time_s[tile] / seconds for time_s, seconds in zip(times, used_s, strict=True) if seconds]
     comment = f"{_in_words(tile)} takes {_span(worse[tile])} of the best time"
     return tile, comment + (f", {_span(gains)} of {'/'.join(dict.fromkeys(used))}'s, now in use" if gains else "")
 
@@ -120,25 +113,18 @@ def _span(ratios: Sequence[float]) -> str:
 def _candidate_table(record: Record, most: int | None) -> Table:
     ranked = _candidates(record)
     best_s = ranked[0]["time_s"]
-    used = record.fact("in_use")
-    shown = [
-        one for place, one in enumerate(ranked) if most is None or place < most or _in_words(_tile_of(one)) == used
-    ]
-    left_out = len(ranked) - len(shown)
     label = {name: record.config[name] for name in _LABEL}
-    lines = []
-    for one in shown:
-        remarks = [f"{one['outcome'].replace('_', ' ')}: {one['reason']}"] if one["reason"] else []
-        remarks += ["in use"] if _in_words(_tile_of(one)) == used else []
-        ratio = one["time_s"] / best_s if one["time_s"] is not None and best_s else None
-        lines.append({**one, "ratio": ratio, "remarks": "; ".join(remarks)})
-    return Table.of(
-        "Tiles: " + " ".join(map(str, label.values())),
-        lines,
-        _CANDIDATE,
-        raw=({**label, **one} for one in shown),
-        note=f"{left_out} more in the record." if left_out else "",
-    )
+    lines, raw = [], []
+    for place, candidate in enumerate(ranked):
+        in_use = _in_words(_tile_of(candidate)) == record.fact("in_use")
+        if most is None or place < most or in_use:
+            outcome, reason = candidate["outcome"].replace("_", " "), candidate["reason"]
+            remarks = filter(None, (f"{outcome}: {reason}" if reason else "", "in use" if in_use else ""))
+            ratio = candidate["time_s"] / best_s if candidate["time_s"] is not None and best_s else None
+            lines.append({**candidate, "ratio": ratio, "remarks": "; ".join(remarks)})
+            raw.append({**label, **candidate})
+    note = f"{len(ranked) - len(lines)} more in the record." if len(lines) < len(ranked) else ""
+    return Table.of("Tiles: " + " ".join(map(str, label.values())), lines, _CANDIDATE, raw=raw, note=note)
 
 
 _PLAIN = Form(text=str)
@@ -155,25 +141,18 @@ _CANDIDATE = (
 )
 
 
-def _label(name: str) -> Column:
-    return Column(name, _PLAIN if name == "head_dim" else TEXT, lambda row: row.record.config[name])
-
-
-def _best_s(row: Row) -> float | None:
-    best: float | None = _candidates(row.record)[0]["time_s"]
-    return best
-
-
-def _against_used(row: Row) -> float | None:
-    best_s, used_s = _best_s(row), row.record.fact("in_use_time")
-    return best_s / used_s if best_s and used_s else None
+def _best(record: Record) -> dict[str, Any]:
+    """The cell, its best tile, and that tile's time over the time of the one in use."""
+    best_s, used_s = _candidates(record)[0]["time_s"], record.fact("in_use_time")
+    ratio = best_s / used_s if best_s and used_s else None
+    return {**record.config, **facts_in(record, ("best", "rate", "in_use")), "time_s": best_s, "ratio": ratio}
 
 
 _SUMMARY = (
-    *map(_label, _LABEL),
+    *(Column(name, _PLAIN if name == "head_dim" else TEXT) for name in _LABEL),
     Column("best tile", TEXT, "best"),
-    Column("time (ms)", MS, _best_s),
+    Column("time (ms)", MS, "time_s"),
     Column("rate", FLOP_RATE),
     Column("in use", TEXT, "in_use"),
-    Column("time, best / in use", RATIO, _against_used),
+    Column("time, best / in use", RATIO, "ratio"),
 )
