@@ -70,6 +70,7 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]):
     assert "trainstep attention --block-q 64" in words
 
 
+@pytest.mark.slow
 def test_rows_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -76,6 +76,7 @@ def check_numbers(record: Record) -> None:
     assert record.fact("in_use_time") >= best_s
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_tiles_that_go_wrong_are_rows():
     record = tuned("tile_workloads:TUNER", candidates="16x16x4x1,16x32x4x1,16x128x4x1,16x64x4x1")

@@ -53,6 +53,7 @@ def shown() -> str:
     return block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["torchrun", "spawn"])
 def test_the_readmes_ways_to_start(start: str, tmp_path: Path):
     """All ranks, however they started, end with the same weights."""

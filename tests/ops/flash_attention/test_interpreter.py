@@ -19,6 +19,7 @@ def test_a_few_shapes():
     assert passed == 9
 
 
+@pytest.mark.slow
 def test_a_few_shapes_of_parts():
     shapes = [f"{SPLIT_KERNELS}::test_small_random_shapes[{seed}]" for seed in (10, 14)]
     passed, _ = in_the_interpreter(
