@@ -49,10 +49,15 @@ class StepTimer:
         return ReadWindow(times, None if opened.gpu is None else opened.gpu.sm_clock_hz(), allocations)
 
     def capture(self) -> None:
-        """Untimed steps on the next batches until all that follow are alike: a graph's, or never one."""
+        """Untimed steps on the next batches until all that follow are alike: a graph's, or never one.
+
+        Peaks of memory count from the last of them. Of a graph that is the step in which it was captured: its memory is the allocator's
+        then, and its own ever after.
+        """
         captured = self._assembly.captured
         for _ in range(_MOST_BEFORE_CAPTURE):
             batches = self._next_batches(1)
+            self._built.opened.memory.start()
             self._assembly.take(batches[-1])
             self._drop_gradients()
             if captured is None or captured.is_settled(batches[-1]):

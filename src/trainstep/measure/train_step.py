@@ -63,7 +63,8 @@ def warm_up(built: BuiltStep) -> "TrainStepMeasurement":
         for done in range(count):
             warmups.append(timer.window(1))
             stages.count(done + 1, count)
-        built.opened.memory.start()
+        if built.assembly.captured is None:
+            built.opened.memory.start()
         stages.enter("steps")
     return TrainStepMeasurement(built, timer, warmups)
 
