@@ -276,6 +276,13 @@ def test_tensors_that_no_batch_can_hold(device: str, tensor: str, words: str):
         step(given.requires_grad_() if tensor == "grad" else given.to_sparse())
 
 
+def test_without_strict_such_a_batch_runs_as_it_is(device: str):
+    step = CapturedStep(lambda batch: batch["x"].sum(), device=device, strict=False)
+    for batch in batches(device, 5):
+        assert step({**batch, "of": object()}).item() == batch["x"].sum().item()
+    assert "batch: holds a object" in step.why_not
+
+
 def test_a_batch_laid_out_otherwise_has_its_graph(device: str):
     step = CapturedStep(lambda batch: batch[0], device=device)
     given = torch.arange(16.0, device=device).reshape(4, 4)

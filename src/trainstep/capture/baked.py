@@ -16,7 +16,7 @@ State = dict[tuple[Any, str], Hashable]
 
 
 class Baked:
-    """`change()` names what is otherwise than at the last call, so that graphs made before are no longer right; None: nothing.
+    """`change()` names what differs from the last call, so that graphs made before are no longer right; None: nothing does.
 
     ValueError for an optimizer that no graph can hold.
     """
@@ -31,15 +31,20 @@ class Baked:
                 raise ValueError(f"optimizer: {reason}")
             optimizer.register_load_state_dict_post_hook(self._note_load)
         self._modules = list(module.modules()) if module is not None else []
+        self._parameters: tuple[list[int], list[Tensor]] = [], []
+        """The last ones, and who they were before the same ones were left out: each call looks, in as little time as it can."""
         self._seen = list(self._options())
 
     @property
     def parameters(self) -> list[Tensor]:
         """Whose gradients a step writes: the optimizer's, and those of the module that it does not step."""
         groups = self._optimizer.param_groups if self._optimizer is not None else []
-        of_optimizer = [parameter for group in groups for parameter in group["params"]]
-        of_module = [parameter for module in self._modules for parameter in module._parameters.values()]
-        return list({id(each): each for each in [*of_optimizer, *of_module] if each is not None}.values())
+        every = [parameter for group in groups for parameter in group["params"]]
+        every += [parameter for module in self._modules for parameter in module._parameters.values()]
+        who = list(map(id, every))
+        if who != self._parameters[0]:
+            self._parameters = who, list({id(each): each for each in every if each is not None}.values())
+        return self._parameters[1]
 
     def change(self) -> str | None:
         options = list(self._options())
@@ -117,11 +122,11 @@ class Baked:
         yield "train() or eval() of a module", [module.training for module in self._modules]
         yield (
             "a buffer (replaced by another tensor; write into it instead)",
-            [_place(buffer) for module in self._modules for buffer in module._buffers.values()],
+            _places([buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]),
         )
         parameters = self.parameters
         yield "requires_grad of a parameter", [parameter.requires_grad for parameter in parameters]
-        yield "the memory of a parameter", [_place(parameter) for parameter in parameters]
+        yield "the memory of a parameter", _places(parameters)
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         for index, group in enumerate(groups):
             filled = self._fill_rate(index, group)
@@ -148,9 +153,13 @@ class Baked:
         return True
 
 
-def _place(tensor: Tensor | None) -> Hashable:
-    """Which tensor it is and where its memory is: a graph knows the memory alone."""
-    return id(tensor), tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else None  # type: ignore[union-attr]
+def _places(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+    """Which tensors they are, and where their memory is: a graph knows the memory alone."""
+    try:
+        memory = list(map(Tensor.data_ptr, tensors))
+    except RuntimeError:  # of tensors without memory of their own, as some subclasses are
+        memory = []
+    return list(map(id, tensors)), memory
 
 
 def why_not_captured(optimizer: torch.optim.Optimizer) -> str | None:

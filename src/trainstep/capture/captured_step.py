@@ -54,16 +54,20 @@ class CapturedStep:
     returned come back, of which the host has not waited for any.
 
     function      forward and backward, and whatever else belongs to the step (clipping, optimizer.step(), zero_grad()), of a batch:
-                  tensors and plain values in dicts, lists and tuples. Micro-batches are a list of batches.
+                  tensors and plain values in dicts, lists and tuples. Micro-batches are a list of batches. Tensors come to it on
+                  the device; one in pinned memory of the host must not be written anew before the GPU has copied it.
     optimizer     the one that the function steps. Its learning rates are read at each call, so schedules work as ever (outside of
                   the function); another change of its groups (betas, weight decay, parameters), and load_state_dict, make a new
                   graph. ValueError where a graph cannot hold its step: then leave it out of the function, give `module` alone,
                   and call its step and zero_grad() after each call.
-    module        the one that is trained: train() and eval() make a new graph, and without an optimizer its gradients are kept.
+    module        the one that is trained: train() and eval() of any part of it, frozen parameters and replaced buffers make a new
+                  graph. Without it only the optimizer's parameters are looked after.
     warmups       calls of each shape that run as they are before the next is captured, 2 at least.
     most_graphs   one a shape of the batch; further shapes run as they are.
     strict        NotCapturable, with the lines, for a step that cannot be captured; else it runs as it is, and `why_not` says why.
     generators    of the device, other than its default one, from which the function draws random numbers.
+
+    Called by the function of another captured step, it is a part of that one's graph. Not for several threads at once.
 
     Random numbers are new at each launch. Everything else that Python works out is as it was when the step was captured. On a CPU a
     tape takes the graph's place (tape.py): nothing is faster, but the same holds.
@@ -89,7 +93,7 @@ class CapturedStep:
         self.why_not: str | None = None
         """Why the step runs as it is, in a sentence; None while it is, or may yet be, captured."""
         self.capture_s = 0.0
-        """Seconds that captures took so far."""
+        """Seconds that captures have taken so far."""
         self._function = function
         self._warmups = warmups
         self._most_graphs = most_graphs
@@ -111,7 +115,11 @@ class CapturedStep:
         self._on_mark = on_mark
         if change := self.why_not is None and self._baked.change():
             self._begin_again(change)
-        shape = self._shape_of(batch)
+        try:
+            shape = self._shape_of(batch)
+        except NotCapturable as error:
+            self._give_up(error)
+            return self._as_it_is(batch)
         graph = self._graphs.get(shape)
         if graph is not None and self._finds_its_gradients(graph):
             return self._launch(graph, batch)
@@ -280,7 +288,7 @@ class CapturedStep:
         self.reset()
         self._begun_again += 1
         if self._begun_again > _MOST_BEGINNINGS:
-            self._give_up(NotCapturable(f"the step is not the same for {self._warmups} calls on end: {reason}"))
+            self._give_up(NotCapturable(f"the step is not the same for {self._warmups} calls in a row: {reason}"))
 
     def _give_up(self, error: NotCapturable) -> None:
         self.reset()

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from trainstep.capture.waits import NotCapturable
+
 _CONSTANTS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 
@@ -17,7 +19,7 @@ def shape_of(batch: Any) -> Hashable:
     """What has to be equal for one graph to take two batches: structure, tensors' shapes, layouts and dtypes, which of them are the
     same tensor, every other value.
 
-    ValueError for a batch that holds anything but tensors and plain values in dicts, lists and tuples.
+    NotCapturable for a batch that holds anything but dense tensors and plain values in dicts, lists and tuples.
     """
     leaves, structure = tree_flatten(batch)
     first = _firsts(leaves)
@@ -35,7 +37,10 @@ def detached(outputs: Any) -> Any:
 
 
 def copies(outputs: Any) -> Any:
-    """What a step returned, apart from the memory that a graph's next launch overwrites. ValueError as of a batch."""
+    """What a step returned, apart from the memory that a graph's next launch overwrites.
+
+    ValueError for what is neither a tensor nor a plain value.
+    """
     return tree_map(_copy, outputs)
 
 
@@ -114,15 +119,17 @@ def _copy(leaf: Any) -> Any:
 def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         if leaf.requires_grad:
-            raise ValueError("batch: holds a tensor that requires grad, whose gradient a graph would keep; detach() it")
+            raise NotCapturable(
+                "batch: holds a tensor that requires grad, whose gradient a graph would keep; detach() it"
+            )
         if leaf.layout != torch.strided or leaf.is_nested:
-            raise ValueError(
+            raise NotCapturable(
                 f"batch: holds a {'nested' if leaf.is_nested else 'sparse'} tensor; a graph takes dense ones"
             )
         return leaf.dtype, tuple(leaf.shape), None if leaf.is_contiguous() else leaf.stride()
     if isinstance(leaf, _CONSTANTS):
         return type(leaf), leaf
-    raise ValueError(
+    raise NotCapturable(
         f"batch: holds a {type(leaf).__name__}; a captured step takes tensors and plain values in dicts, lists and tuples "
         "(of an object that is like a dict: dict(batch))"
     )
