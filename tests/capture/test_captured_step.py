@@ -320,7 +320,7 @@ def test_what_changes_at_every_call_is_given_up_by_name(device: str):
     for index, batch in enumerate(batches(device, 16)):
         trained.optimizer.param_groups[0]["lr"] = 0.1 / (1 + index)
         step(batch)
-    assert step.why_not == "the step is not the same for 2 calls on end: lr of group 0 changed"
+    assert step.why_not == "the step is not the same for 2 calls in a row: lr of group 0 changed"
 
 
 def test_a_fault_of_the_step_comes_out_as_it_is(device: str):

@@ -30,16 +30,22 @@ class FakeCuda:
             "synchronize": lambda _device=None: self.noted.append("synchronize"),
             "empty_cache": lambda: self.noted.append("empty_cache"),
             "get_sync_debug_mode": lambda: self.sync_debug_mode,
-            "set_sync_debug_mode": lambda mode: setattr(self, "sync_debug_mode", mode),
+            "set_sync_debug_mode": self.set_sync_debug_mode,
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
+    def set_sync_debug_mode(self, mode: Any) -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        self.sync_debug_mode = mode
+
     @contextmanager
     def stream(self, stream: "FakeStream") -> Iterator[None]:
         self.streams.append(stream.name)
-        yield
-        self.streams.pop()
+        try:
+            yield
+        finally:
+            self.streams.pop()
 
 
 class FakeStream:
@@ -109,6 +115,12 @@ def test_steps_that_are_not_captured_run_on_the_captures_stream(cuda: FakeCuda):
     assert cuda.noted == ["capture waits for default", "default waits for capture"]
 
 
+def test_what_a_failed_step_left_running_is_waited_for(cuda: FakeCuda):
+    with pytest.raises(KeyError), CudaGraphs(torch.device("cuda")).eager():
+        raise KeyError
+    assert cuda.noted == ["capture waits for default", "default waits for capture"]
+
+
 def test_a_capture_that_fails_says_why_and_leaves_the_stream(cuda: FakeCuda):
     cuda.broken = True
 
@@ -143,8 +155,11 @@ def work(cuda: FakeCuda) -> None:
 
 def test_places_where_the_host_waits(cuda: FakeCuda):
     cuda.sync_debug_mode = "default"
-    with pytest.warns(UserWarning, match="something else"), cuda_waits() as waits:
-        work(cuda)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with cuda_waits() as waits:
+            work(cuda)
+    assert [str(warning.message) for warning in warned] == ["something else"]
     assert cuda.sync_debug_mode == "default"
     assert [wait.file for wait in waits] == [__file__]
     assert waits[0].line.endswith("# here")

@@ -24,6 +24,8 @@ class CudaGraphs:
 
     takes_step = False
     """A capture only writes down."""
+    refused: Sequence[Wait] = ()
+    """What no graph can hold is an error of the capture."""
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         self._device = device
@@ -36,9 +38,11 @@ class CudaGraphs:
     def eager(self) -> Iterator[None]:
         """Where a step runs that is not in a graph: the capture's stream, in order with the current one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # of a step that failed, too: what it left running writes into weights and gradients
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def watched(self) -> AbstractContextManager[list[Wait]]:
         """The places at which the host waits inside."""

@@ -2,8 +2,8 @@
 
 It is as blind as a graph: numbers that Python worked out are what they were, Python is not asked again, inputs are read and results
 written where they were. So whatever a graph would get wrong goes wrong on a laptop too, and in tests. Nothing is saved by it but
-autograd's and Python's work. Refused: a compiled model, whose code torch's
-dispatcher does not call. Not seen: what an extension of one's own computes.
+autograd's and Python's work. Refused, as by a GPU's generator: random numbers drawn again from a state that was kept, as a
+checkpoint does. Not seen: what a compiled model or an extension of one's own computes, whose code torch's dispatcher does not call.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trainstep.capture.cuda_graph import OnMark
-from trainstep.capture.waits import NotCapturable, Wait, host_waits, place_of, why_the_host_waits
+from trainstep.capture.waits import HostWatcher, Wait, host_waits, reads_by_host
 
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty")
 """Operators that only make memory, which is there already when they would run again."""
@@ -30,6 +29,8 @@ class Tapes:
 
     def __init__(self) -> None:
         self._recording: _Recorder | None = None
+        self.refused: Sequence[Wait] = ()
+        """Of the last tape: the places that a graph could not hold. The step is taken all the same."""
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -42,8 +43,9 @@ class Tapes:
         """Run it once and write it down."""
         self._recording = _Recorder()
         try:
-            with self._recording as recorder:
+            with self._recording as recorder, reads_by_host(recorder):
                 outputs = run()
+            self.refused = recorder.places
         finally:
             self._recording = None
         return recorder.run_again, outputs
@@ -60,39 +62,59 @@ class Tapes:
         return 0
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(HostWatcher):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.entries: list[Callable[[OnMark], None]] = []
+        self._random_state = torch.get_rng_state()
 
     def run_again(self, on_mark: OnMark) -> None:
-        with torch.no_grad():
+        with torch._C._AutoDispatchBelowAutograd():
             for entry in self.entries:
                 entry(on_mark)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if why := why_the_host_waits(func, args):
-            try:
-                raise NotCapturable(f"a step cannot be captured: {why}")
-            except NotCapturable as error:
-                raise NotCapturable("a step cannot be captured", [place_of(error)._replace(why=why)]) from None
-        results = func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if draws and not torch.equal(torch.get_rng_state(), self._random_state):
+            self.note(
+                "the state of the random numbers was set within the step (a checkpoint: preserve_rng_state=False)"
+            )
+        kept_args, kept_kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        if draws:
+            self._random_state = torch.get_rng_state()
         if not _only_makes_memory(func) and not _is_view(func):
-            self.entries.append(_entry(func, args, kwargs, results))
+            self.entries.append(_entry(func, kept_args, kept_kwargs, results))
         return results
 
 
 def _entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> Callable[[OnMark], None]:
     """The operator once more. What it makes new goes where its first results are; what it writes in place is there."""
-    made = [leaf if _is_new(func, index) else None for index, leaf in enumerate(tree_leaves(results))]
+    given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} - {None}
+    made = [
+        _alias(leaf) if isinstance(leaf, Tensor) and _is_new(func, index) and _storage(leaf) not in given else None
+        for index, leaf in enumerate(tree_leaves(results))
+    ]
+
+    grad_enabled = torch.is_grad_enabled()  # some operators ask: an LSTM keeps nothing for backward without
 
     def run_again(_on_mark: OnMark) -> None:
-        for mine, again in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
-            if isinstance(mine, Tensor) and mine is not again:
-                mine.copy_(again)
+        with torch.set_grad_enabled(grad_enabled):
+            for mine, again in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+                if mine is not None and mine is not again:
+                    mine.copy_(again)
 
     return run_again
+
+
+def _alias(leaf: Any) -> Any:
+    """The same memory in the shape that it has now: `squeeze_` and the like change a tensor, and a graph knows the memory alone."""
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def _only_makes_memory(func: Any) -> bool:
@@ -101,6 +123,8 @@ def _only_makes_memory(func: Any) -> bool:
 
 def _is_view(func: Any) -> bool:
     """Whether its results are other views of its arguments' memory, and nothing is written."""
+    if torch.Tag.inplace_view in getattr(func, "tags", ()):
+        return True
     returns = func._schema.returns if hasattr(func, "_schema") else []
     return bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
 

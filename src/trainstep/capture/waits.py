@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
@@ -26,6 +27,8 @@ _READ_BY_HOST = {
     "aten::equal": "a comparison's answer is read by the host",
 }
 """Operators after which a GPU's host has to wait. `aten::index` with a mask is another."""
+_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.cpu}
+"""What reads a tensor's memory below those."""
 
 
 class Wait(NamedTuple):
@@ -69,6 +72,7 @@ def cuda_waits() -> Iterator[list[Wait]]:
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f".*{_SYNCHRONIZES}")
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         shown_before, warnings.showwarning = warnings.showwarning, show
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -81,27 +85,51 @@ def cuda_waits() -> Iterator[list[Wait]]:
 @contextmanager
 def host_waits() -> Iterator[list[Wait]]:
     """The same of a step on a CPU: the places at which a GPU's host would wait."""
-    watcher = _Watcher()
-    with watcher:
+    watcher = HostWatcher()
+    with watcher, reads_by_host(watcher):
         yield watcher.places
 
 
-class _Watcher(TorchDispatchMode):
+class HostWatcher(TorchDispatchMode):
+    """`places`: those inside at which a GPU's host would wait."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places: list[Wait] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        why = why_the_host_waits(func, args)
-        if why and (place := _here(why)) not in self.places:
+        if why := _why_the_host_waits(func, args):
+            self.note(why)
+        return func(*args, **(kwargs or {}))
+
+    def note(self, why: str) -> None:
+        """This place, once."""
+        if (place := _here(why)) not in self.places:
             self.places.append(place)
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, watcher: HostWatcher) -> None:
+        super().__init__()
+        self._watcher = watcher
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            self._watcher.note("a tensor's value is read by the host")
         return func(*args, **(kwargs or {}))
 
 
-def why_the_host_waits(func: Any, args: Sequence[Any]) -> str | None:
+def reads_by_host(watcher: HostWatcher) -> AbstractContextManager[Any]:
+    """Inside, `watcher` notes what reads a tensor's memory without an operator of torch's: tolist(), numpy(), a tensor printed."""
+    return _Reads(watcher)
+
+
+def _why_the_host_waits(func: Any, args: Sequence[Any]) -> str | None:
     """Why a GPU's host would wait for this operator; None where it would not."""
     name = func._schema.name if hasattr(func, "_schema") else str(func)
     if name in ("aten::index", "aten::index_put", "aten::index_put_") and any(map(_is_mask, args[1])):
+        if name != "aten::index" and args[2].numel() == 1 and len(args) < 4 and all(map(_is_mask, args[1])):
+            return None  # `x[mask] = number`, which torch fills in place
         return "a mask chooses elements: the result's shape depends on values"
     return _READ_BY_HOST.get(name)
 
