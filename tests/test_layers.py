@@ -22,17 +22,18 @@ LAYERS = {
     "traces": 2,
     "ops": 2,
     "parallel": 2,
+    "capture": 2,
     "config": 1,
     "costs": 0,
     "spans": 0,
     "reading": 0,
 }
-STANDALONE = {"ops", "parallel"}
+STANDALONE = {"ops", "parallel", "capture"}
 """Lifted out and used alone: of ours they may use only LIFTED_WITH."""
 LIFTED_WITH = {"costs", "spans"}
 LAZY = {"cli"}
 """May import ours inside functions, so that `trainstep --help` answers at once."""
-LAZY_EXPORTS = {"trainstep", "trainstep.parallel"}
+LAZY_EXPORTS = {"trainstep", "trainstep.parallel", "trainstep.capture"}
 """The one exception: packages that load what they export, from further down and by name, when it is first used."""
 TORCH_FREE = {"config", "costs", "records", "traces", "plan", "report", "cli"}
 DRIVER_MODULES = ("sweep", "runner", "executor_", "environment", "workload")

@@ -303,3 +303,22 @@ def test_compiled(compile: str):
     assert facts["compile_cache"] in ("cold", "warm")
     assert lengths(found)["step"] == (4, 2)
     assert found.samples["step"].warmups[0] > max(found.samples["step"].values), "the first step compiled"
+
+
+@pytest.mark.parametrize(("adamw", "captured"), [("trainstep", "step"), ("foreach", "forward and backward")])
+def test_a_captured_step(adamw: str, captured: str):
+    stages: list[str] = []
+    found = measured(capture="auto", adamw=adamw, stages=stages)
+    facts = values_of(found)
+    assert facts["captured"] == captured
+    assert ("capture_left_out" in facts) is (adamw == "foreach")
+    assert facts["capture_s"] > 0
+    assert facts["flops_source"] == "shapes"
+    assert lengths(found)["step"] == lengths(found)["backward"] == (4, 2)
+    assert [stage for stage in stages if " " not in stage] == ["build", "capture", "warmup", "steps", "afterwards"]
+
+
+def test_a_step_that_cannot_be_captured_is_a_cell_that_says_so():
+    with pytest.raises(CellFailed, match=r"capture: the step cannot be captured; .*adamw\.py:\d+") as failed:
+        measured(capture="step", adamw="trainstep", precision="fp16_autocast")
+    assert failed.value.failure.kind == "unsupported"

@@ -29,7 +29,7 @@ class MemoryConfig(RanksConfig):
 
     ranks: int = described("processes, with a GPU each where there are GPUs; 1: a step on its own", 1)
     sync: SyncConfig = part(SyncConfig(name=YARDSTICK))
-    run: RecordedRunConfig = part(without=("learning_rate", "steps", "sync", "cold_compile", "nvtx"))
+    run: RecordedRunConfig = part(without=("capture", "learning_rate", "steps", "sync", "cold_compile", "nvtx"))
     min_share: float = described("share of the peak under which an allocation is not listed", 0.005)
     keep_snapshot: str | None = described(
         "folder for the snapshot's file: drag it to pytorch.org/memory_viz, or read it with --from", None

@@ -49,7 +49,7 @@ class ParallelConfig(RanksConfig):
 
     ranks: int = described("processes; with a GPU each where there are GPUs", 2)
     sync: SyncConfig = part(SyncConfig())
-    run: RankRunConfig = part(without=("mode", "sync", "cold_compile", "nvtx"))
+    run: RankRunConfig = part(without=("mode", "capture", "sync", "cold_compile", "nvtx"))
     window_steps: int = described(
         "steps of a window, timed as one: what runs into the next step counts then; windows take as many steps as are timed "
         "singly, in each turn at least one window",

@@ -25,4 +25,8 @@ class ProfileConfig(RunConfig):
         super().__post_init__()
         if self.graph_replay and self.device == "cpu":
             raise ValueError("graph_replay: a CUDA graph needs a GPU; leave it out on a CPU")
+        if self.capture != "none":
+            raise ValueError(
+                "capture: the kernels of a graph have no phases in a trace; leave it at none, or take graph_replay"
+            )
         check_integer(self, "profiled_steps", at_least=1, at_most=100)

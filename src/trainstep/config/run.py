@@ -12,6 +12,7 @@ ATTENTIONS = ("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sd
 COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused", "trainstep")
 RECOMPUTES = ("none", "block")
+CAPTURES = ("none", "auto", "step")
 DEVICES = ("cpu", "cuda")
 
 
@@ -31,6 +32,11 @@ class RunConfig:
     attention: str = described("attention of the built-in model", "sdpa", ATTENTIONS)
     compile: str = described("what torch.compile wraps", "none", COMPILES)
     recompute: str = described("whose activations backward computes again instead of keeping them", "none", RECOMPUTES)
+    capture: str = described(
+        "take the step as one CUDA graph: auto captures what can be and says what is left, step fails where anything is",
+        "none",
+        CAPTURES,
+    )
     adamw: str = described("implementation of AdamW: torch's, or ours in one launch", "fused", ADAMWS)
     learning_rate: float = described("AdamW's learning rate", 3e-4)
     clip_grad_norm: float | None = described("clip the gradient's 2-norm to this", None)
@@ -59,6 +65,7 @@ class RunConfig:
             raise ValueError("recompute: a compiled block is not run again by block; take compile model or none")
         self._check_sync()
         self._check_device()
+        self._check_capture()
         if self.data != "random" and isinstance(self.model, ModelConfig) and self.model.vocab_size < 256:
             raise ValueError(f"vocab_size: text is read as bytes and needs at least 256, not {self.model.vocab_size}")
         if self.data != "random" and isinstance(self.model, UserModel):
@@ -73,6 +80,22 @@ class RunConfig:
         check_integer(self, "sync", at_least=2)
         if self.steps % self.sync:
             raise ValueError(f"sync: windows of {self.sync} steps do not divide steps {self.steps}")
+
+    def _check_capture(self) -> None:
+        if self.capture == "none":
+            return
+        if self.sync == "phase":
+            raise ValueError(
+                "sync: nothing can wait for a phase inside a captured step; take sync step, or capture none"
+            )
+        if self.device == "cpu" and self.compile != "none":
+            raise ValueError(
+                f"capture: on a CPU a step is written down by operators, which compile {self.compile} hides; take compile none"
+            )
+        if self.capture == "step" and self.trains and self.adamw in ("loop", "foreach"):
+            raise ValueError(
+                f"capture: AdamW's {self.adamw} counts its steps on the host; take adamw fused or trainstep, or capture auto"
+            )
 
     def _check_device(self) -> None:
         if self.device == "cpu" and self.nvtx:

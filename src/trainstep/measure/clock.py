@@ -31,11 +31,12 @@ class Window:
 
 
 class Clock(Protocol):
-    """`start_window`; for each step `start_step`, then `mark(phase)` as each phase ends; `stop_window`."""
+    """`start_window`; for each step `start_step`, then `mark(phase)` as each phase ends; `stop_window`. `event`: recorded where the
+    phase ended, in place of one that is recorded now."""
 
     def start_window(self) -> None: ...
     def start_step(self) -> None: ...
-    def mark(self, phase: Phase) -> None: ...
+    def mark(self, phase: Phase, event: torch.cuda.Event | None = None, /) -> None: ...
     def stop_window(self) -> Window: ...
 
 
@@ -55,7 +56,7 @@ class HostClock:
     def start_step(self) -> None:
         self._edges.append((None, time.perf_counter()))
 
-    def mark(self, phase: Phase) -> None:
+    def mark(self, phase: Phase, event: torch.cuda.Event | None = None, /) -> None:
         self._synchronize()
         self._edges.append((phase, time.perf_counter()))
 
@@ -71,20 +72,25 @@ class EventClock:
 
     def __init__(self) -> None:
         self._pool: list[torch.cuda.Event] = []
+        self._own: list[torch.cuda.Event] = []
+        """Those of this window: all but a graph's."""
         self._edges: list[tuple[Phase | None, torch.cuda.Event]] = []
         self._start_s = 0.0
 
     def start_window(self) -> None:
-        self._pool += [event for _, event in self._edges]
-        self._edges = []
+        self._pool += self._own
+        self._own, self._edges = [], []
         torch.cuda.synchronize()
         self._start_s = time.perf_counter()
 
     def start_step(self) -> None:
         self._record(None)
 
-    def mark(self, phase: Phase) -> None:
-        self._record(phase)
+    def mark(self, phase: Phase, event: torch.cuda.Event | None = None, /) -> None:
+        if event is None:
+            self._record(phase)
+        else:
+            self._edges.append((phase, event))
 
     def stop_window(self) -> Window:
         enqueued_s = time.perf_counter()
@@ -99,6 +105,7 @@ class EventClock:
     def _record(self, phase: Phase | None) -> None:
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record()
+        self._own.append(event)
         self._edges.append((phase, event))
 
 

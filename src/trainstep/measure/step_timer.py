@@ -12,6 +12,10 @@ from trainstep.measure.clock import Window, clock_for
 from trainstep.parallel.collectives import Collectives
 from trainstep.spans import nvtx_spans
 from trainstep.training.batches import Batch
+from trainstep.training.captured import EventMark, unmarked
+
+_MOST_BEFORE_CAPTURE = 16
+"""Steps: a few warm-ups, and as many more as torch.compile may take."""
 
 
 class ReadWindow(NamedTuple):
@@ -44,12 +48,32 @@ class StepTimer:
         allocations = opened.memory.device_allocations() - allocations_before
         return ReadWindow(times, None if opened.gpu is None else opened.gpu.sm_clock_hz(), allocations)
 
+    def capture(self) -> None:
+        """Untimed steps on the next batches until all that follow are alike: a graph's, or never one.
+
+        Peaks of memory count from the last of them. Of a graph that is the step in which it was captured: its memory is the allocator's
+        then, and its own ever after.
+        """
+        captured = self._assembly.captured
+        for _ in range(_MOST_BEFORE_CAPTURE):
+            batches = self._next_batches(1)
+            self._built.opened.memory.start()
+            self._assembly.take(batches[-1])
+            self._drop_gradients()
+            if captured is None or captured.is_settled(batches[-1]):
+                return
+
     def window_again(self) -> Window:
         """Time the last step once more."""
         return self._timed([self.batches])
 
     def step_again(self) -> None:
         """The last step once more, untimed: of a user's batches there may be no more."""
+        self._assembly.take(self.batches)
+        self._drop_gradients()
+
+    def eager_step_again(self) -> None:
+        """The same, but never as a graph."""
         self._assembly.step(self.batches)
         self._drop_gradients()
 
@@ -63,14 +87,16 @@ class StepTimer:
     def _timed(self, batches: Sequence[list[Batch]]) -> Window:
         self._collectives.barrier()  # ranks begin together
         self._clock.start_window()
+        # A graph's events are those of its last launch: they tell the phases of a window of one step alone
+        mark = unmarked if self._assembly.captured is not None and len(batches) > 1 else self._clock.mark
         for micro_batches in batches:
             self._clock.start_step()
-            self.loss = self._marked_step(micro_batches)
+            self.loss = self._marked_step(micro_batches, mark)
         return self._clock.stop_window()
 
-    def _marked_step(self, micro_batches: list[Batch]) -> torch.Tensor:
+    def _marked_step(self, micro_batches: list[Batch], mark: EventMark) -> torch.Tensor:
         with nvtx_spans() if self._run.nvtx else nullcontext():
-            loss = self._assembly.step(micro_batches, self._clock.mark)
+            loss = self._assembly.take(micro_batches, mark)
         self._drop_gradients()
         return loss
 

@@ -14,21 +14,23 @@ from typing import Any
 
 import torch
 
+from trainstep.capture.waits import NotCapturable
 from trainstep.config.parsing import from_plain
 from trainstep.config.phases import Phase
 from trainstep.config.run import RunConfig
 from trainstep.measure.built_step import BuiltStep, open_device
 from trainstep.measure.compilation import compilation_facts
 from trainstep.measure.device_time import device_busy_s
-from trainstep.measure.failures import try_afterwards
+from trainstep.measure.failures import CellFailed, try_afterwards
 from trainstep.measure.model_flops import flops_facts
 from trainstep.measure.step_timer import ReadWindow, StepTimer
 from trainstep.measure.workload import Findings, Stage, Stages
 from trainstep.records.facts import Fact, facts_of
-from trainstep.records.record import Samples
+from trainstep.records.record import Failure, Samples
 from trainstep.traces.launch_bound import is_launch_bound
 from trainstep.training.batches import Batch
 from trainstep.training.build import Assembly, build_step, parameter_count
+from trainstep.training.captured import CapturedTrainStep
 
 
 class TrainStepWorkload:
@@ -54,13 +56,25 @@ def warm_up(built: BuiltStep) -> "TrainStepMeasurement":
     timer, stages, count = StepTimer(built), built.opened.stages, built.assembly.run.warmups
     warmups = []
     with built.names_out_of_memory():
+        if built.assembly.captured is not None:
+            stages.enter("capture")
+            _capture(timer)
         stages.enter("warmup")
         for done in range(count):
             warmups.append(timer.window(1))
             stages.count(done + 1, count)
-        built.opened.memory.start()
+        if built.assembly.captured is None:
+            built.opened.memory.start()
         stages.enter("steps")
     return TrainStepMeasurement(built, timer, warmups)
+
+
+def _capture(timer: StepTimer) -> None:
+    """CellFailed where the run asks for a captured step and this one cannot be."""
+    try:
+        timer.capture()
+    except NotCapturable as error:
+        raise CellFailed(Failure(kind="unsupported", phase="capture", message=f"capture: {error}")) from None
 
 
 class TrainStepMeasurement:
@@ -124,6 +138,8 @@ class TrainStepMeasurement:
             facts |= self._gpu_facts | opened.memory.facts()
             if run.compile != "none":
                 facts |= compilation_facts()
+            if assembly.captured is not None:
+                facts |= _capture_facts(assembly.captured)
             if on_gpu:
                 self._look(facts, "device-busy time and a reallocated step", self._look_at_device)
             self._look(facts, "model FLOPs", self._count_flops)
@@ -144,7 +160,7 @@ class TrainStepMeasurement:
             self.assembly.step.clear_gradients()
 
     def _count_flops(self, facts: dict[str, Fact]) -> None:
-        facts |= flops_facts(self._run, self._timer.step_again)
+        facts |= flops_facts(self._run, self._timer.eager_step_again)
 
     def _look_at_device(self, facts: dict[str, Fact]) -> None:
         """Device-busy time of one profiled step; then one step after emptying the allocator's cache: what cudaMalloc costs."""
@@ -174,6 +190,15 @@ class TrainStepMeasurement:
             sm_clock_max_hz=gpu.sm_clock_max_hz(),
             throttle_reasons=", ".join(sorted(self._throttle_reasons)),
         )
+
+
+def _capture_facts(captured: CapturedTrainStep) -> dict[str, Fact]:
+    return facts_of(
+        captured=captured.what,
+        capture_left_out=captured.left_out,
+        capture_s=captured.capture_s,
+        capture_pool_bytes=captured.pool_bytes(),
+    )
 
 
 def _samples_of(

@@ -110,6 +110,8 @@ def doubts(record: Record) -> tuple[str, ...]:
         found.append("more ranks than cores")
     if record.fact("gpu_other_processes"):
         found.append("others on the GPU")
+    if record.fact("capture_left_out"):
+        found.append(f"captured: {record.fact('captured')}")
     if record.fact("launch_bound"):
         found.append("launch-bound")
     return tuple(found)

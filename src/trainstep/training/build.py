@@ -1,12 +1,12 @@
 """RunConfig -> TrainStep: the whole assembly on a page."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainstep.config.model import ModelConfig
 from trainstep.config.run import RunConfig
@@ -15,6 +15,7 @@ from trainstep.parallel.ranks import Ranks, alone
 from trainstep.spans import span_children
 from trainstep.training.attention import attention_named
 from trainstep.training.batches import Batch, NextBatch, random_batches, read_text, text_batches
+from trainstep.training.captured import CapturedTrainStep, EventMark, unmarked
 from trainstep.training.master_weights import MasterWeights
 from trainstep.training.optimizer import adamw_named, adamw_options
 from trainstep.training.precision import precision_named
@@ -35,8 +36,14 @@ class Assembly:
     step: TrainStep
     next_batch: NextBatch
     ranks: Ranks
+    captured: CapturedTrainStep | None = None
+    """The step as one graph, where the run asks for it; `step` itself never is one."""
     seen: Any = None
     """What `look` of build_step returned."""
+
+    def take(self, micro_batches: Sequence[Batch], mark: EventMark = unmarked) -> Tensor:
+        """One step, captured where it is to be. The last micro-batch's loss, detached."""
+        return self.step(micro_batches, mark) if self.captured is None else self.captured(micro_batches, mark)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The batches of that step, on the device. `next_batch` is asked for micro-batch number step x accumulation + i; with N
@@ -63,7 +70,7 @@ def build_step(
     _cast(module, precision.weights, with_buffers=not isinstance(run.model, ModelConfig))
     module.train(run.mode != "forward_no_grad")
     if run.recompute == "block":
-        recompute_blocks(module)
+        recompute_blocks(module, draws_random_numbers=not isinstance(run.model, ModelConfig))
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable and run.mode in ("forward_backward", "step"):
         raise ValueError("model: none of its parameters is trained; set requires_grad, or take mode forward")
@@ -85,7 +92,17 @@ def build_step(
         gradient_sync=wrapped.gradient_sync,
     )
     ranks = parallel.ranks if parallel else alone(device)
-    return Assembly(run=run, device=device, module=module, step=step, next_batch=next_batch, ranks=ranks, seen=seen)
+    captured = None if run.capture == "none" else CapturedTrainStep(step, device, strict=run.capture == "step")
+    return Assembly(
+        run=run,
+        device=device,
+        module=module,
+        step=step,
+        next_batch=next_batch,
+        ranks=ranks,
+        captured=captured,
+        seen=seen,
+    )
 
 
 def _model(run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:

@@ -56,6 +56,13 @@ class TrainStep:
 
     def __call__(self, micro_batches: Sequence[Mapping[str, Any]], mark: Mark = _unmarked) -> Tensor:
         """One step. Returns the last micro-batch's loss, detached."""
+        loss = self.compute(micro_batches, mark)
+        if self.mode == "step":
+            self.update(mark)
+        return loss
+
+    def compute(self, micro_batches: Sequence[Mapping[str, Any]], mark: Mark = _unmarked) -> Tensor:
+        """All of the step but the optimizer: its gradients are there afterwards."""
         for left, batch in zip(range(len(micro_batches) - 1, -1, -1), micro_batches, strict=True):
             with self._synchronizing(last=left == 0):
                 self.running = Phase.FORWARD
@@ -70,11 +77,13 @@ class TrainStep:
             with span(Phase.GRAD_SYNC):
                 self.gradient_sync.finish_gradient_synchronization()
             mark(Phase.GRAD_SYNC)
-        if self.mode == "step":
-            self.running = Phase.OPTIMIZER
-            self._optimizer_step()
-            mark(Phase.OPTIMIZER)
         return loss.detach()
+
+    def update(self, mark: Mark = _unmarked) -> None:
+        """The optimizer's part: unscale, clip, step, zero_grad."""
+        self.running = Phase.OPTIMIZER
+        self._optimizer_step()
+        mark(Phase.OPTIMIZER)
 
     def clear_gradients(self) -> None:
         """Drop the gradients a forward_backward step leaves behind, so that the next does not add to them."""

@@ -1,0 +1,166 @@
+"""How a CUDA graph is captured, seen without a GPU: on which stream, in what order, and what is left where it fails."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from trainstep.capture.cuda_graph import CudaGraphs
+from trainstep.capture.waits import cuda_waits
+
+
+class FakeCuda:
+    """In torch.cuda's place: notes what is asked of it, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.noted: list[str] = []
+        self.streams = ["default"]
+        self.sync_debug_mode: Any = 0
+        self.broken = False
+        replaced = {
+            "Stream": lambda _device: FakeStream("capture", self),
+            "current_stream": lambda _device=None: FakeStream(self.streams[-1], self),
+            "stream": self.stream,
+            "CUDAGraph": lambda: FakeGraph(self),
+            "Event": lambda **options: FakeEvent(self, options),
+            "graph_pool_handle": lambda: (0, len(self.noted)),
+            "synchronize": lambda _device=None: self.noted.append("synchronize"),
+            "empty_cache": lambda: self.noted.append("empty_cache"),
+            "get_sync_debug_mode": lambda: self.sync_debug_mode,
+            "set_sync_debug_mode": self.set_sync_debug_mode,
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def set_sync_debug_mode(self, mode: Any) -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        self.sync_debug_mode = mode
+
+    @contextmanager
+    def stream(self, stream: "FakeStream") -> Iterator[None]:
+        self.streams.append(stream.name)
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+
+class FakeStream:
+    def __init__(self, name: str, cuda: FakeCuda) -> None:
+        self.name, self._cuda = name, cuda
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self._cuda.noted.append(f"{self.name} waits for {other.name}")
+
+
+class FakeGraph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+        self._cuda.noted.append(f"begin on {self._cuda.streams[-1]}, {capture_error_mode}")
+
+    def capture_end(self) -> None:
+        self._cuda.noted.append("end")
+        if self._cuda.broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def register_generator_state(self, generator: Any) -> None:
+        self._cuda.noted.append(f"generator {generator}")
+
+    def replay(self) -> None:
+        self._cuda.noted.append("launch")
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda, options: dict[str, bool]) -> None:
+        assert options == {"enable_timing": True, "external": True}
+        self._cuda = cuda
+
+    def record(self) -> None:
+        self._cuda.noted.append("event")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def test_a_capture_and_its_launches(cuda: FakeCuda):
+    graphs = CudaGraphs(torch.device("cuda"), generators=["mine"])  # type: ignore[list-item]
+    told: list[Any] = []
+
+    def run() -> str:
+        cuda.noted.append(f"run on {cuda.streams[-1]}")
+        graphs.mark("forward", lambda *_: pytest.fail("it runs later"))
+        return "loss"
+
+    launch, outputs = graphs.record(run, lambda *_: None)
+    assert outputs == "loss"
+    launch(lambda label, event: told.append(label))
+    launch(lambda label, event: told.append(label))
+    assert cuda.noted == [
+        *("generator mine", "synchronize", "empty_cache"),
+        *("begin on capture, thread_local", "run on capture", "event", "end", "launch", "launch"),
+    ]
+    assert told == ["forward", "forward"]
+
+
+def test_steps_that_are_not_captured_run_on_the_captures_stream(cuda: FakeCuda):
+    with CudaGraphs(torch.device("cuda")).eager():
+        assert cuda.streams[-1] == "capture"
+    assert cuda.noted == ["capture waits for default", "default waits for capture"]
+
+
+def test_what_a_failed_step_left_running_is_waited_for(cuda: FakeCuda):
+    with pytest.raises(KeyError), CudaGraphs(torch.device("cuda")).eager():
+        raise KeyError
+    assert cuda.noted == ["capture waits for default", "default waits for capture"]
+
+
+def test_a_capture_that_fails_says_why_and_leaves_the_stream(cuda: FakeCuda):
+    cuda.broken = True
+
+    def run() -> None:
+        raise ValueError("the reason")
+
+    with pytest.raises(ValueError, match="the reason"):
+        CudaGraphs(torch.device("cuda")).record(run, lambda *_: None)
+    assert cuda.noted[-1] == "end"
+
+
+def test_a_capture_that_ends_broken_is_an_error(cuda: FakeCuda):
+    cuda.broken = True
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        CudaGraphs(torch.device("cuda")).record(lambda: None, lambda *_: None)
+
+
+def test_forgotten_graphs_leave_their_pool(cuda: FakeCuda):
+    graphs = CudaGraphs(torch.device("cuda"))
+    before = graphs._pool
+    graphs.forget()
+    assert graphs._pool != before
+    assert cuda.noted == ["synchronize"]
+
+
+def work(cuda: FakeCuda) -> None:
+    assert cuda.sync_debug_mode == "warn"
+    for _ in range(2):
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)  # here
+    warnings.warn("something else", stacklevel=1)
+
+
+def test_places_where_the_host_waits(cuda: FakeCuda):
+    cuda.sync_debug_mode = "default"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with cuda_waits() as waits:
+            work(cuda)
+    assert [str(warning.message) for warning in warned] == ["something else"]
+    assert cuda.sync_debug_mode == "default"
+    assert [wait.file for wait in waits] == [__file__]
+    assert waits[0].line.endswith("# here")
+    assert waits[0].why == "the host waits for the GPU"

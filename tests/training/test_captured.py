@@ -1,0 +1,96 @@
+"""A training step captured as the run asks: its losses, what is left out and why, and what the record says of it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainstep.capture import NotCapturable
+from trainstep.config.parsing import build_run
+from trainstep.config.run import RunConfig
+from trainstep.training.build import Assembly, build_step
+
+SHAPE = {"layers": 2, "d_model": 16, "d_ff": 32, "heads": 2, "vocab_size": 40, "context": 8, "batch_size": 2}
+
+
+def run(**values: Any) -> RunConfig:
+    return build_run({**SHAPE, "device": "cpu", "adamw": "trainstep", **values})
+
+
+def losses(assembly: Assembly, steps: int = 8) -> list[float]:
+    return [assembly.take(assembly.micro_batches(step)).item() for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"adamw": "fused"},
+        {"adamw": "loop", "capture": "auto"},
+        {"accumulation": 2},
+        {"clip_grad_norm": 0.5},
+        {"precision": "bf16_autocast"},
+        {"precision": "bf16_master"},
+        {"recompute": "block"},
+        {"mode": "forward_no_grad"},
+        {"attention": "plain"},
+    ],
+    ids=str,
+)
+def test_captured_is_what_it_is_without(values: dict[str, Any]):
+    captured = build_step(run(**{"capture": "step", **values}))
+    assert losses(captured) == losses(build_step(run(**{**values, "capture": "none"})))
+    assert captured.captured is not None
+    assert captured.captured.what == ("forward and backward" if values.get("adamw") == "loop" else "step")
+    assert captured.captured.is_settled(captured.micro_batches(0))
+
+
+def test_gradients_of_forward_and_backward_alone():
+    def gradients(capture: str) -> list[torch.Tensor]:
+        assembly = build_step(run(mode="forward_backward", capture=capture))
+        for step in range(6):
+            assembly.take(assembly.micro_batches(step))
+            found = [parameter.grad for parameter in assembly.module.parameters()]
+            assert all(gradient is not None for gradient in found)
+            copies = [gradient.clone() for gradient in found if gradient is not None]
+            assembly.step.clear_gradients()
+        return copies
+
+    for mine, theirs in zip(gradients("step"), gradients("none"), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_auto_says_what_is_left_out():
+    assembly = build_step(run(adamw="foreach", capture="auto"))
+    losses(assembly, 5)
+    assert assembly.captured is not None
+    assert assembly.captured.what == "forward and backward"
+    assert "counts its steps on the host" in (assembly.captured.left_out or "")
+
+
+def test_a_step_that_waits_is_named_or_an_error():
+    values = {"precision": "fp16_autocast"}  # on a CPU our AdamW asks the host whether gradients are finite
+    assembly = build_step(run(capture="auto", **values))
+    assert losses(assembly) == losses(build_step(run(**values)))
+    assert assembly.captured is not None
+    assert assembly.captured.what == "nothing"
+    assert "found_inf.item()" in (assembly.captured.left_out or "")
+    with pytest.raises(NotCapturable, match=r"ops/adamw\.py:\d+"):
+        losses(build_step(run(capture="step", **values)))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"sync": "phase"},
+            "sync: nothing can wait for a phase inside a captured step; take sync step, or capture none",
+        ),
+        ({"compile": "block"}, "capture: on a CPU a step is written down by operators, which compile block hides"),
+        ({"adamw": "loop"}, "capture: AdamW's loop counts its steps on the host; take adamw fused or trainstep"),
+        ({"capture": "all"}, "capture: 'all' is not known; known: none, auto, step"),
+    ],
+)
+def test_what_cannot_be_is_refused(values: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        run(**{"capture": "step", **values})
