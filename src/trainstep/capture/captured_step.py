@@ -246,9 +246,8 @@ class CapturedStep:
             self._undo(found, state)
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
                 raise
-            refusal = _refusal(
-                None, [place_of(error)]
-            )  # of the error itself nothing is kept: it holds the capture's tensors
+            # Of the error itself nothing is kept: it holds the capture's tensors
+            refusal = _refusal(None, [place_of(error)])
         finally:
             self._recording = False
         reason = self._baked.not_again(state, captured=True)

@@ -51,8 +51,8 @@ class StepTimer:
     def capture(self) -> None:
         """Untimed steps on the next batches until all that follow are alike: a graph's, or never one.
 
-        Peaks of memory count from the last of them. Of a graph that is the step in which it was captured: its memory is the allocator's
-        then, and its own ever after.
+        Peaks of memory count from the last of them. Of a graph that is the step in which it was captured: the allocator counts
+        its memory then and never again.
         """
         captured = self._assembly.captured
         for _ in range(_MOST_BEFORE_CAPTURE):
