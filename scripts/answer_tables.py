@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from trainstep.records.bandwidth import bandwidth
 from trainstep.records.compare import Comparison
-from trainstep.records.record import Failure
+from trainstep.records.record import Record
 from trainstep.report.forms import COUNT, ERROR, GIGA, MS, TEXT, Form, failure_word, in_gib, in_percent, three_digits
 from trainstep.report.parallel_rows import Way, median_of, ways_of
 from trainstep.report.ratios import ratio_of
@@ -33,7 +33,7 @@ _FORMS = {
 _WEIGHTS = ("parameters", "gradients", "optimizer state")
 _WHOLE_GRADIENTS = ("naive", "flat", "overlapped", "bucketed")
 _BACKENDS = {"nccl 2": "NCCL, 2 GPUs", "nccl 4": "NCCL, 4 GPUs", "gloo 2": "gloo, 2 ranks", "gloo 4": "gloo, 4 ranks"}
-_COMPILED = {"none": "eager", "block": "each block", "model": "whole model"}
+_COMPILED = {"none": "eager", "block": "block by block", "model": "as a whole"}
 _SUMS = {
     ("mean of squares", "activations"): "mean of squares of activations",
     ("mean of squares", "scaled to 1,000 at most"): "the same of activations scaled to 1,000 at most",
@@ -85,35 +85,43 @@ def warmups(rows: Sequence[Row]) -> Iterable[Line]:
         yield {
             "model": model,
             **{f"{name} step (ms)": step for name, step in zip(("first", "second"), cold, strict=False)},
-            **{f"mean after {count} (ms)": mean(steps[count]) for count in sorted(steps, reverse=True)},
-            "standard deviation after 0 (ms)": stdev(cold) if cold else None,
+            **{
+                f"mean after {count} warm-up{'s' * (count != 1)} (ms)": mean(steps[count])
+                for count in sorted(steps, reverse=True)
+            },
+            "standard deviation after 0 warm-ups (ms)": stdev(cold) if cold else None,
         }
 
 
 def kernels(rows: Sequence[Row]) -> Iterable[Line]:
-    """Two lines a model, forward and the whole step: the kernel that takes most, wherever it runs, and the share of matmuls."""
+    """Two lines a model, forward and the whole step: the kernel that takes most, wherever it runs, and the share of matmuls.
+
+    Shares are of the table of classes, which has every kernel; the table of kernels puts the small ones of a phase together.
+    """
     for row in _where(rows, context=256, mode="step"):
         for part, among in {"forward": ("forward",), "whole step": PHASES}.items():
-            pieces = [line for line in table_lines(row.record.tables.get("kernels")) if line["phase"] in among]
-            times, calls = Counter[str](), Counter[str]()
-            for piece in pieces:
-                times[piece["name"]] += piece["time_s"]
-                calls[piece["name"]] += piece["calls"]
+            classes, times, calls = Counter[str](), Counter[str](), Counter[str]()
+            for line in table_lines(row.record.tables.get("classes")):
+                if line["phase"] in among and line["class"] != "idle":
+                    classes[line["class"]] += line["time_s"]
+            for line in table_lines(row.record.tables.get("kernels")):
+                if line["phase"] in among and line["class"] != "rest":
+                    times[line["name"]] += line["time_s"]
+                    calls[line["name"]] += line["calls"]
             for name, time_s in times.most_common(1):
-                matmuls_s = sum(piece["time_s"] for piece in pieces if piece["class"] == "matmul")
                 yield {
                     **_named(row, "model"),
                     "part": part,
                     "kernel that takes most": _short(name),
                     "calls": round(calls[name]),
                     "its time (ms)": time_s,
-                    "of the part (%)": time_s / times.total(),
-                    "all matmuls, of the part (%)": matmuls_s / times.total(),
+                    "its share of the part (%)": _over(time_s, classes.total()),
+                    "share of all matmuls (%)": _over(classes["matmul"], classes.total()),
                 }
 
 
 def _short(kernel: str) -> str:
-    """A matmul's name up to the size of its tile: `sm80_xmma_gemm tn 64x64x8`, `cutlass_80_simt_sgemm nn 256x128x8`."""
+    """A matmul's name: family, which operand is transposed, tile: `cutlass_80_simt_sgemm nn 256x128x8`."""
     words = kernel.split("_")
     if kernel.startswith("sm80_xmma_gemm"):
         return f"sm80_xmma_gemm {words[6]} {kernel.partition('tilesize')[2].partition('_')[0]}"
@@ -152,15 +160,15 @@ def dtypes(rows: Sequence[Row]) -> Iterable[Line]:
 
 
 def sums(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a sum in the small model: its median error with a 16-bit and with an fp32 accumulator."""
+    """A line a sum in the small model's fp32 cell (others have the same): its median error with each accumulator."""
     found: dict[str, Line] = {name: {"sum": name} for name in _SUMS.values()}
-    for row in _where(rows, model="small", precision=("fp32", "fp16_autocast", "bf16_autocast")):
+    for row in _where(rows, model="small", precision="fp32"):
         for line in table_lines(row.record.tables.get("reductions")):
             if (line["what"], line["values"]) in _SUMS:
                 lost = line["error_median"] is None
                 value = Entry(text="all lost") if lost else line["error_median"]
-                title = f"{line['numbers']} into {line['accumulator']} (error)"
-                found[_SUMS[line["what"], line["values"]]].setdefault(title, value)
+                title = f"{line['numbers']} numbers, {line['accumulator']} accumulator (error)"
+                found[_SUMS[line["what"], line["values"]]][title] = value
     return found.values()
 
 
@@ -169,12 +177,13 @@ def peaks(rows: Sequence[Row]) -> Iterable[Line]:
     cells = grouped(rows, lambda row: tuple(_named(row, "context", "precision").items()))
     for place, mine in cells.items():
         by = {_config(row, "mode"): row for row in mine}
-        held = table_lines(by["step"].record.tables.get("ledger")) if "step" in by else []
+        ledger = table_lines(by["step"].record.tables.get("ledger")) if "step" in by else []
+        held = {line["line"]: line["peak"] for line in ledger}
         yield {
             **dict(place),
             "forward alone (GiB)": _fact(by.get("forward_no_grad"), "peak_allocated_bytes"),
             "whole step (GiB)": _fact(by.get("step"), "peak_allocated_bytes"),
-            "of it activations (GiB)": next((line["peak"] for line in held if line["line"] == "activations"), None),
+            "activations at that peak (GiB)": held.get("activations"),
         }
 
 
@@ -186,11 +195,11 @@ def largest(rows: Sequence[Row]) -> Iterable[Line]:
             counts["weight" if line["category"] in _WEIGHTS else line["category"], line["bytes"]] += line["count"]
         stream = _fact(row, "residual_stream_bytes")
         found: Line = {**_named(row, "context"), "a tensor of the residual stream (MiB)": stream}
-        for kind, name in {"weight": "largest of weights", "activations": "largest activation"}.items():
+        for kind, name in {"weight": "weights, gradients and moments", "activations": "activations"}.items():
             sizes = [(size, count) for (of, size), count in counts.items() if of == kind]
             size, count = max(sizes, default=(None, None))
-            found |= {f"{name} (MiB)": size, f"{name}: how many": count}
-        yield {**found, "activation / residual stream": _over(found["largest activation (MiB)"], stream)}
+            found |= {f"{name}: largest (MiB)": size, f"{name}: how many so large": count}
+        yield {**found, "largest activation / residual stream": _over(found["activations: largest (MiB)"], stream)}
 
 
 def plain_memory(rows: Sequence[Row]) -> Iterable[Line]:
@@ -205,7 +214,7 @@ def plain_memory(rows: Sequence[Row]) -> Iterable[Line]:
             "held for backward (GiB)": _fact(by.get("forward"), "held_bytes"),
             "peak of forward (GiB)": _fact(by.get("forward"), "peak_bytes"),
             "peak of backward (GiB)": peak,
-            "peak of backward, in matrices": _over(peak, matrix),
+            "peak of backward / a matrix of scores": _over(peak, matrix),
         }
 
 
@@ -221,9 +230,8 @@ def compiled_attention(rows: Sequence[Row]) -> Iterable[Line]:
             eager_s, compiled_s = (_median(row, "time_s") for row in (eager, compiled))
             found |= {f"{direction} (ms)": eager_s, f"compiled {direction} (ms)": compiled_s}
             found |= {f"{direction}, compiled / eager": _over(compiled_s, eager_s)}
-            if direction == "backward":
-                found["peak, compiled / eager"] = _over(_fact(compiled, "peak_bytes"), _fact(eager, "peak_bytes"))
-        yield found
+        held = (_fact(by.get((name, "backward")), "peak_bytes") for name in ("plain_compiled", "plain"))
+        yield {**found, "peak of backward, compiled / eager": _over(*held)}
 
 
 def compiled_model(rows: Sequence[Row]) -> Iterable[Line]:
@@ -235,22 +243,24 @@ def compiled_model(rows: Sequence[Row]) -> Iterable[Line]:
             "model": model,
             **{f"{title} (ms)": _median(by.get(name), "step") for name, title in _COMPILED.items()},
             **{f"{_COMPILED[name]} / eager": found.ratio if found else None for name, found in ratios.items()},
-            **{f"compiling, {_COMPILED[name]} (s)": _fact(by.get(name), "compile_s") for name in ratios},
+            **{f"compiling {_COMPILED[name]} (s)": _fact(by.get(name), "compile_s") for name in ratios},
         }
 
 
 def flash(rows: Sequence[Row]) -> Iterable[Line]:
     """A line a length: forward and backward of plain attention and of ours, in bf16, and how many times as fast ours is."""
-    lengths = grouped(_where(rows, dtype="bf16", direction="both"), lambda row: _config(row, "seq"))
-    for seq, mine in sorted(lengths.items()):
+    lengths = (1024, 4096, 8192, 16384, 32768, 65536)
+    cells = _where(rows, dtype="bf16", direction="both", seq=lengths)
+    for seq, mine in sorted(grouped(cells, lambda row: _config(row, "seq")).items()):
         by = {(_config(row, "implementation"), _config(row, "head_dim")): _median(row, "time_s") for row in mine}
-        faster = {width: _over(by.get(("plain", width)), by.get(("trainstep", width))) for _, width in sorted(by)}
-        if seq in (1024, 4096, 8192, 16384, 32768, 65536):
-            yield {
-                "positions": seq,
-                **{f"{name}, 64 wide (ms)": by.get((name, 64)) for name in ("plain", "trainstep")},
-                **{f"times as fast, {width} wide": ratio for width, ratio in faster.items()},
-            }
+        yield {
+            "positions": seq,
+            **{f"{name}, 64 wide (ms)": by.get((name, 64)) for name in ("plain", "trainstep")},
+            **{
+                f"times as fast, {width} wide": _over(by.get(("plain", width)), by.get(("trainstep", width)))
+                for _, width in sorted(by)
+            },
+        }
 
 
 def all_reduce(rows: Sequence[Row]) -> Iterable[Line]:
@@ -276,11 +286,11 @@ def synchronised(rows: Sequence[Row]) -> Iterable[Line]:
         yield {
             "strategy": way.sync,
             "messages": sum(line["messages"] for line in way.lines("traffic")),
-            "none (ms)": _median(way.base, "step"),
+            "step of none (ms)": _median(way.base, "step"),
             "step (ms)": _median(way.row, "step"),
             **_against_none(way),
-            "messages on their way (ms)": _fact(way.row, "transfer_s"),
-            "nothing computing meanwhile (ms)": _fact(way.row, "exposed_s"),
+            "transfer (ms)": _fact(way.row, "transfer_s"),
+            "waiting or transfer, nothing computing (ms)": _fact(way.row, "exposed_s"),
             "peak (GiB)": _fact(way.row, "peak_allocated_bytes"),
         }
 
@@ -295,9 +305,9 @@ def sharded(rows: Sequence[Row]) -> Iterable[Line]:
             **_named(way.row, "model"),
             "strategy": way.sync,
             "optimizer state (GiB)": held.get(("after forward", "optimizer state")),
-            **{f"{point} (GiB)": held.get((point, "allocated")) for point in points},
+            **{f"allocated {point} (GiB)": held.get((point, "allocated")) for point in points},
             "peak (GiB)": _fact(way.row, "peak_allocated_bytes"),
-            "sent by a rank (GiB)": _fact(way.row, "wire_bytes"),
+            "sent by a rank at most (GiB)": _fact(way.row, "wire_bytes"),
             **{f"{name} (ms)": _median(way.row, name) for name in ("optimizer", "step")},
             **_against_none(way),
         }
@@ -360,19 +370,17 @@ def _done(rows: Iterable[Row]) -> list[Row]:
 
 
 def _median(row: Row | None, quantity: str) -> Any:
-    """Seconds; the word of its failure where the cell failed; None where there is no such cell."""
-    failure = row.record.failure if row else None
-    return _word(failure) if failure else row and median_of(row.record, quantity)
+    return _read(row, lambda record: median_of(record, quantity))
 
 
 def _fact(row: Row | None, name: str) -> Any:
-    """The fact's value; the word of its failure where the cell failed; None where there is no such cell."""
+    return _read(row, lambda record: record.fact(name))
+
+
+def _read(row: Row | None, value_of: Callable[[Record], Any]) -> Any:
+    """What a cell's record has, in SI; the word of its failure where the cell failed; None where there is no such cell."""
     failure = row.record.failure if row else None
-    return _word(failure) if failure else row and row.record.fact(name)
-
-
-def _word(failure: Failure) -> Entry:
-    return Entry(text=failure_word(failure), failure=failure)
+    return Entry(text=failure_word(failure), failure=failure) if failure else row and value_of(row.record)
 
 
 def _over(above: Any, below: Any) -> float | None:
