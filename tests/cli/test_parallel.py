@@ -62,6 +62,7 @@ def build(run, device):
 """
 
 
+@pytest.mark.slow
 def test_replicas_that_drift_apart_are_named(tmp_path: Path):
     (tmp_path / "drifting.py").write_text(DRIFTING)
     options = ["--model", "drifting:build", "--sync", "bucketed", "--steps", 1, "--warmups", 1, "--window-steps", 1]

@@ -160,6 +160,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, compare: bool):
     assert wait_until(lambda: not marked(mark)), "an orphan"
 
 
+@pytest.mark.slow
 @linux
 def test_a_hung_cell_and_its_grandchildren(tmp_path: Path):
     """The time-out of the file, under that of the command line."""

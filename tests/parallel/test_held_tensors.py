@@ -12,6 +12,8 @@ from ranks import run_ranks
 from trainstep.parallel.ranks import Ranks
 
 ALL = {**STRATEGIES, **BF16_STRATEGIES}
+QUICK = ("flat", "bucketed", "sharded", "sharded_flat", "fsdp", "bucketed bf16", "fsdp bf16")
+"""Every kind of buffer once; the others are slow tests."""
 
 
 def told_bytes(run: Run, model: nn.Module) -> int:
@@ -51,7 +53,9 @@ def held_and_told(ranks: Ranks, name: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
+)
 def test_a_strategy_tells_all_that_it_holds(name: str):
     for found in run_ranks(2, held_and_told, name):
         assert {point: held for point, (held, _) in found.items()} == {p: told for p, (_, told) in found.items()}

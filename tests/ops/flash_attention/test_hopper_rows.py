@@ -17,6 +17,7 @@ SCALE = 0.125
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_in_the_interpreter runs it")
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     passed, _ = in_the_interpreter(__file__, "-k", "not test_in_the_interpreter")
     assert passed == len(WIDTHS) + 1
