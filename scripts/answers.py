@@ -26,9 +26,10 @@ _SHOWN_WITH = {"buckets": ("all_reduce",)}
 
 
 def main(options: list[str]) -> int:
-    """Write what is stale, or with --check name it. 1 where --check found any; ValueError for another option."""
+    """Write what is stale, or with --check name it. The exit code: 1 where --check found any, 2 for another option."""
     if options not in ([], ["--check"]):
-        raise ValueError(f"answers: takes --check or nothing, not {' '.join(options)}")
+        print(f"answers: takes --check or nothing, not {' '.join(options)}", file=sys.stderr)
+        return 2
     stale = {**stale_answers(), **stale_beside_records()}
     for name, (path, text) in stale.items():
         print(f"{name}: {'is not what the records say' if options else 'written'}")

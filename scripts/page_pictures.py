@@ -32,6 +32,8 @@ def main(names: list[str]) -> None:
     chromium = next(found, None)
     if chromium is None:
         raise SystemExit("page_pictures: needs chromium on the PATH; install it")
+    if unknown := [name for name in names if name not in HEIGHTS]:
+        raise SystemExit(f"page_pictures: knows no {unknown[0]}; it makes {', '.join(HEIGHTS)}")
     for name in names or HEIGHTS:
         picture = RECORDS / f"{name}.png"
         take(chromium, page(read_rows([RECORDS / f"{name}.jsonl"])), HEIGHTS[name], picture)

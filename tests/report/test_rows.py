@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from record_maker import a_record
+from trainstep.records.facts import facts_of
 from trainstep.records.store import Store
 from trainstep.report.notes import mixed_machines, notes, summary
 from trainstep.report.rows import machines, read_rows, varying
@@ -93,3 +95,11 @@ def test_notes_state_mfus_convention_peak_and_source(rows, end_to_end):
     said = " ".join(notes(rows(end_to_end)))
     assert "matmuls only" in said
     assert "990 TFLOP/s in bf16 (NVIDIA H200 data sheet, dense)" in said
+
+
+def test_notes_say_why_a_step_is_not_captured(rows):
+    left_out = facts_of(captured="nothing", capture_left_out="train.py:3: `loss.item()`: the host waits")
+    records = [a_record(key="a", facts=left_out), a_record(key="b", facts=left_out), a_record(key="c")]
+    assert [note for note in notes(rows(records)) if "captured" in note] == [
+        "Not captured: train.py:3: `loss.item()`: the host waits."
+    ]

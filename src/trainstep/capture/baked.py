@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 State = dict[tuple[Any, str], Hashable]
-"""Of an optimizer's state, by parameter and name."""
+"""What an optimizer's state holds, by parameter and name."""
 
 
 class Baked:
@@ -24,7 +24,7 @@ class Baked:
     def __init__(self, optimizer: torch.optim.Optimizer | None, module: nn.Module | None, device: torch.device) -> None:
         self._optimizer, self._module, self._device = optimizer, module, device
         self._rates: dict[int, tuple[Tensor, float]] = {}
-        """Of each group: the tensor that the graph reads, and the number in it."""
+        """Each group's learning rate: the tensor that the graph reads, and the number in it."""
         self._loaded = self._rate_set_inside = False
         if optimizer is not None:
             if reason := why_not_captured(optimizer):
@@ -86,7 +86,7 @@ class Baked:
         }
 
     def not_again(self, before: State, *, captured: bool = False) -> str | None:
-        """Why a graph cannot do what the step behind `before` did, in a sentence; None where it can.
+        """Why a graph cannot do what the step after `before` did, in a sentence; None where it can.
 
         `captured`: it was written down, so that state which it made would be made anew at each launch; it is taken away.
         """

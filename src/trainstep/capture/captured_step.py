@@ -46,7 +46,7 @@ class _Graph:
     found: Sequence[tuple[Tensor, Tensor | None]]
     """Each parameter with the gradient that it had before the step: the graph overwrites it, or adds to it, wherever it is now."""
     left: Sequence[tuple[Tensor, Tensor | None]]
-    """Those that have another one behind the step: the same tensor at every launch."""
+    """Each parameter that has another gradient after the step: the same tensor at every launch."""
 
 
 class CapturedStep:

@@ -50,7 +50,7 @@ class StaticInputs:
     def __init__(self, batch: Any, device: torch.device) -> None:
         leaves, structure = tree_flatten(batch)
         self._places = sorted(set(_firsts(leaves)) - {-1})
-        """Of each tensor, where it is among the leaves first."""
+        """Where each tensor comes first among the leaves."""
         mine = {place: _copy_laid_out_alike(leaves[place], device) for place in self._places}
         self._mine = list(mine.values())
         self._written: list[int] = []
@@ -63,7 +63,7 @@ class StaticInputs:
             mine.copy_(leaf, non_blocking=True)
 
     def note_written(self) -> None:
-        """Called behind the capture: those that the step wrote into are written at every launch."""
+        """Called after the capture: tensors that the step wrote into are written at every launch."""
         changes = zip(self._versions, self._current_versions(), strict=True)
         self._written = [index for index, (before, now) in enumerate(changes) if before != now]
 

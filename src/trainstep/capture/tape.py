@@ -30,7 +30,7 @@ class Tapes:
     def __init__(self) -> None:
         self._recording: _Recorder | None = None
         self.refused: Sequence[Wait] = ()
-        """Of the last tape: the places that a graph could not hold. The step is taken all the same."""
+        """The places of the last tape that a graph could not hold. Its step was taken all the same."""
 
     @contextmanager
     def eager(self) -> Iterator[None]:

@@ -34,6 +34,8 @@ def bench(
 
         trainstep bench --model small --compare attention --attention plain,sdpa --steps 20
 
+        trainstep bench --model small --adamw trainstep --compare capture --capture none,step
+
         trainstep bench --model my_package.my_module:build --page report.html
 
     Parameters

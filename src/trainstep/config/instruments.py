@@ -49,7 +49,7 @@ class Instrument:
     charts: tuple[str, ...] = ()
     """Above the common table, on the page."""
     sections: tuple[str, ...] = ()
-    """Of the page; with `held_to`, given that workload's rows too."""
+    """Make sections of the page; with `held_to`, given that workload's rows too."""
     held_to: str = ""
     """The workload whose measurements explain this one's, where a page has both."""
     last_sections: tuple[str, ...] = ()

@@ -74,7 +74,7 @@ def _capture(timer: StepTimer) -> None:
     try:
         timer.capture()
     except NotCapturable as error:
-        raise CellFailed(Failure(kind="unsupported", phase="capture", message=f"capture: {error}")) from None
+        raise CellFailed(Failure(kind="unsupported", phase="capture", message=str(error))) from None
 
 
 class TrainStepMeasurement:

@@ -58,7 +58,7 @@ def tiles_kept(rows: Sequence[Row]) -> str | None:
 
 
 def _largest(rows: Sequence[Row], names: Iterable[str]) -> tuple[float, str, Row | None]:
-    """Of these facts of all rows the largest, its name and its row; without a row where none has any."""
+    """The largest of these facts in all rows, its name and its row; without a row where none has any."""
     facts = [(row.record.fact(name), name, row) for row in _done(rows) for name in names]
     return max((fact for fact in facts if fact[0] is not None), key=lambda fact: fact[0], default=(0.0, "", None))
 

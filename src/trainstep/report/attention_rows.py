@@ -50,7 +50,7 @@ class Configuration:
 
     @property
     def ratios(self) -> dict[str, Ratio]:
-        """Of `against` those that came to a number."""
+        """The ratios in `against` that came to a number."""
         return {peer: ratio for peer, ratio in self.against.items() if ratio.known}
 
 
@@ -95,7 +95,7 @@ def implementation(row: Row) -> str:
 
 
 def median_s(row: Row) -> float | None:
-    """Of a call; None where none was timed."""
+    """The median time of a call; None where none was timed."""
     time = summary_of(row.record, TIME)
     return time.median if time else None
 
@@ -107,7 +107,7 @@ def flops_per_s(row: Row) -> float | None:
 
 
 def chosen(rows: Sequence[Row]) -> Row:
-    """Of one implementation's rows of the same work: that of the default tiles if it ran, else the fastest, else the first."""
+    """The row that stands for an implementation's rows of the same work: of the default tiles, else the fastest, else the first."""
     timed = [(time_s, row) for row in rows if (time_s := median_s(row)) is not None]
     default = [pair for pair in timed if all(pair[1].record.config.get(name) is None for name in TILE_FIELDS)]
     return min(default or timed, key=lambda pair: pair[0])[1] if timed else rows[0]

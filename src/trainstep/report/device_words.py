@@ -22,7 +22,7 @@ class Case(NamedTuple):
     """A sentence that is said of all the work it holds for."""
 
     holds: Callable[[CountedWork, float, bool], bool]
-    """Of work, its share of the roof, and whether memory is its roof."""
+    """Takes work, its share of the roof, and whether memory is its roof."""
     sentence: str
     """`{work}`, `{shares}` and the like are filled in from that work: the names in `_said`."""
 

@@ -20,6 +20,7 @@ from trainstep.records.derive import Mfu, mfu
 from trainstep.records.record import FORMAT, Environment
 from trainstep.report.forms import failure_word, gibibytes, listed, rate_words
 from trainstep.report.rows import Row, flat_config, machines, of_workload, words
+from trainstep.report.visible import one_line
 
 Configs = Sequence[dict[str, object]]
 _SUMMARISED = ("batch_size", "precision", "attention", "compile", "mode")
@@ -28,8 +29,9 @@ Facts = list[tuple[str, str]]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Mixed machines, failures' count, what peak memory means, MFU's convention and peaks."""
-    found = [*mixed_machines(rows), *_clocks(rows), *_rates(rows), *_peak_memory(rows), *mfu_conventions(rows)]
+    """Mixed machines, failures' count, what peak memory means, why steps were not captured, MFU's convention and peaks."""
+    found = [*mixed_machines(rows), *_clocks(rows), *_rates(rows), *_peak_memory(rows), *_not_captured(rows)]
+    found += mfu_conventions(rows)
     failures = failure_counts(rows)
     return [f"{failures}.", *found] if failures else found
 
@@ -118,6 +120,12 @@ def _peak_memory(rows: Sequence[Row]) -> list[str]:
         "peak_rss_bytes": "on a CPU the most the process had resident",
     }
     return [f"Peak: {'; '.join(meanings[name] for name in sorted(facts))}."] if facts else []
+
+
+def _not_captured(rows: Sequence[Row]) -> list[str]:
+    """Why a graph takes less than the whole step, where that was asked for."""
+    reasons = dict.fromkeys(row.record.fact("capture_left_out") for row in rows)
+    return [f"Not captured: {one_line(str(reason))}." for reason in reasons if reason is not None]
 
 
 def _clocks(rows: Sequence[Row]) -> list[str]:

@@ -67,7 +67,7 @@ def ways_of(rows: Sequence[Row]) -> list[Way]:
 
 
 def median_of(record: Record, quantity: str) -> float | None:
-    """Of its samples; None where the cell failed or has none."""
+    """The median of its samples; None where the cell failed or has none."""
     samples = record.samples.get(quantity)
     return median(samples.values) if record.failure is None and samples and samples.values else None
 

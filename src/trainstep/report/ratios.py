@@ -13,7 +13,7 @@ from trainstep.report.tables import row_of
 
 
 def summary_of(record: Record, quantity: str) -> Summary | None:
-    """Of its samples; None where the cell failed or has none."""
+    """The summary of its samples; None where the cell failed or has none."""
     samples = record.samples.get(quantity)
     return summarize(samples) if record.failure is None and samples and samples.values else None
 

@@ -105,7 +105,7 @@ def _with_most_warmups(rows: Sequence[Row]) -> list[Row]:
 
 
 def _lines(text: str) -> list[str]:
-    """Of a label under a bar: `bf16`, `autocast`, `flash`."""
+    """The lines of a label under a bar: `bf16`, `autocast`, `flash`."""
     return text.replace(" · ", "_").split("_")
 
 
