@@ -100,6 +100,6 @@ def test_notes_state_mfus_convention_peak_and_source(rows, end_to_end):
 def test_notes_say_why_a_step_is_not_captured(rows):
     left_out = facts_of(captured="nothing", capture_left_out="train.py:3: `loss.item()`: the host waits")
     records = [a_record(key="a", facts=left_out), a_record(key="b", facts=left_out), a_record(key="c")]
-    assert [note for note in notes(rows(records)) if "captured" in note] == [
-        "Not captured: train.py:3: `loss.item()`: the host waits."
+    assert [note for note in notes(rows(records)) if "graph" in note] == [
+        "Not in a graph: train.py:3: `loss.item()`: the host waits."
     ]

@@ -125,7 +125,7 @@ def _peak_memory(rows: Sequence[Row]) -> list[str]:
 def _not_captured(rows: Sequence[Row]) -> list[str]:
     """Why a graph takes less than the whole step, where that was asked for."""
     reasons = dict.fromkeys(row.record.fact("capture_left_out") for row in rows)
-    return [f"Not captured: {one_line(str(reason))}." for reason in reasons if reason is not None]
+    return [f"Not in a graph: {one_line(str(reason))}." for reason in reasons if reason is not None]
 
 
 def _clocks(rows: Sequence[Row]) -> list[str]:
