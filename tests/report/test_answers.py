@@ -52,7 +52,8 @@ def a_cell(workload: str, seq: int, **changes: Any) -> Any:
 )
 def test_what_a_reader_asks_first(workload: str, cells: list[dict[str, Any]], answer: str):
     (found,) = answers(rows(*(a_cell(workload, seq, **one) for seq, one in enumerate(cells))))
-    assert found.endswith(answer)
+    assert found.workload == workload
+    assert found.text.endswith(answer)
 
 
 @pytest.mark.parametrize("workload", ["train_step", "memory", "numerics", "profile", "attention_tiles", "ceiling"])

@@ -1,11 +1,12 @@
-"""A workload's cells in one sentence, from its rows: what a reader asks first. None where no cell is done.
+"""The answer of a workload's cells, from its rows: what a reader asks first. None where no cell is done.
 
-`answers(rows)` has a sentence for each workload of a report; which function makes it stands in the workload's row of
+`answers(rows)` has an answer for each workload of a report; which function makes it stands in the workload's row of
 config/instruments.py.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from trainstep.config.instruments import resolve
@@ -15,10 +16,26 @@ from trainstep.report.numerics_tables import ERRORS
 from trainstep.report.rows import Row, of_workload
 
 
-def answers(rows: Sequence[Row]) -> list[str]:
-    """One sentence for each workload that has an answer."""
-    made = (resolve(one.answer)(of_workload(rows, one.name)) for one in instruments_of(rows))
-    return [sentence for sentence in made if sentence]
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What stands over the tables of a workload, on a terminal, in Markdown, in JSON and on the page."""
+
+    workload: str
+    verdict: str
+    """One sentence: what was found."""
+    suggestion: str = ""
+    """One sentence: what to do, with what it should gain; empty where nothing follows."""
+
+    @property
+    def text(self) -> str:
+        """Both sentences."""
+        return f"{self.verdict} {self.suggestion}".strip()
+
+
+def answers(rows: Sequence[Row]) -> list[Answer]:
+    """An answer for each workload that has one."""
+    made = ((one.name, resolve(one.answer)(of_workload(rows, one.name))) for one in instruments_of(rows))
+    return [Answer(workload=name, verdict=sentence) for name, sentence in made if sentence]
 
 
 def quickest_step(rows: Sequence[Row]) -> str | None:

@@ -10,6 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from trainstep.config.instruments import resolve
 from trainstep.report.all_tables import instruments_of, without_own_tables
+from trainstep.report.answers import answers
 from trainstep.report.charts import Section, chart_table
 from trainstep.report.comparison_page import comparison_sections
 from trainstep.report.forms import byte_words, failure_sentence, failure_word
@@ -32,6 +33,7 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
         .render(
             title=title or title_of(rows),
             description=description,
+            answers=answers(rows),
             summary=summary(rows),
             warnings=warnings,
             sections=found,
