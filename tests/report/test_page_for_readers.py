@@ -19,7 +19,8 @@ from report.test_profile import profiled
 from trainstep.records.record import Record
 from trainstep.report.page import page
 
-ALL_DRAWN = "document.querySelectorAll('.chart').length === document.querySelectorAll('.js-plotly-plot').length"
+ALL_DRAWN = """[...document.querySelectorAll('.chart')]
+  .every((one) => one.offsetParent === null || one.matches('.js-plotly-plot'))"""
 INK = {False: "rgb(27, 31, 36)", True: "rgb(232, 234, 237)"}
 VIOLATIONS = """axe.run().then((found) => found.violations
   .filter((one) => ["serious", "critical"].includes(one.impact))
@@ -80,6 +81,40 @@ def test_axe_would_have_said_it(rows: Rows, end_to_end, browser: Browser, axe: s
     browser.open(page(rows(end_to_end)).replace("</main>", "<button></button></main>"), wait=ALL_DRAWN)
     browser.run(f"{axe};0")
     assert any(one.startswith("button-name") for one in browser.run(VIOLATIONS))
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("kind", ["sweep", "run", "attention", "profile", "memory", "numerics"])
+def test_screens_narrow_and_wide_cut_nothing(kind: str, width: int, records, rows: Rows, browser: Browser):
+    browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        browser.open(page(rows(records[kind])), wait=ALL_DRAWN)
+        browser.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        browser.run(
+            f"new Promise((drawn) => {{ const wait = () => {ALL_DRAWN} ? drawn() : setTimeout(wait, 50); wait(); }})"
+        )
+        assert browser.said == []
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        sizes = "[...document.querySelectorAll('.chart text')].map((one) => parseFloat(getComputedStyle(one).fontSize))"
+        assert min(browser.run(sizes)) >= 10
+        # A legend ends above the panels, whose first line of text is their titles or their highest tick.
+        covering = """[...document.querySelectorAll('.chart')].filter((one) => {
+          const legend = one.querySelector('.legend'), plot = one.querySelector('.cartesianlayer .plot');
+          return legend && plot && legend.getBoundingClientRect().bottom > plot.getBoundingClientRect().top + 2;
+        }).map((one) => one.getAttribute('aria-label'))"""
+        assert browser.run(covering) == []
+    finally:
+        browser.ask("Emulation.clearDeviceMetricsOverride")
+
+
+def test_a_link_of_the_contents_opens_what_is_folded(records, rows: Rows, browser: Browser):
+    other = dataclasses.replace(records["profile"][0], key="other")
+    browser.open(page(rows([*records["profile"], other])), wait=ALL_DRAWN)
+    folded = "[...document.querySelectorAll('section')].findLast((one) => one.querySelector('.more'))"
+    assert browser.run(f"{folded}.querySelector('.more').open") is False
+    browser.run(f"document.querySelector(`a[href='#${{{folded}.id}}']`).click()")
+    browser.run("new Promise((done) => setTimeout(done, 200))")
+    assert browser.run(f"{folded}.querySelector('.more').open") is True
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

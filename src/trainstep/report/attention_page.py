@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trainstep.report.attention_charts import MAXIMUM_GROUPS, attention_charts, groups_left_out, ratio_charts
 from trainstep.report.attention_rows import (
@@ -21,28 +22,29 @@ from trainstep.report.rows import Row
 
 
 def attention_sections(rows: Sequence[Row]) -> list[Section]:
-    """Side by side, ours against each, tiles, every cell: those that these rows have."""
+    """Ours against each, side by side, tiles, every cell: those that these rows have."""
     works = configurations(rows)
     tiles = tile_chart(rows)
     # Of ours alone at many tiles, lines against the length would show one tile each time.
     overview = tiles is None or len(set(map(implementation, rows))) > 1
     made = [
         Section(
-            title="Attention",
-            paragraphs=(*_fastest(works), *_wrong(rows), *_left_out(works)),
-            charts=tuple(attention_charts(works)) if overview else (),
-            tables=tuple(side_by_side(works)),
-        ),
-        Section(
             title="Attention: ours against each",
             paragraphs=tuple(_against(works)),
             charts=tuple(ratio_charts(works)),
             tables=tuple(ratio_tables(works)),
         ),
+        Section(
+            title="Attention",
+            charts=tuple(attention_charts(works)) if overview else (),
+            tables=tuple(side_by_side(works)),
+        ),
         Section(title="Attention: tiles", charts=(tiles,) if tiles else (), tables=tuple(tile_tables(rows))),
         Section(title="Attention: every cell", tables=(cells_table(rows), *accounting_tables(rows))),
     ]
-    return [section for section in made if section.paragraphs or section.charts or section.tables]
+    first, *others = [section for section in made if section.paragraphs or section.charts or section.tables]
+    said = (*_fastest(works), *_wrong(rows), *_left_out(works))
+    return [replace(first, paragraphs=(*first.paragraphs, *said)), *others]
 
 
 def _fastest(works: Sequence[Configuration]) -> list[str]:

@@ -28,6 +28,9 @@ INK = "theme:ink"
 PANEL_HEIGHT = 330
 MAXIMUM_PANELS = 24
 _PAGE_PX = 1240
+_NARROWEST_PX, _PANEL_PX = 560, 230
+_LEGEND_PX, _CHARACTER_PX = 60, 8
+"""Of a legend's entry, without its text, and of a character in it."""
 _LONGEST_LABEL = 32
 _TOP = 66
 """Pixels above the first line of panels: legend and titles."""
@@ -53,6 +56,14 @@ class Chart:
     layout: Mapping[str, Any]
     panels: tuple[str, ...] = ()
     """Their titles, in the order of their axes."""
+
+    @property
+    def least_px(self) -> int:
+        """The width below which it would not be legible: a narrower page scrolls it."""
+        columns = int(self.layout.get("grid", {}).get("columns", 1))
+        legend = {trace["name"]: 0 for trace in self.data if trace.get("name") and trace.get("showlegend", True)}
+        legend_px = sum(_LEGEND_PX + _CHARACTER_PX * len(plain_text(name)) for name in legend)
+        return max(_NARROWEST_PX, _PANEL_PX * columns, min(_PAGE_PX, legend_px // 2))
 
 
 @dataclass(frozen=True, kw_only=True)

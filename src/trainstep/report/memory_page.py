@@ -52,7 +52,9 @@ def memory_sections(rows: Sequence[Row]) -> list[Section]:
         charts=(chart,) if chart else (),
         tables=tuple(common_tables(rows)),
     )
-    return [several, *(cell_section(row) for row in recorded[:_DETAILED])]
+    fullest = max(recorded, key=lambda row: sum(ledger_of(row.record, "peak").values()), default=None)
+    ordered = sorted(recorded, key=lambda row: row is not fullest)  # the others stay as they are
+    return [several, *(cell_section(row) for row in ordered[:_DETAILED])]
 
 
 def cell_section(row: Row) -> Section:

@@ -69,13 +69,14 @@ function redraw(number, theme, width) {
 }
 
 // What is in sight is drawn first, the rest one by one while the reader reads: a page of hundreds of cells opens at once too.
+// What is folded is drawn when it is opened, since only then is it known how wide it is.
 function drawAll() {
   const near = new IntersectionObserver((seen) => {
     seen.filter((entry) => entry.isIntersecting).forEach((entry) => draw(Number(entry.target.id.slice("chart-".length))));
   }, { rootMargin: "200px" });
   for (const element of document.querySelectorAll(".chart")) near.observe(element);
   const drawNext = () => {
-    const next = charts.findIndex((_, number) => !drawn.has(number));
+    const next = charts.findIndex((_, number) => !drawn.has(number) && isOpen(number));
     if (next < 0) return;
     draw(next);
     setTimeout(drawNext);
@@ -83,9 +84,14 @@ function drawAll() {
   setTimeout(drawNext, 100);
 }
 
+function isOpen(number) {
+  return document.getElementById(`chart-${number}`).offsetParent !== null;
+}
+
 function redrawAll(theme, width) {
   if (!window.Plotly) return;
-  charts.forEach((_, number) => { drawn.add(number); redraw(number, theme, width); });
+  drawn.clear();
+  charts.forEach((_, number) => { if (isOpen(number)) { drawn.add(number); redraw(number, theme, width); } });
 }
 
 // The library is most of the page's bytes: it runs once text and tables can be read.
@@ -115,6 +121,14 @@ toggle.addEventListener("click", () => {
   document.documentElement.style.colorScheme = isDark() ? "light" : "dark";
   recolour();
 });
+
+// A link of the contents opens what is folded in its section.
+function unfold() {
+  const more = location.hash && document.querySelector(`${location.hash} > .more`);
+  if (more) more.open = true;
+}
+window.addEventListener("hashchange", unfold);
+unfold();
 
 // [rank, value]: numbers by value, then words by alphabet, then what failed or was not measured, whichever the direction.
 function sortKey(cell) {

@@ -13,6 +13,8 @@ from trainstep.report.all_tables import instruments_of, without_own_tables
 from trainstep.report.answers import answers
 from trainstep.report.charts import Section, chart_table
 from trainstep.report.comparison_page import comparison_sections
+from trainstep.report.folding import folded
+from trainstep.report.footnotes import footnotes
 from trainstep.report.forms import byte_words, failure_sentence, failure_word
 from trainstep.report.notes import environments, mfu_conventions, mixed_machines, notes, provenance, summary
 from trainstep.report.rows import Row, of_workload
@@ -22,6 +24,8 @@ from trainstep.report.visible import visible
 
 def page(rows: Sequence[Row], *, title: str | None = None, description: str | None = None) -> str:
     """The page of these rows as text. `title` and `description`: the heading and the first paragraph, as a sweep has them."""
+    noted = footnotes(rows)
+    rows = noted.rows
     found = sections(rows)
     charts = [chart for section in found for chart in section.charts]
     drawn = [{"data": list(chart.data), "layout": dict(chart.layout)} for chart in charts]
@@ -34,13 +38,13 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
             title=title or title_of(rows),
             description=description,
             answers=answers(rows),
-            summary=summary(rows),
-            warnings=warnings,
-            sections=found,
+            summary=noted.shortened(summary(rows)),
+            warnings=map(noted.shortened, warnings),
+            parts=folded(found),
             numbers=itertools.count(),
             notes=[note for note in notes(rows) if note not in said_elsewhere],
             provenance=provenance(rows),
-            environments=environments(rows),
+            environments=[(noted.marks.get(name, ""), name, facts) for name, facts in environments(rows)],
             charts_json=script_json(drawn),
             plotly_js=get_plotlyjs() if charts else "",
         )
@@ -48,7 +52,8 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """What the page shows: cells of workloads without tables of their own, each workload's sections, what compares cells."""
+    """What the page shows, what matters most first: steps, each workload's sections, what compares cells; last the cells of
+    workloads that have sections of their own or, as ceilings, stand beside others."""
     others = without_own_tables(rows)
     shown = [(one, of_workload(rows, one.name)) for one in instruments_of(rows)]
     charts = tuple(chart for one, mine in shown for place in one.charts for chart in resolve(place)(mine))
@@ -58,15 +63,19 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         held_to = [of_workload(rows, one.held_to)] if one.held_to else []
         first += [section for place in one.sections for section in resolve(place)(mine, *held_to)]
         last += [section for place in one.last_sections for section in resolve(place)(mine)]
-    return [*([overview] if others or charts else []), *first, *comparison_sections(rows), *last]
+    overviews = [overview] if others or charts else []
+    ahead = any(row.record.workload == "train_step" for row in rows) or not first
+    return [*(overviews if ahead else []), *first, *comparison_sections(rows), *last, *([] if ahead else overviews)]
 
 
 def title_of(rows: Sequence[Row]) -> str:
     """`Training step: small, medium on NVIDIA H200`."""
     models = list(dict.fromkeys(str(row.point.get("model")) for row in rows if "model" in row.point))
     chips = list(dict.fromkeys(row.record.environment.gpu or row.record.environment.cpu for row in rows))
-    titles = [one.title for one in instruments_of(rows)]
-    alone = titles[0] if len({row.record.workload for row in rows}) == len(titles) == 1 else ""
+    shown = instruments_of(rows)
+    beside = {one.held_to for one in shown}  # as ceilings, which have no sections
+    main = [one for one in shown if (one.sections or one.last_sections) and one.name not in beside] or shown
+    alone = main[0].title if len({row.record.workload for row in rows}) == len(shown) and len(main) == 1 else ""
     named = f": {', '.join(models[:5])}{'…' if len(models) > 5 else ''}" if models else ""
     what = (alone or ("Training step" if models else "Measurements")) + named
     return f"{what} on {' and '.join(chips)}" if len(chips) < 3 else f"{what} on {len(chips)} machines"

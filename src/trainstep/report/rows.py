@@ -101,13 +101,17 @@ def varying(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if len({words(row.point.get(name)) for row in rows}) > 1]
 
 
-def machines(rows: Iterable[Row]) -> dict[str, Environment]:
+def machines(rows: Sequence[Row]) -> dict[str, Environment]:
     """Label -> environment of each kind of machine and software that took part."""
-    environments = [row.record.environment for row in rows]
     found: dict[str, Environment] = {}
-    for label, environment in zip(_machine_labels(environments), environments, strict=True):
-        found.setdefault(label, environment)
+    for label, row in zip(machine_labels(rows), rows, strict=True):
+        found.setdefault(label, row.record.environment)
     return found
+
+
+def machine_labels(rows: Sequence[Row]) -> list[str]:
+    """Each row's label in `machines`."""
+    return _machine_labels([row.record.environment for row in rows])
 
 
 def needless(rows: Sequence[Row]) -> list[str]:
