@@ -47,17 +47,100 @@ def write(path: Path, *records: Record) -> Path:
 
 def test_cell_by_cell(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["compare", str(before), str(after)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "128" in lines[0]
-    assert "faster: b's time over a's: ratio 0.500" in lines[0]
-    assert "cannot tell: difference below the minimum effect" in lines[1]
-    assert "cannot tell: b failed: crash in steps" in lines[2]
-    assert lines[3:] == [f"only in {before}: 1 cell", f"only in {after}: 1 cell"]
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    titles = ["cell", "before (ms)", "after (ms)", "ratio", "99 % interval", "verdict"]
+    assert " ".join(lines[0].split()) == " ".join(titles)
+    assert lines[2].split()[:5] == ["small", "128", "1,004", "502.2", "0.500"]
+    assert lines[2].endswith("  faster")
+    assert lines[3].split()[:5] == ["small", "256", "2,009", "2,011", "1.001"]
+    assert lines[3].endswith("cannot tell")
+    assert lines[4].split() == ["small", "512", "4,018", "crash", "–", "–", "cannot", "tell"]
+    assert "small 256: difference below the minimum effect" in out
+    assert "small 512: b failed: crash in steps" in out
+    assert "did not take turns" in out
+    assert lines[-2:] == [f"only in {before}: 1 cell", f"only in {after}: 1 cell"]
+
+
+def test_the_table_fits_80_columns(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
+    assert app.run(["compare", str(before), str(after)]) == 0
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert max(map(len, table)) <= 80
+    places = [{line.index(word) for line in table if word in line} for word in ("verdict", "faster", "cannot tell")]
+    assert len(set.union(*places)) == 1, "verdicts stand in one column"
 
 
 def test_the_other_way_round(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["compare", str(after), str(before)]) == 0
-    assert "slower: b's time over a's: ratio 2.000" in capsys.readouterr().out
+    line = next(line for line in capsys.readouterr().out.splitlines() if "128" in line)
+    assert line.split()[-1] == "slower"
+    assert "2.000" in line
+
+
+@pytest.mark.parametrize(
+    ("step_s", "words", "code"),
+    [
+        (1.0, ["--fail-if-slower"], 0),
+        (1.05, [], 0),
+        (1.05, ["--fail-if-slower"], 1),
+        (1.05, ["--fail-if-slower", "4"], 1),
+        (1.05, ["--fail-if-slower=4"], 1),
+        (1.05, ["--fail-if-slower", "5"], 0),
+        (1.05, ["--fail-if-slower", "--minimum-effect", "0.1"], 0),
+        (1.05, ["--fail-if-slower", "--json"], 1),
+        (0.5, ["--fail-if-slower"], 0),
+        (1.05, ["--fail-if-slower", "-1"], 2),
+        (1.05, ["--fail-if-slower", "nan"], 2),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["option first", "files first"])
+def test_fail_if_slower(
+    before: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    step_s: float,
+    words: list[str],
+    code: int,
+    first: bool,
+):
+    after = write(tmp_path / "after.jsonl", record(128, step_s), record(256, 2.0))
+    files = [str(before), str(after)]
+    assert app.run(["compare", *(words + files if first else files + words)]) == code
+    printed = capsys.readouterr()
+    if code == 1:
+        assert "small 128: slower, ratio 1.050" in printed.err
+        assert "small 256" not in printed.err
+    if code == 2:
+        assert printed.err.startswith("trainstep: fail_if_slower: must be a percentage of at least 0")
+
+
+def test_a_cell_that_fails_now_fails_the_gate(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
+    assert app.run(["compare", str(before), str(after), "--fail-if-slower"]) == 1
+    assert capsys.readouterr().err.endswith("small 512: crash in steps, where it ran before\n")
+    assert app.run(["compare", str(after), str(after), "--fail-if-slower"]) == 0, "it failed before, too"
+
+
+def test_no_cell_in_common(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The fields by which there is none; where each value is on both sides, those of the two nearest cells."""
+
+    def refusal(*records: Record) -> str:
+        path = write(tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", *records)
+        assert app.run(["compare", str(before), str(path)]) == 2
+        return capsys.readouterr().err.partition("no cell in common: ")[2]
+
+    assert refusal(varied(context=128, steps=30)) == "they differ in steps (10; 30)\n"
+    assert refusal(varied(context=64)) == "they differ in context (128, 256, 512, 1024; 64)\n"
+    words = refusal(varied(context=128, steps=10, seed=1), varied(context=64, seed=0, steps=30))
+    assert words == "the nearest two differ in seed (0; 1)\n"
+    other = a_record(workload="own:X", config={"size": 1})
+    assert refusal(other) == "they differ in workload (train_step; own:X)\n"
+    old = {name: value for name, value in varied(context=128).config.items() if name != "capture"}
+    assert refusal(a_record(key="old", config=old)) == "they differ in capture (none; no such field)\n"
+
+
+def varied(**fields: object) -> Record:
+    config = to_plain(build_run({"model": "small", **fields}))
+    return a_record(key=config_hash("train_step", config), config=config)
 
 
 def test_a_smaller_minimum_effect(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -73,6 +156,8 @@ def test_as_json(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     found = json.loads(capsys.readouterr().out)
     assert [row["verdict"] for row in found] == ["faster", "cannot tell", "cannot tell"]
     assert [row["config"]["context"] for row in found] == [128, 256, 512]
+    assert (found[0]["before_s"], found[0]["after_s"]) == (pytest.approx(1.0045), pytest.approx(0.50225))
+    assert (found[2]["before_s"], found[2]["after_s"]) == (pytest.approx(4.018), None)
     assert found[0]["config"]["model"] == "small"
     assert found[0]["ratio"] == pytest.approx(0.5)
 
@@ -96,9 +181,9 @@ def test_a_cell_without_the_quantity_cannot_tell(tmp_path: Path, capsys: pytest.
     with_forward = replace(record(128, 1.0), samples={name: seconds([1.0] * 10) for name in ("step", "forward")})
     path = write(tmp_path / "mixed.jsonl", with_forward, record(256, 2.0))
     assert app.run(["compare", str(path), str(path), "--quantity", "forward"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "difference below the minimum effect" in lines[0]
-    assert lines[1].endswith("cannot tell: a holds no forward; it holds step")
+    out = capsys.readouterr().out
+    assert "small 128: difference below the minimum effect" in out
+    assert "small 256: a holds no forward; it holds step" in out
     assert app.run(["compare", str(path), str(path), "--quantity", "backward"]) == 2
 
 
@@ -106,7 +191,7 @@ def test_attention_is_compared_by_its_own_time(tmp_path: Path, capsys: pytest.Ca
     slow, fast = (attention(time_s=[time_s] * 10) for time_s in (0.002, 0.001))
     files = [str(write(tmp_path / f"{name}.jsonl", one)) for name, one in (("a", slow), ("b", fast))]
     assert app.run(["compare", *files]) == 0
-    assert capsys.readouterr().out.startswith("trainstep 1024 64  ")
+    assert "trainstep 1024 64  " in capsys.readouterr().out
     assert app.run(["compare", *files, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["quantity"], found["verdict"], round(found["ratio"], 6)) == ("time_s", "faster", 0.5)

@@ -1,8 +1,8 @@
 """The verbs, and what every one of them does with errors: one sentence and exit code 2, never a traceback.
 
-Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, 2 bad input or standard output that cannot be
-written, 3 done but some cells crashed, were killed, timed out or could not be imported, 130 interrupted, with a sentence that
-says what is kept.
+Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, or slower by `compare --fail-if-slower`, 2 bad input or
+standard output that cannot be written, 3 done but some cells crashed, were killed, timed out or could not be imported, 130
+interrupted, with a sentence that says what is kept.
 
 This module imports nothing that takes time: a Ctrl-C during an import is met inside `main`, not before it.
 """
@@ -96,9 +96,25 @@ def _run_verb(words: Sequence[str]) -> int:
     from cyclopts import CycloptsError
 
     try:
-        return build_app(words)(words, exit_on_error=False, print_error=False) or 0
+        return build_app(words)(_with_percent(words), exit_on_error=False, print_error=False) or 0
     except CycloptsError as error:
         raise ValueError(str(error)) from None
+
+
+def _with_percent(words: Sequence[str]) -> list[str]:
+    """The words, `--fail-if-slower` without a number as `--fail-if-slower=0`: the word that follows would be taken, a file."""
+    return [
+        f"{word}=0" if word == "--fail-if-slower" and not _is_number(following) else word
+        for word, following in zip(words, [*words[1:], ""], strict=True)
+    ]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _speaks_for_all(words: Sequence[str]) -> bool:

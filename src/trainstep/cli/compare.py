@@ -1,17 +1,21 @@
 """`trainstep compare`: did it get faster? Two files of records, cell by cell, with intervals and verdicts."""
 
+import math
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from trainstep.cli.reading import read_limits
 from trainstep.reading import limited_here
-from trainstep.records.compare import Comparison, compare_records, match_records
+from trainstep.records.compare import Comparison, Matches, compare_records, match_records
 from trainstep.records.record import Record
 from trainstep.records.store import Store
+
+if TYPE_CHECKING:
+    from trainstep.report.before_after import Change
 
 
 def compare(
@@ -19,29 +23,37 @@ def compare(
     b: Path,
     /,
     *,
+    fail_if_slower: Annotated[float | None, Parameter(metavar="[PERCENT]")] = None,
     quantity: str | None = None,
     minimum_effect: float = 0.02,
     allow_mixed: Annotated[bool, Parameter(negative=())] = False,
     timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
-) -> None:
-    """Compare B against A: each cell both hold, by the ratio of times with its interval: faster, slower or cannot tell.
+) -> int:
+    """Compare B against A, cell by cell: before and after in ms, the ratio with its interval, faster, slower or cannot tell.
 
     To compare variants of one run (precision, attention...), let them take turns: trainstep bench --compare.
+
+    Exit codes: 0 compared; 1 with --fail-if-slower, where a cell is slower or fails now; 2 bad input, or no cell in common.
 
     Examples:
 
         trainstep compare runs/before.jsonl runs/after.jsonl
+
+        trainstep compare before.jsonl after.jsonl --fail-if-slower 5    (in CI)
 
         trainstep compare before.jsonl after.jsonl --quantity forward --json
 
     Parameters
     ----------
     a
-        File of records: the base.
+        File of records: the base, before.
     b
-        File of records: what is judged.
+        File of records: what is judged, after.
+    fail_if_slower
+        End with exit code 1 where a cell is 'slower' and its whole interval lies beyond so many percent (without a number: 0, so
+        that each 'slower' counts), or where a cell fails that ran before.
     quantity
         step, forward, backward, optimizer, enqueue; by default step, or the first that the cells hold (attention: time_s).
     minimum_effect
@@ -57,29 +69,44 @@ def compare(
     """
     if not minimum_effect >= 0:
         raise ValueError(f"minimum_effect: must be a share of at least 0, not {minimum_effect}")
+    if fail_if_slower is not None and not 0 <= fail_if_slower < math.inf:
+        raise ValueError(f"fail_if_slower: must be a percentage of at least 0, such as 5, not {fail_if_slower:g}")
     with limited_here(read_limits(timeout_s, memory_limit_gib), f"{a}, {b}"):
-        matches = match_records(Store(a).read(), Store(b).read())
+        records = [Store(path).read() for path in (a, b)]
+    matches = match_records(*records)
     if not matches.pairs:
-        raise ValueError(f"{a} and {b} have no cell in common: they hold other configs")
+        from trainstep.report.before_after import nothing_in_common
+
+        raise ValueError(f"{a} and {b} have no cell in common: {nothing_in_common(*records)}")
     quantity = quantity or _first_quantity([record for pair in matches.pairs for record in pair])
-    held = any(quantity in record.samples for pair in matches.pairs for record in pair)
-    found = [
-        (
-            left,
-            (_lacking(left, right, quantity) if held else None)
-            or compare_records(left, right, quantity=quantity, minimum_effect=minimum_effect, allow_mixed=allow_mixed),
-        )
-        for left, right in matches.pairs
-    ]
+    changes = _changes(matches, quantity, minimum_effect, allow_mixed=allow_mixed)
     if json:
         from trainstep.report.visible import ascii_json
 
-        print(ascii_json([{"config": _plain(record), **asdict(comparison)} for record, comparison in found], indent=2))
-        return
-    _show(found)
-    for name, only in ((a, matches.only_a), (b, matches.only_b)):
-        if only:
-            print(f"only in {name}: {len(only)} cell{'s' * (len(only) > 1)}")
+        print(ascii_json([change.plain() for change in changes], indent=2))
+    else:
+        _show(changes, quantity)
+        for name, only in ((a, matches.only_a), (b, matches.only_b)):
+            if only:
+                print(f"only in {name}: {len(only)} cell{'s' * (len(only) > 1)}")
+    return 0 if fail_if_slower is None else _gate(changes, fail_if_slower)
+
+
+def _changes(matches: Matches, quantity: str, minimum_effect: float, *, allow_mixed: bool) -> "list[Change]":
+    """Every common cell, judged."""
+    from trainstep.report.before_after import changes_of
+
+    known = any(quantity in record.samples for pair in matches.pairs for record in pair)
+    return changes_of(
+        [
+            (
+                *pair,
+                (_lacking(*pair, quantity) if known else None)
+                or compare_records(*pair, quantity=quantity, minimum_effect=minimum_effect, allow_mixed=allow_mixed),
+            )
+            for pair in matches.pairs
+        ]
+    )
 
 
 def _first_quantity(records: Sequence[Record]) -> str:
@@ -99,21 +126,16 @@ def _lacking(a: Record, b: Record, quantity: str) -> Comparison | None:
     return None
 
 
-def _show(found: list[tuple[Record, Comparison]]) -> None:
-    """One line a cell, aligned."""
-    from trainstep.report.forms import ratio_words
-    from trainstep.report.rows import rows_of
-    from trainstep.report.visible import one_line
+def _show(changes: "Sequence[Change]", quantity: str) -> None:
+    from trainstep.report.before_after import changes_notes, changes_table
+    from trainstep.report.terminal import print_tables
 
-    rows = rows_of([("", record) for record, _ in found])
-    labels = [row.label() for row in rows]
-    width = max(map(len, labels))
-    for label, (_, comparison) in zip(labels, found, strict=True):
-        ratio = "" if comparison.ratio is None else f"{ratio_words(comparison.ratio):>8}  "
-        print(f"{label:<{width}}  {ratio}{comparison.verdict}: {one_line(comparison.reason)}")
+    print_tables([changes_table(changes, quantity)], changes_notes(changes), sys.stdout)
 
 
-def _plain(record: Record) -> dict[str, object]:
-    from trainstep.report.rows import flat_config
-
-    return flat_config(record)
+def _gate(changes: "Sequence[Change]", percent: float) -> int:
+    """1, with the cells named on standard error, where --fail-if-slower must fail; else 0."""
+    reasons = [reason for change in changes if (reason := change.failure(percent))]
+    for reason in reasons:
+        print(f"trainstep: fail_if_slower {percent:g} %: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
