@@ -26,6 +26,9 @@ _MOST_COMPILING = 8
 """Steps beyond the warm-ups in which torch.compile may still compile."""
 _MOST_BEGINNINGS = 8
 """Times in a row that what a graph bakes in may change before the graph was used twice."""
+_LAUNCH, _CAPTURE, _AS_IT_IS, _NEVER = range(4)
+"""What a call does with its step; of several processes each does what the one with the largest number has to."""
+_ANOTHERS = NotCapturable("the step cannot be captured: another process says why")
 _RUNNING = ContextVar("_RUNNING", default=False)
 """Whether the function of a captured step is running: another one's calls in it are a part of its graph."""
 
@@ -36,6 +39,10 @@ def _ignore(_label: Any, _event: torch.cuda.Event | None) -> None:
 
 def _ignore_launch(_on_mark: OnMark) -> None:
     pass
+
+
+def _alone(number: int) -> int:
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +73,10 @@ class CapturedStep:
     most_graphs   one a shape of the batch; further shapes run as they are.
     strict        NotCapturable, with the lines, for a step that cannot be captured; else it runs as it is, and `why_not` says why.
     generators    of the device, other than its default one, from which the function draws random numbers.
+    agree         the largest of the numbers that all processes give it at the same call, for a function that sends messages to the
+                  others (parallel/host_agreement.py): they capture in the same call, or run as they are in the same call, since a
+                  capture sends nothing and NCCL sets up captured messages together. A step is launched when every process has a
+                  graph for it; what one cannot capture none does.
 
     Called by the function of another captured step, it is a part of that one's graph. Not for several threads at once.
 
@@ -84,6 +95,7 @@ class CapturedStep:
         most_graphs: int = 8,
         strict: bool = True,
         generators: Sequence[torch.Generator] = (),
+        agree: Callable[[int], int] = _alone,
     ) -> None:
         if warmups < 2:
             raise ValueError(f"warmups: a step runs at least twice before it is captured, not {warmups} times")
@@ -98,6 +110,7 @@ class CapturedStep:
         self._warmups = warmups
         self._most_graphs = most_graphs
         self._strict = strict
+        self._agree = agree
         self._baked = Baked(optimizer, module, self.device)
         self._recorder = CudaGraphs(self.device, generators) if self.device.type == "cuda" else Tapes()
         self._graphs: dict[Hashable, _Graph] = {}
@@ -115,19 +128,41 @@ class CapturedStep:
         self._on_mark = on_mark
         if change := self.why_not is None and self._baked.change():
             self._begin_again(change)
+        shape, graph, wish = self._wish(batch)
+        agreed = self._agree(wish)
+        if agreed == _LAUNCH and graph is not None:
+            return self._launch(graph, batch)
+        if agreed == _NEVER and wish != _NEVER:
+            self._give_up(_ANOTHERS)
+        if agreed == _CAPTURE:
+            return self._capture(shape, batch)
+        if wish == _AS_IT_IS and self._warm.get(shape, self._warmups) < self._warmups:
+            return self._warm_up(shape, batch)
+        return self._as_it_is(batch)
+
+    def _wish(self, batch: Any) -> tuple[Hashable, _Graph | None, int]:
+        """The batch's shape, its graph if there is one, and what this process would do."""
         try:
             shape = self._shape_of(batch)
         except NotCapturable as error:
             self._give_up(error)
-            return self._as_it_is(batch)
+            return None, None, _NEVER
+        if self.why_not is not None:
+            return shape, None, _NEVER
         graph = self._graphs.get(shape)
         if graph is not None and self._finds_its_gradients(graph):
-            return self._launch(graph, batch)
-        if self.why_not is not None or len(self._graphs) >= self._most_graphs:
-            return self._as_it_is(batch)
-        if self._warm.get(shape, 0) < self._warmups:
-            return self._warm_up(shape, batch)
-        return self._capture(shape, batch)
+            return shape, graph, _LAUNCH
+        if self.why_not is not None:  # its gradients were never the same twice
+            return shape, None, _NEVER
+        if len(self._graphs) >= self._most_graphs:
+            return shape, None, _AS_IT_IS
+        done = self._warm.setdefault(shape, 0)
+        return shape, None, _CAPTURE if done >= self._warmups else _AS_IT_IS
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the function runs to be written down, not for its step's sake."""
+        return self._recording
 
     def is_captured(self, batch: Any) -> bool:
         """Whether a graph takes the next step of such a batch."""
@@ -253,8 +288,10 @@ class CapturedStep:
         reason = self._baked.not_again(state, captured=True)
         if refusal is None and (reason or self._recorder.refused):
             refusal = _refusal(reason, self._recorder.refused)
-            if not self._recorder.takes_step:
-                self._undo(found, state)
+        if self._agree(_LAUNCH if refusal is None else _NEVER) == _NEVER and refusal is None:
+            refusal = _ANOTHERS
+        if refusal is not None and not self._recorder.takes_step:
+            self._undo(found, state)
         return launch, outputs, refusal
 
     def _undo(self, found: Sequence[tuple[Tensor, Tensor | None]], state: State) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainstep.capture.cuda_graph import OnMark
@@ -43,7 +44,7 @@ class Tapes:
         """Run it once and write it down."""
         self._recording = _Recorder()
         try:
-            with self._recording as recorder, reads_by_host(recorder):
+            with self._recording as recorder, reads_by_host(recorder), _unseen_by_torch(recorder):
                 outputs = run()
             self.refused = recorder.places
         finally:
@@ -84,9 +85,36 @@ class _Recorder(HostWatcher):
         results = super().__torch_dispatch__(func, types, args, kwargs)
         if draws:
             self._random_state = torch.get_rng_state()
-        if not _only_makes_memory(func) and not _is_view(func):
+        if not _only_makes_memory(func) and not _is_view(func) and _namespace(func) != "profiler":
             self.entries.append(_entry(func, kept_args, kept_kwargs, results))
         return results
+
+
+@contextmanager
+def _unseen_by_torch(recorder: _Recorder) -> Iterator[None]:
+    """Inside, what torch's dispatcher hears nothing of, or too much, is on the tape as a graph would have it: memory that a storage
+    gives away and takes again (FSDP's whole parameters), and nothing of what waiting for a message does on gloo."""
+    resize = torch.UntypedStorage.resize_
+    work = getattr(torch._C, "_distributed_c10d", None) and torch._C._distributed_c10d.Work
+    wait = work.wait if work else None
+
+    def noted_resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+        resize(storage, nbytes)
+        recorder.entries.append(lambda _on_mark: resize(storage, nbytes))
+
+    def unseen_wait(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return wait(*arguments)
+
+    torch.UntypedStorage.resize_ = noted_resize  # type: ignore[method-assign, assignment]
+    if work:
+        work.wait = unseen_wait
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        if work:
+            work.wait = wait
 
 
 def _entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> Callable[[OnMark], None]:
@@ -97,13 +125,16 @@ def _entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any)
         for index, leaf in enumerate(tree_leaves(results))
     ]
 
+    sends = _namespace(func) == "c10d"
     grad_enabled = torch.is_grad_enabled()  # some operators ask: an LSTM keeps nothing for backward without
 
     def run_again(_on_mark: OnMark) -> None:
         with torch.set_grad_enabled(grad_enabled):
-            for mine, again in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
-                if mine is not None and mine is not again:
-                    mine.copy_(again)
+            for kept, again in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+                if sends and isinstance(again, torch.ScriptObject):  # who waited for the message is not on the tape
+                    again.wait()
+                elif kept is not None and kept is not again:
+                    kept.copy_(again)
 
     return run_again
 
@@ -115,6 +146,10 @@ def _alias(leaf: Any) -> Any:
 
 def _storage(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def _namespace(func: Any) -> str:
+    return str(func._schema.name).partition("::")[0] if hasattr(func, "_schema") else ""
 
 
 def _only_makes_memory(func: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainstep.costs import buckets
 from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.flat_buffer import FlatBuffer
+from trainstep.parallel.usage import FlagReader
 
 
 class Bucket:
@@ -40,6 +41,7 @@ class Bucket:
         self._copied_back = [keeps_dtype and parameter.dtype != dtype for parameter in self.parameters]
         self._back = [index for index, copied_back in enumerate(self._copied_back) if copied_back]
         self._missing: list[int] = []
+        self._reader: FlagReader | None = None
         self._pending: Pending = DONE
         for parameter, copied_back in zip(self.parameters, self._copied_back, strict=True):
             if parameter.dtype != dtype and not copied_back:
@@ -75,17 +77,18 @@ class Bucket:
         self._flags.fill_(1)
         if self._missing:
             torch._foreach_zero_([part for index in self._missing for part in (views[index], self._flags[index])])
+        self._reader = self._reader or FlagReader(collectives)
         self._pending = collectives.all_reduce(self._buffer.flat, reduction="average", label=self.name)
 
     def receive(self) -> None:
         """Wait for the average and make it the parameters' gradients; a parameter that no rank used has none. Under no_grad."""
         self._pending.wait()
         self._pending = DONE
-        flags = self._flags.tolist() if self._missing else []  # which waits for the device
+        unused = self._reader.unused_everywhere(self._flags, self._missing) if self._reader else []
         for index in self._missing:
             parameter, view = self.parameters[index], self._buffer.views[index]
             parameter.grad = (
-                None if flags[index] == 0 else view.to(parameter.dtype) if self._copied_back[index] else view
+                None if index in unused else view.to(parameter.dtype) if self._copied_back[index] else view
             )
         back = [index for index in self._back if index not in self._missing]
         if back:

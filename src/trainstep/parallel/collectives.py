@@ -64,6 +64,8 @@ class Collectives:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.traffic = Traffic()
+        self.recorded = False
+        """Whether a step is being captured: what its messages say the host cannot read."""
         # The watch compares the calls of all ranks, so those of a subgroup are not told to it.
         watch = ranks.watch if ranks.group is dist.group.WORLD else None
         self._progress = Progress() if watch is None else watch.progress

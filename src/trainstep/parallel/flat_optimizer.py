@@ -157,6 +157,7 @@ class FlatShardedOptimizer(Optimizer):
         if not hasattr(self, "_inner"):
             super().add_param_group(param_group)
             return
+        self.gradient_sync.wait_for_parameters()
         parameters = param_group["params"]
         added: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         members = self.gradient_sync.adopt(added)
@@ -167,6 +168,7 @@ class FlatShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: loads on the same rank of as many; `gathered_state_dict` loads anywhere."""
+        self.gradient_sync.wait_for_parameters()
         return {**self._inner.state_dict(), "shard": self._shard()}
 
     def _shard(self) -> dict[str, Any]:
@@ -178,6 +180,7 @@ class FlatShardedOptimizer(Optimizer):
     def gathered_state_dict(self) -> dict[str, Any]:
         """What the optimizer would hold unsharded, on every rank: its own `state_dict`, and ours, load it. All ranks must ask."""
         sync = self.gradient_sync
+        sync.wait_for_parameters()
         pieces = sync.pieces
         states = [dict(self.state.get(piece, {})) if piece is not None else {} for piece in pieces]
         kinds = self._agreed_kinds(states)
@@ -203,6 +206,7 @@ class FlatShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a whole state dict, from any number of ranks, or this rank's shard of as many. ValueError for another's."""
+        self.gradient_sync.wait_for_parameters()
         shard = state_dict.get("shard")
         if shard is not None:
             self._check_shard(shard)

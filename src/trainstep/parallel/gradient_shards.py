@@ -40,6 +40,7 @@ class GradientShards:
         self._shard_numel = layout.numel // world_size
         self._buffer: FlatBuffer | None = None
         self._reduced: Tensor | None = None
+        self._into: Tensor | None = None
         self._pending: Pending = DONE
 
     @property
@@ -47,11 +48,17 @@ class GradientShards:
         """The buffer that is being reduced, and where its shard goes; nothing between messages."""
         return [] if self._buffer is None or self._reduced is None else [self._buffer.flat, self._reduced]
 
-    def send(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy gradients into a buffer, zeros for None, and start reducing. They may be freed at once."""
+    def send(self, gradients: Sequence[Tensor | None], *, into: Tensor | None = None) -> None:
+        """Copy gradients into a buffer, zeros for None, and start reducing. They may be freed at once.
+
+        `into`: where the shard is to be, in the parameters' dtype; by default in new memory.
+        """
         with span(f"send gradients {self._name}"):
             buffer = self._shelf.borrow()
-            reduced = torch.empty(self._shard_numel, dtype=self._reduce_dtype, device=buffer.flat.device)
+            reduced = into
+            if reduced is None or reduced.dtype != self._reduce_dtype:
+                reduced = torch.empty(self._shard_numel, dtype=self._reduce_dtype, device=buffer.flat.device)
+        self._into = into
         with torch.no_grad():
             _fill(buffer.views, gradients)
         self._pending = self._collectives.reduce_scatter(reduced, buffer.flat, reduction="average", label=self._name)
@@ -63,7 +70,9 @@ class GradientShards:
             return None
         self._pending.wait()
         self._shelf.give_back(self._buffer)
-        shard = self._reduced.to(self._dtype)
+        shard = self._reduced.to(self._dtype) if self._into is None else self._into
+        if shard is self._into and shard is not self._reduced:
+            shard.copy_(self._reduced)
         self._buffer, self._reduced, self._pending = None, None, DONE
         return shard
 

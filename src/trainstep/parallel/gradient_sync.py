@@ -139,6 +139,15 @@ class HookedGradients(ModuleWrapper, ABC):
         self._finish()
         self.collectives.count_step()
 
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Inside, a step is captured and not run: the host reads no result of a message, but trusts that of the step before."""
+        self.collectives.recorded = True
+        try:
+            yield
+        finally:
+            self.collectives.recorded = False
+
     def detach(self) -> None:
         """Take the hooks off again."""
         for hook in self._hooks:

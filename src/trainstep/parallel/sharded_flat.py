@@ -68,6 +68,9 @@ class ShardedGradients(HookedGradients):
         self._members: list[list[int]] = []
         """Of each unit, indices of its parameters."""
         self.most_in_flight = most_in_flight
+        self.postponed: Callable[[], None] | None = None
+        """What a captured step has left to the next (training/captured.py): to be done before parameters or the optimizer's state
+        are read in between."""
         self._in_flight: deque[_FlatUnit] = deque()
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
         self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self.wait_for_parameters()))
@@ -143,8 +146,15 @@ class ShardedGradients(HookedGradients):
         for number in range(len(self._units)) if numbers is None else numbers:
             self._units[number].gather()
 
+    def keep_shards(self) -> None:
+        """From now on this rank's gradients have memory of their own, the same in every step: one graph leaves them to the next."""
+        for unit in self._units:
+            unit.keep_shard()
+
     def wait_for_parameters(self) -> None:
         """Until whole parameters may be read outside a forward. A forward, `state_dict()` and `load_state_dict()` wait."""
+        if self.postponed is not None:
+            self.postponed()
         for unit in self._units:
             unit.wait()
 
@@ -232,6 +242,9 @@ class _FlatUnit:
         self._collectives = collectives
         self._pending: Pending = DONE
         self._received: Tensor | None = None
+        self._kept: Tensor | None = None
+        """The shard of gradients, where it has memory of its own, and its parts: the same tensors in every step."""
+        self._kept_parts: Sequence[Tensor] = ()
         dtype = plan.parameters[0].dtype
         self._weights = FlatBuffer(plan.parameters, dtype=dtype, device=ranks.device, parts=ranks.world_size)
         self._shard = self._weights.shard(ranks.rank, ranks.world_size)
@@ -272,14 +285,19 @@ class _FlatUnit:
     def gradient_shards(self) -> list[Tensor]:
         """This rank's: of its pieces, or the shard that they will have theirs of."""
         pieces = [piece.grad for _, _, piece in self._held if piece.grad is not None]
-        return pieces if self._received is None else [*pieces, self._received]
+        return [*pieces, *(shard for shard in (self._received, self._kept) if shard is not None)]
 
     @property
     def in_flight(self) -> list[Tensor]:
         return self._gradients.in_flight
 
+    def keep_shard(self) -> None:
+        self._kept = torch.empty_like(self._shard)
+        self._kept_parts = self._kept.split(self._part_sizes)
+
     def send(self, gradients: Sequence[Tensor | None]) -> None:
-        self._gradients.send(gradients)
+        adds = any(piece.grad is not None for _, _, piece in self._held)  # to what may be in the shard that is kept
+        self._gradients.send(gradients, into=None if adds else self._kept)
 
     def receive(self) -> None:
         self._received = self._gradients.receive()
@@ -291,7 +309,7 @@ class _FlatUnit:
         """
         shard, self._received = self._received, None
         assert shard is not None
-        parts = shard.split(self._part_sizes)
+        parts = self._kept_parts if shard is self._kept else shard.split(self._part_sizes)
         for index, part, piece in self._held:
             if index not in unused:
                 before = piece.grad

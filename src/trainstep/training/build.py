@@ -92,7 +92,7 @@ def build_step(
         gradient_sync=wrapped.gradient_sync,
     )
     ranks = parallel.ranks if parallel else alone(device)
-    captured = None if run.capture == "none" else CapturedTrainStep(step, device, strict=run.capture == "step")
+    captured = None if run.capture == "none" else CapturedTrainStep(step, ranks, strict=run.capture == "step")
     return Assembly(
         run=run,
         device=device,

@@ -1,0 +1,158 @@
+"""Every parallel strategy captured: the same losses and weights as without, whatever happens between steps, and ranks that agree."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import RankFailed, run_ranks
+from trainstep.config.sync import OURS, SyncConfig
+from trainstep.ops.adamw import AdamW
+from trainstep.parallel.ranks import Ranks
+from trainstep.training.captured import CapturedTrainStep
+from trainstep.training.parallelism import parallel
+from trainstep.training.step import TrainStep
+
+SENDING = [name for name in OURS if name != "none"]
+WIDTH, CLASSES, STEPS = 8, 5, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is special about a training."""
+
+    accumulation: int = 1
+    clip: float | None = None
+    schedule: bool = False
+    evaluate: bool = False
+    """Every third step the module runs without gradients, and the weights are read."""
+    reload: bool = False
+    """The optimizer's state is saved and loaded in the middle."""
+    unused: str = "none"
+    """`everywhere`: a layer that no rank uses; `somewhere`: one that rank 0 alone uses."""
+    odd_batch: bool = False
+    """Rank 1 has a smaller batch at one step, and from another step on."""
+    reads: bool = False
+    """Rank 1's forward reads a number of the device."""
+
+
+CASES = {
+    "plain": Case(),
+    "accumulation": Case(accumulation=2),
+    "clipped, with a schedule": Case(clip=0.05, schedule=True),
+    "evaluation between": Case(evaluate=True, schedule=True),
+    "state loaded": Case(reload=True),
+    "unused everywhere": Case(unused="everywhere"),
+    "unused somewhere": Case(unused="somewhere"),
+    "other batches on one rank": Case(odd_batch=True),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case, rank: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.uses_side = case.unused == "none" or (case.unused == "somewhere" and rank == 0)
+        self.reads = case.reads and rank == 1
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        if self.reads and x.sum().item() > 1e9:
+            raise AssertionError
+        return nn.functional.cross_entropy(self.head(x + self.side(x) if self.uses_side else x), targets)
+
+
+def batch(case: Case, step: int, rank: int, index: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
+    smaller = case.odd_batch and rank == 1 and (step == 6 or step >= 10)
+    rows = 3 if smaller else 6
+    return {name: torch.randint(CLASSES, (rows,), generator=generator) for name in ("tokens", "targets")}
+
+
+def trained(ranks: Ranks, strategy: str, case: Case, captured: bool, strict: bool = True) -> dict[str, Any]:
+    torch.manual_seed(ranks.rank)
+    config = SyncConfig(name=strategy)
+    wrapped = parallel(ranks, config).wrap(Model(case, ranks.rank), AdamW, {"lr": 1e-2, "weight_decay": 0.1})
+    sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
+    assert sync is not None and optimizer is not None
+    step = TrainStep(wrapped.module, optimizer, clip_grad_norm=case.clip, gradient_sync=sync)
+    take = CapturedTrainStep(step, ranks, strict=strict) if captured else step
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    losses, seen, launched = [], [], 0
+    for number in range(STEPS + 8 * (case.odd_batch or case.evaluate)):
+        batches = [batch(case, number, ranks.rank, index) for index in range(case.accumulation)]
+        launched += isinstance(take, CapturedTrainStep) and take.is_settled(batches)
+        losses.append(take(batches).item())
+        if case.schedule:
+            scheduler.step()
+        if case.evaluate and number % 3 == 2:
+            with torch.no_grad():
+                seen.append(sync.module(**batch(case, 99, ranks.rank, 0)).item())
+            seen += [float(value.double().sum()) for value in sync.state_dict().values()]
+        if case.reload and number == 6:
+            optimizer.load_state_dict(optimizer.state_dict())
+    weights = [value.clone() for value in sync.state_dict().values()]
+    left_out = take.left_out if isinstance(take, CapturedTrainStep) else None
+    return {"losses": losses, "seen": seen, "weights": weights, "launched": launched, "left_out": left_out}
+
+
+def assert_same(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    for captured, plain in zip(mine, theirs, strict=True):
+        assert captured["losses"] == plain["losses"]
+        assert captured["seen"] == plain["seen"]
+        assert all(torch.equal(*pair) for pair in zip(captured["weights"], plain["weights"], strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", SENDING)
+def test_captured_is_what_it_is_without(strategy: str, case: str):
+    captured = run_ranks(2, trained, strategy, CASES[case], True)
+    assert_same(captured, run_ranks(2, trained, strategy, CASES[case], False))
+    assert all(result["launched"] > 2 for result in captured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "unused somewhere", "other batches on one rank"])
+@pytest.mark.parametrize("strategy", SENDING)
+def test_four_ranks(strategy: str, case: str):
+    captured = run_ranks(4, trained, strategy, CASES[case], True)
+    assert_same(captured, run_ranks(4, trained, strategy, CASES[case], False))
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "sharded_flat", "fsdp"])
+def test_what_one_rank_cannot_capture_none_does(strategy: str):
+    case = Case(reads=True)
+    captured = run_ranks(2, trained, strategy, case, True, False)
+    assert_same(captured, run_ranks(2, trained, strategy, case, False))
+    assert "another process says why" in captured[0]["left_out"]
+    assert "x.sum().item()" in captured[1]["left_out"]
+
+
+def test_with_strict_it_is_an_error_of_that_rank():
+    with pytest.raises(RankFailed, match=r"x\.sum\(\)\.item\(\)"):
+        run_ranks(2, trained, "bucketed", Case(reads=True), True)
+
+
+def use_changes(ranks: Ranks, strategy: str) -> list[float]:
+    """A layer goes unused from the captured step on: its flag cannot be read there."""
+    wrapped = parallel(ranks, SyncConfig(name=strategy)).wrap(Model(Case(), ranks.rank), AdamW, {"lr": 1e-2})
+    step = TrainStep(wrapped.module, wrapped.optimizer, gradient_sync=wrapped.gradient_sync)
+    take = CapturedTrainStep(step, ranks, strict=True)
+    losses = []
+    for number in range(8):
+        wrapped.module.uses_side = number != 3  # type: ignore[assignment]
+        losses.append(take([batch(Case(), number, ranks.rank, 0)]).item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bucketed", "sharded_flat", "fsdp"])
+def test_a_layer_that_goes_unused_in_the_captured_step_is_named(strategy: str):
+    with pytest.raises(RankFailed, match="another parameter goes unused"):
+        run_ranks(2, use_changes, strategy)
