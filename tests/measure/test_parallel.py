@@ -105,6 +105,16 @@ def check_trace(found: Findings, sync: str) -> None:
     assert [line["rank"] for line in rows_of(found, "communication")] == [0, 1]
 
 
+@pytest.mark.parametrize("sync", ["none", "bucketed", "sharded_flat", "fsdp"])
+def test_a_captured_cell_says_what_a_graph_takes_and_has_no_trace(sync: str):
+    values = {"sync": sync, "capture": "step", "adamw": "trainstep", "accumulation": 2}
+    for found in run_ranks(2, measured, values, (4,)):
+        assert found.facts["captured"].value == "step"
+        assert found.facts["wire_bytes"] == found.facts["expected_wire_bytes"]
+        assert "exposed_s" not in found.facts
+        assert len(found.samples["step"].values) == 4
+
+
 @pytest.mark.parametrize("sync", ["bucketed", "sharded_flat"])
 def test_replicas_that_drifted_apart_are_a_failure_by_name(sync: str):
     for found in run_ranks(2, measured, {"sync": sync}, (1,), True):

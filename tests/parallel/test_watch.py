@@ -69,6 +69,32 @@ def reduce(parameter):
     collectives.all_reduce(parameter.grad).wait()
 
 weight.register_post_accumulate_grad_hook(reduce)
+def launches(steps):
+    # of a captured step; after some the victim is not there
+    from trainstep.capture import CapturedStep
+    from trainstep.ops.adamw import AdamW
+    from trainstep.parallel.ddp_bucketed import BucketedDDP
+    from trainstep.parallel.host_agreement import HostAgreement
+
+    model = torch.nn.Linear(4, 4)
+    sync, optimizer = BucketedDDP(model, ranks), AdamW(model.parameters())
+
+    def train(batch):
+        loss = model(batch).sum()
+        loss.backward()
+        sync.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = CapturedStep(train, optimizer=optimizer, module=model, agree=HostAgreement(ranks))
+    for number in range(steps):
+        if number == 12 and act == "launch":
+            die()
+        step(torch.ones(2, 4))
+
+if sys.argv[1] == "launch":
+    launches(100)
 if sys.argv[1] == "listen":
     print(json.dumps(listening_addresses()))
 for step in range(3):
@@ -181,7 +207,7 @@ def check_others(ends: Ends, victim: int, how: str = "died") -> None:
         assert "ended" not in ends.out[rank]
 
 
-@pytest.mark.parametrize("act", ["forward", "backward", "collective", "asleep"])
+@pytest.mark.parametrize("act", ["forward", "backward", "collective", "asleep", "launch"])
 @pytest.mark.parametrize("victim", [0, VICTIM])
 def test_killed(run: Callable[..., Ends], act: str, victim: int):
     ends = run(act, victim)

@@ -1,4 +1,4 @@
-"""Every parallel strategy captured: the same losses and weights as without, whatever happens between steps, and ranks that agree."""
+"""Every parallel strategy captured: the losses and weights are those without, whatever happens between steps, and ranks agree."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,8 @@ def trained(ranks: Ranks, strategy: str, case: Case, captured: bool, strict: boo
     config = SyncConfig(name=strategy)
     wrapped = parallel(ranks, config).wrap(Model(case, ranks.rank), AdamW, {"lr": 1e-2, "weight_decay": 0.1})
     sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
-    assert sync is not None and optimizer is not None
+    assert sync is not None
+    assert optimizer is not None
     step = TrainStep(wrapped.module, optimizer, clip_grad_norm=case.clip, gradient_sync=sync)
     take = CapturedTrainStep(step, ranks, strict=strict) if captured else step
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)

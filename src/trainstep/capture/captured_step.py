@@ -95,7 +95,7 @@ class CapturedStep:
         most_graphs: int = 8,
         strict: bool = True,
         generators: Sequence[torch.Generator] = (),
-        agree: Callable[[int], int] = _alone,
+        agree: Callable[[int], int] | None = None,
     ) -> None:
         if warmups < 2:
             raise ValueError(f"warmups: a step runs at least twice before it is captured, not {warmups} times")
@@ -110,7 +110,7 @@ class CapturedStep:
         self._warmups = warmups
         self._most_graphs = most_graphs
         self._strict = strict
-        self._agree = agree
+        self._agree = agree or _alone
         self._baked = Baked(optimizer, module, self.device)
         self._recorder = CudaGraphs(self.device, generators) if self.device.type == "cuda" else Tapes()
         self._graphs: dict[Hashable, _Graph] = {}
@@ -147,12 +147,10 @@ class CapturedStep:
         except NotCapturable as error:
             self._give_up(error)
             return None, None, _NEVER
-        if self.why_not is not None:
-            return shape, None, _NEVER
         graph = self._graphs.get(shape)
         if graph is not None and self._finds_its_gradients(graph):
             return shape, graph, _LAUNCH
-        if self.why_not is not None:  # its gradients were never the same twice
+        if self.why_not is not None:
             return shape, None, _NEVER
         if len(self._graphs) >= self._most_graphs:
             return shape, None, _AS_IT_IS

@@ -90,13 +90,19 @@ class _Recorder(HostWatcher):
         return results
 
 
+class _NoWork:
+    """Where torch is built without messages."""
+
+    wait: Any = None
+
+
 @contextmanager
 def _unseen_by_torch(recorder: _Recorder) -> Iterator[None]:
     """Inside, what torch's dispatcher hears nothing of, or too much, is on the tape as a graph would have it: memory that a storage
     gives away and takes again (FSDP's whole parameters), and nothing of what waiting for a message does on gloo."""
     resize = torch.UntypedStorage.resize_
-    work = getattr(torch._C, "_distributed_c10d", None) and torch._C._distributed_c10d.Work
-    wait = work.wait if work else None
+    work: Any = torch._C._distributed_c10d.Work if torch.distributed.is_available() else _NoWork
+    wait = work.wait
 
     def noted_resize(storage: torch.UntypedStorage, nbytes: int) -> None:
         resize(storage, nbytes)
@@ -107,14 +113,12 @@ def _unseen_by_torch(recorder: _Recorder) -> Iterator[None]:
             return wait(*arguments)
 
     torch.UntypedStorage.resize_ = noted_resize  # type: ignore[method-assign, assignment]
-    if work:
-        work.wait = unseen_wait
+    work.wait = unseen_wait
     try:
         yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        if work:
-            work.wait = wait
+        work.wait = wait
 
 
 def _entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> Callable[[OnMark], None]:
@@ -131,7 +135,7 @@ def _entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any)
     def run_again(_on_mark: OnMark) -> None:
         with torch.set_grad_enabled(grad_enabled):
             for kept, again in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
-                if sends and isinstance(again, torch.ScriptObject):  # who waited for the message is not on the tape
+                if sends and hasattr(again, "wait"):  # who waited for the message is not on the tape
                     again.wait()
                 elif kept is not None and kept is not again:
                     kept.copy_(again)

@@ -49,7 +49,7 @@ class ParallelConfig(RanksConfig):
 
     ranks: int = described("processes; with a GPU each where there are GPUs", 2)
     sync: SyncConfig = part(SyncConfig())
-    run: RankRunConfig = part(without=("mode", "capture", "sync", "cold_compile", "nvtx"))
+    run: RankRunConfig = part(without=("mode", "sync", "cold_compile", "nvtx"))
     window_steps: int = described(
         "steps of a window, timed as one: what runs into the next step counts then; windows take as many steps as are timed "
         "singly, in each turn at least one window",
@@ -63,3 +63,7 @@ class ParallelConfig(RanksConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer(self, "window_steps", at_least=1)
+        if self.keep_trace is not None and self.run.capture != "none":
+            raise ValueError(
+                "keep_trace: a graph's messages have no names in a trace; leave it out, or take capture none"
+            )

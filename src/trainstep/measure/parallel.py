@@ -137,9 +137,10 @@ class ParallelMeasurement:
         counters = _counters(self.timed.assembly)
         if counters is None:
             return {}, {}
+        self.timed.assembly.complete()
         for counter in counters:
             counter.clear()
-        self.timed.settle()
+        self.timed.eager_settle()
         messages: dict[str, list[int]] = {}
         for counter in counters:
             for operation, count in counter.messages.items():
@@ -170,7 +171,7 @@ class ParallelMeasurement:
 
     def _trace(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Two steps under the profiler: what was sent in the first, when, and how much of it was hidden."""
-        if self.config.ranks == 1:
+        if self.config.ranks == 1 or self.config.run.capture != "none":  # a graph's messages have no names in a trace
             return {}, {}
         with TemporaryFolder() as folder:
             path = folder / "trace.json"

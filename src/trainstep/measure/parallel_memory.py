@@ -87,6 +87,7 @@ class StepMemory:
     def table(self, batches: list[Batch]) -> dict[str, list[Any]]:
         """Run a step on these batches and put the points of every rank into one table. Every rank must ask."""
         with saved_tensors_hooks(self._note, lambda tensor: tensor):
+            self._assembly.complete()
             self._assembly.step(batches, self._mark)
         if self._assembly.device.type == "cuda":
             torch.cuda.synchronize()

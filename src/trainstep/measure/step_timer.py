@@ -74,6 +74,7 @@ class StepTimer:
 
     def eager_step_again(self) -> None:
         """The same, but never as a graph."""
+        self._assembly.complete()
         self._assembly.step(self.batches)
         self._drop_gradients()
 

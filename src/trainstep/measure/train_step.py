@@ -120,6 +120,12 @@ class TrainStepMeasurement:
                 self._timer.step_again()
                 self.built.opened.synchronize()
 
+    def eager_settle(self) -> None:
+        """The same, but never as a graph: Python sees what is sent."""
+        with self.built.names_out_of_memory():
+            self._timer.eager_step_again()
+            self.built.opened.synchronize()
+
     def finish(self) -> Findings:
         """Everything that is looked at once, after the timed steps: extra steps run here touch no sample, nor can they
         lose one by failing."""

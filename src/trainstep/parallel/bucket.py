@@ -87,9 +87,7 @@ class Bucket:
         unused = self._reader.unused_everywhere(self._flags, self._missing) if self._reader else []
         for index in self._missing:
             parameter, view = self.parameters[index], self._buffer.views[index]
-            parameter.grad = (
-                None if index in unused else view.to(parameter.dtype) if self._copied_back[index] else view
-            )
+            parameter.grad = None if index in unused else view.to(parameter.dtype) if self._copied_back[index] else view
         back = [index for index in self._back if index not in self._missing]
         if back:
             gradients = [_present(self.parameters[index]) for index in back]

@@ -22,10 +22,12 @@ class FlagReader:
         self._unused: list[int] = []
 
     def unused_everywhere(self, flags: Tensor, missing: Sequence[int]) -> list[int]:
-        """Those of the indices `missing` whose flag is 0. ValueError if they differ from the step's before while one is captured."""
+        """Those of the indices `missing` whose flag is 0. ValueError if they differ from the step before's while captured."""
         if self._collectives.recorded:
             if list(missing) != self._missing:
-                raise ValueError("another parameter goes unused than in the step before; a captured step uses the same ones")
+                raise ValueError(
+                    "another parameter goes unused than in the step before; a captured step uses the same ones"
+                )
         elif missing:
             with _unwatched(flags):
                 values = flags.tolist()  # waits for the device

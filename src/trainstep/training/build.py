@@ -45,6 +45,11 @@ class Assembly:
         """One step, captured where it is to be. The last micro-batch's loss, detached."""
         return self.step(micro_batches, mark) if self.captured is None else self.captured(micro_batches, mark)
 
+    def complete(self) -> None:
+        """Before `step` is called itself: what a graph left to its next launch. Every rank must ask."""
+        if self.captured is not None:
+            self.captured.complete()
+
     def micro_batches(self, step: int) -> list[Batch]:
         """The batches of that step, on the device. `next_batch` is asked for micro-batch number step x accumulation + i; with N
         ranks a step has N times as many, and each rank its own, so that a step sees the same tokens on any number."""

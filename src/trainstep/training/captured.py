@@ -11,7 +11,7 @@ was left to the next step uses the options (learning rates, weight decay) of its
 reads parameters or the optimizer's state, or runs the module.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ from trainstep.capture.baked import why_not_captured
 from trainstep.capture.captured_step import CapturedStep
 from trainstep.config.phases import Phase
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
-from trainstep.parallel.gradient_sync import HookedGradients
 from trainstep.parallel.host_agreement import HostAgreement
 from trainstep.parallel.ranks import Ranks
 from trainstep.training.step import TrainStep
@@ -52,7 +51,9 @@ class CapturedTrainStep:
             raise ValueError(f"capture: {reason}; or take capture auto, which captures the rest")
         self._step = step
         self._optimizer_left_out = reason
-        self._postponing = _Postponing(step) if isinstance(step.optimizer, FlatShardedOptimizer) and not reason else None
+        self._postponing = (
+            _Postponing(step) if isinstance(step.optimizer, FlatShardedOptimizer) and not reason else None
+        )
         sends = step.gradient_sync is not None and ranks.world_size > 1
         self._captured = CapturedStep(
             self._graphed,
@@ -60,7 +61,7 @@ class CapturedTrainStep:
             module=step.module,
             device=ranks.device,
             strict=strict,
-            **({"agree": HostAgreement(ranks)} if sends else {}),
+            agree=HostAgreement(ranks) if sends else None,
         )
 
     def __call__(self, micro_batches: Sequence[Mapping[str, Any]], mark: EventMark = unmarked) -> Tensor:
@@ -112,14 +113,17 @@ class CapturedTrainStep:
                 self._step.update(self._mark)
             whole = self._postponing is None and not self._optimizer_left_out
             part = self._step if whole else self._step.compute
-            return part(given["micro_batches"], self._mark)
+            loss = part(given["micro_batches"], self._mark)
+            if self._postponing is not None:
+                self._postponing.join()
+            return loss
 
     def _recording(self) -> AbstractContextManager[None]:
         """Around a step that is captured: a strategy asks no other rank in it."""
-        sync = self._step.gradient_sync
-        if self._captured.is_recording and isinstance(sync, HookedGradients):
-            return sync.recorded()
-        return nullcontext()
+        recorded: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self._captured.is_recording:  # torch's own strategies have no such thing
+            recorded = getattr(self._step.gradient_sync, "recorded", nullcontext)
+        return recorded()
 
     def _mark(self, phase: Phase, _event: torch.cuda.Event | None = None, /) -> None:
         self._captured.mark(phase)
@@ -137,8 +141,9 @@ class _Postponing:
         self._options: list[dict[str, Any]] = []
         """Each group's when the step ran whose update is pending."""
         self._in_step = False
-        optimizer.gradient_sync.keep_shards()
-        optimizer.gradient_sync.postponed = self.complete
+        self._sync = optimizer.gradient_sync
+        self._sync.keep_shards()
+        self._sync.postponed = self.complete
         complete = torch.compiler.disable(lambda *_: self.complete())
         step.module.register_forward_pre_hook(complete, prepend=True)  # before those that wait for parameters
 
@@ -146,6 +151,8 @@ class _Postponing:
     def step(self) -> Iterator[None]:
         """Around a step, which begins with the update that is pending and leaves its own."""
         now = _options_of(self._groups)
+        if not self.is_pending:
+            self._sync.wait_for_parameters()  # a step as it is may have sent some, for which a graph does not wait
         self._in_step = True
         try:
             with self._with_options(self._options if self.is_pending else now):
@@ -153,6 +160,10 @@ class _Postponing:
         finally:
             self._in_step = False
         self._options, self.is_pending = now, True
+
+    def join(self) -> None:
+        """At a step's end: nothing is on its way, not even to a block that the step did not use."""
+        self._sync.wait_for_parameters()
 
     def complete(self) -> None:
         if self.is_pending and not self._in_step:
