@@ -13,8 +13,8 @@ from trainstep.records.bandwidth import bandwidth
 from trainstep.records.compare import Comparison
 from trainstep.records.record import Record
 from trainstep.report.forms import COUNT, ERROR, GIGA, MS, TEXT, Form, failure_word, in_gib, in_percent, three_digits
-from trainstep.report.parallel_rows import Way, median_of, ways_of
-from trainstep.report.ratios import ratio_of
+from trainstep.report.parallel_rows import Way, ways_of
+from trainstep.report.ratios import median_of, ratio_of
 from trainstep.report.rows import PHASES, Row, flat_config, grouped, table_lines
 from trainstep.report.tables import Column, Entry, Table
 

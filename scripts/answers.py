@@ -12,6 +12,7 @@ from pathlib import Path
 from answer_tables import TABLES, Shown, table_of
 
 from trainstep.report.all_tables import all_tables
+from trainstep.report.answers import answers
 from trainstep.report.comparison_page import comparison_tables
 from trainstep.report.frames import markdown
 from trainstep.report.rows import read_rows
@@ -61,7 +62,7 @@ def stale_beside_records() -> dict[str, tuple[Path, str]]:
             continue
         others = [records.with_name(f"{name}.jsonl") for name in _SHOWN_WITH.get(records.stem, ())]
         rows = read_rows([records, *others])
-        text = markdown([*all_tables(rows), *comparison_tables(rows)])
+        text = markdown([*all_tables(rows), *comparison_tables(rows)], answers(rows))
         if text != path.read_text(encoding="utf-8"):
             found[path.name] = path, text
     return found

@@ -83,11 +83,14 @@ def show(
     as_json: bool = False,
     title: str | None = None,
     description: str | None = None,
+    paragraphs: Sequence[str] = (),
 ) -> int:
-    """Print the table, verdicts along a compared axis, the last words of what crashed, and where the records are; write
+    """Print the answers, `paragraphs`, the table, verdicts along a compared axis, the last words of what crashed, and where the records are; write
     the page, under the sweep's title and description. Returns the exit code.
     """
     from trainstep.report.all_tables import all_tables
+    from trainstep.report.answer_text import print_answers
+    from trainstep.report.answers import answers
     from trainstep.report.comparison_page import comparison_tables
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
@@ -96,12 +99,15 @@ def show(
 
     rows = rows_of([(str(store.path), record) for record in records])
     tables = [*all_tables(rows), *(comparison_tables(rows, compare) if compare else [])]
+    found = answers(rows, compare)
     with outliving_reader(sys.stdout):
         if as_json:
             from trainstep.report.frames import json_text
 
-            sys.stdout.write(json_text(tables))
+            sys.stdout.write(json_text(tables, found))
         else:
+            print_answers(found, sys.stdout)
+            print(*map(one_line, paragraphs), sep="\n", end="\n\n" if paragraphs else "")
             print_tables(tables, notes(rows), sys.stdout)
         sys.stdout.flush()
     faults = [(row, failure) for row in rows if (failure := row.record.failure) and failure.kind in _FAULTS]

@@ -148,9 +148,7 @@ def _run(
     check_kept([cell for group in groups for cell in group], "keep_trace")
     records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
     ran = [record for record in records if record.failure is None]
-    if ran and not as_json:
-        _print_sentences(ran)
-    code = show(_with_top(records, top), store, None, as_json=as_json)
+    code = show(_with_top(records, top), store, None, as_json=as_json, paragraphs=_sentences(ran))
     if page is not None:
         write_page(records, store, page)
     with outliving_reader(sys.stdout):
@@ -173,16 +171,13 @@ def _with_top(records: Sequence[Record], top: int) -> list[Record]:
     ]
 
 
-def _print_sentences(records: Sequence[Record]) -> None:
-    """The verdict of each cell, before any table."""
-    from trainstep.cli.streams import outliving_reader
+def _sentences(records: Sequence[Record]) -> list[str]:
+    """What stands between the answer and the tables: why each cell's verdict is what it is."""
     from trainstep.report.profile_words import sentences
     from trainstep.report.rows import rows_of
-    from trainstep.report.visible import one_line
 
-    rows = rows_of([("", record) for record in records])
-    with outliving_reader(sys.stdout):
-        for row in rows:
-            said = sentences(row.record.tables, row.record.fact)
-            print("\n  ".join(map(one_line, [f"{row.label()}: {said[0]}", *said[1:]] if len(rows) > 1 else said)))
-        print(flush=True)
+    said = []
+    for row in rows_of([("", record) for record in records]):
+        verdict, *others = sentences(row.record.tables, row.record.fact)
+        said += [f"{row.label()}: {verdict}", *others] if len(records) > 1 else others
+    return said

@@ -24,6 +24,8 @@ _HOW_TO_GET = (
 def show_trace(path: Path, top: int, limits: ReadLimits, *, as_json: bool) -> int:
     """What a trace of torch's profiler or an export of nsys says, and its tables."""
     # Imported before the limited process begins: what libraries take is not the file's doing.
+    from trainstep.report.answer_text import print_answers
+    from trainstep.report.answers_profile import trace_answer
     from trainstep.report.frames import json_text
     from trainstep.report.profile_tables import TORCH_COLUMNS, detail_tables
     from trainstep.report.profile_words import sentences
@@ -40,11 +42,14 @@ def show_trace(path: Path, top: int, limits: ReadLimits, *, as_json: bool) -> in
         except ValueError as error:
             raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
         tables = detail_tables(found.tables, whole=as_json)
-        if as_json:
-            stream.write(json_text(tables))
-            return
         shares = {"assigned_share": found.assigned_share, "fallback_share": found.fallback_share}
-        print("\n  ".join(map(one_line, sentences(found.tables, shares.get))), end="\n\n", file=stream)
+        answers = trace_answer(found.tables, shares.get)
+        if as_json:
+            stream.write(json_text(tables, answers))
+            return
+        print_answers(answers, stream)
+        _, *others = sentences(found.tables, shares.get)
+        print(*map(one_line, others), sep="\n", end="\n\n" if others else "", file=stream)
         print_tables(tables, [TORCH_COLUMNS], stream)
 
     show_within(limits, path, show)

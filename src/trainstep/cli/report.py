@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -32,7 +31,7 @@ def report(
     timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
 ) -> None:
-    """Show records: every cell's times, rates, peak memory and doubts, or how it failed; ratios along compared axes.
+    """Show records: the answer, then every cell's times, rates, peak memory and doubts, or how it failed; ratios where compared.
 
     Examples:
 
@@ -68,9 +67,12 @@ def report(
     with limited_here(read_limits(timeout_s, memory_limit_gib), ", ".join(map(str, paths))):
         rows = read_rows(paths)
     if chosen == "terminal" and out is None:
+        from trainstep.report.answer_text import print_answers
+        from trainstep.report.answers import answers
         from trainstep.report.notes import notes
         from trainstep.report.terminal import print_tables
 
+        print_answers(answers(rows), sys.stdout)
         print_tables(_tables(rows), notes(rows), sys.stdout)
         return
     target = out or (Path("report.html") if chosen == "html" else None)
@@ -90,20 +92,22 @@ def _text(rows: "list[Row]", chosen: Format) -> str:
         from trainstep.report.page import page
 
         return page(rows)
+    from trainstep.report.answers import answers
+
     if chosen == "terminal":
+        from trainstep.report.answer_text import answer_lines
         from trainstep.report.notes import notes
         from trainstep.report.terminal import plain
 
-        return plain(_tables(rows), notes(rows))
+        return answer_lines(answers(rows)) + plain(_tables(rows), notes(rows))
     from trainstep.report import frames
 
-    write: dict[str, Callable[..., str]] = {
-        "markdown": frames.markdown,
-        "latex": frames.latex,
-        "csv": frames.csv,
-        "json": frames.json_text,
-    }
-    return write[chosen](_tables(rows, compared=chosen != "csv"))  # a sheet holds one kind of row
+    if chosen == "csv":
+        return frames.csv(_tables(rows, compared=False))  # a sheet holds one kind of row
+    if chosen == "latex":
+        return frames.latex(_tables(rows))
+    write = frames.markdown if chosen == "markdown" else frames.json_text
+    return write(_tables(rows), answers(rows))
 
 
 def _tables(rows: "list[Row]", *, compared: bool = True) -> "list[Table]":

@@ -108,8 +108,10 @@ def _cells(fields: Mapping[str, str | None]) -> list[Cell]:
 
 
 def _show(records: list[Record], cells: list[Cell], store: Store, top: int) -> int:
-    """The ranking of each cell, what failed, where the records are and, last, the rows. Returns the exit code."""
+    """The answer, the ranking of each cell, what failed, where the records are and, last, the rows. Returns the exit code."""
     from trainstep.cli.streams import outliving_reader
+    from trainstep.report.answer_text import print_answers
+    from trainstep.report.answers import answers
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
     from trainstep.report.terminal import print_tables
@@ -119,6 +121,7 @@ def _show(records: list[Record], cells: list[Cell], store: Store, top: int) -> i
     rows = rows_of([(str(store.path), record) for record in records])
     failed = [row for row in rows if row.record.failure is not None]
     with outliving_reader(sys.stdout):
+        print_answers(answers(rows), sys.stdout)
         print_tables([*tile_tables(rows, most=top), *summary_table(rows)], notes(rows), sys.stdout)
         for row in failed:
             print(one_line(f"{row.label()}: {row.record.failure.message if row.record.failure else ''}"))

@@ -37,7 +37,7 @@ class Instrument:
     verb: str
     """What the command line that measures it is called."""
     answer: str
-    """The function of report/ that gives its rows in one sentence, or None where no cell is done."""
+    """The function of report/ that makes its `Answer` from the cells that ran, at least one; None where nothing was seen."""
     facts: tuple[str, ...] = ()
     """What its raw rows show beside IN_EVERY_ROW of records/facts.py, in this order."""
     always: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ _ROWS = (
         config=RunConfig,
         measured="trainstep.measure.train_step:WORKLOAD",
         verb="bench",
-        answer="trainstep.report.answers:quickest_step",
+        answer="trainstep.report.answers_step:step_answer",
         charts=("trainstep.report.sweep_page:phases_charts",),
         last_sections=("trainstep.report.warmup_page:warmup_sections",),
         summary="trainstep.report.notes:step_words",
@@ -79,7 +79,7 @@ _ROWS = (
         config=ParallelConfig,
         measured="trainstep.measure.parallel:WORKLOAD",
         verb="parallel",
-        answer="trainstep.report.answers:quickest_step",
+        answer="trainstep.report.answers_parallel:parallel_answer",
         facts=(
             *("communication_s", "waiting_s", "transfer_s", "exposed_s", "tail_s", "wire_bytes", "expected_wire_bytes"),
             *("expected_peak_bytes", "expected_peak_point", "context_bytes", "nccl_bytes", "agreement"),
@@ -96,7 +96,7 @@ _ROWS = (
         config=AttentionConfig,
         measured="trainstep.measure.attention:WORKLOAD",
         verb="attention",
-        answer="trainstep.report.answers:quickest_call",
+        answer="trainstep.report.answers_attention:attention_answer",
         tables="trainstep.report.attention_tables:plain_tables",
         compared_tables="trainstep.report.attention_tables:attention_tables",
         sections=("trainstep.report.attention_page:attention_sections",),
@@ -108,7 +108,7 @@ _ROWS = (
         config=AttentionTilesConfig,
         measured="trainstep.measure.attention_tiles:WORKLOAD",
         verb="tune",
-        answer="trainstep.report.answers:tiles_kept",
+        answer="trainstep.report.answers_attention:tiles_answer",
         always={
             "config": ("kernel", "arithmetic", "head_dim", "mask", "shape"),
             "facts": ("best", "in_use", "rate"),
@@ -122,7 +122,7 @@ _ROWS = (
         config=CeilingConfig,
         measured="trainstep.measure.ceilings:WORKLOAD",
         verb="doctor",
-        answer="trainstep.report.answers:quickest_call",
+        answer="trainstep.report.answers_rates:ceilings_answer",
         always={"config": ("kind", "dtype")},
         charts=("trainstep.report.sweep_page:ceilings_charts",),
     ),
@@ -132,7 +132,7 @@ _ROWS = (
         config=CollectiveConfig,
         measured="trainstep.measure.collective:WORKLOAD",
         verb="collectives",
-        answer="trainstep.report.answers:quickest_call",
+        answer="trainstep.report.answers_rates:collectives_answer",
         always={
             "config": ("operation", "backend", "ranks", "dtype", "mib", "device"),
             "samples": ("time",),
@@ -147,7 +147,7 @@ _ROWS = (
         config=NumericsConfig,
         measured="trainstep.measure.numerics:WORKLOAD",
         verb="numerics",
-        answer="trainstep.report.answers:largest_error",
+        answer="trainstep.report.answers_numerics:numerics_answer",
         tables="trainstep.report.numerics_tables:numerics_tables",
         sections=("trainstep.report.numerics_page:numerics_sections",),
     ),
@@ -157,7 +157,7 @@ _ROWS = (
         config=ProfileConfig,
         measured="trainstep.measure.profile:WORKLOAD",
         verb="profile",
-        answer="trainstep.report.answers:verdicts",
+        answer="trainstep.report.answers_profile:profile_answer",
         facts=(
             *("idle_s", "kernels_s", "pieces", "launches", "profiler_slowdown", "assigned_share", "fallback_share"),
             *("graph_replay_s", "graph_replay_kernels_s", "graph_replay_phases", "graph_replay_left_out"),
@@ -174,7 +174,7 @@ _ROWS = (
         config=MemoryConfig,
         measured="trainstep.measure.step_memory:WORKLOAD",
         verb="memory",
-        answer="trainstep.report.answers:fullest",
+        answer="trainstep.report.answers_memory:memory_answer",
         facts=(
             *("peak_requested_bytes", "timeline_peak_bytes", "timeline_peak_phase", "context_bytes", "kernels_bytes"),
             *("allocation_retries", "allocated_residual_share", "driver_residual_share", "driver_residual_bytes"),

@@ -1,19 +1,32 @@
-"""The answer of a workload's cells, from its rows: what a reader asks first. None where no cell is done.
+"""The answers of a report: for each workload what was found, and what to do about it. Every verb and page begins with them.
 
-`answers(rows)` has an answer for each workload of a report; which function makes it stands in the workload's row of
-config/instruments.py.
+`answers(rows)` has an answer for each workload; which function makes it from the cells that ran stands in the workload's row of
+config/instruments.py. What failed, and the way out, is said here for all. The rule of what is quicker is ranking.py's.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
 
-from trainstep.config.instruments import resolve
+from trainstep.config.instruments import INSTRUMENTS, resolve, says
+from trainstep.records.record import Failure
 from trainstep.report.all_tables import instruments_of
-from trainstep.report.forms import byte_words, seconds_words, times_words
-from trainstep.report.numerics_tables import ERRORS
+from trainstep.report.comparison_page import compared_ratios
+from trainstep.report.forms import failure_sentence
+from trainstep.report.notes import failure_counts
+from trainstep.report.ranking import against_words, ranking_of, ranking_words, timed_quantity
 from trainstep.report.rows import Row, of_workload
+
+_WAYS_OUT = {
+    "out_of_memory": "`trainstep memory{model} --fit batch_size` finds the largest batch that fits; a smaller --batch-size, or "
+    "--recompute block, needs less.",
+    "timeout": "A larger --timeout-s gives a cell longer.",
+    "crash": "The last lines that the cell printed say why: they are in its record.",
+    "import_error": "Install what the message names, or take that value out.",
+    "divergence": "Replicas that differ train another model: look at what the message names before any time.",
+}
+"""Kind of failure -> what to do; what is unsupported says so itself."""
+_FITTED = ("train_step", "profile", "memory", "parallel")
+"""Workloads whose batch `memory --fit` can look for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,83 +35,68 @@ class Answer:
 
     workload: str
     verdict: str
-    """One sentence: what was found."""
+    """What was found, in a sentence or two."""
     suggestion: str = ""
-    """One sentence: what to do, with what it should gain; empty where nothing follows."""
+    """What to do, with what it should gain; empty where nothing follows."""
 
     @property
     def text(self) -> str:
-        """Both sentences."""
+        """Both."""
         return f"{self.verdict} {self.suggestion}".strip()
 
 
-def answers(rows: Sequence[Row]) -> list[Answer]:
-    """An answer for each workload that has one."""
-    made = ((one.name, resolve(one.answer)(of_workload(rows, one.name))) for one in instruments_of(rows))
-    return [Answer(workload=name, verdict=sentence) for name, sentence in made if sentence]
+def answers(rows: Sequence[Row], axis: str | None = None) -> list[Answer]:
+    """An answer for each workload, in the order of its tables. `axis`: what was compared, if the command line said so."""
+    workloads = dict.fromkeys([*(one.name for one in instruments_of(rows)), *(row.record.workload for row in rows)])
+    made = (_answer(workload, of_workload(rows, workload), axis) for workload in workloads)
+    return [answer for answer in made if answer.text]
 
 
-def quickest_step(rows: Sequence[Row]) -> str | None:
-    """`Quickest: small 128, 12.3 ms a step, 2.10 times as fast as the slowest, small 512; 1 of 3 failed.`"""
-    return _quickest(rows, ("step",), "a step")
+def _answer(workload: str, rows: Sequence[Row], axis: str | None) -> Answer:
+    done = [row for row in rows if row.record.failure is None]
+    made = Answer(workload=workload, verdict="")
+    if done and workload in INSTRUMENTS:
+        made = resolve(INSTRUMENTS[workload].answer)(done) or made
+    elif done:
+        made = _quickest(workload, done)
+    if done and not says(workload, "ratios"):
+        compared = [against_words(name, ratios) for name, ratios in compared_ratios(rows, axis)]
+        made = replace(made, verdict=_joined([*compared, made.verdict]))
+    failed = [(row, row.record.failure) for row in rows if row.record.failure and not row.record.fact("fit_of")]
+    if not failed:
+        return made
+    return replace(
+        made,
+        verdict=_joined([made.verdict, _failures(rows, failed)]),
+        suggestion=_joined([made.suggestion, *_ways_out(workload, failed)]),
+    )
 
 
-def quickest_call(rows: Sequence[Row]) -> str | None:
-    """The same of a call."""
-    return _quickest(rows, ("time", "time_s"), "a call")
+def _quickest(workload: str, rows: Sequence[Row]) -> Answer:
+    """Of a workload of one's own: which cell is the quickest."""
+    ranking = ranking_of(rows, timed_quantity(rows))
+    return Answer(workload=workload, verdict=ranking_words(ranking) if ranking else "")
 
 
-def fullest(rows: Sequence[Row]) -> str | None:
-    """Which cell held most at its peak."""
-    size, _, row = _largest(rows, ("peak_allocated_bytes", "peak_rss_bytes"))
-    return f"Fullest: {row.label()}, {byte_words(size)} at the peak{_failures(rows)}." if row else None
+def _failures(rows: Sequence[Row], failed: Sequence[tuple[Row, Failure]]) -> str:
+    """`1 of 3 cells failed: 1 OOM (xl 1024: OOM in backward: asked for ...).`"""
+    row, failure = failed[0]
+    name = f"{row.label()}: " if len(rows) > 1 else ""
+    return f"{failure_counts([row for row in rows if not row.record.fact('fit_of')])} ({name}{failure_sentence(failure)})."
 
 
-def verdicts(rows: Sequence[Row]) -> str | None:
-    """What limits how many cells."""
-    found = Counter(str(kind) for row in _done(rows) if (kind := row.record.fact("verdict")))
-    said = ", ".join(f"{count} {kind}" for kind, count in found.most_common()).capitalize()
-    return f"{said}{_failures(rows)}." if found else None
+def _ways_out(workload: str, failed: Sequence[tuple[Row, Failure]]) -> list[str]:
+    """A sentence for each kind of failure that has one."""
+    ways = {failure.kind: row for row, failure in reversed(failed) if failure.kind in _WAYS_OUT}
+    said = []
+    for kind, row in ways.items():
+        if kind == "out_of_memory" and workload not in _FITTED:
+            said.append("Out of memory: take a shorter sequence or a smaller batch.")
+            continue
+        model = row.point.get("model")
+        said.append(_WAYS_OUT[kind].format(model=f" --model {model}" if model else ""))
+    return said
 
 
-def largest_error(rows: Sequence[Row]) -> str | None:
-    """Which cell's numbers are furthest from the reference's, and in what."""
-    error, name, row = _largest(rows, ERRORS)
-    return f"Largest error: {error:.1e} in {ERRORS[name]}, {row.label()}{_failures(rows)}." if row else None
-
-
-def tiles_kept(rows: Sequence[Row]) -> str | None:
-    """How many cells' tiles in use are the fastest ones."""
-    done = [row.record for row in _done(rows)]
-    same = sum(record.fact("best") == record.fact("in_use") for record in done)
-    return f"The tiles in use are the fastest in {same} of {len(done)} cells{_failures(rows)}." if done else None
-
-
-def _largest(rows: Sequence[Row], names: Iterable[str]) -> tuple[float, str, Row | None]:
-    """The largest of these facts in all rows, its name and its row; without a row where none has any."""
-    facts = [(row.record.fact(name), name, row) for row in _done(rows) for name in names]
-    return max((fact for fact in facts if fact[0] is not None), key=lambda fact: fact[0], default=(0.0, "", None))
-
-
-def _quickest(rows: Sequence[Row], quantities: Sequence[str], of: str) -> str | None:
-    timed = [(median(values), row) for row in _done(rows) if (values := _samples(row, quantities))]
-    if not timed:
-        return None
-    (least_s, quickest), (most_s, slowest) = (choose(timed, key=lambda one: one[0]) for choose in (min, max))
-    apart = least_s and most_s > least_s
-    against = f", {times_words(most_s / least_s)} as fast as {slowest.label()}" if apart else ""
-    return f"Quickest: {quickest.label()}, {seconds_words(least_s)} {of}{against}{_failures(rows)}."
-
-
-def _samples(row: Row, quantities: Sequence[str]) -> Sequence[float]:
-    found = (row.record.samples[name].values for name in quantities if name in row.record.samples)
-    return next(filter(None, found), ())
-
-
-def _done(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.record.failure is None]
-
-
-def _failures(rows: Sequence[Row]) -> str:
-    failed = len(rows) - len(_done(rows))
-    return f"; {failed} of {len(rows)} failed" if failed else ""
+def _joined(sentences: Iterable[str]) -> str:
+    return " ".join(filter(None, sentences))

@@ -34,22 +34,22 @@ _LABELLED_BARS = 40
 
 def comparison_sections(rows: Sequence[Row]) -> list[Section]:
     """One section for each axis that is compared: ratios of step time against the axis's first value."""
-    return [_comparison_section(axis, ratios) for axis, ratios in _compared_steps(rows)]
+    return [_comparison_section(axis, ratios) for axis, ratios in compared_ratios(rows)]
 
 
 def comparison_tables(rows: Sequence[Row], axis: str | None = None) -> list[Table]:
     """Ratios and verdicts against the first value of each compared axis (or of `axis` alone), a table each."""
-    if axis is None:
-        return [_ratio_table(name, ratios) for name, ratios in _compared_steps(rows)]
-    ratios = _ratios(axis, [row for row in rows if not says(row.record.workload, "ratios")])
-    return [_ratio_table(axis, ratios)] if ratios else []
+    return [_ratio_table(name, ratios) for name, ratios in compared_ratios(rows, axis)]
 
 
-def _compared_steps(rows: Sequence[Row]) -> list[tuple[str, list[Ratio]]]:
-    """Each axis along which steps are compared, with its ratios."""
+def compared_ratios(rows: Sequence[Row], axis: str | None = None) -> list[tuple[str, list[Ratio]]]:
+    """Each axis along which steps are compared, or `axis` alone whatever was timed, with its ratios."""
     steps = of_workload(rows, "train_step")
-    found = [(axis, _ratios(axis, steps)) for axis in varying(steps) if axis not in NOT_COMPARED]
-    return [(axis, ratios) for axis, ratios in found if ratios]
+    if axis is None:
+        found = [(name, _ratios(name, steps)) for name in varying(steps) if name not in NOT_COMPARED]
+    else:
+        found = [(axis, _ratios(axis, [row for row in rows if not says(row.record.workload, "ratios")]))]
+    return [(name, ratios) for name, ratios in found if ratios]
 
 
 def _ratios(axis: str, rows: Sequence[Row]) -> list[Ratio]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from trainstep.report.answer_text import plain_answers
+from trainstep.report.answers import Answer
 from trainstep.report.tables import Table
 from trainstep.report.visible import ascii_json, one_line
 
@@ -37,9 +39,9 @@ _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 """What a spreadsheet takes for the beginning of a formula, in any width of letters."""
 
 
-def markdown(tables: Sequence[Table]) -> str:
-    """Pipe tables, one under a heading each where there are several."""
-    parts = []
+def markdown(tables: Sequence[Table], answers: Sequence[Answer] = ()) -> str:
+    """The answers, a paragraph each with the verdict bold, then pipe tables, under a heading each where there are several."""
+    parts = [_paragraph(answer) for answer in answers]
     for table in tables:
         body = _people(table, _for_markdown)
         sides = ["right" if column.number else "left" for column in table.columns]
@@ -69,11 +71,16 @@ def csv(tables: Sequence[Table]) -> str:
     return str(pd.DataFrame(rows, dtype=object).to_csv(index=False))
 
 
-def json_text(tables: Sequence[Table]) -> str:
-    """A list of objects, one a cell, null where a number is absent."""
+def json_text(tables: Sequence[Table], answers: Sequence[Answer] = ()) -> str:
+    """`answer`: workload, verdict and suggestion of each; `rows`: an object a cell, null where a number is absent."""
     frame = pd.DataFrame(_raw(tables), dtype=object)
     rows = frame.where(frame.notna(), None).to_dict(orient="records")
-    return ascii_json(rows, indent=1, allow_nan=False) + "\n"
+    return ascii_json({"answer": plain_answers(answers), "rows": rows}, indent=1, allow_nan=False) + "\n"
+
+
+def _paragraph(answer: Answer) -> str:
+    suggestion = f" {_for_markdown(answer.suggestion)}" if answer.suggestion else ""
+    return f"**{_for_markdown(answer.verdict)}**{suggestion}"
 
 
 def _people(table: Table, written: Callable[[str], str]) -> pd.DataFrame:

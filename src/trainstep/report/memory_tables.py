@@ -82,14 +82,23 @@ def peaks_table(rows: Sequence[Row]) -> Table:
 
 def fit_table(rows: Sequence[Row]) -> Table:
     """The largest that fitted of each search, and what was left then."""
-    trials = [(field, row) for row in rows if (field := row.record.fact("fit_of")) in row.record.config]
-    searches = grouped(trials, lambda trial: (trial[0], trial[1].rest(trial[0], "machine")))
     note = (
         "{unit}. Headroom: of the memory there is, what neither the allocator nor the context had taken at that size; "
         "on a CPU what was left of the process's limit at the peak."
     )
-    lines = [_search(field, rest, [row for _, row in found]) for (field, rest), found in searches.items()]
-    return Table.of("What fits", lines, _SEARCH, note=note)
+    return Table.of("What fits", _searches(rows), _SEARCH, note=note)
+
+
+def largest_that_fits(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
+    """The field that was searched, ` for` what, and the largest value of it that fits, of each search that found one."""
+    found = [(line["searched"], line["what"], line.get("largest that fits")) for line in _searches(rows)]
+    return [(field, f" for {what}" if what else "", value) for field, what, value in found if value is not None]
+
+
+def _searches(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    trials = [(field, row) for row in rows if (field := row.record.fact("fit_of")) in row.record.config]
+    searches = grouped(trials, lambda trial: (trial[0], trial[1].rest(trial[0], "machine")))
+    return [_search(field, rest, [row for _, row in found]) for (field, rest), found in searches.items()]
 
 
 def _search(field: str, rest: Sequence[tuple[str, str]], trials: Sequence[Row]) -> dict[str, Any]:

@@ -85,13 +85,15 @@ def _is_ours(path: Path, format: str) -> bool:
         return tail.endswith(_MARKS[format].encode())
     if format == "csv":
         return _COLUMNS.issubset(next(csv.reader(head.decode(errors="replace").splitlines()), ()))
-    return head.startswith(b'[\n {\n  "') and _is_table(path)
+    return head.startswith((b'{\n "answer": [', b'[\n {\n  "')) and _is_table(path)
 
 
 def _is_table(path: Path) -> bool:
-    """Whether a JSON file is a list of objects of which one at least describes a record."""
+    """Whether a JSON file has rows, as a list of objects (before 2026-12 the whole file), one of which at least describes a
+    record."""
     try:
-        rows = json.loads(read_file(path))
+        table = json.loads(read_file(path))
     except (ValueError, RecursionError):  # also where it is too large to be a table of ours
         return False
+    rows = table.get("rows") if isinstance(table, dict) else table
     return isinstance(rows, list) and any(isinstance(row, dict) and row.keys() >= _COLUMNS for row in rows)

@@ -32,9 +32,9 @@ from trainstep.report.charts import (
 )
 from trainstep.report.collectives_tables import fit_of, series_of
 from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, ratio_words, seconds_words, three_digits
-from trainstep.report.parallel_rows import Way, median_of, ways_of
+from trainstep.report.parallel_rows import Way, ways_of
 from trainstep.report.parallel_tables import CATEGORIES, held_by, memory_tables, message_tables, time_tables
-from trainstep.report.ratios import summary_of
+from trainstep.report.ratios import median_of, summary_of
 from trainstep.report.rows import Row, grouped
 
 _PREDICTED = "predicted"

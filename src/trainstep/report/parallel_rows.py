@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from trainstep.config.sync import OF_A_STRATEGY, USED_BY, needless
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.record import Record
 from trainstep.report.forms import ABSENT, TEXT
-from trainstep.report.ratios import Ratio, ratio_of
+from trainstep.report.ratios import Ratio, median_of, ratio_of
 from trainstep.report.rows import Row, flat_config, table_lines, words
 from trainstep.report.tables import Column, Entry, point_columns, row_of
 
@@ -64,12 +63,6 @@ def ways_of(rows: Sequence[Row]) -> list[Way]:
     bases = {_run_of(row): row for row in rows if row.record.config["sync"] == YARDSTICK and row.record.failure is None}
     bases_of = [(row, bases.get(_run_of(row))) for row in rows]
     return [Way(row=row, base=None if base is row else base) for row, base in bases_of]
-
-
-def median_of(record: Record, quantity: str) -> float | None:
-    """The median of its samples; None where the cell failed or has none."""
-    samples = record.samples.get(quantity)
-    return median(samples.values) if record.failure is None and samples and samples.values else None
 
 
 def name_columns(rows: Iterable[Any]) -> list[Column]:

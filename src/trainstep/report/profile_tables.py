@@ -3,7 +3,7 @@
 `detail_tables(tables)` shows one profile, from a record's tables or from a trace read just now.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainstep.config.machine import MachineSpec, machine_spec, matmul_dtype
@@ -19,7 +19,7 @@ from trainstep.report.forms import (
     percent,
     three_digits,
 )
-from trainstep.report.profile_words import verdict_reason
+from trainstep.report.profile_words import verdict_reason, verdict_word
 from trainstep.report.rows import Row, quantities, shown_facts, table_lines, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, filled, point_columns
 from trainstep.traces.kernel_classes import CLASSES, IDLE
@@ -212,14 +212,14 @@ def class_shares(classes: Columns, phases: Sequence[str] | None = None) -> dict[
 
 
 _VERDICT = (
-    Column("verdict"),
+    Column("verdict", get=lambda row: _of_verdict(row, verdict_word)),
+    Column("step (ms)", MS, lambda row: _of_verdict(row, lambda limit: limit["step_s"]), help="unprofiled, the median"),
     Column(
         "busy (ms)",
         MS,
         lambda row: quantities(row).get("busy_mean_s"),
-        help="the device was at work, in a profiled step",
+        help="the device was at work, in a profiled step: a profiler slows the host, not kernels",
     ),
-    Column("idle (ms)", MS, "idle_s", help="the device had nothing to do, in a profiled step"),
     Column(
         "kernels", WHOLE, lambda row: row.record.fact("pieces", 0), help="kernels and copies of a step; on a CPU ops"
     ),
@@ -238,12 +238,18 @@ _VERDICT = (
 )
 
 
+def _of_verdict(row: Row, read: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """What is read from the numbers of the row's verdict; None where it has none."""
+    return next(map(read, table_lines(row.record.tables.get("verdict"))), None)
+
+
 def _verdict_numbers(row: Row) -> Mapping[str, Any]:
     """The verdict with its numbers, and the profile's facts."""
     if row.record.failure is not None:
         return {"failure": row.record.failure.kind}
     [numbers, *_] = table_lines(row.record.tables.get("verdict")) or [{}]
-    return {**numbers, **shown_facts(row.record)}
+    today = {"kind": verdict_word(numbers), "verdict": verdict_word(numbers)} if numbers else {}
+    return {**numbers, **shown_facts(row.record), **today}
 
 
 def _with_ceilings(lines: Sequence[dict[str, Any]], spec: MachineSpec, dtype: str) -> list[dict[str, Any]]:

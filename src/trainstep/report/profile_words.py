@@ -6,9 +6,8 @@ from typing import Any
 
 from trainstep.report.forms import percent, ratio_words, seconds_words
 from trainstep.report.rows import table_lines
-from trainstep.traces import host_track
-from trainstep.traces import verdict as kinds
-from trainstep.traces.launch_bound import host_launches
+from trainstep.traces import host_track, verdict
+from trainstep.traces.launch_bound import BUSY_SHARE, NEAR_THE_LINE, host_launches
 
 Columns = Mapping[str, Sequence[Any]]
 Row = Mapping[str, Any]
@@ -18,40 +17,84 @@ GetFact = Callable[[str], Any]
 
 def sentences(tables: Mapping[str, Columns], fact: GetFact) -> list[str]:
     """The verdict first, then why, then what the profiler itself did to the numbers."""
-    found = [f"{limit['kind'].capitalize()}: {verdict_reason(limit)}" for limit in table_lines(tables.get("verdict"))]
+    found = [verdict_sentence(limit) for limit in table_lines(tables.get("verdict"))]
     found += _alike(table_lines(tables.get("alike")))
     found += map(_stall, table_lines(tables.get("stall")))
     found += [str(fact("attention_split"))] if fact("attention_split") else []
     return [*found, *_graph_replay(fact), *_profiler(fact)]
 
 
+def verdict_sentence(limit: Row) -> str:
+    """`Launch-bound: the device works ...`, by today's rule from the numbers of a verdict's row."""
+    kinds = verdict_kinds(limit)
+    what = kinds[0].capitalize() if len(kinds) == 1 else f"Near the line between {' and '.join(kinds)}"
+    return f"{what}: {verdict_reason(limit)}"
+
+
+def verdict_word(limit: Row) -> str:
+    """The same for a column: one of the four, or `near the line`."""
+    kinds = verdict_kinds(limit)
+    return kinds[0] if len(kinds) == 1 else NEAR_THE_LINE
+
+
+def verdict_kinds(limit: Row) -> tuple[str, ...]:
+    """The verdict that the row's numbers give; two near a line."""
+    return verdict.kinds_of(verdict.Verdict(**limit))
+
+
 def verdict_reason(limit: Row) -> str:
     """Why the verdict is that, from its row of numbers."""
-    if limit["kind"] == kinds.COMMUNICATING:
+    kinds = verdict_kinds(limit)
+    if len(kinds) > 1:
+        return _near_reason(limit, kinds)
+    kind = kinds[0]
+    if kind == verdict.COMMUNICATING:
         return f"{percent(limit['exposed_share'])} % of the step is communication with no computing beside it."
     if limit["on_device"]:
-        if limit["kind"] == kinds.LAUNCH:
+        if kind == verdict.LAUNCH:
             return _launch_reason(limit)
-        busy = f"the device is busy for {percent(limit['busy_s'] / (limit['step_s'] or math.inf))} % of the step"
+        busy = f"the device works for {_share(limit, 'busy_s')} of {_step(limit)}"
     else:
         overhead = limit["overhead_share"]
-        if limit["kind"] == kinds.LAUNCH:
+        if kind == verdict.LAUNCH:
             between = f"on the CPU {percent(overhead)} % of the profiled step passes between ops"
             return f"{between}: Python, autograd, views, the profiler."
         busy = f"on the CPU {percent(1 - overhead)} % of the step passes in ops"
     share = percent(limit["matmul_share"])
-    if limit["kind"] == kinds.COMPUTE:
+    if kind == verdict.COMPUTE:
         return f"{busy}, {share} % of that in matmuls and fused attention."
     return f"{busy}, only {share} % of that in matmuls and fused attention; the rest moves bytes more than it computes."
 
 
+def _near_reason(limit: Row, kinds: Sequence[str]) -> str:
+    """The share that is too close to its line, with that line."""
+    if verdict.COMMUNICATING in kinds:
+        share, line, what = limit["exposed_share"], verdict.EXPOSED_SHARE, "of the step is exposed communication"
+    elif verdict.LAUNCH not in kinds:
+        share, line, what = limit["matmul_share"], verdict.MATMUL_SHARE, "of its time is matmuls and fused attention"
+    elif not limit["on_device"]:
+        share, line, what = limit["overhead_share"], verdict.OVERHEAD_SHARE, "of the step passes between ops"
+    else:
+        works = f"the device works for {_share(limit, 'busy_s')} of {_step(limit)} (under {percent(BUSY_SHARE)} % it waits)"
+        return works + (f", the host launches for {_share(limit, 'enqueue_s')}." if limit["enqueue_s"] else ".")
+    return f"{percent(share)} % {what}, and the line is at {percent(line)} %."
+
+
+def _share(limit: Row, name: str) -> str:
+    return f"{percent(limit[name] / (limit['step_s'] or math.inf))} %"
+
+
+def _step(limit: Row) -> str:
+    return f"a step of {seconds_words(limit['step_s'])}"
+
+
 def _launch_reason(limit: Row) -> str:
     step_s, enqueue_s = limit["step_s"], limit["enqueue_s"]
-    reason = f"the device works {seconds_words(limit['busy_s'])} of a step of {seconds_words(step_s)}"
+    reason = f"the device works for {_share(limit, 'busy_s')} of {_step(limit)}"
     if limit["profiled_step"]:
         return f"{reason} and waits for the rest, though part of that is the profiler's own slowing of the host."
     if enqueue_s is not None and host_launches(enqueue_s=enqueue_s, step_s=step_s):
-        return f"{reason}; the host needs {seconds_words(enqueue_s)} to launch that work, so the device waits for it."
+        return f"{reason} and waits for the host, which launches for {seconds_words(enqueue_s)}."
     return f"{reason} and waits for the rest, while the host is not launching all the time: see where it is blocked."
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from trainstep.records.compare import Comparison, compare_records
@@ -16,6 +17,12 @@ def summary_of(record: Record, quantity: str) -> Summary | None:
     """The summary of its samples; None where the cell failed or has none."""
     samples = record.samples.get(quantity)
     return summarize(samples) if record.failure is None and samples and samples.values else None
+
+
+def median_of(record: Record, quantity: str) -> float | None:
+    """The median of its samples; None where the cell failed or has none."""
+    samples = record.samples.get(quantity)
+    return median(samples.values) if record.failure is None and samples and samples.values else None
 
 
 def median_words(record: Record, quantity: str) -> str:

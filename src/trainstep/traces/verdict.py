@@ -1,9 +1,10 @@
 """What limits a step, in one word with the numbers it rests on, from a profile and the unprofiled times beside it.
 
 communication-bound  over 30 % of the step is communication with nothing computed beside it
-launch-bound         else, the device waits for over 30 % of the step (launch_bound.py)
+launch-bound         else, the device waits for the host (launch_bound.py); on a CPU over half of the step passes between ops
 compute-bound        else, at least half of the device's time goes into matmuls and fused attention
 memory-bound         else: the rest (element-wise, softmax, norms, reductions, copies, optimizer) moves more than it computes
+near the line        a share is within a tenth of the line that decides: `kinds_of` has both verdicts
 
 The sentences made of it are report/profile_words.py's.
 """
@@ -14,20 +15,20 @@ from dataclasses import dataclass
 
 from trainstep.traces.intervals import union_ns
 from trainstep.traces.kernel_classes import ATTENTION, COMMUNICATION, MATMUL, OVERHEAD
-from trainstep.traces.launch_bound import device_waits
+from trainstep.traces.launch_bound import LAUNCH_BOUND, NEAR_THE_LINE, is_near, step_limit
 from trainstep.traces.tables import Columns, columns_of
 from trainstep.traces.work import TraceWork, Work
 
-LAUNCH, MEMORY, COMPUTE, COMMUNICATING = "launch-bound", "memory-bound", "compute-bound", "communication-bound"
-_EXPOSED_SHARE, _MATMUL_SHARE = 0.3, 0.5
+LAUNCH, MEMORY, COMPUTE, COMMUNICATING = LAUNCH_BOUND, "memory-bound", "compute-bound", "communication-bound"
+EXPOSED_SHARE, MATMUL_SHARE, OVERHEAD_SHARE = 0.3, 0.5, 0.5
 _ALIKE = 1.35
 """Phases whose times differ by less than this factor take alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`kind`: one of the four, and what it rests on, a step. Device time is the profiled one: a profiler slows the host, not
-    kernels.
+    """`kind`: one of the four or near the line, and what it rests on, a step. Device time is the profiled one: a profiler slows
+    the host, not kernels.
     """
 
     kind: str
@@ -75,7 +76,8 @@ def verdict(work: TraceWork, unprofiled: Unprofiled) -> Verdict:
         matmul_share=_share(work, (MATMUL, ATTENTION)),
         overhead_share=_share(work, (OVERHEAD,)),
     )
-    return dataclasses.replace(numbers, kind=_kind(numbers))
+    kinds = kinds_of(numbers)
+    return dataclasses.replace(numbers, kind=kinds[0] if len(kinds) == 1 else NEAR_THE_LINE)
 
 
 def alike_table(work: TraceWork, unprofiled: Unprofiled) -> Columns:
@@ -95,13 +97,29 @@ def alike_table(work: TraceWork, unprofiled: Unprofiled) -> Columns:
     return columns_of(rows)
 
 
-def _kind(found: Verdict) -> str:
-    if found.exposed_share > _EXPOSED_SHARE:
-        return COMMUNICATING
-    waits = device_waits(busy_s=found.busy_s, step_s=found.step_s)
-    if waits if found.on_device else found.overhead_share > _MATMUL_SHARE:
-        return LAUNCH
-    return COMPUTE if found.matmul_share >= _MATMUL_SHARE else MEMORY
+def kinds_of(numbers: Verdict) -> tuple[str, ...]:
+    """The verdict by today's rule, whatever a record's `kind` says; both verdicts, the likelier first, near a line."""
+    share = numbers.exposed_share
+    if share > EXPOSED_SHARE and not is_near(share, EXPOSED_SHARE):
+        return (COMMUNICATING,)
+    others = _kinds_of_work(numbers)
+    if not is_near(share, EXPOSED_SHARE):
+        return others
+    return (COMMUNICATING, others[0]) if share > EXPOSED_SHARE else (others[0], COMMUNICATING)
+
+
+def _kinds_of_work(numbers: Verdict) -> tuple[str, ...]:
+    """The same, communication aside."""
+    share = numbers.matmul_share
+    likelier, other = (COMPUTE, MEMORY) if share >= MATMUL_SHARE else (MEMORY, COMPUTE)
+    work = (likelier, other) if is_near(share, MATMUL_SHARE) else (likelier,)
+    if numbers.on_device:
+        limit = step_limit(busy_s=numbers.busy_s, enqueue_s=numbers.enqueue_s, step_s=numbers.step_s)
+    elif is_near(numbers.overhead_share, OVERHEAD_SHARE):
+        limit = NEAR_THE_LINE
+    else:
+        limit = LAUNCH if numbers.overhead_share > OVERHEAD_SHARE else ""
+    return (LAUNCH,) if limit == LAUNCH else (LAUNCH, likelier) if limit == NEAR_THE_LINE else work
 
 
 def _exposed_ns(pieces: tuple[Work, ...]) -> int:

@@ -1,0 +1,189 @@
+"""The answer of profiled steps: the verdict with its figures, and the change that should gain most, with what it should gain."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trainstep.config.machine import machine_spec
+from trainstep.report.answers import Answer
+from trainstep.report.forms import listed, percent, seconds_words, times_words
+from trainstep.report.profile_words import Columns, GetFact, verdict_kinds, verdict_sentence, verdict_word
+from trainstep.report.rows import Row, needless, table_lines
+from trainstep.traces import verdict
+from trainstep.traces.kernel_classes import ELEMENT_WISE, MATMUL, NORMALISATION, REDUCTION
+
+_FUSED = (ELEMENT_WISE, REDUCTION, NORMALISATION)
+"""Classes of work that a compiler fuses."""
+_WORTH = 1.05
+"""A gain under this many times is not suggested."""
+
+
+class Profile(NamedTuple):
+    """What a profile says, of a record or of a trace that somebody else made (whose config nobody knows)."""
+
+    tables: Mapping[str, Columns]
+    fact: GetFact
+    config: Mapping[str, Any]
+    gpu: str | None
+
+    @property
+    def limit(self) -> dict[str, Any] | None:
+        """The verdict's row of numbers."""
+        return next(iter(table_lines(self.tables.get("verdict"))), None)
+
+    def device_s(self, *names: str) -> float:
+        """Device time of these classes of work in a step."""
+        return float(sum(line["time_s"] for line in table_lines(self.tables.get("classes")) if line["class"] in names))
+
+
+class Gain(NamedTuple):
+    """A change, and how many times as fast it should make the step."""
+
+    factor: float
+    sentence: str
+
+
+def profile_answer(rows: Sequence[Row]) -> Answer | None:
+    """The verdict of a cell, or of each kind how many, with the change that should gain most."""
+    profiles = [(row, profile) for row in rows if (profile := profile_of(row)).limit]
+    if not profiles:
+        return None
+    aside = needless(rows)
+    gains = [(gain, row) for row, profile in profiles if (gain := best_gain(profile))]
+    gain, row = max(gains, key=lambda found: found[0].factor, default=(None, rows[0]))
+    if len(profiles) == 1:
+        [(_, profile)] = profiles
+        return Answer(workload="profile", verdict=_verdict(profile), suggestion=gain.sentence if gain else "")
+    limits = [(cell, profile.limit) for cell, profile in profiles if profile.limit]
+    counts = Counter(verdict_word(limit) for _, limit in limits)
+    said = [f"{cell.label(without=aside)} {_short(limit)}" for cell, limit in limits[:3]]
+    more = f"; {len(limits) - 3} more" if len(limits) > 3 else ""
+    kinds = listed(f"{count} {kind}" for kind, count in counts.most_common())
+    suggestion = f"{row.label(without=aside)}: {gain.sentence}" if gain else ""
+    return Answer(
+        workload="profile", verdict=f"Of {len(limits)} steps {kinds}: {'; '.join(said)}{more}.", suggestion=suggestion
+    )
+
+
+def trace_answer(tables: Mapping[str, Columns], fact: GetFact) -> list[Answer]:
+    """The answer of a trace alone; none where it holds no verdict."""
+    profile = Profile(tables, fact, {}, None)
+    gain = best_gain(profile)
+    suggestion = gain.sentence if gain else ""
+    return [Answer(workload="profile", verdict=_verdict(profile), suggestion=suggestion)] if profile.limit else []
+
+
+def profile_of(row: Row) -> Profile:
+    """The row's profile."""
+    return Profile(row.record.tables, row.record.fact, row.record.config, row.record.environment.gpu)
+
+
+def best_gain(profile: Profile) -> Gain | None:
+    """The change that should gain most; None where none follows from the numbers."""
+    limit = profile.limit
+    if limit is None or not limit["step_s"]:
+        return None
+    gains = [gain for suggest in _SUGGESTIONS if (gain := suggest(profile, limit))]
+    best = max(gains, key=lambda gain: gain.factor, default=None)
+    return best if best and best.factor >= _WORTH else None
+
+
+def _verdict(profile: Profile) -> str:
+    return verdict_sentence(profile.limit or {})
+
+
+def _short(limit: Mapping[str, Any]) -> str:
+    """`is launch-bound (the device works for 74.2 % of 35.32 ms)`."""
+    if not limit["on_device"]:
+        return f"is {verdict_word(limit)} ({percent(1 - limit['overhead_share'])} % of {seconds_words(limit['step_s'])} in ops)"
+    busy = percent(limit["busy_s"] / limit["step_s"])
+    return f"is {verdict_word(limit)} (the device works for {busy} % of {seconds_words(limit['step_s'])})"
+
+
+def _captured(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
+    """One CUDA graph a step, where the host limits it: as its replay took, or at least what the device works."""
+    host_limits = verdict.LAUNCH in verdict_kinds(limit) and limit["on_device"]
+    if not host_limits or profile.config.get("adamw") in ("loop", "foreach"):
+        return None
+    replay_s = profile.fact("graph_replay_s")
+    whole = replay_s and not profile.fact("graph_replay_left_out")
+    left_s = replay_s if whole else limit["busy_s"]
+    factor = limit["step_s"] / left_s if left_s else 0.0
+    why = "its replay as a CUDA graph took" if whole else "the device works"
+    up_to = "" if whole else "up to "
+    step = "the profiled step" if limit["profiled_step"] else "the step"
+    capture = "`trainstep bench --capture step`" if profile.config else "capturing the step as one CUDA graph"
+    return Gain(
+        factor,
+        f"{capture[0].upper()}{capture[1:]} should make {step} {up_to}{times_words(factor)} as fast: from "
+        f"{seconds_words(limit['step_s'])} to the {seconds_words(left_s)} that {why}.",
+    )
+
+
+def _sixteen_bit(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
+    """bf16 matmuls in place of fp32's, where the device limits the step."""
+    spec = machine_spec(profile.gpu)
+    if profile.config.get("precision") != "fp32" or spec is None or not limit["on_device"]:
+        return None
+    if verdict.LAUNCH in verdict_kinds(limit):
+        return None
+    ratio, matmuls_s = spec.peak_flops["bf16"] / spec.peak_flops["fp32"], profile.device_s(MATMUL)
+    factor = limit["step_s"] / (limit["step_s"] - matmuls_s * (1 - 1 / ratio))
+    share = percent(matmuls_s / limit["step_s"])
+    return Gain(
+        factor,
+        f"`--precision bf16_autocast` should make it up to {times_words(factor)} as fast: fp32's matmuls are {share} % of the "
+        f"step and leave the tensor cores idle, whose peak in bf16 is {times_words(ratio)} fp32's.",
+    )
+
+
+def _fused_attention(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
+    """An attention kernel that never writes scores out."""
+    lines = table_lines(profile.tables.get("attention"))
+    apart_s = sum(line["time_s"] for line in lines if line["part"] != "matmuls")
+    if not apart_s or profile.config.get("attention") != "plain" or not _device_limits(limit):
+        return None
+    factor = limit["step_s"] / (limit["step_s"] - apart_s)
+    return Gain(
+        factor,
+        f"`--attention sdpa` should make it up to {times_words(factor)} as fast: softmax, mask, scale and copies of written-out "
+        f"attention take {seconds_words(apart_s)}, {percent(apart_s / limit['step_s'])} % of the step.",
+    )
+
+
+def _fused_rest(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
+    """What a compiler fuses: element-wise work, norms and reductions."""
+    if profile.config.get("compile", "none") != "none" or not _device_limits(limit):
+        return None
+    fused_s = profile.device_s(*_FUSED)
+    if not 0 < fused_s < limit["step_s"]:
+        return None
+    factor = limit["step_s"] / (limit["step_s"] - fused_s)
+    compiled = "`--compile model`" if profile.config else "torch.compile"
+    return Gain(
+        factor,
+        f"{compiled[0].upper()}{compiled[1:]} should make it up to {times_words(factor)} as fast: element-wise work, norms and "
+        f"reductions, which it fuses, take {percent(fused_s / limit['step_s'])} % of the step.",
+    )
+
+
+def _fewer_ops(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
+    """On a CPU, the time between ops, which a compiled model spends least on."""
+    host_limits = verdict.LAUNCH in verdict_kinds(limit) and not limit["on_device"]
+    if not host_limits or profile.config.get("compile", "none") != "none":
+        return None
+    factor = 1 / max(1 - limit["overhead_share"], 1e-3)
+    return Gain(
+        factor,
+        f"A larger --batch-size, or `--compile model`, has fewer calls for the same work: at most {times_words(factor)} as fast, "
+        f"if nothing passed between ops.",
+    )
+
+
+def _device_limits(limit: Mapping[str, Any]) -> bool:
+    return verdict.LAUNCH not in verdict_kinds(limit)
+
+
+_SUGGESTIONS: tuple[Callable[[Profile, Mapping[str, Any]], Gain | None], ...] = (
+    *(_captured, _sixteen_bit, _fused_attention, _fused_rest, _fewer_ops),
+)
