@@ -298,7 +298,7 @@ def _marks(trace: Trace) -> Iterator[tuple[Any, Any]]:
             yield from (((f"{_flat(x)} × {_flat(y)}"), (z, None)) for x, z in zip(trace["x"], line, strict=True))
         return
     places = _levels(trace[along])
-    spread = (trace.get("error_y") or {}).get("array") or [None] * len(places)
+    spread = (trace.get(f"error_{up}") or {}).get("array") or [None] * len(places)
     # A word where a number would stand: what failed, or where a mark had to leave its panel.
     texts = trace.get("text") if trace.get("mode") == "text" else None
     for index, (x, y) in enumerate(zip(places, trace[up], strict=True)):

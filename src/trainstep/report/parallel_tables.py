@@ -7,7 +7,7 @@ from typing import Any
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.derive import tokens_per_s
 from trainstep.records.summary import doubts
-from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, SIZE, TEXT, WHOLE, Form, beside, ratio_words
+from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
 from trainstep.report.parallel_rows import Way, name_columns, ways_of
 from trainstep.report.ratios import median_and_std
 from trainstep.report.rows import Row, quantities, shown_facts, words
@@ -39,7 +39,6 @@ _COMMUNICATION = (
     "nothing computing meanwhile. Longer than none: the medians' difference, what the whole step feels, slower kernels beside "
     "messages included."
 )
-_RATIO = Form(text=lambda interval: ratio_words(interval[1]), sort=lambda interval: interval[1])
 _ENDS = Form(text=lambda interval: " to ".join(map(ratio_words, interval[::2])), sort=lambda _: None)
 _BOTH = ("", "expected_")
 """As counted, and by formula: what names of columns of the record's table begin with."""
@@ -209,7 +208,7 @@ def _time_columns(quantity: str, time: str, ratio: str, ends: str) -> list[Colum
 
     return [
         Column(time, MS_STD, median_and_std(quantity)),
-        Column(ratio, _RATIO, interval),
+        Column(ratio, RATIO, lambda way: found.ratio if (found := way.ratio(quantity)) else None),
         Column(ends, _ENDS, interval),
     ]
 

@@ -58,9 +58,14 @@ class Ratio:
         return found.low, found.ratio, found.high
 
     @property
+    def ratio(self) -> float | None:
+        """Without an interval where too few values stand behind it."""
+        return self.found.ratio if self.found else None
+
+    @property
     def known(self) -> Comparison | None:
-        """The comparison, where it came to a ratio with an interval."""
-        return self.found if self.interval else None
+        """The comparison, where it came to a ratio."""
+        return self.found if self.ratio is not None else None
 
     def numbers(self) -> dict[str, Any]:
         """What a program reads of it; the row's own key says which cell it is."""
