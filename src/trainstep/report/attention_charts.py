@@ -260,14 +260,12 @@ def panels_of(group: Group, y_title: str, values: Sequence[float], *, logarithmi
         x_axis = _length_axis([work.row.point["seq"] for work in group.configurations], columns)
     else:
         x_title, x_axis = " × ".join(map(label, _shape_names(group))), {"type": "category", **level}
-    # Ticks at 1, 2, 5 over a few powers of ten, at the powers alone over many.
-    digits = (1, 2, 5) if math.log10(max(values) / min(values)) <= 2 else (1,)
     return Panels(
         titles=short_labels(titles),
         columns=columns,
         x_title=x_title,
         y_title=y_title,
-        axis=logarithmic(values, digits=digits) if logarithmic_y else {},
+        axis=logarithmic(values) if logarithmic_y else {},
         x_axis=x_axis,
     )
 
