@@ -232,7 +232,7 @@ def _means_table(works: Sequence[Configuration]) -> Table:
 
 def mean_ratio(ratios: Iterable[Ratio]) -> float:
     """The geometric mean of ratios that came to a number."""
-    logs = [math.log(ratio.ratio) for ratio in ratios if ratio.ratio]
+    logs = [math.log(ratio.known.ratio) for ratio in ratios if ratio.known and ratio.known.ratio]
     return math.exp(sum(logs) / len(logs))
 
 

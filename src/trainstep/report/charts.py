@@ -66,6 +66,7 @@ class Chart:
         """The width below which it would not be legible: a narrower page scrolls it."""
         columns = int(self.layout.get("grid", {}).get("columns", 1))
         cells = [len(trace["x"]) * _CELL_PX for trace in self.data if trace["type"] == "heatmap"]
+        cells += [_places_px(trace["x"]) for trace in self.data if trace.get("orientation") != "h"]
         legend = {trace["name"]: 0 for trace in self.data if trace.get("name") and trace.get("showlegend", True)}
         legend_px = sum(_LEGEND_PX + _CHARACTER_PX * len(plain_text(name)) for name in legend)
         return min(_PAGE_PX, max(_NARROWEST_PX, max([_PANEL_PX, *cells]) * columns, legend_px // 2))
@@ -137,6 +138,12 @@ class Panels:
 def level_labels_fit(bars_each: int, label_characters: int) -> bool:
     """Whether labels under the bars of a panel as wide as the page stand level without touching."""
     return _label_px(bars_each, label_characters) <= _PAGE_PX
+
+
+def _places_px(x: Sequence[Any]) -> int:
+    """What labels of these places need to stand level; of two levels those nearer to the axis, of a quantity nothing."""
+    nearest = list(x[-1]) if x and isinstance(x[0], list) else [place for place in x if isinstance(place, str)]
+    return _label_px(len(nearest), max((len(part) for text in nearest for part in text.split("<br>")), default=0))
 
 
 def _label_px(bars: int, characters: int) -> int:

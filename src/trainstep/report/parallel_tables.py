@@ -202,13 +202,17 @@ def _seconds(*names: str) -> list[Column]:
 def _time_columns(quantity: str, time: str, ratio: str, ends: str) -> list[Column]:
     """A quantity of time, and its ratio to the yardstick's, where that has an interval."""
 
+    def middle(way: Way) -> float | None:
+        found = way.ratio(quantity)
+        return found.known.ratio if found and found.known else None
+
     def interval(way: Way) -> tuple[float, float, float] | None:
         found = way.ratio(quantity)
         return found.interval if found else None
 
     return [
         Column(time, MS_STD, median_and_std(quantity)),
-        Column(ratio, RATIO, lambda way: found.ratio if (found := way.ratio(quantity)) else None),
+        Column(ratio, RATIO, middle),
         Column(ends, _ENDS, interval),
     ]
 

@@ -45,6 +45,11 @@ class Ratio:
     """Why there is no ratio; empty where there is one."""
 
     @property
+    def ratio(self) -> float | None:
+        """Its time over the other's."""
+        return self.found.ratio if self.found else None
+
+    @property
     def failure(self) -> Failure | None:
         """The row's, or else the other's."""
         return self.row.record.failure or self.base.record.failure
@@ -58,14 +63,9 @@ class Ratio:
         return found.low, found.ratio, found.high
 
     @property
-    def ratio(self) -> float | None:
-        """Without an interval where too few values stand behind it."""
-        return self.found.ratio if self.found else None
-
-    @property
     def known(self) -> Comparison | None:
-        """The comparison, where it came to a ratio."""
-        return self.found if self.ratio is not None else None
+        """The comparison, where it came to a ratio; of few samples without an interval."""
+        return self.found if self.found and self.found.ratio is not None else None
 
     def numbers(self) -> dict[str, Any]:
         """What a program reads of it; the row's own key says which cell it is."""
