@@ -49,10 +49,10 @@ def test_a_failed_cell_is_a_word_in_its_place(rows, end_to_end):
 def test_precision_is_compared_with_its_first_value(rows, precision_pair):
     (section,) = comparison_sections(rows(precision_pair))
     assert "1 faster" in section.paragraphs[0]
-    (bars,) = section.charts[0].data
-    assert bars["y"] == pytest.approx([0.5])
-    assert bars["text"] == ["0.50"]
-    assert "faster" in bars["hovertext"][0]
+    (marks,) = section.charts[0].data
+    assert marks["x"] == pytest.approx([0.5])
+    assert (marks["y"], marks["text"], marks["marker"]["symbol"]) == (["bf16_autocast"], ["0.500"], ["circle"])
+    assert "faster" in marks["hovertext"][0]
     titles = [column.title for column in section.tables[0].columns]
     row = dict(zip(titles, (entry.text for entry in section.tables[0].entries[0]), strict=True))
     assert (row["precision"], row["against"], row["ratio"], row["verdict"]) == (
@@ -68,8 +68,8 @@ def test_precision_is_compared_with_its_first_value(rows, precision_pair):
 def test_a_timed_out_compile_is_shown_as_that(rows, compile_sweep):
     (section,) = comparison_sections(rows(compile_sweep))
     block, whole = section.charts[0].data
-    assert block["y"] == pytest.approx([0.8])
-    assert whole["text"] == ["<b>time-out</b>"]
+    assert (block["x"], block["y"]) == (pytest.approx([0.8]), ["block"])
+    assert (whole["x"], whole["y"], whole["text"]) == ([1.0], ["model"], ["<b>time-out</b>"])
     assert [entry.text for entry in section.tables[0].entries[1]][4:7] == ["time-out"] * 3
 
 

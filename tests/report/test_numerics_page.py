@@ -10,7 +10,7 @@ from trainstep.config.parsing import build_config, config_hash, to_plain
 from trainstep.records.record import Fact, Failure, Record
 from trainstep.report.all_tables import all_tables
 from trainstep.report.frames import csv, json_text, latex, markdown
-from trainstep.report.numerics_page import error_chart, numerics_sections
+from trainstep.report.numerics_page import cost_chart, error_chart, numerics_sections
 from trainstep.report.numerics_tables import numerics_tables, share_words, trade_sentences
 from trainstep.report.page import page, sections, title_of
 from trainstep.report.rows import Row, rows_of
@@ -161,14 +161,26 @@ def test_a_failed_cell_stands_in_the_table(made: list[Row]):
 def test_chart(made: list[Row]):
     chart = error_chart(made)
     assert chart is not None
-    assert (chart.layout["yaxis"]["type"], chart.layout["yaxis2"]["title"]["text"]) == ("log", "time of a step (ms)")
-    traces = {(trace["name"], trace["xaxis"]): trace for trace in chart.data}
-    assert traces["error of gradients, worst", "x"]["y"] == [pytest.approx(1e-5), pytest.approx(1e-2)]
-    assert traces["error of loss", "x"]["y"] == []  # no zero on a logarithmic axis
-    assert traces["total step", "x2"]["y"] == [pytest.approx(100), pytest.approx(50)]
+    assert chart.layout["yaxis"]["type"] == "log"
+    traces = {trace["name"]: trace for trace in chart.data}
+    assert traces["error of gradients, worst"]["y"] == [pytest.approx(1e-5), pytest.approx(1e-2)]
+    assert traces["error of loss"]["y"] == []  # no zero on a logarithmic axis
     low, high = chart.layout["yaxis"]["range"]
     assert low < -6
     assert high > -2
+
+
+def test_cost_is_a_ratio_to_fp32():
+    """Twenty steps each, of 100 and 103 ms: 3 % stand apart from one."""
+    steps = {"fp32": [0.1] * 20, "bf16": [0.103] * 20}
+    records = [numerics(name, samples={"step": seconds(times)}) for name, times in steps.items()]
+    chart = cost_chart(rows(*records))
+    assert chart is not None
+    (marks,) = chart.data
+    assert (marks["y"], marks["text"]) == (["bf16"], ["1.030"])
+    low, high = chart.layout["xaxis"]["range"]
+    assert (1.03 - 1) / (high - low) > 0.2
+    assert cost_chart(rows(records[1])) is None
 
 
 def test_page_and_formats(made: list[Row]):

@@ -257,14 +257,14 @@ def test_the_page_says_how_the_sharded_optimizers_differ():
     (chart,) = memory_section.charts
     state = next(trace for trace in chart.data if trace["name"] == "optimizer state")
     assert state["y"] == [2.0, 1.0, 1.0]
-    assert times.charts[0].data[0]["y"] == pytest.approx([100, 130, 105])
+    assert times.charts[1].data[0]["y"] == pytest.approx([100, 130, 105])
 
 
 def test_bucket_sizes_beside_what_all_reduces_predict():
     sizes = {1: 0.22, 10: 0.12, 100: 0.21}
     ways = [cell("none"), *(cell("bucketed", bucket_mib=mib, step_s=step_s) for mib, step_s in sizes.items())]
     times, *_ = sections(rows(*ways, *map(collective, (1, 10, 100))))
-    chart = times.charts[1]
+    chart = times.charts[2]
     measured, predicted = chart.data
     assert (measured["name"], predicted["name"]) == ("bucketed", "bucketed, predicted")
     assert list(measured["x"]) == [1, 10, 100]
@@ -280,7 +280,7 @@ def test_bucket_sizes_beside_what_all_reduces_predict():
 def test_bucket_sizes_without_all_reduces_are_not_predicted():
     ways = [cell("none"), *(cell("bucketed", bucket_mib=mib) for mib in (1, 10))]
     times, _ = parallel_sections(rows(*ways))
-    assert [trace["name"] for trace in times.charts[1].data] == ["bucketed"]
+    assert [trace["name"] for trace in times.charts[2].data] == ["bucketed"]
     assert any("trainstep collectives" in one for one in times.paragraphs)
 
 
@@ -290,7 +290,7 @@ def test_sizes_of_flat_shards_are_not_predicted_by_all_reduces():
         *(cell("sharded_flat", bucket_mib=mib, step_s=step_s) for mib, step_s in ((1, 0.2), (10, 0.1))),
     ]
     times, *_ = sections(rows(*ways, *map(collective, (1, 10, 100))))
-    assert [trace["name"] for trace in times.charts[1].data] == ["sharded_flat"]
+    assert [trace["name"] for trace in times.charts[2].data] == ["sharded_flat"]
     said = next(one for one in times.paragraphs if "sizes tried" in one)
     assert said.endswith("of the sizes tried 10.0 MiB is quickest; the formula of buckets is not of its messages.")
 

@@ -26,7 +26,6 @@ from trainstep.report.charts import (
     Trace,
     crosses,
     dotted_at_one,
-    error_bars,
     label,
     line,
     lines_of,
@@ -36,6 +35,7 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.forms import byte_unit, in_ms, needed_words, three_digits
+from trainstep.report.ratio_charts import HOW_TO_READ, hollow, ratio_axis, whiskers
 from trainstep.report.ratios import median_words
 from trainstep.report.rows import Row, grouped, words
 
@@ -116,7 +116,7 @@ def _chart(group: Group, quantity: Quantity) -> Chart | None:
             panels.add(panel, *_line(group, works, name, quantity, index))
         panels.add(panel, *_stopped(group, works, quantity))
     crossed = " × did not run: hover for why." if any(trace["name"] == STOPPED for trace in panels.data) else ""
-    return panels.chart(titled(quantity.title, group), quantity.caption + crossed)
+    return panels.chart(titled(quantity.title, group), quantity.caption + crossed, scattermode="group")
 
 
 def _values(works: Sequence[Configuration], quantity: Quantity) -> list[float]:
@@ -138,7 +138,9 @@ def _styled(name: str, x: list[Any], y: list[float], hover: list[str], index: in
     marker = {"symbol": symbol, "size": (10 if name == OURS else 7) + (0 if joined else 3)}
     made = line(short_labels([name])[0], x, y, style=(colour, dash), hover=hover, marker=marker)
     made["line"] = {**made["line"], "width": 4 if name == OURS else 1.6}
-    return made if joined else {**made, "mode": "markers"}
+    return (
+        made if joined else {**made, "mode": "markers", "offsetgroup": made["name"]}
+    )  # side by side where they share a place
 
 
 def _stopped(group: Group, works: Sequence[Configuration], quantity: Quantity) -> list[Trace]:
@@ -155,34 +157,36 @@ def _stopped(group: Group, works: Sequence[Configuration], quantity: Quantity) -
 
 
 def _ratio_chart(group: Group) -> Chart:
-    intervals = [ratio.interval for work in group.configurations for ratio in work.ratios.values()]
-    panels = panels_of(group, "our time ÷ theirs", [1.0, *(side for ends in intervals if ends for side in ends)])
+    """Each panel on its own scale, so that a few percent are seen beside what is several times as fast."""
+    of_all = [ratio for work in group.configurations for ratio in work.ratios.values()]
+    panels = replace(panels_of(group, "our time ÷ theirs", [1.0]), axis=ratio_axis(of_all))
     peers = implementations(peer for work in group.configurations for peer in work.ratios)
     for panel, works in enumerate(group.panels.values()):
+        own = ratio_axis([ratio for work in works for ratio in work.ratios.values()])
+        if "range" in panels.axis and "range" in own:
+            panels.ranges[panel] = own["range"]
         for index, peer in enumerate(peers):
             panels.add(panel, *_ratio_line(group, works, peer, index))
     shapes = [dotted_at_one(panel) for panel in range(len(group.panels))]
-    caption = "Below the dotted line ours is faster. Whiskers are 99 % intervals of the ratio; a hollow mark means: cannot tell."
-    return panels.chart(titled("Ours against each", group), caption, shapes=shapes)
+    caption = f"Below the dotted line ours is faster. {HOW_TO_READ}"
+    return panels.chart(titled("Ours against each", group), caption, shapes=shapes, scattermode="group")
 
 
 def _ratio_line(group: Group, works: Sequence[Configuration], peer: str, index: int) -> list[Trace]:
     """None of a peer that ours has no ratio to in this panel."""
     met = [(work, work.ratios[peer]) for work in works if peer in work.ratios]
-    drawn = [(work, ratio.found, ratio.interval) for work, ratio in met if ratio.found and ratio.interval]
-    if not drawn:
+    if not met:
         return []
+    ratios = [ratio for _, ratio in met]
     hover = [
-        lines_of(label(f"{OURS} / {peer}: {work.row.label()}"), label(comparison.reason))
-        for work, comparison, _ in drawn
+        lines_of(label(f"{OURS} / {peer}: {work.row.label()}"), label(ratio.found.reason if ratio.found else ""))
+        for work, ratio in met
     ]
-    x, y = [x_of(group, work) for work, *_ in drawn], [ratio for *_, (_, ratio, _) in drawn]
+    x, y = [x_of(group, work) for work, _ in met], [ratio.ratio or 0.0 for ratio in ratios]
     made = _styled(peer, x, y, hover, index, group.by_length)
-    above, below = [high - ratio for *_, (_, ratio, high) in drawn], [ratio - low for *_, (low, ratio, _) in drawn]
-    made["error_y"] = {**error_bars(above, below), "color": made["marker"]["color"]}
-    filled = made["marker"]["symbol"].removesuffix("-open")
-    symbols = [f"{filled}-open" if comparison.verdict == "cannot tell" else filled for _, comparison, _ in drawn]
-    made["marker"] = {**made["marker"], "symbol": symbols}
+    made["error_y"] = {**whiskers(ratios), "color": made["marker"]["color"]}
+    symbol = made["marker"]["symbol"]
+    made["marker"] = {**made["marker"], "symbol": [hollow(symbol, ratio) for ratio in ratios]}
     return [made]
 
 
@@ -256,14 +260,12 @@ def panels_of(group: Group, y_title: str, values: Sequence[float], *, logarithmi
         x_axis = _length_axis([work.row.point["seq"] for work in group.configurations], columns)
     else:
         x_title, x_axis = " × ".join(map(label, _shape_names(group))), {"type": "category", **level}
-    # Ticks at 1, 2, 5 over a few powers of ten, at the powers alone over many.
-    digits = (1, 2, 5) if math.log10(max(values) / min(values)) <= 2 else (1,)
     return Panels(
         titles=short_labels(titles),
         columns=columns,
         x_title=x_title,
         y_title=y_title,
-        axis=logarithmic(values, digits=digits) if logarithmic_y else {},
+        axis=logarithmic(values) if logarithmic_y else {},
         x_axis=x_axis,
     )
 

@@ -186,8 +186,9 @@ def _ratio_column(peer: str) -> Column:
 
 
 def _ratio_words(comparison: Comparison) -> str:
-    ratio, low, high = (ratio_words(edge or 0.0) for edge in (comparison.ratio, comparison.low, comparison.high))
-    return f"{ratio} [{low}, {high}]{' ?' if comparison.verdict == 'cannot tell' else ''}"
+    ends = [ratio_words(end) for end in (comparison.low, comparison.high) if end is not None]
+    interval = f" [{', '.join(ends)}]" if ends else ""
+    return f"{ratio_words(comparison.ratio or 0.0)}{interval}{' ?' if comparison.verdict == 'cannot tell' else ''}"
 
 
 _RATIO = Form(text=_ratio_words, sort=lambda comparison: comparison.ratio)
@@ -231,7 +232,7 @@ def _means_table(works: Sequence[Configuration]) -> Table:
 
 def mean_ratio(ratios: Iterable[Ratio]) -> float:
     """The geometric mean of ratios that came to a number."""
-    logs = [math.log(ratio.interval[1]) for ratio in ratios if ratio.interval]
+    logs = [math.log(ratio.known.ratio) for ratio in ratios if ratio.known and ratio.known.ratio]
     return math.exp(sum(logs) / len(logs))
 
 

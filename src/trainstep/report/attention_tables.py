@@ -299,6 +299,7 @@ def _traces(tile_map: TileMap) -> list[dict[str, Any]]:
         "z": [[times[tile] / fastest_s if tile in times else None for tile in line] for line in tiles],
         "text": [[words_of.get(tile, "") for tile in line] for line in tiles],
         "texttemplate": "%{text}",
+        "textfont": {"size": 12},
         "hovertext": [[hover.get(tile, "") for tile in line] for line in tiles],
         "hoverinfo": "text",
         "hoverongaps": False,

@@ -29,6 +29,8 @@ PANEL_HEIGHT = 330
 MAXIMUM_PANELS = 24
 _PAGE_PX = 1240
 _NARROWEST_PX, _PANEL_PX = 560, 230
+_CELL_PX = 76
+"""Of a map's cell with a number in it, its share of the axis' labels included."""
 _LEGEND_PX, _CHARACTER_PX = 60, 8
 """Of a legend's entry, without its text, and of a character in it."""
 _LONGEST_LABEL = 32
@@ -39,6 +41,8 @@ _MOST_ROWS = 200
 """Of a chart with more places, such as a timeline of thousands, evenly chosen ones stand in the table."""
 _PLACE = " place"
 """Where a line of that table keeps its place: no series is called so, since names are stripped."""
+_POWERS_ALONE, _EVERY_DIGIT = 1000, 8
+"""A logarithmic axis that spans more than this many times has ticks at powers of ten alone; one of fewer, at every digit."""
 STOPPED = "did not run"
 _OUR_TAGS = re.compile(r"</?(?:b|sup|i)>")
 Trace = dict[str, Any]
@@ -61,9 +65,11 @@ class Chart:
     def least_px(self) -> int:
         """The width below which it would not be legible: a narrower page scrolls it."""
         columns = int(self.layout.get("grid", {}).get("columns", 1))
+        cells = [len(trace["x"]) * _CELL_PX for trace in self.data if trace["type"] == "heatmap"]
+        cells += [_places_px(trace["x"]) for trace in self.data if trace.get("orientation") != "h"]
         legend = {trace["name"]: 0 for trace in self.data if trace.get("name") and trace.get("showlegend", True)}
         legend_px = sum(_LEGEND_PX + _CHARACTER_PX * len(plain_text(name)) for name in legend)
-        return max(_NARROWEST_PX, _PANEL_PX * columns, min(_PAGE_PX, legend_px // 2))
+        return min(_PAGE_PX, max(_NARROWEST_PX, max([_PANEL_PX, *cells]) * columns, legend_px // 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +96,8 @@ class Panels:
     x_axis: Mapping[str, Any] = field(default_factory=dict)
     ranges: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Panel -> the range of its y axis, where plotly's own choice would not do."""
+    own: dict[int, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    """Panel -> what its axis x or y has beside, or in place of, what all have."""
     _named: set[str] = field(default_factory=set)
 
     def add(self, panel: int, *traces: Trace) -> None:
@@ -108,9 +116,12 @@ class Panels:
         for panel in range(len(self.titles)):
             number = _axis_number(panel)
             last_in_column, first_in_line = panel + self.columns >= len(self.titles), panel % self.columns == 0
-            axes[f"xaxis{number}"] = {**_axis(self.x_title if last_in_column else ""), **self.x_axis}
-            y_axis = {**_axis(self.y_title if first_in_line else ""), "rangemode": "tozero", **self.axis}
-            axes[f"yaxis{number}"] = y_axis | ({"range": self.ranges[panel]} if panel in self.ranges else {})
+            x_axis = _axis(self.x_title if last_in_column else "")
+            y_axis = {**_axis(self.y_title if first_in_line else ""), "rangemode": "tozero"}
+            ranged = {"range": self.ranges[panel]} if panel in self.ranges else {}
+            own = self.own.get(panel, {})
+            axes[f"xaxis{number}"] = {**x_axis, **self.x_axis, **own.get("x", {})}
+            axes[f"yaxis{number}"] = {**y_axis, **self.axis, **ranged, **own.get("y", {})}
         titles = [_panel_title(text, panel) for panel, text in enumerate(self.titles)]
         made = {
             "height": _TOP + PANEL_HEIGHT * lines,
@@ -127,6 +138,12 @@ class Panels:
 def level_labels_fit(bars_each: int, label_characters: int) -> bool:
     """Whether labels under the bars of a panel as wide as the page stand level without touching."""
     return _label_px(bars_each, label_characters) <= _PAGE_PX
+
+
+def _places_px(x: Sequence[Any]) -> int:
+    """What labels of these places need to stand level; of two levels those nearer to the axis, of a quantity nothing."""
+    nearest = list(x[-1]) if x and isinstance(x[0], list) else [place for place in x if isinstance(place, str)]
+    return _label_px(len(nearest), max((len(part) for text in nearest for part in text.split("<br>")), default=0))
 
 
 def _label_px(bars: int, characters: int) -> int:
@@ -227,9 +244,12 @@ def error_bars(above: Sequence[float], below: Sequence[float] | None = None) -> 
     return made if below is None else {**made, "symmetric": False, "arrayminus": list(below)}
 
 
-def logarithmic(values: Sequence[float], *, digits: Sequence[int] = (1, 2, 5)) -> dict[str, Any]:
-    """A logarithmic axis with ticks, in plain numbers, at these digits times the powers of ten that the values span."""
+def logarithmic(values: Sequence[float], *, digits: Sequence[int] = ()) -> dict[str, Any]:
+    """A logarithmic axis with ticks, in plain numbers, at these digits times the powers of ten that the values span; without
+    digits, at as many as leave their labels apart."""
     positive = [value for value in values if value > 0] or [1.0]
+    spanned = max(positive) / min(positive)
+    digits = digits or ((1,) if spanned > _POWERS_ALONE else (1, 2, 5) if spanned > _EVERY_DIGIT else range(1, 10))
     powers = range(math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) + 1)
     ticks = [digit * 10.0**power for power in powers for digit in digits]
     words = [f"{tick:,.12g}" for tick in ticks]
@@ -298,7 +318,7 @@ def _marks(trace: Trace) -> Iterator[tuple[Any, Any]]:
             yield from (((f"{_flat(x)} × {_flat(y)}"), (z, None)) for x, z in zip(trace["x"], line, strict=True))
         return
     places = _levels(trace[along])
-    spread = (trace.get("error_y") or {}).get("array") or [None] * len(places)
+    spread = (trace.get(f"error_{up}") or {}).get("array") or [None] * len(places)
     # A word where a number would stand: what failed, or where a mark had to leave its panel.
     texts = trace.get("text") if trace.get("mode") == "text" else None
     for index, (x, y) in enumerate(zip(places, trace[up], strict=True)):

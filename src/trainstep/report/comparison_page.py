@@ -5,20 +5,9 @@ from typing import Any
 
 from trainstep.config.instruments import says
 from trainstep.records.compare import Comparison
-from trainstep.report.charts import (
-    FAILURE_COLOUR,
-    INK,
-    SERIES,
-    Chart,
-    Panels,
-    Section,
-    bar,
-    error_bars,
-    label,
-    lines_of,
-    short_labels,
-)
-from trainstep.report.forms import MS_STD, RATIO, TEXT, Form, failure_sentence, failure_word, ratio_words
+from trainstep.report.charts import Chart, Section, label
+from trainstep.report.forms import MS_STD, RATIO, TEXT, Form, failure_sentence
+from trainstep.report.ratio_charts import ratio_chart
 from trainstep.report.ratios import Ratio, ratio_of
 from trainstep.report.rows import Row, grouped, needless, of_workload, quantities, time_of, varying, words
 from trainstep.report.tables import Column, Entry, Table, point_columns
@@ -29,7 +18,6 @@ NOT_COMPARED = {
     *("machine", "hostname", "file", "started_at"),
 }
 """Axes along which more work is done, or the same work is timed otherwise: a ratio would say nothing of a choice."""
-_LABELLED_BARS = 40
 
 
 def comparison_sections(rows: Sequence[Row]) -> list[Section]:
@@ -64,12 +52,12 @@ def _comparison_section(axis: str, ratios: Sequence[Ratio]) -> Section:
     first = ratios[0].base.point.get(axis)
     verdicts = [ratio.found.verdict for ratio in ratios if ratio.found]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
-    name = axis.replace("_", " ")
+    name, chart = axis.replace("_", " "), _ratio_chart(axis, ratios)
     said = f"Against {name} {words(first)}, of {len(ratios)} comparisons of the total step: {counts or 'none could be made'}."
     return Section(
         title=f"What {name} changes",
         paragraphs=(said,),
-        charts=(_ratio_chart(axis, ratios),) if verdicts else (),
+        charts=(chart,) if chart else (),
         tables=(_ratio_table(axis, ratios),),
     )
 
@@ -80,77 +68,18 @@ def _timed(row: Row) -> str:
     return "step" if "step" in samples else next(iter(samples), "step")
 
 
-def _ratio_chart(axis: str, ratios: Sequence[Ratio]) -> Chart:
+def _ratio_chart(axis: str, ratios: Sequence[Ratio]) -> Chart | None:
     first = words(ratios[0].base.point.get(axis))
     unnamed = [axis, *needless([ratio.row for ratio in ratios])]
-    panels = Panels(
-        titles=[""],
-        columns=1,
-        x_title=", ".join(label(name) for name in ratios[0].row.point if name not in unnamed),
-        y_title=f"time of a step ÷ that with {label(first)}",
-        x_axis={"type": "category", "automargin": True},
-    )
-    by_value = grouped(ratios, lambda ratio: words(ratio.row.point.get(axis)))
-    for index, (value, compared) in enumerate(by_value.items()):
-        colour = SERIES[index % len(SERIES)]
-        panels.add(0, _ratio_bars(unnamed, value, colour, compared, len(ratios) <= _LABELLED_BARS))
-    at_one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
-    return panels.chart(
-        f"Total step, relative to {axis.replace('_', ' ')} {label(first)}",
-        "Below 1 is faster. The whisker is the 99 % interval of the ratio; a hatched bar means: cannot tell.",
-        shapes=[{**at_one, "line": {"color": INK, "width": 1.5, "dash": "dot"}}],
-        barmode="group",
-        bargap=0.3 if len(ratios) > 8 else 0.6,
-    )
-
-
-def _ratio_bars(
-    unnamed: Sequence[str], value: str, colour: str, ratios: Sequence[Ratio], labelled: bool
-) -> dict[str, Any]:
-    known = [ratio.found is not None and ratio.found.ratio is not None for ratio in ratios]
-    shapes = ["/" if ratio.found and ratio.found.verdict == "cannot tell" else "" for ratio in ratios]
-    hatching = {"shape": shapes, "bgcolor": colour, "fgcolor": "theme:paper", "size": 7}
-    return bar(
-        label(value),
-        short_labels([ratio.row.label(without=unnamed) for ratio in ratios]),
-        # A bar without a height takes no text: what failed stands on a bar of no height.
-        [ratio.found.ratio or 0.0 if ratio.found else 0.0 for ratio in ratios],
-        colour=colour,
-        hover=[_ratio_hover(ratio) for ratio in ratios],
-        marker={"pattern": hatching},
-        error_y=error_bars(*([_side(ratio, side) for ratio in ratios] for side in ("high", "low"))),
-        text=[_ratio_text(ratio, labelled) for ratio in ratios],
-        # At the foot of its bar, where no whisker is.
-        textposition=["inside" if it_is else "outside" for it_is in known],
-        insidetextanchor="start",
-        insidetextfont={"color": "theme:paper", "size": 12},
-        textangle=0,
-        textfont={"color": [INK if it_is else FAILURE_COLOUR for it_is in known], "size": 11},
-        cliponaxis=False,
-        offsetgroup=label(value),
-    )
-
-
-def _side(ratio: Ratio, side: str) -> float:
-    known = ratio.known
-    return abs(getattr(known, side) - known.ratio) if known else 0.0
-
-
-def _ratio_text(ratio: Ratio, labelled: bool) -> str:
-    if ratio.failure is not None:
-        return f"<b>{failure_word(ratio.failure)}</b>"
-    if ratio.found is None or ratio.found.ratio is None:
-        return "?"
-    return f"{ratio.found.ratio:.2f}" if labelled else ""
-
-
-def _ratio_hover(ratio: Ratio) -> str:
-    found = ratio.found
-    name = label(ratio.row.label())
-    if found is None or found.ratio is None or found.low is None or found.high is None:
-        return lines_of(name, label(ratio.trouble))
-    interval = f"{ratio_words(found.ratio)} (99 % interval {ratio_words(found.low)} to {ratio_words(found.high)})"
-    return lines_of(name, interval, found.verdict, label(found.reason))
+    several = grouped(ratios, lambda ratio: words(ratio.row.point.get(axis)))
+    if len({ratio.row.label(without=unnamed) for ratio in ratios}) == 1:  # the values are all that differs
+        series = {axis.replace("_", " "): [(words(ratio.row.point.get(axis)), ratio) for ratio in ratios]}
+    else:
+        series = {
+            value: [(ratio.row.label(without=unnamed), ratio) for ratio in alike] for value, alike in several.items()
+        }
+    title = f"Total step, relative to {axis.replace('_', ' ')} {label(first)}"
+    return ratio_chart(title, "", f"time of a step ÷ that with {label(first)}", series)
 
 
 def _ratio_table(axis: str, ratios: Sequence[Ratio]) -> Table:

@@ -1,5 +1,6 @@
 """What of a page stands open: its first screens. What is further down waits behind a line that says what is inside."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ _HEADING_PX = 140
 """A section's title and the line of what is folded in it."""
 _PARAGRAPH_CHARACTERS, _LINE_PX = 105, 30
 _ROW_PX, _LONGEST_TABLE_PX, _AROUND_PX, _FOLDED_PX = 27, 720, 130, 50
+_MOST_FOLDED = 6
 _NAMED = 5
 """Things inside that the line names."""
 
@@ -38,8 +40,8 @@ def folded(sections: Sequence[Section]) -> list[Part]:
         left -= sum(_LINE_PX * -(-len(text) // _PARAGRAPH_CHARACTERS) for text in section.paragraphs)
         says = section.paragraphs if left > 0 or not parts else ()
         things: list[Chart | Table] = [*section.charts, *section.tables]
-        shown = 0
-        while shown < len(things) and ((left := left - _px(things[shown])) > 0 or not (parts or shown)):
+        shown, most = 0, len(things) - _folded_in_a_row(things)
+        while shown < most and ((left := left - _px(things[shown])) > 0 or not (parts or shown)):
             shown += 1
         charts, tables = section.charts[:shown], section.tables[: max(0, shown - len(section.charts))]
         inside = Section(
@@ -53,6 +55,12 @@ def folded(sections: Sequence[Section]) -> list[Part]:
             Part(title=section.title, paragraphs=says, charts=charts, tables=tables, folded=inside if some else None)
         )
     return parts
+
+
+def _folded_in_a_row(things: Sequence[Chart | Table]) -> int:
+    """How many tables at the end, each folded already, are too many lines to read past."""
+    count = sum(1 for _ in itertools.takewhile(lambda thing: isinstance(thing, Table) and thing.folded, things[::-1]))
+    return count if count > _MOST_FOLDED else 0
 
 
 def _px(thing: Chart | Table) -> int:

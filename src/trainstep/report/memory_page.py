@@ -200,16 +200,18 @@ def _phase_marks(phases: Sequence[str], x: Sequence[float]) -> tuple[list[dict[s
 
 
 def peaks_chart(rows: Sequence[Row]) -> Chart:
-    """A bar a cell: what was held at the peak."""
+    """A bar a cell, from top to bottom: what was held at the peak."""
     labels = short_labels([row.label() for row in rows])
-    panels = Panels(titles=[""], columns=1, x_title="", y_title="held at the peak (GiB)", x_axis={"type": "category"})
+    panels = Panels(titles=[""], columns=1, x_title="held at the peak (GiB)", y_title="")
+    panels.axis = {"type": "category", "autorange": "reversed", "categoryarray": labels}
     held = [ledger_of(row.record, "peak") for row in rows]
     for name, colour in _COLOURS.items():
         sizes = [one.get(name, 0) for one in held]
         if any(sizes):
             hover = [lines_of(text, f"{name}: {byte_words(size)}") for text, size in zip(labels, sizes, strict=True)]
             marker = {"pattern": {"shape": _PATTERNS.get(name, ""), "fgcolor": "theme:ink"}}
-            y = [in_gib(size) for size in sizes]
-            panels.add(0, bar(name, labels, y, colour=colour, hover=hover, marker=marker))
+            x = [in_gib(size) for size in sizes]
+            panels.add(0, bar(name, x, labels, colour=colour, hover=hover, marker=marker, orientation="h"))
     caption = "What tensors held at the highest moment of a step, by what it is for."
-    return panels.chart("Held at the peak", caption, barmode="stack", bargap=0.4)
+    height = 160 + 26 * len(labels)
+    return panels.chart("Held at the peak", caption, barmode="stack", bargap=0.3, height=height, horizontal=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from trainstep.report.charts import (
     MAXIMUM_PANELS,
@@ -11,17 +10,16 @@ from trainstep.report.charts import (
     Chart,
     Panels,
     Section,
-    bar,
-    error_bars,
     label,
     lines_of,
+    panel_columns,
     short_labels,
 )
-from trainstep.report.forms import in_ms, milliseconds
 from trainstep.report.numerics_tables import (
     ERRORS,
     dtype_tables,
     errors_table,
+    fp32_of,
     groups_of,
     precision_of,
     range_tables,
@@ -29,7 +27,9 @@ from trainstep.report.numerics_tables import (
     trade_sentences,
     worst_table,
 )
-from trainstep.report.rows import Row, step_times
+from trainstep.report.ratio_charts import ratio_chart
+from trainstep.report.ratios import ratio_of
+from trainstep.report.rows import Row
 from trainstep.report.tables import filled
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
@@ -37,13 +37,13 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 
 def numerics_sections(rows: Sequence[Row]) -> list[Section]:
     """The parts of the page that these records fill."""
-    chart = error_chart(rows)
-    errors = dataclasses.replace(errors_table(rows), title="Numbers of the chart")
+    charts = tuple(filter(None, (error_chart(rows), cost_chart(rows))))
+    errors = dataclasses.replace(errors_table(rows), title="Numbers of the charts")
     made = [
         Section(
             title="Numerics: error and cost",
             paragraphs=tuple(trade_sentences(rows)),
-            charts=(chart,) if chart else (),
+            charts=charts,
             tables=tuple(filled(errors, worst_table(rows))),
         )
     ]
@@ -56,29 +56,46 @@ def numerics_sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def error_chart(rows: Sequence[Row]) -> Chart | None:
-    """A line of two panels a model: errors on a logarithmic axis, and the time of a step."""
+    """A panel a model, errors on a logarithmic axis over the same powers of ten."""
     groups = groups_of([row for row in rows if row.record.failure is None and _errors(row)])
     if not groups:
         return None
-    groups = dict(list(groups.items())[: MAXIMUM_PANELS // 2])
-    names = short_labels(list(groups))
+    groups = dict(list(groups.items())[:MAXIMUM_PANELS])
+    errors = [error for group in groups.values() for row in group for error in _errors(row).values()]
+    powers = range(math.floor(math.log10(min(errors))), math.ceil(math.log10(max(errors))) + 1)
     panels = Panels(
-        titles=[title for name in names for title in (f"{name}: error", f"{name}: time of a step")],
-        columns=2,
+        titles=short_labels(list(groups)),
+        columns=panel_columns(len(groups), max(map(len, groups.values())), label_characters=14),
         x_title="precision",
         y_title="relative error",
         x_axis={"type": "category"},
+        axis={
+            "type": "log",
+            "rangemode": "normal",
+            "range": [powers[0] - 0.2, powers[-1] + 0.2],
+            "tickmode": "array",
+            "tickvals": [10.0**power for power in powers],
+            "ticktext": [f"10<sup>{power}</sup>" for power in powers],
+        },
     )
     for place, group in enumerate(groups.values()):
-        _add_errors(panels, 2 * place, group)
-        _add_times(panels, 2 * place + 1, group)
-    chart = panels.chart(
-        "Error and cost by precision",
-        "Left: relative error against the reference, smaller is better, each line ten times the one below. Right: mean time of "
-        "a whole step ± standard deviation.",
-        bargap=0.45,
-    )
-    return dataclasses.replace(chart, layout=_with_axes(chart, list(groups.values())))
+        panels.own[place] = {"x": {"categoryorder": "array", "categoryarray": [precision_of(row) for row in group]}}
+        _add_errors(panels, place, group)
+    caption = "Relative error against the reference: smaller is better, each line ten times the one below."
+    return panels.chart("Error by precision", caption)
+
+
+def cost_chart(rows: Sequence[Row]) -> Chart | None:
+    """A line a model and precision: its step's time over fp32's."""
+    groups = groups_of(rows)
+    named = [
+        (f"{name} {precision_of(row)}" if len(groups) > 1 else precision_of(row), ratio_of(fp32, row, "step"))
+        for name, group in groups.items()
+        if (fp32 := fp32_of(group))
+        for row in group
+        if row is not fp32
+    ]
+    return ratio_chart("Cost by precision", "", "time of a step ÷ fp32's", {"step": named})
 
 
 def _errors(row: Row) -> dict[str, float]:
@@ -103,41 +120,3 @@ def _add_errors(panels: Panels, panel: int, group: Sequence[Row]) -> None:
                 "hoverinfo": "text",
             },
         )
-
-
-def _add_times(panels: Panels, panel: int, group: Sequence[Row]) -> None:
-    found = step_times(group)
-    panels.ranges[panel] = (0.0, 1.08 * max((in_ms(time[0] + (time[1] or 0.0)) for _, time in found), default=1.0))
-    drawn = bar(
-        "total step",
-        [precision_of(row) for row, _ in found],
-        [in_ms(time[0]) for _, time in found],
-        colour=SERIES[5],
-        hover=[lines_of(label(row.label()), f"{milliseconds(*time)} ms") for row, time in found],
-        error_y=error_bars([in_ms(time[1] or 0.0) for _, time in found]),
-        showlegend=False,
-    )
-    panels.add(panel, drawn)
-
-
-def _with_axes(chart: Chart, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
-    """Left panels logarithmic over the same powers of ten; right ones in milliseconds, with a title of their own."""
-    errors = [error for group in groups for row in group for error in _errors(row).values()]
-    powers = range(math.floor(math.log10(min(errors))), math.ceil(math.log10(max(errors))) + 1)
-    layout = dict(chart.layout)
-    for place in range(len(groups)):
-        left, right = (f"yaxis{number}" if number > 1 else "yaxis" for number in (2 * place + 1, 2 * place + 2))
-        layout[left] = {
-            **layout[left],
-            "type": "log",
-            "rangemode": "normal",
-            "range": [powers[0] - 0.2, powers[-1] + 0.2],
-            "tickmode": "array",
-            "tickvals": [10.0**power for power in powers],
-            "ticktext": [f"10<sup>{power}</sup>" for power in powers],
-        }
-        layout[right] = {**layout[right], "title": {"text": "time of a step (ms)", "font": {"size": 13}}}
-        for axis in (left.replace("y", "x", 1), right.replace("y", "x", 1)):
-            order = [precision_of(row) for row in groups[place]]
-            layout[axis] = {**layout[axis], "categoryorder": "array", "categoryarray": order}
-    return layout

@@ -52,7 +52,7 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """What the page shows, what matters most first: steps, each workload's sections, what compares cells; last the cells of
+    """What the page shows, what matters most first: what compares cells, steps, each workload's sections; last the cells of
     workloads that have sections of their own or, as ceilings, stand beside others."""
     others = without_own_tables(rows)
     shown = [(one, of_workload(rows, one.name)) for one in instruments_of(rows)]
@@ -65,7 +65,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         last += [section for place in one.last_sections for section in resolve(place)(mine)]
     overviews = [overview] if others or charts else []
     ahead = any(row.record.workload == "train_step" for row in rows) or not first
-    return [*(overviews if ahead else []), *first, *comparison_sections(rows), *last, *([] if ahead else overviews)]
+    return [*comparison_sections(rows), *(overviews if ahead else []), *first, *last, *([] if ahead else overviews)]
 
 
 def title_of(rows: Sequence[Row]) -> str:

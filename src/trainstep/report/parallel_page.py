@@ -34,7 +34,8 @@ from trainstep.report.collectives_tables import fit_of, series_of
 from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, ratio_words, seconds_words, three_digits
 from trainstep.report.parallel_rows import Way, ways_of
 from trainstep.report.parallel_tables import CATEGORIES, held_by, memory_tables, message_tables, time_tables
-from trainstep.report.ratios import median_of, summary_of
+from trainstep.report.ratio_charts import ratio_chart
+from trainstep.report.ratios import Ratio, summary_of
 from trainstep.report.rows import Row, grouped
 
 _PREDICTED = "predicted"
@@ -50,11 +51,11 @@ def parallel_sections(rows: Sequence[Row], collectives: Sequence[Row] = ()) -> l
     ways = ways_of(rows)
     timed = [way for way in ways if median_of(way.record, "step") is not None]
     holding = [way for way in timed if held_by(way)]
-    buckets = bucket_chart(timed, collectives)
+    charts = (_ratios_chart(timed), _steps_chart(timed) if timed else None, bucket_chart(timed, collectives))
     times = Section(
         title="Ways of going parallel",
         paragraphs=(*_step_sentences(timed), *bucket_sentences(timed, collectives)),
-        charts=(*((_steps_chart(timed),) if timed else ()), *((buckets,) if buckets else ())),
+        charts=tuple(filter(None, charts)),
         tables=(*time_tables(ways), *message_tables(timed)[:_MOST_MESSAGE_TABLES]),
     )
     memory = Section(
@@ -105,6 +106,24 @@ def _panels(ways: Sequence[Way], y_title: str, *, bars: int) -> tuple[Panels, li
         x_axis={"type": "category"},
     )
     return panels, list(places.values())
+
+
+def _ratios_chart(ways: Sequence[Way]) -> Chart | None:
+    """A line a way, a mark for each time: what it takes of a step in which ranks do not talk."""
+    several = len({way.place for way in ways}) > 1
+    series = {
+        name: [
+            (f"{way.place} {way.name}" if several else way.name, ratio) for way, ratio in _against_base(ways, quantity)
+        ]
+        for quantity, name in _TIMED.items()
+    }
+    return ratio_chart(
+        "What going parallel costs", "", f"time ÷ that of {YARDSTICK}, in which ranks do not talk", series
+    )
+
+
+def _against_base(ways: Sequence[Way], quantity: str) -> list[tuple[Way, Ratio]]:
+    return [(way, ratio) for way in ways if (ratio := way.ratio(quantity))]
 
 
 def _steps_chart(ways: Sequence[Way]) -> Chart:

@@ -7,7 +7,7 @@ from typing import Any
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.derive import tokens_per_s
 from trainstep.records.summary import doubts
-from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, SIZE, TEXT, WHOLE, Form, beside, ratio_words
+from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
 from trainstep.report.parallel_rows import Way, name_columns, ways_of
 from trainstep.report.ratios import median_and_std
 from trainstep.report.rows import Row, quantities, shown_facts, words
@@ -39,7 +39,6 @@ _COMMUNICATION = (
     "nothing computing meanwhile. Longer than none: the medians' difference, what the whole step feels, slower kernels beside "
     "messages included."
 )
-_RATIO = Form(text=lambda interval: ratio_words(interval[1]), sort=lambda interval: interval[1])
 _ENDS = Form(text=lambda interval: " to ".join(map(ratio_words, interval[::2])), sort=lambda _: None)
 _BOTH = ("", "expected_")
 """As counted, and by formula: what names of columns of the record's table begin with."""
@@ -203,13 +202,17 @@ def _seconds(*names: str) -> list[Column]:
 def _time_columns(quantity: str, time: str, ratio: str, ends: str) -> list[Column]:
     """A quantity of time, and its ratio to the yardstick's, where that has an interval."""
 
+    def middle(way: Way) -> float | None:
+        found = way.ratio(quantity)
+        return found.known.ratio if found and found.known else None
+
     def interval(way: Way) -> tuple[float, float, float] | None:
         found = way.ratio(quantity)
         return found.interval if found else None
 
     return [
         Column(time, MS_STD, median_and_std(quantity)),
-        Column(ratio, _RATIO, interval),
+        Column(ratio, RATIO, middle),
         Column(ends, _ENDS, interval),
     ]
 

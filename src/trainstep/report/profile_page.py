@@ -56,11 +56,11 @@ _KERNELS_DRAWN = 5
 def profile_sections(rows: Sequence[Row], ceilings: Sequence[Row] = ()) -> list[Section]:
     """The parts of the page that these records fill, with what was measured of the device's ceilings."""
     shares = shares_chart(rows)
+    by_class = dataclasses.replace(shares_table(rows), note=TORCH_COLUMNS[:1].upper() + TORCH_COLUMNS[1:])
     overview = Section(
         title="Where the time goes",
-        paragraphs=(TORCH_COLUMNS[:1].upper() + TORCH_COLUMNS[1:],),
         charts=(shares,) if shares else (),
-        tables=tuple(filled(verdict_table(rows), shares_table(rows))),
+        tables=tuple(filled(verdict_table(rows), by_class)),
     )
     ran = [row for row in rows if row.record.failure is None]
     whole = [row for row in ran if all(row.record.tables.get(name) for name in ("classes", "kernels"))]

@@ -52,6 +52,11 @@ class Ratio:
     """Why there is no ratio; empty where there is one."""
 
     @property
+    def ratio(self) -> float | None:
+        """Its time over the other's."""
+        return self.found.ratio if self.found else None
+
+    @property
     def failure(self) -> Failure | None:
         """The row's, or else the other's."""
         return self.row.record.failure or self.base.record.failure
@@ -66,8 +71,8 @@ class Ratio:
 
     @property
     def known(self) -> Comparison | None:
-        """The comparison, where it came to a ratio with an interval."""
-        return self.found if self.interval else None
+        """The comparison, where it came to a ratio; of few samples without an interval."""
+        return self.found if self.found and self.found.ratio is not None else None
 
     def numbers(self) -> dict[str, Any]:
         """What a program reads of it; the row's own key says which cell it is."""

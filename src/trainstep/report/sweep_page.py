@@ -155,7 +155,7 @@ def _step_marks(
         "mode": "markers+text" if labelled else "markers",
         "text": [milliseconds(time[0]) for _, time in steps],
         "textposition": "top center",
-        "textfont": {"color": INK, "size": 11},
+        "textfont": {"color": INK, "size": 12},
         "cliponaxis": False,
         "marker": {"symbol": "line-ew", "size": 16, "line": {"color": INK, "width": 1.6}, "color": INK},
         "error_y": error_bars([in_ms(time[1] or 0.0) for _, time in steps]),

@@ -147,8 +147,9 @@ def curve_chart(chosen: Found) -> Chart:
         x_title="step, from the very first",
         y_title="time of the step (ms)",
         x_axis={"range": [0.4, min(SHOWN_STEPS, max(len(found.steps_s) for _, found in chosen)) + 0.6]},
-        axis=logarithmic([in_ms(step) for _, found in chosen for step in found.steps_s]),
     )
+    for panel, its_rows in enumerate(models.values()):
+        panels.own[panel] = {"y": logarithmic([in_ms(step) for row in its_rows for step in steps_of[id(row)].steps_s])}
     for panel, name, style, its_rows in _lines(rows):
         for row in its_rows:
             found = steps_of[id(row)]
