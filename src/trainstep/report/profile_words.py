@@ -109,6 +109,8 @@ def _profiler(fact: GetFact) -> list[str]:
             f"{percent(assigned)} % of all device time has a phase, {percent(fallback)} % only by what the main thread did "
             "meanwhile."
         )
+    if split := fact("trace_split"):
+        found.append(str(split))
     if path := fact("trace_file"):
         found.append(f"The trace of one step is in {path}: open it at ui.perfetto.dev, or with --from.")
     return found
