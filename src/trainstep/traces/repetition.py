@@ -20,7 +20,7 @@ from itertools import pairwise
 from statistics import fmean, median_low
 
 from trainstep.traces.contexts import step_number
-from trainstep.traces.kineto import KERNEL, Activity, Range, Thread, Trace
+from trainstep.traces.kineto import KERNEL, Activity, Call, Range, Thread, Trace
 
 _OPTIMIZER = "Optimizer.step#"
 _ENGINE = "autograd::engine"
@@ -84,7 +84,7 @@ def _updates(trace: Trace) -> list[Range]:
 
 
 def _marked(trace: Trace, borders_ns: Sequence[int], thread: Thread) -> Trace:
-    events = [*trace.activities, *trace.calls, *trace.ranges]
+    events: list[Activity | Call | Range] = [*trace.activities, *trace.calls, *trace.ranges]
     times_ns = [min(one.start_ns for one in events), *borders_ns, max(one.end_ns for one in events)]
     steps = [
         Range(name=f"step {number}", thread=thread, start_ns=start, duration_ns=end - start, annotation=True)
