@@ -88,7 +88,10 @@ def test_as_json(capsys: pytest.CaptureFixture[str]):
         ("--from cut.json.gz", "cut.json.gz: the compressed file is cut off or damaged"),
         ("--from empty.json", "the trace is empty: it holds no op and no kernel; record one with"),
         ("--from good.json.gz --model small", "model would have no effect"),
-        ("--from good.json.gz --page p.html", "would have no effect"),
+        ("--from good.json.gz --out p.jsonl", "would have no effect"),
+        ("--from good.json.gz --page words.json", "page: words.json"),
+        ("--from good.json.gz --page good.json.gz", "page: good.json.gz"),
+        ("--from bomb.json.gz --memory-limit-gib 0.01 --page p.html", "allow more with --memory-limit-gib"),
         ("--from /dev/full", "/dev/full: cannot be read: it is no regular file"),
         (
             "--from good.json.gz --timeout-s 1e-6",
@@ -119,6 +122,39 @@ def test_bad_input(
     assert words in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+    assert not Path("p.html").exists()
+
+
+@pytest.mark.parametrize("path", [EAGER, COMPILED], ids=["eager", "compiled"])
+def test_the_page_of_anyones_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str], path: Path):
+    page = tmp_path / "p.html"
+    assert app.run(["profile", "--from", str(path), "--page", str(page)]) == 0
+    assert capsys.readouterr().out.endswith(f"page: {page}\n")
+    text = page.read_text()
+    for words in (f"Profile of {path.name}", "Launch-bound: the device works", "Kernels by phase", "NVIDIA H200"):
+        assert words in text, words
+    environment = text.partition("Environment: NVIDIA H200")[2].partition("</dl>")[0]
+    assert "trainstep" in environment
+    assert not any(nobody_knows in environment for nobody_knows in ("cores", "memory", "hostname"))
+    assert app.run(["profile", "--from", str(path), "--page", str(page), "--json"]) == 0, "over an earlier page of ours"
+    printed = capsys.readouterr()
+    json.loads(printed.out)
+    assert printed.err == f"page: {page}\n"
+
+
+def test_a_trace_without_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Times are a step's, and a sentence says how the steps were found."""
+    plain = json.loads(gzip.decompress(EAGER.read_bytes()))
+    plain["traceEvents"] = [one for one in plain["traceEvents"] if not str(one.get("name")).startswith("step ")]
+    path = tmp_path / "bare.json"
+    path.write_text(json.dumps(plain))
+    outs = []
+    for given in (EAGER, path):
+        assert app.run(["profile", "--from", str(given)]) == 0
+        outs.append(capsys.readouterr().out)
+    kernels = [out.partition("Kernels by phase")[2].partition("Classes by phase")[0] for out in outs]
+    assert kernels[0] == kernels[1] != ""
+    assert "The trace marks no steps: it is split " in outs[1]
 
 
 def test_help_explains_the_columns(capsys: pytest.CaptureFixture[str]):

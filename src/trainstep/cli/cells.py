@@ -85,8 +85,8 @@ def show(
     description: str | None = None,
     paragraphs: Sequence[str] = (),
 ) -> int:
-    """Print the answers, `paragraphs`, the table, verdicts along a compared axis, the last words of what crashed, and where the records are; write
-    the page, under the sweep's title and description. Returns the exit code.
+    """Print the answers, `paragraphs`, the table, verdicts along a compared axis, the last words of what crashed, and where the
+    records are; write the page, under the sweep's title and description. Returns the exit code.
     """
     from trainstep.report.all_tables import all_tables
     from trainstep.report.answer_text import print_answers

@@ -70,7 +70,7 @@ def profile(
 
         trainstep profile --model small --graph-replay    (do the kernels add up to a replay of the step as a CUDA graph?)
 
-        trainstep profile --from trace.json.gz    (of anyone's torch.profiler; report.sqlite: of anyone's nsys)
+        trainstep profile --from trace.json.gz --page report.html    (of anyone's torch.profiler; report.sqlite: of anyone's nsys)
 
         trainstep profile --model small --nsys    (prints nsys's command line; runs it where nsys is)
 
@@ -96,8 +96,8 @@ def profile(
     if not nsys and (nsys_pytorch or nsys_python_backtrace):
         raise ValueError("nsys_pytorch and nsys_python_backtrace: have no effect without --nsys")
     if from_ is not None:
-        check_file_alone("a trace", {"out": out, "page": page, "nsys": nsys, **fields})
-        return show_trace(from_, top, read_limits(timeout_s, memory_limit_gib), as_json=json)
+        check_file_alone("a trace", {"out": out, "nsys": nsys, **fields})
+        return show_trace(from_, top, read_limits(timeout_s, memory_limit_gib), page=page, as_json=json)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, cells = _cells(fields, memory_limit_gib)
     store = Store(out or new_records_path("profile"))

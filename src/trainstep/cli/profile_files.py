@@ -21,8 +21,8 @@ _HOW_TO_GET = (
 )
 
 
-def show_trace(path: Path, top: int, limits: ReadLimits, *, as_json: bool) -> int:
-    """What a trace of torch's profiler or an export of nsys says, and its tables."""
+def show_trace(path: Path, top: int, limits: ReadLimits, *, page: Path | None = None, as_json: bool) -> int:
+    """What a trace of torch's profiler or an export of nsys says, and its tables; the page that shows them."""
     # Imported before the limited process begins: what libraries take is not the file's doing.
     from trainstep.report.answer_text import print_answers
     from trainstep.report.answers_profile import trace_answer
@@ -30,29 +30,41 @@ def show_trace(path: Path, top: int, limits: ReadLimits, *, as_json: bool) -> in
     from trainstep.report.profile_tables import TORCH_COLUMNS, detail_tables
     from trainstep.report.profile_words import sentences
     from trainstep.report.terminal import print_tables
+    from trainstep.report.trace_record import trace_record
     from trainstep.report.visible import one_line
     from trainstep.traces.kineto import read_trace
     from trainstep.traces.nsys import is_report, read_report
     from trainstep.traces.profile import profile_of
 
-    def show(stream: TextIO) -> None:
+    if page is not None:
+        from trainstep.report.output_file import check_output, write_output
+        from trainstep.report.page import page as make_page
+        from trainstep.report.rows import rows_of
+
+        check_output("page", page, "html")
+
+    def show(stream: TextIO) -> str:
         try:
             trace = read_report(path) if is_report(path) else read_trace(path, largest_bytes=limits.file_bytes)
             found = profile_of(trace, kernels_kept=top)
         except ValueError as error:
             raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
         tables = detail_tables(found.tables, whole=as_json)
-        shares = {"assigned_share": found.assigned_share, "fallback_share": found.fallback_share}
-        answers = trace_answer(found.tables, shares.get)
+        record = trace_record(found, path, trace.gpu)
+        answers = trace_answer(found.tables, record.fact)
         if as_json:
             stream.write(json_text(tables, answers))
-            return
-        print_answers(answers, stream)
-        _, *others = sentences(found.tables, shares.get)
-        print(*map(one_line, others), sep="\n", end="\n\n" if others else "", file=stream)
-        print_tables(tables, [TORCH_COLUMNS], stream)
+        else:
+            print_answers(answers, stream)
+            _, *others = sentences(found.tables, record.fact)
+            print(*map(one_line, others), sep="\n", end="\n\n" if others else "", file=stream)
+            print_tables(tables, [TORCH_COLUMNS], stream)
+        return "" if page is None else make_page(rows_of([(str(path), record)]), title=f"Profile of {path.name}")
 
-    show_within(limits, path, show)
+    text = show_within(limits, path, show)
+    if page is not None:
+        write_output("page", page, "html", text)
+        print(f"page: {page}", file=sys.stderr if as_json else sys.stdout, flush=True)
     return 0
 
 

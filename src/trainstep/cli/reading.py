@@ -4,11 +4,13 @@ import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TextIO, TypeVar, cast
 
 from trainstep.cli.options import check_positive
 from trainstep.reading import ReadLimits, read_within
 from trainstep.report.visible import VisibleStream, stream_within
+
+Result = TypeVar("Result")
 
 
 def read_limits(timeout_s: float | None, memory_limit_gib: float | None) -> ReadLimits:
@@ -21,16 +23,18 @@ def read_limits(timeout_s: float | None, memory_limit_gib: float | None) -> Read
     )
 
 
-def show_within(limits: ReadLimits, path: Path, show: Callable[[TextIO], None]) -> None:
-    """Print what `show` writes. Reading, analysis and layout all happen in the limited process; only text comes back."""
+def show_within(limits: ReadLimits, path: Path, show: Callable[[TextIO], Result]) -> Result:
+    """Print what `show` writes, and return what it returns. Reading, analysis and layout all happen in the limited process."""
     page = _Page(is_terminal=sys.stdout.isatty())
 
-    def text() -> str:
-        show(cast(TextIO, VisibleStream(page)))
-        return page.getvalue()
+    def shown() -> tuple[str, Result]:
+        result = show(cast(TextIO, VisibleStream(page)))
+        return page.getvalue(), result
 
+    text, result = read_within(limits, path, shown)
     # The text was made visible there: from now on its escape sequences are the tables' own colours.
-    stream_within(sys.stdout).write(read_within(limits, path, text))
+    stream_within(sys.stdout).write(text)
+    return result
 
 
 class _Page(io.StringIO):

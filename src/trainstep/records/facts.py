@@ -96,6 +96,7 @@ FACTS: Mapping[str, FactKind] = {
     "temperature_c": FactKind("C", float, "the GPU's temperature right behind timed work"),
     "allocation_retries": FactKind("count", int, "the allocator ran out, emptied its cache and waited"),
     "trace_file": FactKind("", str, "where the trace of one step was kept"),
+    "trace_split": FactKind("", str, "how a trace that marks no steps was split into them"),
     # Several ranks
     "context_bytes": FactKind("bytes", float, "what the driver gave for the CUDA context"),
     "nccl_bytes": FactKind("bytes", float, "what the driver gave while ranks met"),

@@ -82,7 +82,9 @@ def _failures(rows: Sequence[Row], failed: Sequence[tuple[Row, Failure]]) -> str
     """`1 of 3 cells failed: 1 OOM (xl 1024: OOM in backward: asked for ...).`"""
     row, failure = failed[0]
     name = f"{row.label()}: " if len(rows) > 1 else ""
-    return f"{failure_counts([row for row in rows if not row.record.fact('fit_of')])} ({name}{failure_sentence(failure)})."
+    return (
+        f"{failure_counts([row for row in rows if not row.record.fact('fit_of')])} ({name}{failure_sentence(failure)})."
+    )
 
 
 def _ways_out(workload: str, failed: Sequence[tuple[Row, Failure]]) -> list[str]:

@@ -74,7 +74,11 @@ def _where_slower(best: Sequence[Ratio]) -> str:
     name = worst.row.label(without=["implementation", *needless([ratio.row for ratio in best])])
     peers = listed(dict.fromkeys(implementation(ratio.base) for ratio in slower))
     factor = times_words(worst.interval[1] if worst.interval else 1.0)
-    most = f", most at {name}: {implementation(worst.base)} is {factor} as fast there" if len(best) > 1 else f": {factor} as fast"
+    most = (
+        f", most at {name}: {implementation(worst.base)} is {factor} as fast there"
+        if len(best) > 1
+        else f": {factor} as fast"
+    )
     return f"Take {peers} where ours is slower{most}."
 
 

@@ -54,7 +54,12 @@ def _cut(record: Record, ledger: Ledger, size: float) -> str:
 def _recomputed(record: Record, ledger: Ledger) -> tuple[float, str] | None:
     """Keep a block's input alone and compute the rest of its activations again."""
     layers, stream_bytes = _layers(record), record.fact("residual_stream_bytes")
-    if record.config.get("recompute") != "none" or record.config.get("compile") == "block" or not layers or not stream_bytes:
+    if (
+        record.config.get("recompute") != "none"
+        or record.config.get("compile") == "block"
+        or not layers
+        or not stream_bytes
+    ):
         return None
     activations = ledger.get("activations", 0)
     return activations * (1 - 1 / layers) - layers * stream_bytes, "`--recompute block` (a third more arithmetic)"
@@ -66,7 +71,9 @@ def _sharded(record: Record, ledger: Ledger) -> tuple[float, str] | None:
         return None
     ranks = max(2, int(record.config.get("ranks", 1)))
     held = sum(ledger.get(name, 0) for name in ("parameters", "gradients", "optimizer state"))
-    return held * (1 - 1 / ranks), f"`--ranks {ranks} --sync fsdp` (each rank holds 1/{ranks} of parameters, gradients and state)"
+    return held * (
+        1 - 1 / ranks
+    ), f"`--ranks {ranks} --sync fsdp` (each rank holds 1/{ranks} of parameters, gradients and state)"
 
 
 def _narrower(record: Record, ledger: Ledger) -> tuple[float, str] | None:

@@ -14,7 +14,9 @@ _GRADIENTS = "error_gradient_median"
 
 def numerics_answer(rows: Sequence[Row]) -> Answer | None:
     """The precision that is furthest off and in what; the fastest one against fp32, with its error."""
-    errors = [(row.record.fact(name), name, row) for row in rows for name in ERRORS if row.record.fact(name) is not None]
+    errors = [
+        (row.record.fact(name), name, row) for row in rows for name in ERRORS if row.record.fact(name) is not None
+    ]
     if not errors:
         return None
     error, name, row = max(errors, key=lambda found: found[0])
@@ -42,7 +44,9 @@ def _trade(group: Sequence[Row], aside: Sequence[str]) -> str:
     best = min(judged, key=_time)
     off = best.row.record.fact(_GRADIENTS)
     error = "" if off is None else f", with gradients off by {percent(off)} % in the median"
-    takes = f"{precision_of(best.row)} takes {interval_words(best)} of its time on {best.row.label(without=aside)}{error}"
+    takes = (
+        f"{precision_of(best.row)} takes {interval_words(best)} of its time on {best.row.label(without=aside)}{error}"
+    )
     if best.known and best.known.verdict == "faster":
         return f"Take {precision_of(best.row)} for fp32 where that error is allowed: {takes}."
     return f"Stay with fp32: no other precision is seen to be faster, and {takes}."

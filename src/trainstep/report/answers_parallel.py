@@ -6,7 +6,7 @@ from trainstep.costs.strategies import YARDSTICK, strategy_named
 from trainstep.report.answers import Answer
 from trainstep.report.forms import byte_words, percent, seconds_words
 from trainstep.report.parallel_rows import Way, ways_of
-from trainstep.report.ranking import Ranking, longer_words, is_judged, ranking_of, ranking_words
+from trainstep.report.ranking import Ranking, is_judged, longer_words, ranking_of, ranking_words
 from trainstep.report.ratios import median_of
 from trainstep.report.rows import Row, grouped
 from trainstep.traces.launch_bound import ENQUEUE_SHARE
@@ -97,7 +97,12 @@ def _fewer_bytes(way: Way, talking: Sequence[Way]) -> str:
 
 def _fewer_launches(way: Way) -> str:
     step_s, enqueue_s = median_of(way.record, _STEP), median_of(way.record, "enqueue")
-    if not step_s or enqueue_s is None or enqueue_s < ENQUEUE_SHARE * step_s or way.record.config.get("compile") != "none":
+    if (
+        not step_s
+        or enqueue_s is None
+        or enqueue_s < ENQUEUE_SHARE * step_s
+        or way.record.config.get("compile") != "none"
+    ):
         return ""
     share = percent(enqueue_s / step_s)
     return f"`--compile block` launches less: the host launches for {share} % of the step of {way.name}, so it limits the step."

@@ -84,13 +84,19 @@ def mfu_of(record: Record) -> float | None:
 
 def limit_sentence(limit: StepLimit) -> str:
     """`Launch-bound: the GPU works for 30.2 % of a step of 22.06 ms, the host launches for 97.0 % of it.`"""
-    launches = "" if limit.enqueue_s is None else f", the host launches for {percent(limit.enqueue_s / limit.step_s)} % of it"
+    launches = (
+        "" if limit.enqueue_s is None else f", the host launches for {percent(limit.enqueue_s / limit.step_s)} % of it"
+    )
     works = f"the GPU works for {percent(limit.busy_share)} % of a step of {seconds_words(limit.step_s)}"
     if limit.kind == LAUNCH_BOUND:
         return f"Launch-bound: {works}{launches}."
     if limit.kind == NEAR_THE_LINE:
         return f"Near the line between launch-bound and limited by the GPU: {works}{launches}."
-    use = "" if limit.mfu is None else f", at {percent(limit.mfu)} % of its peak in {limit.record.fact('flops_dtype')} (MFU)"
+    use = (
+        ""
+        if limit.mfu is None
+        else f", at {percent(limit.mfu)} % of its peak in {limit.record.fact('flops_dtype')} (MFU)"
+    )
     return f"The GPU limits the step: {works[4:]}{use}."
 
 
@@ -135,7 +141,11 @@ def _suggestion(limits: Sequence[StepLimit], rows: Sequence[Row]) -> str:
 def _capture(limit: StepLimit) -> tuple[float, str] | None:
     """The gain of one CUDA graph a step, at most, where the host limits it and nothing forbids a graph."""
     config = limit.record.config
-    if limit.kind == DEVICE_BOUND or config.get("capture", "none") != "none" or config.get("adamw") in ("loop", "foreach"):
+    if (
+        limit.kind == DEVICE_BOUND
+        or config.get("capture", "none") != "none"
+        or config.get("adamw") in ("loop", "foreach")
+    ):
         return None
     factor = limit.step_s / limit.busy_s
     return factor, (

@@ -196,7 +196,7 @@ def _environment_facts(environment: Environment, rows: Sequence[Row]) -> Facts:
     alike = [one for one in others if dataclasses.replace(one, hostname=environment.hostname) == environment]
     facts["hostname"] = ", ".join(sorted(one.hostname for one in alike))
     for name in ("memory_bytes", "gpu_memory_bytes"):
-        if facts[name] is not None:
+        if facts[name]:
             facts[name] = f"{gibibytes(facts[name])} GiB"
     dirty = facts.pop("dirty")
     if facts["commit"] is not None:
@@ -204,5 +204,5 @@ def _environment_facts(environment: Environment, rows: Sequence[Row]) -> Facts:
     return [
         (name.removesuffix("_bytes").replace("_", " "), words(value))
         for name, value in facts.items()
-        if value is not None
+        if value not in (None, "", 0)  # a trace that somebody else recorded does not say where
     ]

@@ -35,7 +35,7 @@ from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, rati
 from trainstep.report.parallel_rows import Way, ways_of
 from trainstep.report.parallel_tables import CATEGORIES, held_by, memory_tables, message_tables, time_tables
 from trainstep.report.ratio_charts import ratio_chart
-from trainstep.report.ratios import Ratio, summary_of
+from trainstep.report.ratios import Ratio, median_of, summary_of
 from trainstep.report.rows import Row, grouped
 
 _PREDICTED = "predicted"

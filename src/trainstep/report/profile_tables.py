@@ -129,11 +129,12 @@ def profile_tables(rows: Sequence[Row]) -> list[Table]:
 
 def row_tables(row: Row, *, title: str = "", whole: bool = False) -> list[Table]:
     """The tables of one cell, with its GPU's ceilings beside what attention achieved."""
+    on_gpu = row.record.config.get("device") == "cuda"
     return detail_tables(
         row.record.tables,
         title=title,
         whole=whole,
-        spec=machine_spec(row.record.environment.gpu) if row.record.config.get("device") == "cuda" else None,
+        spec=machine_spec(row.record.environment.gpu) if on_gpu and "precision" in row.record.config else None,
         dtype=matmul_dtype(str(row.record.config.get("precision"))),
         point=row.point,
     )

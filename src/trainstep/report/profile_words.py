@@ -75,7 +75,9 @@ def _near_reason(limit: Row, kinds: Sequence[str]) -> str:
     elif not limit["on_device"]:
         share, line, what = limit["overhead_share"], verdict.OVERHEAD_SHARE, "of the step passes between ops"
     else:
-        works = f"the device works for {_share(limit, 'busy_s')} of {_step(limit)} (under {percent(BUSY_SHARE)} % it waits)"
+        works = (
+            f"the device works for {_share(limit, 'busy_s')} of {_step(limit)} (under {percent(BUSY_SHARE)} % it waits)"
+        )
         return works + (f", the host launches for {_share(limit, 'enqueue_s')}." if limit["enqueue_s"] else ".")
     return f"{percent(share)} % {what}, and the line is at {percent(line)} %."
 
@@ -152,6 +154,8 @@ def _profiler(fact: GetFact) -> list[str]:
             f"{percent(assigned)} % of all device time has a phase, {percent(fallback)} % only by what the main thread did "
             "meanwhile."
         )
+    if split := fact("trace_split"):
+        found.append(str(split))
     if path := fact("trace_file"):
         found.append(f"The trace of one step is in {path}: open it at ui.perfetto.dev, or with --from.")
     return found

@@ -77,9 +77,7 @@ def ranking_words(ranking: Ranking, *, of: str = "", name: Callable[[Row], str] 
     cannot = _cannot_tell(ranking, name)
     if ranking.alike:
         interval = f", ratio {interval_words(ranking.alike[0])}" if len(leaders) == 2 else ""
-        return (
-            f"No difference seen between {_few(map(name, leaders))}: {_few(times)}{of}{interval}{behind}{cannot}."
-        )
+        return f"No difference seen between {_few(map(name, leaders))}: {_few(times)}{of}{interval}{behind}{cannot}."
     if ranking.unknown:
         return f"Cannot tell which is the quickest: {name(ranking.first)} takes {times[0]}{of}{cannot}{behind}."
     if ranking.slower:
@@ -120,7 +118,8 @@ def against_words(axis: str, ratios: Sequence[Ratio]) -> str:
     """The verdict along a compared axis: of each value how its cells compare with those of the axis's first value."""
     first = words(ratios[0].base.point.get(axis))
     said = [
-        f"{value} {_counted(alike)}" for value, alike in grouped(ratios, lambda ratio: words(ratio.row.point.get(axis))).items()
+        f"{value} {_counted(alike)}"
+        for value, alike in grouped(ratios, lambda ratio: words(ratio.row.point.get(axis))).items()
     ]
     return f"Against {axis.replace('_', ' ')} {first}: {'; '.join(said)}."
 

@@ -40,6 +40,8 @@ class Profile:
     compiled: bool
     tables: Mapping[str, Columns]
     verdict: Verdict
+    split: str
+    """How a trace that marks no steps was split into them; empty where it marks them."""
 
 
 def profile_of(
@@ -78,6 +80,7 @@ def profile_of(
         compiled=any(one.place.compiled for one in work.pieces),
         tables={name: columns for name, columns in tables.items() if columns},
         verdict=found,
+        split=work.split,
     )
 
 

@@ -14,6 +14,7 @@ from trainstep.traces.intervals import gaps_before, union_ns
 from trainstep.traces.kernel_classes import OVERHEAD, class_of_op, kernel_class
 from trainstep.traces.kernel_names import short_name
 from trainstep.traces.kineto import Activity, Call, Range, Trace
+from trainstep.traces.repetition import with_steps
 
 OP = "op"
 BETWEEN = "(between ops)"
@@ -54,6 +55,8 @@ class TraceWork:
     total_ns: int
     """Sum of all pieces: all of the trace's device time."""
     by_fallback_ns: int
+    split: str
+    """How a trace that marks no steps was split into them; empty where it marks them."""
 
     @property
     def assigned_share(self) -> float:
@@ -70,7 +73,8 @@ class TraceWork:
 
 
 def read_work(trace: Trace) -> TraceWork:
-    """Pieces and steps of a trace. A trace that names no steps is one step from its first event to its last."""
+    """Pieces and steps of a trace. One that marks no steps is split by what repeats (repetition.py), or is one step."""
+    trace, split = with_steps(trace)
     attribution = Attribution(trace)
     on_device = bool(trace.activities)
     assigned = attribution.assign() if on_device else _own_times(attribution)
@@ -91,6 +95,7 @@ def read_work(trace: Trace) -> TraceWork:
         steps=tuple(_step(number, window, mine[number], on_device) for number, window in windows.items()),
         total_ns=total_ns,
         by_fallback_ns=sum(one.activity.duration_ns for one in assigned if one.place.how == "fallback"),
+        split=split,
     )
 
 
