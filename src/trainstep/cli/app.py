@@ -1,8 +1,8 @@
 """The verbs, and what every one of them does with errors: one sentence and exit code 2, never a traceback.
 
 Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, or slower by `compare --fail-if-slower`, 2 bad input or
-standard output that cannot be written, 3 done but some cells crashed, were killed, timed out or could not be imported, 130
-interrupted, with a sentence that says what is kept.
+standard output that cannot be written, 3 done but some cells crashed, were killed, timed out or could not be imported, 4 the
+budget of --budget-minutes left cells (with the command that goes on), 130 interrupted, with a sentence that says what is kept.
 
 This module imports nothing that takes time: a Ctrl-C during an import is met inside `main`, not before it.
 """
@@ -15,6 +15,8 @@ import trainstep
 
 TYPE_CHECKING = False  # type checkers take it for true; to import it from typing takes longer than all else here
 if TYPE_CHECKING:
+    from inspect import BoundArguments
+
     from cyclopts import App
 
 _VERBS = {
@@ -95,10 +97,29 @@ def _run_verb(words: Sequence[str]) -> int:
     """ValueError for words that are no command line, too."""
     from cyclopts import CycloptsError
 
+    from trainstep.cli.option_files import OptionFiles
+
+    app, files = build_app(words), OptionFiles()
+    app.config = (files,)
     try:
-        return build_app(words)(_with_percent(words), exit_on_error=False, print_error=False) or 0
+        verb, bound, _ = app.parse_args(_with_percent(words), exit_on_error=False, print_error=False)
+        if files.words is not None:
+            _tell_files(bound, files.words)
+        return verb(*bound.args, **bound.kwargs) or 0
     except CycloptsError as error:
         raise ValueError(str(error)) from None
+    except ValueError as error:
+        raise ValueError(files.with_source(str(error))) from None
+
+
+def _tell_files(bound: "BoundArguments", words: str) -> None:
+    """The options that files gave, told to the reader and to the verb, whose records keep it."""
+    from dataclasses import replace
+
+    how = bound.arguments.get("how", bound.signature.parameters["how"].default)
+    bound.arguments["how"] = replace(how, defaults_from=words)
+    if not how.quiet:
+        _say(f"options from {words}")
 
 
 def _with_percent(words: Sequence[str]) -> list[str]:
