@@ -35,6 +35,13 @@ _VERBS = {
 }
 
 
+RUNNING = ("bench", "attention", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
+"""The verbs that run cells."""
+_LOOK_FIRST = "Look before a long run: `trainstep {0} --dry-run`. Stop in time: `trainstep {0} --budget-minutes 30`."
+_OPTION_FILES = (
+    " Options that are the same each time: in a file, `trainstep {0} --config FILE.toml`, or as defaults in ./trainstep.toml, "
+    'a table a verb and [all] for all of them, as `precision = "bf16_autocast"` under `[all]`; never model, data or output.'
+)
 _ASKS_FOR_HELP = frozenset(("--help", "-h", "--version"))
 
 
@@ -56,6 +63,9 @@ def build_app(words: Sequence[str]) -> "App":
 
         app.console = VisibleConsole(sys.stdout)
     overview = not words or words[0] not in _VERBS
+    if not overview and words[0] in RUNNING:
+        files = "" if words[0] in ("sweep", "tune") else _OPTION_FILES
+        app.help_epilogue = (_LOOK_FIRST + files).format(words[0])
     for verb, summary in _VERBS.items():  # a summary would take the place of the docstring in the verb's own help
         app.command(f"trainstep.cli.{verb}:{verb}", help=summary if overview else None)
     return app
