@@ -152,7 +152,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sweep one_workload.toml", "workload: must be a name"),
         ("sweep list_workload.toml", "workload: must be a name"),
         ("sweep eight.toml", "eight.toml: unknown key '8'"),
-        ("sweep deep.toml", "deep.toml: not a sweep: its lists or tables are nested too deeply"),
+        ("sweep deep.toml", "deep.toml: not a sweep file: its lists or tables are nested too deeply"),
         ("sweep digits.toml", "digits.toml: not TOML"),
         ("sweep no_such_day.toml", "no_such_day.toml: not TOML"),
         ("sweep large.toml", "large.toml: over 1,048,576 bytes"),

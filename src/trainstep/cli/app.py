@@ -1,8 +1,8 @@
 """The verbs, and what every one of them does with errors: one sentence and exit code 2, never a traceback.
 
 Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, or slower by `compare --fail-if-slower`, 2 bad input or
-standard output that cannot be written, 3 done but some cells crashed, were killed, timed out or could not be imported, 130
-interrupted, with a sentence that says what is kept.
+standard output that cannot be written, 3 done but some cells crashed, were killed, timed out or could not be imported, 4 the
+budget of --budget-minutes left cells (with the command that goes on), 130 interrupted, with a sentence that says what is kept.
 
 This module imports nothing that takes time: a Ctrl-C during an import is met inside `main`, not before it.
 """
@@ -15,6 +15,8 @@ import trainstep
 
 TYPE_CHECKING = False  # type checkers take it for true; to import it from typing takes longer than all else here
 if TYPE_CHECKING:
+    from inspect import BoundArguments
+
     from cyclopts import App
 
 _VERBS = {
@@ -33,6 +35,13 @@ _VERBS = {
 }
 
 
+RUNNING = ("bench", "attention", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
+"""The verbs that run cells."""
+_LOOK_FIRST = "Look before a long run: `trainstep {0} --dry-run`. Stop in time: `trainstep {0} --budget-minutes 30`."
+_OPTION_FILES = (
+    " Options that are the same each time: in a file, `trainstep {0} --config FILE.toml`, or as defaults in ./trainstep.toml, "
+    'a table a verb and [all] for all of them, as `precision = "bf16_autocast"` under `[all]`; never model, data or output.'
+)
 _ASKS_FOR_HELP = frozenset(("--help", "-h", "--version"))
 
 
@@ -54,6 +63,9 @@ def build_app(words: Sequence[str]) -> "App":
 
         app.console = VisibleConsole(sys.stdout)
     overview = not words or words[0] not in _VERBS
+    if not overview and words[0] in RUNNING:
+        files = "" if words[0] in ("sweep", "tune") else _OPTION_FILES
+        app.help_epilogue = (_LOOK_FIRST + files).format(words[0])
     for verb, summary in _VERBS.items():  # a summary would take the place of the docstring in the verb's own help
         app.command(f"trainstep.cli.{verb}:{verb}", help=summary if overview else None)
     return app
@@ -95,10 +107,29 @@ def _run_verb(words: Sequence[str]) -> int:
     """ValueError for words that are no command line, too."""
     from cyclopts import CycloptsError
 
+    from trainstep.cli.option_files import OptionFiles
+
+    app, files = build_app(words), OptionFiles()
+    app.config = (files,)
     try:
-        return build_app(words)(_with_percent(words), exit_on_error=False, print_error=False) or 0
+        verb, bound, _ = app.parse_args(_with_percent(words), exit_on_error=False, print_error=False)
+        if files.words is not None:
+            _tell_files(bound, files.words)
+        return verb(*bound.args, **bound.kwargs) or 0
     except CycloptsError as error:
         raise ValueError(str(error)) from None
+    except ValueError as error:
+        raise ValueError(files.with_source(str(error))) from None
+
+
+def _tell_files(bound: "BoundArguments", words: str) -> None:
+    """The options that files gave, told to the reader and to the verb, whose records keep it."""
+    from dataclasses import replace
+
+    how = bound.arguments.get("how", bound.signature.parameters["how"].default)
+    bound.arguments["how"] = replace(how, defaults_from=words)
+    if not how.quiet:
+        _say(f"options from {words}")
 
 
 def _with_percent(words: Sequence[str]) -> list[str]:

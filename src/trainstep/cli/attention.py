@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from trainstep.cli.options import check_cells, limits, this_machine, with_fields
+from trainstep.cli.run_options import GridOptions
 from trainstep.config.attention import IMPLEMENTATIONS, PACKAGES, TILE_FIELDS, AttentionConfig
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.parsing import build_config
-from trainstep.records.store import Store, new_records_path
 
 _ON_A_CPU = (
     "On a CPU trainstep's attention is algorithm.py, its kernels' algorithm in PyTorch: no measure of the kernels."
@@ -37,6 +37,7 @@ def attention(
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
+    how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
     """Time implementations of attention on the same inputs, with their memory, their error, and what really ran.
@@ -81,16 +82,18 @@ def attention(
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     groups = groups_along(cells, compare)
 
-    from trainstep.cli.cells import check_page, run_cells, show
-    from trainstep.measure.executor_local import run_groups
+    from trainstep.cli.cells import check_page, run_here, show, unfinished
+    from trainstep.cli.dry_run import show_cells
 
-    store = Store(out or new_records_path("attention"))
+    store = how.store(out, "attention")
     check_page(page, store.path)
-    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
+    if how.dry_run:
+        return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
+    records = run_here(groups, store, bounds, how, here=here)
     code = show(records, store, page, compare=compare, as_json=json)
     if _runs_algorithm(cells):
         print(_ON_A_CPU, file=sys.stderr if json else sys.stdout)
-    return code
+    return unfinished(groups, records, store, how) or code
 
 
 def with_defaults(grid: Mapping[str, list[Any]], device: str) -> dict[str, list[Any]]:

@@ -6,9 +6,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from trainstep.cli.options import check_cells, limits, this_machine, with_fields
+from trainstep.cli.run_options import GridOptions
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.run import RunConfig
-from trainstep.records.store import Store, new_records_path
 
 
 @with_fields(RunConfig)
@@ -20,6 +20,7 @@ def bench(
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
+    how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
     """Time forward, backward and optimizer of a training step; each cell of the grid in a process of its own.
@@ -61,10 +62,13 @@ def bench(
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     groups = groups_along(cells, compare)
 
-    from trainstep.cli.cells import check_page, run_cells, show
-    from trainstep.measure.executor_local import run_groups
+    from trainstep.cli.cells import check_page, run_here, show, unfinished
+    from trainstep.cli.dry_run import show_cells
 
-    store = Store(out or new_records_path("bench"))
+    store = how.store(out, "bench")
     check_page(page, store.path)
-    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
-    return show(records, store, page, compare=compare, as_json=json)
+    if how.dry_run:
+        return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
+    records = run_here(groups, store, bounds, how, here=here)
+    code = show(records, store, page, compare=compare, as_json=json)
+    return unfinished(groups, records, store, how) or code

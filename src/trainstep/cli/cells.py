@@ -1,19 +1,29 @@
 """What `bench` and `sweep` share: run groups of cells into a store, show progress, then the table, and say where it all is."""
 
 import contextlib
+import itertools
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainstep.cli.progress import CellProgress
+from trainstep.cli.run_options import GridOptions, RunOptions
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.cell import Cell
+from trainstep.records.durations import earlier_durations, expected_time
 from trainstep.records.record import Environment, Record
-from trainstep.records.store import Store
+from trainstep.records.store import RUNS, Store
+from trainstep.report.visible import one_line
+
+if TYPE_CHECKING:
+    from trainstep.measure.runner import Limits
 
 Execute = Callable[[Sequence[Sequence[Cell]], Callable[[Cell, str], None]], Iterator[list[Record]]]
+UNFINISHED = 4
+"""The exit code where a budget left cells."""
 _FAULTS = ("crash", "timeout", "import_error", "divergence")
 
 
@@ -23,23 +33,29 @@ def run_cells(
     execute: Execute,
     *,
     here: Environment | None,
+    how: RunOptions = RunOptions(),
     allow_mixed: bool = False,
     retry_failed: bool = False,
     anew: bool = False,
 ) -> list[Record]:
-    """Run what the store does not hold yet (or all, `anew`); the records of all cells asked for, in their order."""
+    """Run what the store does not hold yet (or all, `anew`), as far as the budget goes; the records of all cells asked for that
+    there are then, in their order."""
     from trainstep.measure.runner import with_facts
-    from trainstep.measure.sweep import run_sweep
+    from trainstep.measure.sweep import pending, run_sweep
 
     command = shlex.join(["trainstep", *sys.argv[1:]])
 
     def execute_noting_command(waiting: Sequence[Sequence[Cell]]) -> Iterator[list[Record]]:
         for records in execute(waiting, progress.tell):
-            yield [with_facts(record, command=command) for record in records]
+            yield [with_facts(record, command=command, defaults_from=how.defaults_from) for record in records]
 
     cells = [cell for group in groups for cell in group]
     before = store.latest() if anew else {}
-    with CellProgress(cells) as progress:
+    waiting = groups if anew else pending(groups, store, retry_failed=retry_failed)
+    durations = earlier_durations([store.path, RUNS])
+    expected = {cell.key: expected_time(cell, durations) for group in waiting for cell in group}
+    kept: set[str] = set()
+    with CellProgress(cells, expected, quiet=how.quiet) as progress:
         steps = run_sweep(
             groups,
             store,
@@ -49,11 +65,55 @@ def run_cells(
             retry_failed=retry_failed,
             anew=anew,
         )
-        with interrupt_says(lambda: _kept_words(cells, store, before)):
+        with interrupt_says(lambda: _kept_words(cells, store, before)), contextlib.closing(steps):
             for step in steps:
                 progress.finished(step.done, step.of, step.records, whole=step.whole)
+                kept |= {record.key for record in step.records}
+                if step.whole and _is_spent(how.budget_minutes, progress.elapsed_s, len(kept), waiting):
+                    break
     latest = store.latest()
-    return [latest[cell.key] for cell in cells if cell.key in latest]
+    done = kept if anew else latest.keys()
+    return [latest[cell.key] for cell in cells if cell.key in done]
+
+
+def _is_spent(minutes: float | None, elapsed_s: float, ran: int, waiting: Sequence[Sequence[Cell]]) -> bool:
+    """Whether the next group would end after the budget, if its cells take as long as those that ran, which are the first ones."""
+    if minutes is None or not ran:
+        return False
+    starts = itertools.accumulate(map(len, waiting), initial=0)
+    size = next((len(group) for start, group in zip(starts, waiting, strict=False) if start >= ran), 0)
+    return elapsed_s * (1 + size / ran) > minutes * 60
+
+
+def unfinished(groups: Sequence[Sequence[Cell]], records: Sequence[Record], store: Store, how: RunOptions) -> int:
+    """Say what the budget left, and the command that goes on. The exit code then, or 0 where nothing is left."""
+    count = sum(map(len, groups))
+    if len(records) == count:
+        return 0
+    words = sys.argv[1:]
+    if words[:1] != ["sweep"] and not any(word.split("=")[0] == "--out" for word in words):
+        words = [*words, "--out", str(store.path)]
+    if isinstance(how, GridOptions) and "--resume" not in words:
+        words = [*words, "--resume"]
+    with outliving_reader(sys.stderr):
+        print(
+            f"{count - len(records)} of {count} cells are left: the budget of {how.budget_minutes:g} min is spent. To go on: "
+            f"{one_line(shlex.join(['trainstep', *words]))}",
+            file=sys.stderr,
+        )
+    return UNFINISHED
+
+
+def run_here(
+    groups: Sequence[Sequence[Cell]], store: Store, bounds: "Limits", how: GridOptions, *, here: Environment
+) -> list[Record]:
+    """Run cells on this machine: all, or with `--resume` those that the store does not hold."""
+    from trainstep.measure.executor_local import run_groups
+
+    def execute(waiting: Sequence[Sequence[Cell]], tell: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
+        return run_groups(waiting, bounds, tell)
+
+    return run_cells(groups, store, execute, here=here, how=how, anew=not how.resume)
 
 
 @contextlib.contextmanager
@@ -95,7 +155,7 @@ def show(
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
     from trainstep.report.terminal import print_tables
-    from trainstep.report.visible import one_line, visible
+    from trainstep.report.visible import visible
 
     rows = rows_of([(str(store.path), record) for record in records])
     tables = [*all_tables(rows), *(comparison_tables(rows, compare) if compare else [])]

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from trainstep.cli.options import limits, this_machine, with_fields
+from trainstep.cli.run_options import GridOptions
 from trainstep.config.collective import CollectiveConfig
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Environment
-from trainstep.records.store import Store, new_records_path
 
 _SIZES: dict[str, list[float]] = {
     "gloo": [0.001, 0.016, 0.25, 1, 4, 16],
@@ -33,6 +33,7 @@ def collectives(
     page: Path | None = None,
     timeout_s: float = 600.0,
     json: Annotated[bool, Parameter(negative=())] = False,
+    how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
     """Time collectives: bandwidth by size, latency, slowest and fastest rank, share of the link where its speed is known.
@@ -76,13 +77,16 @@ def collectives(
         device = "cpu"
     groups = groups_along(expand({"workload": ["collective"], **grid}, {"device": device}), compare)
 
-    from trainstep.cli.cells import check_page, run_cells, show
-    from trainstep.measure.executor_local import run_groups
+    from trainstep.cli.cells import check_page, run_here, show, unfinished
+    from trainstep.cli.dry_run import show_cells
 
-    store = Store(out or new_records_path("collectives"))
+    store = how.store(out, "collectives")
     check_page(page, store.path)
-    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
-    return show(records, store, page, compare=compare, as_json=json)
+    if how.dry_run:
+        return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
+    records = run_here(groups, store, bounds, how, here=here)
+    code = show(records, store, page, compare=compare, as_json=json)
+    return unfinished(groups, records, store, how) or code
 
 
 def _device_of(grid: Mapping[str, Sequence[Any]]) -> str | None:

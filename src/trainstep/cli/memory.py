@@ -1,20 +1,26 @@
 """`trainstep memory`: where the memory of a step goes, what peaks when, and what is the largest that fits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 from cyclopts import Parameter
 
 from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.cli.reading import read_limits, show_within
+from trainstep.cli.run_options import GridOptions
+from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.sync import USED_BY, SyncConfig
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.reading import ReadLimits
-from trainstep.records.store import Store, new_records_path
+from trainstep.records.record import Environment
+from trainstep.records.store import Store
+
+if TYPE_CHECKING:
+    from trainstep.measure.runner import Limits
 
 _MIN_SHARE = 0.005
 
@@ -29,6 +35,7 @@ def memory(
     timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
+    how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
     """Record one step's allocations: peaks by phase, who holds what and when, the largest allocations with their stacks.
@@ -76,30 +83,54 @@ def memory(
         Print the table as JSON: plain numbers, units in the names.
     """
     if from_ is not None:
-        check_file_alone("a snapshot", {"fit": fit, "out": out, "page": page, **fields, "min_share": None})
+        check_file_alone("a snapshot", {"fit": fit, "out": out, "page": page, **fields, **how.given, "min_share": None})
         return _show_snapshot(from_, fields.get("min_share"), read_limits(timeout_s, memory_limit_gib), as_json=json)
-    grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
-    here, device = this_machine(fields.get("device"))
-    grid = {"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid}
-    grid = _with_strategies(grid)
-    check_gpus(grid.get("ranks", ()), device, here, verb="memory")
-    cells = expand(grid, {"device": device})
-    check_cells(cells, memory_limit_gib=memory_limit_gib)
+    here, cells = _cells(fields, memory_limit_gib)
+    return _run(cells, fit, how.store(out, "memory"), bounds, how, here, page=page, as_json=json)
 
-    from trainstep.cli.cells import check_kept, check_page, run_cells, show
-    from trainstep.measure.executor_local import run_groups
 
-    store = Store(out or new_records_path("memory"))
+def _run(
+    cells: Sequence[Cell],
+    fit: Literal["batch_size", "context"] | None,
+    store: Store,
+    bounds: "Limits",
+    how: GridOptions,
+    here: Environment,
+    *,
+    page: Path | None,
+    as_json: bool,
+) -> int:
+    """Run the cells, or the trials from each of them, and show their tables. Returns the exit code."""
+    from trainstep.cli.cells import check_kept, check_page, run_here, show, unfinished
+    from trainstep.cli.dry_run import show_cells
+
     check_page(page, store.path)
+    groups = groups_along(cells, None)
+    if fit is not None and how.budget_minutes is not None:
+        raise ValueError("budget_minutes: a search with --fit says nothing before its end; leave one of them out")
+    if how.dry_run:
+        note = f"--fit begins at each of these; how many values of {fit} it tries is not known." if fit else ""
+        return show_cells(groups, store, here=here, anew=not how.resume, as_json=as_json, note=note)
     check_kept(cells, "keep_snapshot")
     if fit is not None:
         from trainstep.cli.memory_fit import fit_cells
 
-        return fit_cells(cells, fit, store, bounds, page=page, as_json=json)
-    groups = groups_along(cells, None)
-    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
-    return show(records, store, page, as_json=json)
+        return fit_cells(cells, fit, store, bounds, how, page=page, as_json=as_json)
+    records = run_here(groups, store, bounds, how, here=here)
+    code = show(records, store, page, as_json=as_json)
+    return unfinished(groups, records, store, how) or code
+
+
+def _cells(fields: Mapping[str, str | None], memory_limit_gib: float | None) -> tuple[Environment, list[Cell]]:
+    """Where we are, and what to run there."""
+    grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
+    here, device = this_machine(fields.get("device"))
+    grid = _with_strategies({"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid})
+    check_gpus(grid.get("ranks", ()), device, here, verb="memory")
+    cells = expand(grid, {"device": device})
+    check_cells(cells, memory_limit_gib=memory_limit_gib)
+    return here, cells
 
 
 def _with_strategies(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from trainstep.cli.options import check_cells, limits, this_machine, with_fields
+from trainstep.cli.run_options import GridOptions
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.numerics import NumericsConfig
-from trainstep.records.store import Store, new_records_path
 
 _DEFAULTS: dict[str, dict[str, list[Any]]] = {
     "cpu": {
@@ -31,6 +31,7 @@ def numerics(
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
+    how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
     """Hold each precision's logits, loss and gradients to fp64: same weights, same batch, beside the time of a step.
@@ -71,10 +72,13 @@ def numerics(
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     groups = groups_along(cells, None)
 
-    from trainstep.cli.cells import check_page, run_cells, show
-    from trainstep.measure.executor_local import run_groups
+    from trainstep.cli.cells import check_page, run_here, show, unfinished
+    from trainstep.cli.dry_run import show_cells
 
-    store = Store(out or new_records_path("numerics"))
+    store = how.store(out, "numerics")
     check_page(page, store.path)
-    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
-    return show(records, store, page, as_json=json)
+    if how.dry_run:
+        return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
+    records = run_here(groups, store, bounds, how, here=here)
+    code = show(records, store, page, as_json=json)
+    return unfinished(groups, records, store, how) or code

@@ -8,12 +8,12 @@ from cyclopts import Parameter
 
 from trainstep.cli.options import check_cells, check_rounds, limits, this_machine, with_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
+from trainstep.cli.run_options import GridOptions
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.sync import OURS, USED_BY
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.record import Environment
-from trainstep.records.store import Store, new_records_path
 
 _DEFAULTS: dict[str, dict[str, list[Any]]] = {
     "cpu": {"model": ["tiny"], "context": [64], "sync": list(OURS), "ranks": [2]},
@@ -34,6 +34,7 @@ def parallel(
     memory_limit_gib: float | None = None,
     rounds: int | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
+    how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
     """Time a training step on several ranks, in every way of keeping them together: step, what is sent, hidden, and held.
@@ -79,17 +80,20 @@ def parallel(
     check_gpus(grid["ranks"], device, here, verb="parallel")
     cells = expand({"workload": ["parallel"], **grid}, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
-
-    from trainstep.cli.cells import check_kept, check_page, run_cells, show
-    from trainstep.measure.executor_local import run_groups
-
-    store = Store(out or new_records_path("parallel"))
-    check_page(page, store.path)
-    check_kept(cells, "keep_trace")
     groups = groups_along(cells, "sync" if len(cells) > 1 and len(grid["sync"]) > 1 else None)
     check_rounds(rounds, groups)
-    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
-    return show(records, store, page, as_json=json)
+
+    from trainstep.cli.cells import check_kept, check_page, run_here, show, unfinished
+    from trainstep.cli.dry_run import show_cells
+
+    store = how.store(out, "parallel")
+    check_page(page, store.path)
+    if how.dry_run:
+        return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
+    check_kept(cells, "keep_trace")
+    records = run_here(groups, store, bounds, how, here=here)
+    code = show(records, store, page, as_json=json)
+    return unfinished(groups, records, store, how) or code
 
 
 def _with_defaults(asked: Mapping[str, list[Any]], device: str, here: Environment) -> dict[str, list[Any]]:

@@ -4,18 +4,19 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
 from trainstep.cli.options import TIMEOUT_S, check_cells, check_file_alone, limits, this_machine, with_fields
 from trainstep.cli.profile_files import check_nsys, profile_with_nsys, show_trace
 from trainstep.cli.reading import read_limits
+from trainstep.cli.run_options import GridOptions
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.profile import ProfileConfig
 from trainstep.records.record import Record
-from trainstep.records.store import Store, new_records_path
+from trainstep.records.store import Store
 
 if TYPE_CHECKING:
     from trainstep.measure.runner import Limits
@@ -48,6 +49,7 @@ def profile(
     nsys: Annotated[bool, _of_nsys("Record under nsys instead, and read its report.")] = False,
     nsys_pytorch: Annotated[_Pytorch | None, _of_nsys(_PYTORCH_HELP)] = None,
     nsys_python_backtrace: Annotated[bool, _of_nsys(_BACKTRACE_HELP)] = False,
+    how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
     """Say where the time of a step goes: every kernel by phase, span and class, what the host does, and what limits the step.
@@ -96,26 +98,25 @@ def profile(
     if not nsys and (nsys_pytorch or nsys_python_backtrace):
         raise ValueError("nsys_pytorch and nsys_python_backtrace: have no effect without --nsys")
     if from_ is not None:
-        check_file_alone("a trace", {"out": out, "nsys": nsys, **fields})
+        check_file_alone("a trace", {"out": out, "nsys": nsys, **fields, **how.given})
         return show_trace(from_, top, read_limits(timeout_s, memory_limit_gib), page=page, as_json=json)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, cells = _cells(fields, memory_limit_gib)
-    store = Store(out or new_records_path("profile"))
+    store = how.store(out, "profile")
     if nsys:
         check_nsys(cells, page)
-        code = profile_with_nsys(
-            cells[0],
-            store.path.with_suffix(".nsys-rep"),
-            pytorch=nsys_pytorch or "none",
-            python_backtrace=nsys_python_backtrace,
-            top=top,
-            timeout_s=bounds.timeout_s,
-            limits=read_limits(timeout_s, memory_limit_gib),
-            as_json=json,
-        )
+    if nsys and not how.dry_run:
+        report = store.path.with_suffix(".nsys-rep")
+        options: dict[str, Any] = {
+            "pytorch": nsys_pytorch or "none",
+            "python_backtrace": nsys_python_backtrace,
+            "as_json": json,
+        }
+        reading = read_limits(timeout_s, memory_limit_gib)
+        code = profile_with_nsys(cells[0], report, top=top, timeout_s=bounds.timeout_s, limits=reading, **options)
         if code is not None:
             return code
-    return _run(groups_along(cells, None), store, bounds, here, top=top, page=page, as_json=json)
+    return _run(groups_along(cells, None), store, bounds, how, here, top=top, page=page, as_json=json)
 
 
 def _cells(fields: Mapping[str, str | None], memory_limit_gib: float | None) -> "tuple[Environment, list[Cell]]":
@@ -132,6 +133,7 @@ def _run(
     groups: Sequence[Sequence[Cell]],
     store: Store,
     bounds: "Limits",
+    how: GridOptions,
     here: "Environment",
     *,
     top: int,
@@ -139,14 +141,16 @@ def _run(
     as_json: bool,
 ) -> int:
     """Run the cells under torch's profiler; what they say, then their tables."""
-    from trainstep.cli.cells import check_kept, check_page, run_cells, show, write_page
+    from trainstep.cli.cells import check_kept, check_page, run_here, show, unfinished, write_page
+    from trainstep.cli.dry_run import show_cells
     from trainstep.cli.streams import outliving_reader
-    from trainstep.measure.executor_local import run_groups
     from trainstep.report.profile_tables import TORCH_COLUMNS
 
     check_page(page, store.path)
+    if how.dry_run:
+        return show_cells(groups, store, here=here, anew=not how.resume, as_json=as_json)
     check_kept([cell for group in groups for cell in group], "keep_trace")
-    records = run_cells(groups, store, lambda waiting, tell: run_groups(waiting, bounds, tell), here=here, anew=True)
+    records = run_here(groups, store, bounds, how, here=here)
     ran = [record for record in records if record.failure is None]
     code = show(_with_top(records, top), store, None, as_json=as_json, paragraphs=_sentences(ran))
     if page is not None:
@@ -156,7 +160,7 @@ def _run(
             print(TORCH_COLUMNS, flush=True)
         if page is not None:
             print(f"page: {page}", file=sys.stderr if as_json else sys.stdout, flush=True)
-    return code
+    return unfinished(groups, records, store, how) or code
 
 
 def _with_top(records: Sequence[Record], top: int) -> list[Record]:

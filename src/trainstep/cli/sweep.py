@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 
 from trainstep.cli.options import check_cells, check_rounds, chosen_device, limits, this_machine, with_fields
+from trainstep.cli.run_options import RunOptions
 from trainstep.config.grid import expand_all, grid_from_settings, grid_from_text, groups_along
 from trainstep.config.run import RunConfig
-from trainstep.config.sweep import load_sweep
-from trainstep.records.store import Store
+from trainstep.config.sweep import SweepConfig, load_sweep
+from trainstep.records.store import RUNS, Store
 
 if TYPE_CHECKING:
     from trainstep.cli.cells import Execute
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from trainstep.measure.connection import Tell
     from trainstep.measure.executor_slurm_queue import JobRequest
     from trainstep.measure.runner import Limits
-    from trainstep.records.record import Record
+    from trainstep.records.record import Environment, Record
 
 _SLURM = Group("On a Slurm cluster", sort_key=3)
 _PARTITION_HELP = (
@@ -58,6 +59,7 @@ def sweep(
     slurm_time: Annotated[float | None, _on_slurm("Minutes a job may take [its cells' time-outs and five].")] = None,
     slurm_jobs: Annotated[int | None, _on_slurm("Jobs that may run at the same time [16].")] = None,
     slurm_args: Annotated[str | None, _on_slurm(_ARGUMENTS_HELP)] = None,
+    how: RunOptions = RunOptions(),
     **fields: str | None,
 ) -> int:
     """Run every cell of a sweep file that is not on disk yet. Kill it whenever you like: the same command goes on.
@@ -98,25 +100,42 @@ def sweep(
         Print the table as JSON: plain numbers, units in the names.
     """
     config = load_sweep(file)
-    overrides, device_asked = _overrides(fields, settings or [])
-    grids = config.grids(overrides)
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds)
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
-    asked = chosen_device(device_asked, grids[0])
+    here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
+    check_rounds(rounds, groups)
+
+    from trainstep.cli.cells import check_page, run_cells, show, unfinished
+    from trainstep.cli.dry_run import show_cells
+
+    if request is not None and how.budget_minutes is not None:
+        raise ValueError("budget_minutes: jobs of Slurm run side by side; --slurm-time limits each of them")
+    store = how.store(out or RUNS / f"{config.name}.jsonl", "sweep")
+    check_page(page, store.path)
+    if how.dry_run:
+        note = "" if request is None else "Times are those of one cell after the other; jobs run side by side."
+        which = {"allow_mixed": allow_mixed, "retry_failed": retry_failed}
+        return show_cells(groups, store, here=here, **which, as_json=json, note=note)
+    execute = _executor(bounds, request, store, groups, retry_failed)
+    records = run_cells(groups, store, execute, here=here, how=how, allow_mixed=allow_mixed, retry_failed=retry_failed)
+    words = {"title": config.title, "description": config.description or None}
+    code = show(records, store, page, compare=config.compare, as_json=json, **words)
+    return unfinished(groups, records, store, how) or code
+
+
+def _groups(
+    config: SweepConfig,
+    overrides: tuple[dict[str, list[Any]], str | None],
+    request: "JobRequest | None",
+    memory_limit_gib: float | None,
+) -> "tuple[Environment | None, list[list[Cell]]]":
+    """This machine, or None where jobs of Slurm's run on others, and the cells, those that are compared together."""
+    grids = config.grids(overrides[0])
+    asked = chosen_device(overrides[1], grids[0])
     here, device = this_machine(asked) if request is None else (None, _device_of_jobs(asked, request.gpus))
     cells = expand_all(grids, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
-    groups = groups_along(cells, config.compare)
-    check_rounds(rounds, groups)
-
-    from trainstep.cli.cells import check_page, run_cells, show
-
-    store = Store(out or Path("runs") / f"{config.name}.jsonl")
-    check_page(page, store.path)
-    execute = _executor(bounds, request, store, groups, retry_failed)
-    records = run_cells(groups, store, execute, here=here, allow_mixed=allow_mixed, retry_failed=retry_failed)
-    words = {"title": config.title, "description": config.description or None}
-    return show(records, store, page, compare=config.compare, as_json=json, **words)
+    return here, groups_along(cells, config.compare)
 
 
 def _overrides(fields: Mapping[str, str | None], settings: Sequence[str]) -> tuple[dict[str, list[Any]], str | None]:

@@ -9,11 +9,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from trainstep.cli.options import limits, this_machine, with_fields
+from trainstep.cli.run_options import RunOptions
 from trainstep.config.attention_tiles import GENERATED, KERNELS, AttentionTilesConfig
 from trainstep.config.cell import Cell
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Record
-from trainstep.records.store import Store, new_records_path
+from trainstep.records.store import Store
 
 _NO_GPU = "device: tune needs a GPU, and none is visible here: tiles are chosen by timing on the GPU they are for"
 _NO_INTERPRETER = "device: a CPU runs these kernels in Triton's interpreter only, for tests; set TRITON_INTERPRET=1"
@@ -40,6 +41,7 @@ def tune(
     timeout_s: float = 600.0,
     allow_mixed: Annotated[bool, Parameter(negative=())] = False,
     retry_failed: Annotated[bool, Parameter(negative=())] = False,
+    how: RunOptions = RunOptions(),
     **fields: str | None,
 ) -> int:
     """Try tiles of the attention kernels: compile and check them side by side, time the right ones in turns, rank them.
@@ -84,19 +86,26 @@ def tune(
     if found == "cpu" and not on_cpu:
         raise ValueError(_NO_GPU)
 
-    from trainstep.cli.cells import run_cells
+    from trainstep.cli.cells import run_cells, unfinished
     from trainstep.measure.executor_local import run_groups
 
-    store = Store(out or new_records_path("tune"))
+    store = how.store(out, "tune")
+    groups = groups_along(cells, None)
+    if how.dry_run:
+        from trainstep.cli.dry_run import show_cells
+
+        return show_cells(groups, store, here=here, allow_mixed=allow_mixed, retry_failed=retry_failed)
     records = run_cells(
-        groups_along(cells, None),
+        groups,
         store,
         lambda waiting, tell: run_groups(waiting, bounds, tell),
         here=here,
+        how=how,
         allow_mixed=allow_mixed,
         retry_failed=retry_failed,
     )
-    return _show(records, cells, store, top)
+    code = _show(records, cells, store, top)
+    return unfinished(groups, records, store, how) or code
 
 
 def _cells(fields: Mapping[str, str | None]) -> list[Cell]:

@@ -62,31 +62,33 @@ class SweepConfig:
 
 def load_sweep(path: Path) -> SweepConfig:
     """Read a sweep file. ValueError in one sentence for a missing file, bad TOML, an unknown key, a wrong type."""
-    text = _text(path)
+    return sweep_from_document(load_toml(path, "sweep file"), name=path.stem, where=str(path))
+
+
+def load_toml(path: Path, kind: str) -> dict[str, Any]:
+    """The document of a TOML file, a `kind` of file. ValueError in one sentence for a missing file or bad TOML."""
+    text = _text(path, kind)
     try:
-        document = tomllib.loads(text)
+        return tomllib.loads(text)
     except RecursionError:
-        raise ValueError(f"{path}: not a sweep: its lists or tables are nested too deeply") from None
+        raise ValueError(f"{path}: not a {kind}: its lists or tables are nested too deeply") from None
     except ValueError as error:  # of TOML, of a date that no calendar has, of a number of more digits than Python reads
         raise ValueError(f"{path}: not TOML: {error}") from None
-    return sweep_from_document(document, name=path.stem, where=str(path))
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, kind: str) -> str:
     """The file's text. ValueError for what is no file of text or too large: a device has no end, a pipe may have no writer."""
     try:
         if path.exists() and not path.is_file():
-            kind = "a folder" if path.is_dir() else "no regular file"
-            raise ValueError(f"{path}: cannot be read: it is {kind}; name a TOML file")
+            what = "a folder" if path.is_dir() else "no regular file"
+            raise ValueError(f"{path}: cannot be read: it is {what}; name a TOML file")
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise ValueError(
-                f"{path}: over {_MOST_BYTES:,} bytes, the most that a sweep file may have; cut it in several"
-            )
+            raise ValueError(f"{path}: over {_MOST_BYTES:,} bytes, the most that a {kind} may have; cut it in several")
         return content.decode("utf-8-sig")
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such sweep file") from None
+        raise ValueError(f"{path}: there is no such {kind}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     except OSError as error:
@@ -99,11 +101,11 @@ def sweep_from_document(document: Mapping[str, Any], *, name: str, where: str) -
     grid = document.get("grid")
     if not isinstance(grid, dict) or not grid:
         raise ValueError(f"{where}: needs a table [grid] with at least one field")
-    lists = _lists(grid, f"{where} [grid]")
+    lists = lists_of(grid, f"{where} [grid]")
     rows = document.get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
         raise ValueError(f"{where}: rows: must be tables [[rows]] of fields")
-    row_lists = tuple(_lists(row, f"{where} [[rows]]") for row in rows)
+    row_lists = tuple(lists_of(row, f"{where} [[rows]]") for row in rows)
     for row in row_lists or ({},):
         check_grid_keys(lists | row, f"{where} [grid]" + (" with [[rows]]" if row else ""))
     timeout_s = document.get("timeout_s", 600.0)
@@ -132,7 +134,7 @@ def _once(values: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _lists(fields: Mapping[str, Any], where: str) -> dict[str, list[Any]]:
+def lists_of(fields: Mapping[str, Any], where: str) -> dict[str, list[Any]]:
     """A scalar is a list of one."""
     lists = {field: value if isinstance(value, list) else [value] for field, value in fields.items()}
     for field, values in lists.items():

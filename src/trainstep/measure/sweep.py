@@ -3,7 +3,7 @@
 A group that is killed after some of its records runs again as a whole, and new records take the place of the old ones.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from trainstep.config.cell import Cell
@@ -53,7 +53,7 @@ def run_sweep(
     allow_mixed: bool = False,
     retry_failed: bool = False,
     anew: bool = False,
-) -> Iterator[Progress]:
+) -> Generator[Progress, None, None]:
     """Run what is pending. ValueError if the store holds records of another GPU, torch or code, unless `allow_mixed`;
     also, once a group is stored, if these changed during the sweep.
 
@@ -97,7 +97,7 @@ def check_same_place(store: Store, here: Environment) -> None:
         if difference := here.difference(place, *MUST_MATCH):
             raise ValueError(
                 f"{store.path}: holds records made with {difference} (here against there); "
-                "resume with --allow-mixed, or give --out another file"
+                "go on with --allow-mixed (sweep and tune have it), or give --out another file"
             )
 
 

@@ -78,6 +78,7 @@ FACTS: Mapping[str, FactKind] = {
     **IN_EVERY_ROW,
     # How the cell was run
     "command": FactKind("", str, "the command line"),
+    "defaults_from": FactKind("", str, "options that files gave, and which files"),
     "interleaving": FactKind("", str, "how compared cells took turns: none, live or rounds"),
     "interleaving_group": FactKind("", str, "the same for cells that took turns with each other"),
     "turn_steps": FactKind("count", int, "values of `step` a turn"),

@@ -32,9 +32,13 @@ _FOLDERS = (".tables", ".rounds", ".slurm")
 """Suffixes of the folders that are kept beside a file of records: it cannot have the name of one of them itself."""
 
 
+RUNS = Path("runs")
+"""Where records go unless a path is given."""
+
+
 def new_records_path(verb: str) -> Path:
     """`runs/bench-20261101-120000-5e0f3a.jsonl`: unlike that of another process that starts in the same second."""
-    return Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.jsonl"
+    return RUNS / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.jsonl"
 
 
 class Store:

@@ -164,6 +164,8 @@ def commands(rows: Sequence[Row]) -> Facts:
     """What was typed where the records say so; else the `trainstep bench` whose grid holds the cells."""
     found = dict.fromkeys(row.record.facts["command"].value for row in rows if "command" in row.record.facts)
     typed = [("command", str(command)) for command in found]
+    files = dict.fromkeys(row.record.fact("defaults_from") for row in rows)
+    typed += [("options from files", str(options)) for options in files if options is not None]
     steps = [row for row in of_workload(rows, "train_step") if "command" not in row.record.facts]
     if not steps:
         return typed
