@@ -118,8 +118,8 @@ def sweep(
         return show_cells(groups, store, here=here, **which, as_json=json, note=note)
     execute = _executor(bounds, request, store, groups, retry_failed)
     records = run_cells(groups, store, execute, here=here, how=how, allow_mixed=allow_mixed, retry_failed=retry_failed)
-    words = {"title": config.title, "description": config.description or None}
-    code = show(records, store, page, compare=config.compare, as_json=json, **words)
+    title, description = config.title, config.description or None
+    code = show(records, store, page, compare=config.compare, as_json=json, title=title, description=description)
     return unfinished(groups, records, store, how) or code
 
 

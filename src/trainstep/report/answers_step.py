@@ -61,7 +61,9 @@ def step_answer(rows: Sequence[Row]) -> Answer | None:
 
 
 def limit_of(row: Row, name: str) -> StepLimit | None:
-    """What limits the step of the row, which is called so; None where no GPU's work was seen beside it (a CPU, a step timed phase by phase)."""
+    """What limits the step of the row, which is called so.
+
+    None where no GPU's work was seen beside it (a CPU, a step timed phase by phase)."""
     record = row.record
     step_s, busy_s = median_of(record, "step"), record.fact("device_busy_s")
     if not step_s or busy_s is None or record.config.get("sync") == "phase":
