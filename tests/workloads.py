@@ -70,6 +70,8 @@ class PlantedMeasurement:
             "compile_caches": " ".join(map(os.environ.get, COMPILE_CACHES))
             if self._config.get("cold_compile")
             else None,
+            "folder": os.getcwd(),
+            "torch_threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
             "typed": sys.stdin.read() if self._config.get("reads") else "",
         }
         if self._config["act"] == "nan":

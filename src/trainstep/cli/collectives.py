@@ -70,7 +70,9 @@ def collectives(
     bounds = limits(timeout_s, None)
     asked_device = ",".join(map(str, grid.pop("device", []))) or _device_of(grid)
     sends_between_gpus = "nccl" in grid.get("backend", ())
-    here, device = this_machine(asked_device, instead=_WITHOUT_A_GPU if sends_between_gpus else "--device cpu")
+    here, device = this_machine(
+        asked_device, instead=_WITHOUT_A_GPU if sends_between_gpus else "--device cpu", forks=False
+    )
     grid = _with_defaults(grid, _sizes_in_mib(kib), device, here)
     _check_gpus(grid, device, here)
     if device == "cuda" and grid["backend"] == ["gloo"] and fields.get("device") is None:

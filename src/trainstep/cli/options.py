@@ -100,15 +100,19 @@ def _default_words(name: str, field: dataclasses.Field[Any], defaults: Defaults)
     return f" [{words}]" if words else ""
 
 
-def this_machine(device: str | None, *, instead: str = "--device cpu") -> "tuple[Environment, str]":
+def this_machine(device: str | None, *, instead: str = "--device cpu", forks: bool = True) -> "tuple[Environment, str]":
     """Where we are, and the device to run on: the one asked for, or the GPU if there is a usable one.
 
-    `instead`: options that do without a GPU, for the ValueError where it cannot be used.
+    `instead`: options that do without a GPU, for the ValueError where it cannot be used. `forks`: the process that cells are
+    forked from begins to import torch meanwhile; cells of several ranks have one of their own.
     """
     from trainstep.measure.device import usable_device
     from trainstep.measure.environment import environment
+    from trainstep.measure.fork_client import start_server
     from trainstep.measure.nvml import read_driver
 
+    if forks:
+        start_server()
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     driver = read_driver(visible_devices)
     here = environment(driver=driver)

@@ -72,7 +72,7 @@ def parallel(
     """
     asked = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     bounds = limits(timeout_s, memory_limit_gib, rounds)
-    here, device = this_machine(fields.get("device"))
+    here, device = this_machine(fields.get("device"), forks=False)
     if fields.get("device") is None and "ranks" not in asked and here.gpu_count < 2:
         device = "cpu"
     grid = _with_defaults(asked, device, here)

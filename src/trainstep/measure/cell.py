@@ -1,4 +1,6 @@
-"""A cell's own process: `python -m trainstep.measure.cell`, spoken to in JSON lines on stdin, answering on stdout.
+"""A cell's own process, spoken to in JSON lines on stdin, answering on stdout.
+
+It is `python -m trainstep.measure.cell`, or a process forked by fork_server.py that goes on with `main` here.
 
     {"do": "prepare", "workload": …, "config": …, "memory_limit_bytes": …, "compile_cache": folder or null}
                                               -> ready, or finished with a failure
@@ -66,9 +68,10 @@ class Conversation:
 class CellProcess:
     """Answers requests about one measurement at a time."""
 
-    def __init__(self, conversation: Conversation, visible_devices: str | None) -> None:
+    def __init__(self, conversation: Conversation, visible_devices: str | None, *, forked: bool) -> None:
         self.conversation = conversation
         self._visible_devices = visible_devices
+        self._forked = forked
         self._environment: dict[str, Any] = {}
         self._measurement: Measurement | None = None
         self._stage = "start"
@@ -117,7 +120,7 @@ class CellProcess:
         if runs_user_code(request["workload"], request["config"]):
             search_current_folder()
         workload = load_workload(request["workload"])
-        self._extra_facts = facts_of(import_s=time.perf_counter() - started_s)
+        self._extra_facts = facts_of(import_s=time.perf_counter() - started_s, forked=self._forked)
         self._again = workload.shares_worker
         self._measurement = workload.prepare(request["config"], self._tell_stage)
 
@@ -155,9 +158,9 @@ def _leave() -> None:
     os._exit(0)
 
 
-def _die_with_driver() -> None:
+def die_with_parent() -> None:
     """Linux: have the kernel end this process with the thread that started it, even while native code hangs and nothing
-    reads stdin."""
+    reads stdin. For a cell that is the driver, or the server that forked it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
 
@@ -175,18 +178,18 @@ def _guard_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def main() -> None:
+def main(*, forked: bool = False) -> None:
     """Serve requests until stdin closes. They and the answers keep the real stdin and stdout; what the workload itself
-    reads is empty, and what it prints goes to stderr."""
+    reads is empty, and what it prints goes to stderr. `forked`: from a process that has imported torch (fork_server.py)."""
     _guard_group()
-    _die_with_driver()
+    die_with_parent()
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's: the environment's GPU is the one that CUDA takes
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     make_children_safe()
-    process = CellProcess(Conversation(requests, answers), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    process = CellProcess(Conversation(requests, answers), os.environ.get("CUDA_VISIBLE_DEVICES"), forked=forked)
     while True:
         process.answer(process.conversation.next_request())
 

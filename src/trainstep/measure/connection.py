@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 from trainstep.config.cell import Cell
 from trainstep.config.import_path import python_command
 from trainstep.measure.failures import asked_bytes, last_lines_of
+from trainstep.measure.fork_client import ForkedProcess, fork_cell
 from trainstep.measure.host import out_of_memory_kills
 from trainstep.measure.temporary_folder import TemporaryFolder, remove_abandoned
 from trainstep.records.record import Failure
@@ -62,8 +63,9 @@ class Connection(Protocol):
 class CellConnection:
     """One process of `trainstep.measure.cell`, in a session of its own so that all it starts can be killed with it."""
 
-    def __init__(self, tell: Tell, variables: Mapping[str, str] | None = None) -> None:
-        """`variables`: of the environment, over the driver's own."""
+    def __init__(self, tell: Tell, variables: Mapping[str, str] | None = None, *, forked_for: str = "") -> None:
+        """`variables`: of the environment, over the driver's own. `forked_for`: the workload that a process is
+        forked for from one that has imported it, where that can be (fork_client.py)."""
         _check_folder()
         self._tell = tell
         self._stage = "start"
@@ -71,13 +73,16 @@ class CellConnection:
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         self._said_before = 0
         self._kernel_kills = out_of_memory_kills()
-        self._process = subprocess.Popen(
+        environment = {**os.environ, **(variables or {})}
+        self._process: subprocess.Popen[bytes] | ForkedProcess = (
+            fork_cell(forked_for, environment, self._stderr) if forked_for else None
+        ) or subprocess.Popen(
             python_command("trainstep.measure.cell"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             start_new_session=True,
-            env=None if variables is None else {**os.environ, **variables},
+            env=environment,
         )
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -154,6 +159,9 @@ class CellConnection:
             self._compile_cache = None
 
     def _kill_group(self) -> None:
+        if isinstance(self._process, ForkedProcess):
+            self._process.kill_group()
+            return
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

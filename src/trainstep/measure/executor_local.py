@@ -22,7 +22,7 @@ def run_groups(
     the next group is asked for: whoever asks has stored the records by then. Closing the iterator ends whatever runs.
     """
     remove_abandoned()  # by an earlier driver that was killed
-    idle = IdleProcesses()
+    idle = IdleProcesses(forks=limits.forks)
     try:
         for group in groups:
             if len(group) > 1:

@@ -36,7 +36,7 @@ def run_group(group: Sequence[Cell], limits: Limits, part: Path, node: Path) -> 
     }
     _write_whole(node, json.dumps(here))
     # A variant may come a second time: in rounds, where it turned out that they do not fit.
-    found = run_groups([group], replace(limits, visible_devices=visible_devices), lambda cell, stage: None)
+    found = run_groups([group], replace(limits, visible_devices=visible_devices, forks=False), lambda cell, stage: None)
     latest = {record.key: record for records in found for record in records}
     _write_whole(part, "".join(json.dumps(record_to_plain(record)) + "\n" for record in latest.values()))
 

@@ -8,7 +8,9 @@ from trainstep.measure.rank_connection import connect, ranks_of
 class IdleProcesses:
     """Processes, or groups of them, that said they can measure another cell of their workload, the longest idle first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, forks: bool = True) -> None:
+        """`forks`: fresh processes may be forked."""
+        self._forks = forks
         self._idle: list[tuple[object, Connection]] = []
 
     def take(self, cell: Cell, tell: Tell) -> Connection:
@@ -18,7 +20,7 @@ class IdleProcesses:
             if known == _kind(cell) and connection.alive:
                 return connection
             connection.close()
-        return connect(cell, tell)
+        return connect(cell, tell, forks=self._forks)
 
     def give(self, cell: Cell, connection: Connection) -> None:
         """Keep one that its cell is done with."""

@@ -59,7 +59,7 @@ def run_interleaved(
 def _run_in_turns(
     cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None
 ) -> Iterator[list[Record]]:
-    processes = idle or IdleProcesses()
+    processes = idle or IdleProcesses(forks=limits.forks)
     runs: list[CellRun] = []
     ended: dict[str, Record] = {}
     try:

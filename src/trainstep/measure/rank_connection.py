@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.cell import Cell
+from trainstep.config.instruments import INSTRUMENTS
 from trainstep.measure.connection import Answer, CellConnection, CellLost, Connection, Tell, tell_nobody
 from trainstep.measure.host import cores
 from trainstep.measure.rank_findings import merged_findings
@@ -42,16 +43,24 @@ def ranks_of(cell: Cell) -> int:
     return int(cell.config.get("ranks", 1))
 
 
-def connect(cell: Cell, tell: Tell) -> Connection:
-    """A fresh process for the cell, or one for each of its ranks."""
+def connect(cell: Cell, tell: Tell, *, forks: bool = True) -> Connection:
+    """A fresh process for the cell, or one for each of its ranks.
+
+    `forks`: it may be forked from one that has imported torch, if it is of ours: nobody knows what a workload of one's own does
+    before it imports torch. Nor may a cell be that is to compile anew: where its cache lies is said before Triton is imported.
+    """
     ranks = ranks_of(cell)
-    return RankConnection(tell, ranks) if ranks > 1 else CellConnection(tell)
+    may_be = forks and cell.workload in INSTRUMENTS and not cell.config.get("cold_compile")
+    forked_for = cell.workload if may_be else ""
+    return (
+        RankConnection(tell, ranks, forked_for=forked_for) if ranks > 1 else CellConnection(tell, forked_for=forked_for)
+    )
 
 
 class RankConnection:
     """A CellConnection for each rank. Stages are told as rank 0 reaches them. On a CPU they share cores and memory limit."""
 
-    def __init__(self, tell: Tell, ranks: int) -> None:
+    def __init__(self, tell: Tell, ranks: int, *, forked_for: str = "") -> None:
         common = {
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
@@ -67,7 +76,7 @@ class RankConnection:
         self._ranks: list[CellConnection] = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._ranks.append(CellConnection(tell if rank == 0 else tell_nobody, common | own))
+            self._ranks.append(CellConnection(tell if rank == 0 else tell_nobody, common | own, forked_for=forked_for))
         self._threads = ThreadPoolExecutor(max_workers=ranks, thread_name_prefix="rank")
 
     @property

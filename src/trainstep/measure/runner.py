@@ -20,12 +20,14 @@ _MEMORY_SHARE = 0.9
 class Limits:
     """`timeout_s`: seconds a cell's own process may take. `memory_limit_bytes`: what a CPU cell may allocate; None: 90 %
     of the machine's memory. `visible_devices`: the value of CUDA_VISIBLE_DEVICES. `rounds`: compared variants run in so many
-    rounds of whole processes; None: they take turns, alive together, if they fit."""
+    rounds of whole processes; None: they take turns, alive together, if they fit. `forks`: a process may be forked from one that
+    has imported torch."""
 
     timeout_s: float = 600.0
     memory_limit_bytes: int | None = None
     visible_devices: str | None = None
     rounds: int | None = None
+    forks: bool = True
 
     def memory_for(self, cell: Cell) -> int | None:
         """The limit of a CPU cell; a GPU's process needs address space the host does not have, and gets none."""
@@ -128,4 +130,4 @@ def with_facts(record: Record, **values: Any) -> Record:
 
 def open_run(cell: Cell, limits: Limits, tell: Tell) -> CellRun:
     """A cell with a fresh process, or with one for each of its ranks."""
-    return CellRun(cell, limits, connect(cell, tell))
+    return CellRun(cell, limits, connect(cell, tell, forks=limits.forks))

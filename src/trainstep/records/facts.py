@@ -40,6 +40,7 @@ IN_EVERY_ROW: Mapping[str, FactKind] = {
     "driver_bytes": FactKind("bytes", float, "what the driver sees of the process"),
     "peak_rss_bytes": FactKind("bytes", float, "the most a CPU's process had resident"),
     "import_s": FactKind("s", float, "importing the workload"),
+    "forked": FactKind("", bool, "the process was forked from one that had imported torch"),
     "context_s": FactKind("s", float, "making the CUDA context"),
     "build_s": FactKind("s", float, "building the step"),
     "compile_s": FactKind("s", float, "compiling, so far"),

@@ -1,0 +1,164 @@
+"""The process that cells are forked from: `python -m trainstep.measure.fork_server`, started and asked by fork_client.py.
+
+It imports torch and the workload once, which takes seconds, and then forks a process for each cell in milliseconds. Requests
+and answers are JSON messages on the socket that is its stdin:
+
+    {"module": ..., "environment": {...}, "folder": ...} with three descriptors: the cell's stdin, stdout and stderr
+                                              -> {"pid": ...}
+                                              -> {"pid": ..., "code": ...} when it has ended; -9: by SIGKILL
+
+[Note: what a fork shares] A cell changes nothing for the next: what it writes to memory is its own. The server runs no operation
+of torch, so that no thread, no CUDA context and no random state is there when it forks. Every cell has its own session, folder,
+environment and guard (cell.py). Alike in all cells of a server are the addresses of libraries and the seed of Python's hashes:
+forks of one server differ less from each other than processes that are started anew.
+
+[Note: where a fork would not do] Where the imports failed, left a thread running, or opened a GPU, the forked process runs
+`python -m trainstep.measure.cell` in its place: the cell is a new process as if there were no server.
+"""
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainstep.config.import_path import make_children_safe, python_command
+from trainstep.measure import cell
+
+_LARGEST_MESSAGE = 2**20
+_AT_START = ("torch", "torch._dynamo")
+"""The second is what every optimizer of torch imports when it is made."""
+
+
+class ForkServer:
+    """Forks cells and says when they have ended."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._environment = dict(os.environ)
+        self._fit: dict[str, bool] = {}
+        """A module that was imported -> whether a fork is since then as good as a new process."""
+        self._wakeup, self._wakes = os.pipe()
+        os.set_blocking(self._wakes, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, nothing is written to the pipe
+        signal.set_wakeup_fd(self._wakes)
+
+    def serve(self) -> None:
+        """Answer until the driver closes the socket."""
+        for module in _AT_START:
+            self._import(module)
+        sources = select.poll()
+        sources.register(self._control, select.POLLIN)
+        sources.register(self._wakeup, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in sources.poll()}
+            if self._wakeup in ready:
+                os.read(self._wakeup, 4096)
+                self._reap()
+            if self._control.fileno() in ready:
+                message, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_MESSAGE, 3)
+                if not message:
+                    return
+                self._fork(json.loads(message), descriptors)
+
+    def _import(self, module: str) -> None:
+        """What fails is left to the cell, which says what is wrong."""
+        if module in self._fit:
+            return
+        try:
+            importlib.import_module(module)
+            self._fit[module] = is_fit()
+        except Exception:  # noqa: BLE001
+            self._fit[module] = False
+
+    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        self._import(request["module"])
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become_cell(request, descriptors, server)
+            except BaseException:  # noqa: BLE001  (whatever it is, this process must not go on as a second server)
+                traceback.print_exc()
+            os._exit(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._tell(pid=pid)
+
+    def _become_cell(self, request: dict[str, Any], descriptors: list[int], server: int) -> None:
+        """In the forked process: leave everything of the server behind and serve requests as a cell."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        cell.die_with_parent()
+        if os.getppid() != server:  # it died before the kernel was asked
+            os._exit(1)
+        self._control.close()
+        os.close(self._wakeup)
+        os.close(self._wakes)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        imports_set = {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
+        os.environ.clear()
+        os.environ.update(request["environment"] | imports_set)
+        os.chdir(request["folder"])
+        if not all(self._fit.values()):
+            command = python_command("trainstep.measure.cell")
+            os.execv(command[0], command)
+        tempfile.tempdir = None  # that of this environment
+        importlib.invalidate_caches()  # the driver may have written modules since
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
+        cell.main(forked=True)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                self._tell(pid=pid, code=os.waitstatus_to_exitcode(status))
+
+    def _tell(self, **fields: int) -> None:
+        with suppress(BrokenPipeError):  # the driver has ended: the next look at the socket says so
+            self._control.send(json.dumps(fields).encode())
+
+
+def is_fit() -> bool:
+    """Whether this process has one thread and no GPU open. Tells after a fork: OpenBLAS, which comes with numpy, starts threads
+    when it is imported and ends them before each fork."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    opened = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that listed the folder
+            opened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    gpu_open = any(path.startswith("/dev/nvidia") for path in opened)
+    return len(list(Path("/proc/self/task").iterdir())) == 1 and not gpu_open
+
+
+def main() -> None:
+    """Import, then serve. Standard output and error are those of the driver's choice; no cell writes to them."""
+    cell.die_with_parent()
+    control = socket.socket(fileno=os.dup(0))
+    gone = select.poll()
+    gone.register(control, 0)  # hanging up is always told
+    if gone.poll(0):  # the driver ended before the kernel was asked
+        return
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    make_children_safe()
+    ForkServer(control).serve()
+
+
+if __name__ == "__main__":
+    main()
