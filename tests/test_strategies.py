@@ -150,7 +150,7 @@ def test_a_new_one_from_the_command_line(with_toy: Path):
     small = ["--layers", "1", "--d-model", "16", "--heads", "2", "--context", "8", "--steps", "2", "--warmups", "1"]
     asked = ["--sync", "none,toy", "--window-steps", "1", "--json", "--page", "page.html"]
     out = run_python(with_toy, "-m", "trainstep", "parallel", "--device", "cpu", *small, *asked)
-    [row] = [row for row in json.loads(out) if row["sync"] == "toy"]
+    [row] = [row for row in json.loads(out)["rows"] if row["sync"] == "toy"]
     assert row["failure"] is None
     assert row["agreement"] == "parameters and buffers"
     assert row["messages"] == row["expected_messages"] > 1

@@ -51,7 +51,7 @@ def test_compared_as_json(tmp_path: Path):
     assert code == 0
     assert [record.fact("interleaving") for record in records] == ["live", "live"]
     assert len({record.fact("interleaving_group") for record in records}) == 1
-    rows = json.loads(out)
+    rows = json.loads(out)["rows"]
     assert any(row.get("compared_along") == "implementation" and row["ratio"] for row in rows)
     assert "On a CPU trainstep's attention is algorithm.py" in err
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

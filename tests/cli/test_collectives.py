@@ -47,7 +47,7 @@ def test_turns_and_json(tmp_path: Path):
     options = ["--compare", "dtype", "--dtype", "fp32,bf16", "--mib", "0.25", "--steps", 10, "--json"]
     code, out, err = finish(start("collectives", *options, folder=tmp_path), timeout_s=110)
     assert code == 0, err
-    rows = json.loads(out)
+    rows = json.loads(out)["rows"]
     cells = [row for row in rows if row["workload"] == "collective" and "bus_bytes_per_s" in row]
     assert [row["dtype"] for row in cells] == ["fp32", "bf16"]
     for row in cells:

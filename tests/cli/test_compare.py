@@ -48,7 +48,9 @@ def write(path: Path, *records: Record) -> Path:
 def test_cell_by_cell(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["compare", str(before), str(after)]) == 0
     out = capsys.readouterr().out
-    lines = out.splitlines()
+    verdict, _, *lines = out.splitlines()
+    assert verdict.startswith("The second file's step is faster in 1 of 2 cells (0.500 of the time)")
+    assert "small 512 fails in it (crash), which ran before. `trainstep bench --compare` lets" in verdict
     titles = ["cell", "before (ms)", "after (ms)", "ratio", "99 % interval", "verdict"]
     assert " ".join(lines[0].split()) == " ".join(titles)
     assert lines[2].split()[:5] == ["small", "128", "1,004", "502.2", "0.500"]
@@ -64,7 +66,7 @@ def test_cell_by_cell(before: Path, after: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_table_fits_80_columns(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["compare", str(before), str(after)]) == 0
-    table = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert max(map(len, table)) <= 80
     places = [{line.index(word) for line in table if word in line} for word in ("verdict", "faster", "cannot tell")]
     assert len(set.union(*places)) == 1, "verdicts stand in one column"
@@ -72,7 +74,7 @@ def test_the_table_fits_80_columns(before: Path, after: Path, capsys: pytest.Cap
 
 def test_the_other_way_round(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["compare", str(after), str(before)]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "128" in line)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("small 128"))
     assert line.split()[-1] == "slower"
     assert "2.000" in line
 
@@ -153,7 +155,7 @@ def test_a_smaller_minimum_effect(before: Path, tmp_path: Path, capsys: pytest.C
 
 def test_as_json(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["compare", str(before), str(after), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["rows"]
     assert [row["verdict"] for row in found] == ["faster", "cannot tell", "cannot tell"]
     assert [row["config"]["context"] for row in found] == [128, 256, 512]
     assert (found[0]["before_s"], found[0]["after_s"]) == (pytest.approx(1.0045), pytest.approx(0.50225))
@@ -166,7 +168,7 @@ def test_json_of_a_workload_with_nested_config(tmp_path: Path, capsys: pytest.Ca
     nested = a_record(workload="own:X", config={"shape": {"sides": [1, 2]}})
     path = write(tmp_path / "own.jsonl", nested)
     assert app.run(["compare", str(path), str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["config"] == {"shape": {"sides": [1, 2]}}
+    assert json.loads(capsys.readouterr().out)["rows"][0]["config"] == {"shape": {"sides": [1, 2]}}
 
 
 def test_unlike_machines(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -193,5 +195,5 @@ def test_attention_is_compared_by_its_own_time(tmp_path: Path, capsys: pytest.Ca
     assert app.run(["compare", *files]) == 0
     assert "trainstep 1024 64  " in capsys.readouterr().out
     assert app.run(["compare", *files, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(capsys.readouterr().out)["rows"]
     assert (found["quantity"], found["verdict"], round(found["ratio"], 6)) == ("time_s", "faster", 0.5)

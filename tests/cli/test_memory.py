@@ -154,7 +154,7 @@ def test_reads_anyones_snapshot(capsys: pytest.CaptureFixture[str]):
     assert "forward (linear.py:134)" in out
     assert "full ring" not in out
     assert run(["memory", "--from", str(FIXTURE), "--json"]) == 0
-    [totals] = json.loads(capsys.readouterr().out)
+    [totals] = json.loads(capsys.readouterr().out)["rows"]
     assert (totals["requested_peak_bytes"], totals["allocated_peak_bytes"]) == (78_868_556, 78_878_208)
 
 

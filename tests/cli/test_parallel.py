@@ -25,7 +25,7 @@ def test_two_ways_take_turns(tmp_path: Path):
     code, out, err = finish(start("parallel", *SMALL, *options, folder=tmp_path), timeout_s=115)
     assert code == 0, err
     assert "Traceback" not in err
-    cells = [row for row in json.loads(out) if row.get("workload") == "parallel"]
+    cells = [row for row in json.loads(out)["rows"] if row.get("workload") == "parallel"]
     assert [row["sync"] for row in cells] == ["none", "bucketed", "bucketed"]
     for row in cells:
         assert (row["messages"], row["sent_bytes"]) == (row["expected_messages"], row["expected_sent_bytes"])

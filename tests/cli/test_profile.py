@@ -73,7 +73,7 @@ def test_anyones_trace(capsys: pytest.CaptureFixture[str]):
 
 def test_as_json(capsys: pytest.CaptureFixture[str]):
     assert app.run(["profile", "--from", str(COMPILED), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["rows"]
     tables = {row["table"] for row in rows}
     assert {"kernels", "classes", "spans", "layers", "host"} <= tables
     shares = [row["share"] for row in rows if row["table"] == "kernels"]

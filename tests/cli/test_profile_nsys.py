@@ -42,7 +42,7 @@ def test_from_an_export(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == ours
     assert ours.startswith("Launch-bound: the device works ")
     assert run("--from", "eager.sqlite", "--json") == 0
-    tables = {row["table"] for row in json.loads(capsys.readouterr().out)}
+    tables = {row["table"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert {"kernels", "classes", "layers", "host", "verdict", "stall"} <= tables
 
 
@@ -66,7 +66,7 @@ def test_the_whole_path(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_as_json(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     fake_nsys.install(monkeypatch, folder / "bin", export=folder / "eager.sqlite")
     assert run("--nsys", "--json", "--out", "p.jsonl") == 0
-    assert {row["table"] for row in json.loads(capsys.readouterr().out)} >= {"kernels", "verdict"}
+    assert {row["table"] for row in json.loads(capsys.readouterr().out)["rows"]} >= {"kernels", "verdict"}
 
 
 @pytest.mark.usefixtures("on_a_gpu")

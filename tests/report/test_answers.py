@@ -1,65 +1,254 @@
-"""A workload's cells in one sentence."""
+"""The answers: each rule on constructed records, then every record file of results/ as its readers see it."""
 
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from record_maker import a_record, seconds
+from record_maker import ENVIRONMENT, a_record, seconds
+from sources import ROOT
+from trainstep.cli.report import report
 from trainstep.records.facts import facts_of
 from trainstep.records.record import Failure
-from trainstep.report.answers import answers
-from trainstep.report.rows import rows_of
+from trainstep.report.answers import Answer, answers
+from trainstep.report.rows import read_rows, rows_of
 
-FAILED = Failure(kind="crash", phase="build", message="no")
+CRASH = Failure(kind="crash", phase="build", message="no")
+OOM = Failure(kind="out_of_memory", phase="backward", message="no", asked_bytes=2**30)
+FASTER, SLOWER = [1.0, 1.01, 1.02, 1.0, 1.01] * 4, [2.0, 2.01, 2.02, 2.0, 2.01] * 4
+NOISY = [0.6, 1.8, 1.0, 1.4, 0.7] * 4
+RESULTS = sorted((ROOT / "results").rglob("*.jsonl"))
 
 
-def rows(*records: Any) -> Any:
-    return rows_of([("r.jsonl", record) for record in records])
+def answer_of(*records: Any, axis: str | None = None) -> Answer:
+    (answer,) = answers(rows_of([("r.jsonl", record) for record in records]), axis)
+    return answer
 
 
-def a_cell(workload: str, seq: int, **changes: Any) -> Any:
-    return a_record(workload=workload, key=str(seq), config={"seq": seq}, **changes)
+def a_cell(workload: str, name: str, **changes: Any) -> Any:
+    config = {"context": name, **changes.pop("config", {})}
+    return a_record(workload=workload, key=name, config=config, **changes)
+
+
+def custom(*times: Sequence[float]) -> Answer:
+    """The answer of a workload of one's own, whose cells a, b, c took these times."""
+    return answer_of(*(a_cell("mine:W", "abcdef"[i], samples={"time": seconds(one)}) for i, one in enumerate(times)))
+
+
+def test_an_interval_without_one_makes_somebody_the_quickest():
+    assert custom(SLOWER, FASTER).text.startswith(
+        "Quickest: b, 1.01 s a call; a takes 1.990 times as long (99 % interval 1.9"
+    )
+
+
+def test_intervals_that_overlap_make_nobody_the_quickest():
+    """104.1 ± 20.9 against 104.8 ± 15.5 ms was called quickest once."""
+    verdict = custom(NOISY, [time * 1.03 for time in NOISY[::-1]], SLOWER).verdict
+    assert verdict.startswith("No difference seen between a and b: 1.00 s and 1.03 s a call, ratio 1.")
+    assert "Quickest" not in verdict
+
+
+def test_few_samples_tell_nothing():
+    verdict = custom(SLOWER[:4], FASTER[:4]).verdict
+    assert verdict.startswith("Cannot tell which is the quickest: b takes 1.00 s a call; of a nothing can be told (")
+
+
+def test_unlike_environments_tell_nothing():
+    ours = a_cell("mine:W", "a", samples={"time": seconds(FASTER)})
+    theirs = a_cell("mine:W", "b", samples={"time": seconds(SLOWER)}, environment=replace(ENVIRONMENT, torch="9.9"))
+    assert "unlike environments: torch" in answer_of(ours, theirs).verdict
+
+
+def test_a_failure_is_part_of_the_answer_with_its_way_out():
+    ran, failed = a_step("a", 10, busy=9.9, enqueue=5), a_step("b", 10, failure=OOM, config={"model": "xl"})
+    answer = answer_of(ran, failed)
+    assert "1 of 2 cells failed: 1 OOM (" in answer.verdict
+    assert "OOM in backward: asked for 1.00 GiB" in answer.verdict
+    assert "`trainstep memory --model xl --fit batch_size` finds the largest batch" in answer.suggestion
 
 
 @pytest.mark.parametrize(
-    ("workload", "cells", "answer"),
-    [
-        (
-            "train_step",
-            [{"samples": {"step": seconds([2, 2, 2])}}, {"samples": {"step": seconds([1, 1, 9])}}],
-            "Quickest: 1, 1.00 s a step, 2.00 times as fast as 0.",
-        ),
-        ("parallel", [{"samples": {"step": seconds([0.5])}}], "Quickest: 0, 500.0 ms a step."),
-        ("attention", [{"samples": {"time_s": seconds([1])}}, {"failure": FAILED}], "1.00 s a call; 1 of 2 failed."),
-        ("collective", [{"samples": {"time": seconds([1])}}], "Quickest: 0, 1.00 s a call."),
-        (
-            "memory",
-            [{"facts": facts_of(peak_allocated_bytes=2**31)}, {"facts": facts_of(peak_allocated_bytes=2**30)}],
-            "Fullest: 0, 2.00 GiB at the peak.",
-        ),
-        ("numerics", [{"facts": facts_of(error_loss=1e-3, error_logits=0.02)}], "Largest error: 2.0e-02 in logits, 0."),
-        (
-            "profile",
-            [{"facts": facts_of(verdict="launch-bound")}] * 2 + [{"facts": facts_of(verdict="compute-bound")}],
-            "2 launch-bound, 1 compute-bound.",
-        ),
-        (
-            "attention_tiles",
-            [{"facts": facts_of(best="a", in_use="a")}, {"facts": facts_of(best="a", in_use="b")}],
-            "The tiles in use are the fastest in 1 of 2 cells.",
-        ),
-    ],
+    "workload", ["train_step", "parallel", "memory", "numerics", "profile", "attention_tiles", "ceiling", "mine:W"]
 )
-def test_what_a_reader_asks_first(workload: str, cells: list[dict[str, Any]], answer: str):
-    (found,) = answers(rows(*(a_cell(workload, seq, **one) for seq, one in enumerate(cells))))
-    assert found.workload == workload
-    assert found.text.endswith(answer)
+def test_where_no_cell_is_done_the_failure_is_the_answer(workload: str):
+    answer = answer_of(a_cell(workload, "a", failure=CRASH, config={"sync": "none"}))
+    assert answer.verdict == "1 of 1 cells failed: 1 crash (crash in build: no)."
+    assert answer.suggestion
 
 
-@pytest.mark.parametrize("workload", ["train_step", "memory", "numerics", "profile", "attention_tiles", "ceiling"])
-def test_no_answer_where_no_cell_is_done(workload: str):
-    assert answers(rows(a_cell(workload, 0, failure=FAILED))) == []
+def a_step(name: str, step_ms: float, *, busy: float = 0, enqueue: float = 0, **changes: Any) -> Any:
+    """A step on a GPU, in ms."""
+    facts = facts_of(device_busy_s=busy / 1e3 if busy else None, **changes.pop("facts", {}))
+    samples = {"step": seconds([step_ms / 1e3] * 10), "enqueue": seconds([enqueue / 1e3] * 10)}
+    config = {"model": "small", "precision": "fp32", "device": "cuda", **changes.pop("config", {})}
+    return a_cell("train_step", name, samples=samples, facts=facts, config=config, **changes)
 
 
-def test_a_workload_of_ones_own_has_none():
-    assert answers(rows(a_cell("mine:W", 0))) == []
+def test_a_launch_bound_step_is_to_be_captured():
+    answer = answer_of(a_step("a", 22, busy=6.6, enqueue=21.4))
+    assert (
+        answer.verdict
+        == "Launch-bound: the GPU works for 30.0 % of a step of 22.00 ms, the host launches for 97.3 % of it."
+    )
+    assert answer.suggestion.startswith("`--capture step` should make ")
+    assert "up to 3.33 times as fast: from 22.00 ms to the 6.600 ms that the GPU works" in answer.suggestion
+
+
+def test_enqueue_equal_to_the_step_is_launch_bound_whatever_the_gpu_works():
+    assert answer_of(a_step("a", 37.3, busy=26.2, enqueue=36.9)).verdict.startswith("Launch-bound: ")
+    assert answer_of(a_step("a", 37.3, busy=33.0, enqueue=36.9)).verdict.startswith("Launch-bound: ")
+
+
+@pytest.mark.parametrize(("busy", "enqueue"), [(36, 36.9), (26.2, 30)])
+def test_near_the_line_says_so_with_its_figures(busy: float, enqueue: float):
+    verdict = answer_of(a_step("a", 37.3, busy=busy, enqueue=enqueue)).verdict
+    assert verdict.startswith("Near the line between launch-bound and limited by the GPU: the GPU works for ")
+    assert f"{enqueue / 37.3:.1%}".replace("%", " %") in verdict
+
+
+def test_a_step_that_cannot_be_captured_is_not_to_be():
+    assert "--capture" not in answer_of(a_step("a", 22, busy=6.6, enqueue=21.4, config={"adamw": "loop"})).text
+    captured = a_step("a", 22, busy=6.6, enqueue=21.4, config={"capture": "auto"}, facts={"capture_left_out": "a sync"})
+    assert answer_of(captured).suggestion == "Not all is captured: a sync."
+
+
+def test_an_fp32_step_on_tensor_cores_is_to_be_16_bit():
+    facts = {"model_flops": 0.67 * 67e12 * 0.1, "flops_dtype": "fp32"}
+    fp32 = a_step("a", 100, busy=99, enqueue=50, facts=facts)
+    answer = answer_of(fp32)
+    assert answer.verdict.endswith("works for 99.0 % of a step of 100.0 ms, at 67.0 % of its peak in fp32 (MFU).")
+    assert "`--precision bf16_autocast` should make " in answer.suggestion
+    assert "2.66 times as fast or more" in answer.suggestion
+    bf16 = a_step("a", 40, busy=39, enqueue=20, config={"precision": "bf16_autocast"})
+    both = answer_of(fp32, bf16)
+    assert "bf16_autocast" not in both.suggestion
+    assert both.verdict.startswith(
+        "Against precision fp32: bf16_autocast is faster: it takes 0.400 (99 % interval 0.400"
+    )
+
+
+def test_several_steps_are_counted_by_what_limits_them():
+    verdict = answer_of(a_step("a", 22, busy=6.6, enqueue=21.4), a_step("b", 22, busy=21, enqueue=8)).verdict
+    assert verdict == (
+        "1 of 2 steps is launch-bound (small a: the GPU works for 30.0 % of it); 1 is limited by the GPU (small b: the GPU works "
+        "for 95.5 % of it)."
+    )
+
+
+def test_what_the_command_line_compared_comes_first():
+    cells = [
+        a_record(workload="mine:W", key=name, config={"how": name}, samples={"time": seconds(times)})
+        for name, times in (("a", SLOWER), ("b", FASTER))
+    ]
+    assert answer_of(*cells, axis="how").verdict.startswith("Against how a: b is faster: it takes 0.502 (99 % interval")
+
+
+def a_way(sync: str, times: Sequence[float], **changes: Any) -> Any:
+    facts = facts_of(peak_allocated_bytes=changes.pop("peak", 2**30), exposed_s=0.2, communication_s=0.5)
+    config = {"sync": sync, "ranks": 2, "reduce_dtype": "own", "precision": "fp32", "compile": "none", **changes}
+    return a_record(workload="parallel", key=sync, config=config, samples={"step": seconds(times)}, facts=facts)
+
+
+def test_the_quickest_strategy_and_what_communication_costs_it():
+    answer = answer_of(a_way("none", FASTER), a_way("bucketed", SLOWER), a_way("flat", [2 * time for time in SLOWER]))
+    assert answer.verdict.startswith("Quickest: bucketed, 2.01 s a step; flat takes 2.000 times as long")
+    assert "Communication costs bucketed 49.8 % of its step: its step takes 1.990 times as long" in answer.verdict
+    assert answer.suggestion.startswith(
+        "`--reduce-dtype bf16` halves the bytes of gradients: it should take up to 500.0 ms"
+    )
+
+
+def test_of_strategies_alike_in_time_the_smaller_is_to_be_taken():
+    ways = [a_way("bucketed", NOISY, peak=2 * 2**30), a_way("sharded_flat", NOISY[::-1])]
+    answer = answer_of(*ways)
+    assert answer.verdict.startswith("No difference seen between bucketed and sharded_flat: ")
+    assert answer.suggestion.startswith("Take sharded_flat: 1.00 GiB at the peak where bucketed has 2.00 GiB")
+
+
+def test_without_the_yardstick_one_trace_says_what_was_exposed():
+    assert "200.0 ms of 500.0 ms of communication had no computing" in answer_of(a_way("bucketed", FASTER)).verdict
+
+
+def test_the_peak_of_memory_its_largest_part_and_what_to_cut():
+    ledger = {
+        "line": ["parameters", "optimizer state", "activations", "allocated"],
+        "peak": [2**30, 2**30, 6 * 2**30, 8 * 2**30],
+    }
+    config = {"recompute": "none", "compile": "none", "mode": "step", "model": {"name": "mine", "layers": 4}}
+    facts = facts_of(peak_allocated_bytes=2**33, residual_stream_bytes=2**27)
+    answer = answer_of(a_cell("memory", "a", config=config, facts=facts, tables={"ledger": ledger}))
+    assert "holds 8.00 GiB at the peak: 75.0 % activations (6.00 GiB)." in answer.verdict
+    assert answer.suggestion.startswith("`--recompute block`")
+    assert answer.suggestion.endswith("should save 4.00 GiB, 50.0 % of the peak.")
+
+
+def test_what_fits_is_no_failure():
+    trials = [
+        a_record(workload="memory", key=str(size), config={"batch_size": size}, **trial)
+        for size, trial in (
+            (4, {"facts": facts_of(fit_of="batch_size", peak_allocated_bytes=2**30)}),
+            (8, {"facts": facts_of(fit_of="batch_size"), "failure": OOM}),
+        )
+    ]
+    answer = answer_of(*trials)
+    assert answer.verdict.startswith("The largest batch_size that fits is 4")
+    assert "failed" not in answer.text
+
+
+def test_the_largest_error_and_whether_it_buys_time():
+    def cell(precision: str, times: Sequence[float], **errors: float) -> Any:
+        facts = facts_of(reference="fp64", **errors)
+        config = {"precision": precision}
+        return a_record(
+            workload="numerics", key=precision, config=config, samples={"step": seconds(times)}, facts=facts
+        )
+
+    fp32, bf16 = (
+        cell("fp32", SLOWER, error_loss=1e-6),
+        cell("bf16", FASTER, error_logits=0.02, error_gradient_median=0.01),
+    )
+    answer = answer_of(fp32, bf16)
+    assert answer.verdict.startswith("Largest error: bf16 on ")
+    assert answer.verdict.endswith("2.0 % in logits, against fp64.")
+    assert answer.suggestion.startswith("Take bf16 for fp32 where that error is allowed: bf16 takes 0.502 (99 %")
+    swapped = answer_of(cell("fp32", FASTER, error_loss=1e-6), cell("bf16", SLOWER, error_logits=0.02))
+    assert swapped.suggestion.startswith("Stay with fp32: ")
+
+
+def test_tiles_in_use_against_the_best():
+    def cell(name: str, best_s: float) -> Any:
+        facts = facts_of(best="b", in_use="a", in_use_time=1.0)
+        return a_cell("attention_tiles", name, facts=facts, tables={"candidates": {"time_s": [best_s, 1.0, None]}})
+
+    answer = answer_of(cell("x", 0.99), cell("y", 0.5))
+    assert answer.verdict.startswith("The tiles in use are within 2 % of the fastest in 1 of 2 cells.")
+    assert answer.suggestion.startswith("y should gain most: b takes 50.0 % less time than a")
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: str(path.relative_to(ROOT / "results")))
+def test_every_published_record_has_an_answer_with_a_figure(path: Path):
+    for answer in answers(read_rows([path])):
+        assert re.search(r"\d", answer.verdict), answer
+        assert answer.verdict.endswith("."), answer
+        assert not re.search(r"\bnan\b|None|  |\.\.", answer.text), answer
+        assert "commit" not in answer.text
+
+
+@pytest.mark.parametrize("path", RESULTS[::7], ids=lambda path: path.stem)
+def test_terminal_markdown_json_and_page_begin_with_it(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, *_ = found = answers(read_rows([path]))
+    report([path])
+    assert capsys.readouterr().out.startswith(first.text)
+    report([path], format="markdown")
+    assert capsys.readouterr().out.startswith("**")
+    report([path], format="json")
+    assert json.loads(capsys.readouterr().out)["answer"] == [
+        {"workload": one.workload, "verdict": one.verdict, "suggestion": one.suggestion or None} for one in found
+    ]
+    report([path], out=tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.index('class="answer"') < page.index("<table") if "<table" in page else page.index('class="answer"')

@@ -216,7 +216,7 @@ def test_csv_and_json_are_raw_with_the_whole_config(pair):
     assert float(ours["flops_per_s"]) == 4e12
     assert (ours["heads"], ours["mask"], ours["peak_bytes"]) == ("16", "causal", str(3 * GIB))
     assert float(sheet[0]["needed_bytes"]) == round(68.7 * GIB)
-    values = json.loads(frames.json_text(all_tables(pair)))
+    values = json.loads(frames.json_text(all_tables(pair)))["rows"]
     assert [one["ratio"] for one in values if one.get("against") == "sdpa_flash"] == [pytest.approx(0.5)]
 
 

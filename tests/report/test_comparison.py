@@ -34,7 +34,7 @@ def test_an_axis_nobody_varies_gives_no_table(rows: Callable):
 
 def test_json_holds_cells_then_verdicts(rows: Callable, precision_pair: list[Record]):
     found = rows(precision_pair)
-    plain = json.loads(frames.json_text([*cell_tables(found), *comparison_tables(found)]))
+    plain = json.loads(frames.json_text([*cell_tables(found), *comparison_tables(found)]))["rows"]
     verdicts = [row for row in plain if row.get("verdict")]
     assert len(plain) == len(precision_pair) + len(verdicts)
     assert verdicts

@@ -159,7 +159,7 @@ def test_ranks_have_a_table_and_the_fullest_is_shown():
 
 
 def test_programs_read_every_rank():
-    cell, *each = json.loads(json_text(memory_tables(rows(two_ranks()))))
+    cell, *each = json.loads(json_text(memory_tables(rows(two_ranks()))))["rows"]
     assert (cell["workload"], cell["fullest_rank"]) == ("memory", 1)
     assert [one["workload"] for one in each] == ["memory_rank"] * 2
     assert [one["peak_allocated_bytes"] for one in each] == [6 * GIB, 7 * GIB]
@@ -196,7 +196,7 @@ def test_out_of_memory_is_a_row():
 
 
 def test_programs_read_bytes():
-    [cell] = json.loads(json_text(memory_tables(rows(a_cell()))))
+    [cell] = json.loads(json_text(memory_tables(rows(a_cell()))))["rows"]
     assert cell["activations_after_forward_bytes"] == 4 * GIB
     assert cell["driver_unexplained_init_bytes"] == 0
     assert cell["peak_reserved_bytes"] == 7 * GIB

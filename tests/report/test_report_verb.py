@@ -39,7 +39,8 @@ def test_html_is_the_default_files_name(store, end_to_end, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("name", "start"), [("a.csv", "workload,"), ("a.md", "| model"), ("a.tex", r"\begin{tabular}"), ("a.txt", "model")]
+    ("name", "start"),
+    [("a.csv", "workload,"), ("a.md", "**A step of"), ("a.tex", r"\begin{tabular}"), ("a.txt", "A step of")],
 )
 def test_the_files_name_chooses_the_format(store, end_to_end, tmp_path: Path, name, start):
     report([store(end_to_end)], out=tmp_path / "new" / name)
@@ -61,12 +62,15 @@ def test_text_that_cannot_be_encoded_breaks_no_report(store, make, tmp_path: Pat
 def test_json_of_a_config_that_is_a_mapping(store, make, capsys):
     records = [replace(make(), workload="mine:IT", key=str(i), config={"shape": {"sides": [1, i]}}) for i in range(2)]
     report([store(records)], format="json")
-    assert [row["shape"] for row in json.loads(capsys.readouterr().out)] == [{"sides": [1, 0]}, {"sides": [1, 1]}]
+    assert [row["shape"] for row in json.loads(capsys.readouterr().out)["rows"]] == [
+        {"sides": [1, 0]},
+        {"sides": [1, 1]},
+    ]
 
 
 def test_json_to_standard_output(store, end_to_end, capsys):
     report([store(end_to_end)], format="json")
-    assert len(json.loads(capsys.readouterr().out)) == 4
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 4
 
 
 def test_a_file_that_cannot_be_written_is_one_sentence(store, end_to_end, tmp_path: Path):

@@ -110,7 +110,7 @@ def test_words_of_failures_in_every_format(rows, make, end_to_end, kind, word):
     tables = cell_tables(rows([end_to_end[0], make(model="2.7B", failure=failure)]))
     for write in (plain, frames.markdown, frames.latex):
         assert word in write(tables)
-    assert [row["failure"] for row in json.loads(frames.json_text(tables))] == [None, kind]
+    assert [row["failure"] for row in json.loads(frames.json_text(tables))["rows"]] == [None, kind]
     assert kind in frames.csv(tables)
 
 
@@ -173,7 +173,7 @@ def test_json_is_raw_and_strict(table):
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    rows = json.loads(frames.json_text([table]), parse_constant=refuse)
+    rows = json.loads(frames.json_text([table]), parse_constant=refuse)["rows"]
     assert rows[1]["step_mean_s"] == pytest.approx(0.4)
     assert rows[1]["step_std_s"] == pytest.approx(0.0)
     assert rows[3]["step_mean_s"] is None

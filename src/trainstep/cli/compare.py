@@ -15,6 +15,7 @@ from trainstep.records.record import Record
 from trainstep.records.store import Store
 
 if TYPE_CHECKING:
+    from trainstep.report.answers import Answer
     from trainstep.report.before_after import Change
 
 
@@ -79,13 +80,18 @@ def compare(
 
         raise ValueError(f"{a} and {b} have no cell in common: {nothing_in_common(*records)}")
     quantity = quantity or _first_quantity([record for pair in matches.pairs for record in pair])
+    from trainstep.report.answers_changes import changes_answer
+
     changes = _changes(matches, quantity, minimum_effect, allow_mixed=allow_mixed)
+    answer = changes_answer(changes, quantity)
     if json:
+        from trainstep.report.answer_text import plain_answers
         from trainstep.report.visible import ascii_json
 
-        print(ascii_json([change.plain() for change in changes], indent=2))
+        rows = [change.plain() for change in changes]
+        print(ascii_json({"answer": plain_answers([answer]), "rows": rows}, indent=2))
     else:
-        _show(changes, quantity)
+        _show(answer, changes, quantity)
         for name, only in ((a, matches.only_a), (b, matches.only_b)):
             if only:
                 print(f"only in {name}: {len(only)} cell{'s' * (len(only) > 1)}")
@@ -126,10 +132,12 @@ def _lacking(a: Record, b: Record, quantity: str) -> Comparison | None:
     return None
 
 
-def _show(changes: "Sequence[Change]", quantity: str) -> None:
+def _show(answer: "Answer", changes: "Sequence[Change]", quantity: str) -> None:
+    from trainstep.report.answer_text import print_answers
     from trainstep.report.before_after import changes_notes, changes_table
     from trainstep.report.terminal import print_tables
 
+    print_answers([answer], sys.stdout)
     print_tables([changes_table(changes, quantity)], changes_notes(changes), sys.stdout)
 
 

@@ -4,11 +4,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainstep.config.cell import Cell
 from trainstep.records.record import Record
 from trainstep.records.store import Store
+
+if TYPE_CHECKING:
+    from trainstep.report.answers import Answer
 
 Row = tuple[str, str]
 _DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -42,14 +45,25 @@ def doctor(
     if out is not None and not measure:
         raise ValueError("out: there is something to write with --measure only")
     inspection = inspect_machine(device=device, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    found: list[Answer] = []
     if measure and not inspection["problem"]:
+        from trainstep.report.answers import answers
+        from trainstep.report.rows import rows_of
+
         cells = ceiling_cells(inspection["device"], len(inspection["gpus"]))
-        inspection = with_ceilings(inspection, measure_ceilings(cells) if out is None else _into(Store(out), cells))
+        records = measure_ceilings(cells) if out is None else _into(Store(out), cells)
+        inspection = with_ceilings(inspection, records)
+        found = answers(rows_of([(str(out or ""), record) for record in records]))
     if json:
+        from trainstep.report.answer_text import plain_answers
         from trainstep.report.visible import ascii_json
 
-        print(ascii_json(inspection, indent=2))
+        print(ascii_json({"answer": plain_answers(found), **inspection} if measure else inspection, indent=2))
     else:
+        if found:
+            from trainstep.report.answer_text import print_answers
+
+            print_answers(found, sys.stdout)
         show(list(sections(inspection)))
     if inspection["problem"]:
         raise ValueError(inspection["problem"])

@@ -149,8 +149,9 @@ def _with_strategies(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 def _show_snapshot(path: Path, min_share: str | None, limits: ReadLimits, *, as_json: bool) -> int:
     """The tables of a snapshot that anyone recorded."""
     # Imported before the limited process begins: what libraries take is not the file's doing.
+    from trainstep.report.answer_text import print_answers
     from trainstep.report.frames import json_text
-    from trainstep.report.snapshot_tables import snapshot_notes, snapshot_tables
+    from trainstep.report.snapshot_tables import snapshot_answer, snapshot_notes, snapshot_tables
     from trainstep.report.terminal import print_tables
     from trainstep.traces.memory_timeline import MemoryTimeline
     from trainstep.traces.snapshot import read_snapshot
@@ -161,8 +162,9 @@ def _show_snapshot(path: Path, min_share: str | None, limits: ReadLimits, *, as_
         timeline = MemoryTimeline(read_snapshot(path, limits))
         tables = snapshot_tables(timeline, min_share=least_share)
         if as_json:
-            stream.write(json_text(tables))
+            stream.write(json_text(tables, [snapshot_answer(timeline)]))
         else:
+            print_answers([snapshot_answer(timeline)], stream)
             print_tables(tables, snapshot_notes(timeline), stream)
 
     show_within(limits, path, show)

@@ -52,13 +52,19 @@ def answers(rows: Sequence[Row], axis: str | None = None) -> list[Answer]:
     return [answer for answer in made if answer.text]
 
 
+def quickest_call(rows: Sequence[Row]) -> Answer:
+    """Of a workload that says no more of itself: which cell is the quickest."""
+    ranking = ranking_of(rows, timed_quantity(rows))
+    return Answer(workload=rows[0].record.workload, verdict=ranking_words(ranking, of=" a call") if ranking else "")
+
+
 def _answer(workload: str, rows: Sequence[Row], axis: str | None) -> Answer:
     done = [row for row in rows if row.record.failure is None]
     made = Answer(workload=workload, verdict="")
     if done and workload in INSTRUMENTS:
         made = resolve(INSTRUMENTS[workload].answer)(done) or made
     elif done:
-        made = _quickest(workload, done)
+        made = quickest_call(done)
     if done and not says(workload, "ratios"):
         compared = [against_words(name, ratios) for name, ratios in compared_ratios(rows, axis)]
         made = replace(made, verdict=_joined([*compared, made.verdict]))
@@ -70,12 +76,6 @@ def _answer(workload: str, rows: Sequence[Row], axis: str | None) -> Answer:
         verdict=_joined([made.verdict, _failures(rows, failed)]),
         suggestion=_joined([made.suggestion, *_ways_out(workload, failed)]),
     )
-
-
-def _quickest(workload: str, rows: Sequence[Row]) -> Answer:
-    """Of a workload of one's own: which cell is the quickest."""
-    ranking = ranking_of(rows, timed_quantity(rows))
-    return Answer(workload=workload, verdict=ranking_words(ranking) if ranking else "")
 
 
 def _failures(rows: Sequence[Row], failed: Sequence[tuple[Row, Failure]]) -> str:

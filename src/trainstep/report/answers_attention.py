@@ -142,10 +142,10 @@ def tiles_answer(rows: Sequence[Row]) -> Answer | None:
         return Answer(workload="attention_tiles", verdict=verdict)
     gain, row = max(gains, key=lambda pair: pair[0])
     name = row.label(without=["steps", *needless(rows)])
-    saved, usual = percent(1 - 1 / gain), percent(1 - 1 / median(its for its, _ in gains))
+    saved, middle = (percent(1 - 1 / times) for times in (gain, median(gain for gain, _ in gains)))
     return Answer(
         workload="attention_tiles",
-        verdict=f"{verdict} In the others the best takes {usual} % less time in the median.",
+        verdict=f"{verdict} In the others the best takes {middle} % less time in the median.",
         suggestion=(
             f"{name} should gain most: {row.record.fact('best')} takes {saved} % less time than {row.record.fact('in_use')}; "
             "`trainstep tune` prints the rows of the table."

@@ -52,7 +52,7 @@ def _cost(way: Way) -> str:
             return f" Communication costs {way.name} {percent(share)} % of its step: {seen}."
         return f" No cost of communication is seen in {way.name}: {seen}."
     exposed_s, under_way_s = way.record.fact("exposed_s"), way.record.fact("communication_s")
-    if not under_way_s or way.sync == YARDSTICK:
+    if exposed_s is None or not under_way_s or way.sync == YARDSTICK:
         return ""
     return (
         f" In one profiled step of {way.name}, {seconds_words(exposed_s)} of {seconds_words(under_way_s)} of communication had no "

@@ -61,9 +61,7 @@ def step_answer(rows: Sequence[Row]) -> Answer | None:
 
 
 def limit_of(row: Row, name: str) -> StepLimit | None:
-    """What limits the step of the row, which is called so.
-
-    None where no GPU's work was seen beside it (a CPU, a step timed phase by phase)."""
+    """What limits the step of the row; None where no GPU's work was seen beside it (on a CPU, or timed phase by phase)."""
     record = row.record
     step_s, busy_s = median_of(record, "step"), record.fact("device_busy_s")
     if not step_s or busy_s is None or record.config.get("sync") == "phase":
@@ -99,7 +97,7 @@ def limit_sentence(limit: StepLimit) -> str:
         if limit.mfu is None
         else f", at {percent(limit.mfu)} % of its peak in {limit.record.fact('flops_dtype')} (MFU)"
     )
-    return f"The GPU limits the step: {works[4:]}{use}."
+    return f"The GPU limits the step: {works.replace('the GPU', 'it')}{use}."
 
 
 def _many(limits: Sequence[StepLimit]) -> str:

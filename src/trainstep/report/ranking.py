@@ -118,13 +118,13 @@ def against_words(axis: str, ratios: Sequence[Ratio]) -> str:
     """The verdict along a compared axis: of each value how its cells compare with those of the axis's first value."""
     first = words(ratios[0].base.point.get(axis))
     said = [
-        f"{value} {_counted(alike)}"
+        f"{value} {counted_words(alike)}"
         for value, alike in grouped(ratios, lambda ratio: words(ratio.row.point.get(axis))).items()
     ]
     return f"Against {axis.replace('_', ' ')} {first}: {'; '.join(said)}."
 
 
-def _counted(ratios: Sequence[Ratio]) -> str:
+def counted_words(ratios: Sequence[Ratio]) -> str:
     """`is faster, 0.171 (...) of its time`, or in how many cells it is."""
     judged = [ratio for ratio in ratios if is_judged(ratio)]
     if len(ratios) == 1:

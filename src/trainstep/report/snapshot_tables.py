@@ -7,6 +7,7 @@ threads (which run no Python), the other lines of Python.
 from collections import Counter
 from collections.abc import Sequence
 
+from trainstep.report.answers import Answer
 from trainstep.report.forms import BYTES, COUNT, PERCENT, TEXT, byte_words, percent
 from trainstep.report.rows import grouped
 from trainstep.report.tables import Column, Table
@@ -23,6 +24,23 @@ def snapshot_tables(timeline: MemoryTimeline, *, min_share: float) -> list[Table
     peak = timeline.peak()
     held = [one for one in timeline.allocations if one.held_at(peak)]
     return [_totals(timeline, peak), _by_origin(held), _largest(held, min_share)]
+
+
+def snapshot_answer(timeline: MemoryTimeline) -> Answer:
+    """What was allocated when most was, and where most of it was born."""
+    peak = timeline.peak()
+    held = [one for one in timeline.allocations if one.held_at(peak)]
+    by_origin = grouped(held, origin)
+    born = max(by_origin, key=lambda name: _bytes(by_origin[name]), default="")
+    share = percent(_bytes(by_origin[born]) / (_bytes(held) or 1)) if by_origin else ""
+    most = f", {share} % of it born in {born}" if by_origin else ""
+    size = byte_words(int(timeline.allocated_bytes[peak]))
+    what = "highest of what is left of the history" if timeline.snapshot.history_is_full else "peak"
+    return Answer(
+        workload="memory",
+        verdict=f"{size} were allocated at the {what}{most}.",
+        suggestion="`trainstep memory` of the step sorts it by parameters, optimizer state, activations, and says what to cut.",
+    )
 
 
 def snapshot_notes(timeline: MemoryTimeline) -> list[str]:
