@@ -102,7 +102,7 @@ def test_no_ratio_across_machines_nor_of_too_few_values(rows):
     assert not any("Ours" in table.title for table in all_tables(rows([peer, other])))
     few = attention(time_s=[1.0, 1.0])
     table = by_title(all_tables(rows([peer, few])))["Ours against each: ratio of times"]
-    assert re.fullmatch(r"\d\.\d{3} \?", texts(table)[0]["ours / flex"])
+    assert re.fullmatch(r"[\d.]+ \?", texts(table)[0]["ours / flex"])
     assert "No interval: too few values: 2, and at least 5 are needed" in table.note
 
 

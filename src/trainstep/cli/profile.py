@@ -64,8 +64,6 @@ def profile(
 
     Examples:
 
-        trainstep profile --model small --mode forward_no_grad,forward_backward,step
-
         trainstep profile --model medium --precision bf16_autocast --compile none,block --top 20
 
         trainstep profile --model small --keep-trace traces    (one step; open the file at ui.perfetto.dev)

@@ -119,9 +119,8 @@ def sweep(
         return show_cells(groups, store, here=here, **which, as_json=json, note=note)
     execute = _executor(bounds, request, store, groups, retry_failed)
     records = run_cells(groups, store, execute, here=here, how=how, allow_mixed=allow_mixed, retry_failed=retry_failed)
-    title, description = config.title, config.description or None
-    shown = partial(show, compare=config.compare, as_json=json, every=how.every)
-    code = shown(records, store, page, title=title, description=description)
+    shown = partial(show, compare=config.compare, title=config.title, description=config.description or None)
+    code = shown(records, store, page, as_json=json, every=how.every)
     return unfinished(groups, records, store, how) or code
 
 
