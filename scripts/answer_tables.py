@@ -396,5 +396,5 @@ def _ratio(base: Row | None, row: Row | None) -> Comparison | None:
 def _against_none(way: Way) -> Line:
     """The step's ratio to that of ranks that do not talk."""
     known = _ratio(way.base, way.row)
-    interval = f"{known.low:.2f} to {known.high:.2f}" if known else None
+    interval = f"{known.low:.2f} to {known.high:.2f}" if known and known.low and known.high else None
     return {"step / none": known.ratio if known else None, "99 % interval": interval}

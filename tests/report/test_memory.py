@@ -96,7 +96,7 @@ def failed(**config: Any) -> Record:
 
 
 def test_the_tables_of_one_cell():
-    text = plain(all_tables(rows(a_cell())))
+    text = plain(all_tables(rows(a_cell())), every=True)
     assert re.search(r"tiny +256 +6\.00 +7\.00 +8\.00 .* 0\.2 +4 \+ 4 \+ 8 = 16 +forward", text)
     assert re.search(r"tiny +256 +forward +5\.00 +6\.00 +7\.00 +8\.00\n.* backward +2\.00 +2\.00 +– +–", text)
     assert re.search(r"layer 0 to layer 2 +1\.00 GiB +3 +3\.00 GiB", text)

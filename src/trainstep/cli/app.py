@@ -136,7 +136,7 @@ def _with_percent(words: Sequence[str]) -> list[str]:
     """The words, `--fail-if-slower` without a number as `--fail-if-slower=0`: the word that follows would be taken, a file."""
     return [
         f"{word}=0" if word == "--fail-if-slower" and not _is_number(following) else word
-        for word, following in zip(words, [*words[1:], ""], strict=True)
+        for word, following in zip(words, [*words, ""][1:], strict=True)
     ]
 
 

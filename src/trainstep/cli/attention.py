@@ -90,7 +90,7 @@ def attention(
     if how.dry_run:
         return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
     records = run_here(groups, store, bounds, how, here=here)
-    code = show(records, store, page, compare=compare, as_json=json)
+    code = show(records, store, page, compare=compare, as_json=json, every=how.every)
     if _runs_algorithm(cells):
         print(_ON_A_CPU, file=sys.stderr if json else sys.stdout)
     return unfinished(groups, records, store, how) or code

@@ -70,5 +70,5 @@ def bench(
     if how.dry_run:
         return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
     records = run_here(groups, store, bounds, how, here=here)
-    code = show(records, store, page, compare=compare, as_json=json)
+    code = show(records, store, page, compare=compare, as_json=json, every=how.every)
     return unfinished(groups, records, store, how) or code

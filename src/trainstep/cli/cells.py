@@ -141,6 +141,7 @@ def show(
     *,
     compare: str | None = None,
     as_json: bool = False,
+    every: bool = False,
     title: str | None = None,
     description: str | None = None,
     paragraphs: Sequence[str] = (),
@@ -168,7 +169,7 @@ def show(
         else:
             print_answers(found, sys.stdout)
             print(*map(one_line, paragraphs), sep="\n", end="\n\n" if paragraphs else "")
-            print_tables(tables, notes(rows), sys.stdout)
+            print_tables(tables, notes(rows), sys.stdout, every=every)
         sys.stdout.flush()
     faults = [(row, failure) for row in rows if (failure := row.record.failure) and failure.kind in _FAULTS]
     with outliving_reader(sys.stderr):

@@ -84,7 +84,8 @@ def memory(
     """
     if from_ is not None:
         check_file_alone("a snapshot", {"fit": fit, "out": out, "page": page, **fields, **how.given, "min_share": None})
-        return _show_snapshot(from_, fields.get("min_share"), read_limits(timeout_s, memory_limit_gib), as_json=json)
+        reading = read_limits(timeout_s, memory_limit_gib)
+        return _show_snapshot(from_, fields.get("min_share"), reading, as_json=json, every=how.every)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, cells = _cells(fields, memory_limit_gib)
     return _run(cells, fit, how.store(out, "memory"), bounds, how, here, page=page, as_json=json)
@@ -118,7 +119,7 @@ def _run(
 
         return fit_cells(cells, fit, store, bounds, how, page=page, as_json=as_json)
     records = run_here(groups, store, bounds, how, here=here)
-    code = show(records, store, page, as_json=as_json)
+    code = show(records, store, page, as_json=as_json, every=how.every)
     return unfinished(groups, records, store, how) or code
 
 
@@ -146,7 +147,7 @@ def _with_strategies(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     return {**grid, "sync": ways}
 
 
-def _show_snapshot(path: Path, min_share: str | None, limits: ReadLimits, *, as_json: bool) -> int:
+def _show_snapshot(path: Path, min_share: str | None, limits: ReadLimits, *, as_json: bool, every: bool) -> int:
     """The tables of a snapshot that anyone recorded."""
     # Imported before the limited process begins: what libraries take is not the file's doing.
     from trainstep.report.answer_text import print_answers
@@ -165,7 +166,7 @@ def _show_snapshot(path: Path, min_share: str | None, limits: ReadLimits, *, as_
             stream.write(json_text(tables, [snapshot_answer(timeline)]))
         else:
             print_answers([snapshot_answer(timeline)], stream)
-            print_tables(tables, snapshot_notes(timeline), stream)
+            print_tables(tables, snapshot_notes(timeline), stream, every=every)
 
     show_within(limits, path, show)
     return 0

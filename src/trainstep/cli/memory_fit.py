@@ -52,7 +52,7 @@ def fit_cells(
         for cell in searched.values():
             for record in largest_fit(cell, field, run):
                 records.append(record)  # one by one: an interrupt counts them
-    return show(records, store, page, as_json=as_json)
+    return show(records, store, page, as_json=as_json, every=how.every)
 
 
 def _kept_words(count: int, store: Store) -> str:

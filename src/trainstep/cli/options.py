@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from trainstep.records.record import Environment
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
+EveryColumn = Annotated[
+    bool,
+    Parameter(
+        name="--all",
+        help="Show every column on a terminal and in plain text, which show few without it; other formats have them all.",
+        negative=(),
+        show_default=False,
+    ),
+]
 Defaults = Mapping[str, Mapping[str, Sequence[Any]]]
 """Device -> field -> the values that a verb takes where the command line says nothing, in place of the config's default."""
 _GRID = Group("What to run (commas make a grid, but of switches)", sort_key=1)

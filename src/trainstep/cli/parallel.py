@@ -66,7 +66,7 @@ def parallel(
     memory_limit_gib
         Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
     rounds
-        Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, if all fit at once.
+        Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, or 5 where not all fit.
     json
         Print the tables as JSON: plain numbers, units in the names.
     """
@@ -92,7 +92,7 @@ def parallel(
         return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
     check_kept(cells, "keep_trace")
     records = run_here(groups, store, bounds, how, here=here)
-    code = show(records, store, page, as_json=json)
+    code = show(records, store, page, as_json=json, every=how.every)
     return unfinished(groups, records, store, how) or code
 
 

@@ -64,8 +64,6 @@ def profile(
 
     Examples:
 
-        trainstep profile --model small --mode forward_no_grad,forward_backward,step
-
         trainstep profile --model medium --precision bf16_autocast --compile none,block --top 20
 
         trainstep profile --model small --keep-trace traces    (one step; open the file at ui.perfetto.dev)
@@ -99,7 +97,8 @@ def profile(
         raise ValueError("nsys_pytorch and nsys_python_backtrace: have no effect without --nsys")
     if from_ is not None:
         check_file_alone("a trace", {"out": out, "nsys": nsys, **fields, **how.given})
-        return show_trace(from_, top, read_limits(timeout_s, memory_limit_gib), page=page, as_json=json)
+        reading = read_limits(timeout_s, memory_limit_gib)
+        return show_trace(from_, top, reading, page=page, as_json=json, every=how.every)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, cells = _cells(fields, memory_limit_gib)
     store = how.store(out, "profile")
@@ -111,6 +110,7 @@ def profile(
             "pytorch": nsys_pytorch or "none",
             "python_backtrace": nsys_python_backtrace,
             "as_json": json,
+            "every": how.every,
         }
         reading = read_limits(timeout_s, memory_limit_gib)
         code = profile_with_nsys(cells[0], report, top=top, timeout_s=bounds.timeout_s, limits=reading, **options)
@@ -152,7 +152,7 @@ def _run(
     check_kept([cell for group in groups for cell in group], "keep_trace")
     records = run_here(groups, store, bounds, how, here=here)
     ran = [record for record in records if record.failure is None]
-    code = show(_with_top(records, top), store, None, as_json=as_json, paragraphs=_sentences(ran))
+    code = show(_with_top(records, top), store, None, as_json=as_json, every=how.every, paragraphs=_sentences(ran))
     if page is not None:
         write_page(records, store, page)
     with outliving_reader(sys.stdout):

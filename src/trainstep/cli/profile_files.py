@@ -21,7 +21,9 @@ _HOW_TO_GET = (
 )
 
 
-def show_trace(path: Path, top: int, limits: ReadLimits, *, page: Path | None = None, as_json: bool) -> int:
+def show_trace(
+    path: Path, top: int, limits: ReadLimits, *, page: Path | None = None, as_json: bool, every: bool
+) -> int:
     """What a trace of torch's profiler or an export of nsys says, and its tables; the page that shows them."""
     # Imported before the limited process begins: what libraries take is not the file's doing.
     from trainstep.report.answer_text import print_answers
@@ -58,7 +60,7 @@ def show_trace(path: Path, top: int, limits: ReadLimits, *, page: Path | None = 
             print_answers(answers, stream)
             _, *others = sentences(found.tables, record.fact)
             print(*map(one_line, others), sep="\n", end="\n\n" if others else "", file=stream)
-            print_tables(tables, [TORCH_COLUMNS], stream)
+            print_tables(tables, [TORCH_COLUMNS], stream, every=every)
         return "" if page is None else make_page(rows_of([(str(path), record)]), title=f"Profile of {path.name}")
 
     text = show_within(limits, path, show)
@@ -89,6 +91,7 @@ def profile_with_nsys(
     timeout_s: float,
     limits: ReadLimits,
     as_json: bool,
+    every: bool,
 ) -> int | None:
     """Print the command lines, run them and show what was recorded; None, and why in a sentence, where nsys is of no use."""
     from trainstep.measure.nsys import NsysFailed, export_command, record, steps_command
@@ -114,6 +117,6 @@ def profile_with_nsys(
     except NsysFailed as error:
         print(f"trainstep: {error} ({UNVERIFIED})", file=sys.stderr)
         return 3
-    code = show_trace(exported, top, limits, as_json=as_json)
+    code = show_trace(exported, top, limits, as_json=as_json, every=every)
     print(f"report: {report} (opens in Nsight Systems)\nexport: {exported}", file=where, flush=True)
     return code

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from trainstep.cli.options import EveryColumn
+
 if TYPE_CHECKING:
     from trainstep.report.rows import Row
     from trainstep.report.tables import Table
@@ -30,6 +32,7 @@ def report(
     out: Path | None = None,
     timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
+    every: EveryColumn = False,
 ) -> None:
     """Show records: the answer, then every cell's times, rates, peak memory and doubts, or how it failed; ratios where compared.
 
@@ -73,20 +76,20 @@ def report(
         from trainstep.report.terminal import print_tables
 
         print_answers(answers(rows), sys.stdout)
-        print_tables(_tables(rows), notes(rows), sys.stdout)
+        print_tables(_tables(rows), notes(rows), sys.stdout, every=every)
         return
     target = out or (Path("report.html") if chosen == "html" else None)
     if target is None:
-        sys.stdout.write(_text(rows, chosen))
+        sys.stdout.write(_text(rows, chosen, every=every))
         return
     from trainstep.report.output_file import check_output, write_output
 
     check_output("out", target, chosen)
-    write_output("out", target, chosen, _text(rows, chosen))
+    write_output("out", target, chosen, _text(rows, chosen, every=every))
     print(target)
 
 
-def _text(rows: "list[Row]", chosen: Format) -> str:
+def _text(rows: "list[Row]", chosen: Format, *, every: bool) -> str:
     """The whole report as text; pandas, Jinja2 and plotly are imported only for the formats that need them."""
     if chosen == "html":
         from trainstep.report.page import page
@@ -99,7 +102,7 @@ def _text(rows: "list[Row]", chosen: Format) -> str:
         from trainstep.report.notes import notes
         from trainstep.report.terminal import plain
 
-        return answer_lines(answers(rows)) + plain(_tables(rows), notes(rows))
+        return answer_lines(answers(rows)) + plain(_tables(rows), notes(rows), every=every)
     from trainstep.report import frames
 
     if chosen == "csv":

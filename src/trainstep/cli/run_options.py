@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from trainstep.cli.options import check_positive
+from trainstep.cli.options import EveryColumn, check_positive
 from trainstep.records.store import Store, new_records_path
 
 _HOW = Group("How to run it", sort_key=4)
@@ -34,13 +34,14 @@ class RunOptions:
     )
     dry_run: Annotated[bool, _switch("Show the cells that would run, and about how long; run nothing.")] = False
     budget_minutes: Annotated[float | None, Parameter(help=_BUDGET_HELP)] = None
+    every: EveryColumn = False
     defaults_from: Annotated[str | None, Parameter(parse=False)] = None
     """The options that files gave, and which files; None where none did."""
 
     @property
     def given(self) -> dict[str, object]:
         """The options that make no sense where nothing runs, by name; not given: None or False."""
-        return {name: value for name, value in vars(self).items() if name not in ("quiet", "defaults_from")}
+        return {name: value for name, value in vars(self).items() if name not in ("quiet", "every", "defaults_from")}
 
     def store(self, out: Path | None, verb: str) -> Store:
         """Where the records go. ValueError for options that are wrong, or make no sense together."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,7 +91,7 @@ def sweep(
     memory_limit_gib
         Memory a CPU cell may take; by default 90 % of the machine's.
     rounds
-        Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, if all fit at once.
+        Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, or 5 where not all fit.
         A killed sweep goes on behind the last process that ended, even within a round (not within a job of Slurm's).
     allow_mixed
         Go on although the records there were made with another GPU, torch or commit.
@@ -118,8 +119,8 @@ def sweep(
         return show_cells(groups, store, here=here, **which, as_json=json, note=note)
     execute = _executor(bounds, request, store, groups, retry_failed)
     records = run_cells(groups, store, execute, here=here, how=how, allow_mixed=allow_mixed, retry_failed=retry_failed)
-    title, description = config.title, config.description or None
-    code = show(records, store, page, compare=config.compare, as_json=json, title=title, description=description)
+    shown = partial(show, compare=config.compare, title=config.title, description=config.description or None)
+    code = shown(records, store, page, as_json=json, every=how.every)
     return unfinished(groups, records, store, how) or code
 
 

@@ -104,7 +104,7 @@ def tune(
         allow_mixed=allow_mixed,
         retry_failed=retry_failed,
     )
-    code = _show(records, cells, store, top)
+    code = _show(records, cells, store, top, every=how.every)
     return unfinished(groups, records, store, how) or code
 
 
@@ -116,7 +116,7 @@ def _cells(fields: Mapping[str, str | None]) -> list[Cell]:
     return expand({"workload": ["attention_tiles"], **grid, "candidates": [candidates]}, {})
 
 
-def _show(records: list[Record], cells: list[Cell], store: Store, top: int) -> int:
+def _show(records: list[Record], cells: list[Cell], store: Store, top: int, *, every: bool) -> int:
     """The answer, the ranking of each cell, what failed, where the records are and, last, the rows. Returns the exit code."""
     from trainstep.cli.streams import outliving_reader
     from trainstep.report.answer_text import print_answers
@@ -131,7 +131,7 @@ def _show(records: list[Record], cells: list[Cell], store: Store, top: int) -> i
     failed = [row for row in rows if row.record.failure is not None]
     with outliving_reader(sys.stdout):
         print_answers(answers(rows), sys.stdout)
-        print_tables([*tile_tables(rows, most=top), *summary_table(rows)], notes(rows), sys.stdout)
+        print_tables([*tile_tables(rows, most=top), *summary_table(rows)], notes(rows), sys.stdout, every=every)
         for row in failed:
             print(one_line(f"{row.label()}: {row.record.failure.message if row.record.failure else ''}"))
         print(f"records: {store.path}\n")

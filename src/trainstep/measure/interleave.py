@@ -21,7 +21,8 @@ from trainstep.records.record import Record, Samples
 from trainstep.records.tables import RANKS
 
 _TURNS = 10
-_ROUNDS = 3
+_ROUNDS = 5
+"""As many as a comparison needs pairs: a process says nothing of the next one."""
 
 
 class DoNotFit(Exception):

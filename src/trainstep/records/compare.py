@@ -7,7 +7,8 @@ from 1. Why so:
 - The median of the pairs. A few steps hit by something else do not move it, where they would drag a mean.
 - 99 %, widened as Student's interval is wider than the normal one (times sqrt(n / (n - 1)): a resample spreads too little).
   Percentile bootstraps of a median are too narrow on few values: at 95 % and unwidened, 8 % of A/A comparisons of 20 pairs with
-  10 % noise, and 24 % of those of 3 pairs, were called different. Even widened, 3 pairs give 95 %, 5 and more about 99 %.
+  10 % noise, and 24 % of those of 3 pairs, were called different. Widened, 5 pairs and more give about 99 %. Fewer than 5 give a
+  ratio and no interval: three pairs do not say how far the next is off.
 - A minimum effect. Taking turns leaves the position in the turn: under drift the second of a pair is always later, and an
   interval of many pairs gets narrow enough to see it. Differences that small also change with the next build or the next day.
 In 500 simulations of each noise (2 %, 10 %, Student's t2, 5 % outliers of three times, shared drift of 10 to 20 %, shared or
@@ -26,16 +27,17 @@ from trainstep.records.record import Record, Samples
 from trainstep.records.summary import Floats, bootstrap_medians
 
 VERDICTS = ("faster", "slower", "cannot tell")
-MINIMUM_PAIRS = 3
+MINIMUM_PAIRS = 5
 _LEVEL = 0.99
 _SAME_ENVIRONMENT = ("gpu", "driver", "torch", "triton", "cuda", "cpu")
-_STUDENT_FEW = {2: 9.925, 3: 5.841, 4: 4.604}
-"""Two-sided 1 % points of Student's t by degrees of freedom, where the series for it is poor."""
+_STUDENT_OF_FOUR = 4.604
+"""The two-sided 1 % point of Student's t with 4 degrees of freedom, the fewest here, where the series for it is poor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """b against a in one quantity of time. `ratio` is b / a, `low` to `high` its 99 % interval; None where there is none."""
+    """b against a in one quantity of time. `ratio` is b / a, `low` to `high` its 99 % interval; None where there is none: of the
+    interval below MINIMUM_PAIRS."""
 
     verdict: str
     """One of VERDICTS, of b."""
@@ -128,12 +130,14 @@ def compare_samples(
     lengths = turn_steps if paired else (1, 1)
     logs_a, logs_b = (_log_turns(times, length) for times, length in zip(values, lengths, strict=True))
     n = min(len(logs_a), len(logs_b))
-    if n < MINIMUM_PAIRS:
-        reason = f"too few {'pairs' if paired else 'values'}: {n}, and at least {MINIMUM_PAIRS} are needed"
-        return Comparison(verdict="cannot tell", reason=reason, n=n, paired=paired)
+    few = f"too few {'pairs' if paired else 'values'}: {n}, and at least {MINIMUM_PAIRS} are needed"
+    if not n:
+        return Comparison(verdict="cannot tell", reason=few, paired=paired)
     middle, resampled = _paired(logs_a[:n], logs_b[:n]) if paired else _apart(logs_a, logs_b)
-    low, high = _interval(middle, resampled, n)
     ratio = float(np.exp(middle))
+    if n < MINIMUM_PAIRS:
+        return Comparison(verdict="cannot tell", reason=few, ratio=ratio, n=n, paired=paired)
+    low, high = _interval(middle, resampled, n)
     verdict, reason = _judge(ratio, low, high, minimum_effect)
     return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=paired)
 
@@ -194,8 +198,8 @@ def _interval(middle: float, resampled: Floats, n: int) -> tuple[float, float]:
 
 def student_point(freedom: int) -> float:
     """Two-sided 1 % point of Student's t, by its expansion in 1 / freedom around the normal one."""
-    if freedom in _STUDENT_FEW:
-        return _STUDENT_FEW[freedom]
+    if freedom == MINIMUM_PAIRS - 1:
+        return _STUDENT_OF_FOUR
     z = NormalDist().inv_cdf((1 + _LEVEL) / 2)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384

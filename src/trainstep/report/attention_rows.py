@@ -163,7 +163,9 @@ def _ratio_table(works: Sequence[Configuration]) -> Table:
     ratios = [ratio for work in works for ratio in work.against.values()]
     troubles = dict.fromkeys(ratio.trouble for ratio in ratios if ratio.trouble and not ratio.failure)
     note = "Our time over theirs, with its 99 % interval: below 1 ours is faster. “?”: cannot tell."
-    note = " ".join([note, *(f"No ratio: {trouble}." for trouble in list(troubles)[:3])])
+    few = dict.fromkeys(ratio.known.reason for ratio in ratios if ratio.known and not ratio.interval)
+    why = [f"No ratio: {trouble}." for trouble in list(troubles)[:3]] + [f"No interval: {reason}." for reason in few]
+    note = " ".join([note, *why])
     columns = [
         *point_columns(works),
         *map(_ratio_column, implementations(peer for work in works for peer in work.against)),
@@ -219,9 +221,8 @@ def _means_table(works: Sequence[Configuration]) -> Table:
         if long and len(long) < len(every):
             lines.append({**dict(rest), "against": peer, **_means(f"≥ {LONG_SEQ:,}", long)})
     columns = [
-        *(Column(name) for name in works[0].row.point if name not in SIZES),
-        Column("against"),
-        Column("lengths"),
+        *(Column(name, names=True) for name in works[0].row.point if name not in SIZES),
+        *(Column(name, names=True) for name in ("against", "lengths")),
         Column("configurations", COUNT),
         *(Column(name, RATIO) for name in ("time, ours / theirs", "speed, ours / theirs")),
         *(Column(verdict, COUNT) for verdict in VERDICTS),

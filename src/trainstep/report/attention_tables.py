@@ -204,15 +204,15 @@ _CELL = (
         for column in (
             _RATE,
             Column("error of output", ERROR, "error_output"),
-            Column("plain PyTorch's error", ERROR, "error_same_dtype"),
-            *(Column(f"error of {name}", ERROR, f"error_{name}") for name in ("dq", "dk", "dv", "lse")),
-            Column("NaN", _YES_NO, "has_nan"),
-            Column("deterministic", _YES_NO, "deterministic"),
-            Column("which ran", _WORDS, "which_ran"),
-            Column("host (ms)", MS_STD, median_and_std(HOST)),
-            Column("launch-bound", _YES_NO, "launch_bound"),
+            Column("plain PyTorch's error", ERROR, "error_same_dtype", more=True),
+            *(Column(f"error of {name}", ERROR, f"error_{name}", more=True) for name in ("dq", "dk", "dv", "lse")),
+            Column("NaN", _YES_NO, "has_nan", more=True),
+            Column("deterministic", _YES_NO, "deterministic", more=True),
+            Column("which ran", _WORDS, "which_ran", more=True),
+            Column("host (ms)", MS_STD, median_and_std(HOST), more=True),
+            Column("launch-bound", _YES_NO, "launch_bound", more=True),
             Column("peak ({unit})", COLUMN_SIZE, "peak_bytes"),
-            Column("held ({unit})", COLUMN_SIZE, "held_bytes"),
+            Column("held ({unit})", COLUMN_SIZE, "held_bytes", more=True),
         )
     ),
 )
@@ -239,7 +239,7 @@ def tile_tables(rows: Sequence[Row]) -> list[Table]:
     fastest = ["Of several numbers of warps and stages at one tile: the fastest."] if several else []
     columns = [
         *point_columns(maps),
-        Column("query tile", _SIDE, lambda line: line.of[1], failed=None),
+        Column("query tile", _SIDE, lambda line: line.of[1], failed=None, names=True),
         *map(_key_column, _sorted(key for tile_map in maps for key in tile_map.keys)),
     ]
     lines = [Line(tile_map.row, (tile_map, query)) for tile_map in maps for query in tile_map.queries]

@@ -87,10 +87,10 @@ def cells_table(rows: Sequence[Row]) -> Table:
     columns = [
         *_NAMED,
         *point_columns(rows, without=(*LABEL, "mib")),
-        Column("size", Form(text=size_words), _asked_bytes, failed=None),
+        Column("size", Form(text=size_words), _asked_bytes, failed=None, names=True),
         Column("time (ms)", MS_STD, lambda line: time_of(line.of, "time")),
         *rank_columns("time"),
-        Column("algorithm (GB/s)", GIGA, "algorithm_bytes_per_s"),
+        Column("algorithm (GB/s)", GIGA, "algorithm_bytes_per_s", more=True),
         Column("bus (GB/s)", GIGA, "bus_bytes_per_s"),
         Column("of the link (%)", PERCENT, "link_ratio", optional=True),
         doubts_column("doubts"),
@@ -115,7 +115,7 @@ def fit_tables(rows: Sequence[Row]) -> list[Table]:
 
 def _named(name: str) -> Column:
     form = Form(text=str, sort=float) if name == "ranks" else TEXT
-    return Column(name, form, lambda row: row_of(row).record.config[name], failed=None)
+    return Column(name, form, lambda row: row_of(row).record.config[name], failed=None, names=True)
 
 
 _NAMED = [_named(name) for name in LABEL]

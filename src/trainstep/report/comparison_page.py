@@ -86,22 +86,26 @@ def _ratio_table(axis: str, ratios: Sequence[Ratio]) -> Table:
     timed = "total step" if all(_timed(ratio.row) == "step" for ratio in ratios) else "time"
     columns = [
         *point_columns(ratios, without=[axis]),
-        Column(axis, TEXT, lambda ratio: words(ratio.row.point.get(axis)), failed=None),
-        Column("against", TEXT, lambda ratio: words(ratio.base.point.get(axis)), failed=None),
+        Column(axis, TEXT, lambda ratio: words(ratio.row.point.get(axis)), failed=None, names=True),
+        Column("against", TEXT, lambda ratio: words(ratio.base.point.get(axis)), failed=None, names=True),
         _compared("ratio", RATIO, lambda ratio, found: found.ratio),
         _compared("99 % from", RATIO, lambda ratio, found: found.low),
         _compared("to", RATIO, lambda ratio, found: found.high),
-        _compared(f"{timed} (ms)", MS_STD, lambda ratio, _: time_of(quantities(ratio.row), _timed(ratio.row))),
-        _compared("was (ms)", MS_STD, lambda ratio, _: time_of(quantities(ratio.base), _timed(ratio.base))),
+        _compared(f"{timed} (ms)", MS_STD, lambda ratio, _: _time(ratio.row), more=True),
+        _compared("was (ms)", MS_STD, lambda ratio, _: _time(ratio.base), more=True),
         Column("verdict", TEXT, lambda ratio: ratio.known.verdict if ratio.known else "cannot tell", failed=None),
-        Column("why", TEXT, _why, failed=None),
+        Column("why", TEXT, _why, failed=None, more=True),
     ]
     title = f"{timed.capitalize()} against {axis.replace('_', ' ')} {words(ratios[0].base.point.get(axis))}"
     note = "In the reasons, a is the cell compared against and b the row's own."
     return Table.of(title, ratios, columns, note=note, raw=(_ratio_numbers(axis, ratio) for ratio in ratios))
 
 
-def _compared(title: str, form: Form, get: Callable[[Ratio, Comparison], Any]) -> Column:
+def _time(row: Row) -> tuple[float, float | None] | None:
+    return time_of(quantities(row), _timed(row))
+
+
+def _compared(title: str, form: Form, get: Callable[[Ratio, Comparison], Any], *, more: bool = False) -> Column:
     """A number that both cells are needed for: where either failed, its failure stands there."""
 
     def read(ratio: Ratio) -> Any:
@@ -109,7 +113,7 @@ def _compared(title: str, form: Form, get: Callable[[Ratio, Comparison], Any]) -
             return Entry(text=ratio.trouble, failure=ratio.failure) if ratio.failure else None
         return get(ratio, ratio.known)
 
-    return Column(title, form, read, failed=None)
+    return Column(title, form, read, failed=None, more=more)
 
 
 def _why(ratio: Ratio) -> str | Entry:

@@ -131,7 +131,7 @@ def phases_table(rows: Sequence[Row]) -> Table:
     """The peak of each phase: as tensors asked, as the allocator gave and reserved, as the driver saw it end."""
     lines = [Line(row, line) for row in rows for line in table_lines(table_of_rank(row.record, "peaks"))]
     sizes = (Column(name, ROUGH_SIZE, f"{name}_bytes") for name in ("requested", "allocated", "reserved", "driver"))
-    columns = [*point_columns(lines), Column("phase", NAME), *sizes]
+    columns = [*point_columns(lines), Column("phase", NAME, names=True), *sizes]
     return Table.of("Peak by phase ({unit})", lines, columns)
 
 
@@ -230,13 +230,13 @@ _EACH = Form(text=lambda parts: f"{' + '.join(f'{part:.3g}' for part in parts)} 
 _EXACT = Form(text=lambda size: f"{size:,} B" if abs(size) < 100_000 else byte_words(size))
 _PEAKS = (
     *(Column(name, ROUGH_SIZE, _SIZES[name]) for name in ("allocated", "reserved", "driver", "resident")),
-    Column("unexplained (%)", PERCENT, _unexplained),
-    Column("bytes per parameter", _EACH, _each),
+    Column("unexplained (%)", PERCENT, _unexplained, more=True),
+    Column("bytes per parameter", _EACH, _each, more=True),
     Column("peaks in", TEXT, "timeline_peak_phase"),
 )
 _SEARCH = (
-    Column("what"),
-    Column("searched", NAME),
+    Column("what", names=True),
+    Column("searched", NAME, names=True),
     *(Column(title, COUNT) for title in ("largest that fits", "smallest that does not")),
     *(Column(title, ROUGH_SIZE) for title in ("allocated", "headroom")),
     Column("trials", COUNT),
@@ -246,7 +246,7 @@ _ALLOCATION = (
     Column("each", _EXACT, "bytes"),
     Column("times", COUNT, "count"),
     Column("category"),
-    Column("born in", TEXT, "phase"),
+    Column("born in", TEXT, "phase", more=True),
     Column("layer"),
     Column("born at (innermost first)", TEXT, "stack"),
 )
@@ -296,9 +296,9 @@ def ranks_table(rows: Sequence[Row]) -> Table:
     ]
     named = point_columns(lines)
     if all(column.title != "sync" for column in named):
-        named.append(Column("sync", TEXT, lambda line: line.row.record.config["sync"]))
+        named.append(Column("sync", TEXT, lambda line: line.row.record.config["sync"], names=True))
     sizes = (Column(title, ROUGH_SIZE, fact, optional=True) for title, fact in _SIZES.items())
-    columns = [*named, Column("rank", COUNT), *sizes, Column("peaks in", NAME, "timeline_peak_phase")]
+    columns = [*named, Column("rank", COUNT, names=True), *sizes, Column("peaks in", NAME, "timeline_peak_phase")]
     return Table.of("Peak of each rank", lines, columns, note=_RANKS_NOTE, raw=map(_rank_raw, lines))
 
 
@@ -310,8 +310,8 @@ def held_by_ranks_table(row: Row) -> Table:
         for moment, ledger, expected in _moments(row.record, rank)
     ]
     columns = [
-        Column("rank", COUNT),
-        Column("moment"),
+        Column("rank", COUNT, names=True),
+        Column("moment", names=True),
         *(Column(name, beside(ROUGH_SIZE)) for name in _COMPARED),
         *(Column(name, ROUGH_SIZE) for name in ("activations", "rest", "allocated")),
     ]

@@ -43,11 +43,11 @@ def errors_table(rows: Sequence[Row]) -> Table:
     fp32 = {id(row): fp32_of(group) for group in groups for row in group}
     columns = [
         *point_columns(ordered, without=("precision",)),
-        Column("precision", TEXT, precision_of, failed=None),
+        Column("precision", TEXT, precision_of, failed=None, names=True),
         Column("step (ms)", MS_STD, lambda row: time_of(quantities(row), "step")),
         Column("of fp32's time", DIGITS, lambda row: _over(_median_step_s, row, fp32[id(row)])),
         *(Column(f"error of {name}", ERROR, fact) for fact, name in ERRORS.items()),
-        Column("reference", failed=None),
+        Column("reference", failed=None, more=True),
         doubts_column(_doubts),
     ]
     note = (
@@ -84,7 +84,7 @@ def worst_table(rows: Sequence[Row]) -> Table:
         for line in table_lines(row.record.tables.get("gradients"))[:_WORST]
     ]
     columns = (
-        *(Column(name) for name in ("model", "precision", "parameter")),
+        *(Column(name, names=True) for name in ("model", "precision", "parameter")),
         Column("error", ERROR, "relative_error"),
         Column("norm of the reference", ERROR, "reference_norm"),
     )
@@ -239,9 +239,9 @@ def share_words(share: float) -> str:
 
 _SHARE = Form(text=share_words)
 _RANGE = (
-    Column("gradient of", TEXT, "of"),
-    Column("layer"),
-    Column("elements", COUNT),
+    Column("gradient of", TEXT, "of", names=True),
+    Column("layer", names=True),
+    Column("elements", COUNT, more=True),
     Column("zero, unscaled (%)", _SHARE, "zero_unscaled"),
     Column("subnormal, unscaled (%)", _SHARE, "subnormal_unscaled"),
     Column("zero, scaled (%)", _SHARE, "zero_scaled"),
@@ -254,7 +254,7 @@ _ACCUMULATION = (
     Column("error", ERROR),
 )
 _REDUCTION = (
-    *(Column(name) for name in ("what", "values", "numbers", "accumulator")),
+    *(Column(name, names=True) for name in ("what", "values", "numbers", "accumulator")),
     Column("error, median", ERROR, "error_median"),
     Column("error, worst", ERROR, "error_max"),
     Column("lost (%)", _SHARE, "overflow_share"),

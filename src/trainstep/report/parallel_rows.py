@@ -68,7 +68,7 @@ def ways_of(rows: Sequence[Row]) -> list[Way]:
 def name_columns(rows: Iterable[Any]) -> list[Column]:
     """The columns that name a way; an option that a way does not have is absent, one that none has is no column."""
     mine = [row_of(row) for row in rows]
-    sync = Column("sync", TEXT, lambda row: row_of(row).record.config["sync"], failed=None)
+    sync = Column("sync", TEXT, lambda row: row_of(row).record.config["sync"], failed=None, names=True)
     columns = [] if any("sync" in row.point for row in mine) else [sync]
     for column in point_columns(mine):
         if column.title not in USED_BY:

@@ -60,12 +60,13 @@ def time_tables(ways: Sequence[Way]) -> list[Table]:
 
 def steps_table(ways: Sequence[Way]) -> Table:
     """One row a way: the step, synchronised and in windows."""
+    windows = _time_columns("window_step", "window, a step (ms)", "window's ratio", "99 % of that")
     columns = [
         *name_columns(ways),
         *_time_columns("step", "step (ms)", "ratio", "99 % interval"),
-        *_time_columns("window_step", "window, a step (ms)", "window's ratio", "99 % of that"),
+        *(replace(column, more=True) for column in windows),
         *rank_columns("step"),
-        Column("tokens/s", WHOLE, lambda way: tokens_per_s(way.record)),
+        Column("tokens/s", WHOLE, lambda way: tokens_per_s(way.record), more=True),
         Column("peak", SIZE, lambda way: way.record.fact("peak_allocated_bytes", way.record.fact("peak_rss_bytes"))),
         doubts_column(_doubts),
     ]
@@ -79,11 +80,12 @@ def communication_table(ways: Sequence[Way]) -> list[Table]:
         *name_columns(found),
         Column("messages", beside(COUNT), lambda way: _totals(way, "messages")),
         Column("sent ({unit})", beside(SIZE), lambda way: _totals(way, "bytes")),
-        Column("on the wire ({unit})", beside(SIZE), _on_the_wire),
-        *_seconds("under way", "waiting", "transfer", "exposed"),
+        Column("on the wire ({unit})", beside(SIZE), _on_the_wire, more=True),
+        *(replace(column, more=True) for column in _seconds("under way", "waiting", "transfer")),
+        *_seconds("exposed"),
         Column("hidden (%)", PERCENT, _hidden),
         Column("step longer than none (ms)", MS, lambda way: way.longer_s("step")),
-        Column("window longer than none (ms)", MS, lambda way: way.longer_s("window_step")),
+        Column("window longer than none (ms)", MS, lambda way: way.longer_s("window_step"), more=True),
     ]
     return [Table.of("Communication of a step", found, columns, note=_COMMUNICATION)] if found else []
 
@@ -93,11 +95,11 @@ def traffic_table(ways: Sequence[Way]) -> list[Table]:
     lines = [Line(way.row, line) for way in ways for line in way.lines("traffic")]
     columns = [
         *name_columns(lines),
-        Column("operation"),
+        Column("operation", names=True),
         Column("messages", COUNT),
-        Column("by formula", COUNT, "expected_messages"),
+        Column("by formula", COUNT, "expected_messages", more=True),
         Column("sent ({unit})", SIZE, "bytes"),
-        Column("by formula ({unit})", SIZE, "expected_bytes"),
+        Column("by formula ({unit})", SIZE, "expected_bytes", more=True),
         Column(
             "alike",
             replace(TEXT, text=words),
@@ -113,7 +115,7 @@ def ranks_table(ways: Sequence[Way]) -> list[Table]:
     lines = [Line(way.row, line) for way in ways for line in way.lines("communication")]
     times = _seconds("under way", "waiting", "transfer", "exposed", "after backward")
     note = "Each rank's own trace. After backward: from the end of its computing to the end of the last message of gradients."
-    columns = [*name_columns(lines), Column("rank", COUNT), *times]
+    columns = [*name_columns(lines), Column("rank", COUNT, names=True), *times]
     return [Table.of("Communication by rank", lines, columns, note=note, folded=True)] if lines else []
 
 
@@ -123,10 +125,10 @@ def message_tables(ways: Sequence[Way]) -> list[Table]:
     note = "On rank 0, in a step that a profiler watched, from the step's beginning. Waiting: until the last rank had joined."
     times = ("launched", "started", "finished", "waiting", "hidden", "exposed")
     columns = [
-        Column("message", TEXT, "name"),
+        Column("message", TEXT, "name", names=True),
         Column("launched in", TEXT, "phase"),
         Column("{unit}", SIZE, "bytes"),
-        *(Column(f"{name} (ms)", MS, f"{name}_s") for name in times),
+        *(Column(f"{name} (ms)", MS, f"{name}_s", more=name in ("launched", "waiting")) for name in times),
     ]
     return [
         Table.of(
@@ -161,7 +163,7 @@ def _points_table(ways: Sequence[Way]) -> list[Table]:
     lines = [Line(way.row, {**held, **_sums(held), "point": point}) for way, point, held in found]
     on_gpu = any("allocated" in held for _, _, held in found)
     names = (*CATEGORIES, *(_ALLOCATOR if on_gpu else ("together",)))
-    columns = [*name_columns(lines), Column("point"), *(Column(name, beside(SIZE)) for name in names)]
+    columns = [*name_columns(lines), Column("point", names=True), *(Column(name, beside(SIZE)) for name in names)]
     note = f"{{unit}}. {_POINTS} {_UNNAMED if on_gpu else 'A CPU has no allocator that counts.'}"
     return [Table.of("What a rank holds", lines, columns, note=note)] if lines else []
 

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainstep.config.machine import MachineSpec, machine_spec, matmul_dtype
@@ -111,6 +112,13 @@ _TITLES = {
 _LONGEST = 56
 """Characters of a kernel's name that a table shows; the record has more."""
 _MICROSECONDS = ("mean_s", "min_s", "max_s", "lead_s")
+_NAMES = ("phase", "class", "span", "layers", "name", "part", "layer", "step")
+_MORE = {
+    "kernels": ("class", "layers", "mean_s", "min_s", "max_s", "ops"),
+    "attention": ("bytes", "bytes_per_s"),
+    "host": ("launch_s", "lead_s", "blocked_s", "allocations", "allocation_s", "queue_full", "queue_full_s"),
+}
+"""Table -> its columns that only --all shows on a terminal."""
 _WORDS = ("phase", "class", "span", "layers", "name", "part", "layer", "cause", "ops", "kind")
 _SHARE = Form(text=percent, sort=in_percent)
 _US = Form(text=lambda seconds: three_digits(seconds * 1e6), sort=lambda seconds: seconds * 1e6)
@@ -155,7 +163,7 @@ def detail_tables(
         lines = table_lines(tables.get(name))
         if not lines or (name in _WHOLE_ONLY and not whole):
             continue
-        columns = [_column(one) for one in tables[name]]
+        columns = [replace(_column(one), more=one in _MORE.get(name, ())) for one in tables[name]]
         if name == "attention" and spec is not None:
             lines = _with_ceilings(lines, spec, dtype)
             columns += [
@@ -229,12 +237,14 @@ _VERDICT = (
         WHOLE,
         lambda row: row.record.fact("launches", 0),
         help="launches of a step: a CUDA graph is one for all its kernels",
+        more=True,
     ),
     Column(
         "profiled / unprofiled",
         Form(text=lambda ratio: f"{ratio:.2f}"),
         "profiler_slowdown",
         help="a profiled step over an unprofiled one",
+        more=True,
     ),
 )
 
@@ -270,7 +280,7 @@ def _column(name: str) -> Column:
     """The column of a value of that name."""
     unit = " (µs)" if name in _MICROSECONDS else " (ms)" if name.endswith("_s") else ""
     title = _TITLES.get(name) or f"{name.removesuffix('_s').replace('_', ' ')}{unit}"
-    return Column(title, _form(name), name, help=HELP.get(name, ""))
+    return Column(title, _form(name), name, help=HELP.get(name, ""), names=name in _NAMES)
 
 
 def _form(name: str) -> Form:

@@ -29,7 +29,7 @@ from trainstep.report.forms import (
     failure_word,
     rate_words,
 )
-from trainstep.report.rows import TIMES, Row, of_workload, quantities, time_of, words
+from trainstep.report.rows import PHASES, TIMES, Row, of_workload, quantities, time_of, words
 
 TITLES = {"grad_sync": "grad sync", "step": "total step"}
 _UNIT = "{unit}"
@@ -80,6 +80,10 @@ class Column:
     """Left out where no row has a value."""
     failed: Callable[[Record], str] | None = _word
     """What stands in the row of a failed record; None: its value, as in every other row."""
+    names: bool = False
+    """Tells a row from the others: a table too wide for the terminal is split into blocks, and each begins with these."""
+    more: bool = False
+    """Left out on a terminal, and in plain text, unless --all asks for it."""
 
     @property
     def number(self) -> bool:
@@ -155,6 +159,15 @@ class Table:
             folded=folded,
         )
 
+    def brief(self) -> "Table":
+        """The table without the columns that --all asks for."""
+        places = [place for place, column in enumerate(self.columns) if not column.more]
+        return replace(
+            self,
+            columns=tuple(self.columns[place] for place in places),
+            entries=tuple(tuple(row[place] for place in places) for row in self.entries),
+        )
+
 
 def filled(*tables: Table) -> list[Table]:
     """Those that have rows: a table without any is shown nowhere."""
@@ -186,7 +199,7 @@ def rank_columns(quantity: str) -> list[Column]:
 
         return get
 
-    return [Column(f"{which} rank (ms)", RANK_MS, end(which)) for which in ("slowest", "fastest")]
+    return [Column(f"{which} rank (ms)", RANK_MS, end(which), more=True) for which in ("slowest", "fastest")]
 
 
 def row_of(row: Any) -> Row:
@@ -216,7 +229,7 @@ def _point_column(name: str, points: Sequence[Mapping[str, Any]]) -> Column:
         number=all(is_number(point.get(name)) for point in points),
         absent=words(None),
     )
-    return Column(name, form, lambda row: row_of(row).point.get(name), failed=None)
+    return Column(name, form, lambda row: row_of(row).point.get(name), failed=None, names=True)
 
 
 def _fact(record: Record, name: str) -> Any:
@@ -231,7 +244,7 @@ def _present(values: Iterable[Any]) -> list[Any]:
 
 
 def _time(title: str, name: str) -> Column:
-    return Column(f"{title} (ms)", MS_STD, lambda line: time_of(line.of, name), optional=True)
+    return Column(f"{title} (ms)", MS_STD, lambda line: time_of(line.of, name), optional=True, more=name in PHASES)
 
 
 def _other_times(lines: Sequence[Line]) -> list[Column]:
@@ -257,8 +270,8 @@ _MEASURED = (
     _time("a call", "time"),
     Column("rate", Form(text=lambda rate: rate_words(*rate), sort=lambda rate: rate[0]), _rate, optional=True),
     Column("tokens/s", WHOLE, "tokens_per_s", optional=True),
-    Column("TFLOP/s", Form(text=lambda rate: f"{rate / 1e12:,.4g}"), "model_flops_per_s", optional=True),
+    Column("TFLOP/s", Form(text=lambda rate: f"{rate / 1e12:,.4g}"), "model_flops_per_s", optional=True, more=True),
     Column("MFU (%)", PERCENT, "mfu_ratio", optional=True),
-    Column("compile (s)", Form(text=lambda seconds: f"{seconds:,.1f}"), "compile_s", optional=True),
+    Column("compile (s)", Form(text=lambda seconds: f"{seconds:,.1f}"), "compile_s", optional=True, more=True),
     Column("peak (GiB)", GIB, _peak, optional=True),
 )

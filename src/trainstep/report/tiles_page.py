@@ -129,14 +129,14 @@ def _candidate_table(record: Record, most: int | None) -> Table:
 
 _PLAIN = Form(text=str)
 _CANDIDATE = (
-    *(Column(name, _PLAIN) for name in KERNEL_TILE_FIELDS),
+    *(Column(name, _PLAIN, names=True) for name in KERNEL_TILE_FIELDS),
     Column("time (ms)", MS, "time_s"),
     Column("time / best's", RATIO, "ratio"),
-    Column("rounds", COUNT),
+    Column("rounds", COUNT, more=True),
     Column("error / allowed", Form(text=lambda ratio: f"{ratio:.2f}"), "error_ratio"),
-    Column("registers", COUNT),
-    Column("spilled (B)", COUNT, "spilled_bytes"),
-    Column("shared (B)", COUNT, "shared_bytes"),
+    Column("registers", COUNT, more=True),
+    Column("spilled (B)", COUNT, "spilled_bytes", more=True),
+    Column("shared (B)", COUNT, "shared_bytes", more=True),
     Column("remarks"),
 )
 
@@ -149,7 +149,7 @@ def _best(record: Record) -> dict[str, Any]:
 
 
 _SUMMARY = (
-    *(Column(name, _PLAIN if name == "head_dim" else TEXT) for name in _LABEL),
+    *(Column(name, _PLAIN if name == "head_dim" else TEXT, names=True) for name in _LABEL),
     Column("best tile", TEXT, "best"),
     Column("time (ms)", MS, "time_s"),
     Column("rate", FLOP_RATE),
