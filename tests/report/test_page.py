@@ -162,6 +162,12 @@ def test_a_page_of_failures_alone(rows, end_to_end):
     assert len(seen.of("table")) == 1
 
 
+def test_what_people_type_is_code_and_nothing_else_is_markup(rows, end_to_end, monkeypatch):
+    monkeypatch.setattr("trainstep.report.page.notes", lambda _: ["Try `--capture step` <b>now</b> & `a<b`."])
+    said = '<p class="note">Try <code>--capture step</code> &lt;b&gt;now&lt;/b&gt; &amp; <code>a&lt;b</code>.</p>'
+    assert said in page(rows(end_to_end))
+
+
 def test_a_title_and_description_come_first(rows, end_to_end):
     text = page(rows(end_to_end), title="Sizes <b>", description="Why & how.")
     assert "<h1>Sizes &lt;b&gt;</h1>\n<p>Why &amp; how.</p>\n" in text

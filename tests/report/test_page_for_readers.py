@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attention_records import lengths
+from attention_records import OURS, attention, lengths, tiles
 from chromium import CHROMIUM, Browser
 from report.test_memory import a_cell as memory_cell
 from report.test_numerics_page import numerics
@@ -64,6 +64,11 @@ def records(make: Make, end_to_end, warmup_sweep, precision_pair, compile_sweep)
         "profile": [profiled()],
         "memory": [memory_cell()],
         "numerics": [numerics("fp32"), numerics("bf16_autocast")],
+        "tiles": tiles([1024, 4096]),
+        "shapes": [
+            attention(seq=seq, keys=2 * seq, implementation=name) for seq in (64, 4096) for name in ("flex", OURS)
+        ],
+        "compared": precision_pair,
     }
 
 
@@ -84,7 +89,9 @@ def test_axe_would_have_said_it(rows: Rows, end_to_end, browser: Browser, axe: s
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("kind", ["sweep", "run", "attention", "profile", "memory", "numerics"])
+@pytest.mark.parametrize(
+    "kind", ["sweep", "run", "attention", "profile", "memory", "numerics", "tiles", "shapes", "compared"]
+)
 def test_screens_narrow_and_wide_cut_nothing(kind: str, width: int, records, rows: Rows, browser: Browser):
     browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     try:

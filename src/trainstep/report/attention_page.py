@@ -12,7 +12,6 @@ from trainstep.report.attention_rows import (
     implementation,
     implementations,
     mean_ratio,
-    median_s,
     ratio_tables,
 )
 from trainstep.report.attention_tables import accounting_tables, cells_table, side_by_side, tile_chart, tile_tables
@@ -43,22 +42,8 @@ def attention_sections(rows: Sequence[Row]) -> list[Section]:
         Section(title="Attention: every cell", tables=(cells_table(rows), *accounting_tables(rows))),
     ]
     first, *others = [section for section in made if section.paragraphs or section.charts or section.tables]
-    said = (*_fastest(works), *_wrong(rows), *_left_out(works))
+    said = (*_wrong(rows), *_left_out(works))
     return [replace(first, paragraphs=(*first.paragraphs, *said)), *others]
-
-
-def _fastest(works: Sequence[Configuration]) -> list[str]:
-    """Who has the smallest median time, in how many configurations where there was a choice."""
-    winners: Counter[str] = Counter()
-    for work in works:
-        times = {name: time_s for name, row in work.cells.items() if (time_s := median_s(row)) is not None}
-        if len(times) > 1:
-            winners[min(times, key=lambda name: times[name])] += 1
-    said = ", ".join(f"{name} in {count}" for name, count in winners.most_common())
-    sentence = (
-        f"Of {winners.total()} configurations in which several implementations ran, fastest by the median: {said}."
-    )
-    return [sentence] if winners else []
 
 
 def _wrong(rows: Sequence[Row]) -> list[str]:

@@ -31,11 +31,11 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.collectives_tables import fit_of, series_of
-from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, ratio_words, seconds_words, three_digits
+from trainstep.report.forms import byte_words, in_gib, in_ms, milliseconds, seconds_words, three_digits
 from trainstep.report.parallel_rows import Way, ways_of
 from trainstep.report.parallel_tables import CATEGORIES, held_by, memory_tables, message_tables, time_tables
 from trainstep.report.ratio_charts import ratio_chart
-from trainstep.report.ratios import Ratio, median_of, summary_of
+from trainstep.report.ratios import median_of, summary_of
 from trainstep.report.rows import Row, grouped
 
 _PREDICTED = "predicted"
@@ -54,7 +54,7 @@ def parallel_sections(rows: Sequence[Row], collectives: Sequence[Row] = ()) -> l
     charts = (_ratios_chart(timed), _steps_chart(timed) if timed else None, bucket_chart(timed, collectives))
     times = Section(
         title="Ways of going parallel",
-        paragraphs=(*_step_sentences(timed), *bucket_sentences(timed, collectives)),
+        paragraphs=tuple(bucket_sentences(timed, collectives)),
         charts=tuple(filter(None, charts)),
         tables=(*time_tables(ways), *message_tables(timed)[:_MOST_MESSAGE_TABLES]),
     )
@@ -70,23 +70,6 @@ def parallel_sections(rows: Sequence[Row], collectives: Sequence[Row] = ()) -> l
 def _places(ways: Sequence[Way]) -> list[tuple[str, list[Way]]]:
     """Ways side by side: those of the same model, context and so on, in the order of their appearance."""
     return list(grouped(ways, lambda way: way.place).items())
-
-
-def _step_sentences(ways: Sequence[Way]) -> list[str]:
-    """The quickest way of each place, against the yardstick."""
-    said = []
-    for place, talking in _places([way for way in ways if way.sync != YARDSTICK]):
-        best = min(talking, key=_window_s)
-        ratio = best.ratio("window_step")
-        against = ""
-        if ratio and ratio.interval and ratio.found:
-            low, times, high = map(ratio_words, ratio.interval)
-            apart = "; they took no turns" if ratio.found.interleaving == "none" else ""
-            against = (
-                f", {times} times as long as steps of ranks that do not talk (99 % interval {low} to {high}{apart})"
-            )
-        said.append(f"{place}: quickest in a row of steps is {best.name}, at {_ms(best)} a step{against}.")
-    return said
 
 
 def _window_s(way: Way) -> float:
@@ -113,17 +96,15 @@ def _ratios_chart(ways: Sequence[Way]) -> Chart | None:
     several = len({way.place for way in ways}) > 1
     series = {
         name: [
-            (f"{way.place} {way.name}" if several else way.name, ratio) for way, ratio in _against_base(ways, quantity)
+            (f"{way.place} {way.name}" if several else way.name, ratio)
+            for way in ways
+            if (ratio := way.ratio(quantity))
         ]
         for quantity, name in _TIMED.items()
     }
     return ratio_chart(
         "What going parallel costs", "", f"time ÷ that of {YARDSTICK}, in which ranks do not talk", series
     )
-
-
-def _against_base(ways: Sequence[Way], quantity: str) -> list[tuple[Way, Ratio]]:
-    return [(way, ratio) for way in ways if (ratio := way.ratio(quantity))]
 
 
 def _steps_chart(ways: Sequence[Way]) -> Chart:

@@ -28,7 +28,7 @@ from trainstep.report.profile_tables import (
     verdict_table,
 )
 from trainstep.report.profile_words import sentences
-from trainstep.report.rows import Row, grouped, table_lines, varying
+from trainstep.report.rows import Row, grouped, needless, table_lines, varying
 from trainstep.report.sweep_page import bar_places, by_model, model_panels, values_words
 from trainstep.report.tables import filled
 from trainstep.traces import kernel_classes as classes
@@ -133,7 +133,7 @@ def shares_chart(rows: Sequence[Row]) -> Chart | None:
     if len(ran) < 2:
         return None
     models = by_model(ran)
-    others = [name for name in varying(ran) if name not in ("model", "context")]
+    others = [name for name in varying(ran) if name not in ("model", "context", *needless(ran))]
     panels = model_panels(models, others, y_title="share of device time (%)", label_characters=8)
     for panel, group in enumerate(models.values()):
         panels.ranges[panel] = (0.0, 100.0)
