@@ -111,13 +111,10 @@ def profile(
         check_nsys(cells, page)
     if nsys and not how.dry_run:
         report = store.path.with_suffix(".nsys-rep")
-        options: dict[str, Any] = {
-            "pytorch": nsys_pytorch or "none",
-            "python_backtrace": nsys_python_backtrace,
-            "as_json": json,
-        }
+        options: dict[str, Any] = {"pytorch": nsys_pytorch or "none", "python_backtrace": nsys_python_backtrace}
+        options |= {"top": top, "as_json": json}
         reading = read_limits(timeout_s, memory_limit_gib)
-        code = profile_with_nsys(cells[0], report, top=top, timeout_s=bounds.timeout_s, limits=reading, **options)
+        code = profile_with_nsys(cells[0], report, timeout_s=bounds.timeout_s, limits=reading, **options)
         if code is not None:
             return code
     traces = store.path.with_suffix(".traces") if fields.get("keep_trace") is None else None
