@@ -28,6 +28,7 @@ ALLOWED_HOSTS = {
     "github.com",
     "arxiv.org",
     "www.apache.org",  # the licence's own text
+    "ui.perfetto.dev",  # where a kept trace is opened
     "www.w3.org",  # names of XML namespaces
     "localhost",
     "127.0.0.1",

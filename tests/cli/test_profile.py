@@ -13,6 +13,7 @@ from trainstep.cli import app
 from trainstep.config.grid import expand
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
+from trainstep.report.rows import rows_of
 
 SWEEP = Path(__file__).parents[2] / "sweeps" / "profile.toml"
 
@@ -52,8 +53,26 @@ def test_a_grid_on_a_cpu(tmp_path: Path):
     records = Store(tmp_path / "p.jsonl").read()
     assert [record.workload for record in records] == ["profile"] * 2
     assert len(list((tmp_path / "traces").iterdir())) == 2
+    assert not (tmp_path / "p.traces").exists(), "only where no folder is named"
     kept = next((tmp_path / "traces").glob("*step-*"))
     assert app.run(["profile", "--from", str(kept)]) == 0
+
+
+@pytest.mark.slow
+def test_the_trace_is_kept_beside_the_records(tmp_path: Path):
+    """By default; the cell is the same cell with it and without."""
+    command = ["profile", "--context", 8, "--batch-size", 1, "--d-model", 32, "--steps", 3, "--warmups", 0]
+    code, out, _ = finish(start(*command, "--out", "p.jsonl", folder=tmp_path), timeout_s=100)
+    [kept] = (tmp_path / "p.traces").iterdir()
+    assert code == 0
+    assert f"p.traces/{kept.name}: open it at https://ui.perfetto.dev" in " ".join(out.split())
+    assert finish(start(*command, "--out", "q.jsonl", "--keep-trace", "none", folder=tmp_path), timeout_s=100)[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["p.traces"]
+    [with_trace], [without] = (Store(tmp_path / name).read() for name in ("p.jsonl", "q.jsonl"))
+    assert with_trace.key == without.key
+    assert without.fact("trace_file") is None
+    labels = [row.label() for row in rows_of([("p", with_trace), ("q", without)])]
+    assert not any("traces" in label for label in labels), labels
 
 
 def test_anyones_trace(capsys: pytest.CaptureFixture[str]):

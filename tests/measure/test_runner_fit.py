@@ -50,6 +50,15 @@ def test_nothing_fits():
     assert search(8, 0) == [(8, False), (4, False), (2, False), (1, False)]
 
 
+def test_it_stops_at_the_bound():
+    """Where all fits; a search that begins beyond the bound tries its start alone."""
+    assert search(1000, 10**9) == [(1000, True), (2000, True), (4000, True), (4096, True)]
+    assert search(4096, 10**9) == [(4096, True)]
+    assert search(8192, 10**9) == [(8192, True)]
+    assert search(65_536, 10**9, "context")[-1] == (131_072, True)
+    assert max(value for value, fits in search(8192, 5000) if fits) > 4900, "downwards it is searched as ever"
+
+
 def test_another_failure_ends_it():
     assert search(4, 8, kind="timeout") == [(4, True), (8, True), (16, False)]
 

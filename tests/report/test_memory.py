@@ -285,6 +285,12 @@ def test_a_search_names_what_fits():
     ]
 
 
+def test_a_search_that_reached_its_bound_says_so():
+    trials = [a_cell({"fit_of": "batch_size"}, config={"batch_size": count}) for count in (2048, 4096)]
+    [[_, _, largest, smallest, *_, ended]] = memory_tables(rows(*trials))[0].entries
+    assert (largest.text, smallest.text, ended.text) == ("at least 4,096", "–", "the bound of the search")
+
+
 def test_a_search_ended_by_a_crash_says_so():
     """A crash says nothing of memory: it is not the smallest that does not fit."""
     crash = Failure(kind="crash", phase="build", message="its process was killed by signal 9")
@@ -293,7 +299,7 @@ def test_a_search_ended_by_a_crash_says_so():
         a_cell(tables={}, failure=crash, facts={"fit_of": "batch_size"}, config={"batch_size": 8}),
     ]
     [[_, _, largest, smallest, *_, ended]] = memory_tables(rows(*trials))[0].entries
-    assert (largest.text, smallest.text) == ("4", "–")
+    assert (largest.text, smallest.text) == ("at least 4", "–")
     assert "killed by signal 9" in ended.text
 
 

@@ -70,7 +70,8 @@ def memory(
     from_
         Read a snapshot of torch.cuda.memory (pickle or .gz) instead of running anything; nothing in the file is run.
     fit
-        Find the largest batch_size or context that fits, by trials in fresh processes: doubling, then halving the gap.
+        Find the largest batch_size or context that fits, by trials in fresh processes: doubling, then halving the gap. It stops at
+        a batch of 4,096 or a context of 131,072 and says 'at least'; to go on, begin there: --fit batch_size --batch-size 8192.
     out
         File of records to append to; by default a new one under ./runs/.
     page

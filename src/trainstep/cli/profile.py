@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -29,6 +29,9 @@ _PYTORCH_HELP = (
     "not know it."
 )
 _BACKTRACE_HELP = "Its --python-backtrace=cuda: Python's stack at each launch, seen in Nsight Systems."
+_IN_HELP: dict[str, dict[str, list[Any]]] = {
+    device: {"keep_trace": ["beside the records; none: nowhere"]} for device in ("cpu", "cuda")
+}
 _Pytorch = Literal["none", "autograd-nvtx", "autograd-shapes-nvtx", "functions-trace"]
 
 
@@ -36,7 +39,7 @@ def _of_nsys(help: str) -> Parameter:
     return Parameter(group=_NSYS, help=help, negative=())
 
 
-@with_fields(ProfileConfig)
+@with_fields(ProfileConfig, _IN_HELP)
 def profile(
     *,
     from_: Annotated[Path | None, Parameter(name="--from")] = None,
@@ -55,7 +58,8 @@ def profile(
     """Say where the time of a step goes: every kernel by phase, span and class, what the host does, and what limits the step.
 
     Each cell of the grid is timed as `bench` does, then three more steps run under torch's profiler. Without options: a tiny
-    model on a CPU, small at context 256 on a GPU, with its attention written out.
+    model on a CPU, small at context 256 on a GPU, with its attention written out. The trace of one step more is kept beside the
+    records, in a folder of their name: open it at https://ui.perfetto.dev, or read it here with --from.
 
     Columns: time is a step's, so calls are too. On a GPU time is what torch's own table calls Self CUDA (kernels that an op
     launched itself; CUDA total: with those of ops it calls), on a CPU Self CPU (an op without the ops it calls; CPU total:
@@ -66,7 +70,7 @@ def profile(
 
         trainstep profile --model medium --precision bf16_autocast --compile none,block --top 20
 
-        trainstep profile --model small --keep-trace traces    (one step; open the file at ui.perfetto.dev)
+        trainstep profile --model small --keep-trace traces    (another folder for the traces; none: keep no trace)
 
         trainstep profile --model small --graph-replay    (do the kernels add up to a replay of the step as a CUDA graph?)
 
@@ -106,17 +110,14 @@ def profile(
         check_nsys(cells, page)
     if nsys and not how.dry_run:
         report = store.path.with_suffix(".nsys-rep")
-        options: dict[str, Any] = {
-            "pytorch": nsys_pytorch or "none",
-            "python_backtrace": nsys_python_backtrace,
-            "as_json": json,
-            "every": how.every,
-        }
+        options: dict[str, Any] = {"pytorch": nsys_pytorch or "none", "python_backtrace": nsys_python_backtrace}
+        options |= {"top": top, "as_json": json, "every": how.every}
         reading = read_limits(timeout_s, memory_limit_gib)
-        code = profile_with_nsys(cells[0], report, top=top, timeout_s=bounds.timeout_s, limits=reading, **options)
+        code = profile_with_nsys(cells[0], report, timeout_s=bounds.timeout_s, limits=reading, **options)
         if code is not None:
             return code
-    return _run(groups_along(cells, None), store, bounds, how, here, top=top, page=page, as_json=json)
+    traces = store.path.with_suffix(".traces") if fields.get("keep_trace") is None else None
+    return _run(groups_along(cells, None), store, bounds, how, here, traces=traces, top=top, page=page, as_json=json)
 
 
 def _cells(fields: Mapping[str, str | None], memory_limit_gib: float | None) -> "tuple[Environment, list[Cell]]":
@@ -136,12 +137,13 @@ def _run(
     how: GridOptions,
     here: "Environment",
     *,
+    traces: Path | None,
     top: int,
     page: Path | None,
     as_json: bool,
 ) -> int:
     """Run the cells under torch's profiler; what they say, then their tables."""
-    from trainstep.cli.cells import check_kept, check_page, run_here, show, unfinished, write_page
+    from trainstep.cli.cells import check_kept, check_page, run_cells, show, unfinished, write_page
     from trainstep.cli.dry_run import show_cells
     from trainstep.cli.streams import outliving_reader
     from trainstep.report.profile_tables import TORCH_COLUMNS
@@ -150,7 +152,11 @@ def _run(
     if how.dry_run:
         return show_cells(groups, store, here=here, anew=not how.resume, as_json=as_json)
     check_kept([cell for group in groups for cell in group], "keep_trace")
-    records = run_here(groups, store, bounds, how, here=here)
+
+    def execute(waiting: Sequence[Sequence[Cell]], tell: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
+        return _profiled(waiting, bounds, tell, traces)
+
+    records = run_cells(groups, store, execute, here=here, how=how, anew=not how.resume)
     ran = [record for record in records if record.failure is None]
     code = show(_with_top(records, top), store, None, as_json=as_json, every=how.every, paragraphs=_sentences(ran))
     if page is not None:
@@ -161,6 +167,21 @@ def _run(
         if page is not None:
             print(f"page: {page}", file=sys.stderr if as_json else sys.stdout, flush=True)
     return unfinished(groups, records, store, how) or code
+
+
+def _profiled(
+    groups: Sequence[Sequence[Cell]], bounds: "Limits", tell: Callable[[Cell, str], None], traces: Path | None
+) -> Iterator[list[Record]]:
+    """Records of the cells, the trace of each in that folder. A cell is the same wherever its trace goes: its key must not tell."""
+    from trainstep.measure.executor_local import run_groups
+
+    if traces is None:
+        yield from run_groups(groups, bounds, tell)
+        return
+    kept = {"keep_trace": str(traces)}
+    keeping = [[dataclasses.replace(cell, config={**cell.config, **kept}) for cell in group] for group in groups]
+    for [cell], [record] in zip(groups, run_groups(keeping, bounds, tell), strict=False):
+        yield [dataclasses.replace(record, key=cell.key, config=cell.config)]
 
 
 def _with_top(records: Sequence[Record], top: int) -> list[Record]:

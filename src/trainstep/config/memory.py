@@ -8,6 +8,9 @@ from trainstep.config.run import RunConfig
 from trainstep.config.sync import SyncConfig
 from trainstep.costs.strategies import YARDSTICK
 
+LARGEST_TRIED = {"batch_size": 4096, "context": 131_072}
+"""Where a search for the largest that fits stops, by the field that is searched: more is 'at least' this."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRunConfig(RunConfig):

@@ -15,7 +15,8 @@ class ProfileConfig(RunConfig):
     )
     profiled_steps: int = described("steps watched by the profiler, after the timed ones; three show outliers", 3)
     keep_trace: str | None = described(
-        "folder for the trace of one step: a .json.gz that opens in Perfetto (ui.perfetto.dev) and in --from", None
+        "folder for the trace of one step, a .json.gz that opens in Perfetto (https://ui.perfetto.dev) and in --from",
+        None,
     )
     graph_replay: bool = described(
         "replay the step as one CUDA graph, beside the sum of its kernels; needs a GPU", False

@@ -3,14 +3,14 @@
     for record in largest_fit(cell, "batch_size", run): ...     # every trial's record, as soon as it is there
 
 Found by trial alone: no formula knows the allocator's fragmentation or a library's workspaces. A trial that fails otherwise
-(a time-out, a crash) ends the search, since it says nothing of memory.
+(a time-out, a crash) ends the search, since it says nothing of memory. A search also ends at its field's bound in LARGEST_TRIED,
+or at its own start where that is larger: a small model on a large machine would grow for hours.
 """
 
 from collections.abc import Callable, Iterator
 
 from trainstep.config.cell import Cell
-from trainstep.config.fields import MOST
-from trainstep.config.memory import MemoryConfig
+from trainstep.config.memory import LARGEST_TRIED, MemoryConfig
 from trainstep.config.parsing import from_plain, to_plain
 from trainstep.records.record import Record
 
@@ -19,10 +19,11 @@ _RESOLUTION = 64
 
 
 def largest_fit(cell: Cell, field: str, run: Callable[[Cell], Record]) -> Iterator[Record]:
-    """Records of all trials, from the cell's own value on."""
-    fits, fails = 0, MOST + 1
+    """Records of all trials, from the cell's own value on to the bound."""
     value = int(cell.config[field])
-    while value <= MOST and fails - fits > max(1, fits // _RESOLUTION):
+    most = max(LARGEST_TRIED[field], value)
+    fits, fails = 0, most + 1
+    while fails - fits > max(1, fits // _RESOLUTION):
         record = run(at(cell, field, value))
         yield record
         if record.failure is not None and record.failure.kind != "out_of_memory":
@@ -31,8 +32,8 @@ def largest_fit(cell: Cell, field: str, run: Callable[[Cell], Record]) -> Iterat
             fits = value
         else:
             fails = value
-        if fails > MOST:
-            value = 2 * fits
+        if fails > most:
+            value = min(2 * fits, most)
         elif not fits:
             value = fails // 2
         else:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from trainstep.config.memory import LARGEST_TRIED
 from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
 from trainstep.records.record import Record
 from trainstep.records.tables import RANK_FACTS
@@ -89,10 +90,10 @@ def fit_table(rows: Sequence[Row]) -> Table:
     return Table.of("What fits", _searches(rows), _SEARCH, note=note)
 
 
-def largest_that_fits(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
+def largest_that_fits(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     """The field that was searched, ` for` what, and the largest value of it that fits, of each search that found one."""
     found = [(line["searched"], line["what"], line.get("largest that fits")) for line in _searches(rows)]
-    return [(field, f" for {what}" if what else "", value) for field, what, value in found if value is not None]
+    return [(field, f" for {what}" if what else "", entry.text) for field, what, entry in found if entry is not None]
 
 
 def _searches(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -109,13 +110,17 @@ def _search(field: str, rest: Sequence[tuple[str, str]], trials: Sequence[Row]) 
     fails = [row for row, failure in failed if failure.kind == "out_of_memory"]
     broken = next((failure for _, failure in failed if failure.kind != "out_of_memory"), None)
     found: dict[str, Any] = {"what": " ".join(value for _, value in rest), "searched": field, "trials": len(trials)}
+    at_bound = False
     if fits:
         best = fits[-1].record
-        found["largest that fits"] = int(best.config[field])
+        value = int(best.config[field])
+        found["largest that fits"] = Entry(text=f"{'' if fails else 'at least '}{value:,}", sort=value)
+        at_bound = value >= LARGEST_TRIED.get(field, value)
         found |= {"allocated": best.fact("peak_allocated_bytes"), "headroom": headroom_bytes(best)}
     if fails:
         found["smallest that does not"] = int(fails[0].record.config[field])
-    return {**found, "ended by": Entry(text=failure_sentence(broken) if broken else "", failure=broken)}
+    ended = failure_sentence(broken) if broken else "the bound of the search" if at_bound and not fails else ""
+    return {**found, "ended by": Entry(text=ended, failure=broken)}
 
 
 def headroom_bytes(record: Record) -> int | None:

@@ -157,5 +157,5 @@ def _profiler(fact: GetFact) -> list[str]:
     if split := fact("trace_split"):
         found.append(str(split))
     if path := fact("trace_file"):
-        found.append(f"The trace of one step is in {path}: open it at ui.perfetto.dev, or with --from.")
+        found.append(f"The trace of one step is in {path}: open it at https://ui.perfetto.dev, or with --from.")
     return found
