@@ -146,6 +146,22 @@ def test_what_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, cap
     assert rows["nsys"].strip().startswith("missing")
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_first_line_comes_before_torch_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: bool
+):
+    told = []
+
+    def inspect(**_: Any) -> dict[str, Any]:
+        told.append(capsys.readouterr().err)
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr(inspection, "inspect_machine", inspect)
+    with pytest.raises(ValueError, match="that is enough"):
+        verb.doctor(quiet=quiet)
+    assert told == ["" if quiet else "asking torch what it can do here: it is imported in a process of its own\n"]
+
+
 def test_every_extra_exists():
     from importlib.metadata import PackageNotFoundError, metadata
 

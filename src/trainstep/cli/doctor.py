@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from trainstep.cli.streams import outliving_reader
 from trainstep.config.cell import Cell
 from trainstep.records.record import Record
 from trainstep.records.store import Store
@@ -20,6 +21,7 @@ def doctor(
     out: Path | None = None,
     json: bool = False,
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    quiet: bool = False,
 ) -> None:
     """Show this machine, its GPUs and their data sheets, packages and tools, and what is missing.
 
@@ -36,14 +38,19 @@ def doctor(
         Print JSON.
     device
         auto, cuda, or cpu: a GPU that cannot be used is then no error.
+    quiet
+        Show only what was seen, not what is being done.
     """
     from trainstep.measure.inspection import ceiling_cells, inspect_machine, with_ceilings
 
     if out is not None and not measure:
         raise ValueError("out: there is something to write with --measure only")
+    tell = _tell_nothing if quiet else _tell
+    tell("asking torch what it can do here: it is imported in a process of its own")
     inspection = inspect_machine(device=device, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     if measure and not inspection["problem"]:
         cells = ceiling_cells(inspection["device"], len(inspection["gpus"]))
+        tell(f"measuring {len(cells)} rates: a minute or so")
         inspection = with_ceilings(inspection, measure_ceilings(cells) if out is None else _into(Store(out), cells))
     if json:
         from trainstep.report.visible import ascii_json
@@ -53,6 +60,16 @@ def doctor(
         show(list(sections(inspection)))
     if inspection["problem"]:
         raise ValueError(inspection["problem"])
+
+
+def _tell(words: str) -> None:
+    """What is being done, on standard error."""
+    with outliving_reader(sys.stderr):
+        print(words, file=sys.stderr, flush=True)
+
+
+def _tell_nothing(_words: str) -> None:
+    pass
 
 
 def _into(store: Store, cells: Sequence[Cell]) -> list[Record]:

@@ -61,15 +61,17 @@ def report(
     memory_limit_gib
         Memory in GiB that reading the records may take, by default 1.86.
     """
-    from trainstep.cli.reading import read_limits
+    from trainstep.cli.reading import read_limits, tell_reading
     from trainstep.reading import limited_here
     from trainstep.report.rows import read_rows
     from trainstep.report.tensorboard import check_folder, write_runs
 
-    if out is not None and os.path.realpath(out) in _record_files(paths):
+    files = _record_files(paths)
+    if out is not None and os.path.realpath(out) in files:
         raise ValueError(f"out: {out} is one of the files of records; give the report another name")
     chosen = format or _format_of(out)
     folder = check_folder(out) if chosen == "tensorboard" else None
+    tell_reading([Path(file) for file in files])
     with limited_here(read_limits(timeout_s, memory_limit_gib), ", ".join(map(str, paths))):
         rows = read_rows(paths)
     if folder is not None:
