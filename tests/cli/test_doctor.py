@@ -2,12 +2,14 @@
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_nvml import FakeNvml, install
+from sources import ROOT
 from trainstep.cli import doctor as verb
 from trainstep.config.ceiling import KINDS
 from trainstep.config.cell import Cell
@@ -146,15 +148,26 @@ def test_what_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, cap
     assert rows["nsys"].strip().startswith("missing")
 
 
-def test_every_extra_exists():
-    from importlib.metadata import PackageNotFoundError, metadata
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_first_line_comes_before_torch_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: bool
+):
+    told = []
 
-    try:
-        provided = set(metadata("trainstep").get_all("Provides-Extra") or [])
-    except PackageNotFoundError:
-        pytest.skip("trainstep is not installed, so its metadata cannot be asked")
+    def inspect(**_: Any) -> dict[str, Any]:
+        told.append(capsys.readouterr().err)
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr(inspection, "inspect_machine", inspect)
+    with pytest.raises(ValueError, match="that is enough"):
+        verb.doctor(quiet=quiet)
+    assert told == ["" if quiet else "asking torch what it can do here: it is imported in a process of its own\n"]
+
+
+def test_every_extra_exists():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {install.split("[")[1].split("]")[0] for _, install, _ in inspection._PACKAGES if "[" in install}
-    assert named <= provided
+    assert named <= declared.keys()
 
 
 def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

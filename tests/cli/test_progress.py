@@ -5,7 +5,8 @@ import pytest
 from cell_maker import planted
 from record_maker import a_record
 from trainstep.cli import progress
-from trainstep.cli.progress import CellProgress
+from trainstep.cli.progress import CellProgress, span_words, time_words
+from trainstep.records.durations import LIKE, ROUGH, SAME, ExpectedTime
 
 
 @pytest.fixture
@@ -52,3 +53,62 @@ def test_no_time_left_from_half_a_group(clock: list[float], capsys: pytest.Captu
     first, second = capsys.readouterr().err.splitlines()
     assert "left" not in first
     assert second.endswith("about 2 min left")
+
+
+def expected(*seconds: float) -> list[ExpectedTime]:
+    return [ExpectedTime(seconds=one, source=SAME) for one in seconds]
+
+
+def test_the_time_left_is_told_from_the_start(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    """By what was expected, then by the pace of what ended: cells take twice as long as expected here."""
+    cells = [planted(name=name) for name in "abc"]
+    times = dict(zip([cell.key for cell in cells], expected(100, 200, 300), strict=True))
+    with CellProgress(cells, times) as shown:
+        shown.finished(0, 3, [])
+        clock[0] = 40
+        shown.tell(cells[0], "build")
+        clock[0] = 200
+        shown.finished(1, 3, [a_record(key=cells[0].key)])
+        clock[0] = 300
+        shown.tell(cells[1], "build")
+    first, early, done, later = capsys.readouterr().err.splitlines()
+    assert first == "3 cells to run, about 10 min by earlier records for 3 of the same cells"
+    assert early.endswith(", about 9 min left"), "600 s less 40"
+    assert done.endswith(", about 17 min left"), "twice 500 s"
+    assert later.endswith(", about 15 min left"), "less 100 s"
+
+
+def test_a_stage_that_counts_tells_more_than_what_was_expected(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    cells = [planted(name=name) for name in "ab"]
+    times = dict(zip([cell.key for cell in cells], expected(10, 100), strict=True))
+    with CellProgress(cells, times) as shown:
+        shown.finished(0, 2, [])
+        shown.tell(cells[0], "steps")
+        for at_s, stage in ((40, "steps 1/10"), (80, "steps 2/10"), (115, "steps 3 of 10")):
+            clock[0] = at_s
+            shown.tell(cells[0], stage)
+    _, *lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("about ")[2] for line in lines] == ["8 min left", "7 min left", "6 min left"]
+
+
+def test_quiet_says_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    cell = planted(name="a")
+    with CellProgress([cell], {cell.key: expected(5)[0]}, quiet=True) as shown:
+        shown.finished(0, 1, [])
+        clock[0] = 50
+        shown.tell(cell, "steps")
+        shown.finished(1, 1, [a_record(key=cell.key)])
+    assert capsys.readouterr().err == ""
+    assert shown.elapsed_s == 50
+
+
+def test_times_in_words():
+    assert [span_words(seconds) for seconds in (0.4, 89, 90, 5399, 5400, 36000)] == [
+        "0 s", "89 s", "2 min", "90 min", "1.5 h", "10.0 h"
+    ]  # fmt: skip
+    rough = [ExpectedTime(seconds=seconds, source=ROUGH) for seconds in (10, 20, 20)]
+    like = ExpectedTime(seconds=40, source=LIKE)
+    known = "earlier records for 2 of the same cells and 1 of the same workload and model"
+    assert time_words([*expected(5, 7), like, *rough]) == (
+        f"about 2 min by {known}, and a rough guess of 10 or 20 s for each of 3"
+    )

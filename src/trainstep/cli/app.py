@@ -37,6 +37,7 @@ _VERBS = {
 
 RUNNING = ("bench", "attention", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
 """The verbs that run cells."""
+_COMPLETION = "Let the Tab key complete verbs and options, in bash, zsh or fish."
 _LOOK_FIRST = "Look before a long run: `trainstep {0} --dry-run`. Stop in time: `trainstep {0} --budget-minutes 30`."
 _OPTION_FILES = (
     " Options that are the same each time: in a file, `trainstep {0} --config FILE.toml`, or as defaults in ./trainstep.toml, "
@@ -66,6 +67,7 @@ def build_app(words: Sequence[str]) -> "App":
     if not overview and words[0] in RUNNING:
         files = "" if words[0] in ("sweep", "tune") else _OPTION_FILES
         app.help_epilogue = (_LOOK_FIRST + files).format(words[0])
+    app.command("trainstep.cli.completion:install_completion", name="--install-completion", help=_COMPLETION)
     for verb, summary in _VERBS.items():  # a summary would take the place of the docstring in the verb's own help
         app.command(f"trainstep.cli.{verb}:{verb}", help=summary if overview else None)
     return app
@@ -136,7 +138,7 @@ def _with_percent(words: Sequence[str]) -> list[str]:
     """The words, `--fail-if-slower` without a number as `--fail-if-slower=0`: the word that follows would be taken, a file."""
     return [
         f"{word}=0" if word == "--fail-if-slower" and not _is_number(following) else word
-        for word, following in zip(words, [*words, ""][1:], strict=True)
+        for word, following in zip(words, [*words[1:], ""], strict=False)
     ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trainstep.cli.reading import read_limits
+from trainstep.cli.reading import read_limits, tell_reading
 from trainstep.reading import limited_here
 from trainstep.records.compare import Comparison, Matches, compare_records, match_records
 from trainstep.records.record import Record
@@ -72,6 +72,7 @@ def compare(
         raise ValueError(f"minimum_effect: must be a share of at least 0, not {minimum_effect}")
     if fail_if_slower is not None and not 0 <= fail_if_slower < math.inf:
         raise ValueError(f"fail_if_slower: must be a percentage of at least 0, such as 5, not {fail_if_slower:g}")
+    tell_reading([a, b])
     with limited_here(read_limits(timeout_s, memory_limit_gib), f"{a}, {b}"):
         records = [Store(path).read() for path in (a, b)]
     matches = match_records(*records)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainstep.cli.streams import outliving_reader
 from trainstep.config.cell import Cell
 from trainstep.records.record import Record
 from trainstep.records.store import Store
@@ -23,6 +24,7 @@ def doctor(
     out: Path | None = None,
     json: bool = False,
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    quiet: bool = False,
 ) -> None:
     """Show this machine, its GPUs and their data sheets, packages and tools, and what is missing.
 
@@ -39,11 +41,15 @@ def doctor(
         Print JSON.
     device
         auto, cuda, or cpu: a GPU that cannot be used is then no error.
+    quiet
+        Show only what was seen, not what is being done.
     """
     from trainstep.measure.inspection import ceiling_cells, inspect_machine, with_ceilings
 
     if out is not None and not measure:
         raise ValueError("out: there is something to write with --measure only")
+    tell = _tell_nothing if quiet else _tell
+    tell("asking torch what it can do here: it is imported in a process of its own")
     inspection = inspect_machine(device=device, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     found: list[Answer] = []
     if measure and not inspection["problem"]:
@@ -51,6 +57,7 @@ def doctor(
         from trainstep.report.rows import rows_of
 
         cells = ceiling_cells(inspection["device"], len(inspection["gpus"]))
+        tell(f"measuring {len(cells)} rates: a minute or so")
         records = measure_ceilings(cells) if out is None else _into(Store(out), cells)
         inspection = with_ceilings(inspection, records)
         found = answers(rows_of([(str(out or ""), record) for record in records]))
@@ -67,6 +74,16 @@ def doctor(
         show(list(sections(inspection)))
     if inspection["problem"]:
         raise ValueError(inspection["problem"])
+
+
+def _tell(words: str) -> None:
+    """What is being done, on standard error."""
+    with outliving_reader(sys.stderr):
+        print(words, file=sys.stderr, flush=True)
+
+
+def _tell_nothing(_words: str) -> None:
+    pass
 
 
 def _into(store: Store, cells: Sequence[Cell]) -> list[Record]:

@@ -22,7 +22,7 @@ _SILENCE_S = 30
 """Of a log, at most, while something goes on."""
 
 
-_COUNTED = re.compile(r"(\d+)(?:/| of )(\d+)$")
+_COUNTED = re.compile(r" ?(\d+)(?:/| of )(\d+)$")
 """How a stage says how much of it is done."""
 
 
@@ -56,7 +56,7 @@ class CellProgress:
             transient=True,
         )
         self._task = self._bar.add_task("starting", total=len(cells))
-        self._started_s = self._logged_s = self._whole_s = self._stage_s = time.monotonic()
+        self._started_s = self._logged_s = self._whole_s = self._stage_s = self._told_s = time.monotonic()
         self._stage, self._uncounted = "", ("", "")
         self._begun = False
         self._done, self._of = 0, len(cells)
@@ -82,9 +82,9 @@ class CellProgress:
 
     def tell(self, cell: Cell, stage: str) -> None:
         """What is happening now."""
-        uncounted = (cell.key, _COUNTED.sub("", stage))
+        uncounted, self._told_s = (cell.key, _COUNTED.sub("", stage)), time.monotonic()
         if uncounted != self._uncounted:
-            self._uncounted, self._stage_s = uncounted, time.monotonic()
+            self._uncounted, self._stage_s = uncounted, self._told_s
         self._stage = stage
         if self._quiet:
             return
@@ -125,28 +125,28 @@ class CellProgress:
 
     def _time_left(self) -> str:
         """By what cells were expected to take, held to what those that ended took; nothing where that is unknown or over."""
-        if self._ended != self._rated or self._done >= self._of:
+        if self._ended != self._rated or self._done >= self._of or not (self._expected or self._rated):
             return ""
         now_s = time.monotonic()
-        rated_s = sum(self._seconds(key) for key in self._rated)
+        rated_s = sum(map(self._seconds, self._rated))
         pace = (self._whole_s - self._started_s) / rated_s if rated_s else 1.0
         to_run = self._expected.keys() - self._ended if self._expected else range(self._of - self._done)
-        if not self._expected and not self._rated:
-            return ""
-        seconds = pace * sum(map(self._seconds, to_run)) - (now_s - self._whole_s)
-        seconds = max(seconds, self._stage_left_s(now_s))
-        return f"about {span_words(seconds)} left" if seconds > 0 else ""
+        all_s = pace * sum(map(self._seconds, to_run))
+        later_s = all_s - pace * self._seconds(self._uncounted[0])
+        seconds = max(all_s - (now_s - self._whole_s), later_s + self._stage_left_s(now_s))
+        return f"about {span_words(seconds)} left" if seconds >= 1 else ""
 
     def _seconds(self, key: object) -> float:
         """What a cell was expected to take, or the same for all."""
         return self._expected[str(key)].seconds if key in self._expected else 1.0
 
     def _stage_left_s(self, now_s: float) -> float:
-        """Of a stage that counts, by what is done of it: `step 3/10`."""
+        """Of a stage that counts, by what was done of it when it was last told: `steps 3/10`."""
         counted = _COUNTED.search(self._stage)
         if counted is None or not int(counted[1]):
             return 0.0
-        return (now_s - self._stage_s) * (int(counted[2]) / int(counted[1]) - 1)
+        each_s = (self._told_s - self._stage_s) / int(counted[1])
+        return max(each_s * (int(counted[2]) - int(counted[1])) - (now_s - self._told_s), 0.0)
 
     def _line(self, record: Record) -> str:
         label = self._labels.get(record.key, record.key)

@@ -2,15 +2,18 @@
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
 from trainstep.cli.options import check_positive
+from trainstep.cli.streams import outliving_reader
 from trainstep.reading import ReadLimits, read_within
-from trainstep.report.visible import VisibleStream, stream_within
+from trainstep.report.visible import VisibleStream, one_line, stream_within
 
 Result = TypeVar("Result")
+_LONG_BYTES = 2 * 2**20
+"""Of files that take seconds to read."""
 
 
 def read_limits(timeout_s: float | None, memory_limit_gib: float | None) -> ReadLimits:
@@ -23,8 +26,18 @@ def read_limits(timeout_s: float | None, memory_limit_gib: float | None) -> Read
     )
 
 
+def tell_reading(files: Sequence[Path]) -> None:
+    """Say on standard error that these files are being read, where they are so large that it takes seconds."""
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    if size > _LONG_BYTES:
+        what = f"{len(files)} files" if len(files) > 1 else str(files[0])
+        with outliving_reader(sys.stderr):
+            print(one_line(f"reading {what}, {size / 2**20:.0f} MiB"), file=sys.stderr, flush=True)
+
+
 def show_within(limits: ReadLimits, path: Path, show: Callable[[TextIO], Result]) -> Result:
     """Print what `show` writes, and return what it returns. Reading, analysis and layout all happen in the limited process."""
+    tell_reading([path])
     page = _Page(is_terminal=sys.stdout.isatty())
 
     def shown() -> tuple[str, Result]:

@@ -1,6 +1,7 @@
 """`trainstep report`: tables of records for a terminal, a paper or a program, or one page to show others."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from trainstep.report.rows import Row
     from trainstep.report.tables import Table
 
-Format = Literal["terminal", "markdown", "latex", "csv", "json", "html"]
+Format = Literal["terminal", "markdown", "latex", "csv", "json", "html", "tensorboard"]
 _BY_SUFFIX: dict[str, Format] = {
     ".md": "markdown",
     ".tex": "latex",
@@ -44,12 +45,15 @@ def report(
 
         trainstep report results/h200/warmup.jsonl --format html
 
+        trainstep report runs/ --format tensorboard --out runs/tensorboard    (then: tensorboard --logdir runs/tensorboard)
+
     Parameters
     ----------
     paths
         Files of records, or folders: every *.jsonl under them.
     format
-        How to write them; by default as --out's name ends, else for the terminal. html is one self-contained page. In every
+        How to write them; by default as --out's name ends, else for the terminal. html is one self-contained page. tensorboard
+        (pip install 'trainstep[tensorboard]') is a new folder of scalars, a run for each cell: steps, rates, memory. In every
         format text of records is shown letter by letter: control characters as \\x1b, markup inert; in csv text that a
         spreadsheet would compute begins with a single quote.
     out
@@ -60,15 +64,24 @@ def report(
     memory_limit_gib
         Memory in GiB that reading the records may take, by default 1.86.
     """
-    from trainstep.cli.reading import read_limits
+    from trainstep.cli.reading import read_limits, tell_reading
     from trainstep.reading import limited_here
     from trainstep.report.rows import read_rows
+    from trainstep.report.tensorboard import check_folder, write_runs
 
-    if out is not None and os.path.realpath(out) in _record_files(paths):
+    files = _record_files(paths)
+    if out is not None and os.path.realpath(out) in files:
         raise ValueError(f"out: {out} is one of the files of records; give the report another name")
     chosen = format or _format_of(out)
+    folder = check_folder(out) if chosen == "tensorboard" else None
+    tell_reading([Path(file) for file in files])
     with limited_here(read_limits(timeout_s, memory_limit_gib), ", ".join(map(str, paths))):
         rows = read_rows(paths)
+    if folder is not None:
+        count = write_runs(rows, folder)
+        left = f"; {len(rows) - count} that failed have no scalars" if count < len(rows) else ""
+        print(f"{folder}: {count} runs{left}; to look at them: tensorboard --logdir {shlex.quote(str(folder))}")
+        return
     if chosen == "terminal" and out is None:
         from trainstep.report.answer_text import print_answers
         from trainstep.report.answers import answers

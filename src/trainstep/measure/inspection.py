@@ -29,10 +29,10 @@ _PACKAGES = (
     ("plotly", "pip install plotly", "the page's charts"),
     ("jinja2", "pip install jinja2", "the page, LaTeX tables"),
     ("nvidia-ml-py", "pip install nvidia-ml-py", "GPU names, clocks, power"),
+    ("tensorboard", "pip install 'trainstep[tensorboard]'", "report --format tensorboard"),
     ("submitit", "pip install 'trainstep[slurm]'", "sweep --slurm"),
     ("transformers", "pip install 'trainstep[hf]'", "measuring Hugging Face models"),
     ("tokenizers", "pip install 'trainstep[train]'", "training on one's own text"),
-    ("tensorboard", "pip install 'trainstep[train]'", "training curves"),
     ("safetensors", "pip install 'trainstep[train]'", "checkpoints"),
 )
 
