@@ -64,7 +64,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         first += [section for place in one.sections for section in resolve(place)(mine, *held_to)]
         last += [section for place in one.last_sections for section in resolve(place)(mine)]
     overviews = [overview] if others or charts else []
-    ahead = any(row.record.workload == "train_step" for row in rows) or not first
+    ahead = any(one.last_sections for one, _ in shown) or not first  # the overview is those workloads' own page
     return [*comparison_sections(rows), *(overviews if ahead else []), *first, *last, *([] if ahead else overviews)]
 
 
