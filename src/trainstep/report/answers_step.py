@@ -16,6 +16,7 @@ from trainstep.report.comparison_page import NOT_COMPARED
 from trainstep.report.forms import listed, percent, seconds_words, times_words
 from trainstep.report.ratios import median_of
 from trainstep.report.rows import Row, grouped, needless
+from trainstep.report.warmup_page import swept_answer
 from trainstep.traces.launch_bound import DEVICE_BOUND, LAUNCH_BOUND, NEAR_THE_LINE, step_limit
 
 _WORTH = 1.1
@@ -57,7 +58,8 @@ def step_answer(rows: Sequence[Row]) -> Answer | None:
         said = _phases_words(max(timed, key=lambda row: median_of(row.record, "step") or 0.0), len(timed))
         return Answer(workload="train_step", verdict=said, suggestion=suggestion or _profile_it(timed[0]))
     words = limit_sentence(limits[0]) if len(limits) == 1 else _many(limits)
-    return Answer(workload="train_step", verdict=words, suggestion=suggestion)
+    swept = swept_answer(rows)
+    return Answer(workload="train_step", verdict=f"{swept} {words}" if swept else words, suggestion=suggestion)
 
 
 def limit_of(row: Row, name: str) -> StepLimit | None:
@@ -187,7 +189,8 @@ def _phases_words(row: Row, cells: int) -> str:
     """Where the step of a device whose work is not seen goes: by phase."""
     step_s = median_of(row.record, "step") or 0.0
     times = {str(phase): median_of(row.record, str(phase)) or 0.0 for phase in Phase}
-    parts = [f"{name.replace('_', ' ')} {percent(time_s / step_s)} %" for name, time_s in _largest(times) if time_s]
+    together_s = sum(times.values())  # medians need not add up to the step's
+    parts = [f"{name.replace('_', ' ')} {percent(time_s / together_s)} %" for name, time_s in _largest(times) if time_s]
     longest = "" if cells == 1 else f", the longest of {cells} cells"
     spent = f": {listed(parts)}" if parts else ""
     return f"A step of {row.label()} takes {seconds_words(step_s)}{longest}{spent}."

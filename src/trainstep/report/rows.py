@@ -25,7 +25,7 @@ ALWAYS = ("model", "context", "kind", "implementation", "seq", "head_dim")
 _SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
 _MACHINE = ("torch", "commit", "driver", "cuda", "triton", "gpu_count", "cpu", "trainstep", "source")
 """What tells environments with the same chip apart; not the host's name, since the nodes of a cluster are alike."""
-_PROVENANCE = ("machine", "hostname", "file", "started_at")
+PROVENANCE = ("machine", "hostname", "file", "started_at")
 _HASHES = {"commit": 12, "source": 12}
 """Characters of a hash that tell it from others; the page's foot has it whole."""
 PHASES = tuple(str(phase) for phase in Phase)
@@ -116,7 +116,7 @@ def machine_labels(rows: Sequence[Row]) -> list[str]:
 
 def needless(rows: Sequence[Row]) -> list[str]:
     """Of the machine, host, file and time in these rows' names, what a chart's labels can do without."""
-    there = [name for name in _PROVENANCE if any(name in row.point for row in rows)]
+    there = [name for name in PROVENANCE if any(name in row.point for row in rows)]
     kept = {row.label(without=there) for row in rows}
     return there if len(kept) == len(rows) else []
 

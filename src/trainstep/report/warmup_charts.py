@@ -33,6 +33,9 @@ PARTS = {
 }
 """Part -> its name. The last is what the others leave; on a CPU also pages of memory touched for the first time."""
 _TOLERANCE = 0.02
+_FAR_OUT = 3.0
+"""Interquartile ranges above the upper quartile from which on a value is far out (Tukey): one in a million of normal noise."""
+_NOISY = 0.5
 _STEADY_IN_A_ROW = 3
 _PART_COLOURS = ("theme:purple", "theme:sky", "theme:green", "theme:orange")
 SHOWN_STEPS = 30
@@ -72,16 +75,33 @@ class FirstStep:
 
     @property
     def tolerance(self) -> float:
-        """How far above the median a steady step may lie: 2 %, or what 95 % of the timed steps keep to."""
+        """How far above the median a warm step may lie: 2 %, or where the timed steps call a value far out, or their largest but
+        for one in twenty."""
         timed = sorted(self.steps_s[max(self.warmups, 1) :])
-        return max(_TOLERANCE, timed[round(0.95 * (len(timed) - 1))] / self.steady_s - 1)
+        lower, _, upper = statistics.quantiles(timed, n=4, method="inclusive")
+        most = timed[round(0.95 * (len(timed) - 1))]
+        return max(_TOLERANCE, max(most, upper + _FAR_OUT * (upper - lower)) / self.steady_s - 1)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether warm steps vary so much that slow ones at the beginning are no sign of warming up."""
+        return self.tolerance > _NOISY
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the first step is slower than warm ones may be."""
+        return self.first_s > self.steady_s * (1 + self.tolerance)
 
     @property
     def settled(self) -> int | None:
-        """Number (from 1) of the first of three steps in a row that are steady; None if there is none."""
-        steady = [step <= self.steady_s * (1 + self.tolerance) for step in self.steps_s]
-        runs = range(len(steady) - _STEADY_IN_A_ROW + 1)
-        return next((start + 1 for start in runs if all(steady[start : start + _STEADY_IN_A_ROW])), None)
+        """Number (from 1) of the first steady step from which on steps stay so, by the median of three in a row; None where there
+        is none."""
+        most_s = self.steady_s * (1 + self.tolerance)
+        runs = (
+            self.steps_s[start : start + _STEADY_IN_A_ROW] for start in range(len(self.steps_s) - _STEADY_IN_A_ROW + 1)
+        )
+        steady = (number for number, run in enumerate(runs, 1) if max(run[0], statistics.median(run)) <= most_s)
+        return next(steady, None)
 
     def bias_after(self, warmups: int) -> float:
         """How far above the steady median the mean lies if timing begins after so many warm-ups, with as many timed steps."""

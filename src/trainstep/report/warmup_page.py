@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, listed, percent, seconds_words, times_words
-from trainstep.report.rows import Row, grouped, step_times
+from trainstep.report.rows import PROVENANCE, Row, grouped, step_times
 from trainstep.report.tables import Column, Line, Table, filled, point_columns
 from trainstep.report.warmup_charts import (
     PARTS,
@@ -18,6 +18,10 @@ from trainstep.report.warmup_charts import (
 )
 
 _MOST_IN_CHARTS = 40
+_MOST_NEEDED = 2
+"""Warm-ups that are enough as a rule."""
+_NAMED = 3
+_ENOUGH = {0: "no warm-up is needed", 1: "one warm-up is enough", 2: "two warm-ups are enough"}
 
 
 def warmup_sections(rows: Sequence[Row]) -> list[Section]:
@@ -33,7 +37,9 @@ def warmup_sections(rows: Sequence[Row]) -> list[Section]:
     shown = _slowest_to_start(chosen)
     by_w = by_w_chart(swept)
     section = Section(
-        title="Warming up: why one or two steps are not enough" if _late(chosen) else "Warming up",
+        title="Warming up: why one or two steps are not enough"
+        if 2 * len(_late(chosen)) > len(chosen)
+        else "Warming up",
         paragraphs=(*answer(chosen, swept), *_left_out(shown, chosen)),
         charts=(curve_chart(shown), *([by_w] if by_w else []), split_chart(shown)),
         tables=tuple(filled(_split_table(chosen), _by_w_table(swept), _steps_table(chosen))),
@@ -47,21 +53,28 @@ def _swept(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if len({other.point.get("warmups") for other in alike[row.rest("warmups")]}) > 1]
 
 
+def _told(chosen: Found) -> Found:
+    """The cells whose warm steps vary little enough to tell warming up from noise."""
+    return [line for line in chosen if not line.of.is_noisy]
+
+
 def _late(chosen: Found) -> Found:
     """The cells whose third step is still slow."""
-    return [line for line in chosen if line.of.settled is None or line.of.settled > 3]
+    return [line for line in _told(chosen) if line.of.settled is None or line.of.settled > _MOST_NEEDED + 1]
 
 
 def answer(chosen: Found, sweep: Sequence[Row]) -> list[str]:
     """Sentences that say, from these numbers, what warm-ups are for and how many these cells need."""
-    row, worst = max(chosen, key=lambda one: one[1].first_s / one[1].steady_s)
+    row, worst = max(_told(chosen) or chosen, key=lambda one: one[1].first_s / one[1].steady_s)
     many = "" if len(chosen) == 1 else f", of {len(chosen)} cells the highest ratio"
     if worst.extra_s <= 0:
         return ["No first step took longer than the steady ones: here nothing was left to warm up."]
+    if worst.is_noisy or not worst.is_slow:
+        return [_no_slower(row, worst)]
     parts = sorted(PARTS, key=lambda part: -(getattr(worst, part) or 0.0))
     said = ", ".join(_share(worst, part) for part in parts if (getattr(worst, part) or 0.0) > 0)
     first = (
-        f"The first step of {row.label(without=['warmups'])} took {seconds_words(worst.first_s)}, "
+        f"The first step of {_name(row)} took {seconds_words(worst.first_s)}, "
         f"{times_words(worst.first_s / worst.steady_s)} the steady {seconds_words(worst.steady_s)}{many}. "
         f"Of the extra {seconds_words(worst.extra_s)}: {said}."
     )
@@ -69,7 +82,28 @@ def answer(chosen: Found, sweep: Sequence[Row]) -> list[str]:
         first += " The parts were measured on their own and exceed the extra time together."
     if worst.context_s:
         first += f" Creating the CUDA context took another {seconds_words(worst.context_s)}, before any step."
-    return [first, _how_many(chosen), *_measured_means(sweep)]
+    return [first, f"{_how_many(chosen)} {_biases(chosen)}", *_measured_means(sweep)]
+
+
+def swept_answer(rows: Sequence[Row]) -> str:
+    """How many warm-ups are enough, where these rows differ in their number; empty where they do not."""
+    swept = _swept(rows)
+    found = [Line(row, first) for row in swept if (first := first_step(row.record))]
+    by_rest = grouped(found, lambda line: line.row.rest("warmups"))
+    chosen = [max(lines, key=lambda line: int(line.of.warmups)) for lines in by_rest.values()]
+    return " ".join([_how_many(chosen), *_measured_means(swept)]) if chosen else ""
+
+
+def _no_slower(row: Row, found: FirstStep) -> str:
+    """A first step within the noise is no sign of warming up."""
+    return (
+        f"The first step of {_name(row)} took {seconds_words(found.first_s)}, {times_words(found.first_s / found.steady_s)} the "
+        f"median; warm steps vary by up to {percent(found.tolerance)} % as well, so that nothing can be told of warming up."
+    )
+
+
+def _name(row: Row) -> str:
+    return row.label(without=["warmups", *PROVENANCE])
 
 
 def _slowest_to_start(chosen: Found) -> Found:
@@ -96,29 +130,34 @@ def _share(found: FirstStep, part: str) -> str:
 
 
 def _how_many(chosen: Found) -> str:
-    """Whether one or two warm-ups would do, from each cell's own steps."""
-    late = _late(chosen)
-    settled = [found.settled for _, found in chosen if found.settled is not None]
-    row, worst = max(chosen, key=lambda one: one[1].bias_after(min(1, one[1].warmups)))
+    """How many warm-ups these cells need, from each one's own steps; of noisy ones nothing can be told."""
+    told, late = _told(chosen), _late(chosen)
+    noisy = f" The steps of {len(chosen) - len(told)} vary too much to tell." if len(told) < len(chosen) else ""
+    if not told:
+        return noisy.strip()
+    needed = [(line.of.settled or 1) - 1 for line in told if line not in late]
+    if not late:
+        return f"On this machine {_ENOUGH[max(needed)]} for {_all(len(told))}.{noisy}"
+    most = max((line.of.settled or len(line.of.steps_s)) - 1 for line in late)
+    named = listed(
+        [*(_name(row) for row, _ in late[:_NAMED]), *([f"{len(late) - _NAMED} more"] if len(late) > _NAMED else [])]
+    )
+    rest = f"On this machine {_ENOUGH[max(needed)]} for {len(needed)} of {len(told)} cells; " if needed else ""
+    need = f"{named} need{'s' if len(late) == 1 else ''} up to {most}"
+    return f"{rest}{need}: what is loaded, allocated and clocked up does not all happen in the first step.{noisy}"
+
+
+def _all(cells: int) -> str:
+    return "this cell" if cells == 1 else f"all {cells} cells"
+
+
+def _biases(chosen: Found) -> str:
+    """What timing too early costs the cell that it costs most."""
+    row, worst = max(_told(chosen), key=lambda one: one[1].bias_after(min(1, one[1].warmups)))
     tried = [w for w in (0, 1, 2) if w <= worst.warmups]
     biases = listed([f"{_signed(worst.bias_after(w))} %" for w in tried])
-    steady = ""
-    if settled:
-        steady = f"Steps are steady (three in a row near the median) from step {max(settled)} on at the latest. "
-    means = (
-        f"Timed after {listed([str(w) for w in tried])} warm-ups, the mean step of {row.label(without=['warmups'])} "
-        f"lies {biases} from its steady median."
-    )
-    if late:
-        named = ", ".join(row.label(without=["warmups"]) for row, _ in late[:3])
-        others = " and others" if len(late) > 3 else ""
-        return (
-            f"{steady}{means} One or two warm-ups are not enough: the third step of {named}{others} is still slow, for "
-            "what is loaded, allocated and clocked up step by step does not all happen in the first."
-        )
-    needed = max((found.settled or 1) - 1 for _, found in chosen)
-    enough = {0: "no warm-up is needed", 1: "one warm-up is enough", 2: "two warm-ups are enough, one is not"}[needed]
-    return f"{steady}{means} On this machine and for these cells {enough}."
+    after = listed([str(w) for w in tried])
+    return f"Timed after {after} warm-ups, the mean step of {_name(row)} lies {biases} from its steady median."
 
 
 def _measured_means(sweep: Sequence[Row]) -> list[str]:
