@@ -169,6 +169,21 @@ def test_of_strategies_alike_in_time_the_smaller_is_to_be_taken():
     assert answer.suggestion.startswith("Take sharded_flat: 1.00 GiB at the peak where bucketed has 2.00 GiB")
 
 
+def test_ranks_that_their_hosts_limit_are_to_be_captured():
+    def way(sync: str, **changes: Any) -> Any:
+        config = {"sync": sync, "ranks": 2, "capture": "none", "precision": "fp32", **changes}
+        samples = {"step": seconds(FASTER), "enqueue": seconds([0.97] * 20)}
+        facts = facts_of(device_busy_s=0.25, transfer_s=0.5)
+        return a_record(workload="parallel", key=sync, config=config, samples=samples, facts=facts)
+
+    suggestion = answer_of(way("none"), way("bucketed")).suggestion
+    assert suggestion.startswith(
+        "The host limits bucketed, launching for 96.0 % of its step: `--capture auto` should make it up"
+    )
+    assert "to 2.02 times as fast" in suggestion
+    assert "--capture" not in answer_of(way("none", capture="auto"), way("bucketed", capture="auto")).text
+
+
 def test_without_the_yardstick_one_trace_says_what_was_exposed():
     assert "200.0 ms of 500.0 ms of communication had no computing" in answer_of(a_way("bucketed", FASTER)).verdict
 

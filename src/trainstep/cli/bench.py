@@ -52,7 +52,7 @@ def bench(
     memory_limit_gib
         Memory a CPU cell may take; by default 90 % of the machine's.
     json
-        Print the table as JSON: plain numbers, units in the names.
+        Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     bounds = limits(timeout_s, memory_limit_gib)

@@ -64,7 +64,7 @@ def collectives(
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     json
-        Print the table as JSON: plain numbers, units in the names.
+        Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     grid = grid_from_text(fields)
     bounds = limits(timeout_s, None)

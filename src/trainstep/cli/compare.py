@@ -66,7 +66,7 @@ def compare(
     memory_limit_gib
         Memory in GiB that reading the records may take, by default 1.86.
     json
-        Print JSON.
+        Print JSON, which begins with `answer`.
     """
     if not minimum_effect >= 0:
         raise ValueError(f"minimum_effect: must be a share of at least 0, not {minimum_effect}")

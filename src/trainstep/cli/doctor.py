@@ -38,7 +38,7 @@ def doctor(
         With --measure: file of records to append what was measured to (no other file); a report of it and of profiles draws
         their rooflines.
     json
-        Print JSON.
+        Print JSON; with --measure it begins with `answer`.
     device
         auto, cuda, or cpu: a GPU that cannot be used is then no error.
     quiet

@@ -81,7 +81,7 @@ def memory(
     memory_limit_gib
         GiB that a CPU cell may take, all its ranks together, by default 90 % of the machine's; with --from the reader, 1.86.
     json
-        Print the table as JSON: plain numbers, units in the names.
+        Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     if from_ is not None:
         check_file_alone("a snapshot", {"fit": fit, "out": out, "page": page, **fields, **how.given, "min_share": None})

@@ -68,7 +68,7 @@ def parallel(
     rounds
         Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, or 5 where not all fit.
     json
-        Print the tables as JSON: plain numbers, units in the names.
+        Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     asked = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     bounds = limits(timeout_s, memory_limit_gib, rounds)

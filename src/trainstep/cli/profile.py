@@ -93,7 +93,7 @@ def profile(
     memory_limit_gib
         Memory a CPU cell may take, by default 90 % of the machine's; with --from reading, 1.86: some 600 MB of unpacked JSON.
     json
-        Print the tables as JSON: plain numbers, units in the names.
+        Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     if top < 1:
         raise ValueError(f"top: must be a whole number of at least 1, not {top}")

@@ -98,7 +98,7 @@ def sweep(
     retry_failed
         Run cells again that crashed, timed out or could not be imported.
     json
-        Print the table as JSON: plain numbers, units in the names.
+        Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     config = load_sweep(file)
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds)

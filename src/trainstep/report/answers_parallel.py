@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from trainstep.costs.strategies import YARDSTICK, strategy_named
 from trainstep.report.answers import Answer
-from trainstep.report.forms import byte_words, percent, seconds_words
+from trainstep.report.forms import byte_words, percent, seconds_words, times_words
 from trainstep.report.parallel_rows import Way, ways_of
 from trainstep.report.ranking import Ranking, is_judged, longer_words, ranking_of, ranking_words
 from trainstep.report.ratios import median_of
 from trainstep.report.rows import Row, grouped
-from trainstep.traces.launch_bound import ENQUEUE_SHARE
+from trainstep.traces.launch_bound import LAUNCH_BOUND, step_limit
 
 _STEP = "step"
 _PLACES = 3
@@ -69,16 +69,35 @@ def _cost_share(way: Way) -> float:
 
 
 def _next_try(ranking: Ranking, first: Way, talking: Sequence[Way], ways_by_row: dict[int, Way]) -> str:
-    """The change that the records say most for: less memory for the same time, fewer bytes, fewer launches, less memory."""
+    """Which of strategies that are alike in time to take; then fewer launches, fewer bytes, or less memory for more time."""
     leaders = [ways_by_row[id(row)] for row in ranking.leaders]
-    smallest = min(leaders, key=_peak_bytes)
-    if _saves(smallest, first) or (len(leaders) > 1 and _saves(smallest, max(leaders, key=_peak_bytes))):
-        largest = max(leaders, key=_peak_bytes)
-        return (
+    smallest, largest = (choose(leaders, key=_peak_bytes) for choose in (min, max))
+    alike = ""
+    if _saves(smallest, largest):
+        alike = (
             f"Take {smallest.name}: {byte_words(_peak_bytes(smallest))} at the peak where {largest.name} has "
             f"{byte_words(_peak_bytes(largest))}, with no difference in time seen."
         )
-    return _fewer_bytes(first, talking) or _fewer_launches(first) or _less_memory(ranking, first, ways_by_row)
+    faster = _captured(smallest if alike else first, talking) or _fewer_bytes(first, talking)
+    return " ".join(filter(None, (alike, faster))) or _less_memory(ranking, first, ways_by_row)
+
+
+def _captured(way: Way, talking: Sequence[Way]) -> str:
+    """One CUDA graph a step, where the host launches for longer than the GPU of a rank that does not talk works."""
+    step_s, enqueue_s = (median_of(way.record, name) for name in (_STEP, "enqueue"))
+    busy_s = way.base.record.fact("device_busy_s") if way.base else None
+    tried = any(other.record.config.get("capture", "none") != "none" for other in talking)
+    counts_on_the_host = way.record.config.get("adamw") in ("loop", "foreach")
+    if tried or counts_on_the_host or not step_s or not busy_s or enqueue_s is None:
+        return ""
+    if step_limit(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s) != LAUNCH_BOUND:
+        return ""
+    left_s = max(busy_s, way.record.fact("transfer_s", 0.0))
+    return (
+        f"The host limits {way.name}, launching for {percent(enqueue_s / step_s)} % of its step: `--capture auto` should make it up "
+        f"to {times_words(step_s / left_s)} as fast, for of {seconds_words(step_s)} a GPU works {seconds_words(busy_s)} without "
+        "messages."
+    )
 
 
 def _fewer_bytes(way: Way, talking: Sequence[Way]) -> str:
@@ -93,19 +112,6 @@ def _fewer_bytes(way: Way, talking: Sequence[Way]) -> str:
         f"`--reduce-dtype bf16` halves the bytes of gradients: it should take up to {seconds_words(cost_s / 2)} off {way.name}, "
         f"{percent(share / 2)} % of its step, half of what communication costs."
     )
-
-
-def _fewer_launches(way: Way) -> str:
-    step_s, enqueue_s = median_of(way.record, _STEP), median_of(way.record, "enqueue")
-    if (
-        not step_s
-        or enqueue_s is None
-        or enqueue_s < ENQUEUE_SHARE * step_s
-        or way.record.config.get("compile") != "none"
-    ):
-        return ""
-    share = percent(enqueue_s / step_s)
-    return f"`--compile block` launches less: the host launches for {share} % of the step of {way.name}, so it limits the step."
 
 
 def _less_memory(ranking: Ranking, first: Way, ways_by_row: dict[int, Way]) -> str:
