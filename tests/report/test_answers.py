@@ -210,8 +210,9 @@ def test_what_fits_is_no_failure():
         )
     ]
     answer = answer_of(*trials)
-    assert answer.verdict.startswith("The largest batch_size that fits is 4")
+    assert answer.verdict.startswith("The largest batch_size that fits is 4 (8 does not).")
     assert "failed" not in answer.text
+    assert answer_of(trials[1]).text == "No batch_size that was tried fits, not even 8."
 
 
 def test_the_largest_error_and_whether_it_buys_time():

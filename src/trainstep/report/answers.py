@@ -52,6 +52,12 @@ def answers(rows: Sequence[Row], axis: str | None = None) -> list[Answer]:
     return [answer for answer in made if answer.text]
 
 
+def _is_trial(row: Row) -> bool:
+    """Whether it ran out of memory where `memory --fit` looked for that: a result, and no failure."""
+    failure = row.record.failure
+    return failure is not None and failure.kind == "out_of_memory" and row.record.fact("fit_of") is not None
+
+
 def quickest_call(rows: Sequence[Row]) -> Answer:
     """Of a workload that says no more of itself: which cell is the quickest."""
     ranking = ranking_of(rows, timed_quantity(rows))
@@ -59,7 +65,7 @@ def quickest_call(rows: Sequence[Row]) -> Answer:
 
 
 def _answer(workload: str, rows: Sequence[Row], axis: str | None) -> Answer:
-    done = [row for row in rows if row.record.failure is None]
+    done = [row for row in rows if row.record.failure is None or _is_trial(row)]
     made = Answer(workload=workload, verdict="")
     if done and workload in INSTRUMENTS:
         made = resolve(INSTRUMENTS[workload].answer)(done) or made
@@ -68,7 +74,7 @@ def _answer(workload: str, rows: Sequence[Row], axis: str | None) -> Answer:
     if done and not says(workload, "ratios"):
         compared = [against_words(name, ratios) for name, ratios in compared_ratios(rows, axis)]
         made = replace(made, verdict=_joined([*compared, made.verdict]))
-    failed = [(row, row.record.failure) for row in rows if row.record.failure and not row.record.fact("fit_of")]
+    failed = [(row, row.record.failure) for row in rows if row.record.failure and not _is_trial(row)]
     if not failed:
         return made
     return replace(
@@ -82,9 +88,7 @@ def _failures(rows: Sequence[Row], failed: Sequence[tuple[Row, Failure]]) -> str
     """`1 of 3 cells failed: 1 OOM (xl 1024: OOM in backward: asked for ...).`"""
     row, failure = failed[0]
     name = f"{row.label()}: " if len(rows) > 1 else ""
-    return (
-        f"{failure_counts([row for row in rows if not row.record.fact('fit_of')])} ({name}{failure_sentence(failure)})."
-    )
+    return f"{failure_counts([row for row in rows if not _is_trial(row)])} ({name}{failure_sentence(failure)})."
 
 
 def _ways_out(workload: str, failed: Sequence[tuple[Row, Failure]]) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from trainstep.records.record import Record
 from trainstep.report.answers import Answer
 from trainstep.report.forms import byte_words, percent
-from trainstep.report.memory_tables import largest_that_fits, ledger_of
+from trainstep.report.memory_tables import fit_sentences, ledger_of
 from trainstep.report.rows import Row, needless
 from trainstep.traces.ledger import HELD
 
@@ -18,11 +18,11 @@ _ALONE_SHARE = 0.2
 
 def memory_answer(rows: Sequence[Row]) -> Answer | None:
     """The fullest cell's peak and its largest part; what fits, where that was searched; what would cut most."""
-    sized = [(peak_bytes(row.record), row) for row in rows if peak_bytes(row.record)]
+    fits = fit_sentences(rows)
+    sized = [(peak_bytes(row.record), row) for row in rows if row.record.failure is None and peak_bytes(row.record)]
     if not sized:
-        return None
+        return Answer(workload="memory", verdict=" ".join(fits))
     size, row = max(sized, key=lambda pair: pair[0])
-    fits = [f"The largest {field} that fits is {value}{what}." for field, what, value in largest_that_fits(rows)]
     name = row.label(without=needless(rows))
     many = f", the most of {len(rows)} cells" if len(rows) > 1 else ""
     ledger = {line: held for line, held in ledger_of(row.record, "peak").items() if line in HELD and held}

@@ -94,8 +94,8 @@ def _captured(way: Way, talking: Sequence[Way]) -> str:
         return ""
     left_s = max(busy_s, way.record.fact("transfer_s", 0.0))
     return (
-        f"The host limits {way.name}, launching for {percent(enqueue_s / step_s)} % of its step: `--capture auto` should make it up "
-        f"to {times_words(step_s / left_s)} as fast, for of {seconds_words(step_s)} a GPU works {seconds_words(busy_s)} without "
+        f"The host limits {way.name}, launching for {percent(enqueue_s / step_s)} % of its step: `--capture auto` should make it "
+        f"up to {times_words(step_s / left_s)} as fast, for of {seconds_words(step_s)} a GPU works {seconds_words(busy_s)} without "
         "messages."
     )
 

@@ -28,6 +28,7 @@ from trainstep.traces.ledger import HELD, MOMENTS, SAVED_FOR_BACKWARD
 _DETAILED = 2
 """Cells whose own tables stand under the common ones outside the page."""
 _SHOWN_ALLOCATIONS = 12
+_FAILS = "smallest that does not"
 _SIZES = {
     "allocated": "peak_allocated_bytes",
     "by formula": "expected_peak_bytes",
@@ -90,10 +91,21 @@ def fit_table(rows: Sequence[Row]) -> Table:
     return Table.of("What fits", _searches(rows), _SEARCH, note=note)
 
 
-def largest_that_fits(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """The field that was searched, ` for` what, and the largest value of it that fits, of each search that found one."""
-    found = [(line["searched"], line["what"], line.get("largest that fits")) for line in _searches(rows)]
-    return [(field, f" for {what}" if what else "", entry.text) for field, what, entry in found if entry is not None]
+def fit_sentences(rows: Sequence[Row]) -> list[str]:
+    """`The largest batch_size that fits is 12 (13 does not).`, of each search."""
+    said = []
+    for line in _searches(rows):
+        what, fits, fails = (
+            (f" for {line['what']}" if line["what"] else ""),
+            line.get("largest that fits"),
+            line.get(_FAILS),
+        )
+        if fits is not None:
+            more = f" ({fails:,} does not)" if fails else ""
+            said.append(f"The largest {line['searched']} that fits{what} is {fits.text}{more}.")
+        elif fails:
+            said.append(f"No {line['searched']} that was tried fits{what}, not even {fails:,}.")
+    return said
 
 
 def _searches(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -118,7 +130,7 @@ def _search(field: str, rest: Sequence[tuple[str, str]], trials: Sequence[Row]) 
         at_bound = value >= LARGEST_TRIED.get(field, value)
         found |= {"allocated": best.fact("peak_allocated_bytes"), "headroom": headroom_bytes(best)}
     if fails:
-        found["smallest that does not"] = int(fails[0].record.config[field])
+        found[_FAILS] = int(fails[0].record.config[field])
     ended = failure_sentence(broken) if broken else "the bound of the search" if at_bound and not fails else ""
     return {**found, "ended by": Entry(text=ended, failure=broken)}
 
@@ -242,7 +254,7 @@ _PEAKS = (
 _SEARCH = (
     Column("what", names=True),
     Column("searched", NAME, names=True),
-    *(Column(title, COUNT) for title in ("largest that fits", "smallest that does not")),
+    *(Column(title, COUNT) for title in ("largest that fits", _FAILS)),
     *(Column(title, ROUGH_SIZE) for title in ("allocated", "headroom")),
     Column("trials", COUNT),
     Column("ended by"),

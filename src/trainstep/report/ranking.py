@@ -7,7 +7,6 @@ A cell is slower than another where the 99 % interval of their ratio says so and
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from trainstep.records.summary import FEW_SAMPLES
 from trainstep.report.forms import listed, ratio_words, seconds_words, three_digits
 from trainstep.report.ratios import Ratio, median_of, ratio_of
 from trainstep.report.rows import Row, grouped, words
@@ -59,8 +58,8 @@ def ranking_of(rows: Sequence[Row], quantity: str) -> Ranking | None:
 
 
 def is_judged(ratio: Ratio) -> bool:
-    """Whether there is an interval, of enough samples or pairs."""
-    return ratio.known is not None and ratio.known.n >= FEW_SAMPLES
+    """Whether there is an interval, which takes five samples or pairs."""
+    return ratio.interval is not None
 
 
 def timed_quantity(rows: Sequence[Row]) -> str:
@@ -96,11 +95,14 @@ def _cannot_tell(ranking: Ranking, name: Callable[[Row], str]) -> str:
     if not ranking.unknown:
         return ""
     ratio = ranking.unknown[0]
-    fewest = min(len(row.record.samples[ranking.quantity].values) for row in (ratio.base, ratio.row))
-    few = f"{fewest} sample{'s' * (fewest != 1)}, and {FEW_SAMPLES} are needed"
-    why = few if fewest < FEW_SAMPLES or ratio.known else ratio.trouble
     others = f" and {len(ranking.unknown) - 1} more" if len(ranking.unknown) > 1 else ""
-    return f"; of {name(ratio.row)}{others} nothing can be told ({why})"
+    return f"; of {name(ratio.row)}{others} nothing can be told ({_untold(ratio)})"
+
+
+def _untold(ratio: Ratio) -> str:
+    """Why nothing can be told, beside the ratio where there is one."""
+    why = ratio.found.reason if ratio.found else ratio.trouble
+    return f"ratio {ratio_words(ratio.ratio)}; {why}" if ratio.ratio is not None else why
 
 
 def interval_words(ratio: Ratio) -> str:
@@ -130,7 +132,7 @@ def counted_words(ratios: Sequence[Ratio]) -> str:
     if len(ratios) == 1:
         [ratio] = ratios
         if ratio not in judged:
-            return f"cannot be told ({ratio.trouble or 'too few samples'})"
+            return f"cannot be told ({_untold(ratio)})"
         verdict = ratio.known.verdict if ratio.known else ""
         what = "shows no difference" if verdict == "cannot tell" else f"is {verdict}"
         return f"{what}: it takes {interval_words(ratio)} of the time"
