@@ -96,7 +96,7 @@ def test_slow_steps_are_split_over_processes(log: Path, seconds: float, steps: i
     assert [len(record.samples["step"].values) for record in records] == [5 * steps] * 2
 
 
-@pytest.mark.parametrize(("set_s", "sets"), [(0.1, 10), (5.9, 10), (6.1, 8), (8.0, 6), (600.0, 6)])
+@pytest.mark.parametrize(("set_s", "sets"), [(0.1, 12), (5.1, 10), (6.1, 8), (8.0, 6), (600.0, 6)])
 def test_how_many_processes(set_s: float, sets: int):
     """As many as a minute holds, in pairs of sets of both orders."""
     plan = _Plan([planted(steps=10)], None)
@@ -113,7 +113,10 @@ def test_few_steps_and_shared_workers_have_one_process(log: Path):
 def test_a_variant_lost_in_its_second_process(log: Path):
     """Its failure stands for all its processes; the other one goes on alone, once it has its steps."""
     marker = str(log) + ".held"
-    cells = [*variants(log, "a", steps=6), *variants(log, "b", steps=6, act="abort_second", where="prepare", file=marker)]
+    cells = [
+        *variants(log, "a", steps=6),
+        *variants(log, "b", steps=6, act="abort_second", where="prepare", file=marker),
+    ]
     records = run(cells, processes=6)
     assert [record.failure and record.failure.kind for record in records] == [None, "crash"]
     assert called(log, "prepare") == ["a", "b", "b", "a"]

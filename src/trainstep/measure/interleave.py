@@ -13,8 +13,8 @@ lies between the pairs where b was warm and the others, below 1 for two variants
 [Note: why several sets]
 What a process has from its start to its end (where its memory lies, which core it got) is in all its turns: no number of turns
 tells it from a difference of the variants. So the variants are run by several sets of fresh processes, the order reversed from
-set to set, and the set is the unit of the comparison (records/compare.py). There are ten, or fewer, but six, where ten take
-longer than a minute. A set takes all steps of the config while they take no longer than a second; else its share of them.
+set to set, and the set is the unit of the comparison (records/compare.py). There are twelve, or as many as a minute holds, but at
+least six. A set takes all steps of the config while they take no longer than a second; else its share of them.
 Workloads whose processes measure several cells are run by one set: starting a process costs them more than they take.
 """
 
@@ -37,7 +37,7 @@ from trainstep.records.tables import RANKS
 _TURNS = 10
 _ROUNDS = 5
 """As many as a comparison needs pairs: a process says nothing of the next one."""
-_PROCESSES = 10
+_PROCESSES = 12
 _FEWEST_PROCESSES = 6
 """Even, as both orders are to come equally often, and one more than an interval needs at the least."""
 _SETS_S = 60.0
