@@ -124,6 +124,13 @@ def _abort(config: Config) -> NoReturn:
     os.abort()
 
 
+def _abort_second(config: Config) -> None:
+    """In every process after the first one."""
+    if Path(config["file"]).exists():
+        os.abort()
+    Path(config["file"]).touch()
+
+
 def _send(number: int) -> Callable[[Config], None]:
     return lambda config: os.kill(os.getpid(), number)
 
@@ -224,6 +231,7 @@ ACTS: dict[str, Callable[[Config], None]] = {
     "nan": _nothing,
     "words": _nothing,
     "abort": _abort,
+    "abort_second": _abort_second,
     "segfault": _send(signal.SIGSEGV),
     "kill": _send(signal.SIGKILL),
     "real_time_signal": _send(40),

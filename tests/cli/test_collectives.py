@@ -121,7 +121,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which two GPUs can be used."""
     here = dataclasses.replace(ENVIRONMENT, gpu_count=2)
 
-    def this_machine(device: str | None, *, instead: str) -> tuple[Environment, str]:
+    def this_machine(device: str | None, *, instead: str, **_: object) -> tuple[Environment, str]:
         return here, "cpu" if device == "cpu" else "cuda"
 
     monkeypatch.setattr(collectives, "this_machine", this_machine)

@@ -116,7 +116,7 @@ def machine(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with so many GPUs."""
     here = dataclasses.replace(ENVIRONMENT, gpu_count=gpus)
 
-    def this_machine(device: str | None) -> tuple[Environment, str]:
+    def this_machine(device: str | None, **_: object) -> tuple[Environment, str]:
         return here, "cpu" if device == "cpu" else "cuda"
 
     monkeypatch.setattr(parallel, "this_machine", this_machine)

@@ -12,7 +12,7 @@ import pytest
 from cell_maker import importable, is_alive, planted, silent, wait_until
 from trainstep.config.cell import Cell
 from trainstep.measure.environment import environment
-from trainstep.measure.interleave import run_interleaved
+from trainstep.measure.interleave import _Plan, run_interleaved
 from trainstep.measure.round_parts import RoundParts
 from trainstep.measure.runner import Limits
 from trainstep.records.compare import compare_records
@@ -33,12 +33,19 @@ def variants(log: Path, *names: str, **config: Any) -> list[Cell]:
     return [planted(name=name, log=str(log), **config) for name in names]
 
 
+def shared(log: Path, *names: str) -> list[Cell]:
+    """Cells whose processes can measure another one."""
+    return [planted("SHARED", name=name, log=str(log), steps=10) for name in names]
+
+
 def interleaved(*given: Any, **options: Any) -> list[Record]:
     return [record for records in run_interleaved(*given, **options) for record in records]
 
 
-def run(cells: Sequence[Cell], timeout_s: float = 60.0, rounds: int | None = None) -> list[Record]:
-    records = interleaved(cells, Limits(timeout_s=timeout_s, rounds=rounds), silent)
+def run(
+    cells: Sequence[Cell], timeout_s: float = 60.0, rounds: int | None = None, processes: int | None = 1
+) -> list[Record]:
+    records = interleaved(cells, Limits(timeout_s=timeout_s, rounds=rounds, processes=processes), silent)
     assert [record.key for record in records] == [cell.key for cell in cells]
     return records
 
@@ -49,9 +56,9 @@ def called(log: Path, what: str) -> list[str]:
     return [" ".join([name, *rest]) for name, done, *rest in lines if done == what]
 
 
-def test_turns_alternate_and_reverse(log: Path):
+def test_turns_alternate(log: Path):
     records = run(variants(log, "a", "b", steps=20))
-    assert called(log, "take") == ["a 2", "b 2", "b 2", "a 2"] * 5
+    assert called(log, "take") == ["a 2", "b 2"] * 10
     assert called(log, "prepare") == ["a", "b"]
     for record in records:
         assert len(record.samples["step"].values) == 20
@@ -66,21 +73,66 @@ def test_turns_alternate_and_reverse(log: Path):
 
 def test_three_variants_and_steps_that_do_not_divide(log: Path):
     run(variants(log, "a", "b", "c", steps=23))
-    turn = [["a 2", "b 2", "c 2"], ["c 2", "b 2", "a 2"]]
-    expected = [call for index in range(11) for call in turn[index % 2]] + ["c 1", "b 1", "a 1"]
+    expected = ["a 2", "b 2", "c 2"] * 11 + ["a 1", "b 1", "c 1"]
     assert called(log, "take") == expected
+
+
+def test_several_processes_a_variant(log: Path):
+    """All steps in each, as they are quick; the order reversed from set to set, never within one."""
+    records = run(variants(log, "a", "b", steps=10), processes=5)
+    assert called(log, "prepare") == ["a", "b", "b", "a"] * 2 + ["a", "b"]
+    assert called(log, "take") == (["a 1", "b 1"] * 10 + ["b 1", "a 1"] * 10) * 2 + ["a 1", "b 1"] * 10
+    for record in records:
+        assert len(record.samples["step"].values) == 50
+        assert (record.fact("turn_steps"), record.fact("process_steps")) == (1, 10)
+    comparison = compare_records(*records)
+    assert (comparison.n, comparison.paired, comparison.interleaving) == (5, True, "live")
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.0, 20), (0.3, 4)])
+def test_slow_steps_are_split_over_processes(log: Path, seconds: float, steps: int):
+    records = run(variants(log, "a", "b", steps=20, seconds=seconds), processes=5)
+    assert [record.fact("process_steps") for record in records] == [steps] * 2
+    assert [len(record.samples["step"].values) for record in records] == [5 * steps] * 2
+
+
+@pytest.mark.parametrize(("set_s", "sets"), [(0.1, 12), (5.1, 10), (6.1, 8), (8.0, 6), (600.0, 6)])
+def test_how_many_processes(set_s: float, sets: int):
+    """As many as a minute holds, in pairs of sets of both orders."""
+    plan = _Plan([planted(steps=10)], None)
+    plan.decide_sets(set_s)
+    assert plan.sets == sets
+
+
+def test_few_steps_and_shared_workers_have_one_process(log: Path):
+    for records in (run(variants(log, "a", "b", steps=2), processes=None), run(shared(log, "a", "b"), processes=None)):
+        assert len({record.fact("process_steps") for record in records}) == 1
+        assert [len(record.samples["step"].values) for record in records] == [int(records[0].config["steps"])] * 2
+
+
+def test_a_variant_lost_in_its_second_process(log: Path):
+    """Its failure stands for all its processes; the other one goes on alone, once it has its steps."""
+    marker = str(log) + ".held"
+    cells = [
+        *variants(log, "a", steps=6),
+        *variants(log, "b", steps=6, act="abort_second", where="prepare", file=marker),
+    ]
+    records = run(cells, processes=6)
+    assert [record.failure and record.failure.kind for record in records] == [None, "crash"]
+    assert called(log, "prepare") == ["a", "b", "b", "a"]
+    assert len(records[0].samples["step"].values) == 12
 
 
 def test_few_steps_make_as_many_turns(log: Path):
     run(variants(log, "a", "b", steps=3))
-    assert called(log, "take") == ["a 1", "b 1", "b 1", "a 1", "a 1", "b 1"]
+    assert called(log, "take") == ["a 1", "b 1"] * 3
 
 
 def test_each_turn_begins_with_a_step_that_is_not_timed(log: Path):
     settling, plain = variants(log, "a", steps=20, settles=True), variants(log, "b", steps=20)
     records = run([*settling, *plain])
     calls = [line for line in log.read_text().splitlines() if line.split()[1] in ("settle", "take")]
-    assert calls == ["a settle", "a take 2", "b take 2", "b take 2", "a settle", "a take 2"] * 5
+    assert calls == ["a settle", "a take 2", "b take 2"] * 10
     assert [len(record.samples["step"].values) for record in records] == [20, 20]
 
 
@@ -101,7 +153,7 @@ def test_turns_are_whole_windows(log: Path, steps: int, turn: int):
 def test_windows_of_two_lengths(log: Path):
     cells = [*variants(log, "a", steps=12, sync=2), *variants(log, "b", steps=12, sync=3)]
     records = run(cells)
-    assert called(log, "take") == ["a 6", "b 6", "b 6", "a 6"]
+    assert called(log, "take") == ["a 6", "b 6"] * 2
     assert [record.fact("turn_steps") for record in records] == [3, 2]
 
 
@@ -195,7 +247,7 @@ def test_rounds_skip_a_variant_that_failed(log: Path):
 def test_a_record_is_there_before_the_next_variant_looks(log: Path):
     """So that whoever stores it loses nothing that is finished when the rest is killed."""
     cells = variants(log, "a", "b", "c", steps=4)
-    coming = run_interleaved(cells, Limits(), silent)
+    coming = run_interleaved(cells, Limits(processes=1), silent)
     first, second = next(coming), next(coming)
     assert [record.config["name"] for records in (first, second) for record in records] == ["a", "b"]
     assert called(log, "finish") == ["a", "b"]
@@ -218,7 +270,7 @@ def test_variants_that_do_not_fit_while_they_look(log: Path):
     """The first was there already: it comes again with the others."""
     cells = [*variants(log, "a", steps=4), *variants(log, "b", act="run_out", where="finish", steps=4)]
     cells += variants(log, "c", steps=4)
-    [early], records = run_interleaved(cells, Limits(), silent)
+    [early], records = run_interleaved(cells, Limits(processes=1), silent)
     assert early.fact("interleaving") == "live"
     assert [record.config["name"] for record in records] == ["a", "b", "c"]
     assert [record.fact("interleaving") for record in records] == ["rounds"] * 3

@@ -337,3 +337,58 @@ def test_records_are_matched_by_key_and_the_last_of_a_key_counts():
     assert found.pairs == ((one_again, one), (two, two))
     assert (found.only_a, found.only_b) == ((), (three,))
     assert match_records([two], []).only_a == (two,)
+
+
+# Several processes a variant.
+
+
+def of_processes(biases, *, values=10, noise=0.0, turn_steps=2, seed=0):
+    """A record of as many processes, each slower than 10 ms by its own share."""
+    generator = np.random.default_rng(seed)
+    times = np.concatenate([0.01 * (1 + bias) * np.exp(noise * generator.standard_normal(values)) for bias in biases])
+    return of_steps(times, facts=turns(turn_steps=turn_steps) | {"process_steps": Fact(value=values, unit="count")})
+
+
+def test_the_pair_of_processes_is_the_unit():
+    """Turns of one process agree; the interval is that of the processes, by Student's t."""
+    a, b = of_processes([0.0] * 6), of_processes([0.01, 0.03, 0.02, 0.04, 0.00, 0.02])
+    found = compare_records(a, b)
+    logs = np.log(1 + np.array([0.01, 0.03, 0.02, 0.04, 0.00, 0.02]))
+    reach = 4.032 * logs.std(ddof=1) / 6**0.5
+    assert (found.n, found.paired, found.interleaving) == (6, True, "live")
+    assert found.ratio == pytest.approx(np.exp(logs.mean()))
+    assert (found.low, found.high) == pytest.approx(
+        (np.exp(logs.mean() - reach), np.exp(logs.mean() + reach)), rel=1e-3
+    )
+    assert found.reason.endswith("over 6 pairs of processes")
+
+
+def test_biases_of_processes_are_no_difference():
+    """1 of 100 is promised: 2 % a process alone, which pairs of turns call a difference half of the time."""
+    generator = np.random.default_rng(1)
+    called, found = 0, 0
+    for seed in range(200):
+        biases = generator.normal(scale=0.02, size=(2, 12))
+        a, b = (of_processes(own, noise=0.03, seed=2 * seed + side) for side, own in enumerate(biases))
+        slower = of_processes(biases[1] + 0.05, noise=0.03, seed=2 * seed + 1)
+        called += compare_records(a, b).verdict != "cannot tell"
+        found += compare_records(a, slower).verdict == "slower"
+    assert called <= 4
+    assert found >= 180
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_too_few_pairs_of_processes(processes: int):
+    found = compare_records(of_processes([0.0] * processes), of_processes([0.1] * processes))
+    assert (found.verdict, found.low) == ("cannot tell", None)
+    assert found.ratio == pytest.approx(1.1)
+    assert found.reason == f"too few pairs of processes: {processes}, and at least 5 are needed"
+
+
+def test_one_process_a_variant_is_compared_by_its_turns():
+    assert compare_records(of_processes([0.0]), of_processes([0.1])).n == 5
+
+
+def test_process_steps_that_are_no_number():
+    with pytest.raises(ValueError, match="process_steps: must be a whole number, not 'x'"):
+        compare_records(of_processes([0.0]), of_steps([1] * 6, facts=turns() | {"process_steps": Fact(value="x")}))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_cells, limits, this_machine, with_fields
+from trainstep.cli.options import check_cells, check_compared, limits, this_machine, with_fields
 from trainstep.cli.run_options import GridOptions
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.run import RunConfig
@@ -15,6 +15,7 @@ from trainstep.config.run import RunConfig
 def bench(
     *,
     compare: str | None = None,
+    processes: int | None = None,
     out: Path | None = None,
     page: Path | None = None,
     timeout_s: float = 600.0,
@@ -43,6 +44,9 @@ def bench(
     ----------
     compare
         The option whose values are compared: their processes take turns, so that drift falls on all alike.
+    processes
+        Fresh processes that run each compared variant, and of which a verdict takes the pairs; by default 12, or as many as take a
+        minute, but at least 6. Each takes all --steps while that is under a second, else its share of them.
     out
         File of records to append to; by default a new one under ./runs/.
     page
@@ -55,12 +59,13 @@ def bench(
         Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    bounds = limits(timeout_s, memory_limit_gib)
+    bounds = limits(timeout_s, memory_limit_gib, processes=processes)
     here, device = this_machine(fields.get("device"))
     grid = {"model": ["small" if device == "cuda" else "tiny"], **grid}
     cells = expand(grid, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     groups = groups_along(cells, compare)
+    check_compared(bounds, groups)
 
     from trainstep.cli.cells import check_page, run_here, show, unfinished
     from trainstep.cli.dry_run import show_cells

@@ -137,18 +137,25 @@ def chosen_device(asked: str | None, grid: dict[str, list[Any]]) -> str | None:
     return next((name for name in ("cuda", "cpu") if name in in_file), None)
 
 
-def limits(timeout_s: float, memory_limit_gib: float | None, rounds: int | None = None) -> "Limits":
+def limits(
+    timeout_s: float, memory_limit_gib: float | None, rounds: int | None = None, processes: int | None = None
+) -> "Limits":
     """The limits of each cell's process, and how compared variants share the machine."""
     from trainstep.measure.runner import Limits
 
     check_positive({"timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib})
     if rounds is not None and rounds < 1:
         raise ValueError(f"rounds: must be at least 1, not {rounds}")
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes: must be at least 1, not {processes}")
+    if rounds is not None and processes is not None:
+        raise ValueError("processes: rounds has a process for each round; leave out one of the two")
     return Limits(
         timeout_s=timeout_s,
         memory_limit_bytes=None if memory_limit_gib is None else int(memory_limit_gib * 2**30),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         rounds=rounds,
+        processes=processes,
     )
 
 
@@ -167,10 +174,13 @@ def check_positive(limits: Mapping[str, float | None]) -> None:
             raise ValueError(f"{name}: must be a positive number{most}, not {value}")
 
 
-def check_rounds(rounds: int | None, groups: "Sequence[Sequence[Cell]]") -> None:
-    """Rounds of variants that nobody compares would be ignored in silence."""
-    if rounds is not None and all(len(group) == 1 for group in groups):
-        raise ValueError("rounds: no variants are compared here; leave it out, or name two or more of what is compared")
+def check_compared(bounds: "Limits", groups: "Sequence[Sequence[Cell]]") -> None:
+    """Rounds or processes of variants that nobody compares would be ignored in silence."""
+    for name in ("rounds", "processes"):
+        if getattr(bounds, name) is not None and all(len(group) == 1 for group in groups):
+            raise ValueError(
+                f"{name}: no variants are compared here; leave it out, or name two or more of what is compared"
+            )
 
 
 def check_cells(cells: "Sequence[Cell]", *, memory_limit_gib: float | None) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_cells, check_rounds, limits, this_machine, with_fields
+from trainstep.cli.options import check_cells, check_compared, limits, this_machine, with_fields
 from trainstep.cli.rank_options import check_gpus, check_sync_options
 from trainstep.cli.run_options import GridOptions
 from trainstep.config.grid import expand, grid_from_text, groups_along
@@ -33,6 +33,7 @@ def parallel(
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
     rounds: int | None = None,
+    processes: int | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     how: GridOptions = GridOptions(),
     **fields: str | None,
@@ -67,11 +68,14 @@ def parallel(
         Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
     rounds
         Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, or 5 where not all fit.
+    processes
+        Fresh processes that run each compared variant, and of which a verdict takes the pairs; by default 12, or as many as take a
+        minute, but at least 6. Each takes all --steps while that is under a second, else its share of them.
     json
         Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     asked = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    bounds = limits(timeout_s, memory_limit_gib, rounds)
+    bounds = limits(timeout_s, memory_limit_gib, rounds, processes)
     here, device = this_machine(fields.get("device"), forks=False)
     if fields.get("device") is None and "ranks" not in asked and here.gpu_count < 2:
         device = "cpu"
@@ -81,7 +85,7 @@ def parallel(
     cells = expand({"workload": ["parallel"], **grid}, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     groups = groups_along(cells, "sync" if len(cells) > 1 and len(grid["sync"]) > 1 else None)
-    check_rounds(rounds, groups)
+    check_compared(bounds, groups)
 
     from trainstep.cli.cells import check_kept, check_page, run_here, show, unfinished
     from trainstep.cli.dry_run import show_cells

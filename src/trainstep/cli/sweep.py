@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from trainstep.cli.options import check_cells, check_rounds, chosen_device, limits, this_machine, with_fields
+from trainstep.cli.options import check_cells, check_compared, chosen_device, limits, this_machine, with_fields
 from trainstep.cli.run_options import RunOptions
 from trainstep.config.grid import expand_all, grid_from_settings, grid_from_text, groups_along
 from trainstep.config.run import RunConfig
@@ -52,6 +52,7 @@ def sweep(
     timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     rounds: int | None = None,
+    processes: int | None = None,
     allow_mixed: Annotated[bool, Parameter(negative=())] = False,
     retry_failed: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -93,6 +94,9 @@ def sweep(
     rounds
         Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, or 5 where not all fit.
         A killed sweep goes on behind the last process that ended, even within a round (not within a job of Slurm's).
+    processes
+        Fresh processes that run each compared variant, and of which a verdict takes the pairs; by default 12, or as many as take a
+        minute, but at least 6. Each takes all --steps while that is under a second, else its share of them.
     allow_mixed
         Go on although the records there were made with another GPU, torch or commit.
     retry_failed
@@ -101,10 +105,10 @@ def sweep(
         Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     config = load_sweep(file)
-    bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds)
+    bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes)
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
     here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
-    check_rounds(rounds, groups)
+    check_compared(bounds, groups)
 
     from trainstep.cli.cells import check_page, run_cells, show, unfinished
     from trainstep.cli.dry_run import show_cells

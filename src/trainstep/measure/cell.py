@@ -3,7 +3,8 @@
 It is `python -m trainstep.measure.cell`, or a process forked by fork_server.py that goes on with `main` here.
 
     {"do": "prepare", "workload": …, "config": …, "memory_limit_bytes": …, "compile_cache": folder or null}
-                                              -> ready, or finished with a failure
+                                              -> ready, or finished with a failure; `again`: the process can
+                                                 measure another cell after this one
     {"do": "take", "steps": 5, "settle": true}   -> taken; `settle`: after a step that is not timed
     {"do": "finish"}                             -> finished, with the record's parts
 
@@ -83,7 +84,7 @@ class CellProcess:
         try:
             if request["do"] == "prepare":
                 self._prepare(request)
-                self.conversation.tell("ready")
+                self.conversation.tell("ready", again=self._again)
             elif self._measurement is None:
                 raise RuntimeError(f"asked to {request['do']} with nothing prepared")
             elif request["do"] == "take":

@@ -21,13 +21,14 @@ class Limits:
     """`timeout_s`: seconds a cell's own process may take. `memory_limit_bytes`: what a CPU cell may allocate; None: 90 %
     of the machine's memory. `visible_devices`: the value of CUDA_VISIBLE_DEVICES. `rounds`: compared variants run in so many
     rounds of whole processes; None: they take turns, alive together, if they fit. `forks`: a process may be forked from one that
-    has imported torch."""
+    has imported torch. `processes`: fresh ones that each compared variant is run by; None: by what they cost (interleave.py)."""
 
     timeout_s: float = 600.0
     memory_limit_bytes: int | None = None
     visible_devices: str | None = None
     rounds: int | None = None
     forks: bool = True
+    processes: int | None = None
 
     def memory_for(self, cell: Cell) -> int | None:
         """The limit of a CPU cell; a GPU's process needs address space the host does not have, and gets none."""

@@ -13,8 +13,10 @@ from 1. Why so:
   interval of many pairs gets narrow enough to see it. Differences that small also change with the next build or the next day.
 In 500 simulations of each noise (2 %, 10 %, Student's t2, 5 % outliers of three times, shared drift of 10 to 20 %, shared or
 independent modes 15 to 30 % apart), 20 pairs: A/A is called different in at most 2 %, 5 % is found under 2 % noise in over 98 %.
-What turns cannot see: a bias that lasts as long as a process (where its memory happened to lie: 2 % a process, say). All of a's
-turns have a's and all of b's turns have b's, so it is called a difference. Repeat close verdicts in another sitting.
+What turns cannot see is a bias that lasts as long as a process (where its memory happened to lie: 2 % a process, say): all of a's
+turns have a's and all of b's turns have b's. So variants are run by several pairs of processes (measure/interleave.py), and where
+records say how long a process is, the pair of processes is the unit: its log ratio is the median of its turns', and the interval
+is Student's of the pairs' mean. Older records, and workloads whose processes measure many cells, have one pair of processes.
 """
 
 from collections.abc import Sequence
@@ -93,11 +95,15 @@ def compare_records(
             raise ValueError(f"{quantity}: {side} holds no such quantity; it holds {known}")
     interleaving, turn_steps = _turns(a, b)
     together = interleaving != "none"
+    processes = _steps(a, "process_steps"), _steps(b, "process_steps")
     found = compare_samples(
         a.samples[quantity],
         b.samples[quantity],
         minimum_effect=minimum_effect,
-        turn_steps=(_values_a_turn(a, quantity, turn_steps[0]), _values_a_turn(b, quantity, turn_steps[1])),
+        turn_steps=(_values_of(a, quantity, turn_steps[0]), _values_of(b, quantity, turn_steps[1])),
+        process_steps=(_values_of(a, quantity, processes[0]), _values_of(b, quantity, processes[1]))
+        if together and processes[0] and processes[1]
+        else None,
         paired=together,
     )
     aside = "" if together else "; not interleaved, so what changed between the runs counts too"
@@ -110,10 +116,12 @@ def compare_samples(
     *,
     minimum_effect: float = 0.02,
     turn_steps: tuple[int, int] = (1, 1),
+    process_steps: tuple[int, int] | None = None,
     paired: bool = True,
 ) -> Comparison:
     """Compare times: as pairs, turn i with turn i (by median; `turn_steps`: values in a turn of a and of b), or apart.
 
+    `process_steps`: values that each process of a and of b gave; those of several processes are compared process by process.
     Turns only one side has are left out of pairs. ValueError for units that differ or are no time.
     """
     if a.unit != b.unit:
@@ -129,6 +137,12 @@ def compare_samples(
         return Comparison(verdict="cannot tell", reason="some times are not positive, so there is no ratio")
     lengths = turn_steps if paired else (1, 1)
     logs_a, logs_b = (_log_turns(times, length) for times, length in zip(values, lengths, strict=True))
+    if (
+        paired
+        and process_steps
+        and min(len(times) // steps for times, steps in zip(values, process_steps, strict=True)) > 1
+    ):
+        return _compare_processes(values, lengths, process_steps, minimum_effect)
     n = min(len(logs_a), len(logs_b))
     few = f"too few {'pairs' if paired else 'values'}: {n}, and at least {MINIMUM_PAIRS} are needed"
     if not n:
@@ -142,6 +156,32 @@ def compare_samples(
     return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=paired)
 
 
+def _compare_processes(
+    values: Sequence[Floats], turn_steps: Sequence[int], process_steps: Sequence[int], minimum_effect: float
+) -> Comparison:
+    """A log ratio for each pair of processes, and Student's interval of their mean."""
+    logs = []
+    for a, b in zip(*(_split(times, steps) for times, steps in zip(values, process_steps, strict=True)), strict=False):
+        turns_a, turns_b = _log_turns(a, turn_steps[0]), _log_turns(b, turn_steps[1])
+        turns = min(len(turns_a), len(turns_b))
+        logs.append(np.median(turns_b[:turns] - turns_a[:turns]))
+    n, middle = len(logs), float(np.mean(logs))
+    ratio = float(np.exp(middle))
+    if n < MINIMUM_PAIRS:
+        few = f"too few pairs of processes: {n}, and at least {MINIMUM_PAIRS} are needed"
+        return Comparison(verdict="cannot tell", reason=few, ratio=ratio, n=n, paired=True)
+    reach = student_point(n - 1) * float(np.std(logs, ddof=1)) / n**0.5
+    low, high = float(np.exp(middle - reach)), float(np.exp(middle + reach))
+    verdict, reason = _judge(ratio, low, high, minimum_effect)
+    reason += f", over {n} pairs of processes"
+    return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=True)
+
+
+def _split(values: Floats, length: int) -> list[Floats]:
+    """Runs of so many values; a shorter rest is left out."""
+    return [values[start : start + length] for start in range(0, len(values) - length + 1, length)]
+
+
 def _turns(a: Record, b: Record) -> tuple[str, tuple[int, int]]:
     """How two records took turns with each other, and values of `step` in a turn of each; `none` where they did not.
 
@@ -150,17 +190,18 @@ def _turns(a: Record, b: Record) -> tuple[str, tuple[int, int]]:
     group = a.fact("interleaving_group")
     if not group or group != b.fact("interleaving_group"):
         return "none", (1, 1)
-    return str(a.fact("interleaving", "none")), (_turn_steps(a), _turn_steps(b))
+    return str(a.fact("interleaving", "none")), (_steps(a, "turn_steps") or 1, _steps(b, "turn_steps") or 1)
 
 
-def _turn_steps(record: Record) -> int:
-    steps = record.fact("turn_steps", 1)
+def _steps(record: Record, fact: str) -> int:
+    """Values of `step` in a turn or a process; 0 where the record does not say."""
+    steps = record.fact(fact, 0)
     if not isinstance(steps, int):
-        raise ValueError(f"turn_steps: must be a whole number, not {steps!r}")
+        raise ValueError(f"{fact}: must be a whole number, not {steps!r}")
     return steps
 
 
-def _values_a_turn(record: Record, quantity: str, turn_steps: int) -> int:
+def _values_of(record: Record, quantity: str, turn_steps: int) -> int:
     """A window of k steps has one `step` but k of each phase, so a turn holds k times as many of those; and a turn of several
     steps may end with one value of another quantity."""
     steps = len(record.samples["step"].values) if "step" in record.samples else 0

@@ -83,6 +83,7 @@ FACTS: Mapping[str, FactKind] = {
     "interleaving": FactKind("", str, "how compared cells took turns: none, live or rounds"),
     "interleaving_group": FactKind("", str, "the same for cells that took turns with each other"),
     "turn_steps": FactKind("count", int, "values of `step` a turn"),
+    "process_steps": FactKind("count", int, "values of `step` that each of the cell's processes gave, end to end"),
     "round": FactKind("count", int, "of a part of a cell that is not whole yet, from 0"),
     "rounds": FactKind("count", int, "parts that a cell which is not whole yet is taken in"),
     # A training step
