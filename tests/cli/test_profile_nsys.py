@@ -46,6 +46,14 @@ def test_from_an_export(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert {"kernels", "classes", "layers", "host", "verdict", "stall"} <= tables
 
 
+def test_the_page_of_an_export(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert run("--from", "eager.sqlite", "--page", "p.html") == 0
+    assert capsys.readouterr().out.endswith("page: p.html\n")
+    page = (folder / "p.html").read_text()
+    assert "Profile of eager.sqlite" in page
+    assert "Kernels by phase" in page
+
+
 @pytest.mark.usefixtures("on_a_gpu")
 def test_the_whole_path(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     log = fake_nsys.install(monkeypatch, folder / "bin", export=folder / "eager.sqlite")

@@ -9,6 +9,7 @@ from trainstep.cli.cells import interrupt_says, show
 from trainstep.cli.run_options import RunOptions
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.cell import Cell
+from trainstep.config.memory import LARGEST_TRIED
 from trainstep.measure.executor_local import run_groups
 from trainstep.measure.runner import Limits, with_facts
 from trainstep.measure.runner_fit import at, largest_fit
@@ -47,7 +48,7 @@ def fit_cells(
 
     searched = {at(cell, field, 1).key: cell for cell in cells}  # values of the field itself are only where to start
     records: list[Record] = []
-    tell(f"looking for the largest {field} that fits: each trial is told when it ends")
+    tell(f"looking for the largest {field} that fits, up to {LARGEST_TRIED[field]:,}: each trial is told when it ends")
     with store.locked(), interrupt_says(lambda: _kept_words(len(records), store)):
         for cell in searched.values():
             for record in largest_fit(cell, field, run):

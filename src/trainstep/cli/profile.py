@@ -81,7 +81,8 @@ def profile(
     Parameters
     ----------
     from_
-        Read this instead of running anything: .json or .json.gz of torch's profiler, .sqlite of `nsys export --type sqlite`.
+        Read this instead of running anything: .json or .json.gz of torch's profiler, .sqlite of `nsys export --type sqlite`. Where
+        no step is marked, it is split at its optimizer's steps, else by what repeats; else it counts as one step, and says so.
     top
         Kernels shown for each phase; the others stand in its row `rest`. A record keeps 20 of each phase.
     out

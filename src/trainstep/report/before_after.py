@@ -68,9 +68,9 @@ def changes_table(changes: Sequence[Change], quantity: str) -> Table:
 
 
 def changes_notes(changes: Sequence[Change]) -> list[str]:
-    """Why each 'cannot tell' is one, and what files that did not take turns leave open."""
+    """Why each 'cannot tell' is one, and what a verdict on files that did not take turns leaves open."""
     reasons = [f"{one.label}: {one.found.reason}" for one in changes if one.found.verdict == "cannot tell"]
-    if any(one.found.ratio is not None and one.found.interleaving == "none" for one in changes):
+    if any(one.found.verdict != "cannot tell" and one.found.interleaving == "none" for one in changes):
         return [*reasons, "The files did not take turns, so what changed on the machine between them counts too."]
     return reasons
 
