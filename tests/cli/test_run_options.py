@@ -43,6 +43,13 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(folder: Path, capsys: 
     assert list(folder.iterdir()) == []
 
 
+def test_a_dry_run_of_tune(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert app.run(["tune", "--dry-run", "--device", "cpu", "--head-dim", "64", "--kernel", "forward"]) == 0
+    assert capsys.readouterr().out.startswith("2 cells to run, about ")
+    assert list(folder.iterdir()) == []
+
+
 def test_a_dry_run_as_json(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["bench", "--device", "cpu", "--context", "16,32", "--dry-run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
