@@ -122,4 +122,6 @@ def test_an_interrupt_says_what_is_kept(tmp_path: Path, finished: int, words: st
 
     with pytest.raises(KeyboardInterrupt) as interrupt:
         run_cells([[cell] for cell in cells], store, execute, here=None, anew=anew)
-    assert str(interrupt.value) == words.format(store.path)
+    kept, _, command = str(interrupt.value).partition("; to go on: ")
+    assert kept == words.format(store.path)
+    assert command.endswith(f"--out {store.path}") == bool(finished)

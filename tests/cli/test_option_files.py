@@ -103,6 +103,7 @@ def test_a_bad_file_of_options(folder: Path, capsys: pytest.CaptureFixture[str],
         ("[sweep]\nsteps = 3\n", "trainstep.toml: tables: unknown key 'sweep'"),
         ("steps = 3\n", "trainstep.toml: tables: unknown key 'steps'"),
         ("bench = 3\n", "trainstep.toml: bench: must be a table [bench] of options, not 3"),
+        ("[all]\ncompare = 'seed'\n", "trainstep.toml [all]: unknown key 'compare'"),
         ("[all]\nstpes = 3\n", "trainstep.toml [all]: unknown key 'stpes' (did you mean steps?)"),
         ("[bench]\nseq = 3\n", "trainstep.toml [bench]: unknown key 'seq'"),
         (

@@ -37,9 +37,16 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(folder: Path, capsys: 
     first, *lines = printed.out.splitlines()
     assert " to run, about " in first
     assert first.split()[0] == str(len([line for line in lines if line.startswith("  ")]))
-    assert "a rough guess of 10 s for each" in first
+    assert f"a rough guess of {2 if verb in ('attention', 'collectives') else 10} s for each" in first
     assert lines[-1].endswith("(nothing was run)")
     assert printed.err == ""
+    assert list(folder.iterdir()) == []
+
+
+def test_a_dry_run_of_tune(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert app.run(["tune", "--dry-run", "--device", "cpu", "--head-dim", "64", "--kernel", "forward"]) == 0
+    assert capsys.readouterr().out.startswith("2 cells to run, about ")
     assert list(folder.iterdir()) == []
 
 
@@ -171,3 +178,14 @@ def test_help_tells_of_them(capsys: pytest.CaptureFixture[str], verb: str):
     printed = capsys.readouterr().out
     assert [word for word in ("--quiet", "--dry-run", "--budget-minutes") if word not in printed] == []
     assert ("--config" in printed and "--resume" in printed) == (verb in VERBS)
+
+
+def test_the_first_line_comes_before_the_first_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    told = []
+
+    def execute(waiting: Any, _tell: Any) -> Iterator[list[Record]]:
+        told.append(capsys.readouterr().err)
+        yield from ([a_record(key=cell.key)] for group in waiting for cell in group)
+
+    run_cells([[planted()]], Store(tmp_path / "r.jsonl"), execute, here=None, anew=True)
+    assert told == ["1 cell to run, about 10 s by a rough guess of 10 s for each of 1\n"]

@@ -156,7 +156,8 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, compare: bool):
     assert "Traceback" not in err
     done, cells = len(Store(tmp_path / "runs" / "s.jsonl").latest()), 20 if compare else 10
     verb = "is" if done == 1 else "are"
-    assert err.endswith(f"trainstep: interrupted; {done} of {cells} cells {verb} finished and kept in runs/s.jsonl\n")
+    kept = f"{done} of {cells} cells {verb} finished and kept in runs/s.jsonl"
+    assert err.endswith(f"trainstep: interrupted; {kept}; to go on: trainstep sweep s.toml\n")
     assert 1 <= len(set(indices(tmp_path))) < 10
     assert reported(err) <= set(indices(tmp_path))
     assert wait_until(lambda: not marked(mark)), "an orphan"

@@ -35,7 +35,7 @@ _VERBS = {
 }
 
 
-RUNNING = ("bench", "attention", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
+_RUNNING = ("bench", "attention", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
 """The verbs that run cells."""
 _COMPLETION = "Let the Tab key complete verbs and options, in bash, zsh or fish."
 _LOOK_FIRST = "Look before a long run: `trainstep {0} --dry-run`. Stop in time: `trainstep {0} --budget-minutes 30`."
@@ -64,8 +64,10 @@ def build_app(words: Sequence[str]) -> "App":
 
         app.console = VisibleConsole(sys.stdout)
     overview = not words or words[0] not in _VERBS
-    if not overview and words[0] in RUNNING:
-        files = "" if words[0] in ("sweep", "tune") else _OPTION_FILES
+    if not overview and words[0] in _RUNNING:
+        files = {"sweep": "", "tune": " Defaults may stand in ./trainstep.toml under [tune]."}.get(
+            words[0], _OPTION_FILES
+        )
         app.help_epilogue = (_LOOK_FIRST + files).format(words[0])
     app.command("trainstep.cli.completion:install_completion", name="--install-completion", help=_COMPLETION)
     for verb, summary in _VERBS.items():  # a summary would take the place of the docstring in the verb's own help

@@ -65,7 +65,7 @@ def run_cells(
             retry_failed=retry_failed,
             anew=anew,
         )
-        with interrupt_says(lambda: _kept_words(cells, store, before)), contextlib.closing(steps):
+        with interrupt_says(lambda: _kept_words(cells, store, before, how)), contextlib.closing(steps):
             for step in steps:
                 progress.finished(step.done, step.of, step.records, whole=step.whole)
                 kept |= {record.key for record in step.records}
@@ -90,18 +90,23 @@ def unfinished(groups: Sequence[Sequence[Cell]], records: Sequence[Record], stor
     count = sum(map(len, groups))
     if how.budget_minutes is None or len(records) == count:
         return 0
+    with outliving_reader(sys.stderr):
+        print(
+            f"{count - len(records)} of {count} cells are left: the budget of {how.budget_minutes:g} min is spent. To go on: "
+            f"{_going_on(store, how)}",
+            file=sys.stderr,
+        )
+    return UNFINISHED
+
+
+def _going_on(store: Store, how: RunOptions) -> str:
+    """The command line that runs the cells which the store does not hold: this one, with its file of records named."""
     words = sys.argv[1:]
     if words[:1] != ["sweep"] and not any(word.split("=")[0] == "--out" for word in words):
         words = [*words, "--out", str(store.path)]
     if isinstance(how, GridOptions) and "--resume" not in words:
         words = [*words, "--resume"]
-    with outliving_reader(sys.stderr):
-        print(
-            f"{count - len(records)} of {count} cells are left: the budget of {how.budget_minutes:g} min is spent. To go on: "
-            f"{one_line(shlex.join(['trainstep', *words]))}",
-            file=sys.stderr,
-        )
-    return UNFINISHED
+    return one_line(shlex.join(["trainstep", *words]))
 
 
 def run_here(
@@ -125,13 +130,14 @@ def interrupt_says(words: Callable[[], str]) -> Iterator[None]:
         raise KeyboardInterrupt(words()) from None
 
 
-def _kept_words(cells: Sequence[Cell], store: Store, before: Mapping[str, Record]) -> str:
-    """How many of the cells have a record in the store that was not there before."""
+def _kept_words(cells: Sequence[Cell], store: Store, before: Mapping[str, Record], how: RunOptions) -> str:
+    """How many of the cells have a record in the store that was not there before, and the command that goes on."""
     latest = store.latest()
     count = sum(latest.get(cell.key) not in (None, before.get(cell.key)) for cell in cells)
     if not count:
         return "no cell was finished"
-    return f"{count} of {len(cells)} cells {'is' if count == 1 else 'are'} finished and kept in {store.path}"
+    left = f"; to go on: {_going_on(store, how)}" if count < len(cells) else ""
+    return f"{count} of {len(cells)} cells {'is' if count == 1 else 'are'} finished and kept in {store.path}" + left
 
 
 def show(

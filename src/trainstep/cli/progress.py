@@ -134,7 +134,7 @@ class CellProgress:
         all_s = pace * sum(map(self._seconds, to_run))
         later_s = all_s - pace * self._seconds(self._uncounted[0])
         seconds = max(all_s - (now_s - self._whole_s), later_s + self._stage_left_s(now_s))
-        return f"about {span_words(seconds)} left" if seconds >= 1 else ""
+        return f"about {span_words(max(seconds, 1))} left" if seconds > 0 else ""
 
     def _seconds(self, key: object) -> float:
         """What a cell was expected to take, or the same for all."""

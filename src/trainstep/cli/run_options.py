@@ -56,6 +56,7 @@ class GridOptions(RunOptions):
 
     resume: Annotated[bool, _switch("Leave out the cells that the file of --out holds already.")] = False
     config: Annotated[Path | None, Parameter(help=_CONFIG_HELP)] = None
+    """Read before the other options are, by option_files.py."""
 
     def store(self, out: Path | None, verb: str) -> Store:
         """The same; to go on, the file must be named."""

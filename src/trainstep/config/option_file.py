@@ -53,7 +53,7 @@ def default_options(verb: str, known: Collection[str]) -> dict[str, str]:
     check_known(document, (ALL, *VERBS), f"{DEFAULTS_FILE}: tables")
     found: dict[str, str] = {}
     fields = {field for config in CONFIGS.values() for field in fields_of(config)}
-    for table, keys in ((ALL, {*fields, *_OF_ALL, *known}), (verb, known)):
+    for table, keys in ((ALL, {*fields, *_OF_ALL}), (verb, known)):
         where = f"{DEFAULTS_FILE} [{table}]"
         values = document.get(table, {})
         if not isinstance(values, Mapping):

@@ -17,6 +17,9 @@ from trainstep.reading import read_file
 
 ROUGH_S: Mapping[str, float] = {"cpu": 10.0, "cuda": 20.0}
 """Device -> seconds of a cell of which nothing is known: a process, torch's import, a build and some steps of a small model."""
+ROUGH_IN_COMPANY_S = 2.0
+"""The same where cells of the workload share a process."""
+_SHARE_A_PROCESS = ("attention", "ceiling", "collective")
 SAME, LIKE, ROUGH = "the same cell", "cells like it", "a rough guess"
 _MOST_FILES = 30
 _MOST_BYTES = 4 * 2**20
@@ -60,7 +63,8 @@ def expected_time(cell: Cell, durations: Durations) -> ExpectedTime:
         return ExpectedTime(seconds=seconds, source=SAME)
     if alike := durations.of_kind.get(_kind(cell.workload, cell.config)):
         return ExpectedTime(seconds=median(alike), source=LIKE)
-    return ExpectedTime(seconds=ROUGH_S.get(str(cell.config.get("device")), ROUGH_S["cpu"]), source=ROUGH)
+    alone_s = ROUGH_S.get(str(cell.config.get("device")), ROUGH_S["cpu"])
+    return ExpectedTime(seconds=ROUGH_IN_COMPANY_S if cell.workload in _SHARE_A_PROCESS else alone_s, source=ROUGH)
 
 
 def _files(places: Iterable[Path]) -> list[Path]:
