@@ -34,7 +34,7 @@ def test_a_row_is_whole(one: Instrument):
     assert one.verb in _VERBS
     assert callable(getattr(importlib.import_module(f"trainstep.cli.{one.verb}"), one.verb))
     assert CONFIGS[one.name] is one.config
-    assert one.own_words <= {"means", "peak", "ratios", "times"}
+    assert one.own_words <= {"peak", "ratios", "spread", "times"}
     assert one.title and one.answer  # noqa: PT018  (both are text)
 
 

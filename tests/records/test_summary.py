@@ -129,8 +129,16 @@ def test_few_samples():
 
 def test_unstable_is_the_middle_half_and_not_one_outlier():
     assert doubts(of_steps([1.0, 1.1] * 10)) == ("unstable",)
-    assert doubts(of_steps([1.0] * 19 + [9.0])) == ()
+    assert doubts(of_steps([1.0] * 19 + [9.0])) == ("outliers",)
     assert doubts(of_steps([1.0, 1.03] * 10)) == ()
+
+
+def test_outliers_are_a_deviation_far_over_the_quartiles():
+    noise = np.linspace(-0.01, 0.01, 21)[np.random.default_rng(0).permutation(21)]
+    assert doubts(of_steps(1 + noise)) == ()
+    assert doubts(of_steps([*(1 + noise), 1.3])) == ("outliers",)
+    assert doubts(of_steps([1.0] * 19 + [1.05])) == (), "under 2 % of the median"
+    assert doubts(of_steps([1.0] * 6 + [9.0])) == (), "too few values for quartiles"
 
 
 def test_drifting_up_and_down_and_in_a_step():

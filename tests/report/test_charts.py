@@ -33,9 +33,9 @@ def test_phases_are_stacked_by_size_and_context(rows, end_to_end):
     small, large = named(chart, "backward")
     assert (small["x"], small["y"]) == (["256", "512"], pytest.approx([120, 240]))
     assert large["y"] == [pytest.approx(660), None]
-    assert named(chart, "total step ± std")[0]["y"] == pytest.approx([200, 400])
-    assert named(chart, "total step ± std")[0]["error_y"]["array"] == pytest.approx([2, 0])
-    assert small["hovertext"][0] == "small 256<br>backward: 120.0 ± 1.2 ms"
+    assert named(chart, "total step, median")[0]["y"] == pytest.approx([200, 400])
+    assert named(chart, "total step, median")[0]["error_y"]["array"] == pytest.approx([1, 0])
+    assert small["hovertext"][0] == "small 256<br>backward: 120.0 ± 0.6 ms"
     assert chart.layout["barmode"] == "stack"
     assert "(ms)" in chart.layout["yaxis"]["title"]["text"]
 
@@ -110,10 +110,10 @@ def test_logarithmic_ticks_are_plain_numbers():
 def test_a_chart_has_its_numbers_as_a_table(rows, end_to_end):
     table = chart_table(phases_charts(rows(end_to_end))[0])
     assert table.title == "Numbers of this chart: time of a step (ms)"
-    titles = ["panel", "context (tokens)", "forward", "backward", "optimizer", "total step ± std", "failed"]
+    titles = ["panel", "context (tokens)", "forward", "backward", "optimizer", "total step, median", "failed"]
     assert [column.title for column in table.columns] == titles
     texts = [[entry.text for entry in entries] for entries in table.entries]
-    assert texts[0] == ["small", "256", "60", "120", "20", "200 ± 2", "–"]
+    assert texts[0] == ["small", "256", "60", "120", "20", "200 ± 1", "–"]
     assert texts[3][:3] == ["2.7B", "512", "–"]
     assert texts[3][-1] == "OOM"
     assert table.entries[0][3].sort == pytest.approx(120)

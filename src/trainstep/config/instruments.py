@@ -57,7 +57,7 @@ class Instrument:
     summary: str = ""
     """What was run, in words; without one the number of its cells."""
     own_words: frozenset[str] = frozenset()
-    """Which of `means`, `peak`, `ratios` and `times` its own tables say, and common notes and tables leave out."""
+    """Which of `peak`, `ratios`, `spread` and `times` its own tables say, and common notes and tables leave out."""
 
 
 _ROWS = (
@@ -88,7 +88,7 @@ _ROWS = (
         tables="trainstep.report.parallel_tables:parallel_tables",
         sections=("trainstep.report.parallel_page:parallel_sections",),
         held_to="collective",
-        own_words=frozenset({"means", "ratios"}),
+        own_words=frozenset({"spread", "ratios"}),
     ),
     Instrument(
         name="attention",

@@ -14,6 +14,12 @@ Floats = NDArray[np.float64]
 FEW_SAMPLES = 5
 UNSTABLE_SPREAD = 0.05
 DRIFT_SHARE = 0.02
+OUTLIER_SAMPLES = 8
+OUTLIER_FACTOR = 2.0
+"""Standard deviations of so many interquartile ranges are no noise: a normal one is 0.74 of it, and of 8 values one set in fifty
+goes that far; of fewer the range itself is too unsure."""
+OUTLIER_SHARE = 0.02
+"""Of the median, below which nobody minds."""
 _DRIFT_Z = 2.58
 """Two-sided 1 % point of the normal distribution: one steady run in a hundred would look like drift by its order alone."""
 _RESAMPLES = 2000
@@ -35,6 +41,11 @@ class Summary:
     p95: float
     low: float
     high: float
+
+    @property
+    def half_range(self) -> float:
+        """Half the interquartile range, (p75 - p25) / 2: what stands behind ± of a median."""
+        return (self.p75 - self.p25) / 2
 
     @property
     def spread(self) -> float:
@@ -99,6 +110,8 @@ def doubts(record: Record) -> tuple[str, ...]:
             found.append("few samples")
         if summarize(samples).spread > UNSTABLE_SPREAD:
             found.append("unstable")
+        if _has_outliers(samples):
+            found.append("outliers")
         if _drifts(samples.values):
             found.append("drifting")
     reasons = [word.strip() for word in str(record.fact("throttle_reasons") or "").split(",")]
@@ -115,6 +128,13 @@ def doubts(record: Record) -> tuple[str, ...]:
     if record.fact("launch_bound"):
         found.append("launch-bound")
     return tuple(found)
+
+
+def _has_outliers(samples: Samples) -> bool:
+    """Whether a few values far off carry the standard deviation, which the quartiles do not see."""
+    found = summarize(samples)
+    far = max(OUTLIER_FACTOR * (found.p75 - found.p25), OUTLIER_SHARE * abs(found.median))
+    return found.n >= OUTLIER_SAMPLES and found.std > far
 
 
 def _drifts(values: Sequence[float]) -> bool:

@@ -40,7 +40,7 @@ from trainstep.report.forms import (
     milliseconds,
     three_digits,
 )
-from trainstep.report.ratios import median_and_std, median_words
+from trainstep.report.ratios import mean_column, median_and_range, median_words
 from trainstep.report.rows import Row, facts_in, grouped, quantities, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns
 
@@ -178,7 +178,11 @@ _YES_NO = replace(TEXT, text=lambda value: words(bool(value)))
 """Stored as a switch, or as 1 or 0."""
 _TERA = Form(text=lambda rate: three_digits(rate / 1e12))
 _TIME = Column(
-    "time (ms)", MS_STD, median_and_std(TIME), help="Median ± standard deviation of a call.", failed=failure_cell
+    "time (ms)",
+    MS_STD,
+    median_and_range(TIME),
+    help="Median ± half the interquartile range of a call.",
+    failed=failure_cell,
 )
 _RATE = Column(
     "TFLOP/s",
@@ -209,10 +213,11 @@ _CELL = (
             Column("NaN", _YES_NO, "has_nan", more=True),
             Column("deterministic", _YES_NO, "deterministic", more=True),
             Column("which ran", _WORDS, "which_ran", more=True),
-            Column("host (ms)", MS_STD, median_and_std(HOST), more=True),
+            Column("host (ms)", MS_STD, median_and_range(HOST), more=True),
             Column("launch-bound", _YES_NO, "launch_bound", more=True),
             Column("peak ({unit})", COLUMN_SIZE, "peak_bytes"),
             Column("held ({unit})", COLUMN_SIZE, "held_bytes", more=True),
+            mean_column(TIME, "time"),
         )
     ),
 )

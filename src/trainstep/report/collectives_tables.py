@@ -35,14 +35,14 @@ from trainstep.report.forms import (
     seconds_words,
     three_digits,
 )
-from trainstep.report.ratios import median_words
-from trainstep.report.rows import Row, grouped, machines, quantities, time_of, words
+from trainstep.report.ratios import mean_column, median_and_range, median_words
+from trainstep.report.rows import Row, grouped, machines, quantities, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, point_columns, rank_columns, row_of
 
 LABEL = ("operation", "backend", "ranks", "dtype")
 _HOW = (
-    "Time: the slowest rank's, mean ± standard deviation. Algorithm bandwidth: size over median time; bus bandwidth: what a ring's "
-    "busiest rank sends over it, to hold against one link in one direction."
+    "Time: the slowest rank's, median ± half the interquartile range. Algorithm bandwidth: size over median time; bus "
+    "bandwidth: what a ring's busiest rank sends over it, to hold against one link in one direction."
 )
 _FIT = (
     "Median time of a call = latency + size / bandwidth, fitted over the sizes of one run by least squares of relative residuals. "
@@ -88,11 +88,12 @@ def cells_table(rows: Sequence[Row]) -> Table:
         *_NAMED,
         *point_columns(rows, without=(*LABEL, "mib")),
         Column("size", Form(text=size_words), _asked_bytes, failed=None, names=True),
-        Column("time (ms)", MS_STD, lambda line: time_of(line.of, "time")),
+        Column("time (ms)", MS_STD, median_and_range("time")),
         *rank_columns("time"),
         Column("algorithm (GB/s)", GIGA, "algorithm_bytes_per_s", more=True),
         Column("bus (GB/s)", GIGA, "bus_bytes_per_s"),
         Column("of the link (%)", PERCENT, "link_ratio", optional=True),
+        mean_column("time", "time"),
         doubts_column("doubts"),
     ]
     note = " ".join([_HOW, *alone, *_links(rows)])

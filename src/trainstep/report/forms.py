@@ -35,7 +35,7 @@ def in_percent(share: float) -> float:
 
 
 def milliseconds(seconds: float, std_s: float | None = None) -> str:
-    """`62.10 ± 0.31`: four digits of the mean, or more where the standard deviation needs them for one of its own."""
+    """`62.10 ± 0.31`: four digits of the time, or more where its spread needs them for one of its own."""
     decimals = _decimals(in_ms(seconds))
     if std_s is None or not math.isfinite(std_s):
         return f"{in_ms(seconds):,.{decimals}f}".replace("-", MINUS)
@@ -190,7 +190,7 @@ PERCENT = Form(text=percent)
 GIGA = Form(text=lambda number: three_digits(number / 1e9))
 MS = Form(text=milliseconds, sort=in_ms)
 MS_STD = Form(text=lambda time: milliseconds(*time), sort=lambda time: in_ms(time[0]))
-"""Values are pairs: mean or median, and standard deviation or None."""
+"""Values are pairs: a median and half the interquartile range, or a mean and its standard deviation; or None for either."""
 RANK_MS = Form(text=lambda pair: f"{milliseconds(pair[1])} (rank {pair[0]})", sort=lambda pair: in_ms(pair[1]))
 """Values are pairs of a rank and its seconds."""
 GIB = Form(text=gibibytes, sort=in_gib)

@@ -38,7 +38,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def _rates(rows: Sequence[Row]) -> list[str]:
     timed = [row for row in rows if "step" in row.record.samples and "tokens" in row.record.facts]
-    what = "Rates" if all(says(row.record.workload, "means") for row in timed) else "Times are means, rates"
+    own = all(says(row.record.workload, "spread") for row in timed)
+    what = "Rates" if own else "Times are medians ± half the interquartile range, rates"
     return [f"{what} (tokens/s, TFLOP/s, MFU) are over the median step."] if timed else []
 
 

@@ -6,7 +6,8 @@ from statistics import median
 from typing import Any
 
 from trainstep.report.forms import COUNT, DIGITS, ERROR, MS_STD, TEXT, Form, percent, three_digits
-from trainstep.report.rows import Row, grouped, quantities, table_lines, time_of
+from trainstep.report.ratios import mean_column, median_and_range
+from trainstep.report.rows import Row, grouped, quantities, table_lines
 from trainstep.report.tables import Column, Table, doubts_column, filled, point_columns
 
 ERRORS = {
@@ -44,16 +45,17 @@ def errors_table(rows: Sequence[Row]) -> Table:
     columns = [
         *point_columns(ordered, without=("precision",)),
         Column("precision", TEXT, precision_of, failed=None, names=True),
-        Column("step (ms)", MS_STD, lambda row: time_of(quantities(row), "step")),
+        Column("step (ms)", MS_STD, median_and_range("step")),
         Column("of fp32's time", DIGITS, lambda row: _over(_median_step_s, row, fp32[id(row)])),
         *(Column(f"error of {name}", ERROR, fact) for fact, name in ERRORS.items()),
         Column("reference", failed=None, more=True),
+        mean_column("step", "step"),
         doubts_column(_doubts),
     ]
     note = (
         "Errors are relative, |x − reference| / |reference| in the 2-norm, with the same weights and batch; gradients are "
-        "taken parameter by parameter. The step is the mean ± standard deviation of its timed steps, optimizer included; "
-        "its ratio is of medians."
+        "taken parameter by parameter. The step is the median ± half the interquartile range of its timed steps, optimizer "
+        "included; its ratio is of medians."
     )
     return Table.of("Error and cost of each precision", ordered, columns, raw=map(_raw, ordered), note=note)
 

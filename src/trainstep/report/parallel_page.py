@@ -115,18 +115,20 @@ def _steps_chart(ways: Sequence[Way]) -> Chart:
         for place, (quantity, name) in enumerate(_TIMED.items()):
             times = _medians(alike, quantity, said=f"{name}: ")
             panels.add(index, bar(name, x, colour=SERIES[place], **times, offsetgroup=name))
-    caption = "Lower is better. Medians of the slowest rank, with the standard deviation; none: ranks that do not talk."
+    caption = (
+        "Lower is better. Medians of the slowest rank, with half the interquartile range; none: ranks that do not talk."
+    )
     return panels.chart("Time of a step by way", caption, barmode="group")
 
 
 def _medians(ways: Sequence[Way], quantity: str, *, said: str = "") -> dict[str, Any]:
-    """What a trace shows of a time of these ways: medians in ms with their standard deviations, and the words under the pointer."""
+    """What a trace shows of a time of these ways: medians in ms, half their interquartile ranges, the words under the pointer."""
     times = [summary_of(way.record, quantity) for way in ways]
-    words = [f"{said}{milliseconds(time.median, time.std)} ms" if time else "not seen" for time in times]
+    words = [f"{said}{milliseconds(time.median, time.half_range)} ms" if time else "not seen" for time in times]
     return {
         "y": [in_ms(time.median) if time else 0.0 for time in times],
         "hover": [lines_of(label(way.name), text) for way, text in zip(ways, words, strict=True)],
-        "error_y": error_bars([in_ms(time.std) if time else 0.0 for time in times]),
+        "error_y": error_bars([in_ms(time.half_range) if time else 0.0 for time in times]),
     }
 
 
@@ -266,7 +268,7 @@ def bucket_chart(ways: Sequence[Way], collectives: Sequence[Row]) -> Chart | Non
             panels.add(panel, line(name, x, y, style=dotted, hover=hover, mode="lines"))
     return panels.chart(
         "Time of a step by bucket size",
-        "Lower is better. Medians of the slowest rank with the standard deviation. Dotted: a step without messages, and what "
+        "Lower is better. Medians of the slowest rank with half the interquartile range. Dotted: a step without messages, and what "
         "messages of that size add: each one's latency, and the last bucket's time, by the all-reduces timed on this page.",
     )
 

@@ -9,7 +9,7 @@ from trainstep.records.derive import tokens_per_s
 from trainstep.records.summary import doubts
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
 from trainstep.report.parallel_rows import Way, name_columns, ways_of
-from trainstep.report.ratios import median_and_std
+from trainstep.report.ratios import mean_column, median_and_range
 from trainstep.report.rows import Row, quantities, shown_facts, words
 from trainstep.report.tables import Column, Line, Table, doubts_column, rank_columns
 
@@ -28,8 +28,8 @@ _DRIVER = (
     "for reuse), the CUDA context, what NCCL took while the ranks met (buffers, kernels), and the rest: kernels loaded since."
 )
 _STEPS = (
-    "Median ± standard deviation, of the slowest rank. Window: steps in a row, timed as one, so that what a way leaves for the "
-    f"next step counts. Ratio: to sync {YARDSTICK}, in which ranks do not talk, from pairs of turns (so it need not be the "
+    "Median ± half the interquartile range, of the slowest rank. Window: steps in a row, timed as one, so that what a way leaves "
+    f"for the next step counts. Ratio: to sync {YARDSTICK}, in which ranks do not talk, from pairs of turns (so it need not be the "
     "medians' quotient), with its 99 % interval; a doubt says where they took no turns. Peak: {unit}, of rank 0."
 )
 _COMMUNICATION = (
@@ -68,6 +68,8 @@ def steps_table(ways: Sequence[Way]) -> Table:
         *rank_columns("step"),
         Column("tokens/s", WHOLE, lambda way: tokens_per_s(way.record), more=True),
         Column("peak", SIZE, lambda way: way.record.fact("peak_allocated_bytes", way.record.fact("peak_rss_bytes"))),
+        mean_column("step", "step"),
+        mean_column("window_step", "window, a step"),
         doubts_column(_doubts),
     ]
     return Table.of("Ways of going parallel", ways, columns, note=_STEPS, raw=map(_raw, ways))
@@ -213,7 +215,7 @@ def _time_columns(quantity: str, time: str, ratio: str, ends: str) -> list[Colum
         return found.interval if found else None
 
     return [
-        Column(time, MS_STD, median_and_std(quantity)),
+        Column(time, MS_STD, median_and_range(quantity)),
         Column(ratio, RATIO, middle),
         Column(ends, _ENDS, interval),
     ]

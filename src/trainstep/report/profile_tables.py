@@ -226,7 +226,7 @@ _VERDICT = (
     Column(
         "busy (ms)",
         MS,
-        lambda row: quantities(row).get("busy_mean_s"),
+        lambda row: quantities(row).get("busy_median_s"),
         help="the device was at work, in a profiled step: a profiler slows the host, not kernels",
     ),
     Column(

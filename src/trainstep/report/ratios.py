@@ -8,9 +8,9 @@ from typing import Any
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
-from trainstep.report.forms import failure_word, milliseconds
+from trainstep.report.forms import MS_STD, failure_word, milliseconds
 from trainstep.report.rows import Row
-from trainstep.report.tables import row_of
+from trainstep.report.tables import Column, row_of
 
 
 def summary_of(record: Record, quantity: str) -> Summary | None:
@@ -26,19 +26,29 @@ def median_of(record: Record, quantity: str) -> float | None:
 
 
 def median_words(record: Record, quantity: str) -> str:
-    """`62.10 ± 0.31 ms`, with the standard deviation; empty where nothing was timed."""
+    """`62.10 ± 0.31 ms`, with half the interquartile range; empty where nothing was timed."""
     time = summary_of(record, quantity)
-    return f"{milliseconds(time.median, time.std)} ms" if time else ""
+    return f"{milliseconds(time.median, time.half_range)} ms" if time else ""
 
 
-def median_and_std(quantity: str) -> Callable[[Any], tuple[float, float | None] | None]:
-    """What a column of times reads from a row of a table: the median, and the standard deviation of several."""
+def median_and_range(quantity: str) -> Callable[[Any], tuple[float, float | None] | None]:
+    """What a column of times reads from a row of a table: the median, and half the interquartile range of several."""
 
     def get(row: Any) -> tuple[float, float | None] | None:
         time = summary_of(row_of(row).record, quantity)
-        return (time.median, time.std if time.n > 1 else None) if time else None
+        return (time.median, time.half_range if time.n > 1 else None) if time else None
 
     return get
+
+
+def mean_column(quantity: str, named: str) -> Column:
+    """Mean and standard deviation, for papers."""
+
+    def get(row: Any) -> tuple[float, float | None] | None:
+        time = summary_of(row_of(row).record, quantity)
+        return (time.mean, time.std if time.n > 1 else None) if time else None
+
+    return Column(f"{named}, mean ± std (ms)", MS_STD, get, optional=True, more=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,8 +186,8 @@ def _machine_labels(environments: Sequence[Environment]) -> list[str]:
 
 
 def quantities(row: Row) -> dict[str, Any]:
-    """The point, then mean, standard deviation and median of each quantity, what is derived, the facts, the failure. Of facts that
-    are declared nowhere, a workload of one's own has them, all.
+    """The point, then mean, standard deviation, median and quartiles of each quantity, what is derived, the facts, the failure. Of
+    facts that are declared nowhere, a workload of one's own has them, all.
 
     A failed row keeps its numbers empty: half of a cell is no result.
     """
@@ -224,14 +224,28 @@ def shown_facts(record: Record) -> dict[str, Any]:
 
 
 def time_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
-    """(mean, std) in seconds of a quantity of time, or None where it was not seen."""
+    """(median, half the interquartile range) in seconds of a quantity of time, or None where it was not seen; of a single value
+    without a range."""
+    median = numbers.get(f"{name}_median_s")
+    if median is None or numbers.get(f"{name}_samples_count") == 1:
+        return None if median is None else (median, None)
+    return median, (numbers[f"{name}_p75_s"] - numbers[f"{name}_p25_s"]) / 2
+
+
+def mean_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
+    """The same with mean and standard deviation, which papers ask for."""
     mean = numbers.get(f"{name}_mean_s")
     return None if mean is None else (mean, numbers.get(f"{name}_std_s"))
 
 
 def step_times(rows: Iterable[Row]) -> list[tuple[Row, tuple[float, float | None]]]:
-    """The rows whose step was timed, each with mean and standard deviation."""
+    """The rows whose step was timed, each with the median and half the interquartile range."""
     return [(row, time) for row in rows if (time := time_of(quantities(row), "step"))]
+
+
+def step_means(rows: Iterable[Row]) -> list[tuple[Row, tuple[float, float | None]]]:
+    """The same with mean and standard deviation, for what a few slow steps do to a mean."""
+    return [(row, time) for row in rows if (time := mean_of(quantities(row), "step"))]
 
 
 def _times(record: Record) -> dict[str, Any]:
@@ -242,7 +256,8 @@ def _times(record: Record) -> dict[str, Any]:
         summary = summarize(samples)
         unit = _UNIT_SUFFIX.get(samples.unit, samples.unit)
         name = named.removesuffix(f"_{unit}")  # time_s: its unit goes to the end
-        found |= {f"{name}_{part}_{unit}": getattr(summary, part) for part in ("mean", "std", "median", "p05", "p95")}
+        parts = ("mean", "std", "median", "p05", "p25", "p75", "p95")
+        found |= {f"{name}_{part}_{unit}": getattr(summary, part) for part in parts}
         if summary.n == 1:
             found[f"{name}_std_{unit}"] = None
         found |= {f"{name}_median_{part}_{unit}": getattr(summary, part) for part in ("low", "high")}

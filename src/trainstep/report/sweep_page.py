@@ -27,8 +27,8 @@ from trainstep.report.tables import TITLES
 
 _LABELLED_BARS = 40
 _HOW_TO_READ = (
-    "Each bar is the mean of the timed steps, phase on phase; the line across it with its whisker is the whole step's mean ± "
-    "standard deviation."
+    "Each bar is the median of the timed steps, phase on phase; the line across it with its whisker is the whole step's median ± "
+    "half the interquartile range."
 )
 
 
@@ -146,10 +146,10 @@ def _phase_traces(rows: Sequence[Row], x: list[Any], labelled: bool) -> Iterator
 def _step_marks(
     rows: Sequence[Row], steps: Sequence[tuple[int, tuple[float, float | None]]], x: list[Any], labelled: bool
 ) -> Trace:
-    """The whole step across its bar, with its standard deviation and, while bars are few, its number."""
+    """The whole step across its bar, with half its interquartile range and, while bars are few, its number."""
     return {
         "type": "scatter",
-        "name": "total step ± std",
+        "name": "total step, median",
         "x": _at(x, [place for place, _ in steps]),
         "y": [in_ms(time[0]) for _, time in steps],
         "mode": "markers+text" if labelled else "markers",

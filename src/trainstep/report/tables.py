@@ -29,7 +29,7 @@ from trainstep.report.forms import (
     failure_word,
     rate_words,
 )
-from trainstep.report.rows import PHASES, TIMES, Row, of_workload, quantities, time_of, words
+from trainstep.report.rows import PHASES, TIMES, Row, mean_of, of_workload, quantities, time_of, words
 
 TITLES = {"grad_sync": "grad sync", "step": "total step"}
 _UNIT = "{unit}"
@@ -247,11 +247,15 @@ def _time(title: str, name: str) -> Column:
     return Column(f"{title} (ms)", MS_STD, lambda line: time_of(line.of, name), optional=True, more=name in PHASES)
 
 
+def _mean(title: str, name: str) -> Column:
+    return Column(f"{title}, mean ± std (ms)", MS_STD, lambda line: mean_of(line.of, name), optional=True, more=True)
+
+
 def _other_times(lines: Sequence[Line]) -> list[Column]:
     """Times of a workload of one's own, whatever they are called."""
-    means = dict.fromkeys(name for line in lines for name in line.of if name.endswith("_mean_s"))
-    names = [name.removesuffix("_mean_s") for name in means]
-    return [_time(name, name) for name in names if name not in (*TIMES, "time")]
+    medians = dict.fromkeys(name for line in lines for name in line.of if name.endswith("_median_s"))
+    names = [name for found in medians if (name := found.removesuffix("_median_s")) not in (*TIMES, "time")]
+    return [form(name, name) for form in (_time, _mean) for name in names]
 
 
 def _peak(line: Line) -> float | None:
@@ -274,4 +278,6 @@ _MEASURED = (
     Column("MFU (%)", PERCENT, "mfu_ratio", optional=True),
     Column("compile (s)", Form(text=lambda seconds: f"{seconds:,.1f}"), "compile_s", optional=True, more=True),
     Column("peak (GiB)", GIB, _peak, optional=True),
+    *(_mean(TITLES.get(name, name), name) for name in TIMES),
+    _mean("a call", "time"),
 )

@@ -19,7 +19,7 @@ from trainstep.report.charts import (
     short_labels,
 )
 from trainstep.report.forms import in_ms, milliseconds, percent, times_words
-from trainstep.report.rows import Row, grouped, needless, step_times, varying, words
+from trainstep.report.rows import Row, grouped, needless, step_means, varying, words
 from trainstep.report.sweep_page import by_model
 from trainstep.report.tables import Line
 
@@ -193,7 +193,7 @@ def curve_chart(chosen: Found) -> Chart:
 
 def by_w_chart(rows: Sequence[Row]) -> Chart | None:
     """Mean ± std of the timed steps against the number of warm-ups."""
-    timed = [row for row, _ in step_times(rows)]
+    timed = [row for row, _ in step_means(rows)]
     if not timed:
         return None
     models = by_model(timed)
@@ -208,7 +208,7 @@ def by_w_chart(rows: Sequence[Row]) -> Chart | None:
         panels.ranges[panel] = _warmed_range(group)
     for panel, name, style, its_rows in _lines(timed):
         ordered = sorted(its_rows, key=lambda row: int(row.point["warmups"]))
-        times = [time for _, time in step_times(ordered)]
+        times = [time for _, time in step_means(ordered)]
         x = [words(row.point["warmups"]) for row in ordered]
         said = [f"w = {w}: {milliseconds(*time)} ms" for w, time in zip(x, times, strict=True)]
         hover = [lines_of(label(row.label()), text) for row, text in zip(ordered, said, strict=True)]
@@ -231,7 +231,7 @@ def by_w_chart(rows: Sequence[Row]) -> Chart | None:
 
 def _warmed_range(rows: Sequence[Row]) -> tuple[float, float]:
     """The span of means ± std with at least one warm-up: with none, a mean holds the whole first step and hides the rest."""
-    times = [time for _, time in step_times([row for row in rows if row.point["warmups"]] or rows)]
+    times = [time for _, time in step_means([row for row in rows if row.point["warmups"]] or rows)]
     low = min(mean - (std or 0.0) for mean, std in times)
     high = max(mean + (std or 0.0) for mean, std in times)
     margin = 0.15 * (high - low) or 0.1 * high

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from trainstep.report.charts import Section
 from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, listed, percent, seconds_words, times_words
-from trainstep.report.rows import PROVENANCE, Row, grouped, step_times
+from trainstep.report.ratios import median_and_range
+from trainstep.report.rows import PROVENANCE, Row, grouped, step_means
 from trainstep.report.tables import Column, Line, Table, filled, point_columns
 from trainstep.report.warmup_charts import (
     PARTS,
@@ -162,7 +163,7 @@ def _biases(chosen: Found) -> str:
 
 def _measured_means(sweep: Sequence[Row]) -> list[str]:
     """What the sweep over w itself found: the mean at small w against that at the largest."""
-    by_w = grouped(step_times(sweep), lambda timed: int(timed[0].point["warmups"]))
+    by_w = grouped(step_means(sweep), lambda timed: int(timed[0].point["warmups"]))
     most = max(by_w, default=0)
     reference = {row.rest("warmups"): mean for row, (mean, _) in by_w.pop(most, [])}
     said = []
@@ -192,9 +193,10 @@ def _split_table(chosen: Found) -> Table:
 
 
 def _by_w_table(rows: Sequence[Row]) -> Table:
-    lines = [Line(row, time) for row, time in step_times(rows)]
+    lines = [Line(row, time) for row, time in step_means(rows)]
     columns = [
         *point_columns(rows),
+        Column("median (ms)", MS_STD, median_and_range("step")),
         Column("mean ± std (ms)", MS_STD, lambda line: line.of),
         Column("std / mean (%)", PERCENT, lambda line: (line.of[1] or 0.0) / line.of[0]),
     ]
