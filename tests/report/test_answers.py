@@ -215,6 +215,71 @@ def test_what_fits_is_no_failure():
     assert answer_of(trials[1]).text == "No batch_size that was tried fits, not even 8."
 
 
+def a_profile(name: str, *, facts: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A profiled step of a second: 0.6 of it in matmuls, 0.3 element-wise."""
+    shares = {"exposed_share": 0.0, "matmul_share": 0.8, "overhead_share": 0.0}
+    limit = {
+        "kind": "old",
+        "on_device": True,
+        "profiled_step": False,
+        "step_s": 1.0,
+        "busy_s": 0.9,
+        "enqueue_s": 0.5,
+    } | shares
+    limit |= {key: changes.pop(key) for key in list(changes) if key in limit}
+    times = {"matmul": 0.6, "element-wise": 0.3, "idle": 5.0}
+    tables = {
+        "verdict": {key: [value] for key, value in limit.items()},
+        "classes": {
+            "phase": ["forward"] * 3,
+            "class": list(times),
+            "calls": [1.0] * 3,
+            "time_s": list(times.values()),
+            "share": [0.1] * 3,
+        },
+    }
+    config = {"precision": "fp32", "compile": "none", "adamw": "fused", **changes}
+    return a_cell("profile", name, config=config, tables=tables, facts=facts_of(**(facts or {})))
+
+
+def test_a_launch_bound_profile_gains_what_its_replay_took():
+    replayed = a_profile("a", busy_s=0.7, enqueue_s=0.98, facts={"graph_replay_s": 0.75})
+    answer = answer_of(replayed)
+    assert answer.verdict.startswith(
+        "Launch-bound: the device works for 70.0 % of a step of 1.00 s and waits for the host"
+    )
+    assert "should make the step 1.33 times as fast: from 1.00 s to the 750.0 ms that its replay" in answer.suggestion
+    assert "up to 1.43 times as fast" in answer_of(a_profile("a", busy_s=0.7, enqueue_s=0.98)).suggestion
+
+
+def test_a_compute_bound_profile_gains_by_its_matmuls_else_by_what_is_fused():
+    answer = answer_of(a_profile("a"))
+    assert answer.verdict.startswith("Compute-bound: the device works for 90.0 % of a step of 1.00 s")
+    assert (
+        "`--precision bf16_autocast` should make it up to 2.27 times as fast: fp32's matmuls are 60.0 %"
+        in answer.suggestion
+    )
+    fused = answer_of(a_profile("a", precision="bf16_autocast")).suggestion
+    assert fused.startswith("`--compile model` should make it up to 1.43 times as fast: element-wise work")
+    assert answer_of(a_profile("a", precision="bf16_autocast", compile="model")).suggestion == ""
+
+
+def test_of_a_cpu_shares_are_of_the_profiled_time():
+    answer = answer_of(a_profile("a", on_device=False, overhead_share=0.1))
+    assert "`--compile model` should make it up to 1.50 times as fast" in answer.suggestion
+    between = answer_of(a_profile("a", on_device=False, overhead_share=0.75))
+    assert "A larger --batch-size, or `--compile model`" in between.suggestion
+
+
+def test_several_profiles_are_counted_with_advice_for_each_kind():
+    answer = answer_of(a_profile("a"), a_profile("b", busy_s=0.2, enqueue_s=0.98))
+    assert answer.verdict.startswith(
+        "Of 2 steps 1 is compute-bound and 1 is launch-bound: a is compute-bound (the device works"
+    )
+    assert "a: `--precision bf16_autocast`" in answer.suggestion
+    assert "b: `trainstep bench --capture step` should make the step up to 5.00 times as fast" in answer.suggestion
+
+
 def test_the_largest_error_and_whether_it_buys_time():
     def cell(precision: str, times: Sequence[float], **errors: float) -> Any:
         facts = facts_of(reference="fp64", **errors)

@@ -8,12 +8,14 @@ from trainstep.config.machine import machine_spec
 from trainstep.report.answers import Answer
 from trainstep.report.forms import listed, percent, seconds_words, times_words
 from trainstep.report.profile_words import Columns, GetFact, verdict_kinds, verdict_sentence, verdict_word
-from trainstep.report.rows import Row, needless, table_lines
+from trainstep.report.rows import Row, grouped, needless, table_lines
 from trainstep.traces import verdict
-from trainstep.traces.kernel_classes import ELEMENT_WISE, MATMUL, NORMALISATION, REDUCTION
+from trainstep.traces.kernel_classes import ELEMENT_WISE, IDLE, MATMUL, NORMALISATION, REDUCTION
 
 _FUSED = (ELEMENT_WISE, REDUCTION, NORMALISATION)
 """Classes of work that a compiler fuses."""
+_NAMED = 3
+"""Cells that are spoken of one by one."""
 _WORTH = 1.05
 """A gain under this many times is not suggested."""
 
@@ -27,13 +29,29 @@ class Profile(NamedTuple):
     gpu: str | None
 
     @property
+    def is_ours(self) -> bool:
+        """Whether the step's config is known, as a trace of somebody else's is not."""
+        return "precision" in self.config
+
+    @property
     def limit(self) -> dict[str, Any] | None:
         """The verdict's row of numbers."""
         return next(iter(table_lines(self.tables.get("verdict"))), None)
 
-    def device_s(self, *names: str) -> float:
-        """Device time of these classes of work in a step."""
-        return float(sum(line["time_s"] for line in table_lines(self.tables.get("classes")) if line["class"] in names))
+    def class_share(self, *names: str) -> float:
+        """The share of the step that these classes of work take."""
+        lines = table_lines(self.tables.get("classes"))
+        return self.share(sum(line["time_s"] for line in lines if line["class"] in names))
+
+    def share(self, time_s: float) -> float:
+        """The share of the step that so much profiled work is: of a GPU's unprofiled step, since a profiler slows no kernels; of
+        all of a CPU's profiled time."""
+        limit, lines = self.limit, table_lines(self.tables.get("classes"))
+        on_device = limit is not None and limit["on_device"]
+        whole_s = (
+            limit["step_s"] if limit and on_device else sum(line["time_s"] for line in lines if line["class"] != IDLE)
+        )
+        return min(1.0, time_s / whole_s) if whole_s else 0.0
 
 
 class Gain(NamedTuple):
@@ -48,20 +66,22 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
     profiles = [(row, profile) for row in rows if (profile := profile_of(row)).limit]
     if not profiles:
         return None
-    aside = needless(rows)
-    gains = [(gain, row) for row, profile in profiles if (gain := best_gain(profile))]
-    gain, row = max(gains, key=lambda found: found[0].factor, default=(None, rows[0]))
+    gains = [(gain, row, profile) for row, profile in profiles if (gain := best_gain(profile))]
     if len(profiles) == 1:
         [(_, profile)] = profiles
-        return Answer(workload="profile", verdict=_verdict(profile), suggestion=gain.sentence if gain else "")
-    limits = [(cell, profile.limit) for cell, profile in profiles if profile.limit]
+        return Answer(workload="profile", verdict=_verdict(profile), suggestion=gains[0][0].sentence if gains else "")
+    aside = needless(rows)
+    limits = [(row, profile.limit) for row, profile in profiles if profile.limit]
     counts = Counter(verdict_word(limit) for _, limit in limits)
-    said = [f"{cell.label(without=aside)} {_short(limit)}" for cell, limit in limits[:3]]
-    more = f"; {len(limits) - 3} more" if len(limits) > 3 else ""
-    kinds = listed(f"{count} {kind}" for kind, count in counts.most_common())
-    suggestion = f"{row.label(without=aside)}: {gain.sentence}" if gain else ""
+    kinds = listed(f"{count} {'is' if count == 1 else 'are'} {kind}" for kind, count in counts.most_common())
+    said = [f"{row.label(without=aside)} {_short(limit)}" for row, limit in limits[:_NAMED]]
+    more = f"; {len(limits) - _NAMED} more" if len(limits) > _NAMED else ""
+    by_kind = grouped(gains, lambda found: verdict_word(found[2].limit or {})).values()
+    best = [max(alike, key=lambda found: found[0].factor) for alike in by_kind]
     return Answer(
-        workload="profile", verdict=f"Of {len(limits)} steps {kinds}: {'; '.join(said)}{more}.", suggestion=suggestion
+        workload="profile",
+        verdict=f"Of {len(limits)} steps {kinds}: {'; '.join(said)}{more}.",
+        suggestion=" ".join(f"{row.label(without=aside)}: {gain.sentence}" for gain, row, _ in best[:2]),
     )
 
 
@@ -112,10 +132,10 @@ def _captured(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     why = "its replay as a CUDA graph took" if whole else "the device works"
     up_to = "" if whole else "up to "
     step = "the profiled step" if limit["profiled_step"] else "the step"
-    capture = "`trainstep bench --capture step`" if profile.config else "capturing the step as one CUDA graph"
+    capture = "`trainstep bench --capture step`" if profile.is_ours else "Capturing the step as one CUDA graph"
     return Gain(
         factor,
-        f"{capture[0].upper()}{capture[1:]} should make {step} {up_to}{times_words(factor)} as fast: from "
+        f"{capture} should make {step} {up_to}{times_words(factor)} as fast: from "
         f"{seconds_words(limit['step_s'])} to the {seconds_words(left_s)} that {why}.",
     )
 
@@ -127,27 +147,25 @@ def _sixteen_bit(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
         return None
     if verdict.LAUNCH in verdict_kinds(limit):
         return None
-    ratio, matmuls_s = spec.peak_flops["bf16"] / spec.peak_flops["fp32"], profile.device_s(MATMUL)
-    factor = limit["step_s"] / (limit["step_s"] - matmuls_s * (1 - 1 / ratio))
-    share = percent(matmuls_s / limit["step_s"])
+    ratio, share = spec.peak_flops["bf16"] / spec.peak_flops["fp32"], profile.class_share(MATMUL)
+    factor = 1 / (1 - share * (1 - 1 / ratio))
     return Gain(
         factor,
-        f"`--precision bf16_autocast` should make it up to {times_words(factor)} as fast: fp32's matmuls are {share} % of the "
-        f"step and leave the tensor cores idle, whose peak in bf16 is {times_words(ratio)} fp32's.",
+        f"`--precision bf16_autocast` should make it up to {times_words(factor)} as fast: fp32's matmuls are {percent(share)} % of "
+        f"the step and leave the tensor cores idle, whose peak in bf16 is {times_words(ratio)} fp32's.",
     )
 
 
 def _fused_attention(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     """An attention kernel that never writes scores out."""
     lines = table_lines(profile.tables.get("attention"))
-    apart_s = sum(line["time_s"] for line in lines if line["part"] != "matmuls")
-    if not apart_s or profile.config.get("attention") != "plain" or not _device_limits(limit):
+    share = profile.share(sum(line["time_s"] for line in lines if line["part"] != "matmuls"))
+    if not 0 < share < 1 or profile.config.get("attention") != "plain" or not _device_limits(limit):
         return None
-    factor = limit["step_s"] / (limit["step_s"] - apart_s)
     return Gain(
-        factor,
-        f"`--attention sdpa` should make it up to {times_words(factor)} as fast: softmax, mask, scale and copies of written-out "
-        f"attention take {seconds_words(apart_s)}, {percent(apart_s / limit['step_s'])} % of the step.",
+        1 / (1 - share),
+        f"`--attention sdpa` should make it up to {times_words(1 / (1 - share))} as fast: softmax, mask, scale and copies of "
+        f"written-out attention take {percent(share)} % of the step.",
     )
 
 
@@ -155,15 +173,15 @@ def _fused_rest(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     """What a compiler fuses: element-wise work, norms and reductions."""
     if profile.config.get("compile", "none") != "none" or not _device_limits(limit):
         return None
-    fused_s = profile.device_s(*_FUSED)
-    if not 0 < fused_s < limit["step_s"]:
+    share = profile.class_share(*_FUSED)
+    if not 0 < share < 1:
         return None
-    factor = limit["step_s"] / (limit["step_s"] - fused_s)
-    compiled = "`--compile model`" if profile.config else "torch.compile"
+    factor = 1 / (1 - share)
+    compiled = "`--compile model`" if profile.is_ours else "`torch.compile`"
     return Gain(
         factor,
-        f"{compiled[0].upper()}{compiled[1:]} should make it up to {times_words(factor)} as fast: element-wise work, norms and "
-        f"reductions, which it fuses, take {percent(fused_s / limit['step_s'])} % of the step.",
+        f"{compiled} should make it up to {times_words(factor)} as fast: element-wise work, norms and reductions, which it fuses, "
+        f"take {percent(share)} % of the step.",
     )
 
 
