@@ -310,6 +310,66 @@ def test_tiles_in_use_against_the_best():
     assert answer.suggestion.startswith("y should gain most: b takes 50.0 % less time than a")
 
 
+def test_collectives_say_their_bandwidth_their_latency_and_the_size_to_send():
+    def cell(mib: float) -> Any:
+        size = round(mib * 2**20)
+        config = {
+            "operation": "all_reduce",
+            "backend": "gloo",
+            "ranks": 2,
+            "dtype": "fp32",
+            "device": "cpu",
+            "mib": mib,
+        }
+        facts = facts_of(payload_bytes=size, ring_bytes=size)
+        samples = {"time": seconds([1e-3 + size / 1e9] * 5)}
+        return a_record(workload="collective", key=str(mib), config=config, samples=samples, facts=facts)
+
+    answer = answer_of(*map(cell, (0.01, 1, 4, 64)))
+    assert answer.verdict == (
+        "all_reduce of fp32 on 2 ranks by gloo: 1.0 GB/s on the bus at 64.0 MiB; each call costs 1.000 ms whatever its size."
+    )
+    assert answer.suggestion.startswith(
+        "Send messages of 1.00 MiB or more (`--bucket-mib 1`): they reach half of that, 64.0 MiB"
+    )
+    assert "they reach 90.0 % of that and 10.2 KiB" in answer_of(*map(cell, (0.01, 64, 128))).suggestion
+
+
+def test_ceilings_stand_beside_the_data_sheet():
+    cell = a_cell("ceiling", "a", config={"kind": "matmul", "dtype": "bf16"}, facts=facts_of(rate=495e12, flops=1.0))
+    assert answer_of(cell).verdict == "This machine reaches 495 TFLOP/s in bf16 matmuls (50.0 % of the data sheet)."
+
+
+def an_attention(implementation: str, times: Sequence[float], seq: int = 1024) -> Any:
+    config = {"implementation": implementation, "seq": seq, "head_dim": 64}
+    samples, facts = {"time_s": seconds(times)}, facts_of(error_output=2e-3 if implementation == "trainstep" else 4e-3)
+    return a_record(workload="attention", key=f"{implementation}{seq}", config=config, samples=samples, facts=facts)
+
+
+def test_ours_is_held_to_the_fastest_peer_with_both_errors():
+    peers = [an_attention("plain", [10.0] * 20), an_attention("sdpa", SLOWER)]
+    answer = answer_of(*peers, an_attention("trainstep", FASTER))
+    assert answer.verdict.startswith("trainstep is faster than sdpa, the fastest peer: 0.502 (99 % interval")
+    assert answer.verdict.endswith("Largest error against the reference: 2.0e-03, and 4.0e-03 of plain.")
+    slower = answer_of(*peers, an_attention("trainstep", [3.0] * 20))
+    assert slower.suggestion == "Take sdpa where ours is slower: 1.49 times as fast."
+    several = answer_of(
+        *peers,
+        an_attention("trainstep", NOISY),
+        *(an_attention(name, times, 64) for name, times in (("sdpa", NOISY), ("trainstep", NOISY[::-1]))),
+    )
+    assert "of each of 2 configurations, trainstep is faster in 1 and without a difference seen in 1" in several.verdict
+
+
+def test_implementations_without_ours_are_held_to_the_first():
+    cells = [
+        an_attention(name, times, seq) for seq in (64, 128) for name, times in (("plain", SLOWER), ("sdpa", FASTER))
+    ]
+    assert answer_of(*cells).verdict.startswith(
+        "Against implementation plain: sdpa is faster in 2 of 2 cells (0.502 of the time)."
+    )
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: str(path.relative_to(ROOT / "results")))
 def test_every_published_record_has_an_answer_with_a_figure(path: Path):
     for answer in answers(read_rows([path])):

@@ -47,9 +47,12 @@ def _message_size(rows: Sequence[Row]) -> str:
     small, least_share = seen[0]
     if half is small:
         return ""
+    reach = f"they reach half of that, {_size(most)} {percent(_NEAR_FULL)} %,"
+    if half is most:
+        reach = f"they reach {percent(_NEAR_FULL)} % of that"
     return (
-        f"Send messages of {_size(half)} or more (`--bucket-mib {half.record.config['mib']:g}`): they reach half of that, "
-        f"{_size(most)} {percent(_NEAR_FULL)} %, and {_size(small)} {three_digits(in_percent(least_share))} %."
+        f"Send messages of {_size(half)} or more (`--bucket-mib {half.record.config['mib']:g}`): {reach} and {_size(small)} "
+        f"{three_digits(in_percent(least_share))} %."
     )
 
 
