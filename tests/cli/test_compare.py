@@ -140,6 +140,22 @@ def test_no_cell_in_common(before: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert refusal(a_record(key="old", config=old)) == "they differ in capture (none; no such field)\n"
 
 
+def test_an_empty_file(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "empty.jsonl").touch()
+    assert app.run(["compare", str(before), str(tmp_path / "empty.jsonl")]) == 2
+    assert capsys.readouterr().err == f"trainstep: {tmp_path / 'empty.jsonl'}: holds no records\n"
+
+
+def test_machines_are_named_only_where_cells_need_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Cells of one file that were measured at two commits."""
+    other = replace(ENVIRONMENT, commit="0123456789abcdef")
+    path = write(tmp_path / "two.jsonl", record(128, 1.0), record(256, 2.0, other))
+    assert app.run(["compare", str(path), str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "small 256  " in out
+    assert "commit" not in out
+
+
 def varied(**fields: object) -> Record:
     config = to_plain(build_run({"model": "small", **fields}))
     return a_record(key=config_hash("train_step", config), config=config)

@@ -75,6 +75,8 @@ def compare(
     tell_reading([a, b])
     with limited_here(read_limits(timeout_s, memory_limit_gib), f"{a}, {b}"):
         records = [Store(path).read() for path in (a, b)]
+    if empty := next((path for path, its in zip((a, b), records, strict=True) if not its), None):
+        raise ValueError(f"{empty}: holds no records")
     matches = match_records(*records)
     if not matches.pairs:
         from trainstep.report.before_after import nothing_in_common

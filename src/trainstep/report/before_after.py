@@ -8,7 +8,7 @@ from trainstep.records.compare import Comparison
 from trainstep.records.record import Record
 from trainstep.report.forms import MS, RATIO, failure_word, ratio_words
 from trainstep.report.ratios import summary_of
-from trainstep.report.rows import Row, flat_config, rows_of, words
+from trainstep.report.rows import Row, flat_config, needless, rows_of, words
 from trainstep.report.tables import Column, Entry, Table
 
 _VALUES_NAMED = 4
@@ -19,13 +19,10 @@ class Change:
     """One cell, as the first file has it and as the second does. `row`: the first's."""
 
     row: Row
+    label: str
+    """What tells the cell from the others of the comparison, without its machine where that is not needed."""
     after: Record
     found: Comparison
-
-    @property
-    def label(self) -> str:
-        """What tells the cell from the others of the comparison."""
-        return self.row.label()
 
     def median_s(self, record: Record) -> float | None:
         """The median of the compared quantity, which the ratio is made of; None where it was not measured."""
@@ -53,7 +50,11 @@ class Change:
 def changes_of(compared: Sequence[tuple[Record, Record, Comparison]]) -> list[Change]:
     """Each cell before and after, named by what tells it from the others."""
     rows = rows_of([("", before) for before, _, _ in compared])
-    return [Change(row=row, after=after, found=found) for row, (_, after, found) in zip(rows, compared, strict=True)]
+    without = needless(rows)
+    return [
+        Change(row=row, label=row.label(without=without), after=after, found=found)
+        for row, (_, after, found) in zip(rows, compared, strict=True)
+    ]
 
 
 def changes_table(changes: Sequence[Change], quantity: str) -> Table:
