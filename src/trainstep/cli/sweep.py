@@ -107,7 +107,7 @@ def sweep(
     config = load_sweep(file)
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes)
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
-    here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
+    here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib, forks=not how.dry_run)
     check_compared(bounds, groups)
 
     from trainstep.cli.cells import check_page, run_cells, show, unfinished
@@ -133,11 +133,13 @@ def _groups(
     overrides: tuple[dict[str, list[Any]], str | None],
     request: "JobRequest | None",
     memory_limit_gib: float | None,
+    *,
+    forks: bool,
 ) -> "tuple[Environment | None, list[list[Cell]]]":
     """This machine, or None where jobs of Slurm's run on others, and the cells, those that are compared together."""
     grids = config.grids(overrides[0])
     asked = chosen_device(overrides[1], grids[0])
-    here, device = this_machine(asked) if request is None else (None, _device_of_jobs(asked, request.gpus))
+    here, device = this_machine(asked, forks=forks) if request is None else (None, _device_of_jobs(asked, request.gpus))
     cells = expand_all(grids, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     return here, groups_along(cells, config.compare)
