@@ -164,6 +164,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sweep good.toml --slurm-gpus 1", "slurm_gpus: has no effect without --slurm PARTITION"),
         ("sweep good.toml --slurm-jobs 16", "slurm_jobs: has no effect"),
         ("sweep good.toml --slurm-time 3", "slurm_time: has no effect"),
+        ("sweep good.toml --slurm gpu --budget-minutes 2", "budget_minutes: jobs of Slurm run side by side"),
         ("sweep good.toml --slurm gpu --memory-limit-gib 2", "memory_limit_gib: limits cells on a CPU"),
         ("profile --from x.json --page p.html", "nothing runs: page would have no effect"),
         ("profile --from x.json --nsys", "nothing runs: nsys would have no effect"),

@@ -72,7 +72,7 @@ def machine(gpus: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from trainstep.cli import cells, memory
 
     here = dataclasses.replace(ENVIRONMENT, gpu_count=gpus)
-    monkeypatch.setattr(memory, "this_machine", lambda device: (here, "cpu" if device == "cpu" else "cuda"))
+    monkeypatch.setattr(memory, "this_machine", lambda device, **_: (here, "cpu" if device == "cpu" else "cuda"))
     asked: list[Any] = []
     monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: asked.extend(groups) or [])
     monkeypatch.setattr(cells, "show", lambda *rest, **more: 0)

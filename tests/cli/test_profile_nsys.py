@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line believes that it is on one."""
-    monkeypatch.setattr("trainstep.cli.profile.this_machine", lambda device: (None, "cuda"))
+    monkeypatch.setattr("trainstep.cli.profile.this_machine", lambda device, **_: (None, "cuda"))
 
 
 def run(*words: Any) -> int:

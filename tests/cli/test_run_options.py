@@ -14,6 +14,7 @@ from trainstep.cli import app, cells
 from trainstep.cli.cells import run_cells, unfinished
 from trainstep.cli.run_options import GridOptions, RunOptions
 from trainstep.config.cell import Cell
+from trainstep.measure import fork_client
 from trainstep.records.record import Record
 from trainstep.records.store import Store
 
@@ -31,7 +32,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_dry_run_says_what_would_run_and_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str], verb: str):
+def test_a_dry_run_says_what_would_run_and_leaves_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+):
+    monkeypatch.setattr(fork_client, "start_server", lambda: pytest.fail("torch is imported for nothing"))
     assert app.run([verb, "--dry-run", "--device", "cpu"]) == 0
     printed = capsys.readouterr()
     first, *lines = printed.out.splitlines()

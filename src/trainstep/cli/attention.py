@@ -77,7 +77,7 @@ def attention(
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     bounds = limits(timeout_s, memory_limit_gib)
-    here, device = this_machine(fields.get("device"))
+    here, device = this_machine(fields.get("device"), forks=not how.dry_run)
     cells = expand({"workload": ["attention"], **with_defaults(grid, device)}, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     groups = groups_along(cells, compare)

@@ -60,7 +60,7 @@ def bench(
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     bounds = limits(timeout_s, memory_limit_gib, processes=processes)
-    here, device = this_machine(fields.get("device"))
+    here, device = this_machine(fields.get("device"), forks=not how.dry_run)
     grid = {"model": ["small" if device == "cuda" else "tiny"], **grid}
     cells = expand(grid, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)

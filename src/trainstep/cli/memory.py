@@ -88,7 +88,7 @@ def memory(
         reading = read_limits(timeout_s, memory_limit_gib)
         return _show_snapshot(from_, fields.get("min_share"), reading, as_json=json, every=how.every)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
-    here, cells = _cells(fields, memory_limit_gib)
+    here, cells = _cells(fields, memory_limit_gib, forks=not how.dry_run)
     return _run(cells, fit, how.store(out, "memory"), bounds, how, here, page=page, as_json=json)
 
 
@@ -124,10 +124,12 @@ def _run(
     return unfinished(groups, records, store, how) or code
 
 
-def _cells(fields: Mapping[str, str | None], memory_limit_gib: float | None) -> tuple[Environment, list[Cell]]:
+def _cells(
+    fields: Mapping[str, str | None], memory_limit_gib: float | None, *, forks: bool
+) -> tuple[Environment, list[Cell]]:
     """Where we are, and what to run there."""
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    here, device = this_machine(fields.get("device"))
+    here, device = this_machine(fields.get("device"), forks=forks)
     grid = _with_strategies({"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid})
     check_gpus(grid.get("ranks", ()), device, here, verb="memory")
     cells = expand(grid, {"device": device})

@@ -66,7 +66,7 @@ def numerics(
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     bounds = limits(timeout_s, memory_limit_gib)
-    here, device = this_machine(fields.get("device"))
+    here, device = this_machine(fields.get("device"), forks=not how.dry_run)
     grid = {"workload": ["numerics"], **_DEFAULTS[device], **grid}
     cells = expand(grid, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)

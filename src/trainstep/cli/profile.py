@@ -105,7 +105,7 @@ def profile(
         reading = read_limits(timeout_s, memory_limit_gib)
         return show_trace(from_, top, reading, page=page, as_json=json, every=how.every)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
-    here, cells = _cells(fields, memory_limit_gib)
+    here, cells = _cells(fields, memory_limit_gib, forks=not how.dry_run)
     store = how.store(out, "profile")
     if nsys:
         check_nsys(cells, page)
@@ -121,10 +121,12 @@ def profile(
     return _run(groups_along(cells, None), store, bounds, how, here, traces=traces, top=top, page=page, as_json=json)
 
 
-def _cells(fields: Mapping[str, str | None], memory_limit_gib: float | None) -> "tuple[Environment, list[Cell]]":
+def _cells(
+    fields: Mapping[str, str | None], memory_limit_gib: float | None, *, forks: bool
+) -> "tuple[Environment, list[Cell]]":
     """Where we are, and what to run there."""
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    here, device = this_machine(fields.get("device"))
+    here, device = this_machine(fields.get("device"), forks=forks)
     small = "small" if device == "cuda" else "tiny"
     cells = expand({"workload": ["profile"], "model": [small], **grid}, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)

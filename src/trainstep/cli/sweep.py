@@ -35,6 +35,7 @@ _SET_HELP = (
 _ARGUMENTS_HELP = (
     "More options of sbatch as key=value,key=value: account, qos, constraint, cpus_per_task, mem; exclusive=true."
 )
+_SIDE_BY_SIDE = "Times are those of one cell after the other; jobs run side by side."
 
 
 def _on_slurm(help: str) -> Parameter:
@@ -106,21 +107,17 @@ def sweep(
     """
     config = load_sweep(file)
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes)
-    request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
-    here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
+    request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args, how.budget_minutes)
+    here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib, forks=not how.dry_run)
     check_compared(bounds, groups)
-
     from trainstep.cli.cells import check_page, run_cells, show, unfinished
     from trainstep.cli.dry_run import show_cells
 
-    if request is not None and how.budget_minutes is not None:
-        raise ValueError("budget_minutes: jobs of Slurm run side by side; --slurm-time limits each of them")
     store = how.store(out or RUNS / f"{config.name}.jsonl", "sweep")
     check_page(page, store.path)
     if how.dry_run:
-        note = "" if request is None else "Times are those of one cell after the other; jobs run side by side."
         which = {"allow_mixed": allow_mixed, "retry_failed": retry_failed}
-        return show_cells(groups, store, here=here, **which, as_json=json, note=note)
+        return show_cells(groups, store, here=here, **which, as_json=json, note=_SIDE_BY_SIDE if request else "")
     execute = _executor(bounds, request, store, groups, retry_failed)
     records = run_cells(groups, store, execute, here=here, how=how, allow_mixed=allow_mixed, retry_failed=retry_failed)
     shown = partial(show, compare=config.compare, title=config.title, description=config.description or None)
@@ -133,11 +130,13 @@ def _groups(
     overrides: tuple[dict[str, list[Any]], str | None],
     request: "JobRequest | None",
     memory_limit_gib: float | None,
+    *,
+    forks: bool,
 ) -> "tuple[Environment | None, list[list[Cell]]]":
     """This machine, or None where jobs of Slurm's run on others, and the cells, those that are compared together."""
     grids = config.grids(overrides[0])
     asked = chosen_device(overrides[1], grids[0])
-    here, device = this_machine(asked) if request is None else (None, _device_of_jobs(asked, request.gpus))
+    here, device = this_machine(asked, forks=forks) if request is None else (None, _device_of_jobs(asked, request.gpus))
     cells = expand_all(grids, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     return here, groups_along(cells, config.compare)
@@ -187,7 +186,12 @@ def _device_of_jobs(asked: str | None, gpus: int) -> str:
 
 
 def _job_request(
-    partition: str | None, gpus: int | None, minutes: float | None, at_once: int | None, arguments: str | None
+    partition: str | None,
+    gpus: int | None,
+    minutes: float | None,
+    at_once: int | None,
+    arguments: str | None,
+    budget_minutes: float | None,
 ) -> "JobRequest | None":
     """What the --slurm options ask for; None without a partition, and ValueError then for what jobs alone would heed.
 
@@ -199,6 +203,8 @@ def _job_request(
         if asked:
             raise ValueError(f"{next(iter(asked))}: has no effect without --slurm PARTITION; add that, or leave it out")
         return None
+    if budget_minutes is not None:
+        raise ValueError("budget_minutes: jobs of Slurm run side by side; --slurm-time limits each of them")
 
     from trainstep.measure.executor_slurm_queue import JobRequest
 

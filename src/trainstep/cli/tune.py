@@ -82,7 +82,7 @@ def tune(
     on_cpu = fields.get("device") == "cpu"
     if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(_NO_INTERPRETER)
-    here, found = this_machine("cpu" if on_cpu else "auto")
+    here, found = this_machine("cpu" if on_cpu else "auto", forks=not how.dry_run)
     if found == "cpu" and not on_cpu:
         raise ValueError(_NO_GPU)
 

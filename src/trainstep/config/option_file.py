@@ -18,7 +18,7 @@ DEFAULTS_FILE = Path("trainstep.toml")
 ALL = "all"
 VERBS = ("bench", "attention", "profile", "numerics", "memory", "parallel", "collectives", "tune")
 """Those that take defaults. A sweep's file says all that it needs, so that it is the same everywhere."""
-_OF_ALL = ("timeout_s", "memory_limit_gib", "rounds", "quiet", "budget_minutes", "json")
+_OF_ALL = ("timeout_s", "memory_limit_gib", "rounds", "processes", "quiet", "budget_minutes", "json", "all")
 """Options beside fields that [all] may have; each verb takes what it knows."""
 _NEVER = {
     **dict.fromkeys(
