@@ -95,8 +95,7 @@ def sweep(
         Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, or 5 where not all fit.
         A killed sweep goes on behind the last process that ended, even within a round (not within a job of Slurm's).
     processes
-        Fresh processes that run each compared variant, and of which a verdict takes the pairs; by default 12, or as many as take a
-        minute, but at least 6. Each takes all --steps while that is under a second, else its share of them.
+        Fresh processes that run each compared variant; by default 12, or as many as take a minute, but at least 6.
     allow_mixed
         Go on although the records there were made with another GPU, torch or commit.
     retry_failed
@@ -106,15 +105,12 @@ def sweep(
     """
     config = load_sweep(file)
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes)
-    request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args)
+    request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args, how.budget_minutes)
     here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
     check_compared(bounds, groups)
-
     from trainstep.cli.cells import check_page, run_cells, show, unfinished
     from trainstep.cli.dry_run import show_cells
 
-    if request is not None and how.budget_minutes is not None:
-        raise ValueError("budget_minutes: jobs of Slurm run side by side; --slurm-time limits each of them")
     store = how.store(out or RUNS / f"{config.name}.jsonl", "sweep")
     check_page(page, store.path)
     if how.dry_run:
@@ -187,7 +183,12 @@ def _device_of_jobs(asked: str | None, gpus: int) -> str:
 
 
 def _job_request(
-    partition: str | None, gpus: int | None, minutes: float | None, at_once: int | None, arguments: str | None
+    partition: str | None,
+    gpus: int | None,
+    minutes: float | None,
+    at_once: int | None,
+    arguments: str | None,
+    budget_minutes: float | None,
 ) -> "JobRequest | None":
     """What the --slurm options ask for; None without a partition, and ValueError then for what jobs alone would heed.
 
@@ -199,6 +200,8 @@ def _job_request(
         if asked:
             raise ValueError(f"{next(iter(asked))}: has no effect without --slurm PARTITION; add that, or leave it out")
         return None
+    if budget_minutes is not None:
+        raise ValueError("budget_minutes: jobs of Slurm run side by side; --slurm-time limits each of them")
 
     from trainstep.measure.executor_slurm_queue import JobRequest
 
