@@ -133,7 +133,7 @@ def _groups(
     """This machine, or None where jobs of Slurm's run on others, and the cells, those that are compared together."""
     grids = config.grids(overrides[0])
     asked = chosen_device(overrides[1], grids[0])
-    here, device = this_machine(asked) if request is None else (None, _device_of_jobs(asked, request.gpus))
+    here, device = this_machine(asked, forks=False) if request is None else (None, _device_of_jobs(asked, request.gpus))
     cells = expand_all(grids, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     return here, groups_along(cells, config.compare)
