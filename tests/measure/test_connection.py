@@ -53,7 +53,7 @@ def lost(connection: CellConnection, cell: Cell, timeout_s: float = 30) -> Failu
 def test_stages_are_told_and_answers_come(connect: Callable[..., CellConnection]):
     told: list[tuple[Cell, str]] = []
     connection, cell = connect(lambda *what: told.append(what)), planted()
-    assert ask(connection, cell, "prepare") == {"event": "ready"}
+    assert ask(connection, cell, "prepare") == {"event": "ready", "again": False}
     assert told == [(cell, "start"), (cell, "build"), (cell, "steps")]
     assert connection.alive
     connection.close()

@@ -84,7 +84,7 @@ def test_groups_take_turns_between_single_cells(tmp_path: Path):
     assert [len(records) for records in found] == [1, 1, 1, 1], "variants' records one by one too"
     assert [record.fact("interleaving") for records in found for record in records] == ["none", "live", "live", "none"]
     assert found[0][0].fact("pid") != found[3][0].fact("pid")
-    assert "a take 1\nb take 1\nb take 1\na take 1\n" in log.read_text()
+    assert "a take 1\nb take 1\na take 1\nb take 1\n" in log.read_text()
 
 
 def test_variants_share_processes_with_those_of_the_next_group():

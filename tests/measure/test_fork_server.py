@@ -49,7 +49,7 @@ def measured(connection: CellConnection, cell: Cell, timeout_s: float = 60.0) ->
 
 def begun(connection: CellConnection, cell: Cell) -> int:
     """The number of the process, its cell prepared."""
-    assert CellRun(cell, Limits(), connection).prepare() == {"event": "ready"}
+    assert CellRun(cell, Limits(), connection).prepare()["event"] == "ready"
     assert connection._process.pid is not None
     return connection._process.pid
 

@@ -54,6 +54,12 @@ def test_of_rounds_the_first_process_alone(make):
     assert first_step(make(warmups=(2.0,) * 3, step=[0.2] * 12, facts={**facts, "compile_s": 1.0})) is None
 
 
+def test_of_several_processes_that_took_turns_the_first_alone(make):
+    facts = {"interleaving": "live", "interleaving_group": "g", "turn_steps": 1, "process_steps": 4}
+    found = first_step(make(warmups=(2.0, 0.3) * 3, step=[0.2, 0.2, 0.2, 0.21] * 3, facts=facts))
+    assert found.steps_s == (2.0, 0.3, 0.2, 0.2, 0.2, 0.21)
+
+
 def test_parts_that_exceed_the_extra_time_leave_a_negative_rest(make):
     record = make(warmups=(0.3, 0.2), facts={"reallocated_step_s": 0.5})
     found = first_step(record)

@@ -113,7 +113,7 @@ def this_machine(device: str | None, *, instead: str = "--device cpu", forks: bo
     """Where we are, and the device to run on: the one asked for, or the GPU if there is a usable one.
 
     `instead`: options that do without a GPU, for the ValueError where it cannot be used. `forks`: the process that cells are
-    forked from begins to import torch meanwhile; cells of several ranks have one of their own.
+    forked from begins to import torch meanwhile; cells of several ranks have one of their own, and a sweep may have none that fork.
     """
     from trainstep.measure.device import usable_device
     from trainstep.measure.environment import environment

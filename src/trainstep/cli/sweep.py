@@ -96,8 +96,7 @@ def sweep(
         Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, or 5 where not all fit.
         A killed sweep goes on behind the last process that ended, even within a round (not within a job of Slurm's).
     processes
-        Fresh processes that run each compared variant, and of which a verdict takes the pairs; by default 12, or as many as take a
-        minute, but at least 6. Each takes all --steps while that is under a second, else its share of them.
+        Fresh processes that run each compared variant; by default 12, or as many as take a minute, but at least 6.
     allow_mixed
         Go on although the records there were made with another GPU, torch or commit.
     retry_failed
@@ -108,7 +107,7 @@ def sweep(
     config = load_sweep(file)
     bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes)
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args, how.budget_minutes)
-    here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib, forks=not how.dry_run)
+    here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
     check_compared(bounds, groups)
     from trainstep.cli.cells import check_page, run_cells, show, unfinished
     from trainstep.cli.dry_run import show_cells
@@ -136,7 +135,7 @@ def _groups(
     """This machine, or None where jobs of Slurm's run on others, and the cells, those that are compared together."""
     grids = config.grids(overrides[0])
     asked = chosen_device(overrides[1], grids[0])
-    here, device = this_machine(asked, forks=forks) if request is None else (None, _device_of_jobs(asked, request.gpus))
+    here, device = this_machine(asked, forks=False) if request is None else (None, _device_of_jobs(asked, request.gpus))
     cells = expand_all(grids, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     return here, groups_along(cells, config.compare)

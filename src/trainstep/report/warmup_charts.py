@@ -112,12 +112,12 @@ class FirstStep:
 def first_step(record: Record) -> FirstStep | None:
     """The split, or None where single steps from the first on are not known (failed, windows of k steps, too few).
 
-    Of several rounds the first; none where they compiled, since the time told is that of the last, with its warm cache.
+    Of several processes the first; none where they compiled, since the time told is that of the last, with its warm cache.
     """
     samples = _process(record, "step")
     if record.failure is not None or samples is None or isinstance(record.config.get("sync"), int):
         return None
-    if record.fact("interleaving") == "rounds" and "compile_s" in record.facts:
+    if len(samples.values) < len(record.samples["step"].values) and "compile_s" in record.facts:
         return None
     steps = (*samples.warmups, *samples.values)
     after_first = steps[max(len(samples.warmups), 1) :]
@@ -288,16 +288,17 @@ def _clock_s(clocks: Sequence[float], warmups: int, steady_s: float) -> float | 
 
 
 def _process(record: Record, name: str) -> Samples | None:
-    """A series as one process saw it: rounds of whole processes stand end to end, and only the first of them is taken."""
+    """A series as one process saw it: those of several processes stand end to end, and only the first of them is taken."""
     samples = record.samples.get(name)
-    if samples is None or record.fact("interleaving") != "rounds":
+    own = "turn_steps" if record.fact("interleaving") == "rounds" else "process_steps"
+    if samples is None or own not in record.facts:
         return samples
-    turn = record.fact("turn_steps")
-    if not isinstance(turn, int) or turn < 1:
+    length = record.fact(own)
+    if not isinstance(length, int) or length < 1:
         return None
-    rounds = max(-(-len(samples.values) // turn), 1)
-    warmups = samples.warmups[: len(samples.warmups) // rounds]
-    return Samples(unit=samples.unit, values=samples.values[:turn], warmups=warmups)
+    processes = max(-(-len(samples.values) // length), 1)
+    warmups = samples.warmups[: len(samples.warmups) // processes]
+    return Samples(unit=samples.unit, values=samples.values[:length], warmups=warmups)
 
 
 def _series(record: Record, name: str) -> tuple[float, ...]:
