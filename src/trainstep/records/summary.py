@@ -24,7 +24,7 @@ _DRIFT_Z = 2.58
 """Two-sided 1 % point of the normal distribution: one steady run in a hundred would look like drift by its order alone."""
 _RESAMPLES = 2000
 _BUSY = {"cores": ("cpu_busy_before", 0.25), "GPU": ("gpu_busy_before", 0.05)}
-"""Facts, and shares above which others at work are a doubt. Of two cores' 20 ticks in the moment that is looked at, the system takes some."""
+"""Facts, and shares above which others at work are a doubt: of two cores' 20 ticks in that moment, the system takes some."""
 _HARMLESS_THROTTLING = ("application clocks",)
 
 
