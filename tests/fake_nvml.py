@@ -30,6 +30,7 @@ class FakeNvml:
         self.calls: list[str] = []
         self.reasons = 0
         self.pids: list[int] = []
+        self.busy_percents = [0]
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -83,6 +84,10 @@ class FakeNvml:
 
     def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
         return {0: 61 + handle}[sensor]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        """The readings in turn, the last of them for ever."""
+        return SimpleNamespace(gpu=self.busy_percents.pop(0) if len(self.busy_percents) > 1 else self.busy_percents[0])
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=pid) for pid in self.pids]

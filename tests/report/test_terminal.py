@@ -91,7 +91,7 @@ def test_no_number_of_these_records_is_cut():
 
 SMALL = ("--model", "tiny", "--layers", "1", "--context", "16", "--batch-size", "1", "--device", "cpu")
 VERBS = {
-    "bench": ("bench", *SMALL, "--steps", "5", "--compare", "compile", "--compile", "none"),
+    "bench": ("bench", *SMALL, "--steps", "5", "--attention", "plain,sdpa"),
     "memory": ("memory", *SMALL),
     "profile": ("profile", *SMALL, "--steps", "2"),
     "parallel": ("parallel", *SMALL, "--ranks", "2", "--sync", "none,flat", "--steps", "5"),

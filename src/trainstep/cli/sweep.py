@@ -69,8 +69,6 @@ def sweep(
 
     Examples:
 
-        trainstep sweep sweeps/end_to_end.toml
-
         trainstep sweep sweeps/end_to_end.toml --model small,medium --out runs/mine.jsonl
 
         trainstep sweep sweeps/flash.toml --set dtype=bf16 --set seq=1024,4096
@@ -82,8 +80,7 @@ def sweep(
     Parameters
     ----------
     file
-        The sweep: TOML with title, description, compare, timeout_s, a table [grid] of fields to lists, tables [[rows]]; at most
-        1 MiB.
+        The sweep: TOML with title, description, compare, timeout_s, a table [grid] of fields to lists, tables [[rows]].
     out
         File of records; by default runs/NAME.jsonl, NAME being the sweep file's.
     page
@@ -93,8 +90,7 @@ def sweep(
     memory_limit_gib
         Memory a CPU cell may take; by default 90 % of the machine's.
     rounds
-        Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, or 5 where not all fit.
-        A killed sweep goes on behind the last process that ended, even within a round (not within a job of Slurm's).
+        Rounds of whole processes for compared variants; by default turns, or 5 where not all fit. A killed sweep goes on in one.
     processes
         Fresh processes that run each compared variant; by default 12, or as many as take a minute, but at least 6.
     allow_mixed

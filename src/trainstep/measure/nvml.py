@@ -98,6 +98,11 @@ class GpuState:
             bits = self._read("nvmlDeviceGetCurrentClocksThrottleReasons")
         return None if bits is None else ", ".join(word for bit, word in _REASONS.items() if bits & bit)
 
+    def utilisation(self) -> float | None:
+        """The share of the last moments, up to a second, in which a kernel ran."""
+        found = self._read("nvmlDeviceGetUtilizationRates")
+        return None if found is None else float(found.gpu) / 100
+
     def processes(self) -> tuple[int, ...] | None:
         """Numbers of the processes with a context on it; inside a container these are the host's numbers."""
         found = self._read("nvmlDeviceGetComputeRunningProcesses")

@@ -9,6 +9,7 @@ from trainstep.config.cell import Cell
 from trainstep.measure.connection import Answer, CellLost, Connection, Tell
 from trainstep.measure.environment import environment
 from trainstep.measure.host import memory_bytes
+from trainstep.measure.machine_load import load_before
 from trainstep.measure.rank_connection import connect
 from trainstep.records.facts import facts_of
 from trainstep.records.record import FORMAT, Environment, Failure, Record, record_from_plain
@@ -47,6 +48,7 @@ class CellRun:
         self._left_s = limits.timeout_s
         self._started_at = datetime.now(UTC)
         self._started_s = time.monotonic()
+        self._before: dict[str, float | int] = {}
 
     def ask(self, do: str, **fields: Any) -> Answer:
         """One request of the cell's process; only time spent on its requests counts towards its limit."""
@@ -59,6 +61,7 @@ class CellRun:
             self._left_s -= time.monotonic() - asked_s
 
     def prepare(self) -> Answer:
+        self._before = load_before(str(self.cell.config.get("device")), self._limits.visible_devices)
         self.connection.begin()
         return self.ask(
             "prepare",
@@ -82,7 +85,9 @@ class CellRun:
             "failure": answer.get("failure"),
         }
         try:
-            return with_facts(record_from_plain(plain), **facts)
+            made = record_from_plain(plain)
+            before = {name: value for name, value in self._before.items() if name not in made.facts}
+            return with_facts(made, **before, **facts)
         except ValueError as error:  # a workload of the user's own may hand over anything
             return self.failed(Failure(kind="crash", phase="afterwards", message=f"what it found is {error}"))
 

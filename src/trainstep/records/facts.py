@@ -84,6 +84,8 @@ FACTS: Mapping[str, FactKind] = {
     "interleaving_group": FactKind("", str, "the same for cells that took turns with each other"),
     "turn_steps": FactKind("count", int, "values of `step` a turn"),
     "process_steps": FactKind("count", int, "values of `step` that each of the cell's processes gave, end to end"),
+    "cpu_busy_before": FactKind("ratio", float, "share of all cores that others kept busy just before the cell"),
+    "gpu_busy_before": FactKind("ratio", float, "the GPU's utilisation just before the cell"),
     "round": FactKind("count", int, "of a part of a cell that is not whole yet, from 0"),
     "rounds": FactKind("count", int, "parts that a cell which is not whole yet is taken in"),
     # A training step
@@ -103,7 +105,9 @@ FACTS: Mapping[str, FactKind] = {
     # Several ranks
     "context_bytes": FactKind("bytes", float, "what the driver gave for the CUDA context"),
     "nccl_bytes": FactKind("bytes", float, "what the driver gave while ranks met"),
-    "gpu_other_processes": FactKind("count", int, "the most processes of others on any rank's GPU"),
+    "gpu_other_processes": FactKind(
+        "count", int, "processes of others on the GPU; of several ranks the most on any of theirs"
+    ),
     "agreement": FactKind("", str, "what was checked to be equal on all ranks"),
     "wire_bytes": FactKind("bytes", float, "what a rank sends at most in a step, by a ring"),
     "expected_wire_bytes": FactKind("bytes", float, "what a rank sends at most in a step, by formula"),

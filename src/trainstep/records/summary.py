@@ -23,6 +23,8 @@ OUTLIER_SHARE = 0.02
 _DRIFT_Z = 2.58
 """Two-sided 1 % point of the normal distribution: one steady run in a hundred would look like drift by its order alone."""
 _RESAMPLES = 2000
+_BUSY = {"cores": ("cpu_busy_before", 0.25), "GPU": ("gpu_busy_before", 0.05)}
+"""Facts, and shares above which others at work are a doubt: of two cores' 20 ticks in that moment, the system takes some."""
 _HARMLESS_THROTTLING = ("application clocks",)
 
 
@@ -103,17 +105,8 @@ def _middle_ranks(n: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.in
 
 def doubts(record: Record) -> tuple[str, ...]:
     """Short phrases on what makes the record's step time (or the first quantity it has) doubtful; empty when nothing does."""
-    found = []
     samples = record.samples.get("step") or next(iter(record.samples.values()), None)
-    if samples is not None and samples.values:
-        if len(samples.values) < FEW_SAMPLES:
-            found.append("few samples")
-        if summarize(samples).spread > UNSTABLE_SPREAD:
-            found.append("unstable")
-        if _has_outliers(samples):
-            found.append("outliers")
-        if _drifts(samples.values):
-            found.append("drifting")
+    found = _doubts_of_times(samples) if samples is not None and samples.values else []
     reasons = [word.strip() for word in str(record.fact("throttle_reasons") or "").split(",")]
     harmful = [word for word in reasons if word and word not in _HARMLESS_THROTTLING]
     if harmful:
@@ -121,13 +114,33 @@ def doubts(record: Record) -> tuple[str, ...]:
     ranks = record.config.get("ranks")
     if record.config.get("device") == "cpu" and isinstance(ranks, int) and ranks > record.environment.cores:
         found.append("more ranks than cores")
-    if record.fact("gpu_other_processes"):
-        found.append("others on the GPU")
+    found += _doubts_of_others(record)
     if record.fact("capture_left_out"):
         found.append(f"captured: {record.fact('captured')}")
     if record.fact("launch_bound"):
         found.append("launch-bound")
     return tuple(found)
+
+
+def _doubts_of_times(samples: Samples) -> list[str]:
+    doubted = {
+        "few samples": len(samples.values) < FEW_SAMPLES,
+        "unstable": summarize(samples).spread > UNSTABLE_SPREAD,
+        "outliers": _has_outliers(samples),
+        "drifting": _drifts(samples.values),
+    }
+    return [name for name, holds in doubted.items() if holds]
+
+
+def _doubts_of_others(record: Record) -> list[str]:
+    """What others did on the machine just before the cell, and on its GPU."""
+    shares = {what: (record.fact(name) or 0.0, least) for what, (name, least) in _BUSY.items()}
+    found = [
+        f"others kept {share:.0%} of the {what} busy before it"
+        for what, (share, least) in shares.items()
+        if share > least
+    ]
+    return [*found, "others on the GPU"] if record.fact("gpu_other_processes") else found
 
 
 def _has_outliers(samples: Samples) -> bool:

@@ -94,10 +94,12 @@ def _ratio_table(axis: str, ratios: Sequence[Ratio]) -> Table:
         _compared(f"{timed} (ms)", MS_STD, lambda ratio, _: _time(ratio.row), more=True),
         _compared("was (ms)", MS_STD, lambda ratio, _: _time(ratio.base), more=True),
         Column("verdict", TEXT, lambda ratio: ratio.known.verdict if ratio.known else "cannot tell", failed=None),
-        Column("why", TEXT, _why, failed=None, more=True),
+        Column("why (a: compared against, b: this cell)", TEXT, _why, failed=None, more=True),
     ]
     title = f"{timed.capitalize()} against {axis.replace('_', ' ')} {words(ratios[0].base.point.get(axis))}"
-    note = "In the reasons, a is the cell compared against and b the row's own."
+    told = [ratio.known.reason for ratio in ratios if ratio.known and not ratio.interval]
+    told += [ratio.trouble for ratio in ratios if not ratio.known and not ratio.failure]
+    note = " ".join(f"No interval: {reason}." for reason in dict.fromkeys(told))
     return Table.of(title, ratios, columns, note=note, raw=(_ratio_numbers(axis, ratio) for ratio in ratios))
 
 
