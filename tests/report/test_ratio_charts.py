@@ -81,7 +81,7 @@ def test_many_are_cut_and_counted(ratio):
 
 def test_the_table_beside_it_reads_names_across(ratio):
     table = chart_table(drawn([("bucketed", ratio(1.13, (1.1, 1.2), "slower"))]))
-    assert [entry.text for entry in table.entries[0]] == ["bucketed", "1.13 ± 0.07"]
+    assert [entry.text for entry in table.entries[0]] == ["bucketed", "1.13 (1.1 to 1.2)"]
 
 
 def test_rows_are_told_by_their_own_label(ratio):

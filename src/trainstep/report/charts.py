@@ -318,7 +318,9 @@ def _marks(trace: Trace) -> Iterator[tuple[Any, Any]]:
             yield from (((f"{_flat(x)} × {_flat(y)}"), (z, None)) for x, z in zip(trace["x"], line, strict=True))
         return
     places = _levels(trace[along])
-    spread = (trace.get(f"error_{up}") or {}).get("array") or [None] * len(places)
+    error = trace.get(f"error_{up}") or {}
+    above = error.get("array") or [None] * len(places)
+    spread = list(zip(error["arrayminus"], above, strict=True)) if "arrayminus" in error else above
     # A word where a number would stand: what failed, or where a mark had to leave its panel.
     texts = trace.get("text") if trace.get("mode") == "text" else None
     for index, (x, y) in enumerate(zip(places, trace[up], strict=True)):
@@ -339,10 +341,14 @@ def _flat(value: Any) -> str:
     return plain_text(str(value))
 
 
-def _mark_words(mark: tuple[Any, float | None]) -> str:
+def _mark_words(mark: tuple[Any, float | tuple[float, float] | None]) -> str:
     value, spread = mark
     if not isinstance(value, int | float):
         return ABSENT if value is None else _flat(value)
+    if isinstance(spread, tuple):
+        return (
+            f"{value:,.4g} ({value - spread[0]:,.4g} to {value + spread[1]:,.4g})" if any(spread) else f"{value:,.4g}"
+        )
     return f"{value:,.4g} ± {spread:,.2g}" if spread else f"{value:,.4g}"
 
 
