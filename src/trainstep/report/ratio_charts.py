@@ -6,6 +6,7 @@ A whisker is the 99 % interval of a ratio; a hollow mark means: cannot tell.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainstep.records.compare import Comparison
 from trainstep.report.charts import (
     FAILURE_COLOUR,
     INK,
@@ -20,7 +21,7 @@ from trainstep.report.charts import (
     short_labels,
     text_marks,
 )
-from trainstep.report.forms import failure_word, ratio_words
+from trainstep.report.forms import failure_word, listed, ratio_words
 from trainstep.report.ratios import Ratio
 
 HOW_TO_READ = "Whiskers are 99 % intervals of the ratio; a hollow mark means: cannot tell."
@@ -122,5 +123,9 @@ def _hover(ratio: Ratio) -> str:
     if ratio.found is None or ratio.ratio is None:
         return lines_of(name, label(ratio.trouble))
     low, _, high = map(ratio_words, ratio.interval) if ratio.interval else ("", "", "")
-    interval = f" (99 % interval {low} to {high})" if ratio.interval else ""
+    interval = f" (99 % interval {low} to {high})" if ratio.interval else _each(ratio.found)
     return lines_of(name, f"{ratio_words(ratio.ratio)}{interval}", ratio.found.verdict, label(ratio.found.reason))
+
+
+def _each(found: Comparison) -> str:
+    return f" (of pairs {listed(map(ratio_words, found.each))})" if found.each else ""
