@@ -6,7 +6,7 @@ A whisker is the 99 % interval of a ratio; a hollow mark means: cannot tell.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainstep.records.compare import Comparison
+from trainstep.records.compare import MINIMUM_PAIRS, Comparison
 from trainstep.report.charts import (
     FAILURE_COLOUR,
     INK,
@@ -24,7 +24,10 @@ from trainstep.report.charts import (
 from trainstep.report.forms import failure_word, listed, ratio_words
 from trainstep.report.ratios import Ratio
 
-HOW_TO_READ = "Whiskers are 99 % intervals of the ratio; a hollow mark means: cannot tell."
+HOW_TO_READ = (
+    f"Whiskers are 99 % intervals of the ratio, which fewer than {MINIMUM_PAIRS} pairs or samples do not have; a hollow mark means: "
+    "cannot tell."
+)
 _MOST_LINES = 40
 _LINE_PX, _AROUND_PX = 30, 150
 _LINEAR_TO = 3.0
@@ -98,7 +101,7 @@ def _marks(what: str, known: Sequence[tuple[str, Ratio]], colour: str) -> Trace:
         "mode": "markers+text",
         "x": [ratio.ratio for ratio in ratios],
         "y": [place for place, _ in known],
-        "error_x": {**whiskers(ratios), "color": colour},
+        **({"error_x": {**whiskers(ratios), "color": colour}} if any(ratio.interval for ratio in ratios) else {}),
         "marker": {"color": colour, "size": 10, "symbol": [hollow("circle", ratio) for ratio in ratios]},
         "text": [ratio_words(ratio.ratio or 0.0) for ratio in ratios],
         "textposition": "top center",
