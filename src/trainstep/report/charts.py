@@ -28,7 +28,7 @@ INK = "theme:ink"
 PANEL_HEIGHT = 330
 MAXIMUM_PANELS = 24
 _PAGE_PX = 1240
-_NARROWEST_PX, _PANEL_PX = 560, 230
+_NARROWEST_PX, _PANEL_PX, _WIDEST_PX = 560, 260, 1200
 _CELL_PX = 76
 """Of a map's cell with a number in it, its share of the axis' labels included."""
 _LEGEND_PX, _CHARACTER_PX = 60, 8
@@ -69,7 +69,7 @@ class Chart:
         cells += [_places_px(trace["x"]) for trace in self.data if trace.get("orientation") != "h"]
         legend = {trace["name"]: 0 for trace in self.data if trace.get("name") and trace.get("showlegend", True)}
         legend_px = sum(_LEGEND_PX + _CHARACTER_PX * len(plain_text(name)) for name in legend)
-        return min(_PAGE_PX, max(_NARROWEST_PX, max([_PANEL_PX, *cells]) * columns, legend_px // 2))
+        return min(_WIDEST_PX, max(_NARROWEST_PX, max([_PANEL_PX, *cells]) * columns, legend_px // 2))
 
 
 @dataclass(frozen=True, kw_only=True)

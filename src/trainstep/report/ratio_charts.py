@@ -25,8 +25,8 @@ from trainstep.report.forms import failure_word, listed, ratio_words
 from trainstep.report.ratios import Ratio
 
 HOW_TO_READ = (
-    f"Whiskers are 99 % intervals of the ratio, which fewer than {MINIMUM_PAIRS} pairs or samples do not have; a hollow mark means: "
-    "cannot tell."
+    f"Whiskers are 99 % intervals of the ratio, which fewer than {MINIMUM_PAIRS} pairs or samples do not have; a hollow mark "
+    "means: cannot tell."
 )
 _MOST_LINES = 40
 _LINE_PX, _AROUND_PX = 30, 150
