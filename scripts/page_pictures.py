@@ -16,7 +16,7 @@ from trainstep.report.rows import read_rows
 RECORDS = Path(__file__).resolve().parent.parent / "results" / "h200"
 HEIGHTS = {
     **dict.fromkeys(("end_to_end", "profile", "memory", "memory_sizes", "flash", "ddp_xl", "numerics"), 1600),
-    "attention_hopper": 2600,
+    "attention_hopper": 1900,
 }
 """Records -> pixels of the page from its top: to the end of the first charts."""
 WIDTH = 1400

@@ -7,6 +7,7 @@ its tests; with TRAINSTEP_REQUIRE_CHROMIUM=1 and TRAINSTEP_REQUIRE_AXE_CORE=1 (C
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,14 @@ from report.test_memory import a_cell as memory_cell
 from report.test_numerics_page import numerics
 from report.test_profile import profiled
 from trainstep.records.record import Record
+from trainstep.report.folding import OPEN_PX
 from trainstep.report.page import page
+from trainstep.report.rows import read_rows
 
 ALL_DRAWN = """[...document.querySelectorAll('.chart')]
   .every((one) => one.offsetParent === null || one.matches('.js-plotly-plot'))"""
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
+SCREEN_PX = 900
 INK = {False: "rgb(27, 31, 36)", True: "rgb(232, 234, 237)"}
 VIOLATIONS = """axe.run().then((found) => found.violations
   .filter((one) => ["serious", "critical"].includes(one.impact))
@@ -93,25 +98,50 @@ def test_axe_would_have_said_it(rows: Rows, end_to_end, browser: Browser, axe: s
     "kind", ["sweep", "run", "attention", "profile", "memory", "numerics", "tiles", "shapes", "compared"]
 )
 def test_screens_narrow_and_wide_cut_nothing(kind: str, width: int, records, rows: Rows, browser: Browser):
-    browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-    try:
+    with screen_of(browser, width):
         browser.open(page(rows(records[kind])), wait=ALL_DRAWN)
         browser.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-        browser.run(
-            f"new Promise((drawn) => {{ const wait = () => {ALL_DRAWN} ? drawn() : setTimeout(wait, 50); wait(); }})"
-        )
+        drawn = f"const wait = () => ({ALL_DRAWN}) ? drawn() : setTimeout(wait, 50)"
+        browser.run(f"new Promise((drawn) => {{ {drawn}; wait(); }})")
         assert browser.said == []
-        assert browser.run("document.documentElement.scrollWidth") <= width
-        sizes = "[...document.querySelectorAll('.chart text')].map((one) => parseFloat(getComputedStyle(one).fontSize))"
-        assert min(browser.run(sizes)) >= 10
-        # A legend ends above the panels, whose first line of text is their titles or their highest tick.
-        covering = """[...document.querySelectorAll('.chart')].filter((one) => {
-          const legend = one.querySelector('.legend'), plot = one.querySelector('.cartesianlayer .plot');
-          return legend && plot && legend.getBoundingClientRect().bottom > plot.getBoundingClientRect().top + 2;
-        }).map((one) => one.getAttribute('aria-label'))"""
-        assert browser.run(covering) == []
+        legible(browser, width)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(
+    "name",
+    ["end_to_end", "profile", "memory", "attention_hopper", "ddp_xl", "numerics", "all_reduce", "warmup", "tiles"],
+)
+def test_published_pages_open_on_their_answer_and_stay_short(name: str, width: int, browser: Browser):
+    with screen_of(browser, width):
+        browser.open(page(read_rows([RESULTS / f"{name}.jsonl"])), wait=ALL_DRAWN)
+        legible(browser, width)
+        assert browser.run("document.querySelector('.answer').getBoundingClientRect().bottom") < SCREEN_PX
+        if width == 1280:
+            assert browser.run("document.documentElement.scrollHeight") <= OPEN_PX
+            assert browser.run("document.querySelector('.chart').getBoundingClientRect().top") < SCREEN_PX
+
+
+@contextmanager
+def screen_of(browser: Browser, width: int) -> Iterator[None]:
+    """A screen so wide, in pixels of a page."""
+    browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=SCREEN_PX, deviceScaleFactor=1, mobile=False)
+    try:
+        yield
     finally:
         browser.ask("Emulation.clearDeviceMetricsOverride")
+
+
+def legible(browser: Browser, width: int) -> None:
+    """Nothing runs over the screen, no text of a chart is tiny, no legend covers what it explains."""
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    sizes = "[...document.querySelectorAll('.chart text')].map((one) => parseFloat(getComputedStyle(one).fontSize))"
+    assert min(browser.run(sizes)) >= 10
+    covering = """[...document.querySelectorAll('.chart')].filter((one) => {
+      const legend = one.querySelector('.legend'), plot = one.querySelector('.cartesianlayer .plot');
+      return legend && plot && legend.getBoundingClientRect().bottom > plot.getBoundingClientRect().top + 2;
+    }).map((one) => one.getAttribute('aria-label'))"""
+    assert browser.run(covering) == []
 
 
 def test_a_link_of_the_contents_opens_what_is_folded(records, rows: Rows, browser: Browser):

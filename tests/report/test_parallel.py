@@ -275,7 +275,7 @@ def test_bucket_sizes_beside_what_all_reduces_predict():
     at_one_mib = 0.1 + 100 * 1e-3 + MIB / 1e9
     assert predicted["y"][0] == pytest.approx(1e3 * at_one_mib)
     said = next(one for one in times.paragraphs if "sizes tried" in one)
-    assert "of the sizes tried 10.0 MiB is quickest; predicted is 9.77 MiB" in said
+    assert "of the sizes tried 10.0 MiB has the least median; predicted is 9.77 MiB" in said
 
 
 def test_bucket_sizes_without_all_reduces_are_not_predicted():
@@ -293,7 +293,9 @@ def test_sizes_of_flat_shards_are_not_predicted_by_all_reduces():
     times, *_ = sections(rows(*ways, *map(collective, (1, 10, 100))))
     assert [trace["name"] for trace in times.charts[2].data] == ["sharded_flat"]
     said = next(one for one in times.paragraphs if "sizes tried" in one)
-    assert said.endswith("of the sizes tried 10.0 MiB is quickest; the formula of buckets is not of its messages.")
+    assert said.endswith(
+        "of the sizes tried 10.0 MiB has the least median; the formula of buckets is not of its messages."
+    )
 
 
 def test_the_page():

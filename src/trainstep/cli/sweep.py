@@ -125,8 +125,6 @@ def _groups(
     overrides: tuple[dict[str, list[Any]], str | None],
     request: "JobRequest | None",
     memory_limit_gib: float | None,
-    *,
-    forks: bool,
 ) -> "tuple[Environment | None, list[list[Cell]]]":
     """This machine, or None where jobs of Slurm's run on others, and the cells, those that are compared together."""
     grids = config.grids(overrides[0])

@@ -49,6 +49,8 @@ class Comparison:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
+    each: tuple[float, ...] = ()
+    """The pairs' ratios, where they are too few for an interval."""
     n: int = 0
     """Pairs; where nothing pairs them, the values of the side that has fewer."""
     paired: bool = False
@@ -150,7 +152,8 @@ def compare_samples(
     middle, resampled = _paired(logs_a[:n], logs_b[:n]) if paired else _apart(logs_a, logs_b)
     ratio = float(np.exp(middle))
     if n < MINIMUM_PAIRS:
-        return Comparison(verdict="cannot tell", reason=few, ratio=ratio, n=n, paired=paired)
+        each = tuple(np.exp(logs_b[:n] - logs_a[:n]).tolist()) if paired else ()
+        return Comparison(verdict="cannot tell", reason=few, ratio=ratio, each=each, n=n, paired=paired)
     low, high = _interval(middle, resampled, n)
     verdict, reason = _judge(ratio, low, high, minimum_effect)
     return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=paired)

@@ -28,7 +28,7 @@ INK = "theme:ink"
 PANEL_HEIGHT = 330
 MAXIMUM_PANELS = 24
 _PAGE_PX = 1240
-_NARROWEST_PX, _PANEL_PX = 560, 230
+_NARROWEST_PX, _PANEL_PX, _WIDEST_PX = 560, 260, 1200
 _CELL_PX = 76
 """Of a map's cell with a number in it, its share of the axis' labels included."""
 _LEGEND_PX, _CHARACTER_PX = 60, 8
@@ -69,7 +69,7 @@ class Chart:
         cells += [_places_px(trace["x"]) for trace in self.data if trace.get("orientation") != "h"]
         legend = {trace["name"]: 0 for trace in self.data if trace.get("name") and trace.get("showlegend", True)}
         legend_px = sum(_LEGEND_PX + _CHARACTER_PX * len(plain_text(name)) for name in legend)
-        return min(_PAGE_PX, max(_NARROWEST_PX, max([_PANEL_PX, *cells]) * columns, legend_px // 2))
+        return min(_WIDEST_PX, max(_NARROWEST_PX, max([_PANEL_PX, *cells]) * columns, legend_px // 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +318,9 @@ def _marks(trace: Trace) -> Iterator[tuple[Any, Any]]:
             yield from (((f"{_flat(x)} × {_flat(y)}"), (z, None)) for x, z in zip(trace["x"], line, strict=True))
         return
     places = _levels(trace[along])
-    spread = (trace.get(f"error_{up}") or {}).get("array") or [None] * len(places)
+    error = trace.get(f"error_{up}") or {}
+    above = error.get("array") or [None] * len(places)
+    spread = list(zip(error["arrayminus"], above, strict=True)) if "arrayminus" in error else above
     # A word where a number would stand: what failed, or where a mark had to leave its panel.
     texts = trace.get("text") if trace.get("mode") == "text" else None
     for index, (x, y) in enumerate(zip(places, trace[up], strict=True)):
@@ -339,10 +341,14 @@ def _flat(value: Any) -> str:
     return plain_text(str(value))
 
 
-def _mark_words(mark: tuple[Any, float | None]) -> str:
+def _mark_words(mark: tuple[Any, float | tuple[float, float] | None]) -> str:
     value, spread = mark
     if not isinstance(value, int | float):
         return ABSENT if value is None else _flat(value)
+    if isinstance(spread, tuple):
+        return (
+            f"{value:,.4g} ({value - spread[0]:,.4g} to {value + spread[1]:,.4g})" if any(spread) else f"{value:,.4g}"
+        )
     return f"{value:,.4g} ± {spread:,.2g}" if spread else f"{value:,.4g}"
 
 

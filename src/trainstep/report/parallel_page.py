@@ -288,7 +288,7 @@ def bucket_sentences(ways: Sequence[Way], collectives: Sequence[Row]) -> list[st
             )
         else:
             beside = predicted
-        said.append(f"{best.place}, {best.sync}: of the sizes tried {size} MiB is quickest; {beside}.")
+        said.append(f"{best.place}, {best.sync}: of the sizes tried {size} MiB has the least median; {beside}.")
     return said
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.derive import tokens_per_s
 from trainstep.records.summary import doubts
-from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, Form, beside, ratio_words
+from trainstep.report.forms import COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, beside, ratio_words
 from trainstep.report.parallel_rows import Way, name_columns, ways_of
 from trainstep.report.ratios import mean_column, median_and_range
 from trainstep.report.rows import Row, quantities, shown_facts, words
-from trainstep.report.tables import Column, Line, Table, doubts_column, rank_columns
+from trainstep.report.tables import Column, Entry, Line, Table, doubts_column, rank_columns
 
 _DETAILED = 2
 """Cells whose messages are listed outside the page."""
@@ -30,7 +30,8 @@ _DRIVER = (
 _STEPS = (
     "Median ± half the interquartile range, of the slowest rank. Window: steps in a row, timed as one, so that what a way leaves "
     f"for the next step counts. Ratio: to sync {YARDSTICK}, in which ranks do not talk, from pairs of turns (so it need not be the "
-    "medians' quotient), with its 99 % interval; a doubt says where they took no turns. Peak: {unit}, of rank 0."
+    "medians' quotient), with its 99 % interval or, of too few pairs, the ratio of each; a doubt says where they took no turns. "
+    "Peak: {unit}, of rank 0."
 )
 _COMMUNICATION = (
     "Of one profiled step, beside steps that were not. Sent: tensors' bytes; on the wire: what a rank sends at most by a "
@@ -39,7 +40,6 @@ _COMMUNICATION = (
     "nothing computing meanwhile. Longer than none: the medians' difference, what the whole step feels, slower kernels beside "
     "messages included."
 )
-_ENDS = Form(text=lambda interval: " to ".join(map(ratio_words, interval[::2])), sort=lambda _: None)
 _BOTH = ("", "expected_")
 """As counted, and by formula: what names of columns of the record's table begin with."""
 Held = dict[str, dict[str, tuple[int, int | None]]]
@@ -204,20 +204,23 @@ def _seconds(*names: str) -> list[Column]:
 
 
 def _time_columns(quantity: str, time: str, ratio: str, ends: str) -> list[Column]:
-    """A quantity of time, and its ratio to the yardstick's, where that has an interval."""
+    """A quantity of time, and its ratio to the yardstick's with its interval, or with each pair's where they are few."""
 
     def middle(way: Way) -> float | None:
         found = way.ratio(quantity)
         return found.known.ratio if found and found.known else None
 
-    def interval(way: Way) -> tuple[float, float, float] | None:
+    def spread(way: Way) -> Entry | None:
         found = way.ratio(quantity)
-        return found.interval if found else None
+        if found and found.interval:
+            return Entry(text=" to ".join(map(ratio_words, found.interval[::2])))
+        each = found.known.each if found and found.known else ()
+        return Entry(text=", ".join(map(ratio_words, each))) if each else None
 
     return [
         Column(time, MS_STD, median_and_range(quantity)),
         Column(ratio, RATIO, middle),
-        Column(ends, _ENDS, interval),
+        Column(ends, RATIO, spread),
     ]
 
 

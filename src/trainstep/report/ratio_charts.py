@@ -6,6 +6,7 @@ A whisker is the 99 % interval of a ratio; a hollow mark means: cannot tell.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainstep.records.compare import MINIMUM_PAIRS, Comparison
 from trainstep.report.charts import (
     FAILURE_COLOUR,
     INK,
@@ -20,10 +21,13 @@ from trainstep.report.charts import (
     short_labels,
     text_marks,
 )
-from trainstep.report.forms import failure_word, ratio_words
+from trainstep.report.forms import failure_word, listed, ratio_words
 from trainstep.report.ratios import Ratio
 
-HOW_TO_READ = "Whiskers are 99 % intervals of the ratio; a hollow mark means: cannot tell."
+HOW_TO_READ = (
+    f"Whiskers are 99 % intervals of the ratio, which fewer than {MINIMUM_PAIRS} pairs or samples do not have; a hollow mark "
+    "means: cannot tell."
+)
 _MOST_LINES = 40
 _LINE_PX, _AROUND_PX = 30, 150
 _LINEAR_TO = 3.0
@@ -97,7 +101,7 @@ def _marks(what: str, known: Sequence[tuple[str, Ratio]], colour: str) -> Trace:
         "mode": "markers+text",
         "x": [ratio.ratio for ratio in ratios],
         "y": [place for place, _ in known],
-        "error_x": {**whiskers(ratios), "color": colour},
+        **({"error_x": {**whiskers(ratios), "color": colour}} if any(ratio.interval for ratio in ratios) else {}),
         "marker": {"color": colour, "size": 10, "symbol": [hollow("circle", ratio) for ratio in ratios]},
         "text": [ratio_words(ratio.ratio or 0.0) for ratio in ratios],
         "textposition": "top center",
@@ -122,5 +126,9 @@ def _hover(ratio: Ratio) -> str:
     if ratio.found is None or ratio.ratio is None:
         return lines_of(name, label(ratio.trouble))
     low, _, high = map(ratio_words, ratio.interval) if ratio.interval else ("", "", "")
-    interval = f" (99 % interval {low} to {high})" if ratio.interval else ""
+    interval = f" (99 % interval {low} to {high})" if ratio.interval else _each(ratio.found)
     return lines_of(name, f"{ratio_words(ratio.ratio)}{interval}", ratio.found.verdict, label(ratio.found.reason))
+
+
+def _each(found: Comparison) -> str:
+    return f" (of pairs {listed(map(ratio_words, found.each))})" if found.each else ""
