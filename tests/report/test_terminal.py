@@ -93,9 +93,9 @@ SMALL = ("--model", "tiny", "--layers", "1", "--context", "16", "--batch-size", 
 VERBS = {
     "bench": ("bench", *SMALL, "--steps", "5", "--attention", "plain,sdpa"),
     "memory": ("memory", *SMALL),
-    "profile": ("profile", *SMALL, "--steps", "2"),
+    "profile": ("profile", *SMALL, "--steps", "2", "--top", "20"),
     "parallel": ("parallel", *SMALL, "--ranks", "2", "--sync", "none,flat", "--steps", "5"),
-    "attention": ("attention", "--device", "cpu", "--seq", "64", "--head-dim", "16", "--implementation", "plain,sdpa"),
+    "attention": ("attention", "--device", "cpu", "--seq", "64", "--head-dim", "16", "--implementation", "plain,sdpa_math"),
     "collectives": ("collectives", "--device", "cpu", "--backend", "gloo", "--ranks", "2", "--mib", "0.1"),
     "numerics": ("numerics", *SMALL, "--precision", "fp32,bf16_autocast", "--steps", "5"),
 }

@@ -161,7 +161,7 @@ def show(
     from trainstep.report.comparison_page import comparison_tables
     from trainstep.report.notes import notes
     from trainstep.report.rows import rows_of
-    from trainstep.report.terminal import print_tables
+    from trainstep.report.terminal import print_paragraphs, print_tables
     from trainstep.report.visible import visible
 
     rows = rows_of([(str(store.path), record) for record in records])
@@ -174,7 +174,7 @@ def show(
             sys.stdout.write(json_text(tables, found))
         else:
             print_answers(found, sys.stdout)
-            print(*map(one_line, paragraphs), sep="\n", end="\n\n" if paragraphs else "")
+            print_paragraphs([*paragraphs, ""] if paragraphs else [], sys.stdout)
             print_tables(tables, notes(rows), sys.stdout, every=every)
         sys.stdout.flush()
     faults = [(row, failure) for row in rows if (failure := row.record.failure) and failure.kind in _FAULTS]

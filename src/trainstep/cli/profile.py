@@ -150,6 +150,7 @@ def _run(
     from trainstep.cli.dry_run import show_cells
     from trainstep.cli.streams import outliving_reader
     from trainstep.report.profile_tables import TORCH_COLUMNS
+    from trainstep.report.terminal import print_paragraphs
 
     check_page(page, store.path)
     if how.dry_run:
@@ -166,7 +167,7 @@ def _run(
         write_page(records, store, page)
     with outliving_reader(sys.stdout):
         if ran and not as_json:
-            print(TORCH_COLUMNS, flush=True)
+            print_paragraphs([TORCH_COLUMNS], sys.stdout)
         if page is not None:
             print(f"page: {page}", file=sys.stderr if as_json else sys.stdout, flush=True)
     return unfinished(groups, records, store, how) or code

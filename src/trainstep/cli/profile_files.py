@@ -31,9 +31,8 @@ def show_trace(
     from trainstep.report.frames import json_text
     from trainstep.report.profile_tables import TORCH_COLUMNS, detail_tables
     from trainstep.report.profile_words import sentences
-    from trainstep.report.terminal import print_tables
+    from trainstep.report.terminal import print_paragraphs, print_tables
     from trainstep.report.trace_record import trace_record
-    from trainstep.report.visible import one_line
     from trainstep.traces.kineto import read_trace
     from trainstep.traces.nsys import is_report, read_report
     from trainstep.traces.profile import profile_of
@@ -59,7 +58,7 @@ def show_trace(
         else:
             print_answers(answers, stream)
             _, *others = sentences(found.tables, record.fact)
-            print(*map(one_line, others), sep="\n", end="\n\n" if others else "", file=stream)
+            print_paragraphs([*others, ""] if others else [], stream)
             print_tables(tables, [TORCH_COLUMNS], stream, every=every)
         return "" if page is None else make_page(rows_of([(str(path), record)]), title=f"Profile of {path.name}")
 

@@ -51,6 +51,16 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], stream: TextIO, 
         console.print(Text(one_line(note), style="dim", overflow="fold"))
 
 
+def print_paragraphs(paragraphs: Sequence[str], stream: TextIO) -> None:
+    """Print a line each, wrapped between words where a person sits at the stream."""
+    if not stream.isatty():
+        stream.write("".join(f"{one_line(text)}\n" for text in paragraphs))
+        return
+    console = VisibleConsole(stream)
+    for text in paragraphs:
+        console.print(Text(one_line(text), overflow="fold"))
+
+
 def plain(tables: Sequence[Table], notes: Sequence[str] = (), *, every: bool = False) -> str:
     """Aligned columns without colours or limits of width."""
     parts = []
