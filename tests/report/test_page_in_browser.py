@@ -135,4 +135,4 @@ def test_tables_sort_by_value_and_filter(rows, end_to_end, open_page: Open):
     </script></body>"""
     document, said = open_page(page(rows(end_to_end)).replace("</body>", act))
     assert said == []
-    assert "<title>2.7B 1,100 ± 100, small 200.0 ± 2.0</title>" in document
+    assert "<title>2.7B 1,100 ± 50, small 200.0 ± 1.0</title>" in document
