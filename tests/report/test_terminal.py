@@ -95,7 +95,17 @@ VERBS = {
     "memory": ("memory", *SMALL),
     "profile": ("profile", *SMALL, "--steps", "2", "--top", "20"),
     "parallel": ("parallel", *SMALL, "--ranks", "2", "--sync", "none,flat", "--steps", "5"),
-    "attention": ("attention", "--device", "cpu", "--seq", "64", "--head-dim", "16", "--implementation", "plain,sdpa_math"),
+    "attention": (
+        "attention",
+        "--device",
+        "cpu",
+        "--seq",
+        "64",
+        "--head-dim",
+        "16",
+        "--implementation",
+        "plain,sdpa_math",
+    ),
     "collectives": ("collectives", "--device", "cpu", "--backend", "gloo", "--ranks", "2", "--mib", "0.1"),
     "numerics": ("numerics", *SMALL, "--precision", "fp32,bf16_autocast", "--steps", "5"),
 }

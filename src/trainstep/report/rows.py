@@ -238,13 +238,8 @@ def mean_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None]
     return None if mean is None else (mean, numbers.get(f"{name}_std_s"))
 
 
-def step_times(rows: Iterable[Row]) -> list[tuple[Row, tuple[float, float | None]]]:
-    """The rows whose step was timed, each with the median and half the interquartile range."""
-    return [(row, time) for row in rows if (time := time_of(quantities(row), "step"))]
-
-
 def step_means(rows: Iterable[Row]) -> list[tuple[Row, tuple[float, float | None]]]:
-    """The same with mean and standard deviation, for what a few slow steps do to a mean."""
+    """The rows whose step was timed, each with mean and standard deviation: for what a few slow steps do to a mean."""
     return [(row, time) for row in rows if (time := mean_of(quantities(row), "step"))]
 
 
