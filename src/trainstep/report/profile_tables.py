@@ -200,12 +200,13 @@ def shares_table(rows: Sequence[Row]) -> Table:
     cell none."""
     ran = [row for row in rows if row.record.tables.get("classes")]
     lines = [Line(row, class_shares(row.record.tables["classes"])) for row in (ran if len(ran) > 1 else ())]
-    shares = (
-        Column(f"{name} (%)", _SHARE, name, help=HELP["share" if name != IDLE else "idle_s"], optional=True)
-        for name in CLASSES
-    )
-    raw = ({**row.point, "table": "class_shares", **shares} for row, shares in lines)
-    return Table.of("Share of device time by class", lines, [*point_columns(lines), *shares], raw=raw)
+    shares = [
+        Column(f"{name} (%)", _SHARE, name, help=HELP["share"], optional=True) for name in CLASSES if name != IDLE
+    ]
+    # Of the profiled step, which the profiler slows: not beside busy times of the unprofiled one unless it is asked for
+    idle = Column("idle of the profiled step (%)", _SHARE, IDLE, help=HELP["idle_s"], optional=True, more=True)
+    raw = ({**row.point, "table": "class_shares", **its} for row, its in lines)
+    return Table.of("Share of device time by class", lines, [*point_columns(lines), *shares, idle], raw=raw)
 
 
 def class_shares(classes: Columns, phases: Sequence[str] | None = None) -> dict[str, float]:
