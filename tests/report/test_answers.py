@@ -185,7 +185,7 @@ def test_ranks_that_their_hosts_limit_are_to_be_captured():
 
 
 def test_without_the_yardstick_one_trace_says_what_was_exposed():
-    assert "200.0 ms of 500.0 ms of communication had no computing" in answer_of(a_way("bucketed", FASTER)).verdict
+    assert "under way for 500.0 ms, 200.0 ms with no computing" in answer_of(a_way("bucketed", FASTER)).verdict
 
 
 def test_the_peak_of_memory_its_largest_part_and_what_to_cut():
@@ -198,7 +198,12 @@ def test_the_peak_of_memory_its_largest_part_and_what_to_cut():
     answer = answer_of(a_cell("memory", "a", config=config, facts=facts, tables={"ledger": ledger}))
     assert "holds 8.00 GiB at the peak: 75.0 % activations (6.00 GiB)." in answer.verdict
     assert answer.suggestion.startswith("`--recompute block`")
-    assert answer.suggestion.endswith("should save 4.00 GiB, 50.0 % of the peak.")
+    assert answer.suggestion.endswith("should save up to 4.00 GiB, 50.0 % of the peak.")
+    of_optimizer = {"phase": ["optimizer"], "allocated_bytes": [7 * 2**30]}
+    answer = answer_of(
+        a_cell("memory", "a", config=config, facts=facts, tables={"ledger": ledger, "peaks": of_optimizer})
+    )
+    assert "up to 1.00 GiB, 12.5 %" in answer.suggestion, "the optimizer's own peak stays"
 
 
 def test_what_fits_is_no_failure():
@@ -295,9 +300,9 @@ def test_the_largest_error_and_whether_it_buys_time():
     answer = answer_of(fp32, bf16)
     assert answer.verdict.startswith("Largest error: bf16 on ")
     assert answer.verdict.endswith("2.0 % in logits, against fp64.")
-    assert answer.suggestion.startswith("Take bf16 for fp32 where that error is allowed: bf16 takes 0.502 (99 %")
+    assert answer.suggestion.startswith("On numerics take bf16 where that error is allowed: bf16 takes 0.502 (99 %")
     swapped = answer_of(cell("fp32", FASTER, error_loss=1e-6), cell("bf16", SLOWER, error_logits=0.02))
-    assert swapped.suggestion.startswith("Stay with fp32: ")
+    assert swapped.suggestion.startswith("On numerics stay with fp32: ")
 
 
 def test_tiles_in_use_against_the_best():
@@ -306,7 +311,7 @@ def test_tiles_in_use_against_the_best():
         return a_cell("attention_tiles", name, facts=facts, tables={"candidates": {"time_s": [best_s, 1.0, None]}})
 
     answer = answer_of(cell("x", 0.99), cell("y", 0.5))
-    assert answer.verdict.startswith("The tiles in use are within 2 % of the fastest in 1 of 2 cells.")
+    assert answer.verdict.startswith("The tiles that were in use are within 2 % of the fastest in 1 of 2 cells.")
     assert answer.suggestion.startswith("y should gain most: b takes 50.0 % less time than a")
 
 
@@ -327,12 +332,12 @@ def test_collectives_say_their_bandwidth_their_latency_and_the_size_to_send():
 
     answer = answer_of(*map(cell, (0.01, 1, 4, 64)))
     assert answer.verdict == (
-        "all_reduce of fp32 on 2 ranks by gloo: 1.0 GB/s on the bus at 64.0 MiB; each call costs 1.000 ms whatever its size."
+        "all_reduce of fp32 on 2 ranks by gloo: 1.0 GB/s on the bus at 64.0 MiB, and 1.000 ms a call beside that."
     )
     assert answer.suggestion.startswith(
-        "Send messages of 1.00 MiB or more (`--bucket-mib 1`): they reach half of that, 64.0 MiB"
+        "Send messages of 1.00 MiB or more (`--bucket-mib 1`): of the best rate of all_reduce, "
     )
-    assert "they reach 90.0 % of that and 10.2 KiB" in answer_of(*map(cell, (0.01, 64, 128))).suggestion
+    assert "10.2 KiB reaches 1.05 %, 1.00 MiB reaches 51.9 % and 64.0 MiB reaches 100 %." in answer.suggestion
 
 
 def test_ceilings_stand_beside_the_data_sheet():

@@ -137,7 +137,9 @@ def tiles_answer(rows: Sequence[Row]) -> Answer | None:
     if not tuned:
         return None
     gains = [(gain, row) for row in tuned if (gain := _gain(row)) and gain >= _WORTH]
-    verdict = f"The tiles in use are within 2 % of the fastest in {len(tuned) - len(gains)} of {len(tuned)} cells."
+    verdict = (
+        f"The tiles that were in use are within 2 % of the fastest in {len(tuned) - len(gains)} of {len(tuned)} cells."
+    )
     if not gains:
         return Answer(workload="attention_tiles", verdict=verdict)
     gain, row = max(gains, key=lambda pair: pair[0])

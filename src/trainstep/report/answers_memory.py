@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
+from trainstep.config.phases import Phase
 from trainstep.records.record import Record
 from trainstep.report.answers import Answer
 from trainstep.report.forms import byte_words, percent
 from trainstep.report.memory_tables import fit_sentences, ledger_of
-from trainstep.report.rows import Row, needless
+from trainstep.report.rows import Row, needless, table_lines
 from trainstep.traces.ledger import HELD
 
 Ledger = Mapping[str, int]
@@ -48,7 +49,7 @@ def _cut(record: Record, ledger: Ledger, size: float) -> str:
         saved, sentence = max(cut, (saved, sentence))
     if saved < _WORTH_SHARE * size:
         return ""
-    return f"{sentence} should save {byte_words(saved)}, {percent(saved / size)} % of the peak."
+    return f"{sentence} should save up to {byte_words(saved)}, {percent(saved / size)} % of the peak."
 
 
 def _recomputed(record: Record, ledger: Ledger) -> tuple[float, str] | None:
@@ -61,8 +62,9 @@ def _recomputed(record: Record, ledger: Ledger) -> tuple[float, str] | None:
         or not stream_bytes
     ):
         return None
-    activations = ledger.get("activations", 0)
-    return activations * (1 - 1 / layers) - layers * stream_bytes, "`--recompute block` (a third more arithmetic)"
+    saved = ledger.get("activations", 0) * (1 - 1 / layers) - layers * stream_bytes
+    # The optimizer's own peak stays, and is then the peak
+    return min(saved, peak_bytes(record) - _optimizer_peak(record)), "`--recompute block` (a third more arithmetic)"
 
 
 def _sharded(record: Record, ledger: Ledger) -> tuple[float, str] | None:
@@ -82,6 +84,11 @@ def _narrower(record: Record, ledger: Ledger) -> tuple[float, str] | None:
     if record.config.get("mode") != "forward_no_grad" or precision not in ("fp32", "tf32", "bf16_autocast"):
         return None
     return ledger.get("parameters", 0) / 2 + ledger.get("autocast weight copies", 0), "`--precision bf16` (weights too)"
+
+
+def _optimizer_peak(record: Record) -> float:
+    lines = table_lines(record.tables.get("peaks"))
+    return max((line["allocated_bytes"] or 0.0 for line in lines if line["phase"] == Phase.OPTIMIZER), default=0.0)
 
 
 def _layers(record: Record) -> int:

@@ -44,12 +44,13 @@ def _trade(group: Sequence[Row], aside: Sequence[str]) -> str:
     best = min(judged, key=_time)
     off = best.row.record.fact(_GRADIENTS)
     error = "" if off is None else f", with gradients off by {percent(off)} % in the median"
-    takes = (
-        f"{precision_of(best.row)} takes {interval_words(best)} of its time on {best.row.label(without=aside)}{error}"
-    )
+    takes = f"{precision_of(best.row)} takes {interval_words(best)} of fp32's time{error}"
     if best.known and best.known.verdict == "faster":
-        return f"Take {precision_of(best.row)} for fp32 where that error is allowed: {takes}."
-    return f"Stay with fp32: no other precision is seen to be faster, and {takes}."
+        return f"On {best.row.label(without=aside)} take {precision_of(best.row)} where that error is allowed: {takes}."
+    seen = "stay with fp32" if best.known and best.known.verdict == "slower" else "none is seen to be faster than fp32"
+    host = any(row.record.fact("launch_bound") for row in group)
+    why = ", and the host limits some of these steps: time a larger model with `trainstep bench`" if host else ""
+    return f"On {best.row.label(without=aside)} {seen}: {takes}{why}."
 
 
 def _time(ratio: Ratio) -> float:

@@ -50,13 +50,15 @@ def _cost(way: Way) -> str:
         seen = f"its step takes {longer_words(ratio)} as without any"
         if share := _cost_share(way):
             return f" Communication costs {way.name} {percent(share)} % of its step: {seen}."
-        return f" No cost of communication is seen in {way.name}: {seen}."
+        return f" Whether communication costs {way.name} anything cannot be told: {seen}."
     exposed_s, under_way_s = way.record.fact("exposed_s"), way.record.fact("communication_s")
     if exposed_s is None or not under_way_s or way.sync == YARDSTICK:
         return ""
+    waiting_s = way.record.fact("waiting_s")
+    waits = f" ({seconds_words(waiting_s)} of them waiting for the slowest rank)" if waiting_s else ""
     return (
-        f" In one profiled step of {way.name}, {seconds_words(exposed_s)} of {seconds_words(under_way_s)} of communication had no "
-        f"computing beside it, waiting for the slowest rank included."
+        f" In one profiled step of {way.name}, messages were under way for {seconds_words(under_way_s)}{waits}, "
+        f"{seconds_words(exposed_s)} with no computing beside them."
     )
 
 

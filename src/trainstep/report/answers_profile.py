@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainstep.config.machine import machine_spec
+from trainstep.records.summary import doubts
 from trainstep.report.answers import Answer
 from trainstep.report.forms import listed, percent, seconds_words, times_words
 from trainstep.report.profile_words import Columns, GetFact, verdict_kinds, verdict_sentence, verdict_word
@@ -81,7 +82,7 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
     return Answer(
         workload="profile",
         verdict=f"Of {len(limits)} steps {kinds}: {'; '.join(said)}{more}.",
-        suggestion=" ".join(f"{row.label(without=aside)}: {gain.sentence}" for gain, row, _ in best[:2]),
+        suggestion=" ".join(f"{row.label(without=aside)}{_doubt(row)}: {gain.sentence}" for gain, row, _ in best[:2]),
     )
 
 
@@ -118,6 +119,11 @@ def _short(limit: Mapping[str, Any]) -> str:
         return f"is {verdict_word(limit)} ({percent(1 - limit['overhead_share'])} % of {seconds_words(limit['step_s'])} in ops)"
     busy = percent(limit["busy_s"] / limit["step_s"])
     return f"is {verdict_word(limit)} (the device works for {busy} % of {seconds_words(limit['step_s'])})"
+
+
+def _doubt(row: Row) -> str:
+    """A gain over a step that is unstable is no surer than the step."""
+    return " (whose step is unstable)" if "unstable" in doubts(row.record) else ""
 
 
 def _captured(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:

@@ -7,7 +7,7 @@ from trainstep.records.bandwidth import bandwidth
 from trainstep.records.record import Record
 from trainstep.report.answers import Answer
 from trainstep.report.collectives_tables import fit_of, series_of, size_words
-from trainstep.report.forms import in_percent, percent, rate_words, seconds_words, three_digits
+from trainstep.report.forms import in_percent, listed, percent, rate_words, seconds_words, three_digits
 from trainstep.report.rows import Row
 
 _NEAR_FULL = 0.9
@@ -35,7 +35,7 @@ def _series_words(rows: Sequence[Row]) -> str:
     best, rate, share = _best(rows)
     link = f", {percent(share)} % of the link" if share else ""
     fit = fit_of(rows)
-    latency = f"; each call costs {seconds_words(fit.alpha_s)} whatever its size" if fit and fit.alpha_s > 0 else ""
+    latency = f", and {seconds_words(fit.alpha_s)} a call beside that" if fit and fit.alpha_s > 0 else ""
     return f"{_name(best)}: {rate_words(rate, 'bytes/s')} on the bus at {_size(best)}{link}{latency}."
 
 
@@ -44,15 +44,14 @@ def _message_size(rows: Sequence[Row]) -> str:
     _, rate, _ = _best(rows)
     seen = [(row, found.bus_bytes_per_s / rate) for row in rows if (found := bandwidth(row.record))]
     half, most = (next(row for row, share in seen if share >= least) for least in (0.5, _NEAR_FULL))
-    small, least_share = seen[0]
+    small, _ = seen[0]
     if half is small:
         return ""
-    reach = f"they reach half of that, {_size(most)} {percent(_NEAR_FULL)} %,"
-    if half is most:
-        reach = f"they reach {percent(_NEAR_FULL)} % of that"
+    shares = {id(row): f"{_size(row)} reaches {three_digits(in_percent(share))} %" for row, share in seen}
+    sizes = dict.fromkeys(id(row) for row in (small, half, most))
     return (
-        f"Send messages of {_size(half)} or more (`--bucket-mib {half.record.config['mib']:g}`): {reach} and {_size(small)} "
-        f"{three_digits(in_percent(least_share))} %."
+        f"Send messages of {_size(half)} or more (`--bucket-mib {half.record.config['mib']:g}`): of the best rate of "
+        f"{rows[0].record.config['operation']}, {listed(shares[size] for size in sizes)}."
     )
 
 

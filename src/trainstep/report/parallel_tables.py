@@ -215,7 +215,7 @@ def _time_columns(quantity: str, time: str, ratio: str, ends: str) -> list[Colum
         if found and found.interval:
             return Entry(text=" to ".join(map(ratio_words, found.interval[::2])))
         each = found.known.each if found and found.known else ()
-        return Entry(text=", ".join(map(ratio_words, each))) if each else None
+        return Entry(text="pairs " + ", ".join(map(ratio_words, sorted(each)))) if each else None
 
     return [
         Column(time, MS_STD, median_and_range(quantity)),

@@ -102,7 +102,7 @@ def _cannot_tell(ranking: Ranking, name: Callable[[Row], str]) -> str:
 def _untold(ratio: Ratio) -> str:
     """Why nothing can be told, beside the ratio where there is one."""
     why = ratio.found.reason if ratio.found else ratio.trouble
-    return f"ratio {ratio_words(ratio.ratio)}; {why}" if ratio.ratio is not None else why
+    return f"{ratio_words(ratio.ratio)} times as long; {why}" if ratio.ratio is not None else why
 
 
 def interval_words(ratio: Ratio) -> str:
@@ -145,7 +145,9 @@ def counted_words(ratios: Sequence[Ratio]) -> str:
             span = low if low == high else f"{low} to {high}"
             parts.append(f"{word} in {len(alike)} of {len(ratios)} cells ({span} of the time)")
     if len(judged) < len(ratios):
-        parts.append(f"cannot be told in {len(ratios) - len(judged)}")
+        untold = [ratio_words(ratio.ratio) for ratio in ratios if ratio not in judged and ratio.ratio is not None]
+        seen = f" ({_few(untold)} of the time, by too few pairs)" if untold else ""
+        parts.append(f"cannot be told in {len(ratios) - len(judged)}{seen}")
     return listed(parts)
 
 
