@@ -87,6 +87,7 @@ def test_the_other_way_round(before: Path, after: Path, capsys: pytest.CaptureFi
         (1.05, ["--fail-if-slower"], 1),
         (1.05, ["--fail-if-slower", "4"], 1),
         (1.05, ["--fail-if-slower=4"], 1),
+        (1.05, ["--fail-if-slower", "4%"], 1),
         (1.05, ["--fail-if-slower", "5"], 0),
         (1.05, ["--fail-if-slower", "--minimum-effect", "0.1"], 0),
         (1.05, ["--fail-if-slower", "--json"], 1),

@@ -88,6 +88,8 @@ def test_what_is_read_from_a_file_takes_no_defaults(folder: Path, capsys: pytest
         ("context = 'many'\n", "context: must be a whole number, not 'many' (context is from o.toml)"),
         ("timeout_s = 'soon'\n", '"soon" into float'),
         ("timeout_s = -1\n", "timeout_s: must be a positive number, not -1.0 (timeout_s is from o.toml)"),
+        ("quiet = 1\n", "o.toml: quiet: must be true or false, not 1"),
+        ("out = ['a', 'b']\n", "o.toml: out: must be one path, not ['a', 'b']"),
         ("nvtx = true\n", "nvtx: ranges need a GPU; leave it out on a CPU (nvtx is from o.toml)"),
     ],
 )

@@ -189,6 +189,35 @@ def test_a_killed_driver_leaves_nothing(tmp_path: Path, act: str, number: signal
     assert wait_until(lambda: not groups_left(pids) and not any(map(is_alive, pids)))
 
 
+def test_an_environment_of_any_size_reaches_the_cell(connect: Connect):
+    for variables in ({"A": "a" * 120_000, "B": "b" * 120_000}, {f"A{n}": "a" * 100_000 for n in range(15)}):
+        assert measured(connect(**variables), planted()).failure is None
+
+
+def test_a_fork_that_is_refused_fails_its_own_cell(connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The third: one tries out forks, one is the first cell."""
+    with_torch(monkeypatch, tmp_path, REFUSING)
+    first = connect()
+    begun(first, planted())
+    second = measured(connect(), planted())
+    assert second.failure is not None
+    assert second.failure.last_lines == ("no further process can be started: Resource temporarily unavailable",)
+    first.ask(planted(), {"do": "take", "steps": 1}, timeout_s=30, limit_s=30)
+
+
+REFUSING = """
+import errno
+server, real, count = os.getpid(), os.fork, 0
+def fork():
+    global count
+    count += os.getpid() == server
+    if count > 2 and os.getpid() == server:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return real()
+os.fork = fork
+"""
+
+
 def with_torch(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> None:
     """Servers started from now on import this in place of torch."""
     (folder / "torch.py").write_text(f"import os, sys, threading, time\n{line}\n")

@@ -20,7 +20,7 @@ from trainstep.report.rows import read_rows, rows_of
 CRASH = Failure(kind="crash", phase="build", message="no")
 OOM = Failure(kind="out_of_memory", phase="backward", message="no", asked_bytes=2**30)
 FASTER, SLOWER = [1.0, 1.01, 1.02, 1.0, 1.01] * 4, [2.0, 2.01, 2.02, 2.0, 2.01] * 4
-NOISY = [0.6, 1.8, 1.0, 1.4, 0.7] * 4
+NOISY = [0.8, 1.4, 1.0, 1.2, 0.9] * 4
 RESULTS = sorted((ROOT / "results").rglob("*.jsonl"))
 
 
@@ -43,6 +43,13 @@ def test_an_interval_without_one_makes_somebody_the_quickest():
     assert custom(SLOWER, FASTER).text.startswith(
         "Quickest: b, 1.01 s a call; a takes 1.990 times as long (99 % interval 1.9"
     )
+
+
+def test_an_interval_that_is_very_wide_is_no_sign_of_likeness():
+    wild = [0.2, 5.0, 0.1, 3.0, 0.4, 2.0, 0.3, 4.0]
+    verdict = custom([1.0] * 8, wild).verdict
+    assert "nothing can be told" in verdict
+    assert "No difference" not in verdict
 
 
 def test_intervals_that_overlap_make_nobody_the_quickest():

@@ -137,7 +137,11 @@ def _tell_files(bound: "BoundArguments", words: str) -> None:
 
 
 def _with_percent(words: Sequence[str]) -> list[str]:
-    """The words, `--fail-if-slower` without a number as `--fail-if-slower=0`: the word that follows would be taken, a file."""
+    """The words, `--fail-if-slower` without a number as `--fail-if-slower=0`, since a file may follow; `5%` is 5."""
+    words = [
+        word.removesuffix("%") if before == "--fail-if-slower" and _is_number(word.removesuffix("%")) else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
     return [
         f"{word}=0" if word == "--fail-if-slower" and not _is_number(following) else word
         for word, following in zip(words, [*words[1:], ""], strict=False)

@@ -20,6 +20,8 @@ VERBS = ("bench", "attention", "profile", "numerics", "memory", "parallel", "col
 """Those that take defaults. A sweep's file says all that it needs, so that it is the same everywhere."""
 _OF_ALL = ("timeout_s", "memory_limit_gib", "rounds", "processes", "quiet", "budget_minutes", "json", "all")
 """Options beside fields that [all] may have; each verb takes what it knows."""
+_SWITCHES = {"quiet", "resume", "json", "all", "dry_run"}
+_PATHS = {"out", "page"}
 _NEVER = {
     **dict.fromkeys(
         ("model", "data"), "what is measured must be seen in the command or in the file that --config names"
@@ -68,6 +70,12 @@ def _texts(values: Mapping[str, Any], known: Collection[str], where: str) -> dic
     """Each value as a command line has it. ValueError for an unknown key, and what is no number, text or switch."""
     named = {name.replace("-", "_"): value for name, value in values.items()}
     check_known(named, sorted(known), where)
+    for name in _SWITCHES & named.keys():
+        if not isinstance(named[name], bool):
+            raise ValueError(f"{where}: {name}: must be true or false, not {named[name]!r}")
+    for name in _PATHS & named.keys():
+        if not isinstance(named[name], str):
+            raise ValueError(f"{where}: {name}: must be one path, not {named[name]!r}")
     return {name: ",".join(map(_word, value)) for name, value in lists_of(named, where).items()}
 
 

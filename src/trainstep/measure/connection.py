@@ -72,6 +72,7 @@ class CellConnection:
         self._compile_cache: TemporaryFolder | None = None
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         self._said_before = 0
+        self._has_begun = False
         self._kernel_kills = out_of_memory_kills()
         environment = {**os.environ, **(variables or {})}
         self._process: subprocess.Popen[bytes] | ForkedProcess = (
@@ -95,9 +96,10 @@ class CellConnection:
         return self._process.poll() is None
 
     def begin(self) -> None:
-        """Another cell's turn: what was printed until now belongs to the one before."""
+        """Another cell's turn: what was printed until now belongs to the one before, if there was one."""
         self._stage = "start"
-        self._said_before = os.fstat(self._stderr.fileno()).st_size
+        self._said_before = os.fstat(self._stderr.fileno()).st_size if self._has_begun else 0
+        self._has_begun = True
         self._kernel_kills = out_of_memory_kills()
 
     def empty_compile_cache(self) -> str:

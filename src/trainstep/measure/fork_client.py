@@ -137,10 +137,13 @@ class ForkServerProcess:
         """Have a cell forked: `process` is told when it is. OSError where the server is gone."""
         module = INSTRUMENTS[workload].measured.partition(":")[0] if workload in INSTRUMENTS else "torch"
         request = {"module": module, "environment": dict(environment), "folder": os.getcwd()}
-        with self._lock:
+        # In a file of its own: a message may be shorter than an environment
+        with os.fdopen(os.memfd_create("request"), "wb") as file, self._lock:
+            file.write(json.dumps(request).encode())
+            file.flush()
             if not self.alive:
                 raise BrokenPipeError("the server of forked cells has ended")
-            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+            socket.send_fds(self._control, [b"fork"], (file.fileno(), *descriptors))
             self._asked.append(process)
 
     def kill(self) -> None:
@@ -169,9 +172,11 @@ class ForkServerProcess:
                 self._hear(**json.loads(message))
         self._lose()
 
-    def _hear(self, pid: int, code: int | None = None) -> None:
+    def _hear(self, pid: int, code: int | None = None, refused: str = "") -> None:
         with self._lock:
-            if code is None:
+            if refused:
+                self._asked.pop(0).has_ended(1, refused.encode())
+            elif code is None:
                 process = self._running[pid] = self._asked.pop(0)
                 process.was_forked(pid)
             else:

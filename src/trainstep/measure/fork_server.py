@@ -3,8 +3,8 @@
 It imports torch and the workload once, which takes seconds, and then forks a process for each cell in milliseconds. Requests
 and answers are JSON messages on the socket that is its stdin:
 
-    {"module": ..., "environment": {...}, "folder": ...} with three descriptors: the cell's stdin, stdout and stderr
-                                              -> {"pid": ...}
+    fork, with four descriptors: a file that holds {"module": ..., "environment": {...}, "folder": ...}, and the cell's stdin,
+    stdout and stderr                         -> {"pid": ...}, or {"pid": 0, "refused": why no process can be started}
                                               -> {"pid": ..., "code": ...} when it has ended; -9: by SIGKILL
 
 [Note: what a fork shares] A cell changes nothing for the next: what it writes to memory is its own. The server runs no operation
@@ -32,7 +32,7 @@ from typing import Any
 from trainstep.config.import_path import make_children_safe, python_command
 from trainstep.measure import cell
 
-_LARGEST_MESSAGE = 2**20
+_LARGEST_MESSAGE = 2**10
 _AT_START = ("torch", "torch._dynamo")
 """The second is what every optimizer of torch imports when it is made."""
 
@@ -63,10 +63,12 @@ class ForkServer:
                 os.read(self._wakeup, 4096)
                 self._reap()
             if self._control.fileno() in ready:
-                message, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_MESSAGE, 3)
+                message, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_MESSAGE, 4)
                 if not message:
                     return
-                self._fork(json.loads(message), descriptors)
+                with os.fdopen(descriptors[0], "rb") as file:
+                    file.seek(0)
+                    self._fork(json.load(file), descriptors[1:])
 
     def _import(self, module: str) -> None:
         """What fails is left to the cell, which says what is wrong."""
@@ -81,7 +83,11 @@ class ForkServer:
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
         self._import(request["module"])
         server = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # of this cell alone: those that run go on
+            pid = -1
+            self._tell(pid=0, refused=f"no further process can be started: {error.strerror}\n")
         if pid == 0:
             try:
                 self._become_cell(request, descriptors, server)
@@ -90,7 +96,8 @@ class ForkServer:
             os._exit(1)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._tell(pid=pid)
+        if pid > 0:
+            self._tell(pid=pid)
 
     def _become_cell(self, request: dict[str, Any], descriptors: list[int], server: int) -> None:
         """In the forked process: leave everything of the server behind and serve requests as a cell."""
@@ -127,7 +134,7 @@ class ForkServer:
                     return
                 self._tell(pid=pid, code=os.waitstatus_to_exitcode(status))
 
-    def _tell(self, **fields: int) -> None:
+    def _tell(self, **fields: int | str) -> None:
         with suppress(BrokenPipeError):  # the driver has ended: the next look at the socket says so
             self._control.send(json.dumps(fields).encode())
 

@@ -59,7 +59,7 @@ def _against_best(best: Sequence[Ratio], works: int) -> str:
     by_verdict = grouped(judged, lambda ratio: ratio.known.verdict if ratio.known else "")
     parts = [f"{words} in {len(by_verdict[verdict])}" for verdict, words in _VERDICTS.items() if verdict in by_verdict]
     if len(judged) < len(best):
-        parts.append(f"not to be told in {len(best) - len(judged)} (too few samples)")
+        parts.append(f"not to be told in {len(best) - len(judged)} (too few samples, or too wide an interval)")
     mean = f"; its time is {ratio_words(mean_ratio(judged))} of theirs in the geometric mean" if judged else ""
     unmet = f" ({works - len(best)} more met no peer)" if works > len(best) else ""
     return f"Against the fastest peer of each of {len(best)} configurations, trainstep is {listed(parts)}{mean}{unmet}."

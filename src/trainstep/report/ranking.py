@@ -13,6 +13,8 @@ from trainstep.report.rows import Row, grouped, words
 
 _NAMED = 4
 """Cells named in a sentence."""
+_WIDEST = 3.0
+"""High end over low end of an interval with 1 inside: a wider one is no sign of likeness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class Ranking:
     alike: tuple[Ratio, ...]
     """No difference seen to the first."""
     unknown: tuple[Ratio, ...]
-    """Nothing can be told: too few samples, or unlike environments."""
+    """Nothing can be told: too few samples, too wide an interval, or unlike environments."""
     slower: tuple[Ratio, ...]
     """By the interval; the least slow first."""
 
@@ -58,8 +60,11 @@ def ranking_of(rows: Sequence[Row], quantity: str) -> Ranking | None:
 
 
 def is_judged(ratio: Ratio) -> bool:
-    """Whether there is an interval, which takes five samples or pairs."""
-    return ratio.interval is not None
+    """Whether there is an interval, which takes five samples or pairs, and one that says something."""
+    if ratio.interval is None or ratio.found is None:
+        return False
+    low, _, high = ratio.interval
+    return ratio.found.verdict != "cannot tell" or high <= _WIDEST * low
 
 
 def timed_quantity(rows: Sequence[Row]) -> str:
@@ -146,7 +151,7 @@ def counted_words(ratios: Sequence[Ratio]) -> str:
             parts.append(f"{word} in {len(alike)} of {len(ratios)} cells ({span} of the time)")
     if len(judged) < len(ratios):
         untold = [ratio_words(ratio.ratio) for ratio in ratios if ratio not in judged and ratio.ratio is not None]
-        seen = f" ({_few(untold)} of the time, by too few pairs)" if untold else ""
+        seen = f" ({_few(untold)} of the time, by too few pairs or too wide an interval)" if untold else ""
         parts.append(f"cannot be told in {len(ratios) - len(judged)}{seen}")
     return listed(parts)
 
