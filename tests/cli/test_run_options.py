@@ -164,6 +164,7 @@ def test_a_budget_then_the_rest(tmp_path: Path):
     assert len(Store(tmp_path / "runs" / "s.jsonl").read()) == 3
 
 
+@pytest.mark.slow
 def test_a_grid_is_resumed(tmp_path: Path):
     options = ["--kib", 1, "--mib", 0.5, "--out", "r.jsonl", "--steps", 2, "--warmups", 0]
     code, _, err = finish(start("collectives", *options, "--budget-minutes", 0.0001, folder=tmp_path))

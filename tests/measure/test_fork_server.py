@@ -119,6 +119,7 @@ def test_twenty_in_a_row_leave_nothing(connect: Connect):
     assert len(descriptors) < 20, "the server keeps no pipe of a cell"
 
 
+@pytest.mark.slow
 def test_variables_read_at_import_mean_another_server(connect: Connect):
     found = {}
     for threads in ("1", "2"):
@@ -171,7 +172,7 @@ threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("act", ["spawn", "fork", "imports"])
 def test_a_killed_driver_leaves_nothing(tmp_path: Path, act: str, number: signal.Signals):
     """`imports`: the server's, which are not done yet."""
@@ -270,6 +271,7 @@ def test_which_cells_are_forked(monkeypatch: pytest.MonkeyPatch):
     assert asked == ["train_step", "", "", ""]
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_forked_or_not(connect: Connect):
     config = to_plain(build_config("train_step", {"model": "tiny", "context": 16, "steps": 2, "device": "cpu"}))
     cell = Cell(workload="train_step", config=config, point={})

@@ -89,7 +89,7 @@ def test_several_processes_a_variant(log: Path):
     assert (comparison.n, comparison.paired, comparison.interleaving) == (5, True, "live")
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(0.0, 20), (0.3, 4)])
+@pytest.mark.parametrize(("seconds", "steps"), [(0.0, 20), pytest.param(0.3, 4, marks=pytest.mark.slow)])
 def test_slow_steps_are_split_over_processes(log: Path, seconds: float, steps: int):
     records = run(variants(log, "a", "b", steps=20, seconds=seconds), processes=5)
     assert [record.fact("process_steps") for record in records] == [steps] * 2
