@@ -31,7 +31,9 @@ def attention(folder: Path, *arguments: object) -> tuple[int, str, str, list[Rec
 @pytest.mark.slow
 def test_implementations_side_by_side(tmp_path: Path):
     names = ["plain", "sdpa_cudnn", "trainstep"]
-    code, out, err, records = attention(tmp_path, *QUICK, "--implementation", ",".join(names), "--direction", "forward")
+    code, out, err, records = attention(
+        tmp_path, *QUICK, "--implementation", ",".join(names), "--direction", "forward", "--all"
+    )
     assert code == 0, "what a peer does not take is a result"
     assert [record.config["implementation"] for record in records] == names
     assert [record.failure and record.failure.kind for record in records] == [None, "unsupported", None]

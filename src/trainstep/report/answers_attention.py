@@ -51,8 +51,11 @@ def _best_peer(work: Configuration) -> Ratio | None:
 def _against_best(best: Sequence[Ratio], works: int) -> str:
     """`Against the fastest peer of each shape, trainstep is faster in 12 of 20 (0.61 to 0.97 of its time), ...`"""
     judged = [ratio for ratio in best if is_judged(ratio)]
-    if len(best) == 1 and judged:
-        [ratio] = judged
+    if len(best) == 1:
+        [ratio] = best
+        if not judged:
+            why = ratio.found.reason if ratio.found else ratio.trouble
+            return f"Against {implementation(ratio.base)}, the fastest peer, nothing can be told of trainstep: {why}."
         verdict = ratio.known.verdict if ratio.known else ""
         what = "shows no difference to" if verdict == "cannot tell" else f"is {verdict} than"
         return f"trainstep {what} {implementation(ratio.base)}, the fastest peer: {interval_words(ratio)} of its time."
