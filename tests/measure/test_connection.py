@@ -198,6 +198,7 @@ def test_killed_while_it_waits_for_its_turn(connect: Callable[..., CellConnectio
 def test_last_lines_are_the_end_of_this_cells_words(connect: Callable[..., CellConnection]):
     connection = connect()
     noisy = planted("NOISY")
+    connection.begin()
     for do in ("prepare", "take", "finish"):
         ask(connection, noisy, do, steps=1)
     connection.begin()
