@@ -141,7 +141,7 @@ class CellProgress:
         return self._expected[str(key)].seconds if key in self._expected else 1.0
 
     def _stage_left_s(self, now_s: float) -> float:
-        """Of a stage that counts, by what was done of it when it was last told: `steps 3/10`."""
+        """The seconds left of a stage that counts (`steps 3/10`), by the pace of what it had done when it last told."""
         counted = _COUNTED.search(self._stage)
         if counted is None or not int(counted[1]):
             return 0.0

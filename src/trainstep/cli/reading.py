@@ -13,7 +13,7 @@ from trainstep.report.visible import VisibleStream, one_line, stream_within
 
 Result = TypeVar("Result")
 _LONG_BYTES = 2 * 2**20
-"""Of files that take seconds to read."""
+"""The size from which a file takes seconds to read."""
 
 
 def read_limits(timeout_s: float | None, memory_limit_gib: float | None) -> ReadLimits:

@@ -23,7 +23,7 @@ _SHARE_A_PROCESS = ("attention", "ceiling", "collective")
 SAME, LIKE, ROUGH = "the same cell", "cells like it", "a rough guess"
 _MOST_FILES = 30
 _MOST_BYTES = 4 * 2**20
-"""Of a file that is looked at: an estimate is not worth reading long ones."""
+"""The size up to which a file is read: an estimate is not worth more."""
 
 
 @dataclass(frozen=True, kw_only=True)

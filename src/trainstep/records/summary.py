@@ -19,7 +19,7 @@ OUTLIER_FACTOR = 2.0
 """Standard deviations of so many interquartile ranges are no noise: a normal one is 0.74 of it, and of 8 values one set in fifty
 goes that far; of fewer the range itself is too unsure."""
 OUTLIER_SHARE = 0.02
-"""Of the median, below which nobody minds."""
+"""A share of the median, below which nobody minds."""
 _DRIFT_Z = 2.58
 """Two-sided 1 % point of the normal distribution: one steady run in a hundred would look like drift by its order alone."""
 _RESAMPLES = 2000

@@ -59,7 +59,7 @@ def _is_trial(row: Row) -> bool:
 
 
 def quickest_call(rows: Sequence[Row]) -> Answer:
-    """Of a workload that says no more of itself: which cell is the quickest."""
+    """Which cell is the quickest: the answer of a workload that says no more of itself."""
     ranking = ranking_of(rows, timed_quantity(rows))
     return Answer(workload=rows[0].record.workload, verdict=ranking_words(ranking, of=" a call") if ranking else "")
 

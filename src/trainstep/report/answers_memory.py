@@ -12,9 +12,9 @@ from trainstep.traces.ledger import HELD
 
 Ledger = Mapping[str, int]
 _WORTH_SHARE = 0.05
-"""Of the peak: what is less is not worth a change."""
+"""A share of the peak: what is less is not worth a change."""
 _ALONE_SHARE = 0.2
-"""Of the peak: a change on the same devices that saves so much goes before more devices."""
+"""A share of the peak: a change on the same devices that saves so much goes before more devices."""
 
 
 def memory_answer(rows: Sequence[Row]) -> Answer | None:

@@ -15,7 +15,7 @@ _STEP = "step"
 _PLACES = 3
 """Models, sizes or machines that are spoken of one by one."""
 _WORTH_SHARE = 0.05
-"""Of the step, or of the peak: what is less is not worth a change."""
+"""A share of the step, or of the peak: what is less is not worth a change."""
 
 
 def parallel_answer(rows: Sequence[Row]) -> Answer | None:

@@ -11,7 +11,7 @@ from trainstep.report.forms import in_percent, listed, percent, rate_words, seco
 from trainstep.report.rows import Row
 
 _NEAR_FULL = 0.9
-"""Of the best bandwidth: what a message should reach."""
+"""The share of the best bandwidth that a message should reach."""
 _SERIES = 3
 """Series that are spoken of one by one."""
 

@@ -128,7 +128,7 @@ def _span(limits: Sequence[StepLimit]) -> str:
 
 
 def _quickest_each(limits: Sequence[StepLimit]) -> list[StepLimit]:
-    """Of variants of the same work (precision, compile...) the quickest alone: the others need no advice."""
+    """The quickest of the variants of each work (precision, compile...): the others need no advice."""
     by_work = grouped(limits, lambda limit: tuple(item for item in limit.row.point.items() if item[0] in NOT_COMPARED))
     return [min(alike, key=lambda limit: limit.step_s) for alike in by_work.values()]
 

@@ -30,9 +30,9 @@ MAXIMUM_PANELS = 24
 _PAGE_PX = 1240
 _NARROWEST_PX, _PANEL_PX, _WIDEST_PX = 560, 260, 1200
 _CELL_PX = 76
-"""Of a map's cell with a number in it, its share of the axis' labels included."""
+"""The width of a map's cell with a number in it, its share of the axis' labels included."""
 _LEGEND_PX, _CHARACTER_PX = 60, 8
-"""Of a legend's entry, without its text, and of a character in it."""
+"""The widths of a legend's entry without its text, and of a character in it."""
 _LONGEST_LABEL = 32
 _TOP = 66
 """Pixels above the first line of panels: legend and titles."""

@@ -8,7 +8,7 @@ from trainstep.report.charts import Chart, Section
 from trainstep.report.tables import Table
 
 OPEN_PX = 6 * 900
-"""Of the whole page, on a screen 1280 pixels wide."""
+"""The height of the whole page, on a screen 1280 pixels wide."""
 _FRAME_PX = 900
 """Head and foot of a page."""
 _HEADING_PX = 140

@@ -26,7 +26,7 @@ _NARROWEST = 40
 _TEXT_WIDTH = 20
 """The width that a text with long words is not squeezed below, so that it is still read."""
 _NAMES_SHARE = 2 / 3
-"""Of the width: what names a row may have of every block."""
+"""The share of the width that the names of a row may have in every block."""
 _GAP = 2
 """Characters between columns."""
 

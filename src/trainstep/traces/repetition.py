@@ -25,7 +25,7 @@ from trainstep.traces.kineto import KERNEL, Activity, Call, Range, Thread, Trace
 _OPTIMIZER = "Optimizer.step#"
 _ENGINE = "autograd::engine"
 _LEAST_ALIKE = 0.8
-"""Of a step's names, the part that must occur as often as in the others."""
+"""The share of a step's names that must occur as often as in the others."""
 _LEAST_NAMES = 3
 _LONGEST_WARM_UP = 3.0
 """Events of the first step over those of a usual one: more is no warm-up but a loop at the end of a step."""
