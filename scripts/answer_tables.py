@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from trainstep.records.bandwidth import bandwidth
 from trainstep.records.compare import Comparison
+from trainstep.records.derive import bandwidth
 from trainstep.records.record import Record
-from trainstep.report.forms import COUNT, ERROR, GIGA, MS, TEXT, Form, failure_word, in_gib, in_percent, three_digits
-from trainstep.report.parallel_rows import Way, ways_of
-from trainstep.report.ratios import median_of, ratio_of
-from trainstep.report.rows import PHASES, Row, flat_config, grouped, table_lines
-from trainstep.report.tables import Column, Entry, Table
+from trainstep.report.kit.forms import COUNT, DIGITS, ERROR, GIGA, MS, TEXT, Form, failure_word, in_gib, in_percent
+from trainstep.report.kit.ranking import median_of, ratio_of
+from trainstep.report.kit.rows import PHASES, Row, flat_config, grouped, table_lines
+from trainstep.report.kit.tables import Column, Entry, Table
+from trainstep.report.parallel.tables import StrategyRow, strategies_of
 
 Line = dict[str, Any]
 RATIO = Form(text=lambda ratio: f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}")
 _FORMS = {
     "(ms)": MS,
     "(s)": Form(text=lambda seconds: f"{seconds:.0f}"),
-    "(GiB)": Form(text=lambda size: three_digits(in_gib(size))),
+    "(GiB)": Form(text=lambda size: DIGITS.text(in_gib(size))),
     "(MiB)": Form(text=lambda size: f"{size / 2**20:,g}"),
     "(GB/s)": GIGA,
-    "(%)": Form(text=lambda share: three_digits(in_percent(share))),
+    "(%)": Form(text=lambda share: DIGITS.text(in_percent(share))),
     "(error)": ERROR,
 }
 """The end of a title -> how the values below it are written. Without one of these a whole number is a count, any other a ratio."""
@@ -39,11 +39,11 @@ _SUMS = {
     ("mean of squares", "scaled to 1,000 at most"): "the same of activations scaled to 1,000 at most",
     ("softmax's sum", "logits"): "softmax's sum over the logits",
 }
-"""What is summed, of which values -> as the answer calls it; of the sums that a numerics record has."""
+"""(What is summed, which values) of a numerics record -> the name of that sum in the answer."""
 
 
 class Shown(NamedTuple):
-    """A table of the answers."""
+    """A table of the answers: the function that makes its lines, and the names of the records that it reads."""
 
     lines: Callable[[Sequence[Row]], Iterable[Line]]
     records: Sequence[str]
@@ -57,15 +57,15 @@ def table_of(lines: Iterable[Line]) -> Table:
 
 
 def _form(title: str, values: Iterable[Any]) -> Form:
-    there = [value for value in values if value is not None and not isinstance(value, Entry)]
-    if any(isinstance(value, str) for value in there):
+    known = [value for value in values if value is not None and not isinstance(value, Entry)]
+    if any(isinstance(value, str) for value in known):
         return TEXT
-    plain = COUNT if all(isinstance(value, int) for value in there) else RATIO
+    plain = COUNT if all(isinstance(value, int) for value in known) else RATIO
     return _FORMS.get(title[title.rfind("(") :], plain)
 
 
 def phases(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a model and context: medians of the phases, and how much the step varies."""
+    """One line per model and context: medians of the phases, and how much the step varies."""
     for row in _where(rows, model=("small", "large", "2.7B"), context=(256, 1024)):
         times = {name: _median(row, name) for name in (*PHASES, "step")}
         steps = row.record.samples["step"].values if row.record.failure is None else ()
@@ -78,9 +78,9 @@ def phases(rows: Sequence[Row]) -> Iterable[Line]:
 
 
 def warmups(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a model: the first two steps of a process, and the average of ten steps behind so many others."""
-    for model, mine in grouped(rows, lambda row: _config(row, "model")).items():
-        steps = {_config(row, "warmups"): row.record.samples["step"].values for row in _done(mine)}
+    """One line per model: the first two steps of a process, and the average of ten steps after each number of warm-ups."""
+    for model, model_rows in grouped(rows, lambda row: _config(row, "model")).items():
+        steps = {_config(row, "warmups"): row.record.samples["step"].values for row in _done(model_rows)}
         cold = steps.get(0, ())
         yield {
             "model": model,
@@ -94,18 +94,18 @@ def warmups(rows: Sequence[Row]) -> Iterable[Line]:
 
 
 def kernels(rows: Sequence[Row]) -> Iterable[Line]:
-    """Two lines a model, forward and the whole step: the kernel that takes most, wherever it runs, and the share of matmuls.
+    """Two lines per model, forward and the whole step: the kernel that takes most time in any layer, and the share of matmuls.
 
-    Shares are of the table of classes, which has every kernel; the table of kernels puts the small ones of a phase together.
+    Shares come from the table of classes, which has every kernel; the table of kernels adds up the small ones of a phase.
     """
     for row in _where(rows, context=256, mode="step"):
-        for part, among in {"forward": ("forward",), "whole step": PHASES}.items():
+        for part, part_phases in {"forward": ("forward",), "whole step": PHASES}.items():
             classes, times, calls = Counter[str](), Counter[str](), Counter[str]()
             for line in table_lines(row.record.tables.get("classes")):
-                if line["phase"] in among and line["class"] != "idle":
+                if line["phase"] in part_phases and line["class"] != "idle":
                     classes[line["class"]] += line["time_s"]
             for line in table_lines(row.record.tables.get("kernels")):
-                if line["phase"] in among and line["class"] != "rest":
+                if line["phase"] in part_phases and line["class"] != "rest":
                     times[line["name"]] += line["time_s"]
                     calls[line["name"]] += line["calls"]
             for name, time_s in times.most_common(1):
@@ -114,14 +114,14 @@ def kernels(rows: Sequence[Row]) -> Iterable[Line]:
                     "part": part,
                     "kernel that takes most": _short(name),
                     "calls": round(calls[name]),
-                    "its time (ms)": time_s,
-                    "its share of the part (%)": _over(time_s, classes.total()),
-                    "share of all matmuls (%)": _over(classes["matmul"], classes.total()),
+                    "kernel's time (ms)": time_s,
+                    "kernel's share of the part (%)": _over(time_s, classes.total()),
+                    "share of all matmuls together (%)": _over(classes["matmul"], classes.total()),
                 }
 
 
 def _short(kernel: str) -> str:
-    """A matmul's name: family, which operand is transposed, tile: `cutlass_80_simt_sgemm nn 256x128x8`."""
+    """The short name of a matmul: family, which operand is transposed, tile: `cutlass_80_simt_sgemm nn 256x128x8`."""
     words = kernel.split("_")
     if kernel.startswith("sm80_xmma_gemm"):
         return f"sm80_xmma_gemm {words[6]} {kernel.partition('tilesize')[2].partition('_')[0]}"
@@ -131,7 +131,7 @@ def _short(kernel: str) -> str:
 
 
 def softmax(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a model and phase: the matmuls of attention against its softmax."""
+    """One line per model and phase: the matmuls of attention against its softmax."""
     for row in _where(rows, context=256, mode="step"):
         parts = {(line["phase"], line["part"]): line for line in table_lines(row.record.tables.get("attention"))}
         for phase in dict.fromkeys(phase for phase, _ in parts):
@@ -148,111 +148,111 @@ def softmax(rows: Sequence[Row]) -> Iterable[Line]:
 
 
 def dtypes(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line for modules of one kind that hand on the same dtypes: these, under each precision."""
+    """One line for all modules of a kind whose outputs have the same dtypes: these dtypes under each precision."""
     outputs: dict[tuple[str, str], Line] = {}
     for row in _where(rows, model="small", precision=("fp32", "bf16_autocast", "fp16_autocast", "bf16")):
         for line in table_lines(row.record.tables.get("dtypes")):
             module = line["module"].rpartition("blocks.0-11.")[2], line["kind"]
             outputs.setdefault(module, {})[_config(row, "precision")] = line["output"]
     leaves = [module for module in outputs if module[1] not in ("SelfAttention", "SwiGLU", "Block")]
-    for mine in grouped(leaves, lambda module: (module[1] or module[0], *outputs[module].values())).values():
-        yield {"modules": ", ".join(name for name, _ in mine), "kind": mine[0][1], **outputs[mine[0]]}
+    for modules in grouped(leaves, lambda module: (module[1] or module[0], *outputs[module].values())).values():
+        yield {"modules": ", ".join(name for name, _ in modules), "kind": modules[0][1], **outputs[modules[0]]}
 
 
 def sums(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a sum in the small model's fp32 cell (others have the same): its median error with each accumulator."""
-    found: dict[str, Line] = {name: {"sum": name} for name in _SUMS.values()}
+    """One line per sum in the small model's fp32 cell (other cells have the same): its median error with each accumulator."""
+    lines: dict[str, Line] = {name: {"sum": name} for name in _SUMS.values()}
     for row in _where(rows, model="small", precision="fp32"):
         for line in table_lines(row.record.tables.get("reductions")):
             if (line["what"], line["values"]) in _SUMS:
                 lost = line["error_median"] is None
                 value = Entry(text="all lost") if lost else line["error_median"]
                 title = f"{line['numbers']} numbers, {line['accumulator']} accumulator (error)"
-                found[_SUMS[line["what"], line["values"]]][title] = value
-    return found.values()
+                lines[_SUMS[line["what"], line["values"]]][title] = value
+    return lines.values()
 
 
 def peaks(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a context and precision: the peak of forward alone and of a whole step."""
+    """One line per context and precision: the peak of forward alone and of a whole step."""
     cells = grouped(rows, lambda row: tuple(_named(row, "context", "precision").items()))
-    for place, mine in cells.items():
-        by = {_config(row, "mode"): row for row in mine}
-        ledger = table_lines(by["step"].record.tables.get("ledger")) if "step" in by else []
-        held = {line["line"]: line["peak"] for line in ledger}
+    for config, cell_rows in cells.items():
+        by_mode = {_config(row, "mode"): row for row in cell_rows}
+        ledger = table_lines(by_mode["step"].record.tables.get("ledger")) if "step" in by_mode else []
+        bytes_at_peak = {line["line"]: line["peak"] for line in ledger}
         yield {
-            **dict(place),
-            "forward alone (GiB)": _fact(by.get("forward_no_grad"), "peak_allocated_bytes"),
-            "whole step (GiB)": _fact(by.get("step"), "peak_allocated_bytes"),
-            "activations at that peak (GiB)": held.get("activations"),
+            **dict(config),
+            "forward alone (GiB)": _fact(by_mode.get("forward_no_grad"), "peak_allocated_bytes"),
+            "whole step (GiB)": _fact(by_mode.get("step"), "peak_allocated_bytes"),
+            "activations at that peak (GiB)": bytes_at_peak.get("activations"),
         }
 
 
 def largest(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a context: a tensor of the residual stream, beside the largest allocations that are there at the peak of a step."""
+    """One line per context: a tensor of the residual stream, beside the largest allocations at the peak of a step."""
     for row in _where(rows, mode="step", precision="fp32"):
         counts = Counter[tuple[str, int]]()
         for line in table_lines(row.record.tables.get("allocations")):
             counts["weight" if line["category"] in _WEIGHTS else line["category"], line["bytes"]] += line["count"]
         stream = _fact(row, "residual_stream_bytes")
-        found: Line = {**_named(row, "context"), "a tensor of the residual stream (MiB)": stream}
+        shown: Line = {**_named(row, "context"), "a tensor of the residual stream (MiB)": stream}
         for kind, name in {"weight": "weights, gradients and moments", "activations": "activations"}.items():
             sizes = [(size, count) for (of, size), count in counts.items() if of == kind]
             size, count = max(sizes, default=(None, None))
-            found |= {f"{name}: largest (MiB)": size, f"{name}: how many so large": count}
-        yield {**found, "largest activation / residual stream": _over(found["activations: largest (MiB)"], stream)}
+            shown |= {f"{name}: largest (MiB)": size, f"{name}: number of that size": count}
+        yield {**shown, "largest activation / residual stream": _over(shown["activations: largest (MiB)"], stream)}
 
 
 def plain_memory(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a length: the matrices that attention written out holds, and its peak, 64 wide."""
-    lengths = _where(rows, head_dim=64, implementation="plain", seq=(4096, 8192, 16384))
-    for seq, mine in grouped(lengths, lambda row: _config(row, "seq")).items():
-        by = {_config(row, "direction"): row for row in mine}
-        matrix, peak = (_fact(by.get("backward"), name) for name in ("scores_bytes", "peak_bytes"))
+    """One line per length: the matrices that attention written out holds, and its peak, 64 wide."""
+    cells = _where(rows, head_dim=64, implementation="plain", seq=(4096, 8192, 16384))
+    for seq, length_rows in grouped(cells, lambda row: _config(row, "seq")).items():
+        by_direction = {_config(row, "direction"): row for row in length_rows}
+        matrix, peak = (_fact(by_direction.get("backward"), name) for name in ("scores_bytes", "peak_bytes"))
         yield {
             "positions": seq,
             "a matrix of scores (GiB)": matrix,
-            "held for backward (GiB)": _fact(by.get("forward"), "held_bytes"),
-            "peak of forward (GiB)": _fact(by.get("forward"), "peak_bytes"),
+            "held for backward (GiB)": _fact(by_direction.get("forward"), "held_bytes"),
+            "peak of forward (GiB)": _fact(by_direction.get("forward"), "peak_bytes"),
             "peak of backward (GiB)": peak,
             "peak of backward / a matrix of scores": _over(peak, matrix),
         }
 
 
 def compiled_attention(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a length and width: attention written out, eager and compiled."""
-    mine = _where(rows, head_dim=(16, 128), seq=(1024, 4096, 16384))
-    shapes = grouped(mine, lambda row: (_config(row, "seq"), _config(row, "head_dim")))
-    for (seq, width), cells in sorted(shapes.items()):
-        by = {(_config(row, "implementation"), _config(row, "direction")): row for row in cells}
-        found: Line = {"positions": seq, "width": width}
+    """One line per length and width: attention written out, eager and compiled."""
+    cells = _where(rows, head_dim=(16, 128), seq=(1024, 4096, 16384))
+    shapes = grouped(cells, lambda row: (_config(row, "seq"), _config(row, "head_dim")))
+    for (seq, width), shape_rows in sorted(shapes.items()):
+        by = {(_config(row, "implementation"), _config(row, "direction")): row for row in shape_rows}
+        line: Line = {"positions": seq, "width": width}
         for direction in ("forward", "backward"):
             eager, compiled = (by.get((name, direction)) for name in ("plain", "plain_compiled"))
             eager_s, compiled_s = (_median(row, "time_s") for row in (eager, compiled))
-            found |= {f"{direction} (ms)": eager_s, f"compiled {direction} (ms)": compiled_s}
-            found |= {f"{direction}, compiled / eager": _over(compiled_s, eager_s)}
-        held = (_fact(by.get((name, "backward")), "peak_bytes") for name in ("plain_compiled", "plain"))
-        yield {**found, "peak of backward, compiled / eager": _over(*held)}
+            line |= {f"{direction} (ms)": eager_s, f"compiled {direction} (ms)": compiled_s}
+            line |= {f"{direction}, compiled / eager": _over(compiled_s, eager_s)}
+        peak_bytes = (_fact(by.get((name, "backward")), "peak_bytes") for name in ("plain_compiled", "plain"))
+        yield {**line, "peak of backward, compiled / eager": _over(*peak_bytes)}
 
 
 def compiled_model(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a model: the step eager, with each block compiled, and compiled as a whole."""
-    for model, mine in grouped(rows, lambda row: _config(row, "model")).items():
-        by = {_config(row, "compile"): row for row in mine}
-        ratios = {name: _ratio(by.get("none"), by.get(name)) for name in ("block", "model")}
+    """One line per model: the step eager, with each block compiled, and compiled as a whole."""
+    for model, model_rows in grouped(rows, lambda row: _config(row, "model")).items():
+        by_compile = {_config(row, "compile"): row for row in model_rows}
+        ratios = {name: _ratio(by_compile.get("none"), by_compile.get(name)) for name in ("block", "model")}
         yield {
             "model": model,
-            **{f"{title} (ms)": _median(by.get(name), "step") for name, title in _COMPILED.items()},
-            **{f"{_COMPILED[name]} / eager": found.ratio if found else None for name, found in ratios.items()},
-            **{f"compiling {_COMPILED[name]} (s)": _fact(by.get(name), "compile_s") for name in ratios},
+            **{f"{title} (ms)": _median(by_compile.get(name), "step") for name, title in _COMPILED.items()},
+            **{f"{_COMPILED[name]} / eager": known.ratio if known else None for name, known in ratios.items()},
+            **{f"compiling {_COMPILED[name]} (s)": _fact(by_compile.get(name), "compile_s") for name in ratios},
         }
 
 
 def flash(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a length: forward and backward of plain attention and of ours, in bf16, and how many times as fast ours is."""
+    """One line per length: forward and backward of plain attention and of ours, in bf16, and how many times as fast ours is."""
     lengths = (1024, 4096, 8192, 16384, 32768, 65536)
     cells = _where(rows, dtype="bf16", direction="both", seq=lengths)
-    for seq, mine in sorted(grouped(cells, lambda row: _config(row, "seq")).items()):
-        by = {(_config(row, "implementation"), _config(row, "head_dim")): _median(row, "time_s") for row in mine}
+    for seq, length_rows in sorted(grouped(cells, lambda row: _config(row, "seq")).items()):
+        by = {(_config(row, "implementation"), _config(row, "head_dim")): _median(row, "time_s") for row in length_rows}
         yield {
             "positions": seq,
             **{f"{name}, 64 wide (ms)": by.get((name, 64)) for name in ("plain", "trainstep")},
@@ -264,24 +264,24 @@ def flash(rows: Sequence[Row]) -> Iterable[Line]:
 
 
 def all_reduce(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a size: time and bus bandwidth of an all-reduce by backend and number of ranks."""
+    """One line per size: time and bus bandwidth of an all-reduce by backend and number of ranks."""
     sizes = grouped(_where(rows, operation="all_reduce"), lambda row: _config(row, "mib"))
-    for mib, mine in sorted(sizes.items()):
-        if 0.001 < mib < 0.05:  # latency alone, as the smallest has it
+    for mib, size_rows in sorted(sizes.items()):
+        if 0.001 < mib < 0.05:  # only latency, which the smallest size shows already
             continue
-        by = {f"{_config(row, 'backend')} {_config(row, 'ranks')}": row for row in mine}
+        by = {f"{_config(row, 'backend')} {_config(row, 'ranks')}": row for row in size_rows}
         speeds = {name: bandwidth(row.record) for name, row in by.items()}
-        found: Line = {"size (MiB)": mib * 2**20}
+        line: Line = {"size (MiB)": mib * 2**20}
         for name, title in _BACKENDS.items():
             speed = speeds.get(name)
-            found |= {f"{title} (ms)": _median(by.get(name), "time")}
-            found |= {f"{title} (GB/s)": speed.bus_bytes_per_s if speed else None}
-        yield found
+            line |= {f"{title} (ms)": _median(by.get(name), "time")}
+            line |= {f"{title} (GB/s)": speed.bus_bytes_per_s if speed else None}
+        yield line
 
 
 def synchronised(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a parallel strategy that keeps whole gradients: its messages, and what they add to the step without them."""
-    ways = {way.sync: way for way in ways_of(_where(rows, model="medium", context=256))}
+    """One line per parallel strategy that keeps whole gradients: its messages, and what they add to the step without them."""
+    ways = {way.sync: way for way in strategies_of(_where(rows, model="medium", context=256))}
     for way in (ways[name] for name in _WHOLE_GRADIENTS if name in ways):
         yield {
             "strategy": way.sync,
@@ -289,32 +289,32 @@ def synchronised(rows: Sequence[Row]) -> Iterable[Line]:
             "step of none (ms)": _median(way.base, "step"),
             "step (ms)": _median(way.row, "step"),
             **_against_none(way),
-            "transfer (ms)": _fact(way.row, "transfer_s"),
-            "waiting or transfer, nothing computing (ms)": _fact(way.row, "exposed_s"),
+            "transfer (ms)": way.communication.get("transfer_s"),
+            "exposed communication (ms)": way.communication.get("exposed_s"),
             "peak (GiB)": _fact(way.row, "peak_allocated_bytes"),
         }
 
 
 def sharded(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a parallel strategy: what rank 0 holds at points of a step, what a rank sends, and what that costs."""
-    for way in ways_of(rows):
+    """One line per parallel strategy: what rank 0 holds at points of a step, what a rank sends, and what that costs."""
+    for way in strategies_of(rows):
         lines = [line for line in way.lines("memory_points") if line["rank"] == 0]
-        held = {(line["point"], line["line"]): line["bytes"] for line in lines}
+        bytes_at = {(line["point"], line["line"]): line["bytes"] for line in lines}
         points = ("after init", "after backward", "after step")
         yield {
             **_named(way.row, "model"),
             "strategy": way.sync,
-            "optimizer state (GiB)": held.get(("after forward", "optimizer state")),
-            **{f"allocated {point} (GiB)": held.get((point, "allocated")) for point in points},
+            "optimizer state (GiB)": bytes_at.get(("after forward", "optimizer state")),
+            **{f"allocated {point} (GiB)": bytes_at.get((point, "allocated")) for point in points},
             "peak (GiB)": _fact(way.row, "peak_allocated_bytes"),
-            "sent by a rank at most (GiB)": _fact(way.row, "wire_bytes"),
+            "sent per rank, at most (GiB)": _fact(way.row, "wire_bytes"),
             **{f"{name} (ms)": _median(way.row, name) for name in ("optimizer", "step")},
             **_against_none(way),
         }
 
 
 def three_numbers(rows: Sequence[Row]) -> Iterable[Line]:
-    """A line a whole step: what tensors held, what the allocator took, what nvidia-smi shows, and what stands between them."""
+    """One line per whole step: what tensors held, what the allocator took, what nvidia-smi shows, and their differences."""
     cells = {tuple(_named(row, "model", "context", "precision").values()): row for row in rows}
     for row in _done(_where(cells.values(), mode="step", context=256)):
         allocated, reserved, driver = (
@@ -360,7 +360,7 @@ def _named(row: Row, *names: str) -> Line:
 
 
 def _where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """Rows whose config has these values; of a tuple, one of them."""
+    """Rows whose config has these values; for a tuple, one of its values."""
     allowed = {name: value if isinstance(value, tuple) else (value,) for name, value in wanted.items()}
     return [row for row in rows if all(_config(row, name) in values for name, values in allowed.items())]
 
@@ -378,23 +378,23 @@ def _fact(row: Row | None, name: str) -> Any:
 
 
 def _read(row: Row | None, value_of: Callable[[Record], Any]) -> Any:
-    """What a cell's record has, in SI; the word of its failure where the cell failed; None where there is no such cell."""
+    """A value of a cell's record, in SI; the word of its failure if the cell failed; None if there is no such cell."""
     failure = row.record.failure if row else None
     return Entry(text=failure_word(failure), failure=failure) if failure else row and value_of(row.record)
 
 
 def _over(above: Any, below: Any) -> float | None:
-    """A ratio, where both are numbers."""
+    """The ratio of two values, if both are numbers."""
     return above / below if isinstance(above, int | float) and isinstance(below, int | float) and below else None
 
 
 def _ratio(base: Row | None, row: Row | None) -> Comparison | None:
-    """A step's ratio to another's, from pairs of turns, and its 99 % interval; None where there is none."""
+    """The ratio of two steps, from interleaved runs, and its 99 % interval; None if there is none."""
     return ratio_of(base, row, "step").known if base and row and base is not row else None
 
 
-def _against_none(way: Way) -> Line:
-    """The step's ratio to that of ranks that do not talk."""
+def _against_none(way: StrategyRow) -> Line:
+    """The step's ratio to that of ranks without communication."""
     known = _ratio(way.base, way.row)
     interval = f"{known.low:.2f} to {known.high:.2f}" if known and known.low and known.high else None
     return {"step / none": known.ratio if known else None, "99 % interval": interval}

@@ -1,4 +1,4 @@
-"""Rewrite the tables of docs/answers.md, and those beside the records of results/h200, from the records: python scripts/answers.py
+"""Rewrite the tables of docs/answers.md, and those beside the records under results/, from the records: python scripts/answers.py
 
 `--check` writes nothing: it names the tables that are not what the records say, and ends with 1 where there are any. In
 docs/answers.md a table stands between `<!-- table NAME -->` and `<!-- end -->`; scripts/answer_tables.py declares each. The
@@ -11,15 +11,14 @@ from pathlib import Path
 
 from answer_tables import TABLES, Shown, table_of
 
-from trainstep.report.all_tables import all_tables
 from trainstep.report.answers import answers
-from trainstep.report.comparison_page import comparison_tables
-from trainstep.report.frames import markdown
-from trainstep.report.rows import read_rows
+from trainstep.report.kit.frames import markdown
+from trainstep.report.kit.rows import read_rows
+from trainstep.report.kit.tables import all_tables
+from trainstep.report.step.comparison import comparison_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-RECORDED = RESULTS / "h200"
 ANSWERS = ROOT / "docs" / "answers.md"
 _PLACE = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _SHOWN_WITH = {"buckets": ("all_reduce",)}
@@ -54,9 +53,9 @@ def stale_answers() -> dict[str, tuple[Path, str]]:
 
 
 def stale_beside_records() -> dict[str, tuple[Path, str]]:
-    """`NAME.md` -> the file and what `trainstep report NAME.jsonl --format markdown` gives, where it is not that."""
+    """`MACHINE/NAME.md` -> the file and what `trainstep report NAME.jsonl --format markdown` gives, where it is not that."""
     found = {}
-    for records in sorted(RECORDED.glob("*.jsonl")):
+    for records in sorted(RESULTS.glob("*/*.jsonl")):
         path = records.with_suffix(".md")
         if not path.exists():
             continue
@@ -64,7 +63,7 @@ def stale_beside_records() -> dict[str, tuple[Path, str]]:
         rows = read_rows([records, *others])
         text = markdown([*all_tables(rows), *comparison_tables(rows)], answers(rows))
         if text != path.read_text(encoding="utf-8"):
-            found[path.name] = path, text
+            found[str(path.relative_to(RESULTS))] = path, text
     return found
 
 

@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from trainstep.report.kit.rows import read_rows
 from trainstep.report.page import page
-from trainstep.report.rows import read_rows
 
 RECORDS = Path(__file__).resolve().parent.parent / "results" / "h200"
 HEIGHTS = {

@@ -25,7 +25,7 @@ def main() -> None:
     """Set up the environment named on the command line."""
     folder = Path(sys.argv[1])
     python = folder / "bin" / "python"
-    reused = installed_torch()
+    reused, offered = installed_torch(), None
     if not is_usable(folder, reuse=reused is not None):
         create(folder, reuse=reused is not None)
     if reused is not None:
@@ -33,8 +33,9 @@ def main() -> None:
     elif has_torch(python):
         print(f"Setting up {folder}: refreshing what pyproject.toml and constraints.txt ask for.", flush=True)
     else:
-        print(download_sentence(folder, offered_torch(python)), flush=True)
-    install(python, torch=reused)
+        offered = offered_torch(python)
+        print(download_sentence(folder, offered), flush=True)
+    install(python, torch=reused or offered, reuse=reused is not None)
 
 
 def installed_torch() -> str | None:
@@ -82,12 +83,14 @@ def has_torch(python: Path) -> bool:
 
 
 def offered_torch(python: Path) -> str | None:
-    """The torch that pip would choose, '2.13.0+cpu' for one; None where pip cannot say. Downloads nothing."""
+    """The newest CPU build that pip offers, else the newest release; None where pip cannot say. Downloads nothing."""
     command = [python, "-m", "pip", "index", "versions", "torch"]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
     _, _, offers = asked.stdout.partition("Available versions:")
     versions = [word.strip() for word in offers.split("\n")[0].split(",") if word.strip()]
-    return next((version for version in versions if release(version) < torch_limit()), None)
+    tested = [version for version in versions if OLDEST_TORCH <= release(version) < torch_limit()]
+    # A CPU build is offered where somebody has told pip of one. It is taken though the index has a newer release for CUDA.
+    return next((version for version in tested if "+cpu" in version), tested[0] if tested else None)
 
 
 def download_sentence(folder: Path, offered: str | None) -> str:
@@ -95,18 +98,19 @@ def download_sentence(folder: Path, offered: str | None) -> str:
     if sys.platform == "darwin" or (offered and "+cpu" in offered):
         return f"Setting up {folder}: downloading PyTorch {offered or ''} (~0.2 GB CPU build) and ~0.3 GB beside it."
     return (
-        f"Setting up {folder}: downloading PyTorch {offered or ''} with CUDA, about 2.6 GB (6 GB on disk).\n"
+        f"Setting up {folder}: downloading PyTorch {offered or ''} with CUDA, about 3 GB (over 6 GB on disk).\n"
         f"Without a GPU the CPU build (~0.2 GB) does: stop this with Ctrl-C, run\n"
         f"    {folder}/bin/python -m pip install 'torch<{'.'.join(map(str, torch_limit()))}' --index-url {CPU_INDEX}\n"
         f"and make again; it is kept."
     )
 
 
-def install(python: Path, *, torch: str | None) -> None:
+def install(python: Path, *, torch: str | None, reuse: bool) -> None:
     """This project, editable, with its tests' packages, in one pip command. A reused torch stays as it is, its triton too."""
     constraints = CONSTRAINTS.read_text()
     if torch is not None:
-        constraints = re.sub(r"(?m)^(torch|triton)\b.*", "", constraints) + f"torch=={torch}\n"
+        settled = "torch|triton" if reuse else "torch"
+        constraints = re.sub(rf"(?m)^({settled})\b.*", "", constraints) + f"torch=={torch}\n"
     with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
         file.write(constraints)
     quietly = [] if sys.stdout.isatty() else ["-qq"]  # on a terminal pip shows how far the download is

@@ -1,4 +1,4 @@
-"""Random attention problems and the comparison that every implementation goes through: algorithm, interpreter and GPU alike."""
+"""Random attention problems, and the check of an implementation against references: algorithm, interpreter and GPU alike."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from trainstep.ops import flash_attention, flash_attention_backward, reference
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One problem. `strided`: how q, k, v lie in memory, as models produce them."""
+    """One attention problem. `strided`: the memory layout of q, k and v, as models produce it."""
 
     batch: int = 1
     heads: int = 1
@@ -43,11 +43,11 @@ class Case:
 
         if self.strided == "BSHD":
             return normal(self.batch, positions, heads, self.head_dim).transpose(1, 2)
-        if self.strided == "fused":  # one of the three of a fused projection
+        if self.strided == "fused":  # one of the three outputs of a fused projection
             return normal(self.batch, positions, 3, heads, self.head_dim)[:, :, 1].transpose(1, 2)
         if self.strided == "padded":  # a row longer than the head
             return normal(self.batch, heads, positions, self.head_dim + 3)[..., : self.head_dim]
-        if self.strided == "offset":  # a base that is aligned to nothing
+        if self.strided == "offset":  # a base without alignment
             flat = normal(self.batch * heads * positions * self.head_dim + 1)
             return flat[1:].view(self.batch, heads, positions, self.head_dim)
         return normal(self.batch, heads, positions, self.head_dim)
@@ -58,7 +58,7 @@ class Case:
 
 
 ROWS = 32
-"""Queries in all, at least, of a random case: the worst of a few errors says little about an implementation."""
+"""The least number of queries of a random case: the largest of a few errors says little about an implementation."""
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 """(q, k, v, *, causal, causal_alignment) -> output and log-sum-exp, with gradients."""
@@ -81,7 +81,7 @@ class _ByItself(torch.autograd.Function):
 def attend_by_itself(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, causal_alignment: str, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """flash_attention and flash_attention_backward, each called; tensors of one head without it, (B, S, D)."""
+    """Call flash_attention and flash_attention_backward directly; one head is passed as (B, S, D)."""
     options = {"is_causal": causal, "causal_alignment": causal_alignment, "enable_gqa": True, **options}
     if q.shape[1] > 1:
         return _ByItself.apply(q, k, v, options)  # type: ignore[no-any-return, no-untyped-call]
@@ -90,7 +90,7 @@ def attend_by_itself(
 
 
 def random_case(seed: int, *, longest: int, dtypes: list[torch.dtype], most_pairs: float = float("inf")) -> Case:
-    """A case drawn by its number: the same everywhere, and found again by that number when it fails."""
+    """The case of this seed: it is the same on every machine, so a failure can be repeated by its seed."""
     draw = random.Random(seed)
     while True:
         key_heads = draw.choice([1, 1, 2, 3])
@@ -114,7 +114,7 @@ def random_case(seed: int, *, longest: int, dtypes: list[torch.dtype], most_pair
 
 
 def check(attend: Attend, case: Case, *, device: str = "cpu", times: int = 2, strict: Sequence[str] = ()) -> None:
-    """Check output, log-sum-exp and the three gradients by the 2x rule. Queries that see no key: exactly 0 and -inf.
+    """Check output, log-sum-exp and the three gradients by the 2x rule; queries that see no key must give exactly 0 and -inf.
 
     `strict`: the outputs whose bound makes no allowance for terms that cancel.
     """
@@ -137,7 +137,7 @@ def check(attend: Attend, case: Case, *, device: str = "cpu", times: int = 2, st
 
 
 def _terms(case: Case, o: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, float]:
-    """The size of what is rounded on the way to each result, for the eps term of the rule: often far above the result.
+    """The size of the intermediate values of each result, for the eps term of the rule: often far above the result.
 
     FlashAttention's p = exp(scores - lse) carries an error of eps |lse| where a softmax's own does not, and its p (dp - delta)
     cancels, to exactly 0 where a query sees one key; plain softmax there subtracts equal roundings, delta = rowsum(do o) others.
@@ -169,7 +169,7 @@ def _terms(case: Case, o: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -
 
 
 def _rounded(x: Tensor, y: Tensor) -> Tensor:
-    """The size of the roundings in x y^T: the sum, and the root of its squared terms, which unlike the sum is never 0 by chance."""
+    """The size of the roundings in x y^T: the sum, plus the root of its squared terms, since the sum may be 0 by chance."""
     return (x @ y.mT).abs() + (x.square() @ y.square().mT).sqrt()
 
 

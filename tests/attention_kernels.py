@@ -1,4 +1,4 @@
-"""The attention kernels as tests call them: on a GPU through the public function; in Triton's interpreter from their launchers.
+"""Calls of the attention kernels for tests: on a GPU by the public function, in Triton's interpreter by their launchers.
 
 Import it after pytest.importorskip("triton").
 """
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from trainstep.ops import flash_attention
-from trainstep.ops.flash_attention.backward import launch_backward
-from trainstep.ops.flash_attention.forward import launch_forward
 from trainstep.ops.flash_attention.launch import Problem
-from trainstep.ops.flash_attention.split_backward import launch_split_backward
-from trainstep.ops.flash_attention.split_forward import launch_split_forward
-from trainstep.ops.flash_attention.tiles import Arithmetic, TileConfig
+from trainstep.ops.flash_attention.portable.backward import launch_backward
+from trainstep.ops.flash_attention.portable.forward import launch_forward
+from trainstep.ops.flash_attention.portable.tiles import Arithmetic, TileConfig
+from trainstep.ops.flash_attention.split.backward import launch_split_backward
+from trainstep.ops.flash_attention.split.forward import launch_split_forward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 RUNNABLE = INTERPRETED or torch.cuda.is_available()
 SMALL = TileConfig(block_q=64, block_k=32, num_warps=4, num_stages=2, heads_together=2)
-"""Small, so that short sequences have full, cut and hidden tiles; two heads together, so that the last group is smaller."""
+"""Small tiles, so that short sequences have full, cut and hidden ones; two heads together, so that the last group is smaller."""
 
 
 class _Interpreted(torch.autograd.Function):
-    """What function.py does on a GPU."""
+    """The autograd function that function.py uses on a GPU, with the launchers called directly."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, problem: Problem):  # type: ignore[no-untyped-def]

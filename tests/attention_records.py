@@ -1,4 +1,4 @@
-"""Made records of the workload `attention`: plausible times of an H200, failures and doubts included, without a GPU."""
+"""Constructed records of the workload `attention`: plausible times of an H200, with failures and doubts."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -40,14 +40,18 @@ def attention(
     failure: Failure | None = None,
     **values: Any,
 ) -> Record:
-    """A cell; its time from its FLOPs unless given, its failure where memory would not do or a peer refuses."""
-    made = AttentionConfig(**{**_DEFAULTS, **values})
-    config = to_plain(made)
-    failure = failure or _failure(made)
-    times = [_time_s(made) * (1 + 0.004 * (step % 5)) for step in range(20)] if time_s is None else list(time_s)
-    told = {**_facts(made), **(facts or {})}
+    """The record of a cell: its time follows from its FLOPs unless given; it fails if memory is too small or a peer refuses."""
+    attention_config = AttentionConfig(**{**_DEFAULTS, **values})
+    config = to_plain(attention_config)
+    failure = failure or _failure(attention_config)
+    times = (
+        [_time_s(attention_config) * (1 + 0.004 * (step % 5)) for step in range(20)] if time_s is None else list(time_s)
+    )
+    values_of_facts = {**_facts(attention_config), **(facts or {})}
     if failure:
-        told = {name: value for name, value in told.items() if name.endswith("_bytes") and name not in _SEEN}
+        values_of_facts = {
+            name: value for name, value in values_of_facts.items() if name.endswith("_bytes") and name not in _MEASURED
+        }
     samples = {"time_s": times, "host_s": [3.1e-5] * len(times)}
     return Record(
         workload="attention",
@@ -57,7 +61,9 @@ def attention(
         started_at="2026-11-21T08:00:00Z",
         duration_s=3.0,
         samples={} if failure else {n: Samples(unit="s", values=tuple(v), warmups=(1.0,)) for n, v in samples.items()},
-        facts={name: Fact(value=value, unit=_unit(name)) for name, value in told.items() if value is not None},
+        facts={
+            name: Fact(value=value, unit=_unit(name)) for name, value in values_of_facts.items() if value is not None
+        },
         failure=failure,
     )
 
@@ -69,7 +75,7 @@ def lengths(
     directions: Iterable[str] = ("forward", "backward"),
     implementations: Sequence[str] = (*PEERS, OURS),
 ) -> list[Record]:
-    """A sweep over lengths, implementations taking turns in each configuration."""
+    """A sweep over lengths, with the implementations interleaved in each configuration."""
     return [
         attention(
             implementation=name,
@@ -92,7 +98,7 @@ def lengths(
 
 
 def tiles(seqs: Iterable[int] = (1024, 4096, 16384)) -> list[Record]:
-    """Ours at 16 to 128 query and key tiles; the largest take more shared memory than there is."""
+    """Our kernel with query and key tiles of 16 to 128; the largest pair needs more shared memory than there is."""
     sizes = (16, 32, 64, 128)
     return [_tile(seq, query, key) for seq in seqs for query in sizes for key in sizes]
 
@@ -114,8 +120,8 @@ def _flops(config: AttentionConfig) -> int:
     shape = (config.batch * config.heads, config.seq, config.key_count, config.head_dim)
     causal = config.mask == "causal"
     parts = {"forward": attention_flops, "backward": attention_backward_flops}
-    wanted = parts if config.direction == "both" else [config.direction]
-    return sum(parts[one](*shape, causal=causal) for one in wanted)
+    directions = parts if config.direction == "both" else [config.direction]
+    return sum(parts[direction](*shape, causal=causal) for direction in directions)
 
 
 def _time_s(config: AttentionConfig) -> float:
@@ -127,28 +133,29 @@ def _unit(name: str) -> str:
     return "bytes" if name.endswith("_bytes") else "ratio" if name.startswith("error") else _UNITS.get(name, "")
 
 
-_SEEN = ("peak_bytes", "held_bytes")
+_MEASURED = ("peak_bytes", "held_bytes")
+"""Bytes that are known only after a run."""
 
 
 def _facts(config: AttentionConfig) -> dict[str, Any]:
     element = 4 if config.dtype == "fp32" else 2
     rows = config.batch * config.heads * config.seq
-    one = rows * config.head_dim * element
+    tensor_bytes = rows * config.head_dim * element
     quadratic = rows * config.key_count * element if config.implementation in _QUADRATIC else 0
     backward = config.direction != "forward"
-    gradients = 4 * one if backward else 0
-    needed = 3 * one + 2 * quadratic + one + gradients
+    gradients = 4 * tensor_bytes if backward else 0
+    needed = 3 * tensor_bytes + 2 * quadratic + tensor_bytes + gradients
     epsilon = 1e-6 if config.dtype == "fp32" else 4e-3
     ours = config.implementation == OURS
     gradient_errors = {f"error_{name}": 1.4 * epsilon if backward else None for name in ("dq", "dk", "dv")}
     return {
         "flops": _flops(config),
         "peak_bytes": needed,
-        "held_bytes": 4 * one + quadratic if backward else None,
-        "inputs_bytes": 3 * one,
+        "held_bytes": 4 * tensor_bytes + quadratic if backward else None,
+        "inputs_bytes": 3 * tensor_bytes,
         "scores_bytes": quadratic,
         "softmax_bytes": quadratic,
-        "output_bytes": one,
+        "output_bytes": tensor_bytes,
         "gradients_bytes": gradients,
         "needed_bytes": needed,
         "error_output": epsilon,
@@ -168,12 +175,12 @@ def _failure(config: AttentionConfig) -> Failure | None:
     needed = _facts(config)["needed_bytes"]
     if needed <= CAPACITY_BYTES:
         return None
-    asked = config.seq**2 * config.heads * 2
+    asked_bytes = config.seq**2 * config.heads * 2
     return Failure(
         kind="out_of_memory",
         phase="forward",
-        message=f"ran out of memory in forward asking for {asked:,} bytes",
-        asked_bytes=asked,
+        message=f"ran out of memory in forward asking for {asked_bytes:,} bytes",
+        asked_bytes=asked_bytes,
         allocated_bytes=CAPACITY_BYTES // 2,
         capacity_bytes=CAPACITY_BYTES,
     )

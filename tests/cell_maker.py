@@ -1,4 +1,4 @@
-"""Cells of `workloads`, the command line as a process of its own, and ways to see what it left running."""
+"""Cells of `workloads`, the command line in its own process, and functions that find the processes it left running."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import trainstep
-from trainstep.config.cell import Cell
+from trainstep.config.grid import Cell
 
 TESTS = Path(__file__).parent
 MARK = "TRAINSTEP_TEST"
-"""An environment variable that a command line and all it starts carry, to be found by."""
+"""The environment variable by which a command line and all processes that it starts are found."""
 
 
 def planted(name: str = "SLEEP", /, **config: Any) -> Cell:
@@ -25,22 +25,22 @@ def planted(name: str = "SLEEP", /, **config: Any) -> Cell:
 
 
 def silent(cell: Cell, stage: str) -> None:
-    """Tells nobody which stage a cell is in."""
+    """A stage callback that does nothing."""
 
 
 @pytest.fixture
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes started by the test can import `workloads`."""
+    """Let processes that the test starts import `workloads`."""
     monkeypatch.setenv("PYTHONPATH", import_path())
 
 
 def import_path() -> str:
-    """PYTHONPATH for a process in any folder: these tests, and the package where this process found it."""
+    """PYTHONPATH for a process in any folder: the tests, and the package that this process imported."""
     return os.pathsep.join([str(TESTS), str(Path(trainstep.__file__).parent.parent)])
 
 
 def start(*arguments: object, folder: Path, mark: str = "", **options: Any) -> subprocess.Popen[str]:
-    """`trainstep ARGUMENTS` in a folder, without GPUs, as leader of a session."""
+    """Start `trainstep ARGUMENTS` in a folder, without GPUs, as leader of a session."""
     environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", MARK: mark}
     return subprocess.Popen(
         [sys.executable, "-m", "trainstep", *map(str, arguments)],
@@ -56,7 +56,7 @@ def start(*arguments: object, folder: Path, mark: str = "", **options: Any) -> s
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command line."""
+    """Wait for a command line; its exit code, stdout and stderr."""
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -66,7 +66,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, 
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that nobody reaps does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -74,12 +74,12 @@ def is_alive(pid: int) -> bool:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that carry the mark."""
+    """The running processes whose environment has the mark."""
     return [pid for pid, environ in _environs() if f"{MARK}={mark}".encode() in environ.split(b"\0") and is_alive(pid)]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
-    """Whether it came true in time."""
+    """Wait until the condition is true; False if it is not by the deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:

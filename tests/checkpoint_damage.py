@@ -1,6 +1,6 @@
-"""Damage to a checkpoint's folder, for tests: flipped bits at random places, torn, empty, missing and swapped files.
+"""Damage to the folder of a checkpoint: flipped bits at random places, torn, empty, missing and swapped files.
 
-`damages(folder, bits)` lists each damage as a name and a function that does it to a copy of the folder.
+`damages(folder, bits)` lists each damage as a name and a function that applies it to a folder.
 """
 
 import random
@@ -13,11 +13,11 @@ Damage = Callable[[Path], None]
 
 
 def damages(folder: Path, bits: int, seed: int = 0) -> Iterator[tuple[str, Damage]]:
-    """`bits` flipped bits, spread evenly over the folder's files, and each file torn, empty, missing, longer, or another's."""
+    """`bits` flipped bits, spread evenly over the files, and each file torn, empty, missing, longer, a folder, or swapped."""
     numbers = random.Random(seed)
     names = sorted(path.name for path in folder.iterdir())
-    for turn in range(bits):
-        name = names[turn % len(names)]
+    for number in range(bits):
+        name = names[number % len(names)]
         bit = numbers.randrange(8 * (folder / name).stat().st_size)
         yield f"{name}: bit {bit} flipped", partial(_flip, name=name, bit=bit)
     for name in names:
@@ -34,7 +34,7 @@ def damages(folder: Path, bits: int, seed: int = 0) -> Iterator[tuple[str, Damag
 
 
 def damaged_copy(folder: Path, to: Path, damage: Damage) -> Path:
-    """`to`, made anew as a copy of `folder` and damaged."""
+    """Make `to` a new copy of `folder`, and damage it."""
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(folder, to)
     damage(to)

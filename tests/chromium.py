@@ -26,10 +26,10 @@ _PATIENCE_S = 60.0
 
 
 class Browser:
-    """`with Browser() as browser: browser.open(html)`. One page at a time; `said` is what its console and its errors said."""
+    """`with Browser() as browser: browser.open(html)`. One page at a time; `console_lines`: its console's output and its errors."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.console_lines: list[str] = []
         self._numbers = itertools.count(1)
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._unread = b""
@@ -73,7 +73,7 @@ class Browser:
         """Show a page on a light or dark screen; return once it has loaded and the expression `wait` holds in it."""
         file = Path(self._folder.name) / "page.html"
         file.write_text(html, encoding="utf-8")
-        self.said.clear()
+        self.console_lines.clear()
         self.screen(dark=dark)
         self._events.clear()
         self.ask("Page.navigate", url=file.as_uri())
@@ -81,35 +81,35 @@ class Browser:
         self._until(lambda: bool(self.run(wait)), wait)
 
     def screen(self, *, dark: bool = False, paper: bool = False) -> None:
-        """Whether the reader prefers dark pages, and whether the page is being printed."""
+        """Set whether the reader prefers dark pages, and whether the page is being printed."""
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", media="print" if paper else "", features=[feature])
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression in the page, a promise's once it is kept. RuntimeError if it throws."""
+        """The value of a JavaScript expression in the page, or of its promise. RuntimeError if it throws."""
         answer = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(json.dumps(answer["exceptionDetails"])[:2000])
         return answer["result"].get("value")
 
     def picture(self, path: Path, *, clip: dict[str, float] | None = None) -> None:
-        """The whole page as a PNG, or a part of it: x, y, width, height."""
+        """Write the whole page as a PNG, or the part given by x, y, width and height."""
         part = {"clip": {**clip, "scale": 1}} if clip else {}
-        found = self.ask("Page.captureScreenshot", captureBeyondViewport=True, **part)
-        path.write_bytes(base64.b64decode(found["data"]))
+        answer = self.ask("Page.captureScreenshot", captureBeyondViewport=True, **part)
+        path.write_bytes(base64.b64decode(answer["data"]))
 
     def printed(self) -> bytes:
         """The page on A4 paper, as a PDF."""
-        found = self.ask("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True)
-        return base64.b64decode(found["data"])
+        answer = self.ask("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True)
+        return base64.b64decode(answer["data"])
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol and its answer."""
+        """Send one command of the protocol and return its answer."""
         number = next(self._numbers)
-        asked = {"id": number, "method": method, "params": parameters}
+        command = {"id": number, "method": method, "params": parameters}
         if self._session:
-            asked["sessionId"] = self._session
-        os.write(self._write, json.dumps(asked).encode() + b"\0")
+            command["sessionId"] = self._session
+        os.write(self._write, json.dumps(command).encode() + b"\0")
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             answer = self._next(deadline, method)
@@ -119,11 +119,11 @@ class Browser:
                 raise RuntimeError(f"{method}: {answer['error']}")
             return dict(answer["result"])
 
-    def _until(self, held: Any, what: str) -> None:
+    def _until(self, condition: Any, what: str) -> None:
         deadline = time.monotonic() + _PATIENCE_S
-        while not held():
+        while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the page never came to: {what}")
+                raise TimeoutError(f"the page never fulfilled: {what}")
             self.ask("Runtime.evaluate", expression="0")
             time.sleep(0.02)
 
@@ -132,23 +132,25 @@ class Browser:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"Chromium did not answer {what}")
-            found = os.read(self._read, 1 << 20)
-            if not found:
+            chunk = os.read(self._read, 1 << 20)
+            if not chunk:
                 raise RuntimeError("Chromium ended")
-            self._unread += found
+            self._unread += chunk
         text, _, self._unread = self._unread.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
-        self._heard(message)
+        self._record_event(message)
         return message
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _record_event(self, message: dict[str, Any]) -> None:
         method = message.get("method")
         if method is None:
             return
         self._events.append(message)
         if method == "Runtime.consoleAPICalled":
-            self.said.append(" ".join(str(one.get("value")) for one in message["params"]["args"]))
+            self.console_lines.append(" ".join(str(argument.get("value")) for argument in message["params"]["args"]))
         elif method == "Runtime.exceptionThrown":
-            self.said.append(str(message["params"]["exceptionDetails"].get("exception", {}).get("description")))
+            self.console_lines.append(
+                str(message["params"]["exceptionDetails"].get("exception", {}).get("description"))
+            )
         elif method == "Log.entryAdded":
-            self.said.append(str(message["params"]["entry"]["text"]))
+            self.console_lines.append(str(message["params"]["entry"]["text"]))

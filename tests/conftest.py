@@ -1,5 +1,4 @@
-"""What every test gets: GPU tests skipped with a reason where there is no GPU, children that take signals, the Slurm fixture,
-and one for bad input."""
+"""Fixtures for all tests: GPU tests are skipped without a GPU, children receive signals, and Slurm and bad input have fixtures."""
 
 import functools
 import signal
@@ -23,10 +22,10 @@ def gpu_count() -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def _children_take_signals() -> Iterator[None]:
-    """Under nohup or in a script's background job this process ignores SIGHUP or SIGINT, and its children would too.
+    """Give ignored signals a handler: under nohup or in a background job, children would otherwise ignore them, too.
 
-    A handler is not inherited by another program, ignoring is. So these signals get a handler that does nothing: this process goes
-    on as if it ignored them, and its children begin with the default.
+    A program inherits that a signal is ignored, and no handler. With a handler that does nothing this process continues to ignore
+    the signal, and its children begin with the default.
     """
     ignored = [
         number
@@ -54,7 +53,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[Sequence[str], str], None]:
-    """Checks that `trainstep` ends with exit code 2 and one sentence with these words, and leaves no file; no GPU is seen."""
+    """A check that `trainstep` ends with exit code 2 and one sentence with these words, and leaves no file; no GPU is visible."""
 
     def check(command: Sequence[str], words: str) -> None:
         from trainstep.cli import app
@@ -62,9 +61,9 @@ def refused(
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert app.run(list(command)) == 2
-        said = capsys.readouterr().err
-        assert words in said
-        assert said.count("\n") == 1
+        err = capsys.readouterr().err
+        assert words in err
+        assert err.count("\n") == 1
         assert list(tmp_path.iterdir()) == []
 
     return check

@@ -1,4 +1,4 @@
-"""A stand-in for nsys on PATH: notes how it was called, and does what the test asks of it."""
+"""A stand-in for nsys on PATH, which logs its calls and behaves as the test asks."""
 
 import json
 import sys
@@ -11,12 +11,12 @@ import json, pathlib, shutil, subprocess, sys, time
 verb, *options = sys.argv[1:]
 with open({log!r}, "a") as log:
     log.write(json.dumps(sys.argv[1:]) + "\\n")
-[output] = [one.partition("=")[2] for one in options if one.startswith("--output=")]
+[output] = [option.partition("=")[2] for option in options if option.startswith("--output=")]
 if {does!r} == "hangs":
     time.sleep(600)
 if {does!r} == "runs" and verb == "profile":
     print("Collecting data...", flush=True)
-    code = subprocess.call(options[next(i for i, one in enumerate(options) if not one.startswith("-")):])
+    code = subprocess.call(options[next(i for i, option in enumerate(options) if not option.startswith("-")):])
     print("Generated nothing.")
     sys.exit(code)
 if {does!r} == verb + " fails":
@@ -31,8 +31,8 @@ if {does!r} != verb + " leaves nothing":
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *, does: str = "", export: Path | None = None) -> Path:
-    """Put it alone on PATH; where its calls are noted. `does`: hangs, runs (the recorded process), `VERB fails`, `VERB
-    leaves nothing`; else a report, and a copy of `export`.
+    """Make the stand-in the only program on PATH; the file of its calls. `does`: hangs, runs (the recorded process), `VERB fails`,
+    `VERB leaves nothing`; otherwise it writes a report, and a copy of `export`.
     """
     folder.mkdir()
     log = folder / "calls.jsonl"

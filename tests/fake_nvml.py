@@ -1,4 +1,4 @@
-"""A pynvml that answers for GPUs that are not there, put in sys.modules for the time of a test."""
+"""A simulated pynvml for GPUs that do not exist, which stands in sys.modules during a test."""
 
 import sys
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 
 
 class NVMLError(Exception):
-    """As pynvml's: an exception with a number."""
+    """An exception with a number, as that of pynvml."""
 
     def __init__(self, value: int, text: str = "Not Supported") -> None:
         super().__init__(text)
@@ -16,7 +16,7 @@ class NVMLError(Exception):
 
 
 class FakeNvml:
-    """As much of pynvml as trainstep asks, counting the calls. A function set to None is one this library lacks."""
+    """The functions of pynvml that trainstep calls, with a list of the calls. None stands for a function that the library lacks."""
 
     NVMLError = NVMLError
     NVML_ERROR_LIBRARY_NOT_FOUND = 12
@@ -86,7 +86,7 @@ class FakeNvml:
         return {0: 61 + handle}[sensor]
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
-        """The readings in turn, the last of them for ever."""
+        """The next reading; the last one is repeated."""
         return SimpleNamespace(gpu=self.busy_percents.pop(0) if len(self.busy_percents) > 1 else self.busy_percents[0])
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
@@ -97,5 +97,5 @@ class FakeNvml:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml | None) -> None:
-    """Make `import pynvml` give this, or fail for None."""
+    """Make `import pynvml` return the simulated library, or fail if it is None."""
     monkeypatch.setitem(sys.modules, "pynvml", fake)

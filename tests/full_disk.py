@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
-    """Writing beyond this size fails with `OSError: File too large`, after part was written, as on a full disk."""
+    """Let writes beyond this size fail with `OSError: File too large` after a part was written, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

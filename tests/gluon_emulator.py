@@ -1,7 +1,7 @@
-"""Runs the unmodified bodies of Gluon kernels for Hopper on a CPU, on the machine of gluon_machine.py.
+"""Run the unmodified bodies of Gluon kernels for Hopper on a CPU, on the emulated machine of gluon_machine.py.
 
-`emulate(kernel, programs, arguments)`: the kernel's own code objects run as Python, with what they call replaced: the language,
-barriers, copies, wgmma. Integers refuse the division of negative numbers, which C and Python round differently.
+`emulate(kernel, programs, arguments)`: the code objects of the kernel run as Python, and the functions they call are replaced: the
+language, barriers, copies, wgmma. Integers refuse the division of negative numbers, which C and Python round differently.
 """
 
 import math
@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 import gluon_machine as machine
 from gluon_machine import Barriers
 from gluon_program import DTYPES, Descriptor, Partition, Program, Shared, Tile, Wrong, begin, plain
-from trainstep.ops.flash_attention import hopper_parts
+from trainstep.ops.flash_attention.hopper import parts as hopper_parts
 
 
 class Whole(int):
@@ -86,8 +86,8 @@ def _where(condition: Tile, a: Any, b: Any) -> Tile:
 
 
 def _store_to(pointer: Pointer, value: Tile, mask: Tile | None = None) -> None:
-    seen = torch.ones_like(value.data, dtype=torch.bool) if mask is None else mask.data
-    pointer.memory.view(-1)[plain(pointer.offset)[seen]] = value.data[seen]
+    selected = torch.ones_like(value.data, dtype=torch.bool) if mask is None else mask.data
+    pointer.memory.view(-1)[plain(pointer.offset)[selected]] = value.data[selected]
 
 
 def _load_from(pointer: Pointer) -> Whole:
@@ -101,7 +101,7 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
 
 
 def assembly(text: str, _constraints: str, operands: Sequence[Tile], **_options: Any) -> Any:
-    """The texts of inline assembly there are: named barriers, a selection, a product in bf16."""
+    """Emulate the inline assembly of our kernels: named barriers, a selection, a product in bf16."""
     if match := re.match(r"bar\.(sync|arrive) \$1, (\d+);", text):
         come = machine.meet if match[1] == "sync" else machine.pass_by
         come(int(operands[0]), int(match[2]))
@@ -115,7 +115,7 @@ def assembly(text: str, _constraints: str, operands: Sequence[Tile], **_options:
 
 
 class _Language:
-    """What stands for `gl`; layouts are the real ones, and ignored."""
+    """The replacement of `gl`; layouts are the real ones, and ignored."""
 
     def __init__(self, program: Program, place: tuple[int, ...], grid: tuple[int, ...]) -> None:
         self._program, self._place, self._grid = program, place, grid
@@ -178,14 +178,16 @@ def _range(*bounds: int) -> Any:
     return map(Whole, range(*map(int, bounds)))
 
 
-def _python_function(kernel: Any, language: _Language, made: dict[int, Any]) -> Callable[..., Any]:
-    """The kernel's own code, with what it calls replaced."""
-    if id(kernel) not in made:
-        made[id(kernel)] = lambda *arguments, **named: made[-id(kernel)](*arguments, **named)  # may call itself
+def _python_function(kernel: Any, language: _Language, functions: dict[int, Any]) -> Callable[..., Any]:
+    """The code of the kernel as a Python function, with the functions that it calls replaced."""
+    if id(kernel) not in functions:
+        functions[id(kernel)] = lambda *arguments, **named: functions[-id(kernel)](
+            *arguments, **named
+        )  # the function may call itself
         names = dict(kernel.fn.__globals__)
         for name, value in names.items():
             if isinstance(value, JITFunction):
-                names[name] = _python_function(value, language, made)
+                names[name] = _python_function(value, language, functions)
             elif isinstance(value, gl.constexpr):
                 names[name] = value.value
             elif id(value) in _STANDS_FOR:
@@ -193,10 +195,10 @@ def _python_function(kernel: Any, language: _Language, made: dict[int, Any]) -> 
             elif value is gl:
                 names[name] = language
         names["range"] = _range
-        made[-id(kernel)] = types.FunctionType(
+        functions[-id(kernel)] = types.FunctionType(
             kernel.fn.__code__, names, kernel.fn.__name__, kernel.fn.__defaults__, kernel.fn.__closure__
         )
-    return made[id(kernel)]  # type: ignore[no-any-return]
+    return functions[id(kernel)]  # type: ignore[no-any-return]
 
 
 def _argument(x: Any) -> Any:
@@ -209,7 +211,7 @@ def _argument(x: Any) -> Any:
 
 @torch.no_grad()
 def emulate(kernel: Any, programs: int, arguments: Sequence[Any], *, late: bool = False, seed: int = 0) -> None:
-    """Run the kernel on tensors of the CPU, its programs one behind the other."""
+    """Run the kernel on tensors of the CPU, one program after the other."""
     assert isinstance(kernel, gluon._runtime.GluonJITFunction)
     draw = random.Random(seed)
     for number in range(programs):

@@ -1,10 +1,10 @@
-"""What a multiprocessor of Hopper does for Gluon kernels, on a CPU: barriers, copies, wgmma. gluon_program.py says who runs.
+"""An emulated Hopper multiprocessor for Gluon kernels: barriers, copies, wgmma. gluon_program.py chooses the partition that runs.
 
-What runs by itself on the GPU may run early or late: `late=False` does copies and wgmma when they are started, `late=True`
-copies when nobody can go on without them, wgmma and stores when they are waited for. A kernel that hands a buffer back too
-early, or reads one too early, gives NaN or wrong numbers in one of the two. Checked besides: a barrier's arrivals and bytes;
-fences between ordinary writes to shared memory and the units that read it by themselves; copies and stores that nobody waits
-for. Layouts are not emulated: the compiler checks those. gluon_emulator.py runs kernels on this.
+Asynchronous work may run early or late: `late=False` runs copies and wgmma when they are started, `late=True` runs copies when
+no partition can continue without them, wgmma and stores when they are waited for. A kernel that hands a buffer back too early, or
+reads one too early, gives NaN or wrong numbers in one of the two. Also checked: arrivals and bytes of a barrier; fences between
+ordinary writes to shared memory and the asynchronous units that read it; copies and stores that nothing waits for. Layouts are
+not emulated: the compiler checks those. gluon_emulator.py runs kernels on this.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from gluon_program import WARPGROUP_THREADS, Descriptor, Meeting, Shared, Starte
 
 
 class Barrier:
-    """An mbarrier: a phase completes when all arrivals have come and as many bytes as were announced."""
+    """An mbarrier: a phase completes when all arrivals and all announced bytes have come."""
 
     def __init__(self) -> None:
         self.arrivals = 0  # 0: not initialised
@@ -51,7 +51,7 @@ class Barrier:
 
 
 class Barriers:
-    """Several in shared memory."""
+    """Several barriers in shared memory."""
 
     def __init__(self, number: int) -> None:
         self.all = [Barrier() for _ in range(number)]
@@ -72,20 +72,20 @@ def arrive(barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
 
 
 def pass_by(name: int, threads: int) -> None:
-    """Come to a named barrier and go on; another partition may run first."""
+    """Arrive at a named barrier and continue; another partition may run first."""
     _come(name, threads)
     here().program.pause(lambda: True, "nothing")
 
 
 def meet(name: int, threads: int) -> None:
-    """Come to a named barrier and wait for the others."""
+    """Arrive at a named barrier and wait for the other partitions."""
     number = _come(name, threads)
     meeting = here().program.meetings[name]
     here().program.pause(lambda: meeting.number > number, f"named barrier {name}")
 
 
 def _come(name: int, threads: int) -> int:
-    """Which meeting there it is."""
+    """Arrive at a named barrier; the number of the meeting."""
     meeting = here().program.meetings.setdefault(name, Meeting())
     if here().number in meeting.here:
         raise Wrong(f"a partition comes to named barrier {name} twice before the others have come once")
@@ -127,7 +127,9 @@ def store_wait(pendings: int) -> None:
 def _refuse_unfenced(*operands: Any) -> None:
     read = [operand.data for operand in operands if isinstance(operand, Shared)]
     partitions = here().program.partitions or [here()]
-    for written, operand in itertools.product([x for each in partitions for x in each.unfenced], read):
+    for written, operand in itertools.product(
+        [tensor for partition in partitions for tensor in partition.unfenced], read
+    ):
         if _first_byte(written) < _end_byte(operand) and _first_byte(operand) < _end_byte(written):
             raise Wrong("shared memory is read by wgmma or TMA without fence_async_shared behind the write")
 
@@ -142,7 +144,7 @@ def _end_byte(x: Tensor) -> int:
 
 
 def start_wgmma(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
-    """What is on its way may be added to by a wgmma of the same shape: they run in order."""
+    """Start a wgmma. It may add to one of the same shape that is not finished, since they run in order."""
     _refuse_unfenced(a, b)
     shape = acc.shape if isinstance(acc, Started) else acc.data.shape
     if a.data.dtype != b.data.dtype or list(shape) != [a.data.shape[0], b.data.shape[1]]:

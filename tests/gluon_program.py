@@ -1,7 +1,7 @@
-"""What runs on the emulated multiprocessor of gluon_machine.py: tiles in registers and in shared memory, and partitions of warps.
+"""Programs of the emulated multiprocessor of gluon_machine.py: tiles in registers and in shared memory, and partitions of warps.
 
-A partition is a thread, and one runs at a time: at every barrier a seeded draw says who goes on, so a run repeats. If nobody can go
-on, that is a deadlock, and the error says who waits for what. Shared memory starts as NaN.
+A partition is a thread, and one runs at a time: at every barrier a seeded draw chooses the next, so a run can be repeated. If no
+partition can continue, that is a deadlock, and the error says what each waits for. Shared memory starts as NaN.
 """
 
 import math
@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DTYPES = {gl.bfloat16: torch.bfloat16, gl.float16: torch.float16, gl.float32: torch.float32, gl.int32: torch.int32}
-GLUON_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
+GLUON_DTYPES = {torch_dtype: gluon_dtype for gluon_dtype, torch_dtype in DTYPES.items()}
 WARPGROUP_THREADS = 128
 
 
@@ -31,7 +31,7 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True, eq=False)
 class _Numbers:
-    """What a kernel may ask of a tensor, wherever it is."""
+    """A tensor with the attributes that a kernel may read, in registers or in shared memory."""
 
     data: Tensor
 
@@ -96,7 +96,7 @@ class Shared(_Numbers):
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A tensor as TMA sees it: boxes of it, 0 beyond its end."""
+    """A tensor that TMA copies in boxes, with 0 beyond its end."""
 
     of: TensorDescriptor
 
@@ -114,7 +114,7 @@ class Descriptor:
         return types.SimpleNamespace(nbytes=nbytes, shape=list(self.of.block_shape))
 
     def box(self, where: Sequence[int], shared: Shared) -> tuple[Tensor, tuple[slice, ...]]:
-        """What of the tensor lies in the box, and where in the box."""
+        """The part of the tensor in the box, and its slices within the box."""
         if list(shared.data.shape) != list(self.of.block_shape):
             raise Wrong(f"a box of {self.of.block_shape} and shared memory of {list(shared.data.shape)}")
         whole = self.of.base.as_strided(tuple(self.of.shape), tuple(self.of.strides))
@@ -128,14 +128,14 @@ class Descriptor:
 
 @dataclass(eq=False)
 class Started:
-    """A wgmma on its way."""
+    """A wgmma that was started and may not be finished."""
 
     compute: Callable[[], Tensor]
     shape: torch.Size
     result: Tensor | None = None
 
 
-# Who runs ------------------------------------------------------------------------------------------------------------------------
+# Scheduling ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Partition:
 
 @dataclass
 class Meeting:
-    """A named barrier: which partitions have come, and how often all have."""
+    """A named barrier: the partitions that have arrived, and how often all have."""
 
     here: set[int] = field(default_factory=set)
     number: int = 0
@@ -169,12 +169,12 @@ def here() -> Partition:
 
 
 def begin(partition: Partition) -> None:
-    """It runs on this thread."""
+    """Let the partition run on this thread."""
     _local.partition = partition
 
 
 class Program:
-    """One program of the grid: its partitions, and the copies on their way to shared memory."""
+    """One program of the grid: its partitions, and its unfinished copies to shared memory."""
 
     def __init__(self, draw: random.Random, late: bool) -> None:
         self.draw, self.late = draw, late
@@ -190,12 +190,14 @@ class Program:
             if able:
                 return self.draw.choice(able)
             if not self.copies:
-                waits = [f"partition {each.number} waits for {each.waits_for}" for each in self.partitions]
+                waits = [
+                    f"partition {partition.number} waits for {partition.waits_for}" for partition in self.partitions
+                ]
                 raise Wrong("deadlock: " + ", ".join(waits))
             self.copies.pop(self.draw.randrange(len(self.copies)))()
 
     def pause(self, ready: Callable[[], bool], waits_for: str) -> None:
-        """Somebody goes on; the caller when it is `ready` and drawn."""
+        """Let a drawn partition continue; return when the caller is `ready` and drawn."""
         me = here()
         me.ready, me.waits_for = ready, waits_for
         if self.partitions:
@@ -227,7 +229,7 @@ class Program:
         if any(meeting.here for meeting in self.meetings.values()):
             raise Wrong("a named barrier is left with arrivals that nobody met")
 
-    @torch.no_grad()  # which holds for the thread that says so
+    @torch.no_grad()  # it holds for the current thread only
     def _run(self, me: Partition, role: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         begin(me)
         me.go.acquire()

@@ -1,4 +1,4 @@
-"""What tensors of a step hold in this process, counted storage by storage: what memory formulas are held against.
+"""Bytes that the tensors of a step hold in this process, counted storage by storage, for comparison with memory formulas.
 
 Activations are not seen: autograd saves them outside of Python's sight.
 """
@@ -26,7 +26,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 class Holdings:
-    """Bytes held beside what was there when this was made: `but` is not taken as there."""
+    """Bytes held in addition to those at construction; the parameters of `but` count as additional."""
 
     def __init__(self, but: nn.Module) -> None:
         gc.collect()
@@ -34,11 +34,11 @@ class Holdings:
         self._before = {place for place in storage_bytes(_all_tensors()) if place not in own}
 
     def total_bytes(self) -> int:
-        """At this instant."""
+        """The bytes held now."""
         return sum(nbytes for place, nbytes in storage_bytes(_all_tensors()).items() if place not in self._before)
 
     def settled_bytes(self) -> int:
-        """Once it stays the same: gloo's threads let go of a message's tensor a little after it has arrived."""
+        """The bytes held once they no longer change: gloo's threads release the tensor of a message shortly after its arrival."""
         readings = [self.total_bytes()]
         while len(readings) < _EQUAL_READINGS or len(set(readings[-_EQUAL_READINGS:])) > 1:
             time.sleep(0.001)
@@ -53,7 +53,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 @contextmanager
 def sampled_at_messages(holdings: Holdings) -> Iterator[list[tuple[str, int]]]:
-    """(label, bytes held) when each message starts."""
+    """A list that gets (label, bytes held) when each message starts."""
     samples: list[tuple[str, int]] = []
     real = Collectives._counted
 
@@ -83,9 +83,10 @@ class MostHeld(TorchDispatchMode):
 
 
 def _all_tensors() -> Iterator[Tensor]:
-    """All that Python knows, and their gradients."""
-    for one in gc.get_objects():
-        if issubclass(type(one), Tensor) and not issubclass(type(one), FakeTensor):  # torch.compile's stand for others
-            yield one
-            if one.is_leaf and one.grad is not None:
-                yield one.grad
+    """All tensors that Python's garbage collector knows, and their gradients."""
+    for candidate in gc.get_objects():
+        # torch.compile's fake tensors have no memory
+        if issubclass(type(candidate), Tensor) and not issubclass(type(candidate), FakeTensor):
+            yield candidate
+            if candidate.is_leaf and candidate.grad is not None:
+                yield candidate.grad

@@ -1,7 +1,7 @@
-"""Compile the Hopper kernels for a GPU that is not there, with the tensors that a call would have, and look at the machine code.
+"""Compile the Hopper kernels without a GPU, with the tensors that a call would have, and inspect the machine code.
 
 Run in a process of its own: `python hopper_compiler.py` reads a JSON list of requests on standard input (pass, case, schedule or
-nothing) and prints one JSON object a line. What a call's launch would say to triton is asked of it, so nothing is said twice.
+nothing) and prints one JSON object per line. The arguments for triton come from the launch code of a call.
 """
 
 import subprocess
@@ -17,11 +17,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hopper_hazards import hazards, opcodes
 from kernel_compiler import answer_requests, assemble
-from trainstep.ops.flash_attention import hopper
-from trainstep.ops.flash_attention.hopper_boxes import BoxedKernel
-from trainstep.ops.flash_attention.hopper_schedules import BackwardSchedule, ForwardSchedule
+from trainstep.ops.flash_attention.hopper import host as hopper
+from trainstep.ops.flash_attention.hopper.schedules import BackwardSchedule, BoxedKernel, ForwardSchedule
 from trainstep.ops.flash_attention.launch import CallMeta, Problem
-from trainstep.ops.flash_attention.tiles import Arithmetic
+from trainstep.ops.flash_attention.portable.tiles import Arithmetic
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
@@ -44,7 +43,7 @@ def bound_kernel(request: dict[str, Any]) -> tuple[BoxedKernel, list[Any]]:
 
 
 def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
-    """What the compiled kernel takes, and what is wrong with its machine code."""
+    """The resources of the compiled kernel, and the hazards in its machine code."""
     kernel, arguments = bound_kernel(request)
     names = kernel.kernel.arg_names
     parameters = dict(zip(names, kernel.kernel.params, strict=True))
@@ -79,7 +78,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def type_of(x: Any) -> str:
-    """As triton's launch names an argument's type."""
+    """The name that triton's launch gives to the type of an argument."""
     if isinstance(x, TensorDescriptor):
         return f"tensordesc<{_NAMES[x.base.dtype]}{list(x.block_shape)},{x.layout!r}>"
     if isinstance(x, torch.Tensor):

@@ -1,7 +1,6 @@
-"""`flash_attention` as the Hopper kernels compute it, on a CPU: every Gluon kernel emulated, between them the small kernels'
-formulas.
+"""`flash_attention` by emulated Hopper kernels on a CPU; formulas replace the small kernels between them.
 
-Outputs start as NaN, as memory may that nobody wrote.
+Outputs start as NaN, as unwritten memory may.
 """
 
 import math
@@ -13,21 +12,21 @@ import torch
 from torch import Tensor
 
 from gluon_emulator import emulate
-from trainstep.ops.flash_attention import hopper
-from trainstep.ops.flash_attention.hopper_boxes import BoxedKernel
-from trainstep.ops.flash_attention.hopper_schedules import (
+from trainstep.ops.flash_attention.hopper import host as hopper
+from trainstep.ops.flash_attention.hopper.schedules import (
     BACKWARD,
     BackwardSchedule,
+    BoxedKernel,
     ForwardSchedule,
     tile_width,
 )
 from trainstep.ops.flash_attention.launch import CallMeta, Problem
-from trainstep.ops.flash_attention.tiles import Arithmetic
+from trainstep.ops.flash_attention.portable.tiles import Arithmetic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Emulated:
-    """How to run: with which schedules, whether what runs by itself is late, and who goes first."""
+    """An implementation of attention with these schedules; `late`: asynchronous work runs late; `seed`: the order of partitions."""
 
     forward: ForwardSchedule | None = None
     backward: BackwardSchedule | None = None
@@ -46,7 +45,7 @@ class Emulated:
 
 
 class _Emulated(torch.autograd.Function):
-    """As hopper.launch_hopper_forward and launch_hopper_backward launch them."""
+    """The kernels, launched in the order of launch_hopper_forward and launch_hopper_backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, how: Emulated) -> tuple[Tensor, Tensor]:
@@ -73,12 +72,12 @@ class _Emulated(torch.autograd.Function):
 
 
 def unwritten(x: Tensor) -> Tensor:
-    """As torch.empty_like makes it, and NaN."""
+    """A tensor as from torch.empty_like, filled with NaN."""
     return torch.empty_like(x).fill_(math.nan)
 
 
 def rows(o: Tensor, do: Tensor, lse: Tensor, *, padded: int) -> tuple[Tensor, Tensor]:
-    """(log-sum-exp base 2, delta), as hopper_rows_kernel writes them: padded, +inf where a query sees nothing or is none."""
+    """(log-sum-exp base 2, delta) as hopper_rows_kernel writes them: padded, +inf for padding and for queries that see no key."""
     batch, heads, queries, _ = o.shape
     lse_log2 = torch.full((batch, heads, padded), math.inf)
     lse_log2[..., :queries] = torch.where(lse == -math.inf, math.inf, lse / math.log(2))
@@ -93,9 +92,9 @@ def out_of_pieces(dq_sum: Tensor, shape: torch.Size, *, columns: Sequence[int]) 
     A result of wgmma lies so: row 16 w + 8 h + l // 4, column 8 j + 2 (l % 4) + n in lane l of warp w, register (j, h, n).
     """
     batch, heads, queries, head_dim = shape
-    together = dq_sum.view(batch, heads, -1, 64 * sum(columns))  # pieces side by side
+    together = dq_sum.view(batch, heads, -1, 64 * sum(columns))  # the pieces are adjacent
     in_place = []
     for piece in together.split([64 * n for n in columns], dim=-1):
-        held = piece.reshape(*piece.shape[:3], -1, 4, 8, 4, 2, 2)  # piece down, j, w, l // 4, l % 4, h, n
-        in_place.append(held.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).reshape(batch, heads, held.shape[2] * 64, -1))
+        registers = piece.reshape(*piece.shape[:3], -1, 4, 8, 4, 2, 2)  # piece down, j, w, l // 4, l % 4, h, n
+        in_place.append(registers.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).reshape(batch, heads, registers.shape[2] * 64, -1))
     return torch.cat(in_place, dim=-1)[:, :, :queries, :head_dim]

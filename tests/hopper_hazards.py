@@ -1,8 +1,8 @@
-"""A static check of Hopper machine code (SASS): no instruction writes a register that a wgmma on its way still reads or adds to.
+"""A static check of Hopper machine code (SASS): no instruction writes a register that an unfinished wgmma reads or adds to.
 
-wgmma (HGMMA) runs on after it was issued, and reads its left operand and its sums from registers until a WARPGROUP.DEPBAR has
-waited for it. The assembler has to keep others off those registers; some versions of ptxas have been reported to reuse them too
-early. Followed in a straight line, and the body of every innermost loop with wgmma a second time around.
+wgmma (HGMMA) continues after it was issued, and reads its left operand and its sums from registers until a WARPGROUP.DEPBAR has
+waited for it. The assembler must not reuse those registers before; some versions of ptxas are reported to do so. The code is
+followed in a straight line, and the body of every innermost loop with wgmma is followed twice.
 """
 
 import re
@@ -17,20 +17,20 @@ _NO_DESTINATION = re.compile(
 
 
 def instructions(sass: str) -> tuple[list[str], dict[str, int]]:
-    """Without addresses and predicates; where each label stands."""
-    found, labels = [], {}
+    """The instructions without addresses and predicates, and the position of each label."""
+    code, labels = [], {}
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(found)
+            labels[label[1]] = len(code)
         elif text := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
-            found.append(re.sub(r"^@!?U?P\w+\s+", "", text[1].strip()))
-    return found, labels
+            code.append(re.sub(r"^@!?U?P\w+\s+", "", text[1].strip()))
+    return code, labels
 
 
 def inner_loops(code: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
     """(first, last) instruction of each innermost loop that has wgmma.
 
-    Waits stand behind the kernel's end and branch back into it, like loops around all between: UTMASTG tells those.
+    Waits stand behind the end of the kernel and branch back into it, as loops around all code between do: UTMASTG excludes those.
     """
     loops = []
     for last, text in enumerate(code):
@@ -43,7 +43,7 @@ def inner_loops(code: list[str], labels: dict[str, int]) -> list[tuple[int, int]
 
 
 def opcodes(sass: str, *, inner_loops: bool = False) -> Counter[str]:
-    """How often each instruction occurs, in all or in the innermost loops with wgmma."""
+    """How often each instruction occurs, in the whole code or in the innermost loops with wgmma."""
     code, labels = instructions(sass)
     spans = _inner_loops(code, labels) if inner_loops else [(0, len(code) - 1)]
     return Counter(re.split(r"[.\s]", code[i])[0] for first, last in spans for i in range(first, last + 1))
@@ -61,16 +61,16 @@ class InFlight:
 
 
 def hazards(sass: str) -> list[str]:
-    """What is wrong, a line each."""
+    """One line for each hazard."""
     code, labels = instructions(sass)
-    found = _follow(code)
+    lines = _follow(code)
     for first, last in inner_loops(code, labels):
-        found += _follow(code[first : last + 1] * 2)
-    return found
+        lines += _follow(code[first : last + 1] * 2)
+    return lines
 
 
 def _follow(code: list[str]) -> list[str]:
-    found: list[str] = []
+    lines: list[str] = []
     groups: list[InFlight] = []
     open_group = InFlight()
     for text in code:
@@ -88,10 +88,10 @@ def _follow(code: list[str]) -> list[str]:
             written = written_registers(text)
             for group in [*groups, open_group]:
                 if written & group.operands:
-                    found.append(f"writes an operand in flight: {text}")
+                    lines.append(f"writes an operand in flight: {text}")
                 if written & group.sums:
-                    found.append(f"writes a sum in flight: {text}")
-    return found
+                    lines.append(f"writes a sum in flight: {text}")
+    return lines
 
 
 def written_registers(text: str) -> set[int]:

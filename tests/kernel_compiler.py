@@ -1,7 +1,7 @@
-"""Compile one Triton kernel for a GPU that is not there, and say what it takes: shared memory, registers, spills.
+"""Compile Triton kernels without a GPU, and report their resources: shared memory, registers, spills.
 
 Run in a process of its own, without the interpreter: `python kernel_compiler.py` reads a JSON list of requests on standard input
-and prints one JSON object a line.
+and prints one JSON object per line.
 """
 
 import importlib
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
-"""A block's most, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+"""The most shared memory of a block, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 
 def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
-    """request: module, kernel, constants, element (bf16...), architecture (90...), num_warps, num_stages; `types` of arguments
-    whose names do not tell."""
+    """Compile one kernel. The request has module, kernel, constants, element (bf16...), architecture (90...), num_warps,
+    num_stages, and the `types` of arguments that their names do not determine."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -66,8 +66,8 @@ def argument_type(name: str, element: str) -> str:
 def running_sums(mlir: str) -> int:
     """Matrix products whose accumulator does not start from zero in the same tile: it is carried from tile to tile.
 
-    An accumulator may be a product itself, waited for or not, or zero. Blackwell's own products (tc_gen5_mma) are not looked
-    at: they are plain `tt.dot` in the stage before.
+    An accumulator may be a product itself, waited for or not, or zero. Blackwell's own products (tc_gen5_mma) are not
+    inspected: they are plain `tt.dot` in the stage before.
     """
     defined = {name: (operation, operands) for name, operation, operands in _DEFINITION.findall(mlir)}
 
@@ -89,11 +89,11 @@ _DEFINITION = re.compile(r"^\s*(%[\w-]+)(?::\d+)? = ([\w.]+) (.*?)(?: : |$)", re
 
 
 def assemble(ptx: str, triton_folder: Path) -> tuple[int, int, list[str]]:
-    """Registers and spilled bytes as ptxas reports them, and what it warns of."""
+    """Registers, spilled bytes and warnings that ptxas reports."""
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target
     tools = triton_folder / "backends" / "nvidia" / "bin"
-    newer = re.search(r"^\.version 9|\.target sm_1", ptx, re.MULTILINE) is not None  # what the older assembler refuses
+    newer = re.search(r"^\.version 9|\.target sm_1", ptx, re.MULTILINE) is not None  # the older assembler refuses these
     tool = tools / ("ptxas-blackwell" if newer and (tools / "ptxas-blackwell").exists() else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
@@ -107,7 +107,7 @@ def assemble(ptx: str, triton_folder: Path) -> tuple[int, int, list[str]]:
 
 
 def answer_requests(compile_one: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """A line of JSON for each request on standard input: what became of it."""
+    """Print a line of JSON for each request on standard input, with its result or error."""
     for request in json.load(sys.stdin):
         try:
             result = compile_one(request)

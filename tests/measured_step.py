@@ -1,4 +1,4 @@
-"""The workload train_step, run in a test's own process."""
+"""Run the workload train_step in the process of a test."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import to_plain
 from trainstep.config.run import RunConfig
-from trainstep.measure.train_step import WORKLOAD, TrainStepMeasurement
-from trainstep.measure.workload import Findings
+from trainstep.measure.harness.workload import Findings
+from trainstep.measure.step.workload import WORKLOAD, TrainStepMeasurement
 
 TINY = ModelConfig(d_model=16, d_ff=32, layers=1, heads=2, vocab_size=256)
 PHASES = {
@@ -33,16 +33,16 @@ def measured(turns: tuple[int, ...] = (4,), stages: list[str] | None = None, **f
     return measurement.finish()
 
 
-def lengths(found: Findings) -> dict[str, tuple[int, int]]:
-    return {name: (len(samples.values), len(samples.warmups)) for name, samples in found.samples.items()}
+def lengths(findings: Findings) -> dict[str, tuple[int, int]]:
+    return {name: (len(samples.values), len(samples.warmups)) for name, samples in findings.samples.items()}
 
 
-def values_of(found: Findings) -> dict[str, Any]:
-    return {name: fact.value for name, fact in found.facts.items()}
+def values_of(findings: Findings) -> dict[str, Any]:
+    return {name: fact.value for name, fact in findings.facts.items()}
 
 
 def forget_compilations() -> None:
-    """Nothing compiled yet, and nothing counted: as in a cell's own process."""
+    """Forget compiled code and counters, as at the start of a cell's own process."""
     torch._dynamo.reset()
     counters.clear()
     compilation_time_metrics.clear()

@@ -1,11 +1,11 @@
-"""How many small faults do the fast tests see? Draws faults into the source by a seed and runs the tests that import its file.
+"""Count the small faults that the fast tests find: draw faults into the source by a seed, and run the tests that import its file.
 
-    python tests/mutations.py --seed 0 --count 200          # an hour or more; a line a fault, the share at the end
-    python tests/mutations.py --seed 0 --only 17            # one fault again, with what pytest prints
+    python tests/mutations.py --seed 0 --count 200          # an hour or more; one line per fault, the count at the end
+    python tests/mutations.py --seed 0 --only 17            # one fault again, with pytest's output
 
-A fault is one of: a comparison turned, an arithmetic or logical operator swapped, a number or truth value changed, a `not`
+A fault is one of: a comparison reversed, an arithmetic or logical operator swapped, a number or truth value changed, a `not`
 dropped, a returned value dropped, a call or a raise left out. Compare the shares of two commits, not single faults: the same seed
-draws others once the source has changed. Gluon kernels are left out: only the slow tests run them.
+draws other faults once the source has changed. Gluon kernels are left out: only the slow tests run them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "trainstep"
-_LEFT_OUT = re.compile(r"ops/flash_attention/(hopper|split)_|py.typed")
+_LEFT_OUT = re.compile(r"ops/flash_attention/(hopper|split)/|py.typed")
 _LONGEST_S = 300.0
 _MOST_TEST_FILES = 8
 _COMPARISONS: dict[type[ast.cmpop], str] = {
@@ -43,7 +43,7 @@ _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.Mul
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One expression or statement of a file, and what stands there instead."""
+    """One expression or statement of a file, and the text that replaces it."""
 
     path: Path
     line: int
@@ -58,8 +58,8 @@ class Fault:
         return source[: self.start] + self.text.encode() + source[self.end :]
 
     def __str__(self) -> str:
-        was = " ".join(self.path.read_bytes()[self.start : self.end].decode().split())
-        return f"{self.path.relative_to(ROOT)}:{self.line}: {was[:60]} -> {self.text[:60]}"
+        original = " ".join(self.path.read_bytes()[self.start : self.end].decode().split())
+        return f"{self.path.relative_to(ROOT)}:{self.line}: {original[:60]} -> {self.text[:60]}"
 
 
 def faults_of(path: Path) -> Iterator[Fault]:
@@ -78,7 +78,7 @@ def faults_of(path: Path) -> Iterator[Fault]:
 
 
 def _instead_of(node: ast.AST) -> str | None:
-    """The source of the fault, or None where none is known."""
+    """The text that makes the node faulty, or None for nodes without a fault."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
             return f"({ast.unparse(left)} {_COMPARISONS[type(operator)]} {ast.unparse(right)})"
@@ -101,7 +101,7 @@ def _instead_of(node: ast.AST) -> str | None:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run: no annotations, no default of a dataclass's field docs, nothing inside a f-string's text."""
+    """Nodes that run: no annotations, no decorators, and nothing inside an f-string."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "type_params", "decorator_list", "format_spec"):
             continue
@@ -113,7 +113,7 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def importing_tests(path: Path) -> list[Path]:
-    """Test files that import this file, those that carry its name first."""
+    """Test files that import this file; those with its name in theirs come first."""
     module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     named = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(module.rpartition('.')[0])} import .*\b{path.stem}\b")
     files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if named.search(file.read_text())]
@@ -134,11 +134,11 @@ def outcome(fault: Fault, *, shown: bool = False) -> str:
         quiet = None if shown else subprocess.DEVNULL
         with subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet, start_new_session=True
-        ) as tried:
+        ) as tests_run:
             try:
-                return "unseen" if tried.wait(_LONGEST_S) == 0 else "seen"
+                return "unseen" if tests_run.wait(_LONGEST_S) == 0 else "seen"
             except subprocess.TimeoutExpired:
-                os.killpg(tried.pid, 9)
+                os.killpg(tests_run.pid, 9)
                 return "too long"
 
 
@@ -147,11 +147,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--only", type=int)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if not _LEFT_OUT.search(str(path))]
-    drawn = random.Random(asked.seed).sample([fault for path in files for fault in faults_of(path)], asked.count)
-    if asked.only is not None:
-        print(drawn[asked.only], outcome(drawn[asked.only], shown=True))
+    drawn = random.Random(options.seed).sample([fault for path in files for fault in faults_of(path)], options.count)
+    if options.only is not None:
+        print(drawn[options.only], outcome(drawn[options.only], shown=True))
         return
     seen = 0
     for number, fault in enumerate(drawn):

@@ -1,4 +1,4 @@
-"""Exports of nsys for tests: any Trace as an SQLite file of that schema, so that both readers can be held against each other."""
+"""Exports of nsys for tests: any Trace as an SQLite file of its schema, so that both readers can be compared."""
 
 import sqlite3
 from collections.abc import Iterable
@@ -27,21 +27,21 @@ CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET (start INTEGER NOT NULL, end INTEGER NOT
 _COPIES = {"HtoD": 1, "DtoH": 2, "DtoD": 8}
 _MEMORIES = {"Pageable": 0, "Pinned": 1, "Device": 2}
 UPPER_BITS = 1 << 48
-"""What nsys keeps above the process number: reading must not stumble over it."""
+"""A bit that nsys sets above the process number, which a reader must ignore."""
 
 
 def write_report(path: Path, trace: Trace, *, style: str = NUMBERED, statements: Iterable[str] = ()) -> Path:
-    """The trace as an export; then those statements on it."""
+    """Write the trace as an export, then run the statements on it."""
     with closing(sqlite3.connect(path)) as database:
         database.executescript(_SCHEMA)
         strings: dict[str, int] = {}
         _write_calls(database, trace, strings)
         _write_activities(database, trace, strings)
-        for number, one in enumerate(trace.ranges):
-            if style == NUMBERED or one.annotation:
-                text = emitted(one, number) if style == NUMBERED else one.name
+        for number, span in enumerate(trace.ranges):
+            if style == NUMBERED or span.annotation:
+                text = emitted(span, number) if style == NUMBERED else span.name
                 text_id = strings.setdefault(text, len(strings)) if number % 2 else None
-                row = (one.start_ns, one.end_ns, 59, None if number % 2 else text, text_id, _thread(one.thread), 0)
+                row = (span.start_ns, span.end_ns, 59, None if number % 2 else text, text_id, _thread(span.thread), 0)
                 database.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         rows = [(number, text) for text, number in strings.items()]
         database.executemany("INSERT INTO StringIds VALUES (?, ?)", rows)
@@ -52,37 +52,37 @@ def write_report(path: Path, trace: Trace, *, style: str = NUMBERED, statements:
     return path
 
 
-def emitted(one: Range, number: int) -> str:
-    """The name as torch's emit_nvtx writes it."""
-    return f"{one.name}{f', seq = {one.sequence}' if one.sequence >= 0 else ''}, op_id = {number}"
+def emitted(span: Range, number: int) -> str:
+    """The name of a range as torch's emit_nvtx writes it."""
+    return f"{span.name}{f', seq = {span.sequence}' if span.sequence >= 0 else ''}, op_id = {number}"
 
 
 def _write_calls(database: sqlite3.Connection, trace: Trace, strings: dict[str, int]) -> None:
-    for one in trace.calls:
-        name = strings.setdefault(f"{one.name}_v7000", len(strings))
-        row = (one.start_ns, one.end_ns, 1, _thread(one.thread), one.correlation, name, 0)
+    for call in trace.calls:
+        name = strings.setdefault(f"{call.name}_v7000", len(strings))
+        row = (call.start_ns, call.end_ns, 1, _thread(call.thread), call.correlation, name, 0)
         database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
 
 def _write_activities(database: sqlite3.Connection, trace: Trace, strings: dict[str, int]) -> None:
     process = _thread((trace.calls[0].thread[0], 0)) if trace.calls else UPPER_BITS
-    for one in trace.activities:
+    for activity in trace.activities:
         row: tuple[int | None, ...] = (
-            one.start_ns,
-            one.end_ns,
-            one.device,
-            one.stream,
-            one.correlation,
+            activity.start_ns,
+            activity.end_ns,
+            activity.device,
+            activity.stream,
+            activity.correlation,
             process,
         )
-        if one.kind == KERNEL:
-            name = strings.setdefault(one.name, len(strings))
+        if activity.kind == KERNEL:
+            name = strings.setdefault(activity.name, len(strings))
             short = strings.setdefault("short", len(strings))
             table, row = "KERNEL", (*row, name, short, None)
-        elif one.kind == MEMCPY:
-            table, row = "MEMCPY", (*row, 4096, *_copy_kinds(one.name))
+        elif activity.kind == MEMCPY:
+            table, row = "MEMCPY", (*row, 4096, *_copy_kinds(activity.name))
         else:
-            assert one.kind == MEMSET
+            assert activity.kind == MEMSET
             table, row = "MEMSET", (*row, 4096, 2)
         marks = ", ".join("?" * len(row))
         database.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_{table} VALUES ({marks})", row)

@@ -1,9 +1,9 @@
-"""The 2x rule of ops/accuracy.py, as an assertion."""
+"""The 2x rule of ops/reference.py, as an assertion."""
 
 import torch
 from torch import Tensor
 
-from trainstep.ops.accuracy import allowed_error, largest_error
+from trainstep.ops.reference import allowed_error, largest_error
 
 
 def assert_as_accurate_as(
@@ -15,7 +15,7 @@ def assert_as_accurate_as(
     times: int = 2,
     terms: float | None = None,
 ) -> None:
-    """On values that are all finite. `times` and `terms` as in allowed_error."""
+    """Check the 2x rule, and that all values are finite. `times` and `terms` are those of allowed_error."""
     assert fp64_reference.dtype == torch.float64
     assert result.dtype == same_dtype_reference.dtype
     assert result.shape == same_dtype_reference.shape == fp64_reference.shape

@@ -1,4 +1,4 @@
-"""Models of one's own for tests of numerics: unseeded, with dropout, without modules, with named logits."""
+"""Users' models for tests of numerics: unseeded, with dropout, without modules, with named logits."""
 
 import secrets
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ Built = tuple[nn.Module, Any]
 
 
 class Line(nn.Module):
-    """A linear layer and something behind it."""
+    """A linear layer and further modules behind it."""
 
     def __init__(self, *behind: nn.Module, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Line(nn.Module):
 
 
 class Bare(nn.Module):
-    """A parameter and no module that holds it."""
+    """A model whose parameter belongs to no submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Bare(nn.Module):
 
 
 class Naming(Line):
-    """Returns an object with .loss and .logits, as models of transformers do."""
+    """A model that returns an object with .loss and .logits, as those of transformers do."""
 
     def forward(self, x: Tensor) -> Any:
         logits = self.layer(x)

@@ -6,8 +6,9 @@ from unittest.mock import patch
 import torch
 
 from trainstep.config.parsing import build_config, to_plain
-from trainstep.measure import meeting, parallel
-from trainstep.measure.failures import CellFailed
+from trainstep.measure.harness.failures import CellFailed
+from trainstep.measure.parallel import meeting
+from trainstep.measure.parallel import workload as parallel
 from trainstep.parallel.ranks import Ranks
 from trainstep.records.record import Failure
 
@@ -15,7 +16,7 @@ SMALL = {"d_model": 16, "d_ff": 32, "layers": 2, "heads": 2, "vocab_size": 256, 
 
 
 def measured(ranks: Ranks, values: dict[str, Any], turns: tuple[int, ...] = (2,), drift: bool = False) -> Any:
-    """What this rank found, or the Failure it came to. `drift`: before it is checked, rank 1's first norm gets another value."""
+    """Measure the cell on this rank; its findings or its Failure. `drift`: rank 1 changes its first norm before the check."""
     config = build_config("parallel", {**SMALL, "ranks": ranks.world_size, "warmups": 1, "window_steps": 2, **values})
     with patch.object(meeting, "start_ranks", lambda *_, **__: ranks):
         try:
@@ -23,7 +24,7 @@ def measured(ranks: Ranks, values: dict[str, Any], turns: tuple[int, ...] = (2,)
             for steps in turns:
                 measurement.take(steps)
             if drift and ranks.rank == 1:
-                measurement._wait_for_parameters()  # or their gather would put it right again
+                measurement._wait_for_parameters()  # otherwise the gather would overwrite the change
                 module = measurement.timed.assembly.module
                 with torch.no_grad():
                     next(value for name, value in module.named_parameters() if "norm" in name).add_(1.0)
@@ -32,6 +33,6 @@ def measured(ranks: Ranks, values: dict[str, Any], turns: tuple[int, ...] = (2,)
             return error.failure
 
 
-def failure_of(found: Any) -> Failure:
-    assert isinstance(found, Failure)
-    return found
+def failure_of(result: Any) -> Failure:
+    assert isinstance(result, Failure)
+    return result

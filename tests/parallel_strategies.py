@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.parallel.ddp_bucketed import BucketedDDP
-from trainstep.parallel.ddp_flat import FlatDDP
-from trainstep.parallel.ddp_naive import NaiveDDP
-from trainstep.parallel.ddp_overlapped import OverlappedDDP
+from trainstep.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from trainstep.parallel.fsdp import FSDP
 from trainstep.parallel.gradient_sync import GradientSync
 from trainstep.parallel.ranks import Ranks
@@ -21,7 +18,7 @@ from trainstep.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """`parameters()`: whole ones, in the model's order, once every rank asks."""
+    """A strategy that is ready to train. `parameters()` returns whole ones in the model's order; every rank must call it."""
 
     sync: GradientSync
     optimizer: Any
@@ -74,11 +71,11 @@ def any_parameters(model: nn.Module, ranks: Ranks) -> TorchDDP:
 
 
 def no_units(_model: nn.Module) -> None:
-    """The module as a whole."""
+    """No units: the whole module is one."""
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """Two units, and one for what stands around them."""
+    """The model's two layers as units; its other parameters form a third unit."""
     return [model.first, model.second]  # type: ignore[list-item]
 
 
@@ -111,7 +108,7 @@ def fsdp(units_of: Callable[[nn.Module], list[nn.Module] | None] = no_units, **o
 
 
 SMALL_MIB = 300 / 2**20
-"""Buckets of a tensor or two of tests' models."""
+"""A bucket size that holds one or two tensors of the tests' models."""
 
 STRATEGIES: dict[str, Start] = {
     "naive": replicated(NaiveDDP),
@@ -154,7 +151,7 @@ TORCH_STRATEGIES: dict[str, Start] = {
 
 NOT_DONE = {
     ("torch_ddp", "everywhere"): "needs find_unused_parameters: raises (test_torch_peers.py)",
-    ("torch_ddp", "somewhere"): "needs find_unused_parameters: ranks wait for each other for ever",
+    ("torch_ddp", "somewhere"): "needs find_unused_parameters: ranks wait for each other without end",
     ("torch_fsdp2", "somewhere"): "each rank reduces the gradients that it has: messages of different sizes",
 }
-"""What a peer does not do: (strategy, Case.unused): why."""
+"""Cases that a peer does not support: (strategy, Case.unused) -> the reason."""

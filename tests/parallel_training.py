@@ -1,4 +1,4 @@
-"""A small model trained on several ranks, and the same in one process on all of their data: what parity tests compare."""
+"""A small model trained on several ranks, and in one process on all of their data, for parity tests."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,12 +22,12 @@ OPTIMIZERS: dict[str, partial[torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is special about a model or its training."""
+    """The options of a model and its training."""
 
     tied: bool = False
     frozen: bool = False
     unused: str = "none"
-    """`everywhere`: a layer no rank uses; `somewhere`: one that only rank 0 does."""
+    """`everywhere`: a layer that no rank uses; `somewhere`: one that only rank 0 uses."""
     accumulation: int = 1
     clip: float | None = None
 
@@ -78,7 +78,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], case: Case, rank: in
 def train_alone(
     case: Case, optimizer_name: str, world_size: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """One process: the mean over ranks' losses, one after another, is the loss of the concatenated batch.
+    """Train in one process: the mean of the ranks' losses is the loss of the concatenated batch.
 
     `reduce_dtype`: each rank's gradient is rounded to it, and so is their sum after each addition.
     """
@@ -104,13 +104,13 @@ def train_alone(
 
 
 def train_together(ranks: Ranks, start: Callable[..., Any], case: Case, optimizer_name: str) -> list[Tensor]:
-    """This rank's parameters after the same steps. Only rank 0 begins with the right ones."""
+    """Train on this rank; its parameters after the same steps. Only rank 0 begins with the right ones."""
     model = built(case, seed=ranks.rank).to(ranks.device)
     run = start(model, ranks, OPTIMIZERS[optimizer_name])
     for ranks_batches in batches(case, ranks.world_size):
-        mine = [tuple(tensor.to(ranks.device) for tensor in batch) for batch in ranks_batches[ranks.rank]]
-        for number, batch in enumerate(mine):
-            with run.sync.no_sync() if number < len(mine) - 1 else nullcontext():
+        micro_batches = [tuple(tensor.to(ranks.device) for tensor in batch) for batch in ranks_batches[ranks.rank]]
+        for number, batch in enumerate(micro_batches):
+            with run.sync.no_sync() if number < len(micro_batches) - 1 else nullcontext():
                 loss_of(run.sync.module, batch, case, ranks.rank).backward()
         run.sync.finish_gradient_synchronization()
         if case.clip is not None:
@@ -120,6 +120,6 @@ def train_together(ranks: Ranks, start: Callable[..., Any], case: Case, optimize
     return [parameter.cpu() for parameter in run.parameters()]
 
 
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+def distance(trained: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference of any element."""
-    return max(float((one.double() - other.double()).abs().max()) for one, other in zip(found, expected, strict=True))
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(trained, expected, strict=True))

@@ -1,8 +1,8 @@
 """Workloads without torch for cells of several ranks: `rank_workloads:RANKED` and so on.
 
-Config: `ranks`, `steps`, `act` (one of workloads.ACTS) that the rank `victim` does in `where` (prepare, take, finish); `wait`: the
-others sleep in their `take` then, as in a collective, or with `out` all leave; `said`: what all write to stderr before that;
-`others`: how they fail before it. Step i takes i + rank seconds, on paper.
+Config: `ranks`, `steps`, `act` (one of workloads.ACTS) of the rank `victim` in `where` (prepare, take, finish); `wait`: the other
+ranks then sleep in their `take`, as in a collective, or with `out` all leave; `said`: a text that all write to stderr before;
+`others`: how the others fail before. The recorded seconds of step i are i + rank on even steps and i - rank on odd ones.
 """
 
 import os
@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trainstep.measure.failures import CellFailed
-from trainstep.measure.workload import Findings, Stage
-from trainstep.parallel.watch import LEFT
+from trainstep.measure.harness.failures import CellFailed
+from trainstep.measure.harness.workload import Findings, Stage
+from trainstep.parallel.liveness.watch import LEFT
 from trainstep.records.record import Fact, Failure, Samples
 from workloads import ACTS
 
@@ -58,21 +58,21 @@ class RankedMeasurement:
         self._called("finish")
         # Even steps are slower on high ranks, odd ones on low ranks.
         values = tuple(float(step + (self._rank if step % 2 == 0 else -self._rank)) for step in range(self._steps))
-        own = {"only_rank_0": Samples(unit="s", values=(1.0,))} if self._rank == 0 else {}
+        rank_0_samples = {"only_rank_0": Samples(unit="s", values=(1.0,))} if self._rank == 0 else {}
         facts = {name: os.environ[name] for name in VARIABLES}
         facts |= {"pid": os.getpid(), "memory_limit_bytes": resource.getrlimit(resource.RLIMIT_DATA)[0]}
         return Findings(
             samples={
                 "step": Samples(unit="s", values=values, warmups=(9.0 + self._rank,)),
                 "clock": Samples(unit="Hz", values=(100.0 + self._rank,)),
-                **own,
+                **rank_0_samples,
             },
             facts={name.lower(): Fact(value=value) for name, value in facts.items()},
             tables={"own": {"rank": [self._rank]}},
         )
 
     def _follow(self, how: str | None) -> None:
-        """What happens to the others where the victim dies, heard of before its death is."""
+        """Let the other ranks fail before the death of the victim is noticed."""
         if how is None:
             return
         if self._rank == self._config["victim"]:

@@ -1,10 +1,10 @@
-"""Several processes for tests: `run_ranks(4, function, *arguments)` returns what each rank's function returned.
+"""Several ranks for tests: `run_ranks(4, function, *arguments)` returns the result of the function on each rank.
 
-They speak gloo on the CPU; with `backend="nccl"` each has a GPU.
+They communicate by gloo on the CPU; with `backend="nccl"` each has a GPU.
 
-A pool of processes for each number of ranks stands ready for the whole session (forked before torch has threads; a start costs
-0.3 s, a call 0.02 s). `function` is importable by name; it gets this rank's `Ranks` first. An error on any rank is raised here
-with that rank's traceback, and the pool, whose ranks may now disagree, is built anew for the next call.
+A pool of processes for each number of ranks is kept for the whole session (forked before torch has threads; a start costs 0.3 s,
+a call 0.02 s). `function` is importable by name; it gets this rank's `Ranks` first. An error on any rank is raised here
+with that rank's traceback, and the next call starts a new pool, since the ranks may now disagree.
 """
 
 import atexit
@@ -31,11 +31,11 @@ TIMEOUT_S = 60.0
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or took too long; the message has its traceback."""
+    """The error for a rank that raised, died or took too long; the message has its traceback."""
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
-    """What `function(ranks, *arguments)` returned on each rank, in order."""
+    """The results of `function(ranks, *arguments)` on all ranks, in order."""
     kind = (world_size, backend)
     pool = _POOLS.get(kind) or _POOLS.setdefault(kind, Pool(world_size, backend))
     try:
@@ -47,24 +47,26 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ba
 
 
 class Pool:
-    """Processes with a standing process group."""
+    """Processes that share one process group."""
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         import torch._dynamo  # noqa: F401  (seconds to import: once here, not in every child)
 
         port = free_port()
-        context = multiprocessing.get_context("fork" if backend == "gloo" else "spawn")  # CUDA survives no fork
+        context = multiprocessing.get_context(
+            "fork" if backend == "gloo" else "spawn"
+        )  # CUDA does not work after a fork
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
+            own_end, child_end = context.Pipe()
             others = list(self.pipes) if backend == "gloo" else []
             process = context.Process(
-                target=_serve, args=(rank, world_size, port, backend, theirs, others), daemon=True
+                target=_serve, args=(rank, world_size, port, backend, child_end, others), daemon=True
             )
             process.start()
-            theirs.close()
-            self.pipes.append(ours)
+            child_end.close()
+            self.pipes.append(own_end)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -97,14 +99,14 @@ class Pool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """A port that no process listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection, others: list[Connection]) -> None:
-    for other in others:  # a rank must not hold another's end open
+    for other in others:  # a rank must not keep another rank's pipe open
         other.close()
     torch.set_num_threads(1)
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
@@ -121,14 +123,14 @@ def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection
                 result, error = getattr(_module(module, file), name)(ranks, *arguments), None
             except BaseException:  # noqa: BLE001  (whatever a test raises belongs to the test)
                 result, error = None, traceback.format_exc()
-            gc.collect()  # a model with hooks must be gone before the process is
+            gc.collect()  # a model with hooks must be collected before the process ends
             pipe.send((result, error))
     sys.stdout.flush()
     os._exit(0)
 
 
 def _module(name: str, file: str) -> ModuleType:
-    """A module of tests: a forked process has it, one that was spawned loads it from its file."""
+    """A module of tests: a forked process has imported it, a spawned one loads it from its file."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None

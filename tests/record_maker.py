@@ -1,4 +1,4 @@
-"""A whole record for tests that care about a part of it."""
+"""A complete record for tests that need a part of it."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def seconds(values: Any, warmups: tuple[float, ...] = ()) -> Samples:
 
 
 def a_record(**changes: Any) -> Record:
-    """Of a train_step on ENVIRONMENT, with three steps of a second and nothing else but what is given."""
+    """A record of train_step on ENVIRONMENT with three steps of one second; `changes` replace its fields."""
     given = {
         "workload": "train_step",
         "key": "k",

@@ -1,7 +1,7 @@
-"""A real Slurm on one machine for tests: two pretend nodes of two pretend GPUs each, in a temporary folder, on loopback alone.
+"""A real Slurm on one machine for tests: two simulated nodes with two GPUs each, in a temporary folder, on loopback only.
 
-No munge, systemd, cgroups or database, and nothing outside the folder is touched: `slurmctld` and one `slurmd` a node run as
-the user who runs the tests, on ports that were free. A node's name resolves nowhere; its address is 127.0.0.1.
+It needs no munge, systemd, cgroups or database, and writes only to the folder: `slurmctld` and one `slurmd` per node run as the
+user who runs the tests, on free ports. A node's name resolves nowhere; its address is 127.0.0.1.
 Where Slurm is not installed the fixture skips; with TRAINSTEP_REQUIRE_SLURM=1 (CI) that skip is a failure.
 """
 
@@ -26,7 +26,7 @@ PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "sinfo", "scancel", "squeue
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-"""The daemons are in sbin, which an ordinary user's PATH may lack."""
+"""The search path with sbin, where the daemons are; the PATH of an ordinary user may lack it."""
 
 CONFIG = """\
 ClusterName=one
@@ -69,7 +69,7 @@ class SlurmCluster:
         return {**os.environ, "PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def call(self, *command: str, timeout_s: float = 60) -> str:
-        """What a Slurm command prints; CalledProcessError with its message where it fails."""
+        """Run a Slurm command; its output, or CalledProcessError with its message."""
         done = subprocess.run(
             command, env=self.environ, cwd=self.folder, capture_output=True, text=True, timeout=timeout_s, check=True
         )
@@ -84,7 +84,7 @@ class SlurmCluster:
         _wait_until(lambda: self._idle_nodes() == len(NODES), START_TIMEOUT_S, f"Slurm did not start:\n{self._logs()}")
 
     def stop(self) -> None:
-        """Jobs first: a daemon that is gone cannot end the processes that it started. Then the daemons, by their pid files."""
+        """End the jobs, then the daemons by their pid files: a daemon that has ended cannot end the processes that it started."""
         with contextlib.suppress(subprocess.SubprocessError):
             self.call("scancel", "--user", getpass.getuser())
             _wait_until(lambda: not self.call("squeue", "--noheader").strip(), STOP_TIMEOUT_S, "jobs did not end")
@@ -101,7 +101,7 @@ class SlurmCluster:
 
 @pytest.fixture(scope="session")
 def slurm_daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """The cluster itself, started once a session."""
+    """The cluster, started once per session."""
     missing = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
     if missing:
         refuse = pytest.fail if os.environ.get("TRAINSTEP_REQUIRE_SLURM") == "1" else pytest.skip
@@ -131,7 +131,7 @@ def _write_configuration(folder: Path) -> None:
         (folder / "spool" / node).mkdir(parents=True)
         gpus = [folder / f"{node}_gpu{index}" for index in range(GPUS_PER_NODE)]
         for gpu in gpus:
-            gpu.symlink_to(os.devnull)  # Slurm asks for a device's file, and never opens it
+            gpu.symlink_to(os.devnull)  # Slurm needs the file of a device, and never opens it
         nodes.append(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000"
             f" Gres=gpu:{GPUS_PER_NODE} State=UNKNOWN"
@@ -151,11 +151,11 @@ def _write_configuration(folder: Path) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    with contextlib.ExitStack() as open_sockets:
+        sockets = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float, message: str) -> None:
@@ -167,15 +167,15 @@ def _wait_until(condition: Callable[[], bool], timeout_s: float, message: str) -
 
 
 def _end(pid_files: list[Path]) -> None:
-    """End the daemons whose pid files these are: all asked first, then made to."""
-    asked = []
+    """End the daemons with these pid files: first by SIGTERM to all, then by SIGKILL to those that are left."""
+    pids = []
     for pid_file in pid_files:
         with contextlib.suppress(OSError, ValueError):  # it never started, or it is gone
-            asked.append(int(pid_file.read_text()))
-            os.kill(asked[-1], signal.SIGTERM)
+            pids.append(int(pid_file.read_text()))
+            os.kill(pids[-1], signal.SIGTERM)
     with contextlib.suppress(subprocess.SubprocessError):
-        _wait_until(lambda: not any(map(_is_alive, asked)), STOP_TIMEOUT_S, "daemons did not end")
-    for pid in filter(_is_alive, asked):
+        _wait_until(lambda: not any(map(_is_alive, pids)), STOP_TIMEOUT_S, "daemons did not end")
+    for pid in filter(_is_alive, pids):
         os.kill(pid, signal.SIGKILL)
 
 

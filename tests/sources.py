@@ -1,9 +1,14 @@
-"""The package's files as the house rules see them: modules by name, and what each imports, read without running it."""
+"""The modules of the package by name, and the imports of each, read without running it."""
 
 import ast
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "trainstep"
@@ -11,27 +16,39 @@ PACKAGE = ROOT / "src" / "trainstep"
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """One imported name: `target` as far as the statement says it (`from a.b import c` is a.b.c)."""
+    """One imported name; `target` is its full name as far as the statement gives it (`from a.b import c` is a.b.c)."""
 
     target: str
     line: int
     in_function: bool
-    """Inside a function's body: it runs at a call, not when the module is imported."""
+    """Whether it is inside a function, so that it runs at a call and not when the module is imported."""
     guarded: bool
-    """Inside `if` or `try` at module level: it may not run at all."""
+    """Whether it is inside `if` or `try` at module level, so that it may not run."""
 
 
 def modules(package: Path = PACKAGE) -> dict[str, Path]:
     """Dotted name -> file of every module, packages by their own name."""
-    found = {}
+    paths = {}
     for path in sorted(package.rglob("*.py")):
         parts = [package.name, *path.relative_to(package).with_suffix("").parts]
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
+
+
+def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/NAME.py as a module, which is in sys.modules under its name for the length of a test."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def imports(source: str) -> list[Import]:
-    """Every import in a module's source, wherever it stands."""
+    """Every import in the source of a module, at any level."""
     return list(_imports_under(ast.parse(source), in_function=False, guarded=False))
 
 

@@ -1,4 +1,4 @@
-"""Children of tests take signals, also where whoever started the tests ignores them (nohup, a background job)."""
+"""Children of tests receive signals, even if the process that started the tests ignores them (nohup, a background job)."""
 
 import subprocess
 import sys
@@ -16,12 +16,12 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
-def test_children_take_signals():
-    said = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True).stdout
-    assert said == "[]\n"
+def test_children_receive_signals():
+    ignored = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True).stdout
+    assert ignored == "[]\n"
 
 
-def test_children_of_nohup_do_too():
-    inner = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{test_children_take_signals.__name__}"]
+def test_children_under_nohup_receive_signals():
+    inner = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{test_children_receive_signals.__name__}"]
     done = subprocess.run([sys.executable, "-c", IGNORE_AND_RUN, *inner], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

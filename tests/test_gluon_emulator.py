@@ -1,4 +1,4 @@
-"""The emulator refuses what a GPU would get wrong: small kernels that each break one rule of the machine."""
+"""The emulator refuses small kernels that each break one rule of the machine and would fail on a GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gluon_emulator import emulate
 from gluon_program import Wrong
-from trainstep.ops.flash_attention.hopper_parts import (
+from trainstep.ops.flash_attention.hopper.parts import (
     accumulator_layout,
     copy_in,
     copy_out,
@@ -53,7 +53,7 @@ def _square_and_store(y_desc, tile, out, full, WAITS: gl.constexpr, FENCES: gl.c
 def square_kernel(
     x_desc, y_desc, announced, WAITS: gl.constexpr, FENCES: gl.constexpr, STAYS: gl.constexpr, ARRIVALS: gl.constexpr
 ):
-    """y = x x of one tile."""
+    """Write y = x x for one tile."""
     tile = gl.allocate_shared_memory(x_desc.dtype, [TILE, TILE], x_desc.layout)
     out = gl.allocate_shared_memory(x_desc.dtype, [TILE, TILE], y_desc.layout)
     full = new_barriers(1, ARRIVALS)
@@ -71,14 +71,14 @@ def square(x: torch.Tensor, *, late: bool, announced: int = 64 * 64 * 2, **rules
     y = torch.full_like(x, float("nan"))
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
     descriptors = [TensorDescriptor.from_tensor(tensor, [64, 64], layout) for tensor in (x, y)]
-    kept = {"WAITS": True, "FENCES": True, "STAYS": True, "ARRIVALS": 1} | rules
-    emulate(square_kernel, 1, [*descriptors, announced, *kept.values()], late=late)
+    constants = {"WAITS": True, "FENCES": True, "STAYS": True, "ARRIVALS": 1} | rules
+    emulate(square_kernel, 1, [*descriptors, announced, *constants.values()], late=late)
     return y
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("size", [64, 40])
-def test_a_right_kernel(size: int, late: bool):
+def test_a_correct_kernel_gives_its_result(size: int, late: bool):
     x = torch.randn(size, 64).half()
     padded = torch.zeros(64, 64)
     padded[:size] = x.float()
@@ -95,20 +95,20 @@ def test_a_right_kernel(size: int, late: bool):
         ({"announced": 64 * 64 * 2 - 16}, "more bytes"),
     ],
 )
-def test_broken_rules(rules: dict[str, int], message: str):
+def test_each_broken_rule_is_an_error(rules: dict[str, int], message: str):
     with pytest.raises(Wrong, match=message):
         square(torch.randn(64, 64).half(), late=True, **rules)  # type: ignore[arg-type]
 
 
-def test_a_buffer_read_too_early():
-    """Without the wait the tile is whatever was there."""
+def test_a_buffer_that_is_read_too_early_is_an_error():
+    """Without the wait the tile holds old data."""
     with pytest.raises(Wrong, match="nobody waited for"):
         square(torch.randn(64, 64).half(), late=True, WAITS=False)
 
 
 @gluon.jit
 def sum_kernel(y_ptr, WAITS: gl.constexpr):
-    """A result of wgmma that a second one adds to."""
+    """Add the product of a second wgmma to that of a first."""
     tile = gl.allocate_shared_memory(gl.float16, [TILE, TILE], None)
     tile.store(gl.full([TILE, TILE], 0.5, gl.float16, None))
     fence_async_shared()
@@ -123,7 +123,7 @@ def sum_kernel(y_ptr, WAITS: gl.constexpr):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_sum_of_two_products(late: bool):
+def test_a_product_is_added_to_an_unfinished_one_only(late: bool):
     y = torch.zeros(64, 64)
     emulate(sum_kernel, 1, [y, False], late=late)
     assert (y == 2 * 64 * 0.25).all()
@@ -147,8 +147,8 @@ def meeting_kernel(TIMES: gl.constexpr):
     gl.warp_specialize([(_wait, ()), (_come, (TIMES,))], [4], [24])
 
 
-def test_named_barriers():
-    """One that comes twice is not two that come once."""
+def test_a_named_barrier_needs_all_partitions_once():
+    """Two arrivals of one partition do not count as arrivals of two."""
     emulate(meeting_kernel, 1, [1])
     for times, message in ((0, "deadlock"), (2, "twice|nobody met")):
         with pytest.raises(Wrong, match=message):

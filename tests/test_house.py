@@ -1,22 +1,23 @@
-"""The rules a reader relies on: short files and functions, a README map that tells the truth, nothing of one machine."""
+"""Rules for the sources: short files, functions and folders, a map that matches the docstrings, no path of one machine."""
 
 import ast
 import re
 import subprocess
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
 import pytest
 
-from sources import PACKAGE, ROOT, modules
+from sources import PACKAGE, ROOT, load_script, modules
 
 FILE_LINES = 400
+FOLDER_FILES = 22
 FUNCTION_LINES = 80
 KERNEL_LINES = 150
 """A `@triton.jit` function: its body cannot be cut as freely."""
 
 OWN_FOLDERS = ("home", "mnt", "opt", "root", "srv", "work", "Users")
-"""Top folders that belong to one machine: a path into them works nowhere else."""
+"""Top folders that belong to one machine: a path in them works nowhere else."""
 MACHINE_PATH = re.compile(rf"(?<![\w.~$}}/-])/(?:{'|'.join(OWN_FOLDERS)})/\w")
 HOST = re.compile(r"https?://([\w.-]+)")
 ALLOWED_HOSTS = {
@@ -35,13 +36,23 @@ ALLOWED_HOSTS = {
 }
 
 
-@pytest.mark.parametrize("path", modules().values(), ids=modules())
-def test_lengths(path: Path):
-    text = path.read_text()
-    assert text.count("\n") <= FILE_LINES, f"{path.name}: split it by subject"
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    too_long = [f"{node.name}: {lines_of(node)} lines" for node in functions if lines_of(node) > limit(node)]
+def test_files_and_functions_are_short():
+    too_long = []
+    scripts = {f"scripts/{path.name}": path for path in (ROOT / "scripts").glob("*.py")}
+    for name, path in {**modules(), **scripts}.items():
+        text = path.read_text()
+        if text.count("\n") > FILE_LINES:
+            too_long.append(f"{name}: {text.count(chr(10))} lines; split it by subject")
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        too_long += [f"{name}.{node.name}: {lines_of(node)} lines" for node in nodes if lines_of(node) > limit(node)]
     assert not too_long
+
+
+def test_folders_have_few_files():
+    """A folder with more files should be split into rooms."""
+    folders = {path.parent for path in modules().values()}
+    counts = {folder.relative_to(PACKAGE).as_posix(): len([*folder.glob("*.py")]) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > FOLDER_FILES} == {}
 
 
 def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -53,71 +64,28 @@ def limit(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return KERNEL_LINES if is_kernel else FUNCTION_LINES
 
 
-@dataclass(frozen=True)
-class MapLine:
-    """One line of the file map: a path from the repository's root, and what it is for."""
-
-    path: str
-    purpose: str
+def test_the_map_matches_the_docstrings():
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "map.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-def read_map(readme: str) -> list[MapLine]:
-    """The code block under '## File map': `name  purpose` a line; what a folder (`name/`) holds stands indented below."""
-    block = re.search(r"^## File map$.*?^```\w*\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    if block is None:
-        raise ValueError("README.md has no code block under '## File map'")
-    lines, above = [], []  # above: (indent, path) of the folders that the line may stand in
-    for text in filter(str.strip, block[1].splitlines()):
-        indent = len(text) - len(text.lstrip())
-        name, _, purpose = text.strip().partition(" ")
-        above = [folder for folder in above if folder[0] < indent]
-        path = (above[-1][1] if above else "") + name
-        lines.append(MapLine(path, purpose.strip()))
-        if name.endswith("/"):
-            above.append((indent, path))
-    return lines
-
-
-def map_complaints(lines: list[MapLine], root: Path, package: Path) -> list[str]:
-    """What the map says that is not so, and what it leaves out. A package's `__init__.py` is its folder's line."""
-    named = [line.path for line in lines]
-    needed = {
-        path.relative_to(root).as_posix()
-        for path in package.rglob("*")
-        if path.suffix in {".py", ".html", ".css", ".js"} and path.name != "__init__.py"
-    }
-    return [
-        *(f"{path}: named twice" for path in sorted({path for path in named if named.count(path) > 1})),
-        *(f"{line.path}: does not exist" for line in lines if not _exists(root, line.path)),
-        *(f"{line.path}: says no purpose" for line in lines if not line.purpose and not line.path.endswith("/")),
-        *(f"{path}: is not on the map" for path in sorted(needed - set(named))),
-    ]
-
-
-def _exists(root: Path, path: str) -> bool:
-    return (root / path).is_dir() if path.endswith("/") else (root / path).is_file() or bool([*root.glob(path)])
-
-
-def test_readme_map():
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("there is no README.md yet")
-    assert not map_complaints(read_map(readme.read_text()), ROOT, PACKAGE)
-
-
-def test_the_map_rule_itself(tmp_path: Path):
-    package = tmp_path / "src" / "it"
+def test_a_file_without_a_docstring_is_refused_by_the_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = load_script("map", monkeypatch)
+    package = tmp_path / "it"
     (package / "costs").mkdir(parents=True)
-    for name in ("app.py", "costs/__init__.py", "costs/flops.py", "forgotten.py"):
-        (package / name).touch()
-    block = "src/it/\n  app.py  the door\n  costs/  formulas\n    flops.py\n    bytes.py  gone\n"
-    lines = read_map(f"# it\n\n## File map\n\nWords.\n\n```text\n{block}```\n")
-    assert [line.path for line in lines][-2:] == ["src/it/costs/flops.py", "src/it/costs/bytes.py"]
-    assert map_complaints(lines, tmp_path, package) == [
-        "src/it/costs/bytes.py: does not exist",
-        "src/it/costs/flops.py: says no purpose",
-        "src/it/forgotten.py: is not on the map",
-    ]
+    for name, text in {
+        "__init__.py": '"""All of it."""',
+        "costs/__init__.py": '"""Formulas."""',
+        "costs/flops.py": '"""FLOPs of an op.\n\nMore."""',
+        "page.css": "/* How it looks. */",
+    }.items():
+        (package / name).write_text(text)
+    text = script.map_of(package)
+    assert "## it/costs/\n\nFormulas.\n\n- [flops.py](../src/it/costs/flops.py): FLOPs of an op.\n" in text
+    assert "- [page.css](../src/it/page.css): How it looks.\n" in text
+    (package / "costs" / "nameless.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"it/costs/nameless\.py"):
+        script.map_of(package)
 
 
 def tracked_texts() -> dict[str, str]:
@@ -136,16 +104,16 @@ def tracked_texts() -> dict[str, str]:
     return texts
 
 
-def test_nothing_of_one_machine():
-    found = []
+def test_no_file_names_a_path_or_host_of_one_machine():
+    violations = []
     for name, text in tracked_texts().items():
         for number, line in enumerate(text.splitlines(), 1):
             hosts = set(HOST.findall(line)) - ALLOWED_HOSTS
-            found += [f"{name}:{number}: {what}" for what in [*MACHINE_PATH.findall(line), *sorted(hosts)]]
-    assert not found
+            violations += [f"{name}:{number}: {what}" for what in [*MACHINE_PATH.findall(line), *sorted(hosts)]]
+    assert not violations
 
 
 @pytest.mark.parametrize("folder", OWN_FOLDERS)
-def test_the_machine_rule_itself(folder: str):
+def test_paths_of_one_machine_are_found(folder: str):
     assert MACHINE_PATH.search(f'open("/{folder}/me/x")')
     assert not MACHINE_PATH.search(f"see docs/{folder}/x and ~/{folder}/x")

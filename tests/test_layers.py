@@ -1,6 +1,6 @@
-"""The layers hold: imports go strictly down, torch stays out of what runs on a laptop, an import has no effect.
+"""Imports go strictly down the layers, modules that must run without torch do not import it, and an import has no effect.
 
-Read from source, so a package that does not exist yet has its place waiting; a package without a place fails.
+Imports are read from the sources. A package without a layer fails; a layer may be declared before its package exists.
 """
 
 import importlib
@@ -28,22 +28,35 @@ LAYERS = {
     "spans": 0,
     "reading": 0,
 }
+ROOMS = {
+    "measure": {"machine": 0, "harness": 1, "step": 2, "attention": 3, "numerics": 3, "parallel": 3, "memory": 4},
+    "report": {"kit": 0, "step": 1, "attention": 2, "memory": 2, "numerics": 2, "parallel": 2, "profile": 2, "": 3},
+}
+"""Part -> its rooms with their levels; "" is the part's own folder. A module imports from lower rooms or its own."""
 STANDALONE = {"ops", "parallel", "capture"}
-"""Lifted out and used alone: of ours they may use only LIFTED_WITH."""
+"""Parts that can be used without the rest: of our modules they may import only LIFTED_WITH."""
 LIFTED_WITH = {"costs", "spans"}
 LAZY = {"cli"}
-"""May import ours inside functions, so that `trainstep --help` answers at once."""
+"""Parts that may import our modules inside functions, so that `trainstep --help` is fast."""
 LAZY_EXPORTS = {"trainstep", "trainstep.parallel", "trainstep.capture"}
-"""The one exception: packages that load what they export, from further down and by name, when it is first used."""
+"""The only exception: packages that import their exports by name when these are first used."""
 TORCH_FREE = {"config", "costs", "records", "traces", "plan", "report", "cli"}
-DRIVER_MODULES = ("sweep", "runner", "executor_", "environment", "workload")
-"""The side of measure that starts a cell's process instead of being it: no torch either."""
+DRIVER_MODULES = (
+    "harness.sweep",
+    "harness.runner",
+    "harness.interleave",
+    "harness.local",
+    "harness.slurm",
+    "harness.workload",
+    "machine.environment",
+)
+"""Modules of measure that start the process of a cell and do not run in it; they must not import torch."""
 
 MODULES = modules()
 
 
 def own_part(dotted: str) -> str | None:
-    """'costs' for trainstep.costs.transformer; '' for trainstep itself and its own names; None for what is not ours."""
+    """'costs' for trainstep.costs.transformer; '' for trainstep itself and its names; None for other packages."""
     root, _, rest = dotted.partition(".")
     if root != "trainstep":
         return None
@@ -55,20 +68,44 @@ def complaint(module: str, imported: Import) -> str | None:
     """Why this module may not import this, or None."""
     if imported.target.startswith("."):
         return "is a relative import: write it out"
-    mine, theirs = own_part(module), own_part(imported.target)
-    if not theirs or module == "trainstep.__main__":
+    own, other = own_part(module), own_part(imported.target)
+    if not other or module == "trainstep.__main__":
         return None
-    if imported.in_function and mine not in LAZY:
+    if imported.in_function and own not in LAZY:
         return "stands inside a function: only cli/ does that"
-    if not mine:
+    if not own:
         return None if imported.guarded else "is imported by the package itself, which imports nothing"
-    if mine == theirs:
-        return None
-    if mine in STANDALONE and theirs not in LIFTED_WITH:
-        return f"is ours: {mine} uses nothing of ours but {' and '.join(sorted(LIFTED_WITH))}"
-    if LAYERS[theirs] >= LAYERS[mine]:
-        return f"is of layer {LAYERS[theirs]}, and {mine} of layer {LAYERS[mine]}: imports go strictly down"
+    if own == other:
+        return room_complaint(own, module, imported)
+    if own in STANDALONE and other not in LIFTED_WITH:
+        return f"is ours: {own} uses nothing of ours but {' and '.join(sorted(LIFTED_WITH))}"
+    if LAYERS[other] >= LAYERS[own]:
+        return f"is of layer {LAYERS[other]}, and {own} of layer {LAYERS[own]}: imports go strictly down"
     return None
+
+
+def room_of(part: str, dotted: str) -> str:
+    """'kit' for trainstep.report.kit.rows or a name in it; '' for modules in the part's own folder."""
+    name = dotted.removeprefix(f"trainstep.{part}.").partition(".")[0]
+    return name if name in ROOMS[part] else ""
+
+
+def room_complaint(part: str, module: str, imported: Import) -> str | None:
+    """Why a module may not import this from another room of its part, or None."""
+    if part not in ROOMS or module == f"trainstep.{part}":
+        return None
+    own, other = room_of(part, module), room_of(part, imported.target)
+    levels = ROOMS[part]
+    if own == other or levels[other] < levels[own]:
+        return None
+    return f"is in the room {part}/{other}, which is not below {part}/{own}"
+
+
+def test_every_room_has_a_level():
+    folders = {tuple(name.split(".")[1:3]) for name in MODULES if name.count(".") == 3}
+    assert {(part, room) for part, room in folders if part in ROOMS} == {
+        (part, room) for part, rooms in ROOMS.items() for room in rooms if room
+    }
 
 
 def test_every_part_has_a_layer():
@@ -76,21 +113,31 @@ def test_every_part_has_a_layer():
     assert parts <= set(LAYERS), "give a new package its layer here and in the design"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down(module: str):
-    found = [(imported, complaint(module, imported)) for imported in imports(MODULES[module].read_text())]
-    assert not [f"{module}:{imported.line}: {imported.target} {why}" for imported, why in found if why]
+def test_imports_go_down():
+    complaints = []
+    for module, path in MODULES.items():
+        for imported in imports(path.read_text()):
+            why = complaint(module, imported)
+            complaints += [f"{module}:{imported.line}: {imported.target} {why}"] if why else []
+    assert not complaints
 
 
 @pytest.mark.parametrize(
     ("module", "source", "word"),
     [
-        ("trainstep.records.store", "from trainstep.report.tables import table", "layer 4"),
-        ("trainstep.report.page", "import trainstep.measure.runner", "strictly down"),
+        ("trainstep.records.store", "from trainstep.report.kit.tables import table", "layer 4"),
+        ("trainstep.report.page", "import trainstep.measure.harness.runner", "strictly down"),
         ("trainstep.report.page", "from trainstep import measure", "strictly down"),
         ("trainstep.ops.rms_norm", "from trainstep.config.run import RunConfig", "nothing of ours"),
         ("trainstep.records.store", "def f():\n    from trainstep.config import run", "inside a function"),
         ("trainstep.records.store", "from .record import Record", "relative"),
+        (
+            "trainstep.measure.harness.cell",
+            "from trainstep.measure.step.clock import Clock",
+            "not below measure/harness",
+        ),
+        ("trainstep.report.kit.rows", "from trainstep.report.answers import answers", "not below report/kit"),
+        ("trainstep.report.page", "from trainstep.report.kit.rows import Row", None),
         ("trainstep.cli.app", "def f():\n    from trainstep.measure import sweep", None),
         ("trainstep.ops.rms_norm", "from trainstep.spans import span", None),
         ("trainstep.cli.app", "from trainstep import __version__", None),
@@ -98,7 +145,7 @@ def test_imports_go_down(module: str):
         ("trainstep", "if TYPE_CHECKING:\n    from trainstep.ops import flash_attention", None),
     ],
 )
-def test_the_rule_itself(module: str, source: str, word: str | None):
+def test_a_wrong_import_is_found(module: str, source: str, word: str | None):
     (imported,) = imports(source)
     why = complaint(module, imported)
     assert why is None if word is None else word in (why or "")
@@ -114,21 +161,21 @@ def is_torch_free(module: str) -> bool:
 
 
 def triton_modules() -> set[str]:
-    """Modules of ops whose import needs triton, itself or through another of them: these alone may be absent on macOS."""
+    """Modules of ops that import triton, directly or by another of them; only these may fail to import on macOS."""
     needing: set[str] = set()
     while True:
-        found = {
+        modules_found = {
             module
             for module, path in MODULES.items()
             if own_part(module) == "ops" and _needs_any({"triton", *needing}, imports(path.read_text()))
         }
-        if found == needing:
+        if modules_found == needing:
             return needing
-        needing = found
+        needing = modules_found
 
 
-def _needs_any(names: set[str], found: list[Import]) -> bool:
-    at_import = [imported.target for imported in found if not imported.in_function and not imported.guarded]
+def _needs_any(names: set[str], module_imports: list[Import]) -> bool:
+    at_import = [imported.target for imported in module_imports if not imported.in_function and not imported.guarded]
     return any(f"{target}.".startswith(f"{name}.") for target in at_import for name in names)
 
 
@@ -166,33 +213,33 @@ print(json.dumps({{name: effect for name, effect in effects.items() if effect}})
 
 
 def run_bare(program: str) -> dict[str, object]:
-    """What a program prints as JSON, in an interpreter of its own."""
+    """Run a program in a new interpreter; the JSON that it prints."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def test_imports_without_torch():
+def test_modules_without_torch_import_without_it():
     names = [module for module in MODULES if is_torch_free(module)]
     assert run_bare(IMPORT_THEM.format(absent=["torch", "triton"], names=names)) == {}
 
 
-def test_imports_without_triton():
-    theirs = triton_modules()
-    names = [module for module in MODULES if module not in theirs]
+def test_modules_without_triton_import_without_it():
+    needing_triton = triton_modules()
+    names = [module for module in MODULES if module not in needing_triton]
     assert run_bare(IMPORT_THEM.format(absent=["triton"], names=names)) == {}
 
 
-@pytest.mark.parametrize("package", LAZY_EXPORTS)
-def test_lazy_exports(package: str):
-    """Each is found, said to type checkers, and loaded when it is used: the bare package has no torch."""
+@pytest.mark.parametrize("package", sorted(LAZY_EXPORTS))
+def test_lazy_exports_are_listed_and_imported_on_use(package: str):
+    """Each export is listed, declared for type checkers, and imported on use; the package itself imports no torch."""
     exported = importlib.import_module(package)
-    guarded = [one for one in imports(MODULES[package].read_text()) if one.guarded]
-    assert {one.target.rpartition(".")[2] for one in guarded} == set(exported.__all__) - {"DDP"}
+    guarded = [imported for imported in imports(MODULES[package].read_text()) if imported.guarded]
+    assert {imported.target.rpartition(".")[2] for imported in guarded} == set(exported.__all__) - {"DDP"}
     assert set(exported.__all__) <= set(dir(exported))
-    for one in guarded:
-        module, _, name = one.target.rpartition(".")
+    for imported in guarded:
+        module, _, name = imported.target.rpartition(".")
         assert getattr(exported, name) is getattr(importlib.import_module(module), name)
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         exported.nothing  # noqa: B018
@@ -200,7 +247,7 @@ def test_lazy_exports(package: str):
     assert run_bare(program) is False
 
 
-def test_importing_has_no_effect():
-    found = {imported.target.split(".")[0] for path in MODULES.values() for imported in imports(path.read_text())}
-    third_party = sorted(found - set(sys.stdlib_module_names) - {"trainstep", ""})
+def test_importing_all_modules_has_no_effect():
+    roots = {imported.target.split(".")[0] for path in MODULES.values() for imported in imports(path.read_text())}
+    third_party = sorted(roots - set(sys.stdlib_module_names) - {"trainstep", ""})
     assert run_bare(WATCH_IMPORTS.format(third_party=third_party, names=list(MODULES))) == {}

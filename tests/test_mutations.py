@@ -1,4 +1,4 @@
-"""The faults that are drawn into the source: each is a program, another one, and the tests that import its file are found."""
+"""Each fault is a different valid program, and the tests that import its file are found."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from mutations import PACKAGE, ROOT, faults_of, importing_tests
 
 
-def test_every_fault_is_another_program(tmp_path: Path):
+def test_every_fault_is_a_different_valid_program(tmp_path: Path):
     program = """
 def f(a: int = 3) -> int:
     if not a and a > 2:
@@ -32,5 +32,5 @@ def f(a: int = 3) -> int:
         assert any(changed in text for text in programs), changed
 
 
-def test_tests_of_a_file():
+def test_the_tests_of_a_file_come_first():
     assert importing_tests(PACKAGE / "costs" / "transformer.py")[0] == ROOT / "tests" / "costs" / "test_transformer.py"

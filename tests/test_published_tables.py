@@ -1,6 +1,5 @@
-"""The published tables: every sweep that mirrors one has its record; answers and tables in Markdown are what the records say."""
+"""The published tables: every sweep that mirrors one has its records, and answers and tables in Markdown match the records."""
 
-import importlib.util
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from sources import ROOT
-from trainstep.config.cell import Cell
-from trainstep.config.grid import expand_all
+from sources import ROOT, load_script
+from trainstep.config.grid import Cell, expand_all
 from trainstep.config.parsing import CONFIGS, fields_of
 from trainstep.config.sweep import load_sweep
 from trainstep.records.record import Record, record_to_plain
@@ -40,10 +38,10 @@ _NOT_YET_WHOLE = {
     "profile": "3 of 60 cells: three models at one context, whole steps",
     "sharded_optimizer": "0 of 12 cells: model medium, 20 steps, without torch's ZeRO and FSDP",
 }
-"""Sweeps whose record in results/h200 lacks cells: how many it has, and why. A sweep that becomes whole leaves this list."""
+"""Sweeps whose record in results/h200 lacks cells: how many it has, and why. A complete sweep must leave this list."""
 
-_MORE_LOOKS = {"graph_replay"}
-"""Fields that add a look at the step behind everything that is timed: a cell with it answers the cell without."""
+_EXTRA_MEASUREMENTS = {"graph_replay"}
+"""Fields that add a measurement after the timed steps: a cell without the field is answered by one with it."""
 _PROMISED = sorted({path.stem for path in SWEEPS.glob("*.toml")} - _NO_PUBLISHED_TABLE.keys())
 
 
@@ -53,9 +51,9 @@ def defaults(workload: str) -> Mapping[str, Any]:
 
 
 def has_cell(config: Mapping[str, Any], cell: Cell) -> bool:
-    """Whether a record of that config is the cell's: fields that its code did not have yet are as they are by default."""
+    """Whether a record of this config is one of the cell; fields that its code did not have yet are at their defaults."""
     known = {**defaults(cell.workload), **config}
-    return all(known[name] == value for name, value in cell.config.items() if name not in _MORE_LOOKS)
+    return all(known[name] == value for name, value in cell.config.items() if name not in _EXTRA_MEASUREMENTS)
 
 
 def records_of(path: Path) -> list[Record]:
@@ -66,16 +64,20 @@ def records_of(path: Path) -> list[Record]:
 def coverage(sweep: str) -> tuple[int, int]:
     """Cells of a sweep's grid that its record has, and all of them."""
     cells = expand_all(load_sweep(SWEEPS / f"{sweep}.toml").grids({}), {"device": "cuda"})
-    held = [(one.workload, record_to_plain(one)["config"]) for one in records_of(RECORDS / f"{sweep}.jsonl")]
-    done = [cell for cell in cells if any(cell.workload == name and has_cell(config, cell) for name, config in held)]
+    measured = [
+        (record.workload, record_to_plain(record)["config"]) for record in records_of(RECORDS / f"{sweep}.jsonl")
+    ]
+    done = [
+        cell for cell in cells if any(cell.workload == name and has_cell(config, cell) for name, config in measured)
+    ]
     return len(done), len(cells)
 
 
 @pytest.mark.parametrize("sweep", _PROMISED)
-def test_a_sweep_has_its_whole_record(sweep: str):
+def test_a_sweep_has_all_its_cells_or_a_reason(sweep: str):
     done, cells = coverage(sweep)
     if done == cells:
-        assert sweep not in _NOT_YET_WHOLE, "its record is whole now: take it off the list"
+        assert sweep not in _NOT_YET_WHOLE, "its record is complete now: remove it from the list"
     else:
         assert _NOT_YET_WHOLE.get(sweep, "").startswith(f"{done} of {cells} cells: "), (
             f"{done} of {cells} cells in results/h200/{sweep}.jsonl: measure the others, or say so in _NOT_YET_WHOLE"
@@ -83,7 +85,7 @@ def test_a_sweep_has_its_whole_record(sweep: str):
 
 
 @pytest.mark.parametrize("sweep", _PROMISED)
-def test_the_readme_says_how_many_cells_there_are(sweep: str):
+def test_the_readme_states_how_many_cells_are_measured(sweep: str):
     done, cells = coverage(sweep)
     lines = [line for line in README.read_text().splitlines() if f"[{sweep}.jsonl]({sweep}.jsonl)" in line]
     if lines:
@@ -93,17 +95,17 @@ def test_the_readme_says_how_many_cells_there_are(sweep: str):
         assert not (RECORDS / f"{sweep}.jsonl").exists()
 
 
-def test_no_list_names_what_is_gone():
-    there = {path.stem for path in SWEEPS.glob("*.toml")}
-    assert not (_NO_PUBLISHED_TABLE.keys() | _NOT_YET_WHOLE.keys()) - there
+def test_the_lists_name_existing_sweeps():
+    sweeps = {path.stem for path in SWEEPS.glob("*.toml")}
+    assert not (_NO_PUBLISHED_TABLE.keys() | _NOT_YET_WHOLE.keys()) - sweeps
     assert not _NO_PUBLISHED_TABLE.keys() & _NOT_YET_WHOLE.keys()
 
 
-def test_a_cell_is_known_by_its_config():
+def test_a_record_is_matched_to_a_cell_by_its_config():
     (cell,) = expand_all([{"model": ["small"], "context": [128], "attention": ["plain"]}], {"device": "cuda"})
     older = {name: value for name, value in cell.config.items() if name != "recompute"}
     assert has_cell(cell.config, cell)
-    assert has_cell(older, cell), "a record from before that field was there"
+    assert has_cell(older, cell), "a record from before that field existed"
     assert not has_cell({**older, "context": 256}, cell)
     assert not has_cell({**cell.config, "recompute": "block"}, cell), "a field that is not at its default"
 
@@ -123,30 +125,24 @@ def test_every_picture_is_in_the_readme_and_small():
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scripts/answers.py as a module."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    spec = importlib.util.spec_from_file_location("answers", ROOT / "scripts" / "answers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("answers", monkeypatch)
 
 
-def test_the_answers_are_what_the_records_say(answers: ModuleType):
+def test_the_answers_match_the_records(answers: ModuleType):
     assert not list(answers.stale_answers()), "run scripts/answers.py, and read whether the sentences are still right"
 
 
-def test_the_tables_beside_the_records_are_what_the_report_gives(answers: ModuleType):
+def test_the_tables_beside_the_records_match_the_report(answers: ModuleType):
     assert not list(answers.stale_beside_records()), "run scripts/answers.py"
 
 
-def test_check_names_what_is_stale(
+def test_check_names_stale_tables(
     answers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     page = tmp_path / "answers.md"
     page.write_text("Before.\n<!-- table compiled_model -->\n| old |\n<!-- end -->\nBehind.\n")
-    for name, value in {"ANSWERS": page, "RECORDED": tmp_path}.items():
-        monkeypatch.setattr(answers, name, value)
+    monkeypatch.setattr(answers, "ANSWERS", page)
+    monkeypatch.setattr(answers, "stale_beside_records", dict)
     monkeypatch.setattr(answers, "TABLES", {"compiled_model": answers.TABLES["compiled_model"]})
     assert answers.main(["--check"]) == 1
     assert capsys.readouterr().out == "table compiled_model of answers.md: is not what the records say\n"

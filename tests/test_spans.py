@@ -1,4 +1,4 @@
-"""Spans: named under a profiler, nothing without one, NVTX only when asked, and balanced whatever a model does."""
+"""Spans are recorded under a profiler, cost nothing without one, become NVTX ranges on request, and are always closed."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile
 
-from trainstep.config.presets import size
+from trainstep.config.model import size
 from trainstep.config.run import RunConfig
 from trainstep.spans import nvtx_spans, span, span_children
 from trainstep.training.build import build_step
 
 
 class Nvtx:
-    """A stand-in for torch.cuda.nvtx that writes down what opens and closes."""
+    """A stand-in for torch.cuda.nvtx that logs the ranges it opens and closes."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -43,7 +43,7 @@ def nvtx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def no_record_function(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, *_: object) -> AbstractContextManager[None]:
-        if name.startswith("Optimizer."):  # torch's own, which it always pays for
+        if name.startswith("Optimizer."):  # torch records its optimizers itself
             return nullcontext()
         raise AssertionError("record_function without a profiler")
 
@@ -66,19 +66,19 @@ def above(event: Any) -> list[str]:
     return names
 
 
-def test_nothing_is_the_same_nothing():
+def test_without_a_profiler_all_spans_are_one_null_context():
     assert span("a") is span("b")
     with span("a") as entered, span("a"):
         assert entered is None
 
 
-def test_under_a_profiler_and_after_it():
+def test_a_span_is_recorded_under_a_profiler_only():
     events = profiled(lambda: span("mine").__enter__())
     assert "mine" in {event.name for event in events}
     assert span("a") is span("b")
 
 
-def test_nvtx_only_when_asked(nvtx: list[str]):
+def test_nvtx_ranges_are_opened_in_nvtx_spans_only(nvtx: list[str]):
     with span("before"):
         pass
     with nvtx_spans():
@@ -93,7 +93,7 @@ def test_nvtx_only_when_asked(nvtx: list[str]):
     assert nvtx == ["outer", "inner", "/inner", "/outer", "still", "/still"]
 
 
-def test_nvtx_ends_with_an_error(nvtx: list[str]):
+def test_an_error_closes_the_nvtx_range(nvtx: list[str]):
     with pytest.raises(KeyError), nvtx_spans(), span("failing"):
         raise KeyError
     assert nvtx == ["failing", "/failing"]
@@ -107,13 +107,13 @@ def one_step(**fields: Any) -> Any:
 
 
 def test_a_step_without_a_profiler_records_nothing(no_record_function: None):
-    span("the fixture bites").__enter__()
+    span("not recorded").__enter__()
     with pytest.raises(AssertionError, match="without a profiler"):
         profiled(lambda: span("x"))
     one_step()()
 
 
-def test_a_steps_spans():
+def test_a_step_has_its_spans():
     events = profiled(one_step())
     where = {event.name: above(event) for event in events}
     assert {"forward", "backward", "optimizer"} <= set(where)
@@ -126,7 +126,7 @@ def test_a_steps_spans():
     assert counts == {"norm": 5, "mlp": 2, "rotary": 2, "forward": 1}
 
 
-def test_work_lies_in_its_span():
+def test_operators_are_inside_their_spans():
     events = profiled(one_step())
     owners = {
         op: [
@@ -145,7 +145,7 @@ def test_work_lies_in_its_span():
     assert [above(event)[-1] for event in events if "adamw" in event.name.lower()].count("optimizer") >= 1
 
 
-def test_nvtx_of_a_step(nvtx: list[str]):
+def test_the_nvtx_ranges_of_a_step_are_balanced(nvtx: list[str]):
     run = one_step()
     with nvtx_spans():
         run()
@@ -182,7 +182,7 @@ class Outer(nn.Module):
         return self.head(self.inner(x, fails))
 
 
-def test_spans_of_children(nvtx: list[str]):
+def test_child_modules_get_spans_until_removed(nvtx: list[str]):
     model = Outer()
     handles = span_children(model)
     with nvtx_spans():
@@ -195,7 +195,7 @@ def test_spans_of_children(nvtx: list[str]):
     assert len(nvtx) == 6
 
 
-def test_children_under_a_profiler():
+def test_child_modules_get_spans_under_a_profiler():
     model = Outer()
     span_children(model)
     where = {event.name: above(event) for event in profiled(lambda: model(torch.ones(2)))}
@@ -214,7 +214,7 @@ def test_a_child_that_raises_closes_its_spans(nvtx: list[str]):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_hook_of_the_users_that_raises_first(nvtx: list[str]):
+def test_a_users_hook_that_raises_leaves_no_span_open(nvtx: list[str]):
     model = Outer()
 
     def refuse(_module: nn.Module, _inputs: Any) -> None:
@@ -227,7 +227,7 @@ def test_a_hook_of_the_users_that_raises_first(nvtx: list[str]):
     assert nvtx == ["inner", "inner.linear", "/inner.linear", "/inner"]
 
 
-def test_a_module_inside_itself(nvtx: list[str]):
+def test_a_recursive_module_gets_nested_spans(nvtx: list[str]):
     class Recursive(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,7 +258,7 @@ def test_no_span_breaks_a_graph():
 
 
 @pytest.mark.gpu
-def test_nvtx_on_a_gpu():
+def test_nvtx_ranges_are_opened_on_a_gpu():
     with nvtx_spans():
-        assert type(span("named")) is not type(nullcontext()), "a range, where ranges are asked for"
+        assert type(span("named")) is not type(nullcontext()), "a real range, since ranges are on"
         one_step(device="cuda", nvtx=True)()

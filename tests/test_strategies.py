@@ -1,4 +1,4 @@
-"""A parallel strategy is one row, one constructor and one set of memory terms: none is missing, and no fourth place is."""
+"""Each parallel strategy has a row, a constructor and memory terms, and a new one needs no other place."""
 
 import json
 import os
@@ -11,57 +11,55 @@ import pytest
 
 from sources import PACKAGE
 from trainstep.config.model import ModelConfig
-from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parallel import OURS, PEERS, SYNCS, USED_BY, ParallelConfig
 from trainstep.config.parsing import from_plain
-from trainstep.config.sync import OURS, PEERS, SYNCS, USED_BY
 from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import step_messages
 from trainstep.costs.strategies import STRATEGIES, MessageKind, Part, Strategy, strategy_named
-from trainstep.plan.memory_terms import TERMS
-from trainstep.plan.parameters import transformer_parameters
+from trainstep.plan.memory_terms import TERMS, transformer_parameters
 from trainstep.plan.peak_memory import expected_memory
 from trainstep.training.parallelism import CONSTRUCTORS
 
 MODEL = ModelConfig(d_model=512, d_ff=1344, layers=8, heads=16, vocab_size=256)
 
 
-def test_each_is_named_once_and_has_its_constructor_and_ours_their_memory_terms():
+def test_each_strategy_has_one_name_a_constructor_and_ours_have_memory_terms():
     assert len(set(SYNCS)) == len(STRATEGIES)
     assert CONSTRUCTORS.keys() == set(SYNCS)
     assert TERMS.keys() == set(OURS)
 
 
 @pytest.mark.parametrize("kind", MessageKind)
-def test_each_kind_of_message_has_its_formula(kind: MessageKind):
+def test_each_kind_of_message_has_a_formula(kind: MessageKind):
     sizes = [ParameterSize(name="weight", numel=100, element_bytes=4)]
     row = Strategy(name="toy", meaning="", sends=(kind,))
-    assert [one for one in step_messages(Exchange(strategy=row, ranks=2), sizes) if one.payload_bytes > 0]
+    assert [message for message in step_messages(Exchange(strategy=row, ranks=2), sizes) if message.payload_bytes > 0]
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_what_a_row_says_is_sharded_is_held_by_parts(name: str):
-    """By the memory terms, whose agreement with what is held tests/plan/test_peak_memory.py shows."""
+def test_sharded_parts_take_a_fraction_of_the_memory(name: str):
+    """The memory terms are compared with measured bytes in tests/plan/test_peak_memory.py."""
     config = from_plain(ParallelConfig, {"model": MODEL, "ranks": 8, "sync": name})
-    found = expected_memory(config, transformer_parameters(MODEL, "fp32"))
-    assert found is not None
+    memory = expected_memory(config, transformer_parameters(MODEL, "fp32"))
+    assert memory is not None
     whole = 4 * MODEL.parameters
     shares = {
-        Part.GRADIENTS: found.after_backward.gradients_bytes / whole,
-        Part.OPTIMIZER_STATE: found.after_step.optimizer_state_bytes / (2 * whole),
-        Part.PARAMETERS: found.after_step.parameters_bytes / whole,
+        Part.GRADIENTS: memory.after_backward.gradients_bytes / whole,
+        Part.OPTIMIZER_STATE: memory.after_step.optimizer_state_bytes / (2 * whole),
+        Part.PARAMETERS: memory.after_step.parameters_bytes / whole,
     }
     assert {part for part, share in shares.items() if share < 0.2} == strategy_named(name).shards
     assert all(share == pytest.approx(1, rel=0.01) or share < 0.2 for share in shares.values())
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_torchs_own_are_of_the_kind_of_their_counterparts(name: str):
-    theirs = strategy_named(name)
-    ours = strategy_named(str(theirs.counterpart))
+def test_strategies_of_torch_match_their_counterparts(name: str):
+    peer = strategy_named(name)
+    ours = strategy_named(str(peer.counterpart))
     assert ours.counterpart is None
-    assert (theirs.shards, theirs.in_units, theirs.overlaps) == (ours.shards, ours.in_units, ours.overlaps)
-    assert set(theirs.options) <= set(ours.options)
-    assert theirs.sends == ()
+    assert (peer.shards, peer.in_units, peer.overlaps) == (ours.shards, ours.in_units, ours.overlaps)
+    assert set(peer.options) <= set(ours.options)
+    assert peer.sends == ()
 
 
 def test_options_are_those_of_the_config():
@@ -77,12 +75,12 @@ ADDED = {
     "training/parallelism.py": ("] = {\n", '    "toy": _wrapper_then_optimizer(NaiveDDP),\n'),
     "plan/memory_terms.py": ("]] = {\n", '    "toy": _one_by_one,\n'),
 }
-"""File -> the line behind which a new strategy's is written: all that CONTRIBUTING.md's recipe asks for."""
+"""File -> the text after which the line of a new strategy is written: all steps of the recipe in CONTRIBUTING.md."""
 
 
 @pytest.fixture(scope="module")
 def with_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package, and in it a strategy more."""
+    """A folder with the package and one more strategy in it."""
     folder = tmp_path_factory.mktemp("with_toy")
     shutil.copytree(PACKAGE, folder / "trainstep", ignore=shutil.ignore_patterns("__pycache__"))
     for name, (behind, line) in ADDED.items():
@@ -110,8 +108,8 @@ from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.parsing import fields_of, from_plain
 from trainstep.parallel.ranks import alone
-from trainstep.plan.communication import expected_messages
-from trainstep.plan.parameters import transformer_parameters
+from trainstep.plan.peak_memory import expected_messages
+from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.peak_memory import expected_memory
 from trainstep.training.build import build_step
 from trainstep.training.parallelism import parallel
@@ -134,22 +132,22 @@ print(json.dumps({
 """
 
 
-def test_a_new_one_needs_its_three_lines_and_nothing_else(with_toy: Path):
-    found = json.loads(run_python(with_toy, "-c", USE_IT))
-    assert found["cells"] == ["tiny, sync none", "tiny, toy, own", "tiny, toy, bf16"]
-    assert "toy: toys" in found["help"]
-    assert found["messages"] == found["parameters"] + 1
-    assert found["state_bytes"] > 2 * 4 * found["elements"]
-    assert found["wrapper"] == "NaiveDDP"
+def test_a_new_strategy_needs_three_lines(with_toy: Path):
+    printed = json.loads(run_python(with_toy, "-c", USE_IT))
+    assert printed["cells"] == ["tiny, sync none", "tiny, toy, own", "tiny, toy, bf16"]
+    assert "toy: toys" in printed["help"]
+    assert printed["messages"] == printed["parameters"] + 1
+    assert printed["state_bytes"] > 2 * 4 * printed["elements"]
+    assert printed["wrapper"] == "NaiveDDP"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_new_one_from_the_command_line(with_toy: Path):
-    """Messages and bytes come out as its row says, and it stands in every table."""
+def test_a_new_strategy_runs_from_the_command_line(with_toy: Path):
+    """Its messages and bytes are those of its row, and it is in every table."""
     small = ["--layers", "1", "--d-model", "16", "--heads", "2", "--context", "8", "--steps", "2", "--warmups", "1"]
-    asked = ["--sync", "none,toy", "--window-steps", "1", "--json", "--page", "page.html"]
-    out = run_python(with_toy, "-m", "trainstep", "parallel", "--device", "cpu", *small, *asked)
+    options = ["--sync", "none,toy", "--window-steps", "1", "--json", "--page", "page.html"]
+    out = run_python(with_toy, "-m", "trainstep", "parallel", "--device", "cpu", *small, *options)
     [row] = [row for row in json.loads(out)["rows"] if row["sync"] == "toy"]
     assert row["failure"] is None
     assert row["agreement"] == "parameters and buffers"

@@ -1,13 +1,13 @@
-"""`tile_workloads:TUNER`: the workload attention_tiles whose check of one tile goes wrong, as a kernel can."""
+"""`tile_workloads:TUNER`: the workload attention_tiles with checks that fail for three tiles, as those of kernels can."""
 
 import os
 import signal
 from collections.abc import Mapping
 from typing import Any
 
-from trainstep.measure.attention_tiles import AttentionTilesWorkload
-from trainstep.measure.tile_check import TileCheck, TileCheckWorkload
-from trainstep.measure.workload import Stage
+from trainstep.measure.attention.lone_kernel import TileCheck, TileCheckWorkload
+from trainstep.measure.attention.tiles import AttentionTilesWorkload
+from trainstep.measure.harness.workload import Stage
 from trainstep.records.record import Fact
 
 FAULTS, RAISES, IS_WRONG = 16, 32, 128

@@ -1,4 +1,4 @@
-"""Traces for tests: the committed ones of our own steps, and small ones made by hand, in microseconds."""
+"""Traces for tests: the committed ones of our own steps, and small constructed ones with times in microseconds."""
 
 from pathlib import Path
 
@@ -45,11 +45,11 @@ def kernel(name: str, start: int, end: int, correlation: int = -1, *, kind: str 
 
 
 def trace(*events: Activity | Call | Range) -> Trace:
-    ordered = sorted(events, key=lambda one: one.start_ns)
+    ordered = sorted(events, key=lambda event: event.start_ns)
     return Trace(
-        activities=tuple(one for one in ordered if isinstance(one, Activity)),
-        calls=tuple(one for one in ordered if isinstance(one, Call)),
-        ranges=tuple(one for one in ordered if isinstance(one, Range)),
+        activities=tuple(event for event in ordered if isinstance(event, Activity)),
+        calls=tuple(event for event in ordered if isinstance(event, Call)),
+        ranges=tuple(event for event in ordered if isinstance(event, Range)),
     )
 
 

@@ -1,9 +1,9 @@
-"""Workloads without torch that sleep, compute, or go wrong in every way a cell can: `workloads:SLEEP` and so on.
+"""Workloads without torch that sleep, compute, or fail in every way that a cell can: `workloads:SLEEP` and others.
 
-Config, all optional: `seconds` a step takes, `steps`, `act` (one of ACTS: what goes wrong, over the workload's own) and `where`
-it does (prepare, settle, take, finish), `settles` (it has that method), `log` (a file that gets a line for each call, with
-`name`), `pid_file` for a grandchild's id, `alone` (a file that one process at a time can hold: memory for one), `work` (rounds
-of hashing a step).
+Config, all optional: `seconds` of a step, `steps`, `act` (one of ACTS, in place of the workload's own) and `where` it is done
+(prepare, settle, take, finish), `settles` (the measurement has that method), `log` (a file that gets a line for each call, with
+`name`), `pid_file` for a grandchild's id, `alone` (a file that one process at a time can lock: memory for one), `work` (rounds of
+hashing per step).
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainstep.measure.workload import Findings, Measurement, Stage
+from trainstep.measure.harness.workload import Findings, Measurement, Stage
 from trainstep.records.record import Fact, Samples
 
 Config = Mapping[str, Any]
@@ -40,7 +40,7 @@ class Planted:
 
 
 class PlantedMeasurement:
-    """Sleeps or computes its steps, notes each call, and acts where it is told to."""
+    """A measurement that sleeps or computes its steps, logs each call, and does its act in `where`."""
 
     def __init__(self, config: Config, stage: Stage) -> None:
         self._config = config
@@ -91,14 +91,14 @@ class PlantedMeasurement:
 
 
 class SettlingMeasurement(PlantedMeasurement):
-    """Notes when it is asked to settle."""
+    """A measurement that logs the call of `settle`, too."""
 
     def settle(self) -> None:
         self._called("settle")
 
 
 def _hold_alone(config: Config) -> Any:
-    """The lock on the file `alone`, kept as long as this process lives; MemoryError where another one has it."""
+    """Lock the file `alone` until this process ends; MemoryError if another process has it."""
     if "alone" not in config:
         return None
     file = open(config["alone"], "w")  # noqa: SIM115  (held until the process ends)
@@ -110,7 +110,7 @@ def _hold_alone(config: Config) -> Any:
 
 
 def _compute(rounds: int) -> None:
-    """Hashing in native code: an interpreter's own loop is up to 8 % faster in one process than in its twin, for good."""
+    """Hash in native code: a loop in Python can be up to 8 % faster in one process than in an identical one."""
     digest = b""
     for _ in range(rounds):
         digest = hashlib.sha256(digest + bytes(100_000)).digest()
@@ -125,7 +125,7 @@ def _abort(config: Config) -> NoReturn:
 
 
 def _abort_second(config: Config) -> None:
-    """In every process after the first one."""
+    """Abort in every process after the first one."""
     if Path(config["file"]).exists():
         os.abort()
     Path(config["file"]).touch()
@@ -140,7 +140,7 @@ def _hang(config: Config) -> None:
 
 
 def _hang_in_native_code(config: Config) -> None:
-    """With the interpreter's lock held: no other thread of this process runs."""
+    """Sleep without releasing the interpreter's lock, so that no other thread of this process runs."""
     ctypes.PyDLL(None).sleep(600)
 
 
@@ -170,19 +170,19 @@ def _interrupt(config: Config) -> NoReturn:
 
 
 def _spawn(config: Config) -> None:
-    """A grandchild that outlives this process unless the whole group is killed."""
+    """Start a grandchild that outlives this process unless the whole group is killed."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(config["pid_file"]).write_text(str(child.pid))
     ACTS[config.get("then", "nothing")](config)
 
 
 def _run_python(config: Config) -> None:
-    """A grandchild as torch starts them: `-c` puts the current folder first on the path."""
+    """Start a grandchild as torch does: `-c` puts the current folder first on the path."""
     subprocess.run([sys.executable, "-c", "import json, random"], check=True)
 
 
 def _fork(config: Config) -> None:
-    """Like `spawn`, but the grandchild holds this process's pipes open."""
+    """Fork a grandchild, which keeps the pipes of this process open."""
     child = os.fork()
     if child == 0:
         time.sleep(600)
@@ -192,7 +192,7 @@ def _fork(config: Config) -> None:
 
 
 def _return_twice(config: Config) -> None:
-    """Both processes go on to answer, the child first."""
+    """Fork, so that two processes answer, the child first."""
     if os.fork():
         time.sleep(0.2)
 
@@ -209,12 +209,12 @@ def _fill_compile_cache(config: Config) -> None:
 
 
 def _fill_memory(config: Config) -> None:
-    """A gibibyte, every page written."""
+    """Write to every page of one GiB."""
     _ = b"x" * 2**30
 
 
 def _hold_folder(config: Config) -> None:
-    from trainstep.measure.temporary_folder import TemporaryFolder
+    from trainstep.measure.harness.files import TemporaryFolder
 
     with TemporaryFolder():
         ACTS[config["then"]](config)

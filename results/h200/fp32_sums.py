@@ -4,7 +4,7 @@ PYTHONPATH=CHECKOUT/src:tests python results/h200/fp32_sums.py errors LABEL fp32
 PYTHONPATH=CHECKOUT/src:tests python results/h200/fp32_sums.py times LABEL fp32_sums.txt    # three rounds, checkouts in turn
 python results/h200/fp32_sums.py table fp32_sums.txt > fp32_sums.md
 
-`errors`: the largest of several seeds of error / bound, o and the three gradients, by the 2x rule of ops/accuracy.py, first as it
+`errors`: the largest of several seeds of error / bound, o and the three gradients, by the 2x rule of ops/reference.py, first as it
 stands (`strict`), then with the allowance for terms that cancel (`terms`, tests/attention_cases.py). `times`: milliseconds of each
 kernel between CUDA events, 15 calls after 3.
 """
@@ -49,8 +49,8 @@ def errors(label: str, out: Path) -> None:
     import torch
 
     from attention_cases import Case, _outputs, _reference, _terms
-    from trainstep.ops.accuracy import allowed_error, largest_error
     from trainstep.ops.flash_attention.function import flash_attention
+    from trainstep.ops.reference import allowed_error, largest_error
 
     def attend(q, k, v, *, causal, causal_alignment):
         return flash_attention(
@@ -82,10 +82,10 @@ def errors(label: str, out: Path) -> None:
 def times(label: str, out: Path) -> None:
     import torch
 
-    from trainstep.ops.flash_attention.backward import bind_backward
-    from trainstep.ops.flash_attention.forward import bind_forward
     from trainstep.ops.flash_attention.launch import CallMeta, Problem
-    from trainstep.ops.flash_attention.tiles import Arithmetic
+    from trainstep.ops.flash_attention.portable.backward import bind_backward
+    from trainstep.ops.flash_attention.portable.forward import bind_forward
+    from trainstep.ops.flash_attention.portable.tiles import Arithmetic
 
     for batch, heads, positions, head_dim, causal in TIME_SHAPES:
         torch.manual_seed(0)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from trainstep.config.parsing import build_run
-from trainstep.measure.train_step import prepare_step
-from trainstep.measure.workload import Findings, Stage
+from trainstep.measure.harness.workload import Findings, Stage
+from trainstep.measure.step.workload import prepare_step
 from trainstep.records.compare import compare_samples
 from trainstep.records.record import Fact, Samples
 

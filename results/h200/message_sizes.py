@@ -22,10 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainstep.config.phases import Phase
-from trainstep.config.presets import size
-from trainstep.config.run import RunConfig
-from trainstep.config.sync import SyncConfig
+from trainstep.config.model import size
+from trainstep.config.parallel import SyncConfig
+from trainstep.config.run import Phase, RunConfig
 from trainstep.costs import exchange
 from trainstep.parallel import flat_optimizer
 from trainstep.parallel.process_group import start_ranks, stop_ranks

@@ -1,7 +1,7 @@
 """`python -m trainstep`: the same as the console script `trainstep`.
 
-What Python imports before it reads this file (trainstep itself, `types`, `functools`) may still come from the current folder;
-`python -P -m trainstep` and the console script never look there.
+Modules that Python imports before it reads this file (trainstep itself, `types`, `functools`) may still come from the current
+folder; `python -P -m trainstep` and the console script never search it.
 """
 
 import sys
@@ -13,7 +13,7 @@ if __name__ == "__main__":
         leave_current_folder()  # before anything else is imported
 
         from trainstep.cli.app import main
-    except KeyboardInterrupt:  # main itself meets what comes later
+    except KeyboardInterrupt:  # a later Ctrl-C is handled inside main
         print("\ntrainstep: interrupted", file=sys.stderr)
         sys.exit(130)
     main()

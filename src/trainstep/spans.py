@@ -1,7 +1,7 @@
-"""Named ranges where the work is: what a profiler's trace calls them, and nothing at all when nobody looks.
+"""Named ranges of work that appear in a profiler's trace and cost almost nothing otherwise.
 
-`with span("attention scores"):` costs about 0.1 us outside a profiler; `record_function` alone costs 4.5 us. Inside compiled
-code a span vanishes: profilers see the compiled region as a whole, and an NVTX call there would break the graph.
+`with span("attention scores"):` costs about 0.1 us outside a profiler; `record_function` alone costs 4.5 us. Inside compiled code a
+span does nothing: profilers show the compiled region as a whole, and an NVTX call there would break the graph.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_nvtx_asked: ContextVar[bool] = ContextVar("nvtx_asked", default=False)
+_nvtx_enabled: ContextVar[bool] = ContextVar("nvtx_enabled", default=False)
 
 
 def span(name: str) -> AbstractContextManager[Any]:
@@ -23,25 +23,25 @@ def span(name: str) -> AbstractContextManager[Any]:
         return nullcontext()
     if profiler._is_profiler_enabled:
         return profiler.record_function(name)
-    if _nvtx_asked.get():
+    if _nvtx_enabled.get():
         return torch.cuda.nvtx.range(name)
     return _NOTHING
 
 
 @contextmanager
 def nvtx_spans() -> Iterator[None]:
-    """Spans opened inside, on this thread, are NVTX ranges (for nsys)."""
-    token = _nvtx_asked.set(True)
+    """Make the spans that this thread opens inside the block NVTX ranges (for nsys)."""
+    token = _nvtx_enabled.set(True)
     try:
         yield
     finally:
-        _nvtx_asked.reset(token)
+        _nvtx_enabled.reset(token)
 
 
 def span_children(module: torch.nn.Module) -> list[RemovableHandle]:
-    """Open a span, named by its path, around the forward of each of a module's descendants that holds parameters.
+    """Open a span around the forward of every descendant module that has parameters, named by its path.
 
-    For models we did not write. The handles returned take the hooks off again.
+    This is for models that are not ours. The returned handles remove the hooks.
     """
     handles = []
     for path, child in module.named_modules():
@@ -63,7 +63,7 @@ def _opener(path: str, opened: list[AbstractContextManager[Any]]) -> Any:
 
 def _closer(opened: list[AbstractContextManager[Any]]) -> Any:
     def close_span(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-        if opened:  # nothing is, where a hook that ran before ours raised
+        if opened:  # empty if a hook that ran before ours raised
             opened.pop().__exit__(None, None, None)
 
     return close_span

@@ -1,7 +1,7 @@
-"""An attack: seeded cases of one subject, what may not come of a case, and the sums of many cases.
+"""An attack: seeded cases of one subject, the breaches that a case may cause, and their counts over many cases.
 
-A case is known by its subject, a seed and a number: `draws` then gives it the same random numbers everywhere, so that
-`python tests/attacks/full.py SUBJECT --seed SEED --only NUMBER` does again what a test has done.
+A subject, a seed and a number identify a case: `draws` gives it the same random numbers on every machine, so
+`python tests/attacks/full.py SUBJECT --seed SEED --only NUMBER` repeats the case of a test.
 """
 
 import random
@@ -14,46 +14,46 @@ from pathlib import Path
 from typing import Protocol
 
 BREACHES = ("traceback", "lost", "left", "folders", "memory", "time", "other")
-"""What may not come of a case. Each is a field of Outcome; the empty text says that it did not happen."""
+"""The breaches that no case may cause. Each is a field of Outcome; the empty text means that it did not happen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one case."""
+    """The result of one case."""
 
     case: str
-    """What was done, for a person who wants to do it by hand."""
+    """What the case did, for a person who wants to repeat it by hand."""
     traceback: str = ""
-    """The last frame of ours and the error, or an exit code that no user's mistake may have."""
+    """The last frame of our code and the error, or an exit code that no mistake of a user may cause."""
     lost: str = ""
-    """Files or records of the user that are gone, changed, or not what was written."""
+    """Files or records of the user that are missing, changed, or different from what was written."""
     left: str = ""
-    """Processes that are still there."""
+    """Processes that still run."""
     folders: str = ""
-    """Temporary folders and parts of files that are still there."""
+    """Temporary folders and parts of files that still exist."""
     memory: str = ""
-    """The peak of a reader that took more than it may."""
+    """The peak memory of a reader over its limit."""
     time: str = ""
-    """The seconds of something that took longer than it may."""
+    """The seconds of a case over its limit."""
     other: str = ""
-    """Code of a stranger that ran, a sentence that is none, a terminal's escape, damage that nobody noticed."""
+    """Foreign code that ran, a missing sentence, an escape code on the terminal, or unnoticed damage."""
 
     @property
     def breaches(self) -> list[str]:
-        """What happened that may not."""
+        """The names of the breaches that happened."""
         return [name for name in BREACHES if getattr(self, name)]
 
 
 class Subject(Protocol):
-    """A kind of attack, carried out many times, each time in an empty folder."""
+    """A kind of attack, with many cases, each in an empty folder."""
 
     name: str
     full: int
-    """Cases of a run at full size."""
+    """The number of cases of a run at full size."""
 
     def attack(self, draw: random.Random, folder: Path) -> Outcome: ...
     def afterwards(self) -> Iterable[Outcome]:
-        """What only shows when all cases are over, such as processes that stayed; ends what the subject has started."""
+        """Outcomes that are known only after all cases, such as processes that still run; ends what the subject has started."""
         ...
 
 
@@ -63,7 +63,7 @@ def draws(subject: str, seed: int, number: int) -> random.Random:
 
 
 def outcomes(subject: Subject, seed: int, numbers: Iterable[int]) -> Iterator[tuple[int, Outcome]]:
-    """Attack; the number of each case and what came of it, as soon as it is known. -1: what showed afterwards."""
+    """Run the cases; each number with its outcome as soon as it is known. -1: an outcome of `afterwards`."""
     for number in numbers:
         outside = Path(tempfile.mkdtemp(prefix="trainstep-attack-"))
         folder = outside / "user"
@@ -77,7 +77,7 @@ def outcomes(subject: Subject, seed: int, numbers: Iterable[int]) -> Iterator[tu
 
 
 def check(subject: Subject, count: int, seed: int = 0) -> None:
-    """Attack so many times; AssertionError that names each case of which something came that may not."""
+    """Run `count` cases; AssertionError that names each breach with its case."""
     broken = [
         f"case {number}: {breach}: {getattr(outcome, breach)}\n    {outcome.case}"
         for number, outcome in outcomes(subject, seed, range(count))
@@ -89,7 +89,7 @@ def check(subject: Subject, count: int, seed: int = 0) -> None:
 
 @dataclass
 class Sums:
-    """How often each breach came, over the cases of one subject."""
+    """The count of each breach over the cases of one subject."""
 
     name: str
     cases: int = 0
@@ -102,7 +102,7 @@ class Sums:
 
 
 def _remove(folder: Path) -> None:
-    """A folder of the attack's own, with folders in it that nobody may enter."""
+    """Remove a folder of an attack, including subfolders without permissions."""
     for path in [folder, *folder.rglob("*")]:
         if stat.S_ISDIR(path.lstat().st_mode):
             path.chmod(0o700)

@@ -1,8 +1,8 @@
-"""Damaged checkpoints: any bit of any file, cut, gone, swapped, or of another save; and saves that are killed.
+"""Damaged checkpoints: flipped bits, files cut, removed, swapped or of another save; and killed saves.
 
-Each is refused by every rank with a ValueError, at least one of which names the file; none is loaded as if nothing were wrong,
-and none hangs. Afterwards the same processes load a whole one. A checkpoint whose list of parts is missing may be one of an
-older trainstep: it may load, as it was saved, with a warning.
+Every rank refuses each with a ValueError, and at least one names the file; none is loaded silently, and none hangs. Afterwards
+the same processes load a whole checkpoint. A checkpoint without its list of parts may come from an older trainstep: it may load
+as it was saved, with a warning.
 """
 
 import json
@@ -21,7 +21,7 @@ from attacks.torch_process import Answer, TorchProcess
 
 _LONGEST_S = 60.0
 _SAVED_AT = {"saved": 2, "older": 1}
-"""Steps after which each checkpoint was written."""
+"""Checkpoint -> the number of steps before it was written."""
 _KINDS = ("bit", "bit", "bit", "bit", "cut", "overwritten", "removed", "empty", "swapped", "older", "json", "killed")
 _PARTS_OF_OLD_ONES = (".metadata", "optimizer.json", ".distcp")
 _OTHER_JSON = (
@@ -41,7 +41,7 @@ _OTHER_JSON = (
 
 
 class Checkpoints:
-    """60 of them at full size, written and read by one rank to three."""
+    """Checkpoints written and read by one to three ranks: 60 cases at full size."""
 
     name = "checkpoints"
     full = 60
@@ -73,7 +73,7 @@ class Checkpoints:
         return self._torch.left()
 
     def _save(self, size: int) -> None:
-        """Two whole checkpoints by so many ranks, once."""
+        """Write two whole checkpoints by this many ranks, once."""
         if size not in self._states:
             folder = Path(self._home.name, str(size))
             folder.mkdir()
@@ -82,7 +82,7 @@ class Checkpoints:
             self._states[size] = answer.value
 
     def _kill_a_save(self, draw: random.Random, size: int, folder: Path) -> list[str]:
-        """In place of the saved one, what a killed save leaves; the names of nothing."""
+        """Replace the saved checkpoint by what a killed save leaves; an empty list, since no file is damaged."""
         shutil.rmtree(folder / "saved")
         after_s = draw.uniform(0.0, 0.1)
         self._torch.call("attacks.checkpoints:killed_save", size, str(folder / "saved"), after_s, timeout_s=_LONGEST_S)
@@ -93,13 +93,15 @@ class Checkpoints:
         refusals = [rank["saved"]["error"] for rank in ranks if "error" in rank["saved"]]
         other, traceback, lost = "", "", ""
         if loaded:
-            as_saved = len(loaded) == len(ranks) and all(one["state"] == self._states[size]["saved"] for one in loaded)
+            as_saved = len(loaded) == len(ranks) and all(
+                rank["state"] == self._states[size]["saved"] for rank in loaded
+            )
             old_one = kind == "removed" and not any(part in names[0] for part in _PARTS_OF_OLD_ONES)
-            warned = any(one["warnings"] for one in loaded)
+            warned = any(rank["warnings"] for rank in loaded)
             if not (as_saved and (kind == "killed" or (old_one and warned))):
                 other = "it was loaded" if as_saved else "it was loaded, and is not what was saved"
-        if strangers := [error for error in refusals if error["kind"] != "ValueError"]:
-            traceback = f"{strangers[0]['frame']}: {strangers[0]['kind']}: {strangers[0]['text'][:200]!a}"
+        if unexpected := [error for error in refusals if error["kind"] != "ValueError"]:
+            traceback = f"{unexpected[0]['frame']}: {unexpected[0]['kind']}: {unexpected[0]['text'][:200]!a}"
         elif refusals and names and not any(name in error["text"] for error in refusals for name in names):
             other = f"no rank names {' or '.join(names)}: {refusals[0]['text'][:200]!a}"
         if any(rank["older"].get("state") != self._states[size]["older"] for rank in ranks):
@@ -112,7 +114,7 @@ def _last_lines(answer: Answer) -> str:
 
 
 def _damage(draw: random.Random, kind: str, folder: Path, older: Path) -> tuple[list[str], str]:
-    """Damage a file of a checkpoint, or two; their names, and how."""
+    """Damage one or two files of a checkpoint; their names, and a description."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     file = draw.choice(files)
     content = file.read_bytes()
@@ -136,7 +138,7 @@ def _damage(draw: random.Random, kind: str, folder: Path, older: Path) -> tuple[
         file.write_text(text)
         what = f"is {text[:60]!a}"
     else:
-        candidates = files if kind == "swapped" else [older / one.name for one in files]
+        candidates = files if kind == "swapped" else [older / path.name for path in files]
         others = [path for path in candidates if path.exists() and path.read_bytes() != content]
         if not others:
             return _damage(draw, "bit", folder, older)
@@ -144,7 +146,7 @@ def _damage(draw: random.Random, kind: str, folder: Path, older: Path) -> tuple[
         if kind == "older":
             file = folder / other.name
             file.write_bytes(other.read_bytes())
-            # By an older manifest it is every other file that is damaged: any of them may be named
+            # An older manifest makes every other file a damaged one, so any of them may be named
             return [] if "manifest" in file.name else [file.name], f"{file.name} is that of an older save"
         file.write_bytes(other.read_bytes())
         other.write_bytes(content)
@@ -153,17 +155,17 @@ def _damage(draw: random.Random, kind: str, folder: Path, older: Path) -> tuple[
 
 
 def save_all(size: int, folder: str) -> dict[str, str]:
-    """Write the checkpoints; the state that each holds."""
+    """Write the checkpoints; the digest of the state in each."""
     return _on_ranks(size, _save, folder)[0]
 
 
 def load_all(size: int, folder: str) -> list[dict[str, Any]]:
-    """For each rank what came of loading the damaged one and then the older one."""
+    """Load the damaged checkpoint and then the older one; the results of each rank."""
     return _on_ranks(size, _load, folder)
 
 
 def _on_ranks(size: int, function: Any, folder: str) -> list[Any]:
-    """What the function returned on each rank; the ranks are gone then."""
+    """Run a function on new ranks and end them; its result on each rank."""
     from ranks import Pool
 
     pool = Pool(size)
@@ -174,7 +176,7 @@ def _on_ranks(size: int, function: Any, folder: str) -> list[Any]:
 
 
 def killed_save(size: int, folder: str, after_s: float) -> None:
-    """Kill all ranks of a save."""
+    """Start a save and kill all of its ranks."""
     from ranks import Pool
 
     pool = Pool(size)
@@ -186,7 +188,7 @@ def killed_save(size: int, folder: str, after_s: float) -> None:
 
 
 def _model_of(ranks: Any) -> None:
-    """So that the moment of the kill is one of the save, not of an import."""
+    """Build the model once, so that the kill falls into the save and not into an import."""
     _model(ranks)
 
 
@@ -215,7 +217,7 @@ def _steps(model: Any, sync: Any, optimizer: Any, numbers: range) -> None:
 
 
 def _save(ranks: Any, folder: str) -> dict[str, str]:
-    from trainstep.parallel.checkpoint import save_checkpoint
+    from trainstep.parallel.checkpoint.save_load import save_checkpoint
 
     states = {}
     for name, steps in sorted(_SAVED_AT.items(), key=lambda item: item[1]):
@@ -227,7 +229,7 @@ def _save(ranks: Any, folder: str) -> dict[str, str]:
 
 
 def _save_one(ranks: Any, folder: str) -> None:
-    from trainstep.parallel.checkpoint import save_checkpoint
+    from trainstep.parallel.checkpoint.save_load import save_checkpoint
 
     model, sync, optimizer = _model(ranks)
     _steps(model, sync, optimizer, range(_SAVED_AT["saved"]))
@@ -235,31 +237,31 @@ def _save_one(ranks: Any, folder: str) -> None:
 
 
 def _load(ranks: Any, folder: str) -> dict[str, Any]:
-    from trainstep.parallel.checkpoint import load_checkpoint
+    from trainstep.parallel.checkpoint.save_load import load_checkpoint
 
     _, sync, optimizer = _model(ranks)
-    found = {}
+    results = {}
     for name in ("saved", "older"):
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 load_checkpoint(Path(folder, name), sync, optimizer)
-                found[name] = {"loaded": True, "warnings": [str(one.message) for one in said]}
-            except BaseException as error:  # noqa: BLE001  (torch's own need not be an Exception)
-                found[name] = {"error": _error(error)}
-        if ranks.group is not None and not _all_loaded(ranks, "loaded" in found[name]):
+                results[name] = {"loaded": True, "warnings": [str(warning.message) for warning in caught]}
+            except BaseException as error:  # noqa: BLE001  (an error of torch need not be an Exception)
+                results[name] = {"error": _error(error)}
+        if ranks.group is not None and not _all_loaded(ranks, "loaded" in results[name]):
             continue
-        if "loaded" in found[name]:
-            found[name]["state"] = _state(ranks, sync, optimizer)
-    return found
+        if "loaded" in results[name]:
+            results[name]["state"] = _state(ranks, sync, optimizer)
+    return results
 
 
 def _all_loaded(ranks: Any, loaded: bool) -> bool:
     import torch
 
-    told = torch.tensor([float(loaded)])
-    torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MIN, group=ranks.group)
-    return bool(told.item())
+    flag = torch.tensor([float(loaded)])
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=ranks.group)
+    return bool(flag.item())
 
 
 def _error(error: BaseException) -> dict[str, str]:
@@ -273,13 +275,13 @@ def _error(error: BaseException) -> dict[str, str]:
 
 
 def _state(ranks: Any, sync: Any, optimizer: Any) -> str:
-    """A digest of everything that a checkpoint holds: parameters, buffers, the state of this rank's pieces, hyperparameters."""
+    """A digest of the content of a checkpoint: parameters, buffers, the state of this rank's pieces, hyperparameters."""
     import hashlib
 
     digest = hashlib.sha256()
     for name, value in sorted(sync.full_state_dict().items()):
         digest.update(name.encode() + value.numpy().tobytes())
-    if ranks.world_size == 1:  # of several, each has other pieces
+    if ranks.world_size == 1:  # of several ranks, each has different pieces
         for parameter in optimizer.param_groups[0]["params"]:
             for key, value in sorted(optimizer.state[parameter].items()):
                 digest.update(key.encode() + value.numpy().tobytes())

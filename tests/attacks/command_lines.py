@@ -1,8 +1,7 @@
-"""Attacks on the command line: every verb, its own options and strangers, with values that nobody should give.
+"""Attacks on the command line: every verb with its own and unknown options, and with values that no user should give.
 
-A command line that is refused says so in one sentence; one that is not goes through every check and writes what it is told to,
-but measures nothing (reader.py). What the user has in the folder is unchanged afterwards, but for records that get more and a
-page of ours that gives way to another.
+A command line is refused in one sentence, or it passes every check and writes its files without measuring (reader.py). The
+user's files are unchanged afterwards, except that records may be appended and that a page of ours may be replaced by another.
 """
 
 import inspect
@@ -86,7 +85,7 @@ _ODD = (
     "cpu",
     "cuda",
 )
-_STRANGERS = (
+_UNKNOWN_OPTIONS = (
     "--nothing",
     "--modle",
     "-x",
@@ -102,11 +101,11 @@ _STRANGERS = (
     "--\x1b[1m",
 )
 _WRITTEN = ("out", "page", "keep_snapshot", "keep_trace")
-"""Options whose file or folder is made."""
+"""Options whose file or folder is written."""
 
 
 class CommandLines:
-    """1,500 of them at full size."""
+    """Random command lines: 1,500 cases at full size."""
 
     name = "command_lines"
     full = 1500
@@ -119,32 +118,38 @@ class CommandLines:
         return self._readers.left()
 
     def attack(self, draw: Draw, folder: Path) -> Outcome:
-        there = make_user_folder(folder, self._page)
-        words = _words(draw, there)
+        user_folder = make_user_folder(folder, self._page)
+        words = _words(draw, user_folder)
         conditions = _conditions(draw, words)
         end = self._readers.run(words, folder, **conditions)
         other = ""
-        if end.code == 2 and not conditions and (new := there.new()):
+        if end.code == 2 and not conditions and (new := user_folder.new()):
             other = f"refused, and yet there is {new}"
-        return judged(f"trainstep {_quoted(words)} {conditions or ''}", [end], lost=there.lost(), other=other)
+        return judged(f"trainstep {_quoted(words)} {conditions or ''}", [end], lost=user_folder.lost(), other=other)
 
 
 def options_of(verb: str) -> dict[str, Any]:
-    """`--name` -> its type, of every option of a verb; positional ones under their own names."""
+    """Option -> its type, for every option of a verb; positional parameters under their own names."""
     function = getattr(__import__(f"trainstep.cli.{verb}", fromlist=[verb]), verb)
     hints = get_type_hints(function, include_extras=True)
-    found = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        annotation = hints.get(name, parameter.annotation)
+    annotations = {
+        name: hints.get(name, parameter.annotation)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is not parameter.POSITIONAL_ONLY
+    }
+    if "how" in annotations:  # the shared options of verbs are fields of its class
+        annotations |= get_type_hints(annotations.pop("how"), include_extras=True)
+    options = {}
+    for name, annotation in annotations.items():
         marks = [mark for mark in get_args(annotation)[1:] if isinstance(mark, Parameter)]
-        named = next((mark.name[0] for mark in marks if mark.name), "--" + name.strip("_").replace("_", "-"))
-        if parameter.kind is not parameter.POSITIONAL_ONLY:
-            found[named] = annotation
-    return found
+        option = next((mark.name[0] for mark in marks if mark.name), "--" + name.strip("_").replace("_", "-"))
+        if not any(mark.parse is False for mark in marks):
+            options[option] = annotation
+    return options
 
 
-def _words(draw: Draw, there: UserFolder) -> list[str]:
-    """A command line: some options of a verb, as a rule with a value of the right kind; one of them, or the verb, is odd."""
+def _words(draw: Draw, user_folder: UserFolder) -> list[str]:
+    """A command line: a verb with some options, mostly with values of the right kind; an option or the verb may be odd."""
     verb = (
         draw.choice(VERBS)
         if draw.random() < 0.98
@@ -153,17 +158,17 @@ def _words(draw: Draw, there: UserFolder) -> list[str]:
     if verb not in VERBS:
         return [verb, *draw.sample(_ODD, draw.randrange(3))]
     options = options_of(verb)
-    words = [verb, *_positional(draw, verb, there)]
+    words = [verb, *_positional(draw, verb, user_folder)]
     for option in draw.sample(list(options), min(len(options), draw.choice((0, 1, 1, 2, 3, 5)))):
-        words += _option(draw, option, options[option], there)
+        words += _option(draw, option, options[option], user_folder)
     if "--device" in options and "--device" not in words and draw.random() < 0.8:
         words += ["--device", "cpu"]
     for option, usual in (("--out", RECORDS), ("--page", "old_page.html")):
         if option in options and option not in words and draw.random() < 0.2:
-            words += [option, draw.choice((usual, draw.choice(names(there))))]
+            words += [option, draw.choice((usual, draw.choice(names(user_folder))))]
     what = draw.randrange(8)
     if what == 0:
-        words.insert(draw.randrange(1, len(words) + 1), draw.choice((*_STRANGERS, *_ODD)))
+        words.insert(draw.randrange(1, len(words) + 1), draw.choice((*_UNKNOWN_OPTIONS, *_ODD)))
     elif what == 1 and len(words) > 1:
         del words[draw.randrange(1, len(words))]
     elif what == 2:
@@ -171,14 +176,14 @@ def _words(draw: Draw, there: UserFolder) -> list[str]:
     return words
 
 
-def _positional(draw: Draw, verb: str, there: UserFolder) -> list[str]:
-    """Files that a verb reads."""
+def _positional(draw: Draw, verb: str, user_folder: UserFolder) -> list[str]:
+    """The files that a verb reads, as words."""
     number = {"sweep": 1, "report": draw.choice((1, 1, 2)), "compare": 2}.get(verb, 0)
     good = [SWEEP] if verb == "sweep" else [RECORDS, OTHER_RECORDS]
-    return [draw.choice(good if draw.random() < 0.6 else [*names(there), *DEVICES]) for _ in range(number)]
+    return [draw.choice(good if draw.random() < 0.6 else [*names(user_folder), *DEVICES]) for _ in range(number)]
 
 
-def _option(draw: Draw, option: str, annotation: Any, there: UserFolder) -> list[str]:
+def _option(draw: Draw, option: str, annotation: Any, user_folder: UserFolder) -> list[str]:
     name = option.strip("-").replace("-", "_")
     kind = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
     kinds = get_args(kind) if get_origin(kind) is not Literal else ()
@@ -188,35 +193,35 @@ def _option(draw: Draw, option: str, annotation: Any, there: UserFolder) -> list
         value = draw.choice((*_ODD, *_NUMBERS))
     elif kind is Path or Path in kinds or name in _WRITTEN:
         others = UNWRITABLE if name in _WRITTEN else DEVICES
-        value = draw.choice([*names(there), *others])
+        value = draw.choice([*names(user_folder), *others])
     elif choices := _choices(name, kind):
         value = ",".join(draw.sample(choices, min(len(choices), draw.choice((1, 1, 2)))))
     else:
         value = draw.choice(_NUMBERS[:10])
-    if name in _WRITTEN and value.startswith(("/dev", "../")):  # what comes of an odd value must stay in the folder
+    if name in _WRITTEN and value.startswith(("/dev", "../")):  # files must stay in the folder of the case
         value = "new"
     return [f"{option}={value}"] if draw.random() < 0.2 else [option, value]
 
 
 def _choices(name: str, kind: Any) -> list[str]:
-    """What a field of any config may be, or the words of a Literal."""
+    """The choices of this field in any config, or the words of a Literal."""
     literals = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
-    found = [str(word) for word in literals]
+    choices = [str(word) for word in literals]
     for config in CONFIGS.values():
         field = fields_of(config).get(name)
         if field is not None:
-            found += [*map(str, field.metadata.get("choices", ())), *aliases_of(field)]
+            choices += [*map(str, field.metadata.get("choices", ())), *aliases_of(field)]
     return {"model": ["tiny", "small", "8B", "mini", "toy"], "compare": ["context", "dtype", "attention"]}.get(
         name
-    ) or found
+    ) or choices
 
 
 def _conditions(draw: Draw, words: list[str]) -> dict[str, Any]:
-    """A full disk, a closed output, variables of a launcher: for one command line in ten."""
+    """A full disk, a closed output or variables of a launcher, for one command line in ten."""
     what = draw.randrange(30)
     if what == 0:
         return {"largest_file_bytes": draw.choice((0, 100, 4096))}
-    if (what == 1 and words[0] in ("report", "compare")) or words == ["--help"]:  # nothing is replaced in a new Python
+    if (what == 1 and words[0] in ("report", "compare")) or words == ["--help"]:  # a new Python has the real executors
         return {"stdout": draw.choice(("closed", "full"))}
     if what == 2:
         name = draw.choice(("RANK", "WORLD_SIZE", "SLURM_PROCID", "COLUMNS", "CUDA_VISIBLE_DEVICES", "TMPDIR", "HOME"))
@@ -237,7 +242,7 @@ def _quoted(words: list[str]) -> str:
 
 def _a_page() -> bytes:
     from record_maker import a_record
+    from trainstep.report.kit.rows import rows_of
     from trainstep.report.page import page
-    from trainstep.report.rows import rows_of
 
     return page(rows_of([("good.jsonl", a_record())])).encode()

@@ -1,4 +1,4 @@
-"""One process that forks the readers of all attacks here, and one that forks what needs torch: they take seconds to start."""
+"""The process that forks all readers, and the one that forks functions with torch; each takes seconds to start."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Ways to damage bytes and JSON, drawn at random; each says in words what it did."""
+"""Random damage to bytes and JSON, with a description of each."""
 
 import json
 import random
@@ -32,7 +32,7 @@ NUMBERS = (0, -1, 1, 3, 2**31, 2**63, 2**64, 10**400, -(10**30), 0.0, -0.0, 0.5,
 
 
 def flip_bits(draw: Draw, content: bytes) -> tuple[bytes, str]:
-    """One bit to eight of them, the other way round."""
+    """Flip one to eight bits."""
     damaged = bytearray(content)
     places = [draw.randrange(len(content)) for _ in range(draw.choice((1, 1, 2, 8)))] if content else []
     for place in places:
@@ -41,13 +41,13 @@ def flip_bits(draw: Draw, content: bytes) -> tuple[bytes, str]:
 
 
 def cut_off(draw: Draw, content: bytes) -> tuple[bytes, str]:
-    """The beginning alone."""
+    """Keep only the beginning."""
     kept = draw.randrange(len(content)) if content else 0
     return content[:kept], f"cut to {kept} of {len(content)} bytes"
 
 
 def overwrite(draw: Draw, content: bytes) -> tuple[bytes, str]:
-    """A block of zeros, of noise, or of another place: what a file system leaves."""
+    """Overwrite a block with zeros, noise or bytes of another place, as a file system may."""
     length = min(len(content), draw.choice((1, 16, 512, 4096)))
     at = draw.randrange(len(content) - length + 1)
     start = draw.randrange(len(content) - length + 1)
@@ -62,17 +62,17 @@ def overwrite(draw: Draw, content: bytes) -> tuple[bytes, str]:
 
 
 def lines(draw: Draw, content: bytes) -> tuple[bytes, str]:
-    """Lines deleted, doubled, in another order, or with a stranger among them."""
+    """Delete, double, shuffle, join or end lines differently, or insert a foreign line."""
     parts = content.splitlines(keepends=True)
     at = draw.randrange(len(parts)) if parts else 0
-    what = draw.choice(("deleted", "doubled", "shuffled", "a stranger", "blank lines", "other ends", "joined"))
+    what = draw.choice(("deleted", "doubled", "shuffled", "a foreign line", "blank lines", "other ends", "joined"))
     if what == "deleted":
         del parts[at : at + 1]
     elif what == "doubled":
         parts[at:at] = parts[at : at + 1]
     elif what == "shuffled":
         draw.shuffle(parts)
-    elif what == "a stranger":
+    elif what == "a foreign line":
         parts.insert(at, draw.choice((b"{}\n", b"[]\n", b"5\n", b"null\n", b"x\n", b"\xff\xfe\n", b"{" * 5000 + b"\n")))
     elif what == "blank lines":
         parts.insert(at, b"\n \n\n")
@@ -105,17 +105,17 @@ def any_value(draw: Draw, depth: int = 0) -> Any:
 
 
 def nested(depth: int) -> str:
-    """What `unfolded` makes lists in lists of: deeper ones than Python itself would write."""
+    """A mark that `unfolded` replaces by nested lists, which may be deeper than Python could write."""
     return f"nested lists: {depth}"
 
 
 def unfolded(text: str) -> str:
-    """The text of a document with its nested lists."""
-    return re.sub(r'"nested lists: (\d+)"', lambda found: "[" * int(found[1]) + "]" * int(found[1]), text)
+    """The text of a document with its marks replaced by nested lists."""
+    return re.sub(r'"nested lists: (\d+)"', lambda mark: "[" * int(mark[1]) + "]" * int(mark[1]), text)
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The way to every value in a document but the document's own; of long lists only the ends."""
+    """The path of every value inside a document; of long lists only the first and last items."""
     if isinstance(value, dict):
         items: list[tuple[str | int, Any]] = list(value.items())
     elif isinstance(value, list):
@@ -130,7 +130,7 @@ def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def any_place(draw: Draw, document: Any) -> tuple[Any, Any, str]:
-    """A mapping or list in the document, a key of it, and the way there in words. An empty document gets something first."""
+    """A mapping or list in the document, one of its keys, and the path as text. An empty document gets a value first."""
     if not document:
         document.update({"x": 1}) if isinstance(document, dict) else document.append(1)
     *above, last = path = draw.choice(list(places(document)))
@@ -141,7 +141,7 @@ def any_place(draw: Draw, document: Any) -> tuple[Any, Any, str]:
 
 
 def json_value(draw: Draw, document: Any) -> str:
-    """Change one value in a document of dicts and lists: replace it, remove it, rename it, or add a stranger beside it."""
+    """Change one value in a document of dicts and lists: replace, remove, rename or shorten it, or add another value beside it."""
     holder, last, path = any_place(draw, document)
     what = draw.choice(("replaced", "replaced", "replaced", "removed", "renamed", "added", "shortened"))
     if what == "replaced":

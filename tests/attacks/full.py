@@ -1,10 +1,10 @@
-"""Every attack at full size: `python tests/attacks/full.py [SUBJECT ...]`, a table at the end.
+"""Run attacks at full size: `python tests/attacks/full.py [SUBJECT ...]` prints a table at the end.
 
     python tests/attacks/full.py                                  # hours: all subjects, as many cases as published
     python tests/attacks/full.py record_files --cases 100
-    python tests/attacks/full.py record_files --only 17           # one case again
+    python tests/attacks/full.py record_files --only 17           # repeat one case
 
-Each case of which something came that may not is printed as it comes. Exit code 1 if there was one.
+Each breach is printed when it happens. The exit code is 1 if there was one.
 """
 
 import argparse
@@ -48,27 +48,27 @@ _HEADINGS = {
 
 
 def main() -> int:
-    asked = _arguments()
+    options = _arguments()
     readers, torch_process = Readers(), TorchProcess()
     try:
-        sums = [_attack(SUBJECTS[name](readers, torch_process), asked) for name in asked.subjects or SUBJECTS]
+        sums = [_attack(SUBJECTS[name](readers, torch_process), options) for name in options.subjects or SUBJECTS]
     finally:
         readers.close()
         torch_process.close()
     print(_table(sums))
-    return int(any(count for one in sums for count in one.counts.values()))
+    return int(any(count for subject_sums in sums for count in subject_sums.counts.values()))
 
 
-def _attack(subject: Subject, asked: argparse.Namespace) -> Sums:
-    """Every case asked for; each breach is printed at once."""
+def _attack(subject: Subject, options: argparse.Namespace) -> Sums:
+    """Run the selected cases, and print each breach at once."""
     sums = Sums(subject.name)
-    numbers = [asked.only] if asked.only is not None else range(asked.cases or subject.full)
-    for number, outcome in outcomes(subject, asked.seed, numbers):
+    numbers = [options.only] if options.only is not None else range(options.cases or subject.full)
+    for number, outcome in outcomes(subject, options.seed, numbers):
         sums.add(number, outcome)
         for breach in outcome.breaches:
             print(f"{subject.name} {number}: {breach}: {getattr(outcome, breach)}\n    {outcome.case}", flush=True)
-        if asked.only is not None and not outcome.breaches:
-            print(f"{subject.name} {number}: nothing came of it\n    {outcome.case}")
+        if options.only is not None and not outcome.breaches:
+            print(f"{subject.name} {number}: no breach\n    {outcome.case}")
     return sums
 
 
@@ -78,15 +78,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, help="of each subject; by default as many as are published")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="one case")
-    asked = parser.parse_args()
-    if unknown := [name for name in asked.subjects if name not in SUBJECTS]:
+    options = parser.parse_args()
+    if unknown := [name for name in options.subjects if name not in SUBJECTS]:
         parser.error(f"{unknown[0]} is no subject; known: {', '.join(SUBJECTS)}")
-    return asked
+    return options
 
 
 def _table(sums: list[Sums]) -> str:
     columns = ("subject", "cases", *_HEADINGS.values())
-    rows = [(one.name, one.cases, *(one.counts[breach] for breach in BREACHES)) for one in sums]
+    rows = [
+        (subject_sums.name, subject_sums.cases, *(subject_sums.counts[breach] for breach in BREACHES))
+        for subject_sums in sums
+    ]
     lines = [f"| {' | '.join(map(str, row))} |" for row in (columns, ["---"] * len(columns), *rows)]
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
-"""Attacks on `trainstep memory --from`: pickles of strangers. None of their code runs, and none takes the machine.
+"""Attacks on `trainstep memory --from`: hostile pickles. None of their code runs, and none exhausts the machine.
 
-Snapshots of our own with a part replaced, streams of opcodes drawn at random, pickles that call what should not be called,
-and files beside the snapshot that have the names of modules.
+The cases are our snapshots with a part replaced, random streams of opcodes, pickles that call dangerous functions, and files
+beside the snapshot with the names of modules.
 """
 
 import gzip
@@ -22,7 +22,7 @@ Draw = random.Random
 
 _KINDS = ("bytes", "values", "values", "opcodes", "opcodes", "call", "call", "bomb")
 _RAN = "ran"
-"""A file that only code of the attack makes."""
+"""A file that only code of the attack creates."""
 _MODULES = (
     "pickle",
     "random",
@@ -57,13 +57,13 @@ _PLANTED = f"open({_RAN!r}, 'w').close()\n"
 
 
 class Pickles:
-    """120 of them at full size."""
+    """Hostile pickles: 120 cases at full size."""
 
     name = "pickles"
     full = 120
 
     def __init__(self, readers: Readers, *, bombs: bool = True) -> None:
-        """`bombs`: also files that take gigabytes where nothing limits them; their cases are else left out."""
+        """`bombs`: include files that take gigabytes without limits; otherwise their cases are left out."""
         self._readers = readers
         self._bombs = bombs
         self._real = gzip.decompress((FIXTURES / "snapshot_tiny.pickle.gz").read_bytes())
@@ -101,23 +101,23 @@ class Pickles:
 
 
 def _changed(draw: Draw, real: bytes) -> tuple[bytes, str]:
-    """A snapshot with other values in it."""
+    """A snapshot with changed values."""
     document = _shorter(draw, pickle.loads(real))
-    did = []
+    changes = []
     for _ in range(draw.choice((1, 1, 3, 10))):
         part = document if draw.random() < 0.2 else document[draw.choice(list(document))]
-        did.append(json_value(draw, part) if isinstance(part, list | dict) else "no part")
-    return pickle.dumps(document, protocol=draw.choice((0, 2, 4, 5))), "; ".join(did)[:400]
+        changes.append(json_value(draw, part) if isinstance(part, list | dict) else "no part")
+    return pickle.dumps(document, protocol=draw.choice((0, 2, 4, 5))), "; ".join(changes)[:400]
 
 
 def _shorter(draw: Draw, document: dict[str, Any]) -> dict[str, Any]:
-    """The same with fewer events."""
+    """The same document with fewer events."""
     kept = draw.choice((3, 100, 2000))
     return {**document, "device_traces": [events[:kept] for events in document["device_traces"]]}
 
 
 def _random_opcodes(draw: Draw) -> tuple[bytes, str]:
-    """Opcodes with arguments of the right kind; most of them on a stack that has something."""
+    """Opcodes with arguments of the right kind, mostly on a stack that is not empty."""
     start = b"\x80" + bytes([draw.choice((0, 2, 4, 5))]) if draw.random() < 0.7 else b""
     stream = [start, *(b"N" for _ in range(draw.randrange(4))), *(b"(" for _ in range(draw.randrange(3)))]
     names = []
@@ -129,7 +129,7 @@ def _random_opcodes(draw: Draw) -> tuple[bytes, str]:
 
 
 def _argument(draw: Draw, opcode: pickletools.OpcodeInfo) -> bytes:
-    """Bytes that an opcode's argument may be."""
+    """Bytes that may be the argument of an opcode."""
     if opcode.arg is None:
         return b""
     text = draw.choice((*TEXTS, "os", "system")).encode("utf-8", errors="surrogatepass")
@@ -151,12 +151,12 @@ def _argument(draw: Draw, opcode: pickletools.OpcodeInfo) -> bytes:
 
 
 def _call(draw: Draw, real: bytes) -> tuple[bytes, str]:
-    """A call by one of the opcodes that make one, alone or in a snapshot."""
+    """A call by one of the opcodes that call, alone or before a snapshot."""
     module, name, argument = draw.choice(_CALLS)
     named = f"c{module}\n{name}\n".encode()
     short = b"".join(b"\x8c" + bytes([len(word.encode())]) + word.encode() for word in (module, name))
     text = b"X" + struct.pack("<I", len(argument)) + argument.encode()
-    ways = (
+    variants = (
         named + b"(" + text + b"tR",
         named + text + b"\x85R",
         short + b"\x93" + text + b"\x85R",
@@ -168,18 +168,18 @@ def _call(draw: Draw, real: bytes) -> tuple[bytes, str]:
         text + b"Q",
         f"P{module}.{name}\n".encode(),
     )
-    at = draw.randrange(len(ways))
-    content = b"\x80\x04" + ways[at]
-    if draw.random() < 0.5:  # thrown away again, and a snapshot behind it
+    at = draw.randrange(len(variants))
+    content = b"\x80\x04" + variants[at]
+    if draw.random() < 0.5:  # the result is popped, and a snapshot follows
         content = content + b"0" + real[2:]
     else:
         content += b"."
-    return content, f"a call of {module!a}.{name!a} by way {at}"
+    return content, f"a call of {module!a}.{name!a} by variant {at}"
 
 
 def _bomb(draw: Draw) -> tuple[bytes, str]:
-    """A pickle that takes memory or time far over its size."""
-    ways = (
+    """A pickle that takes far more memory or time than its size suggests."""
+    bombs = (
         (lambda: b"\x80\x04" + b"}" * 300_000_000 + b".", "300 million mappings"),
         (lambda: b"\x80\x04]" + b"2" * 100_000_000 + b".", "a list a hundred million times"),
         (lambda: b"\x80\x04}r\xff\xff\xff\xff.", "a memo of 64 GB"),
@@ -191,7 +191,7 @@ def _bomb(draw: Draw) -> tuple[bytes, str]:
         (_doubling, "a list that names itself twice, sixty deep"),
         (lambda: _many_events(4000), "16 million events that are one"),
     )
-    make, what = draw.choice(ways)
+    make, what = draw.choice(bombs)
     return make(), what
 
 

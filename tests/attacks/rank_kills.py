@@ -1,7 +1,7 @@
-"""Kills of a rank: one of two to four processes that train together is killed at a random moment; the others name it and end.
+"""Kills of a rank: one of two to four training processes is killed at a random moment; the others name it and end.
 
-The ranks speak gloo and are kept together by a strategy drawn at random. A rank that is killed while they meet may have told
-nobody that it exists: the others then name it when their time for the meeting is over.
+The ranks use gloo and a random strategy. A rank that is killed during the meeting may be unknown to the others; they then name
+it when the time for the meeting is over.
 """
 
 import os
@@ -19,7 +19,7 @@ from attacks.attack import Outcome
 from attacks.reader import last_frame
 from attacks.torch_process import TorchProcess
 from ranks import free_port
-from trainstep.parallel.watch import LEFT
+from trainstep.parallel.liveness.watch import LEFT
 
 STRATEGIES = (
     "naive",
@@ -34,12 +34,12 @@ STRATEGIES = (
 )
 _MEETING_S = 15.0
 _END_S = 20.0
-"""In which the others must have ended: seconds, on a machine that has much else to do."""
+"""Seconds within which the other ranks must end, on a busy machine."""
 _READY_S = 60.0
 
 
 class RankKills:
-    """60 of them at full size."""
+    """Kills of a rank: 60 cases at full size."""
 
     name = "rank_kills"
     full = 60
@@ -69,31 +69,31 @@ class RankKills:
 
 def _judged(case: str, ends: dict[str, Any], victim: int, meeting: bool, folder: Path) -> Outcome:
     others = [rank for rank in range(len(ends["pids"])) if rank != victim]
-    said = {rank: (folder / f"{rank}.err").read_text() for rank in others}
+    errors = {rank: (folder / f"{rank}.err").read_text() for rank in others}
     dead = f"rank {victim} ({socket.gethostname()}, pid {ends['pids'][victim]}) died"
-    wrong = []
-    for rank, err in said.items():
+    problems = []
+    for rank, err in errors.items():
         named = re.search(rf"ranks? .*\b{victim}\b", err) if meeting else dead in err
         blamed = {int(number) for number in re.findall(r"rank (\d+) \([^)]*\) died", err)} - {victim}
         if rank not in ends["late"] and (not named or blamed):
-            wrong.append(f"rank {rank} says {err[-200:]!a}")
+            problems.append(f"rank {rank} says {err[-200:]!a}")
         if rank not in ends["late"] and not meeting and ends["codes"][rank] != LEFT:
-            wrong.append(f"rank {rank} ends with exit code {ends['codes'][rank]}")
-    tracebacks = [err for err in said.values() if "Traceback (most recent call last)" in err and not meeting]
+            problems.append(f"rank {rank} ends with exit code {ends['codes'][rank]}")
+    tracebacks = [err for err in errors.values() if "Traceback (most recent call last)" in err and not meeting]
     allowed_s = _END_S + (_MEETING_S if meeting else 0.0)
-    late = f"ranks {ends['late']} are there after {allowed_s:.0f} s" if ends["late"] else ""
+    late = f"ranks {ends['late']} still run after {allowed_s:.0f} s" if ends["late"] else ""
     return Outcome(
         case=case,
         traceback=f"{last_frame(tracebacks[0])}: {tracebacks[0].strip().splitlines()[-1]!a}" if tracebacks else "",
         time=late,
-        other="; ".join(wrong),
+        other="; ".join(problems),
     )
 
 
 def train_and_kill(
     size: int, victim: int, strategy: str, meeting: bool, after_s: float, folder: str, port: int
 ) -> dict[str, Any]:
-    """Fork the ranks, kill one, wait for the others: the process numbers, their exit codes, and who is late (and killed here)."""
+    """Fork the ranks, kill one, and wait for the others; process ids, exit codes, and the late ranks, which are killed here."""
     pids = []
     for rank in range(size):
         pid = os.fork()
@@ -104,34 +104,34 @@ def train_and_kill(
     deadline_s = time.monotonic() + _READY_S
     while not meeting and not all(path.exists() for path in ready):
         if time.monotonic() > deadline_s:
-            said = [Path(folder, f"{rank}.err").read_text()[-500:] for rank in range(size)]
-            raise TimeoutError(f"the ranks were not ready within {_READY_S:g} s: {said}")
+            errors = [Path(folder, f"{rank}.err").read_text()[-500:] for rank in range(size)]
+            raise TimeoutError(f"the ranks were not ready within {_READY_S:g} s: {errors}")
         time.sleep(0.01)
     time.sleep(after_s)
     os.kill(pids[victim], signal.SIGKILL)
-    left = dict(enumerate(pids))
+    running = dict(enumerate(pids))
     deadline_s = time.monotonic() + _END_S + (_MEETING_S if meeting else 0.0)
     codes: dict[int, int] = {}
-    while left and time.monotonic() < deadline_s:
-        for rank, pid in list(left.items()):
+    while running and time.monotonic() < deadline_s:
+        for rank, pid in list(running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 codes[rank] = os.waitstatus_to_exitcode(status)
-                del left[rank]
+                del running[rank]
         time.sleep(0.01)
-    for pid in left.values():
+    for pid in running.values():
         os.kill(pid, signal.SIGKILL)
-    return {"pids": pids, "codes": [codes.get(rank) for rank in range(size)], "late": list(left)}
+    return {"pids": pids, "codes": [codes.get(rank) for rank in range(size)], "late": list(running)}
 
 
 def _train(rank: int, size: int, strategy: str, folder: Path, port: int) -> None:
-    """One rank, in a process of its own: meets the others and trains until something ends it."""
+    """Run one rank in a forked process: it meets the others and trains until something ends it."""
     os.dup2(os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         _steps(rank, strategy, folder)
-    except BaseException:  # noqa: BLE001  (as a script ends: by the hook, which knows of deaths)
+    except BaseException:  # noqa: BLE001  (a script ends by the same hook, which reports dead ranks)
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     os._exit(1)
 

@@ -1,11 +1,11 @@
-"""Command lines of ours that only read or are refused: each in a process forked from one that has imported the verbs.
+"""Run command lines of trainstep without measuring, each in a process forked from one that has imported the verbs.
 
     with Readers() as readers:
         end = readers.run(["report", "a.jsonl"], folder)        # exit code, output, seconds, peak memory
 
-What a command line would measure is not measured: in place of the executors stands one that hands over, of at most 20 groups,
-a record that says so; checks before and tables, pages and files after are the real ones. Run as a program this is the process
-that forks. A reader may take 2 GB and 60 s, beside what Python with pandas takes and the start of a process does.
+Nothing is measured: a replacement of the executors returns a record that says so for each of at most 20 groups; the checks
+before and the tables, pages and files after are the real ones. Run as a program, this module is the process that forks. A reader
+may take 2 GB and 60 s, in addition to the memory of Python with pandas and the start of a process.
 """
 
 import gc
@@ -31,7 +31,7 @@ from cell_maker import MARK, import_path, marked, wait_until
 LARGEST_BYTES = 2_000_000_000 + 400_000_000
 LONGEST_S = 60.0 + 10.0
 _STOP_BYTES = 2 * LARGEST_BYTES
-"""Where the kernel ends the attempt: the machine of whoever runs this must live."""
+"""The limit that the kernel enforces, so that an attack cannot exhaust the machine that runs it."""
 _MOST_GROUPS = 20
 _CODES = (0, 2, 3, 130)
 _LEFT_S = 15.0
@@ -40,7 +40,7 @@ _NOT_FOR_A_PERSON = ("[Errno", "PosixPath(", "Exception ignored")
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a command line ended. `code`: negative for a signal."""
+    """The end of a command line. `code`: negative for a signal."""
 
     code: int
     out: bytes
@@ -51,7 +51,7 @@ class End:
 
 
 class Readers:
-    """The process that forks one for each command line; started with the first."""
+    """The process that forks one for each command line; it starts with the first one."""
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
@@ -75,7 +75,7 @@ class Readers:
         )
 
     def close(self) -> None:
-        """End the process. Closing its input is not enough: ranks that other tests forked meanwhile hold that pipe too."""
+        """Kill the process. Closing its input is not enough, since ranks that other tests forked also hold that pipe open."""
         if self._started is not None:
             self._started.kill()
             self._started.wait()
@@ -91,8 +91,8 @@ class Readers:
         largest_file_bytes: int | None = None,
         stdout: str = "read",
     ) -> End:
-        """Run a command line in a folder. `largest_file_bytes`: a disk that is full from there on. `stdout`: `read`, or, of a
-        new Python that measures what it is told to, `closed` and `full`."""
+        """Run a command line in a folder. `largest_file_bytes`: writing beyond this size fails. `stdout`: `read`, or `closed`
+        or `full` for a new Python, which has the real executors."""
         process = self._process()
         out, err = (Path(self._scratch.name) / name for name in ("out", "err"))
         request = {
@@ -112,7 +112,7 @@ class Readers:
         return End(**answer, out=out.read_bytes(), err=err.read_text(errors="replace"))
 
     def left(self) -> Iterator[Outcome]:
-        """An outcome where processes are still there 15 s after the last command line ended."""
+        """An outcome if processes still run 15 s after the last command line ended."""
 
         def others() -> list[int]:
             return [pid for pid in marked(self._mark) if pid != self._process().pid]
@@ -122,22 +122,22 @@ class Readers:
 
 
 def judged(case: str, ends: Iterable[End], **breaches: str) -> Outcome:
-    """What the ends of its command lines say of a case, beside breaches that somebody else found."""
-    found = {name: text for name, text in breaches.items() if text}
+    """The outcome of a case from the ends of its command lines and from breaches that the caller found."""
+    all_breaches = {name: text for name, text in breaches.items() if text}
     for end in ends:
         if traceback_text := _traceback(end):
-            found.setdefault("traceback", traceback_text)
+            all_breaches.setdefault("traceback", traceback_text)
         elif words := _unfit_words(end):
-            found.setdefault("other", words)
+            all_breaches.setdefault("other", words)
         if end.peak_bytes > LARGEST_BYTES:
-            found.setdefault("memory", f"{end.peak_bytes / 1e9:.1f} GB")
+            all_breaches.setdefault("memory", f"{end.peak_bytes / 1e9:.1f} GB")
         if end.seconds > LONGEST_S or end.timed_out:
-            found.setdefault("time", f"{end.seconds:.0f} s")
-    return Outcome(case=case, **found)
+            all_breaches.setdefault("time", f"{end.seconds:.0f} s")
+    return Outcome(case=case, **all_breaches)
 
 
 def _traceback(end: End) -> str:
-    """A traceback's last frame and error, or the exit code that says as much; empty where neither is there."""
+    """The last frame and error of a traceback, or an unexpected exit code; empty without either."""
     if "Traceback (most recent call last)" in end.err:
         return f"{last_frame(end.err)}: {ascii(end.err.strip().splitlines()[-1])[:200]}"
     if end.timed_out or end.code in _CODES:
@@ -146,7 +146,7 @@ def _traceback(end: End) -> str:
 
 
 def last_frame(text: str) -> str:
-    """`report/tables.py:64 in_ms` for the innermost named function of ours in a traceback."""
+    """The innermost named function of ours in a traceback, as `report/kit/tables.py:64 in_ms`."""
     frames = [line.strip() for line in text.splitlines() if line.strip().startswith('File "')]
     ours = [line for line in frames if "/trainstep/" in line and ", in <" not in line] or frames or ["?"]
     path, _, rest = ours[-1].removeprefix('File "').partition('", line ')
@@ -155,7 +155,7 @@ def last_frame(text: str) -> str:
 
 
 def _unfit_words(end: End) -> str:
-    """What a person should not have been shown: no sentence, Python's own words, or a terminal's escapes."""
+    """Output that a user should not see: no sentence, Python's own error texts, or escape codes; empty without it."""
     lines = end.err.strip().splitlines()
     if end.code == 2 and not (lines and lines[-1].startswith("trainstep: ")):
         return f"exit code 2 without a sentence: {ascii(end.err)[-200:]}"
@@ -174,20 +174,20 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         started_s = time.monotonic()
-        pipes = {name: os.pipe() for name in ("out", "err")}  # no files: their size may be limited
+        pipes = {name: os.pipe() for name in ("out", "err")}  # pipes, since the size of files may be limited
         pid = os.fork()
         if pid == 0:
             _become_trainstep(request, out=pipes["out"][1], err=pipes["err"][1])
-        for _, theirs in pipes.values():
-            os.close(theirs)
-        said = {ours: bytearray() for ours, _ in pipes.values()}
-        timed_out = not _listen(said, pid, started_s + LONGEST_S)
+        for _, writing_end in pipes.values():
+            os.close(writing_end)
+        outputs = {reading_end: bytearray() for reading_end, _ in pipes.values()}
+        timed_out = not _listen(outputs, pid, started_s + LONGEST_S)
         if timed_out:
             os.killpg(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
-        for name, (ours, _) in pipes.items():
-            os.close(ours)
-            Path(request[name]).write_bytes(said[ours])
+        for name, (reading_end, _) in pipes.items():
+            os.close(reading_end)
+            Path(request[name]).write_bytes(outputs[reading_end])
         answer = {
             "code": os.waitstatus_to_exitcode(status),
             "seconds": time.monotonic() - started_s,
@@ -197,13 +197,13 @@ def _serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _listen(said: dict[int, bytearray], pid: int, until_s: float) -> bool:
-    """Take what the process says until it has ended and its pipes are empty; False where that is not so in time.
+def _listen(outputs: dict[int, bytearray], pid: int, until_s: float) -> bool:
+    """Read the output of a process until it has ended and its pipes are empty; False if that takes too long.
 
-    A process that it started may hold the pipes open, so that their ends alone say nothing.
+    A process that it started may keep the pipes open, so their ends do not show that it has ended.
     """
     ended = os.pidfd_open(pid)
-    waited = [ended, *said]
+    waited = [ended, *outputs]
     while waited:
         left_s = max(0.0, until_s - time.monotonic()) if ended in waited else 0.0
         ready, _, _ = select.select(waited, [], [], left_s)
@@ -212,7 +212,7 @@ def _listen(said: dict[int, bytearray], pid: int, until_s: float) -> bool:
         for descriptor in ready:
             piece = b"" if descriptor == ended else os.read(descriptor, 2**20)
             if piece:
-                said[descriptor] += piece
+                outputs[descriptor] += piece
             else:
                 waited.remove(descriptor)
     os.close(ended)
@@ -220,8 +220,10 @@ def _listen(said: dict[int, bytearray], pid: int, until_s: float) -> bool:
 
 
 def _import_and_replace() -> None:
-    """Everything that verbs import, once; executors that measure nothing; what does not change while we run, asked once."""
-    from trainstep.measure import device, environment, executor_local, executor_slurm, inspection
+    """Import all modules of the verbs, replace the executors, and cache facts about the machine that do not change."""
+    from trainstep.measure.harness import local as executor_local
+    from trainstep.measure.harness import slurm as executor_slurm
+    from trainstep.measure.machine import device, environment, inspection
     from trainstep.records.record import Failure, Record
 
     state, source = environment.git_state(environment.PACKAGE), environment.source_hash(environment.PACKAGE)
@@ -249,18 +251,17 @@ def _import_and_replace() -> None:
 
     import plotly.graph_objects  # noqa: F401
 
-    from trainstep.cli import app, cells, memory_fit  # noqa: F401
-    from trainstep.report import all_tables, comparison_page, frames, notes, page, terminal  # noqa: F401
+    from trainstep.cli import app
     from trainstep.traces import nsys, profile, snapshot  # noqa: F401
 
     for verb in app._VERBS:
         __import__(f"trainstep.cli.{verb}")
     assert "torch" not in sys.modules
-    gc.freeze()  # what a collection touches would be copied in every fork
+    gc.freeze()  # a collection would copy the memory it touches in every fork
 
 
 def _become_trainstep(request: dict[str, Any], *, out: int, err: int) -> NoReturn:
-    """This process, forked, as the command line."""
+    """Run the command line in this forked process."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (_STOP_BYTES, _STOP_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -280,7 +281,7 @@ def _become_trainstep(request: dict[str, Any], *, out: int, err: int) -> NoRetur
 
 
 def _run_and_leave(arguments: list[str]) -> NoReturn:
-    """As `python -m trainstep` does it, without what Python does at its end."""
+    """Run the command line as `python -m trainstep` does, and leave without Python's own shutdown."""
     from trainstep.cli import app
 
     sys.argv = ["trainstep", *arguments]
@@ -289,7 +290,7 @@ def _run_and_leave(arguments: list[str]) -> NoReturn:
         app.main(arguments)
     except SystemExit as leaving:
         code = leaving.code
-    except BaseException:  # noqa: BLE001  (what nobody caught is what we look for)
+    except BaseException:  # noqa: BLE001  (an uncaught error is the breach that is searched for)
         traceback.print_exc()
     try:
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Attacks on files of records: damaged copies of published ones, read by report in every format, by compare and by a sweep.
 
-Nobody who reads changes a file. A sweep that goes on in a damaged file either refuses it or keeps every whole record.
+No reader changes a file. A sweep that continues a damaged file refuses it or keeps every whole record.
 """
 
 import gzip
@@ -22,13 +22,13 @@ _SWEEP = '[grid]\nmodel = "tiny"\ndevice = "cpu"\ncontext = [32, 64]\n'
 
 
 class RecordFiles:
-    """2,500 of them at full size, each read by all readers."""
+    """Damaged files of records: 2,500 cases at full size, each read by all readers."""
 
     name = "record_files"
     full = 2500
 
     def __init__(self, readers: Readers, *, readers_a_file: int | None = None) -> None:
-        """`readers_a_file`: so many, drawn for each file; None: all of them."""
+        """`readers_a_file`: the number of readers drawn for each file; None: all of them."""
         self._readers = readers
         self._readers_a_file = readers_a_file
         self._sources = sorted(
@@ -53,13 +53,13 @@ class RecordFiles:
         return judged(case, ends, lost="; ".join(filter(None, lost)))
 
     def _lost(self, folder: Path, before: dict[str, bytes], words: list[str], end: End, what: str) -> str:
-        """What the reader with these words lost, and the file as it was for the next one."""
+        """What the reader with these words lost; the files are restored for the next reader."""
         after = _contents(folder)
         changed = [name for name, content in before.items() if after.get(name) != content]
-        if words[0] == "sweep" and "damaged.jsonl" in changed and (gone := _gone(before, after)) is not None:
+        if words[0] == "sweep" and "damaged.jsonl" in changed and (lost_records := _gone(before, after)) is not None:
             changed.remove("damaged.jsonl")
-            if gone:
-                changed.append(f"{gone} whole records")
+            if lost_records:
+                changed.append(f"{lost_records} whole records")
         if what == _NO_LAST_NEWLINE and words[0] == "report" and end.code == 0 and "--out" not in words:
             as_whole = self._readers.run([*words[:-1], "whole.jsonl"], folder)
             if as_whole.out.replace(b"whole.jsonl", b"damaged.jsonl") != end.out:
@@ -73,7 +73,7 @@ _NO_LAST_NEWLINE = "the last newline is gone"
 
 
 def _command_lines() -> list[list[str]]:
-    """Every reader of a file of records. A report's file stands last."""
+    """The command line of every reader of a file of records. The file of a report is the last word."""
     return [
         *(["report", "--format", name, "damaged.jsonl"] for name in FORMATS if name != "html"),
         ["report", "--out", "page.html", "damaged.jsonl"],
@@ -86,7 +86,7 @@ def _command_lines() -> list[list[str]]:
 
 
 def _copy(draw: Draw, source: Path, target: Path) -> None:
-    """Some records of a file, in their order, with their tables."""
+    """Copy some records of a file, in their order, with their tables."""
     lines = source.read_bytes().splitlines(keepends=True)
     chosen = sorted(draw.sample(range(len(lines)), min(len(lines), draw.randrange(1, _MOST_RECORDS + 1))))
     target.write_bytes(b"".join(lines[index] for index in chosen))
@@ -97,7 +97,7 @@ def _copy(draw: Draw, source: Path, target: Path) -> None:
 
 
 def _damaged_copy(draw: Draw, folder: Path) -> str:
-    """`damaged.jsonl` beside `whole.jsonl`; how it was damaged."""
+    """Write `damaged.jsonl` beside `whole.jsonl`; a description of the damage."""
     content = (folder / "whole.jsonl").read_bytes()
     tables = folder / "damaged.tables"
     tables.mkdir()
@@ -135,17 +135,17 @@ def _with_other_values(draw: Draw, content: bytes) -> tuple[bytes, str]:
 
 
 def _change_a_part(draw: Draw, record: dict[str, Any]) -> str:
-    """Each part of a record gets its share: there are many more numbers in tables than anything else."""
+    """Change a value in a random part of a record, so that the many numbers of tables are not drawn more often."""
     parts = [name for name in ("config", "environment", "samples", "facts", "tables", "failure") if record.get(name)]
     name = draw.choice([*parts, ""])
     return f"{name}: {json_value(draw, record.get(name, record))}"
 
 
 def _with_other_table(draw: Draw, content: bytes, tables: Path) -> tuple[bytes, str]:
-    """A table file that is damaged, or one of the right name that holds something else."""
-    there = sorted(tables.iterdir())
-    if there and draw.random() < 0.5:
-        file = draw.choice(there)
+    """Damage the file of a table, or write one with a valid name and other content."""
+    files = sorted(tables.iterdir())
+    if files and draw.random() < 0.5:
+        file = draw.choice(files)
         damaged, what = draw.choice(BYTES[:3])(draw, file.read_bytes())
         file.write_bytes(damaged)
         return content, f"{file.name}: {what}"
@@ -160,7 +160,7 @@ def _with_other_table(draw: Draw, content: bytes, tables: Path) -> tuple[bytes, 
             (b"\xff", "no text"),
             (b"[" * 100_000, "100,000 open lists"),
             (b'{"a":' * 5000 + b"1" + b"}" * 5000, "5,000 nested mappings"),
-            (b'{"a": [1], "b": [1, 2]}', "columns of unlike lengths"),
+            (b'{"a": [1], "b": [1, 2]}', "columns of different lengths"),
             (b'{"a": NaN}', "NaN"),
             (b'{"a": [1' + b"0" * 5000 + b"]}", "a number of 5,000 digits"),
         ]
@@ -183,11 +183,11 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _gone(before: dict[str, bytes], after: dict[str, bytes]) -> int | None:
-    """Whole records of the damaged file that are not in it any more; None if the file is gone."""
+    """The number of whole records that the damaged file has lost; None if the file is gone."""
     if "damaged.jsonl" not in after:
         return None
-    left = iter(after["damaged.jsonl"].split(b"\n"))
-    return sum(line not in left for line in before["damaged.jsonl"].split(b"\n") if _is_whole(line))
+    lines_left = iter(after["damaged.jsonl"].split(b"\n"))
+    return sum(line not in lines_left for line in before["damaged.jsonl"].split(b"\n") if _is_whole(line))
 
 
 def _is_whole(line: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Attacks on `trainstep sweep`: TOML of other types, keys, nestings and encodings. The file itself is never changed."""
+"""Attacks on `trainstep sweep`: TOML with wrong types, keys, nestings and encodings. The file itself is never changed."""
 
 import json
 import random
@@ -54,7 +54,7 @@ _ENCODINGS = ("utf-16", "utf-32", "latin-1", "utf-8-sig", "utf-7", "cp037")
 
 
 class SweepFiles:
-    """250 of them at full size."""
+    """Damaged sweep files: 250 cases at full size."""
 
     name = "sweep_files"
     full = 250
@@ -76,14 +76,14 @@ class SweepFiles:
 
 
 def sweep_file(draw: Draw) -> tuple[bytes, str]:
-    """A sweep file that is damaged in one way to three, and how."""
+    """A sweep file with one to three kinds of damage, and their description."""
     document = json.loads(json.dumps(draw.choice(_DOCUMENTS)))
-    did = [_change(draw, document) for _ in range(draw.choice((1, 1, 2, 3)))] if draw.random() < 0.75 else []
+    changes = [_change(draw, document) for _ in range(draw.choice((1, 1, 2, 3)))] if draw.random() < 0.75 else []
     content = toml(document).encode("utf-8", errors="surrogatepass")
-    if not did or draw.random() < 0.1:
+    if not changes or draw.random() < 0.1:
         content, what = _damaged_text(draw, content)
-        did.append(what)
-    return content, "; ".join(did)
+        changes.append(what)
+    return content, "; ".join(changes)
 
 
 def toml(document: dict[str, Any]) -> str:
@@ -110,7 +110,7 @@ def _inline(value: Any) -> str:
 
 
 def _any_value(draw: Draw) -> Any:
-    """A value that TOML knows."""
+    """A random value of a type of TOML."""
     kinds = (
         lambda: draw.choice(NUMBERS),
         lambda: draw.choice((float("nan"), float("inf"), True, False, 1, 2)),
@@ -140,7 +140,7 @@ def _change(draw: Draw, document: dict[str, Any]) -> str:
 
 def _damaged_text(draw: Draw, content: bytes) -> tuple[bytes, str]:
     encoding = draw.choice(_ENCODINGS)
-    ways = (
+    damages = (
         lambda: flip_bits(draw, content),
         lambda: lines(draw, content),
         lambda: (content.decode().encode(encoding), f"in {encoding}"),
@@ -152,11 +152,11 @@ def _damaged_text(draw: Draw, content: bytes) -> tuple[bytes, str]:
         lambda: (b"[grid]\nmodel = " + b"9" * 5000, "a number of 5,000 digits"),
         lambda: (b"[grid]\nmodel = '" + b"a" * 10**6 + b"'", "a text of 1 MB"),
     )
-    return draw.choice(ways)()
+    return draw.choice(damages)()
 
 
 def _more_words(draw: Draw) -> list[str]:
-    """What the command line says beside the file."""
+    """Further words of the command line."""
     return draw.choice(
         (
             [],

@@ -1,4 +1,4 @@
-"""A few of the attacks on everything that reads; all of them: python tests/attacks/full.py."""
+"""Some of the attacks on command lines and readers of files; `python tests/attacks/full.py` runs all of them."""
 
 import sys
 from pathlib import Path
@@ -13,26 +13,26 @@ from attacks.record_files import RecordFiles
 from attacks.sweep_files import SweepFiles
 from attacks.trace_files import TraceFiles
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 
 
-def test_command_lines(readers: Readers):
+def test_command_lines_are_run_or_refused(readers: Readers):
     check(CommandLines(readers), 20)
 
 
-def test_sweep_files(readers: Readers):
+def test_damaged_sweep_files_are_run_or_refused(readers: Readers):
     check(SweepFiles(readers), 20)
 
 
-def test_record_files(readers: Readers):
+def test_damaged_records_are_read_or_refused(readers: Readers):
     check(RecordFiles(readers, readers_a_file=2), 10)
 
 
-def test_trace_files(readers: Readers):
+def test_damaged_traces_are_read_or_refused(readers: Readers):
     check(TraceFiles(readers, bombs=False), 12)
 
 
-def test_pickles(readers: Readers):
+def test_hostile_pickles_are_read_or_refused(readers: Readers):
     check(Pickles(readers, bombs=False), 12)
 
 
@@ -41,8 +41,8 @@ def test_every_verb_has_options_to_attack(verb: str):
     assert {"report": "--format", "compare": "--quantity", "doctor": "--measure"}.get(verb, "--out") in options_of(verb)
 
 
-def test_what_a_reader_is_judged_by(readers: Readers, tmp_path: Path):
-    """The judge itself: a refusal is well, a traceback, a strange exit code, an escape and a hang are not."""
+def test_each_breach_of_a_reader_is_found(readers: Readers, tmp_path: Path):
+    """A refusal is no breach; a traceback, an unexpected exit code, an escape code and a hang are."""
     refused = readers.run(["report", "nowhere.jsonl"], tmp_path)
     assert (refused.code, judged("", [refused]).breaches) == (2, [])
     frame = '  File "/a/trainstep/cli/app.py", line 5, in run\n  File "/b/json/decoder.py", line 9, in decode\n'

@@ -1,7 +1,7 @@
-"""A process that has imported torch and forks one for each call: functions of `attacks` that must be allowed to hang or die.
+"""A process that has imported torch and forks for each call, so that functions of `attacks` may hang or die.
 
 process = TorchProcess()
-answer = process.call("attacks.rank_kills:train_and_kill", 2, "fsdp", timeout_s=60)     # what it returned, as JSON
+answer = process.call("attacks.rank_kills:train_and_kill", 2, "fsdp", timeout_s=60)     # its result, by JSON
 """
 
 import gc
@@ -26,7 +26,7 @@ _LEFT_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a call returned; or the traceback of what it raised; or that it took too long."""
+    """The result of a call, or the traceback of its error, or that it took too long."""
 
     value: Any = None
     error: str = ""
@@ -34,7 +34,7 @@ class Answer:
 
 
 class TorchProcess:
-    """Started with the first call."""
+    """The process, which starts with the first call."""
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
@@ -57,7 +57,7 @@ class TorchProcess:
         return Answer(**json.loads(self._started.stdout.readline()))
 
     def left(self) -> Iterator[Outcome]:
-        """An outcome where something that calls have started is still there 15 s after the last one."""
+        """An outcome if processes of calls still run 15 s after the last one."""
 
         def others() -> list[int]:
             return [pid for pid in marked(self._mark) if self._started is None or pid != self._started.pid]
@@ -66,7 +66,7 @@ class TorchProcess:
             yield Outcome(case="all calls", left=f"processes {others()}")
 
     def close(self) -> None:
-        """End the process. Closing its input is not enough: ranks that other tests forked meanwhile hold that pipe too."""
+        """Kill the process. Closing its input is not enough, since ranks that other tests forked also hold that pipe open."""
         if self._started is not None:
             self._started.kill()
             self._started.wait()
@@ -76,37 +76,37 @@ class TorchProcess:
 def _serve() -> None:
     import torch
 
-    for module in ("torch._dynamo", "parallel_strategies", "trainstep.parallel.checkpoint"):
-        importlib.import_module(module)  # seconds: once here, not in every child
+    for module in ("torch._dynamo", "parallel_strategies", "trainstep.parallel.checkpoint.save_load"):
+        importlib.import_module(module)  # takes seconds, so it is done once and not in every child
     torch.set_num_threads(1)
     gc.freeze()
     for line in sys.stdin:
         function, arguments, timeout_s = json.loads(line)
-        ours, theirs = os.pipe()
+        reading_end, writing_end = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(ours)
-            _answer(theirs, function, arguments)
-        os.close(theirs)
-        said = _read(ours, timeout_s)
-        if said is None:
+            os.close(reading_end)
+            _answer(writing_end, function, arguments)
+        os.close(writing_end)
+        output = _read(reading_end, timeout_s)
+        if output is None:
             os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        os.close(ours)
-        answer = {"timed_out": True} if said is None else json.loads(said or b'{"error": "it died without a word"}')
+        os.close(reading_end)
+        answer = {"timed_out": True} if output is None else json.loads(output or b'{"error": "it died without a word"}')
         print(json.dumps(answer), flush=True)
-    os._exit(0)  # what native libraries complain of at exit would stand among the tests' words
+    os._exit(0)  # native libraries would print warnings at a normal exit
 
 
 def _answer(pipe: int, function: str, arguments: list[Any]) -> NoReturn:
-    """Call, and write what it returned or raised."""
+    """Call the function, and write its result or error."""
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     module, _, name = function.partition(":")
     try:
         answer = {"value": getattr(importlib.import_module(module), name)(*arguments)}
-    except BaseException:  # noqa: BLE001  (whatever it is belongs to the attack)
+    except BaseException:  # noqa: BLE001  (every error belongs to the attack)
         answer = {"error": traceback.format_exc()}
     with open(pipe, "w") as file:
         file.write(json.dumps(answer))
@@ -114,13 +114,13 @@ def _answer(pipe: int, function: str, arguments: list[Any]) -> NoReturn:
 
 
 def _read(pipe: int, timeout_s: float) -> bytes | None:
-    """All that is written there until its other end closes; None where that takes too long for one of the pieces."""
-    said = b""
+    """All bytes until the other end closes; None if the next piece takes too long."""
+    output = b""
     while select.select([pipe], [], [], timeout_s)[0]:
         piece = os.read(pipe, 65536)
         if not piece:
-            return said
-        said += piece
+            return output
+        output += piece
     return None
 
 

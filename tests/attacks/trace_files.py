@@ -1,6 +1,6 @@
 """Attacks on `trainstep profile --from`: damaged and hostile traces of torch's profiler and exports of nsys.
 
-Files of strangers: at most 2 GB and 60 s, whatever they unpack to, refer to or never end with.
+Reading a hostile file takes at most 2 GB and 60 s, whatever it unpacks to or refers to.
 """
 
 import gzip
@@ -26,7 +26,7 @@ _TRACE_KINDS = ("bytes", "values", "values", "values", "zip", "bomb")
 _EXPORT_KINDS = ("bytes", "statements", "statements", "bomb")
 _MOST_EVENTS = 3000
 _MEMBER = 64 * 2**20
-"""Bytes that one part of a bomb unpacks to."""
+"""The unpacked bytes of one part of a bomb."""
 _TABLES = (
     "StringIds",
     "TARGET_INFO_GPU",
@@ -55,13 +55,13 @@ _WITHOUT_END = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n)"
 
 
 class TraceFiles:
-    """150 of them at full size: traces and exports, half of each."""
+    """Damaged traces and exports, half of each: 150 cases at full size."""
 
     name = "trace_files"
     full = 150
 
     def __init__(self, readers: Readers, *, bombs: bool = True) -> None:
-        """`bombs`: also files that take gigabytes or for ever where nothing limits them; their cases are else left out."""
+        """`bombs`: include files that take gigabytes or hours without limits; otherwise their cases are left out."""
         self._readers = readers
         self._bombs = bombs
         self._traces = {name: json.loads(gzip.decompress((FIXTURES / name).read_bytes())) for name in _TRACES}
@@ -114,20 +114,20 @@ def _export(draw: Draw, kind: str, folder: Path) -> tuple[Path, str]:
         [_bomb_statement(draw)] if kind == "bomb" else [_statement(draw) for _ in range(draw.choice((1, 1, 3)))]
     )
     write_report(file, _made_trace(draw))
-    did = []
+    changes = []
     with closing(sqlite3.connect(file)) as database:
         for script in statements:
             try:
                 database.executescript(script)
-                did.append(script)
-            except sqlite3.Error:  # an earlier statement took the table away
+                changes.append(script)
+            except sqlite3.Error:  # an earlier statement dropped the table
                 continue
         database.commit()
-    return file, " ".join("; ".join(did).split())[:600]
+    return file, " ".join("; ".join(changes).split())[:600]
 
 
 def _some_events(draw: Draw, document: dict[str, Any]) -> dict[str, Any]:
-    """A piece of a trace: events that follow each other."""
+    """A trace with some consecutive events."""
     events = document["traceEvents"]
     start = draw.randrange(max(1, len(events) - 100))
     chosen = events[start : start + draw.choice((20, 300, _MOST_EVENTS))]
@@ -150,10 +150,10 @@ def _change_an_event(draw: Draw, document: dict[str, Any]) -> str:
 
 
 def _trace_bomb(draw: Draw, folder: Path) -> tuple[Path, str]:
-    """A trace that takes memory or time far over its size."""
+    """A trace that takes far more memory or time than its size suggests."""
     file = folder / "t.json.gz"
     event = '{"ph":"X","cat":"cpu_op","name":"a","pid":1,"tid":1,"ts":%s,"dur":%s,"args":{}}'
-    ways = (
+    bombs = (
         (lambda: gzip.compress(b" " * _MEMBER) * 90, "6 GB of blanks"),
         (
             lambda: gzip.compress(b'{"traceEvents":[') + gzip.compress(b"{}," * (_MEMBER // 3)) * 60,
@@ -166,7 +166,7 @@ def _trace_bomb(draw: Draw, folder: Path) -> tuple[Path, str]:
         (lambda: _zipped('{"a":' * 10**6), "a million nested mappings"),
         (lambda: _zipped(event.replace('"a"', '"' + "a" * 10**8 + '"') % (0, 1)), "a name of 100 MB"),
     )
-    make, what = draw.choice(ways)
+    make, what = draw.choice(bombs)
     file.write_bytes(make())
     return file, what
 
@@ -176,7 +176,7 @@ def _zipped(events: str) -> bytes:
 
 
 def _made_trace(draw: Draw) -> Trace:
-    """Steps with kernels, of any length."""
+    """A constructed trace of steps with kernels."""
     events: list[Any] = []
     for number in range(draw.choice((1, 3, 20))):
         at = 1000 * number
@@ -189,11 +189,11 @@ def _made_trace(draw: Draw) -> Trace:
 
 
 def _statement(draw: Draw) -> str:
-    """SQL that puts something else into an export."""
+    """SQL that changes the tables of an export."""
     table = draw.choice(_TABLES)
     column = draw.choice(_COLUMNS[table])
     value = _sql(draw)
-    ways = (
+    statements = (
         f"DROP TABLE {table}",
         f"ALTER TABLE {table} RENAME COLUMN [{column}] TO other",
         f"UPDATE {table} SET [{column}] = {value}",
@@ -207,11 +207,11 @@ def _statement(draw: Draw) -> str:
         "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start, [end], deviceId, streamId, correlationId, globalPid);"
         f"INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES ({value}, {value}, 0, 0, {value}, 0)",
     )
-    return draw.choice(ways)
+    return draw.choice(statements)
 
 
 def _sql(draw: Draw) -> str:
-    """A value of any of SQLite's types."""
+    """A random value of a type of SQLite."""
     text = draw.choice([text for text in TEXTS if "\0" not in text and text != "\ud800"]).replace("'", "''")
     values = (
         "NULL",
@@ -229,10 +229,10 @@ def _sql(draw: Draw) -> str:
 
 
 def _bomb_statement(draw: Draw) -> str:
-    """Views without end, and rows that take gigabytes."""
+    """SQL that makes endless views, or rows that take gigabytes."""
     table = draw.choice(("StringIds", "TARGET_INFO_GPU", "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS"))
     columns = ", ".join(f"i AS [{column}]" for column in _COLUMNS[table])
-    ways = (
+    statements = (
         f"DROP TABLE {table}; CREATE VIEW {table} AS {_WITHOUT_END} SELECT {columns} FROM n",
         f"DROP TABLE {table}; CREATE VIEW {table} AS {_WITHOUT_END} SELECT {columns} FROM n WHERE i < 0",
         f"DROP TABLE StringIds; CREATE VIEW StringIds AS {_WITHOUT_END} SELECT i AS id, zeroblob(900000000) AS value FROM n",
@@ -242,4 +242,4 @@ def _bomb_statement(draw: Draw) -> str:
         f"INSERT INTO NVTX_EVENTS (start, [end], eventType, text, globalTid) {_WITHOUT_END} "
         f"SELECT i, 1000000 - i, 59, 'a', {1 << 48 | 1 << 24 | 1} FROM n LIMIT 20000",
     )
-    return draw.choice(ways)
+    return draw.choice(statements)

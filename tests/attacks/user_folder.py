@@ -1,4 +1,4 @@
-"""A folder of a user's own: files of ours and of others, and things in it that are no files; and what became of it."""
+"""The folder of a user, with files of ours and of others and paths that are no files, and its changes after a case."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -62,18 +62,18 @@ NO_FILES = (
 )
 UNWRITABLE = ("/proc/x", "/proc/version/x", "/sys/x.html")
 DEVICES = ("/dev/null", "/dev/full", "/dev/zero", "/proc/self/environ", "/proc/self/mem")
-"""To be read only: a page renamed onto a device would take its place."""
+"""Devices for reading only: a page renamed to a device would replace it."""
 
 
 @dataclass(frozen=True)
 class UserFolder:
-    """What was in the folder and beside it before: path -> content, the target of a link, or what else it is."""
+    """The earlier content of the folder: path -> content, the target of a link, or the kind of path."""
 
     path: Path
     before: Mapping[str, bytes]
 
     def lost(self, *, ours: Iterable[str] = (RECORDS, OTHER_RECORDS, PAGE)) -> str:
-        """What is gone or changed, in words. Records may have got more, and a page of ours may be another whole page."""
+        """The files that are gone or changed, as text. Records may be appended, and a page may be replaced by a whole page."""
         after = _contents(self.path)
         changed = [
             name
@@ -83,7 +83,7 @@ class UserFolder:
         return ", ".join(f"{name!a} {'is gone' if name not in after else 'was changed'}" for name in changed)
 
     def new(self) -> str:
-        """Files that were not there; folders do not count."""
+        """The new files, as text; folders do not count."""
         after = _contents(self.path)
         return ", ".join(ascii(name) for name in after if name not in self.before and after[name] != _FOLDER)
 
@@ -92,7 +92,7 @@ _FOLDER = b"(folder)"
 
 
 def make_user_folder(path: Path, page: bytes) -> UserFolder:
-    """Fill an empty folder. `page`: one of ours."""
+    """Fill an empty folder. `page`: a page that trainstep wrote."""
     for name, content in _FOREIGN.items():
         (path / name).write_bytes(content)
     Store(path / RECORDS).append(a_record())
@@ -111,23 +111,23 @@ def make_user_folder(path: Path, page: bytes) -> UserFolder:
 
 
 def names(folder: UserFolder) -> list[str]:
-    """Paths to try: what is there, what is not, and what is no file."""
+    """Paths to try: existing ones, missing ones, and paths that are no files."""
     return [*(name for name in folder.before if not name.endswith("folder")), *NOT_THERE, *NO_FILES]
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    found = {}
+    contents = {}
     for above, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             path = Path(above, name)
             key = path.relative_to(folder).as_posix()
             if path.is_symlink():
-                found[key] = b"-> " + os.fsencode(os.readlink(path))
+                contents[key] = b"-> " + os.fsencode(os.readlink(path))
             elif path.is_dir():
-                found[key] = _FOLDER
+                contents[key] = _FOLDER
             else:
-                found[key] = path.read_bytes() if path.is_file() else b"(no file)"
-    return found
+                contents[key] = path.read_bytes() if path.is_file() else b"(no file)"
+    return contents
 
 
 def _is_well(name: str, before: bytes, after: bytes | None) -> bool:

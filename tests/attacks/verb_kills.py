@@ -1,7 +1,7 @@
-"""Kills of verbs that run long: SIGKILL to the driver or its process group, or Ctrl-C, at a moment drawn at random.
+"""Kills of long-running verbs: SIGKILL to the driver or its process group, or Ctrl-C, at a random moment.
 
-Afterwards no process is left within 15 s, what was announced as finished is in the file, the file reads, and the next start, as
-the last one of a subject, leaves nothing in the temporary folder and no part of a file beside the records.
+Afterwards all processes end within 15 s, every cell announced as finished is in the file, and the file can be read. The last
+start of a subject runs to its end and leaves nothing in the temporary folder and no part of a file beside the records.
 """
 
 import os
@@ -23,7 +23,7 @@ from trainstep.records.store import Store
 
 _LEFT_S = 15.0
 _LONGEST_S = 900.0
-"""Of a whole run, on a machine that has much else to do."""
+"""Seconds that a whole run may take on a busy machine."""
 _ANNOUNCED = re.compile(r"^\[\d+/\d+\] .*\n", re.MULTILINE)
 COMMANDS = {
     "bench": "--device cpu --model tiny --context 16,32,48 --steps 2 --page page.html",
@@ -47,11 +47,11 @@ steps = 4
 cold_compile = true
 act = "compile"
 """
-_WAYS = ("driver", "driver", "group", "interrupt")
+_KILLS = ("driver", "driver", "group", "interrupt")
 
 
 class VerbKills:
-    """60 of them for each verb at full size. The records of all its runs are in one file, which is to outlive every kill."""
+    """Kills of one verb: 60 cases at full size. All runs write to one file of records, which must survive every kill."""
 
     full = 60
 
@@ -64,60 +64,62 @@ class VerbKills:
         self._temporary = Path(self._home.name, "temporary")
         self._whole_run_s: float | None = None
         self._whole_runs = 0
-        """A sweep that is whole gives way to another one; one that was killed goes on."""
+        """Finished runs so far: after each, the sweep gets other cells; a killed run is continued."""
 
     def attack(self, draw: random.Random, folder: Path) -> Outcome:
-        """One kill; the empty folder is not used."""
+        """Kill the verb once; the empty folder is not used."""
         if self._whole_run_s is None:
             self._whole_run_s, problem = self._first_run()
             if problem:
-                return Outcome(case=f"a run that nobody kills: {' '.join(self._command)}", other=problem)
-        way, after_s = draw.choice(_WAYS), draw.uniform(0.0, 1.0) ** 1.5 * self._whole_run_s
+                return Outcome(case=f"a run without a kill: {' '.join(self._command)}", other=problem)
+        kill, after_s = draw.choice(_KILLS), draw.uniform(0.0, 1.0) ** 1.5 * self._whole_run_s
         before, mark = self._records(), uuid.uuid4().hex
         process = self._start(mark)
         try:
             process.wait(after_s)
         except subprocess.TimeoutExpired:
-            _kill(process, way)
+            _kill(process, kill)
         ended, err = _last_words(process)
         self._whole_runs += process.returncode == 0
         left = [] if wait_until(lambda: not marked(mark), _LEFT_S) else marked(mark)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         return Outcome(
-            case=f"{way} killed after {after_s:.2f} of {self._whole_run_s:.1f} s: {' '.join(self._command)}",
-            traceback=_own_traceback(err) if way == "interrupt" else "",
+            case=f"{kill} killed after {after_s:.2f} of {self._whole_run_s:.1f} s: {' '.join(self._command)}",
+            traceback=_own_traceback(err) if kill == "interrupt" else "",
             lost=self._lost(before, len(_ANNOUNCED.findall(err))),
             left=f"{len(left)} processes" if left else "",
             time="" if ended else "it did not end",
-            other=f"exit code {process.returncode} of {way}" if process.returncode not in (0, -9, -2, 130) else "",
+            other=f"exit code {process.returncode} of {kill}" if process.returncode not in (0, -9, -2, 130) else "",
         )
 
     def afterwards(self) -> Iterator[Outcome]:
-        """The next start, which is let run to its end, and what is left behind it."""
+        """Let the next start run to its end, and report what it leaves."""
         if self._whole_run_s is not None:
             process = self._start(uuid.uuid4().hex)
             ended, err = _last_words(process)
-            there = [path.name for path in self._temporary.iterdir()]
+            leftovers = [path.name for path in self._temporary.iterdir()]
             parts = [path.name for path in self._folder.rglob("*") if re.search(r"\.(partial|tmp|rounds)$", path.name)]
             yield Outcome(
                 case="the start after all kills",
                 traceback="" if process.returncode == 0 else f"exit code {process.returncode}: {err[-300:]!a}",
-                folders=f"{len(there)} in the temporary folder, such as {there[:3]}; {parts}" if there or parts else "",
+                folders=f"{len(leftovers)} in the temporary folder, such as {leftovers[:3]}; {parts}"
+                if leftovers or parts
+                else "",
                 time="" if ended else "it did not end",
             )
         self._home.cleanup()
 
     def _first_run(self) -> tuple[float, str]:
-        """The seconds of a run that nobody kills, and what is wrong with it."""
+        """The seconds of a run without a kill, and its problem if it has one."""
         for path in (self._folder, self._temporary):
             path.mkdir()
         started_s = time.monotonic()
         process = self._start(uuid.uuid4().hex)
         _, err = _last_words(process)
         self._whole_runs += 1
-        wrong = f"exit code {process.returncode}: {err[-300:]!a}" if process.returncode else ""
-        return time.monotonic() - started_s, wrong
+        problem = f"exit code {process.returncode}: {err[-300:]!a}" if process.returncode else ""
+        return time.monotonic() - started_s, problem
 
     def _start(self, mark: str) -> subprocess.Popen[str]:
         (self._folder / "s.toml").write_text(_SWEEP.replace("0.05", f"{0.05 + self._whole_runs / 10**6}"))
@@ -127,9 +129,7 @@ class VerbKills:
             "CUDA_VISIBLE_DEVICES": "",
             **({"TRITON_INTERPRET": "1"} if self._verb == "tune" else {}),
             "TMPDIR": str(self._temporary),
-            "TORCHINDUCTOR_CACHE_DIR": str(
-                Path(self._home.name, "torchs_cache")
-            ),  # torch would keep it in TMPDIR, for good
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(self._home.name, "torchs_cache")),  # torch would keep it in TMPDIR
             MARK: mark,
         }
         return subprocess.Popen(
@@ -145,7 +145,7 @@ class VerbKills:
         )
 
     def _records(self) -> list[str]:
-        """The key and time of each record in the file."""
+        """Key and time of each record in the file."""
         return [f"{record.key} {record.started_at}" for record in Store(self._folder / "records.jsonl").finished()]
 
     def _lost(self, before: list[str], announced: int) -> str:
@@ -164,19 +164,19 @@ class VerbKills:
 
 
 def _heed_ctrl_c() -> None:
-    """Whoever runs us may ignore it (nohup, a background job), and a child would inherit that."""
+    """Restore the default of SIGINT, which a child inherits as ignored under nohup or in a background job."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _kill(process: subprocess.Popen[str], way: str) -> None:
-    if way == "group":
+def _kill(process: subprocess.Popen[str], kill: str) -> None:
+    if kill == "group":
         os.killpg(process.pid, signal.SIGKILL)
     else:
-        process.send_signal(signal.SIGINT if way == "interrupt" else signal.SIGKILL)
+        process.send_signal(signal.SIGINT if kill == "interrupt" else signal.SIGKILL)
 
 
 def _last_words(process: subprocess.Popen[str]) -> tuple[bool, str]:
-    """Whether it ended by itself in time, and what it said on stderr."""
+    """Whether the process ended by itself in time, and its stderr."""
     try:
         return True, process.communicate(timeout=_LONGEST_S)[1]
     except subprocess.TimeoutExpired:
@@ -185,6 +185,6 @@ def _last_words(process: subprocess.Popen[str]) -> tuple[bool, str]:
 
 
 def _own_traceback(err: str) -> str:
-    """A traceback that goes through our code: that of an interpreter which has not come so far is not ours to prevent."""
-    ours = "Traceback (most recent call last)" in err and "/trainstep/" in err
-    return f"{last_frame(err)}: {err.strip().splitlines()[-1]!a}" if ours else ""
+    """A traceback through our code, or an empty text; one before our code is imported is no breach."""
+    has_our_frames = "Traceback (most recent call last)" in err and "/trainstep/" in err
+    return f"{last_frame(err)}: {err.strip().splitlines()[-1]!a}" if has_our_frames else ""

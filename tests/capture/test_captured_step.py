@@ -1,4 +1,4 @@
-"""A captured step is the step: the same losses to the bit, whatever changes between calls, on a tape and in a CUDA graph alike."""
+"""A captured step has the step's losses, whatever changes between calls, on a tape of operators and in a CUDA graph."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Batch = dict[str, Tensor]
 
 
 class Small(nn.Module):
-    """Two layers and dropout, in a loss."""
+    """Two layers and dropout, then a loss."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ def batches(device: str, count: int = 12, size: int = 5, seed: int = 1) -> list[
     ]
 
 
-def losses(step: Callable[[Any], Any], given: Iterable[Any]) -> list[float]:
+def losses(step: Callable[[Any], Any], inputs: Iterable[Any]) -> list[float]:
     torch.manual_seed(3)
-    return [step(batch).item() for batch in given]
+    return [step(batch).item() for batch in inputs]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -82,16 +82,18 @@ def losses(step: Callable[[Any], Any], given: Iterable[Any]) -> list[float]:
         (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
     ],
 )
-def test_the_losses_are_those_of_the_step_itself(device: str, optimizer: Any, options: dict[str, Any], dropout: float):
-    given = batches(device, 20)
-    expected = losses(training(device, dropout=dropout, optimizer=optimizer, **options), given)
+def test_a_captured_step_has_the_losses_of_the_step(
+    device: str, optimizer: Any, options: dict[str, Any], dropout: float
+):
+    inputs = batches(device, 20)
+    expected = losses(training(device, dropout=dropout, optimizer=optimizer, **options), inputs)
     step = training(device, dropout=dropout, optimizer=optimizer, **options).captured()
-    assert losses(step, given) == (expected if device == "cpu" else pytest.approx(expected, rel=1e-6))
-    assert step.is_captured(given[0])
+    assert losses(step, inputs) == (expected if device == "cpu" else pytest.approx(expected, rel=1e-6))
+    assert step.is_captured(inputs[0])
     assert step.why_not is None
 
 
-def test_the_first_calls_run_as_they_are_and_none_is_lost(device: str):
+def test_the_first_calls_run_uncaptured_and_none_is_lost(device: str):
     trained, calls = training(device), []
 
     def step(batch: Batch) -> Tensor:
@@ -99,20 +101,20 @@ def test_the_first_calls_run_as_they_are_and_none_is_lost(device: str):
         return trained(batch)
 
     captured = CapturedStep(step, optimizer=trained.optimizer, warmups=3)
-    given = batches(device, 6)
-    for batch in given:
+    inputs = batches(device, 6)
+    for batch in inputs:
         captured(batch)
-    assert len(calls) == 4  # three as they are, one to be written down
+    assert len(calls) == 4  # three uncaptured calls, and one that is recorded
     assert trained.optimizer.state[next(trained.module.parameters())]["step"].item() == 6
 
 
-def test_every_shape_has_its_graph_and_those_beyond_the_limit_run_as_they_are(device: str):
-    given = [batch for size in (5, 7, 9) for batch in batches(device, 8, size)]
-    expected = losses(training(device), given)
+def test_every_shape_has_its_graph_up_to_the_limit(device: str):
+    inputs = [batch for size in (5, 7, 9) for batch in batches(device, 8, size)]
+    expected = losses(training(device), inputs)
     step = training(device).captured(most_graphs=2)
-    assert losses(step, given) == pytest.approx(expected, rel=1e-6)
-    assert [step.is_captured(given[place]) for place in (0, 8, 16)] == [True, True, False]
-    mixed = [given[place] for place in (3, 11, 19, 4, 12)]
+    assert losses(step, inputs) == pytest.approx(expected, rel=1e-6)
+    assert [step.is_captured(inputs[index]) for index in (0, 8, 16)] == [True, True, False]
+    mixed = [inputs[index] for index in (3, 11, 19, 4, 12)]
     assert len(losses(step, mixed)) == 5
 
 
@@ -121,27 +123,27 @@ def test_a_schedule_of_learning_rates_needs_no_new_graph(device: str):
         trained = training(device)
         step = trained.captured() if captured else trained
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trained.optimizer, T_max=12)
-        found = []
+        step_losses = []
         for index, batch in enumerate(batches(device, 12)):
-            found.append(step(batch).item())
+            step_losses.append(step(batch).item())
             schedule.step()
             if index == 8:
-                trained.optimizer.param_groups[0]["lr"] = 0.5  # as people do it by hand
-        return found, step
+                trained.optimizer.param_groups[0]["lr"] = 0.5  # set by hand
+        return step_losses, step
 
     expected, _ = run(captured=False)
-    found, step = run(captured=True)
-    assert found == pytest.approx(expected, rel=1e-6)
+    step_losses, step = run(captured=True)
+    assert step_losses == pytest.approx(expected, rel=1e-6)
     assert step.is_captured(batches(device, 1)[0])
 
 
 @pytest.mark.parametrize("change", ["betas", "weight_decay", "frozen", "eval", "state"])
-def test_what_a_graph_would_keep_makes_a_new_one(device: str, change: str):
+def test_a_change_that_a_graph_would_not_see_makes_a_new_graph(device: str, change: str):
     def run(captured: bool) -> list[float]:
         trained = training(device, dropout=0.5)
         step = trained.captured() if captured else trained
         torch.manual_seed(3)
-        found = []
+        step_losses = []
         for index, batch in enumerate(batches(device, 12)):
             if index == 6:
                 if change == "state":
@@ -153,22 +155,22 @@ def test_what_a_graph_would_keep_makes_a_new_one(device: str, change: str):
                 else:
                     value = (0.5, 0.6) if change == "betas" else 0.9
                     trained.optimizer.param_groups[0][change] = value
-            found.append(step(batch).item())
-        return found
+            step_losses.append(step(batch).item())
+        return step_losses
 
     assert run(captured=True) == pytest.approx(run(captured=False), rel=1e-6)
 
 
-def test_an_optimizer_that_no_graph_can_hold_steps_behind_it(device: str):
+def test_an_optimizer_that_cannot_be_captured_steps_after_the_graph(device: str):
     def run(captured: bool) -> list[float]:
         trained = training(device, optimizer=torch.optim.AdamW, foreach=True)
         compute = CapturedStep(trained.compute, module=trained.module) if captured else trained.compute
-        found = []
+        step_losses = []
         for batch in batches(device):
-            found.append(compute(batch).item())
+            step_losses.append(compute(batch).item())
             trained.optimizer.step()
             trained.optimizer.zero_grad()
-        return found
+        return step_losses
 
     assert run(captured=True) == pytest.approx(run(captured=False), rel=1e-6)
     trained = training(device, optimizer=torch.optim.AdamW, foreach=True)
@@ -177,45 +179,45 @@ def test_an_optimizer_that_no_graph_can_hold_steps_behind_it(device: str):
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_calls_that_add_up_gradients(device: str, to_none: bool):
-    """In place they add up as ever. Where gradients are made anew, the graph would overwrite them: those steps run as they are."""
+def test_accumulated_gradients_are_right_or_not_captured(device: str, to_none: bool):
+    """Gradients may add up in place. A graph that makes new gradients would overwrite them, so such steps run uncaptured."""
 
     def run(captured: bool) -> tuple[list[float], Any]:
         trained = training(device)
         compute = CapturedStep(trained.compute, module=trained.module, strict=False) if captured else trained.compute
-        found = []
+        step_losses = []
         for index, batch in enumerate(batches(device, 40)):
-            found.append(compute(batch).item())
+            step_losses.append(compute(batch).item())
             if index % 2:
                 trained.optimizer.step()
                 trained.optimizer.zero_grad(set_to_none=to_none)
-        return found, compute
+        return step_losses, compute
 
     expected, _ = run(captured=False)
-    found, compute = run(captured=True)
-    assert found == pytest.approx(expected, rel=1e-6)
+    step_losses, compute = run(captured=True)
+    assert step_losses == pytest.approx(expected, rel=1e-6)
     assert ("gradients" in (compute.why_not or "")) is to_none
 
 
-def test_micro_batches_are_a_list(device: str):
+def test_a_list_of_micro_batches_is_captured(device: str):
     def run(captured: bool) -> list[float]:
         trained = training(device)
 
-        def step(given: list[Batch]) -> Tensor:
-            for batch in given:
+        def step(inputs: list[Batch]) -> Tensor:
+            for batch in inputs:
                 loss = trained.compute(batch)
             trained.optimizer.step()
             trained.optimizer.zero_grad()
             return loss
 
-        taken = CapturedStep(step, optimizer=trained.optimizer) if captured else step
+        step_taken = CapturedStep(step, optimizer=trained.optimizer) if captured else step
         pairs = batches(device, 16)
-        return [taken(pairs[place : place + 2]).item() for place in range(0, 16, 2)]
+        return [step_taken(pairs[index : index + 2]).item() for index in range(0, 16, 2)]
 
     assert run(captured=True) == pytest.approx(run(captured=False), rel=1e-6)
 
 
-def test_what_makes_the_host_wait_is_named_with_its_line(device: str):
+def test_a_wait_of_the_host_is_named_with_its_line(device: str):
     trained = training(device)
 
     def step(batch: Batch) -> Tensor:
@@ -234,7 +236,7 @@ def test_what_makes_the_host_wait_is_named_with_its_line(device: str):
     assert raised.value.waits[0].file == __file__
 
 
-def test_a_mask_is_named_too(device: str):
+def test_a_mask_that_waits_is_named_too(device: str):
     trained = training(device)
 
     def step(batch: Batch) -> Tensor:
@@ -248,7 +250,7 @@ def test_a_mask_is_named_too(device: str):
     assert 'batch["inputs"][batch["inputs"] > 9]' in captured.why_not
 
 
-def test_without_strict_the_step_goes_on_as_it_is(device: str):
+def test_without_strict_the_step_runs_uncaptured(device: str):
     def run(captured: bool) -> tuple[list[float], Any]:
         trained = training(device)
 
@@ -257,17 +259,17 @@ def test_without_strict_the_step_goes_on_as_it_is(device: str):
             assert loss.item() < 1e9
             return loss
 
-        taken = CapturedStep(step, optimizer=trained.optimizer, strict=False) if captured else step
-        return losses(taken, batches(device)), taken
+        step_taken = CapturedStep(step, optimizer=trained.optimizer, strict=False) if captured else step
+        return losses(step_taken, batches(device)), step_taken
 
     expected, _ = run(captured=False)
-    found, step = run(captured=True)
-    assert found == pytest.approx(expected, rel=1e-6)
+    step_losses, step = run(captured=True)
+    assert step_losses == pytest.approx(expected, rel=1e-6)
     assert step.why_not.startswith("the step cannot be captured; ")
 
 
-def test_marks_are_told_in_order_at_every_step(device: str):
-    trained, told = training(device), []
+def test_marks_are_reported_in_order_at_every_step(device: str):
+    trained, marks = training(device), []
 
     def step(batch: Batch) -> Tensor:
         loss: Tensor = trained.module(**batch)
@@ -280,50 +282,50 @@ def test_marks_are_told_in_order_at_every_step(device: str):
 
     captured = CapturedStep(step, optimizer=trained.optimizer)
     for batch in batches(device, 6):
-        captured(batch, lambda label, event: told.append((label, event)))
-    assert [label for label, _ in told] == ["forward", "backward"] * 6
+        captured(batch, lambda label, event: marks.append((label, event)))
+    assert [label for label, _ in marks] == ["forward", "backward"] * 6
     if device == "cuda":
         torch.cuda.synchronize()
-        (_, begin), (_, end) = told[-2:]
+        (_, begin), (_, end) = marks[-2:]
         assert begin.elapsed_time(end) > 0
     else:
-        assert all(event is None for _, event in told)
+        assert all(event is None for _, event in marks)
 
 
 def test_outputs_are_copies(device: str):
     step = training(device).captured()
-    found = [step(batch) for batch in batches(device)]
-    assert len({loss.data_ptr() for loss in found}) == len(found)
-    assert not any(loss.requires_grad for loss in found)
+    step_losses = [step(batch) for batch in batches(device)]
+    assert len({loss.data_ptr() for loss in step_losses}) == len(step_losses)
+    assert not any(loss.requires_grad for loss in step_losses)
 
 
-def test_losses_that_are_no_numbers_are_counted_on_the_device(device: str):
+def test_losses_that_are_not_finite_are_counted_on_the_device(device: str):
     step = training(device).captured()
-    given = batches(device, 8)
-    given[6] = {**given[6], "inputs": given[6]["inputs"] * float("nan")}
-    for batch in given:
+    inputs = batches(device, 8)
+    inputs[6] = {**inputs[6], "inputs": inputs[6]["inputs"] * float("nan")}
+    for batch in inputs:
         step(batch)
-    assert step.losses_not_finite() == 2  # that one, and the one behind it, whose weights are NaN
+    assert step.losses_not_finite() == 2  # that loss, and the next one, whose weights are NaN
 
 
-def test_a_batch_on_the_host_is_copied_in(device: str):
-    given = batches("cpu")
+def test_a_batch_on_the_host_is_copied_to_the_device(device: str):
+    inputs = batches("cpu")
     expected = losses(training(device), batches(device))
     step = training(device).captured()
-    assert losses(step, given) == pytest.approx(expected, rel=1e-6)
-    assert step.is_captured(given[0])
+    assert losses(step, inputs) == pytest.approx(expected, rel=1e-6)
+    assert step.is_captured(inputs[0])
 
 
-def test_what_changes_at_every_call_is_given_up_by_name(device: str):
-    trained = training(device, optimizer=torch.optim.SGD)  # whose learning rate a graph bakes in
+def test_a_step_that_changes_at_every_call_is_not_captured(device: str):
+    trained = training(device, optimizer=torch.optim.SGD)  # a graph has its learning rate as a constant
     step = trained.captured(strict=False, warmups=2)
     for index, batch in enumerate(batches(device, 16)):
         trained.optimizer.param_groups[0]["lr"] = 0.1 / (1 + index)
         step(batch)
-    assert step.why_not == "the step is not the same for 2 calls in a row: lr of group 0 changed"
+    assert step.why_not == "the step is not the same for 2 consecutive calls: lr of group 0 changed"
 
 
-def test_a_fault_of_the_step_comes_out_as_it_is(device: str):
+def test_an_error_of_the_step_is_raised_unchanged(device: str):
     trained = training(device)
 
     def step(batch: Batch) -> Tensor:
@@ -340,12 +342,12 @@ def test_a_fault_of_the_step_comes_out_as_it_is(device: str):
         ({"most_graphs": 0}, "most_graphs: must be at least 1, not 0"),
     ],
 )
-def test_options_are_checked(device: str, options: dict[str, int], words: str):
+def test_wrong_options_are_refused(device: str, options: dict[str, int], words: str):
     with pytest.raises(ValueError, match=words):
         training(device).captured(**options)
 
 
-def test_what_is_no_tensor_is_refused_by_name(device: str):
+def test_batches_and_outputs_that_are_no_tensors_are_refused(device: str):
     step = training(device).captured()
     with pytest.raises(ValueError, match="batch: holds a object"):
         step({"inputs": object()})

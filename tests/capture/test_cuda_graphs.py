@@ -1,4 +1,4 @@
-"""How a CUDA graph is captured, seen without a GPU: on which stream, in what order, and what is left where it fails."""
+"""The capture of a CUDA graph, tested without a GPU: streams, the order of calls, and the state after a failure."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from trainstep.capture.cuda_graph import CudaGraphs
+from trainstep.capture.tape import CudaGraphs
 from trainstep.capture.waits import cuda_waits
 
 
 class FakeCuda:
-    """In torch.cuda's place: notes what is asked of it, in order."""
+    """A stand-in for torch.cuda that logs its calls in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.noted: list[str] = []
+        self.calls: list[str] = []
         self.streams = ["default"]
         self.sync_debug_mode: Any = 0
         self.broken = False
@@ -26,9 +26,9 @@ class FakeCuda:
             "stream": self.stream,
             "CUDAGraph": lambda: FakeGraph(self),
             "Event": lambda **options: FakeEvent(self, options),
-            "graph_pool_handle": lambda: (0, len(self.noted)),
-            "synchronize": lambda _device=None: self.noted.append("synchronize"),
-            "empty_cache": lambda: self.noted.append("empty_cache"),
+            "graph_pool_handle": lambda: (0, len(self.calls)),
+            "synchronize": lambda _device=None: self.calls.append("synchronize"),
+            "empty_cache": lambda: self.calls.append("empty_cache"),
             "get_sync_debug_mode": lambda: self.sync_debug_mode,
             "set_sync_debug_mode": self.set_sync_debug_mode,
         }
@@ -53,7 +53,7 @@ class FakeStream:
         self.name, self._cuda = name, cuda
 
     def wait_stream(self, other: "FakeStream") -> None:
-        self._cuda.noted.append(f"{self.name} waits for {other.name}")
+        self._cuda.calls.append(f"{self.name} waits for {other.name}")
 
 
 class FakeGraph:
@@ -61,18 +61,18 @@ class FakeGraph:
         self._cuda = cuda
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
-        self._cuda.noted.append(f"begin on {self._cuda.streams[-1]}, {capture_error_mode}")
+        self._cuda.calls.append(f"begin on {self._cuda.streams[-1]}, {capture_error_mode}")
 
     def capture_end(self) -> None:
-        self._cuda.noted.append("end")
+        self._cuda.calls.append("end")
         if self._cuda.broken:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def register_generator_state(self, generator: Any) -> None:
-        self._cuda.noted.append(f"generator {generator}")
+        self._cuda.calls.append(f"generator {generator}")
 
     def replay(self) -> None:
-        self._cuda.noted.append("launch")
+        self._cuda.calls.append("launch")
 
 
 class FakeEvent:
@@ -81,7 +81,7 @@ class FakeEvent:
         self._cuda = cuda
 
     def record(self) -> None:
-        self._cuda.noted.append("event")
+        self._cuda.calls.append("event")
 
 
 @pytest.fixture
@@ -89,39 +89,39 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 
 
-def test_a_capture_and_its_launches(cuda: FakeCuda):
+def test_a_capture_and_its_launches_run_in_order(cuda: FakeCuda):
     graphs = CudaGraphs(torch.device("cuda"), generators=["mine"])  # type: ignore[list-item]
-    told: list[Any] = []
+    marks: list[Any] = []
 
     def run() -> str:
-        cuda.noted.append(f"run on {cuda.streams[-1]}")
+        cuda.calls.append(f"run on {cuda.streams[-1]}")
         graphs.mark("forward", lambda *_: pytest.fail("it runs later"))
         return "loss"
 
     launch, outputs = graphs.record(run, lambda *_: None)
     assert outputs == "loss"
-    launch(lambda label, event: told.append(label))
-    launch(lambda label, event: told.append(label))
-    assert cuda.noted == [
+    launch(lambda label, event: marks.append(label))
+    launch(lambda label, event: marks.append(label))
+    assert cuda.calls == [
         *("generator mine", "synchronize", "empty_cache"),
         *("begin on capture, thread_local", "run on capture", "event", "end", "launch", "launch"),
     ]
-    assert told == ["forward", "forward"]
+    assert marks == ["forward", "forward"]
 
 
 def test_steps_that_are_not_captured_run_on_the_captures_stream(cuda: FakeCuda):
     with CudaGraphs(torch.device("cuda")).eager():
         assert cuda.streams[-1] == "capture"
-    assert cuda.noted == ["capture waits for default", "default waits for capture"]
+    assert cuda.calls == ["capture waits for default", "default waits for capture"]
 
 
-def test_what_a_failed_step_left_running_is_waited_for(cuda: FakeCuda):
+def test_work_of_a_failed_step_is_waited_for(cuda: FakeCuda):
     with pytest.raises(KeyError), CudaGraphs(torch.device("cuda")).eager():
         raise KeyError
-    assert cuda.noted == ["capture waits for default", "default waits for capture"]
+    assert cuda.calls == ["capture waits for default", "default waits for capture"]
 
 
-def test_a_capture_that_fails_says_why_and_leaves_the_stream(cuda: FakeCuda):
+def test_a_failed_capture_raises_its_reason_and_ends(cuda: FakeCuda):
     cuda.broken = True
 
     def run() -> None:
@@ -129,10 +129,10 @@ def test_a_capture_that_fails_says_why_and_leaves_the_stream(cuda: FakeCuda):
 
     with pytest.raises(ValueError, match="the reason"):
         CudaGraphs(torch.device("cuda")).record(run, lambda *_: None)
-    assert cuda.noted[-1] == "end"
+    assert cuda.calls[-1] == "end"
 
 
-def test_a_capture_that_ends_broken_is_an_error(cuda: FakeCuda):
+def test_an_error_at_the_end_of_a_capture_is_raised(cuda: FakeCuda):
     cuda.broken = True
     with pytest.raises(RuntimeError, match="previous error during capture"):
         CudaGraphs(torch.device("cuda")).record(lambda: None, lambda *_: None)
@@ -143,22 +143,22 @@ def test_forgotten_graphs_leave_their_pool(cuda: FakeCuda):
     before = graphs._pool
     graphs.forget()
     assert graphs._pool != before
-    assert cuda.noted == ["synchronize"]
+    assert cuda.calls == ["synchronize"]
 
 
-def work(cuda: FakeCuda) -> None:
+def wait_twice(cuda: FakeCuda) -> None:
     assert cuda.sync_debug_mode == "warn"
     for _ in range(2):
         warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)  # here
     warnings.warn("something else", stacklevel=1)
 
 
-def test_places_where_the_host_waits(cuda: FakeCuda):
+def test_waits_of_the_host_have_their_line(cuda: FakeCuda):
     cuda.sync_debug_mode = "default"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with cuda_waits() as waits:
-            work(cuda)
+            wait_twice(cuda)
     assert [str(warning.message) for warning in warned] == ["something else"]
     assert cuda.sync_debug_mode == "default"
     assert [wait.file for wait in waits] == [__file__]

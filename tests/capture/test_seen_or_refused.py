@@ -1,4 +1,4 @@
-"""What a graph alone would get wrong without a word: the step sees it, or refuses it by name."""
+"""Changes that a graph alone would silently ignore: the captured step notices them, or refuses them by name."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ from trainstep.ops.adamw import AdamW
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 Change = Callable[[int], Any] | None
-"""What the caller does behind each call."""
+"""The caller's code after each call."""
 Setup = tuple[nn.Module, torch.optim.Optimizer | None, Callable[[Any], Tensor], Change]
 
 
@@ -42,42 +42,44 @@ def batches(device: str, count: int = 14) -> list[dict[str, Tensor]]:
 
 
 def run(
-    setup: Callable[[], Setup], given: list[Any], *, captured: bool, **options: Any
+    setup: Callable[[], Setup], inputs: list[Any], *, captured: bool, **options: Any
 ) -> tuple[list[float], list[Tensor], Any]:
     torch.manual_seed(0)
     module, optimizer, function, change = setup()
     step: Any = CapturedStep(function, optimizer=optimizer, module=module, **options) if captured else function
     losses = []
-    for index, batch in enumerate(given):
+    for index, batch in enumerate(inputs):
         losses.append(step(batch).item())
         if change:
             change(index)
     return losses, list(module.state_dict().values()), step
 
 
-def same(device: str, setup: Callable[[], Setup], given: Callable[[], list[Any]] | None = None, **options: Any) -> Any:
-    """The captured step, which has taken the steps that the plain one takes."""
-    make = given or (lambda: batches(device))
-    losses, weights, _ = run(setup, make(), captured=False)
-    found, ends, step = run(setup, make(), captured=True, **options)
-    assert found == (losses if device == "cpu" else pytest.approx(losses, rel=1e-5))
-    for mine, theirs in zip(ends, weights, strict=True):
+def check_captured(
+    device: str, setup: Callable[[], Setup], make_batches: Callable[[], list[Any]] | None = None, **options: Any
+) -> Any:
+    """Check that the captured step has the losses and weights of the step; the captured step."""
+    batches_of_run = make_batches or (lambda: batches(device))
+    losses, weights, _ = run(setup, batches_of_run(), captured=False)
+    captured_losses, captured_weights, step = run(setup, batches_of_run(), captured=True, **options)
+    assert captured_losses == (losses if device == "cpu" else pytest.approx(losses, rel=1e-5))
+    for captured_weight, weight in zip(captured_weights, weights, strict=True):
         torch.testing.assert_close(
-            mine, theirs, rtol=0 if device == "cpu" else 1e-4, atol=0 if device == "cpu" else 1e-6
+            captured_weight, weight, rtol=0 if device == "cpu" else 1e-4, atol=0 if device == "cpu" else 1e-6
         )
     return step
 
 
-def test_a_part_of_the_module_that_is_set_to_eval(device: str):
+def test_a_part_of_the_module_set_to_eval_is_noticed(device: str):
     def setup() -> Setup:
         module = layers(device, nn.BatchNorm1d(8), nn.Dropout(0.5))
         optimizer = AdamW(module.parameters(), lr=0.01)
         return module, optimizer, stepped(module, optimizer), lambda index: module[1].eval() if index == 6 else None
 
-    assert same(device, setup).why_not is None
+    assert check_captured(device, setup).why_not is None
 
 
-def test_parameters_frozen_where_only_the_module_is_known(device: str):
+def test_frozen_parameters_are_noticed_where_only_the_module_is_known(device: str):
     def setup() -> Setup:
         module = layers(device)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.1)
@@ -95,10 +97,10 @@ def test_parameters_frozen_where_only_the_module_is_known(device: str):
 
         return module, None, compute, change
 
-    same(device, setup)
+    check_captured(device, setup)
 
 
-def test_parameters_with_other_memory(device: str):
+def test_parameters_with_other_memory_are_noticed(device: str):
     def setup() -> Setup:
         module = layers(device)
         optimizer = AdamW(module.parameters(), lr=0.01)
@@ -109,10 +111,10 @@ def test_parameters_with_other_memory(device: str):
 
         return module, optimizer, stepped(module, optimizer), change
 
-    assert same(device, setup).is_captured(batches(device, 1)[0])
+    assert check_captured(device, setup).is_captured(batches(device, 1)[0])
 
 
-def test_gradients_of_parameters_that_the_optimizer_does_not_have(device: str):
+def test_gradients_of_parameters_without_an_optimizer_are_right(device: str):
     def setup() -> Setup:
         module = layers(device)
         optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)
@@ -125,11 +127,11 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_have(device: str):
 
         return module, optimizer, stepped(module, optimizer), change
 
-    assert same(device, setup).why_not is None
+    assert check_captured(device, setup).why_not is None
 
 
 class Averaging(nn.Module):
-    """Its running mean is another tensor at each step."""
+    """A module whose running mean is another tensor at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,18 +143,18 @@ class Averaging(nn.Module):
         return inputs - self.mean
 
 
-def test_a_buffer_that_is_replaced_at_each_step(device: str):
+def test_a_buffer_replaced_at_each_step_is_refused(device: str):
     def setup() -> Setup:
         module = layers(device, Averaging())
         optimizer = AdamW(module.parameters(), lr=0.01)
         return module, optimizer, stepped(module, optimizer), None
 
-    step = same(device, setup, strict=False)
+    step = check_captured(device, setup, strict=False)
     assert "a buffer (replaced by another tensor; write into it instead) changed" in step.why_not
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in a number of Python's, as SparseAdam does and many that are not torch's."""
+    """An optimizer that counts its steps in a Python number, as SparseAdam does and many that are not torch's."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -164,7 +166,7 @@ class Counting(torch.optim.SGD):
 
 
 class Replacing(torch.optim.SGD):
-    """Makes its momentum anew."""
+    """An optimizer that makes a new momentum tensor at each step."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -175,17 +177,17 @@ class Replacing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("optimizer", "name"), [(Counting, "steps"), (Replacing, "mean")])
-def test_an_optimizer_whose_state_only_python_changes(device: str, optimizer: Any, name: str):
+def test_an_optimizer_with_state_on_the_host_is_refused(device: str, optimizer: Any, name: str):
     def setup() -> Setup:
         module = layers(device)
         counting = optimizer(module.parameters(), lr=0.1)
         return module, counting, stepped(module, counting), None
 
-    step = same(device, setup, strict=False)
+    step = check_captured(device, setup, strict=False)
     assert f"{optimizer.__name__} changes `{name}` of its state on the host at every step" in step.why_not
 
 
-def test_an_optimizer_that_counts_in_tensors_of_the_host(device: str):
+def test_an_optimizer_that_counts_in_host_tensors_is_refused(device: str):
     module = layers(device)
     with pytest.raises(NotCapturable, match=r"of its state on the host|read by the host"):
         run(
@@ -195,7 +197,7 @@ def test_an_optimizer_that_counts_in_tensors_of_the_host(device: str):
         )
 
 
-def test_state_that_the_captured_step_would_make_anew_at_each_launch(device: str):
+def test_optimizer_state_made_in_the_captured_step_is_refused(device: str):
     def setup() -> Setup:
         module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).to(device)
         optimizer, calls = AdamW(module.parameters(), lr=0.01), []
@@ -212,11 +214,11 @@ def test_state_that_the_captured_step_would_make_anew_at_each_launch(device: str
 
         return module, optimizer, step, None
 
-    assert "AdamW made state for 6 tensors that had no gradient" in same(device, setup, strict=False).why_not
+    assert "AdamW made state for 6 tensors that had no gradient" in check_captured(device, setup, strict=False).why_not
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_a_learning_rate_that_the_function_sets(device: str, by_hand: bool):
+def test_a_learning_rate_set_by_the_function_is_refused(device: str, by_hand: bool):
     def setup() -> Setup:
         module = layers(device)
         optimizer = AdamW(module.parameters(), lr=0.01)
@@ -232,11 +234,11 @@ def test_a_learning_rate_that_the_function_sets(device: str, by_hand: bool):
 
         return module, optimizer, step, None
 
-    assert "the function sets the learning rate" in same(device, setup, strict=False).why_not
+    assert "the function sets the learning rate" in check_captured(device, setup, strict=False).why_not
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_with_dropout(device: str, reentrant: bool):
+def test_a_checkpoint_with_dropout_is_not_captured(device: str, reentrant: bool):
     class Checkpointed(nn.Sequential):
         def forward(self, inputs: Tensor) -> Tensor:
             return checkpoint(super().forward, self[0](inputs), use_reentrant=reentrant)
@@ -246,10 +248,10 @@ def test_a_checkpoint_with_dropout(device: str, reentrant: bool):
         optimizer = AdamW(module.parameters(), lr=0.01)
         return module, optimizer, stepped(module, optimizer), None
 
-    assert same(device, setup, strict=False).why_not is not None
+    assert check_captured(device, setup, strict=False).why_not is not None
 
 
-def test_what_the_function_writes_into_its_batch(device: str):
+def test_a_function_may_write_into_its_batch(device: str):
     def setup() -> Setup:
         module = layers(device)
         optimizer = AdamW(module.parameters(), lr=0.01)
@@ -265,44 +267,44 @@ def test_what_the_function_writes_into_its_batch(device: str):
         x = batches(device, 1)[0]["x"]
         return [{"x": x, "y": x}] * 12  # the same tensor twice, and at each call
 
-    assert same(device, setup, one_batch).why_not is None
+    assert check_captured(device, setup, one_batch).why_not is None
 
 
 @pytest.mark.parametrize(("tensor", "words"), [("grad", "requires grad"), ("sparse", "a sparse tensor")])
-def test_tensors_that_no_batch_can_hold(device: str, tensor: str, words: str):
-    given = torch.eye(8, device=device)
+def test_unsupported_tensors_in_a_batch_are_refused(device: str, tensor: str, words: str):
+    eye = torch.eye(8, device=device)
     step = CapturedStep(lambda batch: batch.sum(), device=device)
     with pytest.raises(ValueError, match=f"batch: holds .*{words}"):
-        step(given.requires_grad_() if tensor == "grad" else given.to_sparse())
+        step(eye.requires_grad_() if tensor == "grad" else eye.to_sparse())
 
 
-def test_without_strict_such_a_batch_runs_as_it_is(device: str):
+def test_without_strict_such_a_batch_runs_uncaptured(device: str):
     step = CapturedStep(lambda batch: batch["x"].sum(), device=device, strict=False)
     for batch in batches(device, 5):
         assert step({**batch, "of": object()}).item() == batch["x"].sum().item()
     assert "batch: holds a object" in step.why_not
 
 
-def test_a_batch_laid_out_otherwise_has_its_graph(device: str):
+def test_a_batch_with_other_strides_has_its_own_graph(device: str):
     step = CapturedStep(lambda batch: batch[0], device=device)
-    given = torch.arange(16.0, device=device).reshape(4, 4)
+    matrix = torch.arange(16.0, device=device).reshape(4, 4)
     for _ in range(4):
-        step(given)
-    assert step.is_captured(given)
-    assert not step.is_captured(given.T)
+        step(matrix)
+    assert step.is_captured(matrix)
+    assert not step.is_captured(matrix.T)
 
 
-def test_without_autograd_is_another_graph(device: str):
+def test_calls_without_autograd_or_with_autocast_have_their_own_graph(device: str):
     module = layers(device)
     step = CapturedStep(lambda batch: module(batch["x"]).sum(), module=module)
-    given = batches(device, 1)[0]
+    inputs = batches(device, 1)[0]
     for _ in range(4):
-        step(given)
-    assert step.is_captured(given)
+        step(inputs)
+    assert step.is_captured(inputs)
     with torch.no_grad():
-        assert not step.is_captured(given)
+        assert not step.is_captured(inputs)
     with torch.autocast(device, torch.bfloat16):
-        assert not step.is_captured(given)
+        assert not step.is_captured(inputs)
 
 
 def test_autocast_around_many_calls_casts_the_weights_of_each(device: str):
@@ -314,8 +316,8 @@ def test_autocast_around_many_calls_casts_the_weights_of_each(device: str):
     with torch.autocast(device, torch.bfloat16, cache_enabled=False):
         expected, _, _ = run(setup, batches(device), captured=False)
     with torch.autocast(device, torch.bfloat16):
-        found, _, _ = run(setup, batches(device), captured=True)
-    assert found == pytest.approx(expected, rel=0 if device == "cpu" else 1e-3)
+        captured_losses, _, _ = run(setup, batches(device), captured=True)
+    assert captured_losses == pytest.approx(expected, rel=0 if device == "cpu" else 1e-3)
 
 
 def test_a_captured_step_in_another_is_a_part_of_its_graph(device: str):
@@ -333,20 +335,20 @@ def test_a_captured_step_in_another_is_a_part_of_its_graph(device: str):
 
         return module, optimizer, step, None
 
-    assert same(device, setup).is_captured(batches(device, 1)[0])
+    assert check_captured(device, setup).is_captured(batches(device, 1)[0])
 
 
 class Mark:
-    """Kept as long as the node of autograd that it is put into."""
+    """An object that lives as long as the autograd node that refers to it."""
 
 
-def test_activations_are_not_kept_by_what_was_returned(device: str):
-    module, seen = layers(device), []
+def test_outputs_do_not_keep_activations_alive(device: str):
+    module, marks = layers(device), []
 
     def forward(batch: dict[str, Tensor]) -> Tensor:
         hidden = module[1](module[0](batch["x"]))
         hidden.grad_fn.metadata["mark"] = mark = Mark()
-        seen.append(weakref.ref(mark))
+        marks.append(weakref.ref(mark))
         return module[2](hidden).sum()
 
     step = CapturedStep(forward, module=module)
@@ -354,11 +356,11 @@ def test_activations_are_not_kept_by_what_was_returned(device: str):
         step(batch)
     gc.collect()
     assert step.is_captured(batches(device, 1)[0])
-    assert seen[-1]() is None
+    assert marks[-1]() is None
 
 
 class Failing(Tapes):
-    """A capture that only writes down, as a GPU's, and fails."""
+    """A recorder that records without running, as a GPU's does, and then fails."""
 
     takes_step = False
 

@@ -1,4 +1,4 @@
-"""What is a graph's on a CPU: as exact as a GPU's, and no more particular about what it takes."""
+"""The tape that stands in for a graph on a CPU: it runs operators again exactly, and names values read past them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +33,8 @@ def losses(
         optimizer.zero_grad()
         return loss
 
-    taken: Any = CapturedStep(step, optimizer=optimizer, module=module, strict=strict) if captured else step
-    return [taken(batch).item() for batch in batches()], taken
+    step_taken: Any = CapturedStep(step, optimizer=optimizer, module=module, strict=strict) if captured else step
+    return [step_taken(batch).item() for batch in batches()], step_taken
 
 
 def masked(module: nn.Module, batch: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def masked(module: nn.Module, batch: Tensor) -> Tensor:
     return module(batch).pow(2).mean()
 
 
-def turned(module: nn.Module, batch: Tensor) -> Tensor:
+def transposed_in_place(module: nn.Module, batch: Tensor) -> Tensor:
     scores = (module(batch) @ module(batch).T).tanh()
     weights = (scores * 2).detach()
     weights.t_()
@@ -57,19 +57,19 @@ def turned(module: nn.Module, batch: Tensor) -> Tensor:
         pytest.param(
             lambda: nn.Linear(8, 8), lambda module, batch: torch.func.vmap(module)(batch).pow(2).mean(), id="vmap"
         ),
-        pytest.param(lambda: nn.Linear(8, 8), turned, id="views in place"),
+        pytest.param(lambda: nn.Linear(8, 8), transposed_in_place, id="views in place"),
         pytest.param(lambda: nn.Linear(8, 8), masked, id="a mask filled with a number"),
     ],
 )
 def test_operators_run_again_as_they_ran(make: Callable[[], nn.Module], loss_of: Any):
     expected, _ = losses(make, loss_of, captured=False)
-    found, step = losses(make, loss_of, captured=True)
-    assert found == expected
+    captured_losses, step = losses(make, loss_of, captured=True)
+    assert captured_losses == expected
     assert step.is_captured(batches(1)[0])
 
 
 @pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy, Tensor.cpu, str], ids=["tolist", "numpy", "cpu", "str"])
-def test_values_read_past_the_operators_are_named(read: Callable[[Tensor], Any]):
+def test_values_read_outside_of_operators_are_named(read: Callable[[Tensor], Any]):
     def loss_of(module: nn.Module, batch: Tensor) -> Tensor:
         read(batch.sum())  # here
         return module(batch).pow(2).mean()
@@ -81,7 +81,7 @@ def test_values_read_past_the_operators_are_named(read: Callable[[Tensor], Any])
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_value_read_in_the_captured_call_alone(strict: bool):
+def test_a_value_read_only_in_the_captured_call_is_named(strict: bool):
     calls: list[None] = []
 
     def loss_of(module: nn.Module, batch: Tensor) -> Tensor:
@@ -97,6 +97,6 @@ def test_a_value_read_in_the_captured_call_alone(strict: bool):
     else:
         expected, _ = losses(lambda: nn.Linear(8, 8), loss_of, captured=False)
         calls.clear()
-        found, step = losses(lambda: nn.Linear(8, 8), loss_of, captured=True, strict=False)
-        assert found == expected
+        captured_losses, step = losses(lambda: nn.Linear(8, 8), loss_of, captured=True, strict=False)
+        assert captured_losses == expected
         assert "loss.item()" in step.why_not

@@ -1,4 +1,4 @@
-"""What every verb does with errors: one sentence on stderr, exit code 2, no traceback; and the other ways to end."""
+"""Every verb reports an error as one sentence on stderr with exit code 2 and no traceback; interrupts and full disks, too."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ SWEEP = '[grid]\nworkload = "workloads:SLEEP"\nindex = [1, 2]\n'
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with sweeps and records good and bad in it; no GPU is visible."""
+    """The current folder, with valid and invalid sweep files and records in it; no GPU is visible."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Store(Path("good.jsonl")).append(a_record())
@@ -132,7 +132,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sweep", "FILE requires an argument"),
         ("sweep nowhere.toml", "nowhere.toml: there is no such sweep file"),
         ("sweep folder", "folder: cannot be read"),
-        ("sweep binary.toml", "binary.toml: cannot be read"),
+        ("sweep binary.toml", "binary.toml: not TOML, which is text in UTF-8"),
         ("sweep not_toml.toml", "not_toml.toml: not TOML"),
         ("sweep no_grid.toml", "no_grid.toml: needs a table [grid]"),
         ("sweep empty_grid.toml", "needs a table [grid]"),
@@ -157,8 +157,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sweep no_such_day.toml", "no_such_day.toml: not TOML"),
         ("sweep large.toml", "large.toml: over 1,048,576 bytes"),
         ("sweep rows_of_lists.toml --set sides=1", "sides: no [[rows]] of sweep rows_of_lists has 1"),
-        ("sweep /dev/zero", "/dev/zero: cannot be read: it is no regular file"),
-        ("sweep pipe", "pipe: cannot be read: it is no regular file"),
+        ("sweep /dev/zero", "/dev/zero: cannot be read: it is not a regular file"),
+        ("sweep pipe", "pipe: cannot be read: it is not a regular file"),
         ("sweep loop.toml", "loop.toml: cannot be read"),
         ("sweep good.toml --slurm-args qos=high", "slurm_args: has no effect without --slurm PARTITION"),
         ("sweep good.toml --slurm-gpus 1", "slurm_gpus: has no effect without --slurm PARTITION"),
@@ -169,14 +169,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("profile --from x.json --page p.html", "x.json: there is no such file"),
         ("profile --from x.json --nsys", "nothing runs: nsys would have no effect"),
         ("tune --retry-failed", "retry_failed: a new file holds no cell that failed; name the file with --out"),
-        ("collectives --backend nccl", "take --backend gloo --device cpu"),
+        ("collectives --backend nccl", "use --backend gloo --device cpu"),
         ("report", "PATHS requires an argument"),
         ("report nowhere.jsonl", "nowhere.jsonl"),
         ("report empty.jsonl", "holds no records"),
         ("report good.jsonl []", "[]: there is no such file"),
-        ("report pipe", "pipe: cannot be read: it is no regular file"),
-        ("compare good.jsonl pipe", "pipe: cannot be read: it is no regular file"),
-        ("memory --device cpu --out pipe", "pipe: cannot be read: it is no regular file"),
+        ("report pipe", "pipe: cannot be read: it is not a regular file"),
+        ("compare good.jsonl pipe", "pipe: cannot be read: it is not a regular file"),
+        ("memory --device cpu --out pipe", "pipe: cannot be read: it is not a regular file"),
         ("report empty_folder", "empty_folder: a folder without any *.jsonl"),
         ("report newer.jsonl", "newer.jsonl: line 2: format 99 of records is not known here"),
         ("report corrupt.jsonl", "corrupt.jsonl: line 2 is corrupt"),
@@ -193,27 +193,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("compare folder good.jsonl", "folder: cannot be read"),
         ("compare good.jsonl corrupt.jsonl", "corrupt.jsonl: line 2"),
         ("compare good.jsonl empty.jsonl", "empty.jsonl: holds no records"),
-        ("compare good.jsonl good.jsonl --quantity speed", "speed: a holds no such quantity; it holds step"),
+        ("compare good.jsonl good.jsonl --quantity speed", "speed: a has no such quantity; it has step"),
         ("compare good.jsonl good.jsonl --minimum-effect -1", "minimum_effect: "),
         ("compare good.jsonl good.jsonl --minimum-effect nan", "minimum_effect: "),
         ("doctor --device tpu", '"tpu"'),
         ("doctor --device cuda", "device: "),
     ],
 )
-def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], command: str, words: str):
+def test_bad_input_is_refused_in_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str, words: str
+):
     before = sorted(path.name for path in folder.rglob("*"))
     code = app.run(command.split())
     printed = capsys.readouterr()
     assert code == 2
-    *said, refusal = printed.err.splitlines()
+    *earlier_lines, refusal = printed.err.splitlines()
     assert refusal.startswith("trainstep: ")
     assert words in refusal
-    if not command.startswith("doctor"):  # which says what it looks at, and shows it
-        assert (said, printed.out) == ([], "")
-    assert sorted(path.name for path in folder.rglob("*")) == before, "and nothing left behind"
+    if not command.startswith("doctor"):  # doctor says what it inspects, and prints the machine
+        assert (earlier_lines, printed.out) == ([], "")
+    assert sorted(path.name for path in folder.rglob("*")) == before, "a refused command leaves no file"
 
 
-def test_an_unreadable_file(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_an_unreadable_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def refuse(path: Path) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -222,7 +224,7 @@ def test_an_unreadable_file(folder: Path, capsys: pytest.CaptureFixture[str], mo
     assert capsys.readouterr().err == "trainstep: good.jsonl: cannot be read: Permission denied\n"
 
 
-def test_a_bad_verb_as_a_process(folder: Path):
+def test_a_bad_option_ends_the_process_without_a_traceback(folder: Path):
     code, out, err = finish(start("bench", "--model", "huge", folder=folder))
     assert code == 2
     assert out == ""
@@ -230,7 +232,7 @@ def test_a_bad_verb_as_a_process(folder: Path):
     assert err.startswith("trainstep: model: unknown size 'huge'")
 
 
-def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_full_disk_is_named_with_the_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def fail(words: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/x.jsonl")
 
@@ -253,7 +255,7 @@ def test_standard_output_on_a_full_disk_is_named(folder: Path):
     assert done.stderr == "trainstep: standard output: No space left on device\n"
 
 
-def test_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def interrupt(words: Any) -> None:
         raise KeyboardInterrupt
 
@@ -262,7 +264,7 @@ def test_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "trainstep: interrupted\n"
 
 
-def test_a_fault_of_ours_is_no_bad_input(monkeypatch: pytest.MonkeyPatch):
+def test_an_internal_error_is_not_reported_as_bad_input(monkeypatch: pytest.MonkeyPatch):
     def fail(words: Any) -> None:
         raise TypeError("a fault of ours")
 
@@ -272,7 +274,7 @@ def test_a_fault_of_ours_is_no_bad_input(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("words", [["--help"], []])
-def test_help_names_every_verb_and_what_it_is_for(capsys: pytest.CaptureFixture[str], words: list[str]):
+def test_help_names_every_verb_with_its_purpose(capsys: pytest.CaptureFixture[str], words: list[str]):
     assert app.run(words) == 0
     printed = capsys.readouterr().out
     for verb in ("bench", "sweep", "report", "compare", "doctor"):
@@ -295,22 +297,22 @@ def test_help_names_every_verb_and_what_it_is_for(capsys: pytest.CaptureFixture[
         ("doctor", ["--measure", "--json", "Exit code 2"]),
     ],
 )
-def test_each_verb_explains_itself(capsys: pytest.CaptureFixture[str], verb: str, words: list[str]):
+def test_the_help_of_each_verb_names_its_options(capsys: pytest.CaptureFixture[str], verb: str, words: list[str]):
     assert app.run([verb, "--help"]) == 0
     printed = capsys.readouterr().out
     assert [word for word in words if word not in printed] == []
 
 
-def test_a_reader_that_leaves(folder: Path):
-    """`trainstep report … | head -c 1`: no complaint."""
+def test_a_closed_pipe_prints_no_error(folder: Path):
+    """`trainstep report … | head -c 1` prints nothing on stderr."""
     command = f"{sys.executable} -m trainstep report twice.jsonl | head -c 1"
     environ = {"PYTHONPATH": import_path(), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, check=False)
     assert done.stderr == ""
 
 
-def test_the_switches_are_said_to_be_switches(capsys: pytest.CaptureFixture[str]):
+def test_help_says_which_options_are_switches(capsys: pytest.CaptureFixture[str]):
     assert app.run(["bench", "--help"]) == 0
     printed = " ".join(re.sub(r"[│─╭╮]", " ", capsys.readouterr().out).split())
     assert printed.count("a switch: ") == 2
-    assert "commas make a grid, but of switches" in printed
+    assert "commas make a grid, except for switches" in printed

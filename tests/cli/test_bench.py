@@ -1,4 +1,4 @@
-"""`trainstep bench` on a CPU: from nothing to a table, one's own model, and memory that runs out."""
+"""`trainstep bench` on a CPU: the table and records of a run, a user's own model, and out of memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def bench(folder: Path, *arguments: object) -> tuple[int, str, str, list[Record]
     return code, out, err, Store(folder / path).read()
 
 
-def test_without_arguments(tmp_path: Path):
+def test_without_arguments_a_tiny_model_is_timed(tmp_path: Path):
     code, out, err, [record] = bench(tmp_path)
     assert code == 0
     assert record.config["model"]["name"] == "tiny"
@@ -53,6 +53,7 @@ def test_without_arguments(tmp_path: Path):
     assert path.name.startswith("bench-")
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_result(tmp_path: Path):
     options = ["--batch-size", 100_000, "--memory-limit-gib", 2, "--steps", 1, "--warmups", 0, "--out", "oom.jsonl"]
     code, out, _, [record] = bench(tmp_path, *options, "--page", "deep/page.html")
@@ -68,7 +69,8 @@ def test_out_of_memory_is_a_result(tmp_path: Path):
     assert "OOM" in (tmp_path / "deep" / "page.html").read_text()
 
 
-def test_ones_own_model_in_the_current_folder(tmp_path: Path):
+@pytest.mark.slow
+def test_a_users_model_is_found_in_the_current_folder(tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
     code, out, err, records = bench(tmp_path, "--model", "own:build,nowhere:build", "--steps", 3, "--warmups", 0)
     assert code == 3
@@ -81,7 +83,7 @@ def test_ones_own_model_in_the_current_folder(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_variants_take_turns(tmp_path: Path):
+def test_compared_variants_are_interleaved(tmp_path: Path):
     options = ["--attention", "plain,sdpa", "--compare", "attention", "--context", 32, "--steps", 5, "--warmups", 1]
     code, _, err, records = bench(tmp_path, *options)
     assert code == 0
@@ -91,8 +93,10 @@ def test_variants_take_turns(tmp_path: Path):
     assert len({record.fact("interleaving_group") for record in records}) == 1
 
 
-def test_commas_make_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Refused by its last cell before the first is run; the cell is named."""
+def test_a_grid_with_a_bad_cell_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Only the last cell of the grid is invalid; it is refused before the first one runs."""
     monkeypatch.chdir(tmp_path)
     assert app.run(["bench", "--device", "cpu", "--model", "tiny", "--context", "16,32", "--heads", "4,3"]) == 2
     assert "heads: 3 does not divide d_model 128" in capsys.readouterr().err
@@ -108,10 +112,10 @@ def test_commas_make_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         (2, "2 of 3 cells are finished and kept in {0}"),
     ],
 )
-def test_an_interrupt_says_what_is_kept(tmp_path: Path, finished: int, words: str, anew: bool):
+def test_an_interrupt_says_how_many_cells_are_kept(tmp_path: Path, finished: int, words: str, anew: bool):
     cells = [planted(index=index) for index in range(3)]
     store = Store(tmp_path / "records.jsonl")
-    if anew:  # those that were there before are not what this run has kept
+    if anew:  # records of an earlier run do not count as kept by this one
         for cell in cells:
             store.append(a_record(key=cell.key))
 
@@ -122,6 +126,6 @@ def test_an_interrupt_says_what_is_kept(tmp_path: Path, finished: int, words: st
 
     with pytest.raises(KeyboardInterrupt) as interrupt:
         run_cells([[cell] for cell in cells], store, execute, here=None, anew=anew)
-    kept, _, command = str(interrupt.value).partition("; to go on: ")
-    assert kept == words.format(store.path)
+    message, _, command = str(interrupt.value).partition("; to continue: ")
+    assert message == words.format(store.path)
     assert command.endswith(f"--out {store.path}") == bool(finished)

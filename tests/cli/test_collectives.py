@@ -1,4 +1,4 @@
-"""`trainstep collectives`: two real ranks from nothing to tables and a page; bad input in one sentence."""
+"""`trainstep collectives`: records, tables and a page from two real ranks; bad input in one sentence."""
 
 import dataclasses
 import json
@@ -20,21 +20,22 @@ from trainstep.records.record import Environment
 from trainstep.records.store import Store
 
 
-def test_two_ranks_on_gloo(tmp_path: Path):
+def test_two_gloo_ranks_give_records_a_table_and_a_page(tmp_path: Path):
     options = ["--operation", "all_reduce,broadcast", "--kib", "1,64", "--mib", "0.5", "--steps", 4, "--page", "p.html"]
     code, out, err = finish(start("collectives", *options, folder=tmp_path), timeout_s=110)
     assert code == 0, err
     assert "Traceback" not in err
     assert "busiest rank" in out, "the table's note; the fit is left out where noise hides it"
-    assert re.search(r"all_reduce +gloo +2 +fp32 +1\.00 KiB", out)
+    rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+    assert ["all_reduce", "gloo", "2", "fp32", "1.00 KiB"] in [cells[:5] for cells in rows]
     [path] = (tmp_path / "runs").glob("collectives-*.jsonl")
     records = Store(path).read()
     assert [record.fact("payload_bytes") for record in records] == [2**10, 2**16, 2**19] * 2
     for record in records:
         assert record.failure is None
-        each = rank_values(record, "time")
-        assert set(each) == {0, 1}
-        assert record.samples["time"].values == tuple(map(max, each[0], each[1]))
+        times = rank_values(record, "time")
+        assert set(times) == {0, 1}
+        assert record.samples["time"].values == tuple(map(max, times[0], times[1]))
         assert (record.fact("messages"), record.fact("message_bytes")) == (4, 4 * record.fact("payload_bytes"))
     page = (tmp_path / "p.html").read_text()
     assert "Bus bandwidth by size" in page
@@ -43,7 +44,7 @@ def test_two_ranks_on_gloo(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_turns_and_json(tmp_path: Path):
+def test_compared_dtypes_are_interleaved_and_json_has_their_bandwidths(tmp_path: Path):
     options = ["--compare", "dtype", "--dtype", "fp32,bf16", "--mib", "0.25", "--steps", 10, "--json"]
     code, out, err = finish(start("collectives", *options, folder=tmp_path), timeout_s=110)
     assert code == 0, err
@@ -74,12 +75,14 @@ def test_turns_and_json(tmp_path: Path):
         (["--page", "x.jsonl", "--out", "x.jsonl"], "page: x.jsonl is the file of records"),
     ],
 )
-def test_bad_input(arguments: list[str], sentence: str, refused: Callable[[Sequence[str], str], None]):
+def test_bad_input_is_refused_in_one_sentence(
+    arguments: list[str], sentence: str, refused: Callable[[Sequence[str], str], None]
+):
     refused(["collectives", *arguments], sentence)
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_first_task_runs_it_once(tmp_path: Path):
+def test_under_torchrun_only_the_first_task_runs_the_cells(tmp_path: Path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "trainstep", "collectives", "--mib", "0.001,0.1,1", "--steps", "3", "--out", "c.jsonl"]
     environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": ""}
@@ -93,12 +96,12 @@ def test_under_torchrun_the_first_task_runs_it_once(tmp_path: Path):
 @pytest.mark.parametrize(
     ("variables", "code", "words"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 0, ""),  # the first task does it
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 0, ""),  # the first task runs the cells
         ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, "ranks: 4 tasks on several nodes"),
-        ({"RANK": "3", "WORLD_SIZE": "2"}, 2, "RANK: 3 is none of 2 ranks"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, 2, "RANK: 3 is not one of 2 ranks"),
     ],
 )
-def test_other_tasks_of_a_launcher(
+def test_other_tasks_of_a_launcher_run_nothing_or_are_refused(
     variables: dict[str, str],
     code: int,
     words: str,
@@ -110,9 +113,9 @@ def test_other_tasks_of_a_launcher(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert app.run(["collectives", "--device", "cpu"]) == code
-    said = capsys.readouterr()
-    assert words in said.err
-    assert said.out == ""
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.out == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -128,12 +131,14 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_more_nccl_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_more_nccl_ranks_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     monkeypatch.chdir(tmp_path)
     assert app.run(["collectives", "--backend", "nccl", "--ranks", "2,4"]) == 2
-    said = capsys.readouterr().err
-    assert "ranks: 4 NCCL ranks need a GPU each, and 2 are visible" in said
-    assert "trainstep collectives --backend gloo --ranks 4" in said
+    err = capsys.readouterr().err
+    assert "ranks: 4 NCCL ranks need a GPU each, but 2 are visible" in err
+    assert "trainstep collectives --backend gloo --ranks 4" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -146,16 +151,16 @@ def test_more_nccl_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["--backend", "gloo", "--ranks", "6"], "gloo", "cpu", 6),
     ],
 )
-def test_what_runs_where_there_are_gpus(
+def test_a_machine_with_two_gpus_runs_nccl_unless_told_otherwise(
     arguments: list[str], backend: str, device: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     from trainstep.cli import cells
 
     monkeypatch.chdir(tmp_path)
-    asked: list[Any] = []
-    monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: asked.extend(groups) or [])
+    groups_run: list[Any] = []
+    monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: groups_run.extend(groups) or [])
     monkeypatch.setattr(cells, "show", lambda *rest, **more: 0)
     assert app.run(["collectives", *arguments]) == 0
-    configs = [group[0].config for group in asked]
-    assert {(one["backend"], one["device"], one["ranks"]) for one in configs} == {(backend, device, ranks)}
+    configs = [group[0].config for group in groups_run]
+    assert {(config["backend"], config["device"], config["ranks"]) for config in configs} == {(backend, device, ranks)}
     assert len(configs) > 3

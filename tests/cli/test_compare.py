@@ -1,6 +1,7 @@
 """`trainstep compare`: two files of records, cell by cell."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,27 +41,33 @@ def after(tmp_path: Path) -> Path:
 
 
 def write(path: Path, *records: Record) -> Path:
-    for one in records:
-        Store(path).append(one)
+    for entry in records:
+        Store(path).append(entry)
     return path
 
 
-def test_cell_by_cell(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
+def cells_of(line: str) -> list[str]:
+    """The cells of a printed row, which two or more spaces separate."""
+    return re.split(r" {2,}", line.strip())
+
+
+def test_each_cell_gets_a_ratio_and_a_verdict(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["compare", str(before), str(after)]) == 0
     out = capsys.readouterr().out
     verdict, _, *lines = out.splitlines()
     assert verdict.startswith("The second file's step is faster in 1 of 2 cells (0.500 of the time)")
-    assert "small 512 fails in it (crash), which ran before. `trainstep bench --compare` lets" in verdict
+    assert (
+        "small 512 ran before and fails in the second file (crash). `trainstep bench --compare` interleaves" in verdict
+    )
     titles = ["cell", "before (ms)", "after (ms)", "ratio", "99 % interval", "verdict"]
-    assert " ".join(lines[0].split()) == " ".join(titles)
-    assert lines[2].split()[:5] == ["small", "128", "1,004", "502.2", "0.500"]
-    assert lines[2].endswith("  faster")
-    assert lines[3].split()[:5] == ["small", "256", "2,009", "2,011", "1.001"]
-    assert lines[3].endswith("cannot tell")
-    assert lines[4].split() == ["small", "512", "4,018", "crash", "–", "–", "cannot", "tell"]
+    assert cells_of(lines[0]) == titles
+    first, second, third = map(cells_of, lines[2:5])
+    assert (first[:4], first[-1]) == (["small 128", "1,004", "502.2", "0.500"], "faster")
+    assert (second[:4], second[-1]) == (["small 256", "2,009", "2,011", "1.001"], "cannot tell")
+    assert third == ["small 512", "4,018", "crash", "–", "–", "cannot tell"]
     assert "small 256: difference below the minimum effect" in out
     assert "small 512: b failed: crash in steps" in out
-    assert "did not take turns" in out
+    assert "The two files were not interleaved" in out
     assert lines[-2:] == [f"only in {before}: 1 cell", f"only in {after}: 1 cell"]
 
 
@@ -72,7 +79,7 @@ def test_the_table_fits_80_columns(before: Path, after: Path, capsys: pytest.Cap
     assert len(set.union(*places)) == 1, "verdicts stand in one column"
 
 
-def test_the_other_way_round(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
+def test_swapped_files_give_the_inverse_ratio(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["compare", str(after), str(before)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("small 128"))
     assert line.split()[-1] == "slower"
@@ -97,7 +104,7 @@ def test_the_other_way_round(before: Path, after: Path, capsys: pytest.CaptureFi
     ],
 )
 @pytest.mark.parametrize("first", [True, False], ids=["option first", "files first"])
-def test_fail_if_slower(
+def test_fail_if_slower_decides_the_exit_code(
     before: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -123,8 +130,10 @@ def test_a_cell_that_fails_now_fails_the_gate(before: Path, after: Path, capsys:
     assert app.run(["compare", str(after), str(after), "--fail-if-slower"]) == 0, "it failed before, too"
 
 
-def test_no_cell_in_common(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The fields by which there is none; where each value is on both sides, those of the two nearest cells."""
+def test_files_without_a_common_cell_are_refused_with_the_fields_that_differ(
+    before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The refusal names the fields that differ; where both files have every value, those of the two nearest cells."""
 
     def refusal(*records: Record) -> str:
         path = write(tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", *records)
@@ -141,19 +150,19 @@ def test_no_cell_in_common(before: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert refusal(a_record(key="old", config=old)) == "they differ in capture (none; no such field)\n"
 
 
-def test_an_empty_file(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_empty_file_is_refused(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "empty.jsonl").touch()
     assert app.run(["compare", str(before), str(tmp_path / "empty.jsonl")]) == 2
     assert capsys.readouterr().err == f"trainstep: {tmp_path / 'empty.jsonl'}: holds no records\n"
 
 
 def test_machines_are_named_only_where_cells_need_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Cells of one file that were measured at two commits."""
+    """The file holds cells that were measured at two commits."""
     other = replace(ENVIRONMENT, commit="0123456789abcdef")
     path = write(tmp_path / "two.jsonl", record(128, 1.0), record(256, 2.0, other))
     assert app.run(["compare", str(path), str(path)]) == 0
     out = capsys.readouterr().out
-    assert "small 256  " in out
+    assert "small 256" in [cells_of(line)[0] for line in out.splitlines()]
     assert "commit" not in out
 
 
@@ -162,7 +171,7 @@ def varied(**fields: object) -> Record:
     return a_record(key=config_hash("train_step", config), config=config)
 
 
-def test_a_smaller_minimum_effect(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_minimum_effect_decides_the_verdict(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     after = write(tmp_path / "after.jsonl", record(128, 1.02))
     assert app.run(["compare", str(before), str(after), "--minimum-effect", "0.01"]) == 0
     assert "slower" in capsys.readouterr().out
@@ -170,25 +179,27 @@ def test_a_smaller_minimum_effect(before: Path, tmp_path: Path, capsys: pytest.C
     assert "cannot tell" in capsys.readouterr().out
 
 
-def test_as_json(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
+def test_json_rows_hold_config_times_and_verdict(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):
     assert app.run(["compare", str(before), str(after), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["verdict"] for row in found] == ["faster", "cannot tell", "cannot tell"]
-    assert [row["config"]["context"] for row in found] == [128, 256, 512]
-    assert (found[0]["before_s"], found[0]["after_s"]) == (pytest.approx(1.0045), pytest.approx(0.50225))
-    assert (found[2]["before_s"], found[2]["after_s"]) == (pytest.approx(4.018), None)
-    assert found[0]["config"]["model"] == "small"
-    assert found[0]["ratio"] == pytest.approx(0.5)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["verdict"] for row in rows] == ["faster", "cannot tell", "cannot tell"]
+    assert [row["config"]["context"] for row in rows] == [128, 256, 512]
+    assert (rows[0]["before_s"], rows[0]["after_s"]) == (pytest.approx(1.0045), pytest.approx(0.50225))
+    assert (rows[2]["before_s"], rows[2]["after_s"]) == (pytest.approx(4.018), None)
+    assert rows[0]["config"]["model"] == "small"
+    assert rows[0]["ratio"] == pytest.approx(0.5)
 
 
-def test_json_of_a_workload_with_nested_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_json_keeps_the_nested_config_of_a_users_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     nested = a_record(workload="own:X", config={"shape": {"sides": [1, 2]}})
     path = write(tmp_path / "own.jsonl", nested)
     assert app.run(["compare", str(path), str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["config"] == {"shape": {"sides": [1, 2]}}
 
 
-def test_unlike_machines(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_different_machines_are_refused_unless_allowed(
+    before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     elsewhere = write(tmp_path / "l4.jsonl", record(128, 0.5, replace(ENVIRONMENT, gpu="NVIDIA L4")))
     assert app.run(["compare", str(before), str(elsewhere)]) == 2
     assert "gpu NVIDIA H200 against NVIDIA L4" in capsys.readouterr().err
@@ -202,15 +213,15 @@ def test_a_cell_without_the_quantity_cannot_tell(tmp_path: Path, capsys: pytest.
     assert app.run(["compare", str(path), str(path), "--quantity", "forward"]) == 0
     out = capsys.readouterr().out
     assert "small 128: difference below the minimum effect" in out
-    assert "small 256: a holds no forward; it holds step" in out
+    assert "small 256: a has no forward; it has step" in out
     assert app.run(["compare", str(path), str(path), "--quantity", "backward"]) == 2
 
 
 def test_attention_is_compared_by_its_own_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     slow, fast = (attention(time_s=[time_s] * 10) for time_s in (0.002, 0.001))
-    files = [str(write(tmp_path / f"{name}.jsonl", one)) for name, one in (("a", slow), ("b", fast))]
+    files = [str(write(tmp_path / f"{name}.jsonl", entry)) for name, entry in (("a", slow), ("b", fast))]
     assert app.run(["compare", *files]) == 0
-    assert "trainstep 1024 64  " in capsys.readouterr().out
+    assert "trainstep 1024 64" in [cells_of(line)[0] for line in capsys.readouterr().out.splitlines()]
     assert app.run(["compare", *files, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["rows"]
-    assert (found["quantity"], found["verdict"], round(found["ratio"], 6)) == ("time_s", "faster", 0.5)
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["quantity"], row["verdict"], round(row["ratio"], 6)) == ("time_s", "faster", 0.5)

@@ -1,4 +1,4 @@
-"""`trainstep doctor` on pretend machines: what a person reads, what a program reads, and when it refuses."""
+"""`trainstep doctor` on simulated machines: the text, the JSON, the measured ceilings, and what is refused."""
 
 import json
 import sys
@@ -11,12 +11,12 @@ import pytest
 from fake_nvml import FakeNvml, install
 from sources import ROOT
 from trainstep.cli import doctor as verb
-from trainstep.config.ceiling import KINDS
-from trainstep.config.cell import Cell
-from trainstep.measure import environment as environment_module
-from trainstep.measure import inspection
-from trainstep.measure.device import Probe
-from trainstep.measure.environment import environment
+from trainstep.config.collective import KINDS
+from trainstep.config.grid import Cell
+from trainstep.measure.machine import environment as environment_module
+from trainstep.measure.machine import inspection
+from trainstep.measure.machine.device import Probe
+from trainstep.measure.machine.environment import environment
 from trainstep.records.record import Fact, Failure, Record
 from trainstep.records.store import Store
 
@@ -42,7 +42,7 @@ def machine(
     torch: tuple[str | None, str | None] = ("2.13.0+cu130", "13.0"),
     cuda: int = 13000,
 ) -> None:
-    """Pretend that the driver shows these GPUs, this torch is installed, and the probe found that."""
+    """Simulate a machine: its driver shows these GPUs, this torch is installed, and the probe finds this."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     install(monkeypatch, FakeNvml(*gpus, cuda=cuda) if gpus else None)
     monkeypatch.setattr(inspection, "probe_device", lambda: probe)
@@ -71,7 +71,7 @@ def as_json(capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any
     return loaded
 
 
-def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_machine_without_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(monkeypatch, torch=("2.13.0+cpu", None))
     verb.doctor()
     printed = capsys.readouterr().out
@@ -80,7 +80,9 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "\x1b" not in printed
 
 
-def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_two_gpus_are_described_with_their_data_sheet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     machine(monkeypatch, "NVIDIA H200", "NVIDIA H200", probe=WORKING)
     verb.doctor()
     printed = capsys.readouterr().out
@@ -102,17 +104,17 @@ def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_an_unknown_gpu_has_no_data_sheet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(monkeypatch, "NVIDIA X1", probe=WORKING)
     verb.doctor()
-    assert "not known here, so no MFU" in capsys.readouterr().out
+    assert "unknown, so there is no MFU" in capsys.readouterr().out
 
 
-def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_json_holds_device_gpus_and_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(monkeypatch, "NVIDIA H200", "NVIDIA H200", probe=WORKING)
-    found = as_json(capsys)
-    assert found["problem"] is None
-    assert found["device"] == "cuda"
-    assert found["gpus"][0]["data_sheet"]["peak_flops"]["bf16"] == 990e12
-    assert found["environment"]["gpu_count"] == 2
-    assert found["ceilings"] == []
+    described = as_json(capsys)
+    assert described["problem"] is None
+    assert described["device"] == "cuda"
+    assert described["gpus"][0]["data_sheet"]["peak_flops"]["bf16"] == 990e12
+    assert described["environment"]["gpu_count"] == 2
+    assert described["ceilings"] == []
 
 
 def test_visible_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -121,16 +123,16 @@ def test_visible_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPat
     assert [gpu["name"] for gpu in as_json(capsys)["gpus"]] == ["NVIDIA L4"]
 
 
-def test_a_gpu_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(monkeypatch, "NVIDIA H200", torch=("2.13.0+cpu", None), cuda=12080)
     with pytest.raises(ValueError, match="CPU build; install a build for CUDA 12"):
         verb.doctor(json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert "570.86.15" in found["problem"]
+    described = json.loads(capsys.readouterr().out)
+    assert "570.86.15" in described["problem"]
     assert as_json(capsys, device="cpu")["problem"] is None
 
 
-def test_a_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_torch_that_does_not_import_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(monkeypatch, probe=Probe(error="torch does not import: libgomp.so.1 is missing"))
     with pytest.raises(ValueError, match=r"libgomp\.so\.1 is missing"):
         verb.doctor()
@@ -149,28 +151,30 @@ def test_what_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, cap
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_the_first_line_comes_before_torch_does(
+def test_the_first_line_is_printed_before_torch_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: bool
 ):
-    told = []
+    printed_first = []
 
     def inspect(**_: Any) -> dict[str, Any]:
-        told.append(capsys.readouterr().err)
+        printed_first.append(capsys.readouterr().err)
         raise ValueError("that is enough")
 
     monkeypatch.setattr(inspection, "inspect_machine", inspect)
     with pytest.raises(ValueError, match="that is enough"):
         verb.doctor(quiet=quiet)
-    assert told == ["" if quiet else "asking torch what it can do here: it is imported in a process of its own\n"]
+    assert printed_first == [
+        "" if quiet else "asking torch what it can do here: it is imported in a process of its own\n"
+    ]
 
 
-def test_every_extra_exists():
+def test_every_extra_that_doctor_names_exists():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {install.split("[")[1].split("]")[0] for _, install, _ in inspection._PACKAGES if "[" in install}
     assert named <= declared.keys()
 
 
-def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_terminal_shows_brackets_as_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(monkeypatch)
     monkeypatch.setattr(inspection, "installed_version", lambda name: None if name == "transformers" else "1.0")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -180,7 +184,7 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "[hf]" in printed, "brackets are text, not rich's markup"
 
 
-def test_cells_of_each_device():
+def test_each_device_has_its_ceiling_cells():
     on_cpu, on_gpu = inspection.ceiling_cells("cpu"), inspection.ceiling_cells("cuda", 3)
     assert {cell.config["device"] for cell in on_cpu} == {"cpu"}
     assert {cell.config["kind"] for cell in on_cpu} == {"matmul", "copy"}
@@ -196,7 +200,9 @@ def test_cells_of_each_device():
     assert len({cell.key for cell in on_gpu}) == len(on_gpu)
 
 
-def test_measured_beside_the_data_sheet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_measured_ceilings_stand_beside_the_data_sheet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     machine(monkeypatch, "NVIDIA H200", "NVIDIA H200", probe=WORKING)
     rates = {"matmul": 495e12, "copy": 4.32e12, "host_to_device": 55e9, "device_to_host": None, "peer_copy": 380e9}
     monkeypatch.setattr(verb, "measure_ceilings", lambda cells: [record(c, rates[c.config["kind"]]) for c in cells])
@@ -218,7 +224,7 @@ def test_measured_beside_the_data_sheet(monkeypatch: pytest.MonkeyPatch, capsys:
     assert by_kind["device_to_host"]["failure"] == "no room"
 
 
-def test_a_cpu_is_not_held_against_the_gpus_data_sheet(
+def test_a_cpu_is_not_compared_with_the_data_sheet_of_the_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     machine(monkeypatch, "NVIDIA H200", probe=WORKING)
@@ -228,7 +234,7 @@ def test_a_cpu_is_not_held_against_the_gpus_data_sheet(
     assert all(row["of_data_sheet"] is None for row in ceilings)
 
 
-def test_what_was_measured_is_appended(
+def test_measured_ceilings_are_appended_to_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     machine(monkeypatch)
@@ -254,7 +260,7 @@ def test_a_file_that_holds_no_records_is_refused_before_anything_is_measured(
     assert out.read_text() == text
 
 
-def test_a_store_that_another_process_writes_to_and_what_is_no_file_are_refused_before_anything_is_measured(
+def test_a_locked_store_and_a_path_that_is_no_regular_file_are_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     machine(monkeypatch)
@@ -263,11 +269,11 @@ def test_a_store_that_another_process_writes_to_and_what_is_no_file_are_refused_
     with Store(out).locked(), pytest.raises(ValueError, match="another trainstep is writing to it"):
         verb.doctor(measure=True, out=out)
     for path in (Path("/dev/null"), tmp_path, Path("/")):
-        with pytest.raises(ValueError, match=r"is no regular file|is a folder"):
+        with pytest.raises(ValueError, match=r"is not a regular file|is a folder"):
             verb.doctor(measure=True, out=path)
 
 
-def test_nothing_is_measured_past_a_problem(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_measured_after_a_problem(monkeypatch: pytest.MonkeyPatch):
     machine(monkeypatch, "NVIDIA H200", torch=("2.13.0+cpu", None))
     monkeypatch.setattr(verb, "measure_ceilings", lambda cells: pytest.fail("measured on the wrong device"))
     with pytest.raises(ValueError, match="CPU build"):

@@ -1,4 +1,4 @@
-"""`trainstep memory` from the command line: a record and its tables, anyone's snapshot, and bad input in one sentence."""
+"""`trainstep memory`: the records and tables of a run, a snapshot from elsewhere, a search, and bad input in one sentence."""
 
 import dataclasses
 import json
@@ -14,13 +14,13 @@ from record_maker import ENVIRONMENT, a_record
 from trainstep.cli.app import run
 from trainstep.records.record import Record
 from trainstep.records.store import Store
-from trainstep.report.memory_tables import headroom_bytes
+from trainstep.report.memory.tables import headroom_bytes
 
 FIXTURE = Path(__file__).parents[1] / "traces" / "fixtures" / "snapshot_tiny.pickle.gz"
 SMALL = ("--model", "tiny", "--layers", "1", "--context", "16", "--batch-size", "2", "--device", "cpu")
 
 
-def test_records_a_step_and_keeps_its_snapshot(tmp_path: Path):
+def test_a_step_is_recorded_and_its_snapshot_kept(tmp_path: Path):
     command = (
         "memory",
         *SMALL,
@@ -41,12 +41,12 @@ def test_records_a_step_and_keeps_its_snapshot(tmp_path: Path):
     assert record.fact("allocated_residual_bytes") == 0
     assert record.config["min_share"] == 0.01
     assert "Memory over one step" in (tmp_path / "m.html").read_text()
-    [kept] = (tmp_path / "kept").iterdir()
-    assert run(["memory", "--from", str(kept)]) == 0
+    [snapshot] = (tmp_path / "kept").iterdir()
+    assert run(["memory", "--from", str(snapshot)]) == 0
 
 
 @pytest.mark.slow
-def test_two_ranks_from_the_command_line(tmp_path: Path):
+def test_two_ranks_give_a_record_with_both_ledgers(tmp_path: Path):
     options = ("--ranks", "1,2", "--sync", "fsdp", "--page", "m.html", "--keep-snapshot", "kept", "--out", "m.jsonl")
     code, out, err = finish(start("memory", *SMALL, *options, folder=tmp_path), timeout_s=100)
     assert code == 0, err
@@ -59,8 +59,8 @@ def test_two_ranks_from_the_command_line(tmp_path: Path):
     assert both.fact("process_group") == "gloo"
     assert both.fact("allocated_residual_share") <= 0.01
     assert "Memory over one step of rank" in (tmp_path / "m.html").read_text()
-    kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
-    assert kept == [
+    snapshots = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert snapshots == [
         "tiny-16-fp32-step-fsdp-rank0.pickle",
         "tiny-16-fp32-step-fsdp-rank1.pickle",
         "tiny-16-fp32-step.pickle",
@@ -68,41 +68,43 @@ def test_two_ranks_from_the_command_line(tmp_path: Path):
 
 
 def machine(gpus: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A machine with so many GPUs, on which nothing runs; the groups of cells that would."""
+    """Simulate a machine with this many GPUs; the returned list gets the groups of cells, none of which is run."""
     from trainstep.cli import cells, memory
 
     here = dataclasses.replace(ENVIRONMENT, gpu_count=gpus)
     monkeypatch.setattr(memory, "this_machine", lambda device, **_: (here, "cpu" if device == "cpu" else "cuda"))
-    asked: list[Any] = []
-    monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: asked.extend(groups) or [])
+    groups_run: list[Any] = []
+    monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: groups_run.extend(groups) or [])
     monkeypatch.setattr(cells, "show", lambda *rest, **more: 0)
-    return asked
+    return groups_run
 
 
-def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_more_ranks_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     monkeypatch.chdir(tmp_path)
-    asked = machine(1, monkeypatch)
+    groups_run = machine(1, monkeypatch)
     assert run(["memory", "--ranks", "2", "--sync", "fsdp"]) == 2
-    said = capsys.readouterr().err
-    assert "ranks: 2 ranks need a GPU each, and 1 is visible" in said
-    assert "trainstep memory --device cpu --ranks 2" in said
-    assert said.count("\n") == 1
-    assert not asked
+    err = capsys.readouterr().err
+    assert "ranks: 2 ranks need a GPU each, but 1 is visible" in err
+    assert "trainstep memory --device cpu --ranks 2" in err
+    assert err.count("\n") == 1
+    assert not groups_run
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_cells_of_several_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_options_of_several_ranks_make_no_needless_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
-    asked = machine(4, monkeypatch)
+    groups_run = machine(4, monkeypatch)
     assert run(["memory", "--ranks", "1,2", "--sync", "bucketed,fsdp", "--bucket-mib", "1,10"]) == 0
-    ways = [(cell.config["ranks"], cell.config["sync"], cell.config["bucket_mib"]) for [cell] in asked]
-    assert ways == [(1, "none", None), (2, "bucketed", 1.0), (2, "bucketed", 10.0), (2, "fsdp", None)]
-    asked.clear()
+    strategies = [(cell.config["ranks"], cell.config["sync"], cell.config["bucket_mib"]) for [cell] in groups_run]
+    assert strategies == [(1, "none", None), (2, "bucketed", 1.0), (2, "bucketed", 10.0), (2, "fsdp", None)]
+    groups_run.clear()
     assert run(["memory", "--ranks", "4"]) == 0
-    assert [(cell.config["ranks"], cell.config["sync"]) for [cell] in asked] == [(4, "bucketed")]
+    assert [(cell.config["ranks"], cell.config["sync"]) for [cell] in groups_run] == [(4, "bucketed")]
 
 
-def test_help(capsys: pytest.CaptureFixture[str]):
+def test_help_has_an_example_with_several_ranks(capsys: pytest.CaptureFixture[str]):
     assert run(["memory", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "trainstep memory --model xl --ranks 2 --sync bucketed,sharded_flat,fsdp" in out
@@ -118,19 +120,19 @@ def test_an_interrupted_search_keeps_its_trials(
     trials = iter([a_record(workload="memory")] * finished)
 
     def run_groups(_groups: Any, _bounds: Any, _tell: Any) -> Iterator[list[Record]]:
-        found = next(trials, None)
-        if found is None:
+        trial = next(trials, None)
+        if trial is None:
             raise KeyboardInterrupt
-        yield [found]
+        yield [trial]
 
-    monkeypatch.setattr("trainstep.cli.memory_fit.run_groups", run_groups)
+    monkeypatch.setattr("trainstep.cli.memory.run_groups", run_groups)
     assert run(["memory", *SMALL, "--fit", "batch_size", "--out", str(tmp_path / "fit.jsonl")]) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"trainstep: interrupted; {words}")
-    assert [kept.fact("fit_of") for kept in Store(tmp_path / "fit.jsonl").finished()] == ["batch_size"] * finished
+    assert [record.fact("fit_of") for record in Store(tmp_path / "fit.jsonl").finished()] == ["batch_size"] * finished
 
 
 @pytest.mark.slow
-def test_finds_the_largest_batch(tmp_path: Path):
+def test_a_search_finds_the_largest_batch_that_fits(tmp_path: Path):
     model = ("--model", "tiny", "--layers", "1", "--mode", "forward_backward", "--device", "cpu")
     search = ("--fit", "batch_size", "--batch-size", "64", "--memory-limit-gib", "1.5")
     command = ("memory", *model, *search, "--out", "fit.jsonl")
@@ -143,11 +145,11 @@ def test_finds_the_largest_batch(tmp_path: Path):
     fails = [record.config["batch_size"] for record in records if record.failure is not None]
     assert max(fits) < min(fails) <= max(fits) + max(1, max(fits) // 64)
     assert all(record.failure.kind == "out_of_memory" for record in records if record.failure)
-    left = [headroom_bytes(record) for record in records if record.failure is None]
-    assert all(size is not None and size > 0 for size in left)
+    headrooms = [headroom_bytes(record) for record in records if record.failure is None]
+    assert all(size is not None and size > 0 for size in headrooms)
 
 
-def test_reads_anyones_snapshot(capsys: pytest.CaptureFixture[str]):
+def test_a_snapshot_from_elsewhere_is_read(capsys: pytest.CaptureFixture[str]):
     assert run(["memory", "--from", str(FIXTURE)]) == 0
     out = capsys.readouterr().out
     assert "75.2 MiB" in out
@@ -158,7 +160,7 @@ def test_reads_anyones_snapshot(capsys: pytest.CaptureFixture[str]):
     assert (totals["requested_peak_bytes"], totals["allocated_peak_bytes"]) == (78_868_556, 78_878_208)
 
 
-def test_a_full_ring_is_no_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_full_ring_buffer_has_a_highest_value_and_no_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     event = {"action": "alloc", "addr": 512, "size": 4, "stream": 0, "time_us": 1, "frames": []}
     path = tmp_path / "ring.pickle"
     path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[event] * 1000]}))
@@ -179,7 +181,7 @@ def test_a_full_ring_is_no_peak(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--keep-snapshot", f"{__file__}/x", "--device", "cpu"], "keep_snapshot: no file can be made"),
         (["--page", f"{__file__}/x.html", "--device", "cpu"], "page: "),
         (["--from", __file__], "no memory snapshot"),
-        (["--from", "/dev/zero"], "/dev/zero: cannot be read: it is no regular file"),
+        (["--from", "/dev/zero"], "/dev/zero: cannot be read: it is not a regular file"),
         (["--from", str(FIXTURE), "--timeout-s", "1e-6"], "reading it takes more than 1e-06 s"),
         (["--from", str(FIXTURE), "--timeout-s", "1e8"], "timeout_s: must be a positive number of at most 2,000,000"),
         (["--from", str(FIXTURE), "--memory-limit-gib", "-1"], "memory_limit_gib: must be a positive number"),
@@ -195,11 +197,11 @@ def test_a_full_ring_is_no_peak(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--ranks", "2", "--sync", "fsdp", "--bucket-mib", "1", "--device", "cpu"], "bucket_mib: has no effect with"),
         (["--ranks", "2", "--sync", "fdsp", "--device", "cpu"], "did you mean fsdp?"),
         (["--ranks", "two", "--device", "cpu"], "ranks: must be a whole number"),
-        (["--ranks", "2", "--mode", "forward", "--device", "cpu"], "mode: of several ranks a whole step"),
+        (["--ranks", "2", "--mode", "forward", "--device", "cpu"], "mode: several ranks run a whole step"),
         (["--from", str(FIXTURE), "--ranks", "2"], "ranks would have no effect"),
     ],
 )
-def test_bad_input(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_input_is_refused_in_one_sentence(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]):
     assert run(["memory", *arguments]) == 2
     err = capsys.readouterr().err
     assert word in err
@@ -207,7 +209,7 @@ def test_bad_input(arguments: list[str], word: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("name", "count"), [("memory", 12), ("memory_ranks", 9)])
-def test_the_sweeps_of_memory_are_whole(name: str, count: int):
+def test_the_sweeps_of_memory_expand_to_all_cells(name: str, count: int):
     from trainstep.config.grid import expand
     from trainstep.config.sweep import load_sweep
 

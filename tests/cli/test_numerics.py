@@ -1,4 +1,4 @@
-"""`trainstep numerics` on a CPU: from nothing to tables and a page; bad input in one sentence."""
+"""`trainstep numerics` on a CPU: records, tables and a page; bad input in one sentence."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def build(run, device):
 
 
 @pytest.mark.slow
-def test_the_toy_and_ones_own(tmp_path: Path):
+def test_the_toy_and_a_users_model_give_records_tables_and_a_page(tmp_path: Path):
     (tmp_path / "own.py").write_text(NO_MATRICES)
     options = ["--model", "toy,own:build", "--precision", "fp32,fp16_autocast", "--context", 8, "--steps", 2]
     code, out, err = finish(start("numerics", *options, "--page", "p.html", folder=tmp_path), timeout_s=110)
@@ -61,5 +61,7 @@ def test_the_toy_and_ones_own(tmp_path: Path):
         (["--page", "x.jsonl", "--out", "x.jsonl"], "page: x.jsonl is the file of records"),
     ],
 )
-def test_bad_input(arguments: list[str], sentence: str, refused: Callable[[Sequence[str], str], None]):
+def test_bad_input_is_refused_in_one_sentence(
+    arguments: list[str], sentence: str, refused: Callable[[Sequence[str], str], None]
+):
     refused(["numerics", "--device", "cpu", *arguments], sentence)

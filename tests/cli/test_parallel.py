@@ -1,4 +1,4 @@
-"""`trainstep parallel`: real ranks from nothing to tables and a page; bad input in one sentence."""
+"""`trainstep parallel`: records, tables and a page from real ranks; bad input in one sentence."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import pytest
 from cell_maker import finish, start
 from record_maker import ENVIRONMENT
 from trainstep.cli import app, parallel
-from trainstep.config.sync import OURS, PEERS
+from trainstep.config.parallel import OURS, PEERS
 from trainstep.records.ranks import rank_values
 from trainstep.records.record import Environment
 from trainstep.records.store import Store
@@ -20,7 +20,7 @@ SMALL = ["--model", "tiny", "--layers", 1, "--context", 16, "--steps", 4, "--war
 
 
 @pytest.mark.slow
-def test_two_ways_take_turns(tmp_path: Path):
+def test_compared_strategies_are_interleaved_and_send_the_expected_bytes(tmp_path: Path):
     options = ["--sync", "bucketed,none", "--bucket-mib", "0.1,1", "--page", "p.html", "--json"]
     code, out, err = finish(start("parallel", *SMALL, *options, folder=tmp_path), timeout_s=115)
     assert code == 0, err
@@ -36,9 +36,9 @@ def test_two_ways_take_turns(tmp_path: Path):
     assert [record.fact("interleaving") for record in records] == ["live"] * 3
     assert len({record.fact("interleaving_group") for record in records}) == 1
     for record in records:
-        each = rank_values(record, "step")
-        assert record.samples["step"].values == tuple(map(max, each[0], each[1]))
-        assert len(record.samples["window_step"].values) == 4  # a step a turn, and a window
+        steps = rank_values(record, "step")
+        assert record.samples["step"].values == tuple(map(max, steps[0], steps[1]))
+        assert len(record.samples["window_step"].values) == 4  # each turn takes one step and one window
     assert "Time of a step by bucket size" in (tmp_path / "p.html").read_text()
 
 
@@ -80,7 +80,7 @@ def test_replicas_that_drift_apart_are_named(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_every_way_from_the_command_line(tmp_path: Path):
+def test_every_strategy_runs_from_the_command_line(tmp_path: Path):
     options = ["--sync", ",".join((*OURS, *PEERS)), "--out", "all.jsonl"]
     code, out, err = finish(start("parallel", *SMALL, *options, folder=tmp_path), timeout_s=380)
     assert code == 0, err
@@ -99,8 +99,8 @@ def test_every_way_from_the_command_line(tmp_path: Path):
         (["--sync", "bucketed", "--rounds", "2"], "rounds: no variants are compared here"),
         (["--sync", "none,bucketed", "--rounds", "0"], "rounds: must be at least 1"),
         (["--sync", "bucketed", "--bucket-mib", "0"], "bucket_mib: must be a positive number of MiB"),
-        (["--sync", "fsdp", "--compile", "model"], "compile: fsdp gathers block by block"),
-        (["--ranks", "1", "--sync", "torch_ddp"], "ranks: torch_ddp needs others to talk to"),
+        (["--sync", "fsdp", "--compile", "model"], "compile: fsdp gathers parameters block by block"),
+        (["--ranks", "1", "--sync", "torch_ddp"], "ranks: torch_ddp needs several ranks"),
         (["--check-agreement", "maybe"], "check_agreement: must be true or false"),
         (["--device", "cuda"], "device: no NVIDIA GPU is visible"),
         (["--data", "nowhere.txt"], "data: there is no file or folder 'nowhere.txt'"),
@@ -108,12 +108,14 @@ def test_every_way_from_the_command_line(tmp_path: Path):
         (["--keep-trace", "/dev/null/folder"], "keep_trace: no file can be made in '/dev/null/folder'"),
     ],
 )
-def test_bad_input(arguments: list[str], sentence: str, refused: Callable[[Sequence[str], str], None]):
+def test_bad_input_is_refused_in_one_sentence(
+    arguments: list[str], sentence: str, refused: Callable[[Sequence[str], str], None]
+):
     refused(["parallel", *arguments], sentence)
 
 
 def machine(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with so many GPUs."""
+    """Simulate a machine with this many GPUs."""
     here = dataclasses.replace(ENVIRONMENT, gpu_count=gpus)
 
     def this_machine(device: str | None, **_: object) -> tuple[Environment, str]:
@@ -122,13 +124,15 @@ def machine(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "this_machine", this_machine)
 
 
-def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_more_ranks_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     monkeypatch.chdir(tmp_path)
     machine(1, monkeypatch)
     assert app.run(["parallel", "--ranks", "1,2"]) == 2
-    said = capsys.readouterr().err
-    assert "ranks: 2 ranks need a GPU each, and 1 is visible" in said
-    assert "trainstep parallel --device cpu --ranks 2" in said
+    err = capsys.readouterr().err
+    assert "ranks: 2 ranks need a GPU each, but 1 is visible" in err
+    assert "trainstep parallel --device cpu --ranks 2" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,25 +145,25 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (4, ["--model", "xl", "--ranks", "2", "--check-agreement", "false"], ("xl", 256, 2, "cuda")),
     ],
 )
-def test_what_runs_without_options(
+def test_defaults_depend_on_the_machine(
     gpus: int, arguments: list[str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     from trainstep.cli import cells
 
     monkeypatch.chdir(tmp_path)
     machine(gpus, monkeypatch)
-    asked: list[Any] = []
-    monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: asked.extend(groups) or [])
+    groups_run: list[Any] = []
+    monkeypatch.setattr(cells, "run_cells", lambda groups, *rest, **more: groups_run.extend(groups) or [])
     monkeypatch.setattr(cells, "show", lambda *rest, **more: 0)
     assert app.run(["parallel", *arguments]) == 0
-    (group,) = asked
+    (group,) = groups_run
     assert [cell.config["sync"] for cell in group] == list(OURS)
     config = group[0].config
     assert (config["model"]["name"], config["context"], config["ranks"], config["device"]) == expected
     assert config["check_agreement"] is ("--check-agreement" not in arguments)
 
 
-def test_help(capsys: pytest.CaptureFixture[str]):
+def test_help_has_an_example_of_bucket_sizes(capsys: pytest.CaptureFixture[str]):
     assert app.run(["parallel", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "trainstep parallel --model medium --sync none,bucketed,torch_ddp --bucket-mib 1,10,25,100,1000" in out

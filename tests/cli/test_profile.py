@@ -1,4 +1,4 @@
-"""`trainstep profile`: a CPU run from nothing to tables and page, anyone's trace, and bad input in one sentence."""
+"""`trainstep profile`: tables and a page of a CPU run and of a trace from elsewhere, and bad input in one sentence."""
 
 import gzip
 import json
@@ -13,13 +13,13 @@ from trainstep.cli import app
 from trainstep.config.grid import expand
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
-from trainstep.report.rows import rows_of
+from trainstep.report.kit.rows import rows_of
 
 SWEEP = Path(__file__).parents[2] / "sweeps" / "profile.toml"
 
 
 @pytest.mark.slow
-def test_a_grid_on_a_cpu(tmp_path: Path):
+def test_a_grid_on_a_cpu_gives_tables_a_page_and_traces(tmp_path: Path):
     options = [
         "--context",
         16,
@@ -49,23 +49,23 @@ def test_a_grid_on_a_cpu(tmp_path: Path):
     assert out.index("-bound: ") < out.index("Profiled steps"), "the verdict comes first"
     page = (tmp_path / "p.html").read_text()
     assert "Where the time goes" in page
-    assert 'title="how often a step;' in page
+    assert 'title="calls per step;' in page
     records = Store(tmp_path / "p.jsonl").read()
     assert [record.workload for record in records] == ["profile"] * 2
     assert len(list((tmp_path / "traces").iterdir())) == 2
-    assert not (tmp_path / "p.traces").exists(), "only where no folder is named"
-    kept = next((tmp_path / "traces").glob("*step-*"))
-    assert app.run(["profile", "--from", str(kept)]) == 0
+    assert not (tmp_path / "p.traces").exists(), "it is made only where no folder is named"
+    trace = next((tmp_path / "traces").glob("*step-*"))
+    assert app.run(["profile", "--from", str(trace)]) == 0
 
 
 @pytest.mark.slow
 def test_the_trace_is_kept_beside_the_records(tmp_path: Path):
-    """By default; the cell is the same cell with it and without."""
+    """That is the default; the cell has the same key with a kept trace and without."""
     command = ["profile", "--context", 8, "--batch-size", 1, "--d-model", 32, "--steps", 3, "--warmups", 0]
     code, out, _ = finish(start(*command, "--out", "p.jsonl", folder=tmp_path), timeout_s=100)
-    [kept] = (tmp_path / "p.traces").iterdir()
+    [trace] = (tmp_path / "p.traces").iterdir()
     assert code == 0
-    assert f"p.traces/{kept.name}: open it at https://ui.perfetto.dev" in " ".join(out.split())
+    assert f"p.traces/{trace.name}: open it at https://ui.perfetto.dev" in " ".join(out.split())
     assert finish(start(*command, "--out", "q.jsonl", "--keep-trace", "none", folder=tmp_path), timeout_s=100)[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["p.traces"]
     [with_trace], [without] = (Store(tmp_path / name).read() for name in ("p.jsonl", "q.jsonl"))
@@ -75,7 +75,7 @@ def test_the_trace_is_kept_beside_the_records(tmp_path: Path):
     assert not any("traces" in label for label in labels), labels
 
 
-def test_anyones_trace(capsys: pytest.CaptureFixture[str]):
+def test_a_trace_from_elsewhere_gets_its_tables(capsys: pytest.CaptureFixture[str]):
     assert app.run(["profile", "--from", str(EAGER), "--top", "2"]) == 0
     out = capsys.readouterr().out
     for words in (
@@ -87,10 +87,12 @@ def test_anyones_trace(capsys: pytest.CaptureFixture[str]):
     ):
         assert words in out, words
     kernels = out.split("Classes by phase")[0]
-    assert sum(line.startswith("backward") for line in kernels.splitlines()) == 3, "two, and the rest"
+    assert sum(line.startswith("backward") for line in kernels.splitlines()) == 3, (
+        "two kernels, and the sum of the rest"
+    )
 
 
-def test_as_json(capsys: pytest.CaptureFixture[str]):
+def test_json_holds_every_table(capsys: pytest.CaptureFixture[str]):
     assert app.run(["profile", "--from", str(COMPILED), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     tables = {row["table"] for row in rows}
@@ -111,7 +113,7 @@ def test_as_json(capsys: pytest.CaptureFixture[str]):
         ("--from good.json.gz --page words.json", "page: words.json"),
         ("--from good.json.gz --page good.json.gz", "page: good.json.gz"),
         ("--from bomb.json.gz --memory-limit-gib 0.01 --page p.html", "allow more with --memory-limit-gib"),
-        ("--from /dev/full", "/dev/full: cannot be read: it is no regular file"),
+        ("--from /dev/full", "/dev/full: cannot be read: it is not a regular file"),
         (
             "--from good.json.gz --timeout-s 1e-6",
             "good.json.gz: reading it takes more than 1e-06 s; record fewer steps",
@@ -125,7 +127,7 @@ def test_as_json(capsys: pytest.CaptureFixture[str]):
         ("--frob 1", "--frob"),
     ],
 )
-def test_bad_input(
+def test_bad_input_is_refused_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, words: str
 ):
     monkeypatch.chdir(tmp_path)
@@ -145,7 +147,9 @@ def test_bad_input(
 
 
 @pytest.mark.parametrize("path", [EAGER, COMPILED], ids=["eager", "compiled"])
-def test_the_page_of_anyones_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str], path: Path):
+def test_the_page_of_a_trace_from_elsewhere_claims_nothing_about_its_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: Path
+):
     page = tmp_path / "p.html"
     assert app.run(["profile", "--from", str(path), "--page", str(page)]) == 0
     assert capsys.readouterr().out.endswith(f"page: {page}\n")
@@ -154,22 +158,24 @@ def test_the_page_of_anyones_trace(tmp_path: Path, capsys: pytest.CaptureFixture
         assert words in text, words
     environment = text.partition("Environment: NVIDIA H200")[2].partition("</dl>")[0]
     assert "trainstep" in environment
-    assert not any(nobody_knows in environment for nobody_knows in ("cores", "memory", "hostname"))
-    assert app.run(["profile", "--from", str(path), "--page", str(page), "--json"]) == 0, "over an earlier page of ours"
+    assert not any(word in environment for word in ("cores", "memory", "hostname"))
+    assert app.run(["profile", "--from", str(path), "--page", str(page), "--json"]) == 0, (
+        "an earlier page of ours is overwritten"
+    )
     printed = capsys.readouterr()
     json.loads(printed.out)
     assert printed.err == f"page: {page}\n"
 
 
-def test_a_trace_without_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Times are a step's, and a sentence says how the steps were found."""
+def test_a_trace_without_marked_steps_is_split_into_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The tables are those of the marked trace, and a sentence says how the steps were found."""
     plain = json.loads(gzip.decompress(EAGER.read_bytes()))
-    plain["traceEvents"] = [one for one in plain["traceEvents"] if not str(one.get("name")).startswith("step ")]
+    plain["traceEvents"] = [event for event in plain["traceEvents"] if not str(event.get("name")).startswith("step ")]
     path = tmp_path / "bare.json"
     path.write_text(json.dumps(plain))
     outs = []
-    for given in (EAGER, path):
-        assert app.run(["profile", "--from", str(given)]) == 0
+    for trace in (EAGER, path):
+        assert app.run(["profile", "--from", str(trace)]) == 0
         outs.append(capsys.readouterr().out)
     kernels = [out.partition("Kernels by phase")[2].partition("Classes by phase")[0] for out in outs]
     assert kernels[0] == kernels[1] != ""
@@ -193,7 +199,7 @@ def test_help_explains_the_columns(capsys: pytest.CaptureFixture[str]):
         assert words in printed, words
 
 
-def test_the_sweep():
+def test_the_sweep_of_profiles_expands_to_all_cells():
     sweep = load_sweep(SWEEP)
     cells = expand(sweep.grid, {"device": "cuda"})
     assert len(cells) == 5 * 4 * 3

@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line believes that it is on one."""
+    """The command line takes this machine for one with a GPU."""
     monkeypatch.setattr("trainstep.cli.profile.this_machine", lambda device, **_: (None, "cuda"))
 
 
@@ -34,19 +34,19 @@ def run(*words: Any) -> int:
     return app.run(["profile", *map(str, words)])
 
 
-def test_from_an_export(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """What is said of an export is what is said of the trace it was made from."""
+def test_an_export_gives_the_text_of_its_trace(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """The text about an export equals the text about the trace that it was made from."""
     assert run("--from", "eager.sqlite") == 0
-    ours = capsys.readouterr().out
+    text = capsys.readouterr().out
     assert run("--from", EAGER) == 0
-    assert capsys.readouterr().out == ours
-    assert ours.startswith("Launch-bound: the device works ")
+    assert capsys.readouterr().out == text
+    assert text.startswith("Launch-bound: the device works ")
     assert run("--from", "eager.sqlite", "--json") == 0
     tables = {row["table"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert {"kernels", "classes", "layers", "host", "verdict", "stall"} <= tables
 
 
-def test_the_page_of_an_export(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_export_has_a_page(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert run("--from", "eager.sqlite", "--page", "p.html") == 0
     assert capsys.readouterr().out.endswith("page: p.html\n")
     page = (folder / "p.html").read_text()
@@ -55,7 +55,9 @@ def test_the_page_of_an_export(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_the_whole_path(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_run_under_nsys_is_exported_and_explained(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     log = fake_nsys.install(monkeypatch, folder / "bin", export=folder / "eager.sqlite")
     options = ["--nsys-pytorch", "autograd-nvtx", "--nsys-python-backtrace"]
     assert run("--nsys", *options, "--model", "tiny", "--out", "kept/p.jsonl") == 0
@@ -71,7 +73,9 @@ def test_the_whole_path(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_as_json(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_run_under_nsys_prints_json(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     fake_nsys.install(monkeypatch, folder / "bin", export=folder / "eager.sqlite")
     assert run("--nsys", "--json", "--out", "p.jsonl") == 0
     assert {row["table"] for row in json.loads(capsys.readouterr().out)["rows"]} >= {"kernels", "verdict"}
@@ -88,10 +92,10 @@ def test_as_json(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         ("runs", "nsys profile: exit code 1: "),
     ],
 )
-def test_failures(
+def test_a_failure_of_nsys_is_one_sentence(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], does: str, words: str
 ):
-    """`runs`: the recorded process itself fails (no such GPU or no such model), and that is told, not nsys's last line."""
+    """With `runs` the recorded process itself fails (no such GPU or model): its error is printed, not the last line of nsys."""
     fake_nsys.install(monkeypatch, folder / "bin", does=does, export=folder / "eager.sqlite")
     assert run("--nsys", "--out", "p.jsonl", "--model", "no_such_module:build") == 3
     printed = capsys.readouterr()
@@ -104,26 +108,28 @@ def test_failures(
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("name", ["p.sqlite", "p.nsys-rep"])
-def test_a_file_in_the_reports_place_is_left_alone(
+def test_an_existing_file_with_the_name_of_the_report_is_left_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ):
     (folder / name).write_text("somebody's")
     log = fake_nsys.install(monkeypatch, folder / "bin", export=folder / "eager.sqlite")
     assert run("--nsys", "--out", "p.jsonl") == 2
-    assert f"out: {name} is there already" in capsys.readouterr().err
+    assert f"out: {name} exists already" in capsys.readouterr().err
     assert (folder / name).read_text() == "somebody's"
     assert not log.exists(), "nothing was run"
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_time_out(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_time_out_kills_nsys(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     fake_nsys.install(monkeypatch, folder / "bin", does="hangs")
     assert run("--nsys", "--out", "p.jsonl", "--timeout-s", 1) == 3
-    assert "nsys profile: not done after 1 s, and ended" in capsys.readouterr().err
+    assert "nsys profile: killed at its time limit of 1 s" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_an_export_without_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_export_without_kernels_is_refused_and_the_report_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     empty = write_report(
         folder / "empty.sqlite", read_trace(EAGER), statements=["DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL"]
     )
@@ -171,7 +177,9 @@ def test_without_nsys_or_a_gpu_torchs_profiler_is_used(
         ("--graph-replay --device cpu", "graph_replay: a CUDA graph needs a GPU"),
     ],
 )
-def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, words: str):
+def test_bad_input_is_refused_in_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, words: str
+):
     whole = Path("eager.sqlite").read_bytes()
     Path("cut.sqlite").write_bytes(whole[: len(whole) // 2])
     write_report(Path("none.sqlite"), read_trace(EAGER), statements=["DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL"])

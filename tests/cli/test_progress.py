@@ -1,4 +1,4 @@
-"""What a log shows of long work."""
+"""The lines of progress in a log: how often they are printed, and the time left that they state."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_log_is_not_silent_for_long(clock: list[float], capsys: pytest.CaptureFixture[str]):
+def test_a_log_gets_a_line_every_thirty_seconds(clock: list[float], capsys: pytest.CaptureFixture[str]):
     cells = [planted(name="a"), planted(name="b")]
     with CellProgress(cells) as shown:
         for at_s, cell, stage in (
@@ -31,7 +31,7 @@ def test_a_log_is_not_silent_for_long(clock: list[float], capsys: pytest.Capture
     assert capsys.readouterr().err.splitlines() == [f"{cells[0].label}: finish", f"{cells[1].label}: steps"]
 
 
-def test_a_cell_that_ends_breaks_the_silence(clock: list[float], capsys: pytest.CaptureFixture[str]):
+def test_a_finished_cell_restarts_the_thirty_seconds(clock: list[float], capsys: pytest.CaptureFixture[str]):
     cell = planted(name="a")
     with CellProgress([cell]) as shown:
         shown.finished(0, 1, [])
@@ -42,8 +42,8 @@ def test_a_cell_that_ends_breaks_the_silence(clock: list[float], capsys: pytest.
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_no_time_left_from_half_a_group(clock: list[float], capsys: pytest.CaptureFixture[str]):
-    """Those that took turns end one after the other: a rate from the first of them would be too low by their number."""
+def test_no_time_left_is_stated_within_a_group(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    """Interleaved cells end one right after the other, so the time up to the first of them is the time of the whole group."""
     cells = [planted(name=name) for name in "abcd"]
     with CellProgress(cells) as shown:
         shown.finished(0, 4, [])
@@ -56,11 +56,11 @@ def test_no_time_left_from_half_a_group(clock: list[float], capsys: pytest.Captu
 
 
 def expected(*seconds: float) -> list[ExpectedTime]:
-    return [ExpectedTime(seconds=one, source=SAME) for one in seconds]
+    return [ExpectedTime(seconds=value, source=SAME) for value in seconds]
 
 
-def test_the_time_left_is_told_from_the_start(clock: list[float], capsys: pytest.CaptureFixture[str]):
-    """By what was expected, then by the pace of what ended: cells take twice as long as expected here."""
+def test_the_time_left_is_stated_from_the_start(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    """First from the expected times, then scaled by the cells that ended: here each takes twice as long as expected."""
     cells = [planted(name=name) for name in "abc"]
     times = dict(zip([cell.key for cell in cells], expected(100, 200, 300), strict=True))
     with CellProgress(cells, times) as shown:
@@ -78,7 +78,7 @@ def test_the_time_left_is_told_from_the_start(clock: list[float], capsys: pytest
     assert later.endswith(", about 15 min left"), "less 100 s"
 
 
-def test_a_stage_that_counts_tells_more_than_what_was_expected(clock: list[float], capsys: pytest.CaptureFixture[str]):
+def test_the_count_of_a_stage_replaces_its_expected_time(clock: list[float], capsys: pytest.CaptureFixture[str]):
     cells = [planted(name=name) for name in "ab"]
     times = dict(zip([cell.key for cell in cells], expected(10, 100), strict=True))
     with CellProgress(cells, times) as shown:
@@ -91,7 +91,7 @@ def test_a_stage_that_counts_tells_more_than_what_was_expected(clock: list[float
     assert [line.rpartition("about ")[2] for line in lines] == ["8 min left", "7 min left", "6 min left"]
 
 
-def test_quiet_says_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]):
+def test_quiet_prints_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]):
     cell = planted(name="a")
     with CellProgress([cell], {cell.key: expected(5)[0]}, quiet=True) as shown:
         shown.finished(0, 1, [])
@@ -102,13 +102,13 @@ def test_quiet_says_nothing(clock: list[float], capsys: pytest.CaptureFixture[st
     assert shown.elapsed_s == 50
 
 
-def test_times_in_words():
+def test_times_are_written_in_words():
     assert [span_words(seconds) for seconds in (0.4, 89, 90, 5399, 5400, 36000)] == [
         "0 s", "89 s", "2 min", "90 min", "1.5 h", "10.0 h"
     ]  # fmt: skip
     rough = [ExpectedTime(seconds=seconds, source=ROUGH) for seconds in (10, 20, 20)]
     like = ExpectedTime(seconds=40, source=LIKE)
-    known = "earlier records for 2 of the same cells and 1 of the same workload and model"
+    sources = "earlier records for 2 of the same cells and 1 of the same workload and model"
     assert time_words([*expected(5, 7), like, *rough]) == (
-        f"about 2 min by {known}, and a rough guess of 10 or 20 s for each of 3"
+        f"about 2 min by {sources}, and a rough guess of 10 or 20 s for each of 3"
     )

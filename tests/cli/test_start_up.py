@@ -1,4 +1,4 @@
-"""Answering at once: what `--help`, and reading records, do not import. (A time would be another machine's.)"""
+"""A fast start: modules that `--help` and reading records do not import. (A limit in seconds would fit one machine only.)"""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def test_reading_records_needs_no_torch(tmp_path: Path):
     assert page & {"torch", "triton"} == set()
 
 
-def test_as_a_module(tmp_path: Path):
+def test_the_package_runs_as_a_module(tmp_path: Path):
     code, out, _ = finish(start("--help", folder=tmp_path))
     assert code == 0
     assert out.startswith("Usage: trainstep COMMAND")

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or read by nobody, and Ctrl-C before a verb begins: a sentence and an exit code."""
+"""Closed and full standard streams, terminals, and Ctrl-C before a verb begins: each ends in a sentence and an exit code."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == sys.argv[1]:
             sys.meta_path.remove(self)
-            exec("os.kill(os.getpid(), signal.SIGINT)")  # as in the exec of a dataclass
+            exec("os.kill(os.getpid(), signal.SIGINT)")  # as in the `exec` that makes a dataclass
             for _ in range(1000):
                 pass
 
@@ -58,7 +58,7 @@ def in_a_shell(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
         ("compare a.jsonl a.jsonl --json 1</dev/null", 2, "standard output: Bad file descriptor"),
     ],
 )
-def test_streams_that_cannot_be_written(folder: Path, command: str, code: int, words: str):
+def test_a_stream_that_cannot_be_written_is_named(folder: Path, command: str, code: int, words: str):
     done = in_a_shell(folder, command)
     assert done.returncode == code
     assert words in done.stderr
@@ -66,8 +66,8 @@ def test_streams_that_cannot_be_written(folder: Path, command: str, code: int, w
     assert [path.name for path in folder.iterdir()] == ["a.jsonl"]
 
 
-def test_a_closed_stream_gives_its_number_to_no_file(folder: Path):
-    """Else the records of a cell would stand where its children print."""
+def test_a_closed_stream_leaves_its_descriptor_to_no_file(folder: Path):
+    """Otherwise a file of records could get descriptor 2, to which child processes print."""
     program = (
         "from trainstep.cli.streams import open_streams; import os; open_streams(); "
         "print([os.path.realpath(f'/proc/self/fd/{number}') for number in (0, 2)])"
@@ -78,13 +78,13 @@ def test_a_closed_stream_gives_its_number_to_no_file(folder: Path):
     assert done.stdout.strip() == "['/dev/null', '/dev/null']"
 
 
-def test_a_terminal_gets_the_colours_of_tables_and_no_escape_of_a_file(folder: Path):
+def test_a_terminal_gets_colours_and_no_escape_codes_from_file_names(folder: Path):
     shutil.copy(SNAPSHOT, folder / "\x1b[7m.pickle.gz")
-    seen, there = pty.openpty()
+    seen, terminal = pty.openpty()
     environ = {**os.environ, "PYTHONPATH": import_path(), "TERM": "xterm", "COLUMNS": "200"}
     command = [sys.executable, "-m", "trainstep", "memory", "--from", "\x1b[7m.pickle.gz"]
-    process = subprocess.Popen(command, cwd=folder, env=environ, stdout=there, stderr=there)
-    os.close(there)
+    process = subprocess.Popen(command, cwd=folder, env=environ, stdout=terminal, stderr=terminal)
+    os.close(terminal)
     text = b""
     with contextlib.suppress(OSError):  # the other end is closed
         while chunk := os.read(seen, 65536):
@@ -97,15 +97,15 @@ def test_a_terminal_gets_the_colours_of_tables_and_no_escape_of_a_file(folder: P
 
 
 @pytest.mark.parametrize("module", ["trainstep.cli.streams", "cyclopts", "tabulate"])
-def test_ctrl_c_during_an_import(folder: Path, module: str):
+def test_ctrl_c_during_an_import_is_an_interrupt(folder: Path, module: str):
     command = [sys.executable, "-c", INTERRUPTED, module, "report", "a.jsonl"]
     environ = {**os.environ, "PYTHONPATH": import_path()}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "trainstep: interrupted\n")
 
 
-def test_the_command_line_is_imported_at_once():
-    """What takes time is imported where Ctrl-C is met."""
+def test_importing_the_command_line_imports_nothing_else():
+    """Modules that take time are imported later, where Ctrl-C is handled."""
     program = "import sys; known = set(sys.modules); import trainstep.cli.app; print(*sorted(set(sys.modules) - known))"
     environ = {**os.environ, "PYTHONPATH": import_path()}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)

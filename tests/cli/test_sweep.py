@@ -1,4 +1,4 @@
-"""`trainstep sweep` as a process: killed at any moment it loses nothing, and every way a cell can fail is a record."""
+"""`trainstep sweep` as a process: a kill at any moment loses no finished cell, and every failure of a cell is a record."""
 
 import random
 import shutil
@@ -14,12 +14,11 @@ import pytest
 from cell_maker import finish, is_alive, marked, start, wait_until
 from sources import ROOT
 from trainstep.cli import app
-from trainstep.config.cell import Cell
-from trainstep.config.grid import expand_all, grid_from_settings, groups_along
+from trainstep.config.grid import Cell, expand_all, grid_from_settings, groups_along
 from trainstep.config.sweep import load_sweep
 from trainstep.records.store import Store
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def write_sweep(folder: Path, count: int = 3, workload: str = "SLEEP", head: str = "", **grid: Any) -> Path:
@@ -33,12 +32,12 @@ def write_sweep(folder: Path, count: int = 3, workload: str = "SLEEP", head: str
 
 
 def indices(folder: Path) -> list[int]:
-    """Which cells are on disk, in the order of the file."""
+    """The indices of the cells on disk, in the order of the file."""
     return [record.config["index"] for record in Store(folder / "runs" / "s.jsonl").latest().values()]
 
 
 def reported(stderr: str) -> set[int]:
-    """Which cells were reported done: whole lines only."""
+    """The indices of the cells that whole lines report as done."""
     lines = [line for line in stderr.splitlines(keepends=True) if line.endswith("\n") and "done in" in line]
     return {int(line.split("index ")[1].split(":")[0].split(",")[0]) for line in lines}
 
@@ -47,7 +46,7 @@ def sweep(folder: Path, *arguments: object) -> tuple[int, str, str]:
     return finish(start("sweep", "s.toml", *arguments, folder=folder))
 
 
-def test_a_whole_sweep_and_again(tmp_path: Path):
+def test_a_finished_sweep_runs_no_cell_again(tmp_path: Path):
     write_sweep(tmp_path, 3)
     code, out, err = sweep(tmp_path)
     assert code == 0
@@ -59,13 +58,13 @@ def test_a_whole_sweep_and_again(tmp_path: Path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s.jsonl"]
     before = (tmp_path / "runs" / "s.jsonl").read_bytes()
     code, again, err = sweep(tmp_path)
-    assert (code, err) == (0, "3 of 3 cells are there already\n")
+    assert (code, err) == (0, "3 of 3 cells are done already\n")
     assert again == out
     assert (tmp_path / "runs" / "s.jsonl").read_bytes() == before
 
 
 def kill_at_random(folder: Path, moments: random.Random, longest_s: float) -> None:
-    """Start the sweep, kill its process without warning, and look at what is left."""
+    """Start the sweep, kill its process without warning, and check what it left."""
     before = set(indices(folder))
     mark = uuid.uuid4().hex
     process = start("sweep", "s.toml", folder=folder, mark=mark)
@@ -79,7 +78,7 @@ def kill_at_random(folder: Path, moments: random.Random, longest_s: float) -> No
 
 
 @linux
-def test_killed_and_resumed(tmp_path: Path):
+def test_a_killed_sweep_is_resumed_and_runs_no_cell_twice(tmp_path: Path):
     write_sweep(tmp_path, 4, seconds=0.1)
     moments = random.Random(0)
     for _ in range(2):
@@ -91,8 +90,8 @@ def test_killed_and_resumed(tmp_path: Path):
 
 
 @linux
-def test_killed_between_rounds(tmp_path: Path):
-    """Parts go on where they stopped, and are gone when all is stored."""
+def test_a_sweep_killed_between_rounds_continues_with_the_next_part(tmp_path: Path):
+    """The stored parts are continued, and removed once the whole records are stored."""
     log = tmp_path / "log"
     write_sweep(tmp_path, 1, head='compare = "name"', name=["a", "b"], steps=10, seconds=0.02, log=str(log))
     parts = tmp_path / "runs" / "s.rounds"
@@ -103,14 +102,14 @@ def test_killed_between_rounds(tmp_path: Path):
     finish(process)
     assert wait_until(lambda: not marked(mark)), "an orphan"
     assert indices(tmp_path) == []
-    kept = len(lines_in(parts))
-    assert kept < 4
+    parts_kept = len(lines_in(parts))
+    assert parts_kept < 4
     shutil.copytree(parts, tmp_path / "kept")
     log.unlink()
     code, _, _ = sweep(tmp_path, "--rounds", 2)
     assert code == 0
-    taken = [line for line in log.read_text().splitlines() if "take" in line]
-    assert taken == ["a take 5", "b take 5", "b take 5", "a take 5"][kept:]
+    rounds_taken = [line for line in log.read_text().splitlines() if "take" in line]
+    assert rounds_taken == ["a take 5", "b take 5", "b take 5", "a take 5"][parts_kept:]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s.jsonl"]
     assert [len(record.samples["step"].values) for record in Store(tmp_path / "runs" / "s.jsonl").read()] == [10, 10]
     shutil.copytree(tmp_path / "kept", parts)  # as if killed before they were removed
@@ -125,8 +124,8 @@ def lines_in(folder: Path) -> list[str]:
 
 @linux
 @pytest.mark.slow
-def test_killed_at_twenty_moments(tmp_path: Path):
-    """Each sweep of 20 cells is killed until it is whole; then the next begins."""
+def test_no_kill_at_twenty_moments_loses_a_cell(tmp_path: Path):
+    """Each sweep of 20 cells is killed until it is complete; then the next begins."""
     moments = random.Random(1)
     kills = 0
     while kills < 20:
@@ -156,8 +155,8 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, compare: bool):
     assert "Traceback" not in err
     done, cells = len(Store(tmp_path / "runs" / "s.jsonl").latest()), 20 if compare else 10
     verb = "is" if done == 1 else "are"
-    kept = f"{done} of {cells} cells {verb} finished and kept in runs/s.jsonl"
-    assert err.endswith(f"trainstep: interrupted; {kept}; to go on: trainstep sweep s.toml\n")
+    message = f"{done} of {cells} cells {verb} finished and kept in runs/s.jsonl"
+    assert err.endswith(f"trainstep: interrupted; {message}; to continue: trainstep sweep s.toml\n")
     assert 1 <= len(set(indices(tmp_path))) < 10
     assert reported(err) <= set(indices(tmp_path))
     assert wait_until(lambda: not marked(mark)), "an orphan"
@@ -165,18 +164,19 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, compare: bool):
 
 @pytest.mark.slow
 @linux
-def test_a_hung_cell_and_its_grandchildren(tmp_path: Path):
-    """The time-out of the file, under that of the command line."""
+def test_a_hung_cell_is_killed_with_its_grandchildren(tmp_path: Path):
+    """The time-out on the command line replaces that of the file."""
     write_sweep(tmp_path, 2, "SPAWNS", "timeout_s = 600", then="hang", pid_file=str(tmp_path / "pid"))
     mark = uuid.uuid4().hex
     code, out, err = finish(start("sweep", "s.toml", "--timeout-s", 4, folder=tmp_path, mark=mark))
     assert code == 3
-    assert "index 0: killed in steps after its 4 s were over" in err
+    assert "index 0: killed in steps at its time limit of 4 s" in err
     assert "time-out" in out
     assert not is_alive(int((tmp_path / "pid").read_text()))
     assert wait_until(lambda: not marked(mark))
 
 
+@pytest.mark.slow
 def test_every_failure_is_a_record(tmp_path: Path):
     acts = [
         "nothing",
@@ -216,35 +216,35 @@ def test_every_failure_is_a_record(tmp_path: Path):
     assert "10 of 11 cells failed" in out
 
 
-def test_out_of_memory_alone_is_no_fault(tmp_path: Path):
+def test_out_of_memory_alone_exits_with_code_0(tmp_path: Path):
     write_sweep(tmp_path, 2, "OOM")
     code, out, _ = sweep(tmp_path)
     assert code == 0
     assert "2 of 2 cells failed: 2 OOM" in out
 
 
-def test_retry_failed(tmp_path: Path):
+def test_retry_failed_runs_failed_cells_again(tmp_path: Path):
     write_sweep(tmp_path, 2, act=["import"], where="prepare")
     assert sweep(tmp_path)[0] == 3
     (tmp_path / "a_package_that_is_nowhere.py").touch()
     code, _, err = sweep(tmp_path)
-    assert (code, err.splitlines()[0]) == (3, "2 of 2 cells are there already"), "a failure is a result"
+    assert (code, err.splitlines()[0]) == (3, "2 of 2 cells are done already"), "a failure is a result"
     code, _, err = sweep(tmp_path, "--retry-failed")
     assert code == 0
     assert "[2/2] index 1: done" in err
     assert [record.failure for record in Store(tmp_path / "runs" / "s.jsonl").latest().values()] == [None, None]
 
 
-def test_a_killed_cell_runs_again(tmp_path: Path):
+def test_a_killed_cell_is_a_record_and_runs_again_when_retried(tmp_path: Path):
     write_sweep(tmp_path, 1, "KILLED")
     code, _, err = sweep(tmp_path)
     assert code == 3
-    assert "workloads:KILLED: killed by SIGKILL in steps: by whom is not known" in err
+    assert "workloads:KILLED: killed by SIGKILL in steps; the sender is unknown" in err
     sweep(tmp_path, "--retry-failed")
     assert len(Store(tmp_path / "runs" / "s.jsonl").read()) == 2
 
 
-def test_two_sweeps_on_one_store(tmp_path: Path):
+def test_a_second_sweep_on_the_same_file_is_refused(tmp_path: Path):
     write_sweep(tmp_path, 3, seconds=0.5)
     first = start("sweep", "s.toml", folder=tmp_path)
     assert wait_until(lambda: (tmp_path / "runs" / "s.jsonl").exists(), 30)
@@ -255,7 +255,7 @@ def test_two_sweeps_on_one_store(tmp_path: Path):
     assert indices(tmp_path) == [0, 1, 2]
 
 
-def test_no_mixing_unless_allowed(tmp_path: Path):
+def test_another_environment_is_refused_unless_allowed(tmp_path: Path):
     write_sweep(tmp_path, 1)
     assert sweep(tmp_path)[0] == 0
     path = tmp_path / "runs" / "s.jsonl"
@@ -270,38 +270,38 @@ def test_no_mixing_unless_allowed(tmp_path: Path):
     assert "2 different environments" in out
 
 
-def test_a_torn_last_line(tmp_path: Path):
+def test_a_torn_last_line_is_measured_again(tmp_path: Path):
     write_sweep(tmp_path, 3)
     sweep(tmp_path)
     path = tmp_path / "runs" / "s.jsonl"
     path.write_bytes(path.read_bytes()[:-100])
     code, _, err = sweep(tmp_path)
     assert code == 0
-    there, _, ran = err.splitlines()
-    assert there == "2 of 3 cells are there already"
-    assert ran.startswith("[3/3] index 2: done")
+    already_done, _, line = err.splitlines()
+    assert already_done == "2 of 3 cells are done already"
+    assert line.startswith("[3/3] index 2: done")
     assert indices(tmp_path) == [0, 1, 2]
 
 
-def test_the_command_line_comes_before_the_file(tmp_path: Path):
+def test_the_command_line_replaces_values_of_the_file(tmp_path: Path):
     (tmp_path / "s.toml").write_text('timeout_s = 5\n[grid]\nmodel = "8B"\ndevice = "cuda"\nnvtx = true\n')
     code, _, err = sweep(tmp_path, "--device", "cpu", "--model", "tiny")
     assert code == 2
-    assert "nvtx: ranges need a GPU" in err, "so the file's device gave way"
+    assert "nvtx: ranges need a GPU" in err, "the device on the command line replaces that of the file"
 
 
-def test_a_page_and_another_file(tmp_path: Path):
+def test_records_and_page_go_to_the_named_files(tmp_path: Path):
     write_sweep(tmp_path, 2)
-    code, out, _ = sweep(tmp_path, "--out", "deep/er/mine.jsonl", "--page", "page.html")
+    code, out, _ = sweep(tmp_path, "--out", "deep/er/own.jsonl", "--page", "page.html")
     assert code == 0
-    assert "records: deep/er/mine.jsonl" in out
+    assert "records: deep/er/own.jsonl" in out
     assert "page: page.html" in out
     assert "<html" in (tmp_path / "page.html").read_text()
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("stream", ["stderr", "stdout"])
-def test_a_reader_that_leaves_ends_no_sweep(tmp_path: Path, stream: str):
+def test_a_closed_pipe_ends_no_sweep(tmp_path: Path, stream: str):
     """`trainstep sweep ... 2>&1 | head`: every cell runs, the page is written, and the exit code is that of the cells."""
     write_sweep(tmp_path, 3)
     process = start("sweep", "s.toml", "--page", "page.html", folder=tmp_path)
@@ -313,7 +313,7 @@ def test_a_reader_that_leaves_ends_no_sweep(tmp_path: Path, stream: str):
     assert (tmp_path / "page.html").exists()
 
 
-def test_a_page_has_the_sweeps_title_and_description(tmp_path: Path):
+def test_the_page_has_the_title_and_description_of_the_sweep(tmp_path: Path):
     write_sweep(tmp_path, 1, head='title = "Sleeping & waking"\ndescription = "How long it sleeps."')
     assert sweep(tmp_path, "--page", "page.html")[0] == 0
     page = (tmp_path / "page.html").read_text()
@@ -321,8 +321,8 @@ def test_a_page_has_the_sweeps_title_and_description(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parents[2] / "sweeps").glob("*.toml")))
-def test_published_sweeps_are_sound(name: str):
-    """Each expands, on a GPU and on a CPU; where it compares, into groups of the same size or larger ones."""
+def test_published_sweeps_expand_on_both_devices(name: str):
+    """Each expands on a GPU and on a CPU; one that compares, into groups of at least two cells of one workload."""
     config = load_sweep(Path(__file__).parents[2] / "sweeps" / name)
     for device in ("cuda", "cpu"):
         groups = groups_along(expand_all(config.grids({}), {"device": device}), config.compare)
@@ -337,7 +337,7 @@ def cells_of(name: str, *settings: str) -> list[list[Cell]]:
     return groups_along(expand_all(config.grids(grid_from_settings(settings)), {"device": "cuda"}), config.compare)
 
 
-def test_plain_takes_part_at_one_size():
+def test_plain_is_compared_at_one_size_only():
     groups = cells_of("attention_peers.toml")
     with_plain = [group for group in groups if any(cell.config["implementation"] == "plain" for cell in group)]
     assert len(groups) == 33, "eleven sizes, three directions"
@@ -348,7 +348,7 @@ def test_plain_takes_part_at_one_size():
     assert [config[name] for name in ("batch", "heads", "seq", "head_dim", "direction")] == [1, 16, 16384, 64, "both"]
 
 
-def test_a_hopper_gpus_peers_at_eleven_sizes():
+def test_the_hopper_sweep_compares_peers_at_eleven_sizes():
     groups = cells_of("attention_hopper.toml")
     assert len(groups) == 33, "eleven sizes, three directions"
     sizes = ("batch", "heads", "seq", "head_dim", "mask", "direction")
@@ -365,7 +365,7 @@ def test_a_hopper_gpus_peers_at_eleven_sizes():
     assert len(with_all) == 6, "two sizes, three directions"
 
 
-def test_memory_and_widths_of_our_attention():
+def test_the_sweeps_of_attention_memory_and_widths_have_their_sizes():
     memory = [group[0].config for group in cells_of("attention_memory.toml")]
     assert sorted({config["seq"] for config in memory if config["head_dim"] == 64}) == [2**n for n in range(10, 17)]
     assert {config["seq"] for config in memory if config["head_dim"] == 128} == {65536}
@@ -373,7 +373,7 @@ def test_memory_and_widths_of_our_attention():
     assert [[cell.config["head_dim"] for cell in group] for group in groups] == [[64, 80, 96, 128]] * 2
 
 
-def test_settings_of_a_published_sweep():
+def test_settings_replace_values_of_a_published_sweep():
     cells = [cell for group in cells_of("flash.toml", "dtype=bf16", "seq=1024,4096") for cell in group]
     assert len(cells) == 5 * 2 * 3 * 2
     assert {cell.config["dtype"] for cell in cells} == {"bf16"}
@@ -381,7 +381,7 @@ def test_settings_of_a_published_sweep():
     assert {cell.config["batch"] for cell in group} == {4}
 
 
-def test_settings_run(tmp_path: Path):
+def test_a_sweep_runs_with_its_settings(tmp_path: Path):
     grid = 'workload = "attention"\nimplementation = ["plain", "trainstep"]\nseq = [32, 64]\nsteps = 2\nheads = 2'
     (tmp_path / "s.toml").write_text(f"[grid]\n{grid}\n")
     code, _, err = sweep(
@@ -405,14 +405,14 @@ def test_settings_run(tmp_path: Path):
         (["--context", "8"], "sweep flash: unknown key 'context'"),
     ],
 )
-def test_bad_settings(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_settings_are_refused_in_one_sentence(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
     assert app.run(["sweep", str(ROOT / "sweeps" / "flash.toml"), "--device", "cpu", *options]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
 
 
-def test_help_tells_of_settings(capsys: pytest.CaptureFixture[str]):
+def test_help_has_an_example_of_settings(capsys: pytest.CaptureFixture[str]):
     assert app.run(["sweep", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "trainstep sweep sweeps/flash.toml --set dtype=bf16 --set seq=1024,4096" in out

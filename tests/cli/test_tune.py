@@ -1,4 +1,4 @@
-"""`trainstep tune`: what it refuses, in one sentence, and in the interpreter a whole run that ends in rows for the table."""
+"""`trainstep tune`: bad input in one sentence, and a run in Triton's interpreter that prints rows for the table of tiles."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from cell_maker import finish, import_path, start
 from trainstep.cli import app
-from trainstep.ops.flash_attention import tiles
+from trainstep.ops.flash_attention.portable import tiles
 from trainstep.records.store import Store
 
 TINY = "--device cpu --arithmetic fp16 --kernel forward --head-dim 16 --mask causal --candidates 16x16x4x1,32x32x4x1x2"
@@ -18,7 +18,7 @@ TINY = "--device cpu --arithmetic fp16 --kernel forward --head-dim 16 --mask cau
     [
         (
             "",
-            "device: tune needs a GPU, and none is visible here: tiles are chosen by timing on the GPU they are for",
+            "device: tune needs a GPU, but none is visible here: tiles are chosen by timing them on their GPU",
         ),
         ("--device cuda", "tune needs a GPU"),
         (
@@ -40,7 +40,7 @@ TINY = "--device cpu --arithmetic fp16 --kernel forward --head-dim 16 --mask cau
         ("--tiles 3", "--tiles"),
     ],
 )
-def test_bad_input(
+def test_bad_input_is_refused_in_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -64,14 +64,14 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]):
     assert "trainstep tune --arithmetic tf32x3,ieee --shape 1x1x16384" in out
     assert "--budget-s" in out
     words = " ".join(out.replace("│", " ").split())
-    assert "Needs a GPU" in words
+    assert "This needs a GPU" in words
     assert "width of a head [64,128]" in words, "as the bare command takes"
     assert "[4x16x4096,1x16x16384]" in words
     assert "trainstep attention --block-q 64" in words
 
 
 @pytest.mark.slow
-def test_rows_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_ends_in_rows_for_the_table_of_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -93,5 +93,5 @@ def test_rows_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert row.record == "t.jsonl"
     code, again, err = finish(start(*command, "--allow-mixed", folder=tmp_path), timeout_s=110)
     assert code == 0
-    assert "2 of 2 cells are there already" in err
+    assert "2 of 2 cells are done already" in err
     assert again.splitlines()[-1] == line

@@ -1,4 +1,4 @@
-"""AttentionConfig: what it refuses in a sentence, what a peer does not take, the tile's rule, and its cells."""
+"""AttentionConfig: fields it refuses in one sentence, inputs that a peer does not support, the tile rule, and its cells."""
 
 from typing import Any
 
@@ -17,23 +17,23 @@ from trainstep.config.parsing import build_config
         ({"seq": 0}, "seq: must be a whole number of at least 1"),
         ({"keys": 0}, "keys: must be a whole number of at least 1"),
         ({"heads": 6, "key_heads": 4}, "key_heads: 4 does not divide heads 6"),
-        ({"layout": "BSD"}, "heads: layout BSD has none to hold 16"),
+        ({"layout": "BSD"}, "heads: layout BSD has one head, not 16"),
         ({"fp32_precision": "tf4"}, "fp32_precision: 'tf4' is not known (did you mean tf32?)"),
-        ({"fp32_precision": "ieee", "dtype": "bf16"}, "fp32_precision: says how fp32 is multiplied, and dtype is bf16"),
-        ({"fp32_precision": "tf32x3"}, "fp32_precision: tf32x3 is of NVIDIA matrix units"),
-        ({"block_q": 64, "implementation": "plain"}, "block_q: tiles are trainstep's; plain has none"),
+        ({"fp32_precision": "ieee", "dtype": "bf16"}, "fp32_precision: says how fp32 is multiplied, but dtype is bf16"),
+        ({"fp32_precision": "tf32x3"}, "fp32_precision: tf32x3 needs NVIDIA matrix units"),
+        ({"block_q": 64, "implementation": "plain"}, "block_q: only trainstep's kernels take a tile; plain does not"),
         ({"block_k": "rul"}, "block_k: must be a whole number, rule or none, not 'rul'"),
         ({"num_warps": 0}, "num_warps: must be a whole number of at least 1"),
-        ({"l2": "cold"}, "l2: cold is a GPU's cache"),
+        ({"l2": "cold"}, "l2: cold is about a GPU's cache"),
     ],
 )
-def test_refused_naming_the_field(fields: dict[str, Any], sentence: str):
+def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], sentence: str):
     with pytest.raises(ValueError) as caught:
         AttentionConfig(**fields)
     assert str(caught.value).startswith(sentence)
 
 
-def test_what_is_left_open_is_as_the_queries():
+def test_unset_keys_and_key_heads_equal_those_of_the_queries():
     config = AttentionConfig(heads=8, seq=100)
     assert (config.group_heads, config.key_count) == (8, 100)
     config = AttentionConfig(heads=8, key_heads=2, seq=100, keys=7, causal_alignment="bottom_right")
@@ -52,11 +52,11 @@ def test_what_is_left_open_is_as_the_queries():
         ({"implementation": "flash_attn_4", "device": "cuda"}, "implementation: flash_attn_4 does not take float32"),
         (
             {"implementation": "flash_attn_4", "head_dim": 100, "device": "cuda", "dtype": "bf16"},
-            "implementation: flash_attn_4 takes a head_dim that 8 divides, up to 256, not 100",
+            "implementation: flash_attn_4 takes multiples of 8 up to 256 as head_dim, not 100",
         ),
         (
             {"implementation": "flash_attn_4", "head_dim": 264, "device": "cuda", "dtype": "fp16"},
-            "implementation: flash_attn_4 takes a head_dim that 8 divides, up to 256, not 264",
+            "implementation: flash_attn_4 takes multiples of 8 up to 256 as head_dim, not 264",
         ),
         (
             {"implementation": "sdpa_math", "keys": 7, "causal_alignment": "bottom_right"},
@@ -84,11 +84,11 @@ def test_what_is_left_open_is_as_the_queries():
         ),
     ],
 )
-def test_what_a_peer_does_not_take_is_no_error(fields: dict[str, Any], sentence: str):
+def test_an_input_that_a_peer_does_not_support_is_no_error(fields: dict[str, Any], sentence: str):
     assert AttentionConfig(**fields).refusal == sentence
 
 
-def test_what_they_take():
+def test_supported_inputs_are_not_refused():
     assert AttentionConfig(implementation="sdpa_flash").refusal is None, "torch has one for CPUs"
     for name in IMPLEMENTATIONS:
         assert AttentionConfig(implementation=name, device="cuda", dtype="bf16").refusal is None
@@ -99,17 +99,17 @@ def test_what_they_take():
         assert AttentionConfig(device="cuda", fp32_precision=precision).refusal is None
     for precision in ("tf32x3", "fp16x3"):
         efficient = AttentionConfig(implementation="sdpa_efficient", device="cuda", fp32_precision=precision)
-        assert efficient.refusal is None, "the peer of both, by its own three products"
+        assert efficient.refusal is None, "it is the peer of both, with three products of its own"
 
 
 @pytest.mark.parametrize(
     ("positions", "block"), [(1, 16), (128, 16), (256, 16), (257, 32), (512, 32), (4096, 32), (65536, 32)]
 )
-def test_the_rule(positions: int, block: int):
+def test_the_tile_rule_chooses_a_block_by_positions(positions: int, block: int):
     assert rule_block(positions) == block
 
 
-def test_blocks():
+def test_blocks_are_none_a_size_or_the_rule():
     assert AttentionConfig().blocks == (None, None)
     assert AttentionConfig(block_q="rule", block_k=64, seq=128).blocks == (16, 64)
     assert AttentionConfig(block_k="rule", seq=128, keys=4096).blocks == (None, 32)
@@ -117,7 +117,7 @@ def test_blocks():
     assert AttentionConfig(num_stages=3).has_own_tile
 
 
-def test_values_as_a_command_line_gives_them():
+def test_values_of_a_command_line_are_parsed():
     config = build_config("attention", {"key_heads": None, "block_q": "rule", "fp32_precision": None, "seq": 64})
     assert (config.key_heads, config.block_q, config.fp32_precision) == (None, "rule", None)
     with pytest.raises(ValueError, match="seq: must be a whole number, not 'long'"):
@@ -126,7 +126,7 @@ def test_values_as_a_command_line_gives_them():
         build_config("attention", {"sek": 1})
 
 
-def test_a_grid_of_them():
+def test_a_grid_expands_to_labelled_cells():
     grid: dict[str, list[Any]] = {"workload": ["attention"], "implementation": ["plain", "trainstep"], "seq": [8, 16]}
     cells = expand(grid, {"device": "cpu"})
     assert [cell.label for cell in cells] == ["plain, seq 8", "plain, seq 16", "trainstep, seq 8", "trainstep, seq 16"]

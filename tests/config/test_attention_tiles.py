@@ -1,10 +1,10 @@
-"""What the config of a tuned kernel takes, and what it refuses, in a sentence that names the field."""
+"""AttentionTilesConfig: sizes and tiles it reads, and values it refuses in a sentence that names the field."""
 
 from typing import Any
 
 import pytest
 
-from trainstep.config.attention_tiles import AttentionTilesConfig
+from trainstep.config.attention import AttentionTilesConfig
 from trainstep.config.grid import expand
 from trainstep.config.parsing import build_config
 
@@ -30,7 +30,7 @@ def test_sizes_and_tiles_are_read():
         ({"candidates": "best"}, "candidates: 'best' is neither 'generated' nor tiles"),
         ({"candidates": "64x64x4"}, "candidates: "),
         ({"candidates": "64x64x4x2,"}, "candidates: "),
-        ({"candidates": ",".join(["64x64x4x2"] * 101)}, "candidates: 101 tiles, and 100 is the most"),
+        ({"candidates": ",".join(["64x64x4x2"] * 101)}, "candidates: 101 tiles are more than the limit of 100"),
         ({"rounds": 0}, "rounds: must be a whole number of at least 1"),
         ({"workers": -1}, "workers: "),
         ({"budget_s": 0.0}, "budget_s: must be a positive number of seconds"),
@@ -39,12 +39,12 @@ def test_sizes_and_tiles_are_read():
         ({"seed": -1}, "seed: "),
     ],
 )
-def test_refusals(fields: dict[str, Any], words: str):
+def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         AttentionTilesConfig(**fields)
 
 
-def test_flat_values_and_grids():
+def test_flat_values_and_grids_are_read():
     assert build_config("attention_tiles", {"budget_s": 5}).budget_s == 5.0
     with pytest.raises(ValueError, match="did you mean shape"):
         build_config("attention_tiles", {"shpae": "1x1x64"})

@@ -1,4 +1,4 @@
-"""CollectiveConfig: sizes that every rank can part, and refusals in one sentence."""
+"""CollectiveConfig: sizes that all ranks can divide, and refusals in one sentence."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from trainstep.config.collective import CollectiveConfig
     [
         ({"mib": 1.0, "ranks": 2}, 2**18, 2**20),
         ({"mib": 1.0, "ranks": 2, "dtype": "bf16"}, 2**19, 2**20),
-        ({"mib": 1.0, "ranks": 3}, 262_146, 1_048_584),  # up to the next multiple of three
+        ({"mib": 1.0, "ranks": 3}, 262_146, 1_048_584),  # rounded up to a multiple of three
         ({"mib": 1e-9, "ranks": 4}, 4, 16),
         ({"mib": 1 / 1024, "ranks": 2}, 256, 1024),
     ],
 )
-def test_sizes(config: dict[str, Any], elements: int, payload_bytes: int):
-    made = CollectiveConfig(**config)
-    assert (made.elements, made.payload_bytes) == (elements, payload_bytes)
-    assert made.elements % made.ranks == 0
+def test_sizes_are_rounded_up_to_a_multiple_of_the_ranks(config: dict[str, Any], elements: int, payload_bytes: int):
+    collective = CollectiveConfig(**config)
+    assert (collective.elements, collective.payload_bytes) == (elements, payload_bytes)
+    assert collective.elements % collective.ranks == 0
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,6 @@ def test_sizes(config: dict[str, Any], elements: int, payload_bytes: int):
         ({"dtype": "fp64"}, "dtype: 'fp64' is not known"),
     ],
 )
-def test_refusals(config: dict[str, Any], sentence: str):
+def test_a_bad_field_is_refused_by_name(config: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=sentence):
         CollectiveConfig(**config)

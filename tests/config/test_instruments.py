@@ -1,4 +1,4 @@
-"""The table of instruments: every name in it leads somewhere, and a row with the files of CONTRIBUTING's recipe is a workload."""
+"""The table of instruments: every name in it resolves, and a row with the files of CONTRIBUTING's recipe is a workload."""
 
 import importlib
 import re
@@ -17,36 +17,36 @@ from trainstep.config.parsing import CONFIGS
 ROWS = list(INSTRUMENTS.values())
 
 
-def places_of(one: Instrument) -> list[str]:
+def places_of(instrument: Instrument) -> list[str]:
     """Every module:object in a row."""
-    named = (one.measured, one.answer, one.tables, one.compared_tables, one.summary)
-    return [place for place in (*named, *one.charts, *one.sections, *one.last_sections) if place]
+    named = (instrument.measured, instrument.answer, instrument.tables, instrument.compared_tables, instrument.summary)
+    return [place for place in (*named, *instrument.charts, *instrument.sections, *instrument.last_sections) if place]
 
 
-@pytest.mark.parametrize("place", sorted({place for one in ROWS for place in places_of(one)}))
+@pytest.mark.parametrize("place", sorted({place for row in ROWS for place in places_of(row)}))
 def test_every_place_resolves(place: str):
-    found = resolve(place)
-    assert callable(found) if place.startswith("trainstep.report") else callable(found.prepare)
+    resolved = resolve(place)
+    assert callable(resolved) if place.startswith("trainstep.report") else callable(resolved.prepare)
 
 
-@pytest.mark.parametrize("one", ROWS, ids=lambda one: one.name)
-def test_a_row_is_whole(one: Instrument):
-    assert one.verb in _VERBS
-    assert callable(getattr(importlib.import_module(f"trainstep.cli.{one.verb}"), one.verb))
-    assert CONFIGS[one.name] is one.config
-    assert one.own_words <= {"peak", "ratios", "spread", "times"}
-    assert one.title and one.answer  # noqa: PT018  (both are text)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_is_complete(row: Instrument):
+    assert row.verb in _VERBS
+    assert callable(getattr(importlib.import_module(f"trainstep.cli.{row.verb}"), row.verb))
+    assert CONFIGS[row.name] is row.config
+    assert row.own_words <= {"peak", "ratios", "spread", "times"}
+    assert row.title and row.answer  # noqa: PT018  (both are text)
 
 
-def test_nobody_knows_what_a_workload_of_ones_own_says():
+def test_a_users_workload_says_none_of_the_known_words():
     assert not says("mine:WORKLOAD", "peak")
     assert says("memory", "peak")
 
 
-def test_a_workload_is_named_in_its_row_and_by_what_is_its_own():
-    """Nothing else in report/ or measure/workload.py chooses by a workload's name."""
+def test_only_a_row_and_a_workloads_own_modules_name_it():
+    """Nothing else in report/ or measure/harness/workload.py chooses by a workload's name."""
     switch = re.compile(r"workload (==|!=|in|not in) [\"(\[]|WORKLOAD = \"")
-    sources = [*(ROOT / "src/trainstep/report").glob("*.py"), ROOT / "src/trainstep/measure/workload.py"]
+    sources = [*(ROOT / "src/trainstep/report").rglob("*.py"), ROOT / "src/trainstep/measure/harness/workload.py"]
     assert not [path.name for path in sources if switch.search(path.read_text())]
 
 
@@ -72,7 +72,7 @@ class ToyWaitConfig:
 """A wait, timed."""
 import time
 from trainstep.config.toy_wait import ToyWaitConfig
-from trainstep.measure.workload import Findings
+from trainstep.measure.harness.workload import Findings
 from trainstep.records.facts import facts_of
 from trainstep.records.record import Samples
 
@@ -107,7 +107,7 @@ ROW = """
         config=ToyWaitConfig,
         measured="trainstep.measure.toy_wait:WORKLOAD",
         verb="sweep",
-        answer="trainstep.report.answers:quickest_call",
+        answer="trainstep.report.answers:fastest_call",
         facts=("asked_wait_s",),
         always={"facts": ("asked_wait_s",)},
     ),
@@ -115,14 +115,14 @@ ROW = """
 
 
 def add(path: Path, before: str, text: str) -> None:
-    """Put text before the one place where something stands."""
+    """Insert text before the only occurrence of another text."""
     source = path.read_text()
     assert source.count(before) == 1, (path, before)
     path.write_text(source.replace(before, text + before))
 
 
-def test_the_recipe_of_a_workload_names_all_its_files(tmp_path: Path):
-    """A toy with exactly those: its config, its file in measure/, its row, a line for its fact. It is swept and reported."""
+def test_a_workload_made_by_the_recipe_is_swept_and_reported(tmp_path: Path):
+    """A toy with exactly those files (its config, its file in measure/, its row, a line for its fact) is swept and reported."""
     package = tmp_path / "src/trainstep"
     shutil.copytree(ROOT / "src/trainstep", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name, text in TOY.items():
@@ -136,14 +136,14 @@ def test_the_recipe_of_a_workload_names_all_its_files(tmp_path: Path):
     add(table, ")\nINSTRUMENTS: Mapping", ROW.lstrip("\n"))
     fact = '    "asked_wait_s": FactKind("s", float, "the wait that was asked for"),\n'
     add(package / "records/facts.py", "}\n\n\ndef facts_of(", fact)
-    recipe = (ROOT / "CONTRIBUTING.md").read_text().partition("**A workload**")[2].partition("\n- **")[0]
+    recipe = (ROOT / "CONTRIBUTING.md").read_text().partition("**A workload.**")[2].partition("\n**")[0]
     for named in ("`config/`", "`measure/`", "`config/instruments.py`", "`records/facts.py`"):
         assert named in recipe
 
     environment = {"PYTHONPATH": str(tmp_path / "src"), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
 
     def run(*words: str, code: int = 0) -> str:
-        """What it printed; of a refusal, why."""
+        """Run trainstep and return its stdout, or its stderr for a refusal."""
         command = [sys.executable, "-m", "trainstep", *words]
         ended = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -158,7 +158,8 @@ def test_the_recipe_of_a_workload_names_all_its_files(tmp_path: Path):
     assert "asked_wait_s" in run("report", "toy.jsonl", "--format", "csv").splitlines()[0]
     run("report", "toy.jsonl", "--out", "toy.html")
     assert "<title>Toy waits on " in (tmp_path / "toy.html").read_text()
-    broken = (tmp_path / "toy.jsonl").read_text().replace('"value":0.0001', '"value":"long"')
-    (tmp_path / "broken.jsonl").write_text(broken)
+    whole, fact = (tmp_path / "toy.jsonl").read_text(), '"asked_wait_s":{"value":'
+    assert f"{fact}0.0001," in whole
+    (tmp_path / "broken.jsonl").write_text(whole.replace(f"{fact}0.0001,", f'{fact}"long",'))
     refusal = run("report", "broken.jsonl", code=2)
     assert "broken.jsonl: line 1: not a record: facts.asked_wait_s" in refusal

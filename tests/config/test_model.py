@@ -1,4 +1,4 @@
-"""A model's shape: what is refused and how, and what follows from it."""
+"""A model's shape: fields that are refused, counts of parameters, and names of users' models."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ def refusal(**changes: Any) -> str:
     return str(caught.value)
 
 
-def test_parameter_counts_by_hand():
+def test_parameter_counts_agree_with_hand_computed_numbers():
     counts = ModelConfig(**GOOD).parameter_counts()
     assert counts == {"embedding": 84, "attention": 2 * 4 * 144, "mlp": 2 * 3 * 240, "norms": 5 * 12, "head": 84}
     assert ModelConfig(**GOOD).parameters == 84 + 1152 + 1440 + 60 + 84
@@ -32,7 +32,7 @@ def test_counts_must_be_positive(field: str, value: Any):
 
 @pytest.mark.parametrize("field", ["rope_theta", "norm_eps"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
-def test_positive_numbers(field: str, value: float):
+def test_rates_must_be_positive(field: str, value: float):
     assert refusal(**{field: value}).startswith(f"{field}: must be positive, not ")
 
 
@@ -42,18 +42,18 @@ def test_heads_must_divide_the_width():
 
 
 @pytest.mark.parametrize(("d_model", "heads"), [(768, 11), (10, 3), (14, 4), (1600, 24), (2, 5)])
-def test_the_heads_it_suggests_are_taken(d_model: int, heads: int):
+def test_the_suggested_number_of_heads_is_accepted(d_model: int, heads: int):
     suggested = int(refusal(d_model=d_model, heads=heads).split("; ")[1].split()[0])
     assert ModelConfig(**{**GOOD, "d_model": d_model, "heads": suggested}).heads == suggested
 
 
-def test_rotary_needs_even_widths():
+def test_rope_needs_even_head_widths():
     assert "it must be even" in refusal(d_model=12, heads=4)
     for heads in (1, 3, 7):
-        assert refusal(d_model=7, heads=heads).startswith("d_model: RoPE turns pairs")
+        assert refusal(d_model=7, heads=heads).startswith("d_model: RoPE rotates pairs")
 
 
-def test_it_is_frozen_and_named():
+def test_a_model_is_frozen_and_takes_keywords_only():
     model = ModelConfig(**GOOD)
     assert model.name == "custom"
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -63,12 +63,12 @@ def test_it_is_frozen_and_named():
 
 
 @pytest.mark.parametrize("function", ["a.b:c", "a:c", "_a.b2:build_it"])
-def test_a_model_of_ones_own(function: str):
+def test_a_users_model_is_named_by_its_function(function: str):
     assert UserModel(function=function).name == function
 
 
 @pytest.mark.parametrize("function", ["", ":", "a.b", "a.b:", ":c", "a..b:c", "a/b.py:c", "a.b:c.d", "a:b:c", "a b:c"])
-def test_a_name_that_cannot_be_imported(function: str):
+def test_a_name_that_cannot_be_imported_is_refused(function: str):
     with pytest.raises(ValueError, match=r"must read package\.module:function"):
         UserModel(function=function)
 

@@ -1,4 +1,4 @@
-"""A cell of numerics: the toy, a size or one's own; refused where its step would be."""
+"""NumericsConfig for the toy, a named size and a user's model; it refuses what the config of its step refuses."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from trainstep.config.parsing import build_config, from_plain, to_plain
 
 
 @pytest.mark.parametrize("model", ["toy", "tiny", "own.module:build"])
-def test_there_and_back(model: str):
+def test_plain_values_give_the_same_config(model: str):
     config = build_config("numerics", {"model": model, "precision": "fp16_autocast", "context": 32})
     assert from_plain(NumericsConfig, to_plain(config)) == config
     assert config.model.name == model
 
 
-def test_its_step():
+def test_the_config_of_its_step_has_the_given_fields():
     config = build_config("numerics", {"model": "tiny", "layers": 3, "batch_size": 2, "context": 16, "steps": 7})
     run = config.run(precision="fp32", attention="plain")
     assert (run.precision, run.attention, run.batch_size, run.context, run.steps) == ("fp32", "plain", 2, 16, 7)
@@ -37,12 +37,12 @@ def test_its_step():
         ({"optimizer": "adam"}, "unknown key 'optimizer'"),
     ],
 )
-def test_bad_values(values: dict[str, object], word: str):
+def test_bad_values_are_refused(values: dict[str, object], word: str):
     with pytest.raises(ValueError, match=word):
         build_config("numerics", values)
 
 
-def test_a_grid_of_them():
+def test_a_grid_expands_to_labelled_cells():
     cells = expand(
         {"workload": ["numerics"], "model": ["toy", "tiny"], "precision": ["fp32", "bf16"]}, {"device": "cpu"}
     )

@@ -1,25 +1,23 @@
-"""ParallelConfig, and how options that a way does not have stay out of grids."""
+"""ParallelConfig, and grids without the options that a strategy does not use."""
 
 from typing import Any
 
 import pytest
 
 from sources import ROOT
-from trainstep.config.cell import Cell
-from trainstep.config.grid import expand, expand_all, grid_from_settings, groups_along
+from trainstep.config.grid import Cell, expand, expand_all, grid_from_settings, groups_along
 from trainstep.config.memory import MemoryConfig, RecordedRunConfig
-from trainstep.config.parallel import ParallelConfig, RankRunConfig
+from trainstep.config.model import size
+from trainstep.config.parallel import SYNCS, USED_BY, ParallelConfig, RankRunConfig, SyncConfig, needless
 from trainstep.config.parsing import build_config, flat_form, from_plain, to_plain
-from trainstep.config.presets import size
 from trainstep.config.sweep import load_sweep
-from trainstep.config.sync import SYNCS, USED_BY, SyncConfig, needless
 
 
 def cells(**grid: list[Any]) -> list[Cell]:
     return expand({"workload": ["parallel"], "model": ["tiny"], **grid}, {"device": "cpu"})
 
 
-def test_there_and_back():
+def test_plain_values_give_the_same_config():
     config = build_config("parallel", {"model": "tiny", "layers": 1, "sync": None, "bucket_mib": 3, "context": 8})
     assert (config.ranks, config.run.model.layers, config.run.batch_size) == (2, 1, 2)
     assert from_plain(ParallelConfig, to_plain(config)) == config
@@ -32,40 +30,40 @@ def test_there_and_back():
     [
         ({"ranks": 0}, "ranks: must be a whole number of at least 1"),
         ({"sync": "bucketd"}, "sync: 'bucketd' is not known (did you mean bucketed?)"),
-        ({"ranks": 1, "sync": "torch_ddp"}, "ranks: torch_ddp needs others to talk to"),
-        ({"compile": "model", "sync": "fsdp"}, "compile: fsdp gathers block by block"),
+        ({"ranks": 1, "sync": "torch_ddp"}, "ranks: torch_ddp needs several ranks"),
+        ({"compile": "model", "sync": "fsdp"}, "compile: fsdp gathers parameters block by block"),
         ({"window_steps": 0}, "window_steps: must be"),
         ({"ahead": 3}, "ahead: must be 0, 1 or 2"),
         ({"context": 0}, "context: must be"),
         ({"contxt": 1}, "parallel: unknown key 'contxt' (did you mean context?)"),
     ],
 )
-def test_what_cannot_be(values: dict[str, Any], words: str):
+def test_bad_values_are_refused(values: dict[str, Any], words: str):
     with pytest.raises(ValueError) as caught:
         build_config("parallel", {"model": "tiny", **values})
     assert str(caught.value).startswith(words)
 
 
-def test_bucket_sizes_multiply_ways_with_buckets_only():
-    found = cells(sync=[None, "naive", "bucketed", "fsdp"], bucket_mib=[1, 10], ahead=[0, 1])
-    assert [cell.label for cell in found] == [
+def test_bucket_sizes_multiply_only_strategies_with_buckets():
+    expanded = cells(sync=[None, "naive", "bucketed", "fsdp"], bucket_mib=[1, 10], ahead=[0, 1])
+    assert [cell.label for cell in expanded] == [
         *("tiny, sync none", "tiny, naive"),
         *("tiny, bucketed, bucket_mib 1", "tiny, bucketed, bucket_mib 10"),
         *("tiny, fsdp, ahead 0", "tiny, fsdp, ahead 1"),
     ]
-    assert found[0].config["bucket_mib"] == SyncConfig.bucket_mib
+    assert expanded[0].config["bucket_mib"] == SyncConfig.bucket_mib
 
 
-def test_every_option_of_a_way_is_said_to_be_somebodys():
+def test_every_option_names_the_strategies_that_use_it():
     assert set(USED_BY) == set(flat_form(SyncConfig)) - {"sync"}
-    assert {way for ways in USED_BY.values() for way in ways} <= set(SYNCS)
+    assert {strategy for strategies in USED_BY.values() for strategy in strategies} <= set(SYNCS)
     assert needless({"sync": "torch_ddp"}) == set(USED_BY) - {"bucket_mib"}
     assert needless({"sync": "sharded_flat"}) == set(USED_BY) - {"bucket_mib", "reduce_dtype"}
 
 
-def test_ways_are_compared_with_all_their_options():
-    found = cells(context=[8, 16], sync=["none", "bucketed", "fsdp"], bucket_mib=[1, 10])
-    groups = groups_along(found, "sync")
+def test_strategies_are_compared_with_all_their_options():
+    expanded = cells(context=[8, 16], sync=["none", "bucketed", "fsdp"], bucket_mib=[1, 10])
+    groups = groups_along(expanded, "sync")
     assert [len(group) for group in groups] == [4, 4]
     assert [group[0].config["sync"] for group in groups] == ["none", "none"]
 
@@ -79,24 +77,24 @@ def test_ways_are_compared_with_all_their_options():
         ("sharded_optimizer", ["device=cpu", "model=tiny", "context=64"], [6]),
     ],
 )
-def test_sweeps_expand_here_and_for_gpus(name: str, settings: list[str], groups: list[int]):
+def test_sweeps_of_strategies_expand_on_both_devices(name: str, settings: list[str], groups: list[int]):
     sweep = load_sweep(ROOT / "sweeps" / f"{name}.toml")
     assert groups_along(expand_all(sweep.grids({}), {"device": "cuda"}), sweep.compare)
     overrides = grid_from_settings(settings)
     device = overrides.pop("device", ["cpu"])[0]
-    found = groups_along(expand_all(sweep.grids(overrides), {"device": device}), sweep.compare)
-    assert [len(group) for group in found] == groups
-    assert {group[0].config["sync"] for group in found} == {"none"}
+    cell_groups = groups_along(expand_all(sweep.grids(overrides), {"device": device}), sweep.compare)
+    assert [len(group) for group in cell_groups] == groups
+    assert {group[0].config["sync"] for group in cell_groups} == {"none"}
 
 
-def test_master_weights_are_for_one_process():
+def test_master_weights_are_refused_on_several_ranks():
     with pytest.raises(ValueError, match="precision: bf16_master is for one process"):
         build_config("parallel", {"model": "tiny", "precision": "bf16_master", "ranks": 2})
     assert build_config("parallel", {"model": "tiny", "precision": "bf16_master", "ranks": 1, "sync": None}).run.trains
 
 
 def test_a_config_is_made_of_a_run_and_a_strategy():
-    """In Python as from flat values, with the same defaults; what a record would not tell is refused."""
+    """Python and flat values give the same defaults; a field that the record would not hold is refused."""
     model = size("tiny")
     assert ParallelConfig(run=RankRunConfig(model=model)) == build_config("parallel", {"model": "tiny"})
     assert MemoryConfig(run=RecordedRunConfig(model=model)) == build_config("memory", {"model": "tiny"})
@@ -105,7 +103,7 @@ def test_a_config_is_made_of_a_run_and_a_strategy():
         ParallelConfig(run=forward)
 
 
-def test_the_memory_of_a_forward_alone_is_not_checked_as_a_whole_steps():
+def test_a_forward_without_gradients_may_use_flex_on_a_cpu():
     """FlexAttention has no backward on a CPU."""
     config = build_config("memory", {"model": "tiny", "mode": "forward_no_grad", "attention": "flex"})
     assert config.run.mode == "forward_no_grad"

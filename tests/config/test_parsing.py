@@ -1,4 +1,4 @@
-"""Flat values to configs and back, and the hash that says whether a cell is done already."""
+"""Flat values to configs and back, and the hash that identifies a finished cell."""
 
 import dataclasses
 import datetime
@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sources import ROOT
-from trainstep.config.ceiling import CeilingConfig
-from trainstep.config.model import ModelConfig, UserModel
+from trainstep.config.collective import CeilingConfig
+from trainstep.config.model import ModelConfig, UserModel, size
 from trainstep.config.parsing import (
     CONFIGS,
     build_config,
@@ -25,7 +25,6 @@ from trainstep.config.parsing import (
     parse_value,
     to_plain,
 )
-from trainstep.config.presets import size
 from trainstep.config.run import RunConfig
 
 RUNS = [
@@ -43,19 +42,19 @@ def refusal(**values: Any) -> str:
     return str(caught.value)
 
 
-def test_a_run_from_flat_values():
+def test_a_run_is_built_from_flat_values():
     run = build_run({"model": "small", "layers": 6, "context": 128, "learning_rate": 1})
     assert run == RunConfig(model=dataclasses.replace(size("small"), layers=6), context=128, learning_rate=1.0)
     assert isinstance(run.learning_rate, float)
     assert build_run({}).model == size("small")
 
 
-def test_none_is_a_name_where_a_name_is_asked():
+def test_none_is_a_name_for_fields_that_are_names():
     assert build_run({"compile": None}).compile == "none"
     assert build_run({"clip_grad_norm": None}).clip_grad_norm is None
 
 
-def test_a_model_of_ones_own():
+def test_a_users_model_takes_no_shape_options():
     assert build_run({"model": "a.b:c"}).model == UserModel(function="a.b:c")
     assert refusal(model="a.b:c", layers=3).startswith("layers: belongs to the built-in model; a.b:c decides")
 
@@ -63,7 +62,7 @@ def test_a_model_of_ones_own():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"contxt": 128}, "run: unknown key 'contxt' (did you mean context?); known: model, batch_size"),
+        ({"contxt": 128}, "run: unknown key 'contxt' (did you mean context?)"),
         ({"name": "mine"}, "run: unknown key 'name'"),
         ({"model": 3}, "model: must be a size's name or package.module:function, not 3"),
         ({"model": "smal"}, "model: unknown size 'smal' (did you mean small?)"),
@@ -81,11 +80,11 @@ def test_a_model_of_ones_own():
         ({"context": {"a": 1}}, "context: must be a whole number, not {'a': 1}"),
     ],
 )
-def test_bad_values(values: dict[str, Any], words: str):
+def test_bad_values_are_refused_by_field(values: dict[str, Any], words: str):
     assert refusal(**values).startswith(words)
 
 
-def test_a_ceiling():
+def test_a_ceiling_is_built_from_flat_values():
     assert build_config("ceiling", {"kind": "copy", "mib": 3}) == CeilingConfig(kind="copy", mib=3)
     with pytest.raises(ValueError, match=r"ceiling: unknown key 'knd' \(did you mean kind\?\)"):
         build_config("ceiling", {"knd": "copy"})
@@ -93,7 +92,7 @@ def test_a_ceiling():
         build_config("ceiling", {"n": "x"})
 
 
-def test_fields_a_person_may_set():
+def test_fields_that_a_user_may_set_have_help():
     names = set(fields_of(RunConfig))
     assert {"model", "context", "layers", "d_model", "sync"} < names
     assert "name" not in names
@@ -102,7 +101,7 @@ def test_fields_a_person_may_set():
 
 
 @pytest.mark.parametrize("values", RUNS)
-def test_there_and_back(values: dict[str, Any]):
+def test_plain_values_give_the_same_run(values: dict[str, Any]):
     run = build_run(values)
     plain = to_plain(run)
     assert from_plain(RunConfig, plain) == run
@@ -129,33 +128,33 @@ def reordered(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("values", RUNS)
-def test_the_order_of_keys_does_not_count(values: dict[str, Any]):
+def test_the_hash_ignores_the_order_of_keys(values: dict[str, Any]):
     plain = to_plain(build_run(values))
     assert list(reordered(plain)) != list(plain)
     assert config_hash("train_step", reordered(plain)) == config_hash("train_step", plain)
 
 
-def test_the_hash_is_of_the_json():
+def test_the_hash_is_that_of_the_json():
     text = '["train_step",{"a":[1,2.5],"b":null}]'
     expected = hashlib.sha256(text.encode()).hexdigest()[:16]
     assert config_hash("train_step", {"b": None, "a": [1, 2.5]}) == expected
 
 
-def test_everything_counts():
+def test_the_hash_depends_on_every_field():
     runs = [build_run({**values, **more}) for values in RUNS for more in ({}, {"seed": 1}, {"steps": 20})]
     hashes = {config_hash(workload, to_plain(run)) for run in runs for workload in ("train_step", "my.own:workload")}
     assert len(hashes) == 2 * len(runs)
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_another_process_says_the_same(hash_seed: str):
+def test_another_process_computes_the_same_hash(hash_seed: str):
     code = (
         "from trainstep.config.parsing import *;"
         "print(config_hash('train_step', to_plain(build_run({'model': 'tiny', 'sync': 5}))))"
     )
     environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)}
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert said.stdout.strip() == config_hash("train_step", to_plain(build_run({"sync": 5, "model": "tiny"})))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == config_hash("train_step", to_plain(build_run({"sync": 5, "model": "tiny"})))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_another_process_says_the_same(hash_seed: str):
         ("", ""),
     ],
 )
-def test_words(text: str, value: Any):
+def test_words_are_parsed_to_typed_values(text: str, value: Any):
     parsed = parse_value(text)
     assert parsed == value
     assert type(parsed) is type(value)
@@ -181,17 +180,17 @@ def test_words(text: str, value: Any):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), datetime.date(2026, 1, 1), [{"a": {1}}]], ids=str)
 def test_a_value_that_json_cannot_hold_is_refused_by_its_field(value: Any):
-    with pytest.raises(ValueError, match=r"^sides: .* is no value that a record can hold"):
+    with pytest.raises(ValueError, match=r"^sides: .* is not a value that a record can hold"):
         config_hash("mine:IT", {"steps": 3, "sides": value})
 
 
-def test_a_whole_number_that_no_float_holds():
+def test_a_whole_number_beyond_floats_is_refused():
     with pytest.raises(ValueError, match="learning_rate: must be positive, not inf"):
         build_run({"learning_rate": 10**400})
 
 
 def test_every_published_record_reads_back_to_its_key():
-    """Flat form, order and hash are those of every record that was ever committed; older ones have fewer fields."""
+    """Every committed record keeps its flat form, order and hash; older records have fewer fields."""
     seen = set()
     for path in (ROOT / "results").rglob("*.jsonl"):
         for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()):

@@ -1,12 +1,11 @@
-"""A run: every field that cannot be is refused by name, and what a device cannot do says what can."""
+"""RunConfig: bad fields are refused by name, and an option that a device lacks is refused with one that it has."""
 
 import dataclasses
 from typing import Any
 
 import pytest
 
-from trainstep.config.model import UserModel
-from trainstep.config.presets import size
+from trainstep.config.model import UserModel, size
 from trainstep.config.run import RunConfig
 
 TINY = size("tiny")
@@ -19,7 +18,7 @@ def refusal(**fields: Any) -> str:
     return str(caught.value)
 
 
-def test_defaults():
+def test_a_run_has_its_defaults():
     run = RunConfig(model=TINY)
     assert (run.mode, run.precision, run.attention, run.compile, run.adamw) == ("step", "fp32", "sdpa", "none", "fused")
     assert (run.device, run.warmups, run.steps, run.sync, run.data) == ("cpu", 5, 10, "step", "random")
@@ -27,18 +26,18 @@ def test_defaults():
     assert not RunConfig(model=TINY, mode="forward_backward").trains
 
 
-def test_tokens_of_a_step():
+def test_tokens_of_a_step_are_batch_times_context_times_accumulation():
     assert RunConfig(model=TINY, batch_size=3, context=5, accumulation=7).tokens == 105
 
 
 @pytest.mark.parametrize("field", ["batch_size", "context", "accumulation", "steps"])
 @pytest.mark.parametrize("value", [0, -3, 1.5, True])
-def test_counts(field: str, value: Any):
+def test_counts_must_be_positive_integers(field: str, value: Any):
     assert refusal(**{field: value}).startswith(f"{field}: must be a whole number of at least 1, not {value!r}")
 
 
 @pytest.mark.parametrize("field", ["warmups", "seed"])
-def test_counts_that_may_be_none(field: str):
+def test_warmups_and_seed_may_be_zero(field: str):
     assert getattr(RunConfig(model=TINY, **{field: 0}), field) == 0
     assert refusal(**{field: -1}).startswith(f"{field}: must be a whole number of at least 0, not -1")
 
@@ -54,18 +53,18 @@ def test_counts_that_may_be_none(field: str):
         ("device", "cdua", "cuda"),
     ],
 )
-def test_names(field: str, wrong: str, meant: str):
+def test_an_unknown_name_is_refused_with_the_nearest_one(field: str, wrong: str, meant: str):
     text = refusal(**{field: wrong})
     assert text.startswith(f"{field}: {wrong!r} is not known (did you mean {meant}?); known: ")
 
 
 @pytest.mark.parametrize("field", ["learning_rate", "clip_grad_norm"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_rates(field: str, value: float):
+def test_rates_must_be_positive(field: str, value: float):
     assert refusal(**{field: value}).startswith(f"{field}: must be positive")
 
 
-def test_windows():
+def test_windows_must_divide_the_steps():
     assert RunConfig(model=TINY, steps=10, sync=5).sync == 5
     assert refusal(steps=10, sync=3) == "sync: windows of 3 steps do not divide steps 10"
     for sync in (1, 0, -2, True, 2.0, None):
@@ -84,7 +83,7 @@ def test_windows():
         ({"attention": "flex"}, "attention: flex has no backward on a CPU"),
     ],
 )
-def test_what_a_cpu_cannot(fields: dict[str, Any], words: str):
+def test_options_that_a_cpu_lacks_are_refused_with_an_alternative(fields: dict[str, Any], words: str):
     assert refusal(**fields).startswith(words)
     RunConfig(**{"model": TINY, "device": "cuda", "precision": "bf16", **fields})
 
@@ -94,7 +93,7 @@ def test_flex_forward_runs_on_a_cpu():
 
 
 @pytest.mark.parametrize("attention", ["sdpa_flash", "sdpa_cudnn"])
-def test_backends_that_take_16_bits(attention: str):
+def test_backends_of_16_bits_refuse_fp32_on_cuda(attention: str):
     for precision in ("fp32", "tf32"):
         text = refusal(device="cuda", attention=attention, precision=precision)
         assert text.startswith(f"attention: {attention} takes 16-bit inputs")
@@ -110,16 +109,16 @@ def test_text_needs_a_vocabulary_of_bytes():
     RunConfig(model=TINY, data="stdlib")
 
 
-def test_a_model_of_ones_own_brings_its_batches():
+def test_a_users_model_takes_no_data_option():
     assert refusal(model=UserModel(function="a:b"), data="stdlib").startswith("data: a model of your own brings")
 
 
 @pytest.mark.parametrize("field", ["batch_size", "context", "accumulation", "steps", "warmups", "sync"])
 @pytest.mark.parametrize("value", [2**40 + 1, 10**400])
-def test_absurd_counts(field: str, value: int):
+def test_counts_over_2_to_the_40_are_refused(field: str, value: int):
     assert refusal(**{field: value}).startswith(f"{field}: must be at most 1099511627776, not 1")
 
 
-def test_seeds_that_torch_takes():
+def test_seeds_are_limited_to_those_of_torch():
     assert RunConfig(model=TINY, seed=2**63 - 1).seed == 2**63 - 1
     assert refusal(seed=2**63).startswith("seed: must be at most 9223372036854775807")

@@ -1,4 +1,4 @@
-"""Bytes of collectives: against rings counted round by round, and the factors that nccl-tests prints."""
+"""Bytes of collectives agree with rings counted round by round, and bus factors with those that nccl-tests prints."""
 
 from fractions import Fraction
 
@@ -8,8 +8,8 @@ from trainstep.costs.collectives import bus_factor, ring_bytes
 
 
 def sent_in_a_ring(operation: str, chunks: int, ranks: int) -> list[int]:
-    """Bytes that each rank sends where every chunk is one byte: in each round, a rank that has news passes a part to the next."""
-    if operation == "broadcast":  # pipelined: the last rank passes nothing on
+    """Bytes that each rank sends where a chunk is one byte: in each round, a rank passes a part to the next one."""
+    if operation == "broadcast":  # pipelined: the last rank sends nothing
         return [chunks] * (ranks - 1) + [0]
     rounds = (ranks - 1) * (2 if operation == "all_reduce" else 1)
     return [sum(chunks // ranks for _ in range(rounds)) for _ in range(ranks)]
@@ -17,7 +17,7 @@ def sent_in_a_ring(operation: str, chunks: int, ranks: int) -> list[int]:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_a_ring(operation: str, ranks: int):
+def test_ring_bytes_are_the_most_that_a_rank_sends(operation: str, ranks: int):
     assert ring_bytes(operation, 48, ranks) == max(sent_in_a_ring(operation, 48, ranks))
 
 

@@ -1,4 +1,4 @@
-"""Messages by formula: worked by hand, and the same as every parallel strategy really sends on gloo, name by name."""
+"""Messages by formula are as worked out by hand, and those that every parallel strategy sends on gloo, name by name."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch import nn
 from parallel_strategies import BF16_STRATEGIES, SMALL_MIB, STRATEGIES, layers
 from parallel_training import OPTIMIZERS, Case, batches, built, loss_of
 from ranks import run_ranks
-from trainstep.config.sync import OURS
+from trainstep.config.parallel import OURS
 from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import Total, step_messages, totals, wire_bytes
 from trainstep.costs.strategies import strategy_named
@@ -21,38 +21,38 @@ from trainstep.parallel.units import parameter_sizes
 
 SMALL_BYTES = int(SMALL_MIB * 2**20)
 OPTIONS: dict[str, dict[str, object]] = {
-    "naive": {"way": "naive"},
-    "flat": {"way": "flat"},
-    "overlapped": {"way": "overlapped"},
-    "bucketed": {"way": "bucketed", "bucket_bytes": SMALL_BYTES},
+    "naive": {"strategy": "naive"},
+    "flat": {"strategy": "flat"},
+    "overlapped": {"strategy": "overlapped"},
+    "bucketed": {"strategy": "bucketed", "bucket_bytes": SMALL_BYTES},
     "bucketed_ends": {
-        "way": "bucketed",
+        "strategy": "bucketed",
         "bucket_bytes": 2**20,
         "first_bucket_bytes": SMALL_BYTES,
         "last_bucket_bytes": SMALL_BYTES,
     },
-    "sharded": {"way": "sharded", "bucket_bytes": SMALL_BYTES},
-    "sharded_each": {"way": "sharded", "bucket_bytes": SMALL_BYTES, "pack_below_bytes": 0},
-    "sharded_flat": {"way": "sharded_flat"},
-    "sharded_flat_units": {"way": "sharded_flat"},
-    "sharded_flat_joined": {"way": "sharded_flat", "bucket_bytes": 2**20},
-    "fsdp": {"way": "fsdp"},
-    "fsdp_units": {"way": "fsdp"},
-    "fsdp_kept": {"way": "fsdp", "reshard_after_forward": False},
-    "naive bf16": {"way": "naive", "reduce_element_bytes": 2},
-    "flat bf16": {"way": "flat", "reduce_element_bytes": 2},
-    "overlapped bf16": {"way": "overlapped", "reduce_element_bytes": 2},
-    "bucketed bf16": {"way": "bucketed", "bucket_bytes": SMALL_BYTES, "reduce_element_bytes": 2},
-    "fsdp bf16": {"way": "fsdp", "reduce_element_bytes": 2},
-    "sharded_flat bf16": {"way": "sharded_flat", "reduce_element_bytes": 2},
+    "sharded": {"strategy": "sharded", "bucket_bytes": SMALL_BYTES},
+    "sharded_each": {"strategy": "sharded", "bucket_bytes": SMALL_BYTES, "pack_below_bytes": 0},
+    "sharded_flat": {"strategy": "sharded_flat"},
+    "sharded_flat_units": {"strategy": "sharded_flat"},
+    "sharded_flat_joined": {"strategy": "sharded_flat", "bucket_bytes": 2**20},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp_units": {"strategy": "fsdp"},
+    "fsdp_kept": {"strategy": "fsdp", "reshard_after_forward": False},
+    "naive bf16": {"strategy": "naive", "reduce_element_bytes": 2},
+    "flat bf16": {"strategy": "flat", "reduce_element_bytes": 2},
+    "overlapped bf16": {"strategy": "overlapped", "reduce_element_bytes": 2},
+    "bucketed bf16": {"strategy": "bucketed", "bucket_bytes": SMALL_BYTES, "reduce_element_bytes": 2},
+    "fsdp bf16": {"strategy": "fsdp", "reduce_element_bytes": 2},
+    "sharded_flat bf16": {"strategy": "sharded_flat", "reduce_element_bytes": 2},
 }
-"""What tests/parallel_strategies.py makes of each name, for the formulas."""
+"""The formulas' options for each name of tests/parallel_strategies.py."""
 IN_ONE_UNIT = ("sharded_flat", "fsdp")
 REAL = {**STRATEGIES, **BF16_STRATEGIES}
 
 
-def exchanging(*, way: str, **options: object) -> Exchange:
-    return Exchange(strategy=strategy_named(way), **options)
+def exchanging(*, strategy: str, **options: object) -> Exchange:
+    return Exchange(strategy=strategy_named(strategy), **options)
 
 
 def sizes(case: Case, strategy: str, dtype: torch.dtype = torch.float32) -> list[ParameterSize]:
@@ -62,7 +62,7 @@ def sizes(case: Case, strategy: str, dtype: torch.dtype = torch.float32) -> list
 
 @contextmanager
 def spans_counted() -> Iterator[Counter[str]]:
-    """Names of the spans that messages open meanwhile."""
+    """Counts the names of spans that messages open inside this context."""
     names: Counter[str] = Counter()
 
     def counting(name: str) -> AbstractContextManager[None]:
@@ -77,26 +77,28 @@ def spans_counted() -> Iterator[Counter[str]]:
 
 
 def sent(ranks: Ranks, strategy: str, case: Case, dtype: torch.dtype) -> list[tuple[Counter[str], dict[str, Total]]]:
-    """Of each of a few steps: spans, and totals as counted where messages start."""
+    """Spans and totals of the messages of each of a few steps, as counted where messages start."""
     model = built(case).to(dtype)
     run = REAL[strategy](model, ranks, OPTIMIZERS["adamw"])
-    counted = list({id(one): one for one in (run.sync, run.optimizer) if hasattr(one, "traffic")}.values())
+    counted = list(
+        {id(counter): counter for counter in (run.sync, run.optimizer) if hasattr(counter, "traffic")}.values()
+    )
     steps = []
     for ranks_batches in batches(case, ranks.world_size):
-        for one in counted:
-            one.traffic.clear()
-        mine = ranks_batches[ranks.rank]
+        for counter in counted:
+            counter.traffic.clear()
+        micro_batches = ranks_batches[ranks.rank]
         with spans_counted() as spans:
-            for number, batch in enumerate(mine):
-                with run.sync.no_sync() if number < len(mine) - 1 else nullcontext():
+            for number, batch in enumerate(micro_batches):
+                with run.sync.no_sync() if number < len(micro_batches) - 1 else nullcontext():
                     loss_of(run.sync.module, batch, case, ranks.rank).backward()
             run.sync.finish_gradient_synchronization()
             if case.clip is not None:
                 run.sync.clip_grad_norm_(case.clip)
             run.optimizer.step()
             run.optimizer.zero_grad()
-        messages = sum((one.traffic.messages for one in counted), Counter())
-        payload_bytes = sum((one.traffic.payload_bytes for one in counted), Counter())
+        messages = sum((counter.traffic.messages for counter in counted), Counter())
+        payload_bytes = sum((counter.traffic.payload_bytes for counter in counted), Counter())
         steps.append(
             (spans, {name: Total(messages=messages[name], payload_bytes=payload_bytes[name]) for name in messages})
         )
@@ -118,23 +120,23 @@ def test_a_step_sends_what_the_formula_says(strategy: str, case: Case):
     exchange = exchanging(ranks=3, micro_batches=case.accumulation, clips=case.clip is not None, **OPTIONS[strategy])
     expected = step_messages(exchange, sizes(case, strategy))
     for steps in run_ranks(3, sent, strategy, case, torch.float32):
-        for spans, found in steps:
+        for spans, counted in steps:
             assert spans == Counter(message.span for message in expected)
-            assert found == totals(expected)
+            assert counted == totals(expected)
 
 
 @pytest.mark.parametrize("strategy", OPTIONS)
-def test_weights_in_bf16_on_two_ranks(strategy: str):
+def test_a_step_with_bf16_weights_sends_what_the_formula_says(strategy: str):
     case = Case(frozen=True, tied=True)
     exchange = exchanging(ranks=2, **OPTIONS[strategy])
     expected = totals(step_messages(exchange, sizes(case, strategy, torch.bfloat16)))
     for steps in run_ranks(2, sent, strategy, case, torch.bfloat16):
-        assert all(found == expected for _, found in steps)
+        assert all(counted == expected for _, counted in steps)
 
 
-def test_every_strategy_of_ours_has_its_formula():
+def test_every_strategy_of_trainstep_has_its_formula():
     assert OPTIONS.keys() == REAL.keys()
-    assert {"none", *(options["way"] for options in OPTIONS.values())} == set(OURS)
+    assert {"none", *(options["strategy"] for options in OPTIONS.values())} == set(OURS)
 
 
 SMALL = [
@@ -146,13 +148,13 @@ SMALL = [
 ]
 
 
-def by_operation(way: str, **options: object) -> dict[str, tuple[int, int]]:
-    found = totals(step_messages(exchanging(way=way, ranks=4, **options), SMALL))
-    return {operation: (total.messages, total.payload_bytes) for operation, total in found.items()}
+def by_operation(strategy: str, **options: object) -> dict[str, tuple[int, int]]:
+    by_name = totals(step_messages(exchanging(strategy=strategy, ranks=4, **options), SMALL))
+    return {operation: (total.messages, total.payload_bytes) for operation, total in by_name.items()}
 
 
-def test_by_hand():
-    """290 trained elements; filled up to 8 elements: 104 + 96 + 96 + 16 = 312, and a flag for each of 4."""
+def test_messages_are_as_counted_by_hand():
+    """There are 290 trained elements; padded to multiples of 8, they are 104 + 96 + 96 + 16 = 312, with a flag for each of 4."""
     assert by_operation("none") == {}
     assert by_operation("naive") == {"all_reduce": (5, 4 * 290 + 4)}
     assert by_operation("overlapped", reduce_element_bytes=2) == {"all_reduce": (5, 2 * 290 + 4)}
@@ -160,13 +162,13 @@ def test_by_hand():
     assert by_operation("bucketed", bucket_bytes=800) == {"all_reduce": (2, 4 * (312 + 4))}
     # ranks own 100, 90, 90 and 10 elements, so nothing is packed
     assert by_operation("sharded") == {"all_reduce": (1, 4 * 316), "broadcast": (4, 4 * 290)}
-    # units filled up to 4 shards of 8 elements: 104 + 16 -> 128, 96 -> 96, 96 -> 96, and the frozen 3 -> 32
+    # units padded to 4 shards of 8 elements: 104 + 16 -> 128, 96 -> 96, 96 -> 96, and the frozen 3 -> 32
     assert by_operation("sharded_flat") == {
         "reduce_scatter": (3, 4 * (128 + 96 + 96)),
         "all_gather": (3, 4 * (128 + 96 + 96)),
         "all_reduce": (1, 4),
     }
-    # what stands around and the last block are gathered once, both parts of blocks.0 twice
+    # the root and the last block are gathered once, both parts of blocks.0 twice
     assert by_operation("fsdp", clips=True) == {
         "reduce_scatter": (3, 4 * (128 + 96 + 96)),
         "all_gather": (6, 4 * (128 + 96 + 2 * (96 + 32))),
@@ -177,42 +179,42 @@ def test_by_hand():
 
 
 def test_small_parameters_of_an_owner_share_a_message():
-    """Two ranks own 100 + 10 and 90 + 90 elements; filled up, 104 + 16 and 96 + 96."""
-    messages = step_messages(exchanging(way="sharded", ranks=2), SMALL)
-    assert [(one.label, one.payload_bytes) for one in messages if one.operation == "broadcast"] == [
+    """Two ranks own 100 + 10 and 90 + 90 elements; padded, 104 + 16 and 96 + 96."""
+    messages = step_messages(exchanging(strategy="sharded", ranks=2), SMALL)
+    assert [(message.label, message.payload_bytes) for message in messages if message.operation == "broadcast"] == [
         ("parameters of rank 0", 4 * (104 + 16)),
         ("parameters of rank 1", 4 * (96 + 96)),
     ]
-    messages = step_messages(exchanging(way="sharded", ranks=2, pack_below_bytes=360), SMALL)
-    assert [one.payload_bytes for one in messages if one.operation == "broadcast"] == [400, 40, 360, 360]
+    messages = step_messages(exchanging(strategy="sharded", ranks=2, pack_below_bytes=360), SMALL)
+    assert [message.payload_bytes for message in messages if message.operation == "broadcast"] == [400, 40, 360, 360]
 
 
-@pytest.mark.parametrize("way", OURS)
-def test_alone_nothing_is_sent(way: str):
-    assert step_messages(exchanging(way=way, ranks=1, clips=True, scales_loss=True), SMALL) == ()
+@pytest.mark.parametrize("strategy", OURS)
+def test_a_single_rank_sends_nothing(strategy: str):
+    assert step_messages(exchanging(strategy=strategy, ranks=1, clips=True, scales_loss=True), SMALL) == ()
 
 
-def test_on_the_wire():
-    """An all-reduce of S bytes: 2 S (N-1)/N a rank; a reduce-scatter and an all-gather half of that each; a broadcast S."""
-    flat = step_messages(exchanging(way="flat", ranks=4), SMALL)
+def test_wire_bytes_are_those_of_rings():
+    """Each rank sends 2 S (N-1)/N for an all-reduce of S bytes, half of that for a reduce-scatter or all-gather, S to broadcast."""
+    flat = step_messages(exchanging(strategy="flat", ranks=4), SMALL)
     assert wire_bytes(flat, 4) == 2 * 4 * 316 * 3 // 4
-    sharded_flat = step_messages(exchanging(way="sharded_flat", ranks=4), SMALL)
+    sharded_flat = step_messages(exchanging(strategy="sharded_flat", ranks=4), SMALL)
     assert wire_bytes(sharded_flat, 4) == 2 * 4 * 320 * 3 // 4 + 6
-    sharded = step_messages(exchanging(way="sharded", ranks=4), SMALL)
+    sharded = step_messages(exchanging(strategy="sharded", ranks=4), SMALL)
     assert wire_bytes(sharded, 4) == wire_bytes(flat, 4) + 4 * 290
 
 
-def test_of_torchs_ways_messages_are_not_known():
+def test_torchs_strategies_have_no_formula():
     with pytest.raises(
         ValueError, match="strategy: messages of torch_ddp are not known; take ours of its kind, bucketed"
     ):
-        exchanging(way="torch_ddp", ranks=2)
+        exchanging(strategy="torch_ddp", ranks=2)
 
 
 def test_units_are_those_of_the_module():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4, bias=False))
-    found = parameter_sizes(model)
-    assert [(one.name, one.numel, one.unit) for one in found] == [
+    parameters = parameter_sizes(model)
+    assert [(parameter.name, parameter.numel, parameter.unit) for parameter in parameters] == [
         ("0.weight", 6, "0"),
         ("0.bias", 3, "0"),
         ("1.weight", 12, "1"),

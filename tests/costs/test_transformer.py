@@ -1,4 +1,4 @@
-"""FLOPs from shapes, term by term; torch's own counter is held against them in test_model_flops.py."""
+"""FLOPs from shapes, term by term; test_workload_flops.py compares them with torch's counter."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def matmul(m: int, k: int, n: int) -> int:
     return 2 * m * k * n
 
 
-def test_forward_term_by_term():
+def test_forward_flops_are_the_matmuls():
     tokens = 2 * 6
     assert forward_flops(**SHAPE) == {
         "attention_projections": 3 * (3 * matmul(tokens, 8, 8) + matmul(tokens, 8, 8)),
@@ -24,20 +24,20 @@ def test_forward_term_by_term():
 @pytest.mark.parametrize(
     ("mode", "passes"), [("forward", 1), ("forward_no_grad", 1), ("forward_backward", 3), ("step", 3)]
 )
-def test_modes(mode: str, passes: int):
+def test_each_mode_has_its_passes(mode: str, passes: int):
     assert step_flops(mode, **SHAPE) == passes * sum(forward_flops(**SHAPE).values())
     assert step_flops(mode, 4, **SHAPE) == 4 * step_flops(mode, **SHAPE)
     assert set(PASSES) == {"forward", "forward_no_grad", "forward_backward", "step"}
 
 
-def test_six_flops_a_weight_and_token():
-    """The usual estimate, where attention and the look-up are small: GPT-2-small-like, a short context."""
+def test_a_step_has_six_flops_per_weight_and_token():
+    """The usual estimate, for a model like GPT-2 small at a short context, where attention and the embedding are small."""
     shape = {"layers": 12, "d_model": 768, "d_ff": 3072, "vocab_size": 10_000, "batch_size": 4, "context": 128}
     weights = 128_625_408 - 10_000 * 768
     assert step_flops("step", **shape) == pytest.approx(6 * weights * 4 * 128, rel=0.02)
 
 
-def test_how_it_grows():
+def test_terms_grow_with_the_shape():
     def grown(**changes: int) -> dict[str, float]:
         more = forward_flops(**{**SHAPE, **changes})
         return {name: more[name] / flops for name, flops in forward_flops(**SHAPE).items()}

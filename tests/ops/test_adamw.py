@@ -1,4 +1,4 @@
-"""AdamW against torch's, by the 2x rule. On a CPU the reference runs, on a GPU the kernel.
+"""AdamW is as accurate as torch's by the 2x rule. On a CPU the reference runs, on a GPU the kernel.
 
 test_adamw_kernel.py runs this file with TRITON_INTERPRET=1: then the kernel runs on a CPU too.
 """
@@ -37,7 +37,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def contents() -> list[Tensor]:
-    """Odd sizes, none, one; more than a chunk; many small ones."""
+    """Tensors of odd sizes, of no element and of one, of more than a chunk, and many small ones."""
     shapes = [(1,), (), (0,), (7, 13), (4096,), (4097,), (3, 3000), *[(size,) for size in range(2, 40)]]
     return [normal(*shape, seed=index) if shape else normal(1)[0] for index, shape in enumerate(shapes)]
 
@@ -49,7 +49,7 @@ def parameters_of(tensors: list[Tensor], device: str, dtype: torch.dtype = torch
 def run(
     optimizer: torch.optim.Optimizer, *, dtype: torch.dtype | None = None, steps: int = STEPS, first: int = 0
 ) -> None:
-    """Gradients are the same for all optimizers; parameter number `step` gets none in that step."""
+    """Take steps with gradients that are the same for every optimizer; parameter number `step` gets none in that step."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for step in range(first, first + steps):
         for index, parameter in enumerate(parameters):
@@ -62,16 +62,18 @@ def run(
         optimizer.step()
 
 
-def test_as_accurate_as_torch(device: str):
-    ours, theirs, exact = [
+def test_parameters_are_as_accurate_as_torchs(device: str):
+    parameters, torch_parameters, exact = [
         parameters_of(contents(), device, dtype) for dtype in (torch.float32, torch.float32, torch.float64)
     ]
-    run(OURS(ours, **OPTIONS))
-    run(torch.optim.AdamW(theirs, **OPTIONS))
+    run(OURS(parameters, **OPTIONS))
+    run(torch.optim.AdamW(torch_parameters, **OPTIONS))
     run(torch.optim.AdamW(exact, **OPTIONS))
-    for index, (mine, other, truth) in enumerate(zip(ours, theirs, exact, strict=True)):
-        if mine.numel():
-            assert_as_accurate_as(mine.detach(), other.detach(), truth.detach(), f"parameter {index}")
+    for index, (parameter, expected, exact_parameter) in enumerate(
+        zip(parameters, torch_parameters, exact, strict=True)
+    ):
+        if parameter.numel():
+            assert_as_accurate_as(parameter.detach(), expected.detach(), exact_parameter.detach(), f"parameter {index}")
 
 
 def test_moments_as_accurate_as_torch(device: str):
@@ -81,10 +83,10 @@ def test_moments_as_accurate_as_torch(device: str):
         optimizer = kind(parameters_of(contents()[3:7], device, dtype), **OPTIONS)
         run(optimizer, steps=5)
         states.append(optimizer.state_dict()["state"])
-    for index, mine in states[0].items():
-        assert float(mine["step"]) == float(states[1][index]["step"])
+    for index, state in states[0].items():
+        assert float(state["step"]) == float(states[1][index]["step"])
         for name in ("exp_avg", "exp_avg_sq"):
-            assert_as_accurate_as(mine[name], states[1][index][name], states[2][index][name], f"{name} {index}")
+            assert_as_accurate_as(state[name], states[1][index][name], states[2][index][name], f"{name} {index}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -93,49 +95,49 @@ def test_narrow_gradients_are_as_good_as_widened_ones(dtype: torch.dtype, device
     first, second = OURS(narrow, **OPTIONS), OURS(wide, **OPTIONS)
     for step in range(5):
         run(first, dtype=dtype, steps=1, first=step)
-        for parameter, other in zip(narrow, wide, strict=True):
-            other.grad = None if parameter.grad is None else parameter.grad.float()
+        for parameter, wide_parameter in zip(narrow, wide, strict=True):
+            wide_parameter.grad = None if parameter.grad is None else parameter.grad.float()
         second.step()
     assert all(torch.equal(*pair) for pair in zip(narrow, wide, strict=True))
-    with pytest.raises(RuntimeError):  # which is why
+    with pytest.raises(RuntimeError):  # which is why trainstep's AdamW supports them
         run(torch.optim.AdamW(parameters_of(contents(), device), **OPTIONS, fused=True), dtype=dtype)
 
 
 def test_narrow_parameters(device: str):
-    """Moments are kept in the parameter's dtype, arithmetic is in fp32. (In fp16 squares of gradients vanish: torch gives NaN.)"""
+    """Moments have the parameter's dtype, and arithmetic is in fp32. (In fp16 squares of gradients vanish: torch gives NaN.)"""
     kinds = (torch.bfloat16, torch.bfloat16, torch.float64)
-    ours, theirs, exact = [parameters_of(contents()[3:7], device, kind) for kind in kinds]
+    parameters, torch_parameters, exact = [parameters_of(contents()[3:7], device, kind) for kind in kinds]
     with torch.no_grad():
-        for narrow, wide in zip(ours, exact, strict=True):
+        for narrow, wide in zip(parameters, exact, strict=True):
             wide.copy_(narrow)
-    run(OURS(ours, **OPTIONS), steps=3)
-    run(torch.optim.AdamW(theirs, **OPTIONS), steps=3)
+    run(OURS(parameters, **OPTIONS), steps=3)
+    run(torch.optim.AdamW(torch_parameters, **OPTIONS), steps=3)
     run(torch.optim.AdamW(exact, **OPTIONS), steps=3)
-    for mine, other, truth in zip(ours, theirs, exact, strict=True):
-        assert_as_accurate_as(mine.detach(), other.detach(), truth.detach())
+    for parameter, expected, exact_parameter in zip(parameters, torch_parameters, exact, strict=True):
+        assert_as_accurate_as(parameter.detach(), expected.detach(), exact_parameter.detach())
 
 
 def test_memory_order_does_not_matter(device: str):
-    """Transposed, channels last, with gaps, unaligned; gradients in another order than the parameter."""
-    whole = normal(4, 6, 5, 8).to(device)
+    """Parameters are transposed, channels last, with gaps or unaligned; gradients have another memory order."""
+    tensor = normal(4, 6, 5, 8).to(device)
     cut = [
-        whole[0, 0].t(),
-        whole.clone().contiguous(memory_format=torch.channels_last),
-        whole[1, :, ::2],
-        whole[2].view(-1)[1:],
+        tensor[0, 0].t(),
+        tensor.clone().contiguous(memory_format=torch.channels_last),
+        tensor[1, :, ::2],
+        tensor[2].view(-1)[1:],
     ]
     strided = [nn.Parameter(tensor) for tensor in cut]
-    plain = [nn.Parameter(tensor.clone().contiguous()) for tensor in cut]
-    run(OURS(plain, **OPTIONS))
+    contiguous = [nn.Parameter(tensor.clone().contiguous()) for tensor in cut]
+    run(OURS(contiguous, **OPTIONS))
     run(OURS(strided, **OPTIONS))
     if device == "cpu" and not INTERPRETED:
-        assert all(torch.equal(*pair) for pair in zip(strided, plain, strict=True))
-    for one, other in zip(strided, plain, strict=True):  # gaps: the reference runs, not the kernel
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        assert all(torch.equal(*pair) for pair in zip(strided, contiguous, strict=True))
+    for parameter, expected in zip(strided, contiguous, strict=True):  # gaps: the reference runs, not the kernel
+        torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_state_moves_between_torch_and_ours(device: str):
-    """Six steps, with each optimizer taking over from the other after three, give what six of either give."""
+    """Six steps, the last three by the other optimizer, give what six steps of either give."""
     results = []
     for first, second in [(OURS, torch.optim.AdamW), (torch.optim.AdamW, OURS), (OURS, OURS)]:
         parameters = parameters_of(contents()[3:7], device)
@@ -153,28 +155,31 @@ def test_state_moves_between_torch_and_ours(device: str):
         assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-7) for pair in zip(result, straight, strict=True))
 
 
-def test_parts_of_a_group_may_step_in_turns(device: str):
-    """As flat shards step: the same numbers, and each part's table for the kernel stays, not made anew at every turn."""
-    whole, parts = parameters_of(contents()[3:7], device), parameters_of(contents()[3:7], device)
-    together, in_turns = OURS(whole, **OPTIONS), OURS(parts, **OPTIONS)
-    groups = in_turns.param_groups
-    gradients = [normal(*parameter.shape, seed=index).to(device) for index, parameter in enumerate(whole)]
+def test_parts_of_a_group_may_step_separately(device: str):
+    """Flat shards step so: results are the same, and each part keeps its table for the kernel."""
+    joint_parameters, separate_parameters = (
+        parameters_of(contents()[3:7], device),
+        parameters_of(contents()[3:7], device),
+    )
+    joint, separate = OURS(joint_parameters, **OPTIONS), OURS(separate_parameters, **OPTIONS)
+    groups = separate.param_groups
+    gradients = [normal(*parameter.shape, seed=index).to(device) for index, parameter in enumerate(joint_parameters)]
     tables = []
     for _ in range(3):
-        for one, other, gradient in zip(whole, parts, gradients, strict=True):
-            one.grad = other.grad = gradient
-        together.step()
-        for part in (parts[:2], parts[2:]):
-            in_turns.param_groups = [{**groups[0], "params": part}]
-            in_turns.step()
-        tables.append([launch._addresses for launch in in_turns._launches.values()])
-    assert all(torch.equal(*pair) for pair in zip(whole, parts, strict=True))
-    assert len(tables[0]) == (2 if in_turns._has_kernel(parts[0]) else 0)
-    assert all(table is same for table, same in zip(tables[0], tables[2], strict=True))
+        for parameter, part_parameter, gradient in zip(joint_parameters, separate_parameters, gradients, strict=True):
+            parameter.grad = part_parameter.grad = gradient
+        joint.step()
+        for part in (separate_parameters[:2], separate_parameters[2:]):
+            separate.param_groups = [{**groups[0], "params": part}]
+            separate.step()
+        tables.append([launch._addresses for launch in separate._launches.values()])
+    assert all(torch.equal(*pair) for pair in zip(joint_parameters, separate_parameters, strict=True))
+    assert len(tables[0]) == (2 if separate._has_kernel(separate_parameters[0]) else 0)
+    assert all(table is kept_table for table, kept_table in zip(tables[0], tables[2], strict=True))
 
 
 @pytest.mark.parametrize("lr", [0.3, torch.tensor(0.3)])
-def test_groups_schedulers_closures_and_tensor_lr(lr: Any, device: str):
+def test_groups_schedulers_closures_and_a_tensor_lr_work(lr: Any, device: str):
     first, second = parameters_of(contents()[3:5], device)
     if isinstance(lr, Tensor):
         lr = lr.to(device)
@@ -190,18 +195,18 @@ def test_groups_schedulers_closures_and_tensor_lr(lr: Any, device: str):
         return loss
 
     before = first.detach().clone()
-    still = second.detach().clone()
+    unchanged = second.detach().clone()
     assert optimizer.step(closure) is not None
     torch.testing.assert_close(first.detach(), before - 0.3)  # the first step is lr times the gradient's sign
     scheduler.step()
     optimizer.step(closure)
     torch.testing.assert_close(first.detach(), before - 0.45)
-    assert torch.equal(second.detach(), still)
+    assert torch.equal(second.detach(), unchanged)
 
 
 def test_scaler_skips_and_unscales(device: str):
-    ours, theirs = parameters_of(contents()[3:7], device), parameters_of(contents()[3:7], device)
-    optimizers = [OURS(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS, fused=True)]
+    own_parameters, torch_parameters = parameters_of(contents()[3:7], device), parameters_of(contents()[3:7], device)
+    optimizers = [OURS(own_parameters, **OPTIONS), torch.optim.AdamW(torch_parameters, **OPTIONS, fused=True)]
     for optimizer in optimizers:
         scaler = torch.amp.GradScaler(device, init_scale=1024.0)
         for step in range(4):
@@ -212,13 +217,13 @@ def test_scaler_skips_and_unscales(device: str):
                 parameters[2].grad[0] = torch.inf
             scaler.step(optimizer)
             scaler.update()
-    for parameter, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(parameter, other)
+    for parameter, expected in zip(own_parameters, torch_parameters, strict=True):
+        torch.testing.assert_close(parameter, expected)
         assert float(optimizers[0].state[parameter]["step"]) == 3
 
 
 @pytest.mark.gpu
-def test_in_a_cuda_graph():
+def test_a_cuda_graph_replays_the_update():
     lr = torch.tensor(1e-2, device="cuda")
     captured, eager = parameters_of(contents(), "cuda"), parameters_of(contents(), "cuda")
     optimizers = [OURS(captured, **(OPTIONS | {"lr": lr})), OURS(eager, **(OPTIONS | {"lr": lr}))]
@@ -232,8 +237,8 @@ def test_in_a_cuda_graph():
     for step in range(3):
         lr.fill_(1e-2 / (step + 1))
         graph.replay()
-        for other in eager:
-            other.grad = torch.ones_like(other)
+        for parameter_ in eager:
+            parameter_.grad = torch.ones_like(parameter_)
         optimizers[1].step()
     torch.cuda.synchronize()
     assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))
@@ -242,19 +247,19 @@ def test_in_a_cuda_graph():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr: must not be negative, and is -1.0"),
+        ({"lr": -1.0}, "lr: must not be negative, but is -1.0"),
         ({"betas": (0.9, 1.0)}, "betas: must be at least 0 and below 1"),
         ({"lr": torch.ones(2)}, "lr: must have one element, not 2"),
     ],
 )
-def test_bad_input(options: dict[str, Any], message: str):
+def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         AdamW([nn.Parameter(torch.ones(1))], **options)
 
 
-def test_what_only_torchs_does_is_refused():
+def test_complex_parameters_and_amsgrad_are_refused():
     with pytest.raises(ValueError, match="params: complex"):
         AdamW([nn.Parameter(torch.ones(1, dtype=torch.complex64))])
-    theirs = torch.optim.AdamW([nn.Parameter(torch.ones(1))], amsgrad=True)
-    with pytest.raises(ValueError, match="amsgrad: trainstep's AdamW does not do it"):
-        AdamW([nn.Parameter(torch.ones(1))]).load_state_dict(theirs.state_dict())
+    torch_optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad: trainstep's AdamW does not support it"):
+        AdamW([nn.Parameter(torch.ones(1))]).load_state_dict(torch_optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""The reference of attention against torch's own, against fp64 by hand, and in the corners torch's has not."""
+"""The reference of attention agrees with torch's and with fp64 by hand, and in cases that torch's does not have."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def qkv(queries: int, keys: int, heads: int = 4, key_heads: int = 4, head_dim: i
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """Query by query, key by key, in fp64."""
+    """Attention in fp64, query by query and key by key."""
     q, k, v = q.double(), k.double(), v.double()
     rows = []
     for i in range(q.shape[2]):
@@ -32,39 +32,38 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("positions", [1, 2, 17])
-def test_as_accurate_as_torch(dtype: torch.dtype, causal: bool, positions: int):
+def test_attention_is_as_accurate_as_torchs(dtype: torch.dtype, causal: bool, positions: int):
     q, k, v = (x.to(dtype) for x in qkv(positions, positions, head_dim=6))
-    ours = reference.attention(q, k, v, causal=causal)
-    torchs = scaled_dot_product_attention(q, k, v, is_causal=causal)
-    assert_as_accurate_as(ours, torchs, by_hand(q, k, v, causal=causal))
+    result = reference.attention(q, k, v, causal=causal)
+    expected = scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert_as_accurate_as(result, expected, by_hand(q, k, v, causal=causal))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (5, 9), (9, 5), (1, 6)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_same_as_torch(queries: int, keys: int, causal: bool, key_heads: int):
-    """Unequal lengths, shared key heads, a scale of one's own."""
+def test_attention_agrees_with_torchs(queries: int, keys: int, causal: bool, key_heads: int):
+    """The cases have unequal lengths, shared key heads and another scale."""
     q, k, v = qkv(queries, keys, key_heads=key_heads)
-    ours = reference.attention(q, k, v, causal=causal, scale=0.3)
-    theirs = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(ours, theirs)
+    result = reference.attention(q, k, v, causal=causal, scale=0.3)
+    expected = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(result, expected)
 
 
 def test_large_scores_still_sum_to_one():
-    """A constant value comes through."""
     q, k, v = qkv(9, 9)
     out = reference.attention(100 * q, k, torch.full_like(v, 3.0), causal=True)
     torch.testing.assert_close(out, torch.full_like(out, 3.0))
 
 
-def test_bottom_right_is_the_end_of_the_square():
+def test_bottom_right_gives_the_last_rows_of_the_square():
     q, k, v = qkv(9, 9)
     square = reference.attention(q, k, v, causal=True)
     last = reference.attention(q[:, :, 4:], k, v, causal=True, causal_alignment="bottom_right")
     torch.testing.assert_close(last, square[:, :, 4:])
 
 
-def test_queries_that_see_nothing():
+def test_queries_that_see_no_key_give_zero():
     q, k, v = qkv(6, 2)
     o = reference.attention(q, k, v, causal=True, causal_alignment="bottom_right")
     lse = reference.attention_lse(q, k, causal=True, causal_alignment="bottom_right")
@@ -75,7 +74,7 @@ def test_queries_that_see_nothing():
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_lse_normalises():
+def test_lse_normalises_the_scores():
     q, k, _ = qkv(5, 8)
     lse = reference.attention_lse(q, k, causal=False, scale=1.0)
     torch.testing.assert_close((q @ k.mT - lse[..., None]).exp().sum(-1), torch.ones(2, 4, 5, dtype=FP64))

@@ -1,4 +1,4 @@
-"""Replicas that differ are found and named; equal ones pass, whatever is in them."""
+"""The check of replicas finds and names tensors that differ, and passes equal ones, whatever they contain."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).replace(".", "_")
 
 
-def holding(**tensors: Tensor) -> nn.Module:
+def module_with(**tensors: Tensor) -> nn.Module:
     module = nn.Module()
     for name, tensor in tensors.items():
         module.register_buffer(name, tensor)
@@ -34,14 +34,14 @@ def outcome(module: nn.Module, ranks: Ranks, **options: object) -> dict[str, lis
     try:
         check_agreement(module, ranks, **options)  # type: ignore[arg-type]
     except ReplicasDisagree as error:
-        found = error
+        disagreement = error
     else:
         return {}
-    assert all(name in str(found) for name in list(found.differing)[:10] if name != "names")
-    return found.differing
+    assert all(name in str(disagreement) for name in list(disagreement.differing)[:10] if name != "names")
+    return disagreement.differing
 
 
-def of_all_kinds(ranks: Ranks, odd_rank: int | None) -> dict[str, list[int]]:
+def compare_tensors_of_all_kinds(ranks: Ranks, odd_rank: int | None) -> dict[str, list[int]]:
     tensors = {name_of(dtype): numbers(5, 7).to(dtype) for dtype in DTYPES}
     tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.0), "not_a_number": torch.full((3,), torch.nan)}
     tensors |= {
@@ -57,15 +57,15 @@ def of_all_kinds(ranks: Ranks, odd_rank: int | None) -> dict[str, list[int]]:
                 raw = torch.view_as_real(changed) if changed.is_complex() else changed
                 raw.view(-1)[-1:].view(torch.uint8)[0] ^= 1
             tensors[name] = changed
-    return outcome(holding(**tensors), ranks, what="buffers")
+    return outcome(module_with(**tensors), ranks, what="buffers")
 
 
 def test_equal_replicas_pass():
-    assert run_ranks(3, of_all_kinds, None) == [{}, {}, {}]
+    assert run_ranks(3, compare_tensors_of_all_kinds, None) == [{}, {}, {}]
 
 
 def test_a_bit_of_one_element_is_found_in_every_dtype():
-    for differing in run_ranks(3, of_all_kinds, 1):
+    for differing in run_ranks(3, compare_tensors_of_all_kinds, 1):
         expected = {name_of(dtype) for dtype in DTYPES} | {
             "scalar", "not_a_number", "transposed", "every_other", "expanded", "conjugated",
         }  # fmt: skip
@@ -86,7 +86,7 @@ def planted(ranks: Ranks, what: str) -> dict[str, list[int]]:
                 weight[1, 0], weight[1, 1] = weight[1, 1].clone(), weight[1, 0].clone()
             elif what == "rotated":
                 weight.copy_(weight.roll(1))
-            elif what == "three that cancel":  # in a sum whose weights grow evenly
+            elif what == "three that cancel":  # in a sum with linearly growing weights
                 bits = weight.view(torch.int32).view(-1)
                 bits[1:4] += torch.tensor([1, -2, 1], dtype=torch.int32)
             elif what == "another shape":
@@ -95,11 +95,11 @@ def planted(ranks: Ranks, what: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("what", ["sign of zero", "swapped", "rotated", "three that cancel", "another shape"])
-def test_planted_differences(what: str):
+def test_any_difference_of_the_odd_rank_is_found(what: str):
     assert run_ranks(3, planted, what) == [{"1.weight": [2]}] * 3
 
 
-def test_two_ranks_have_no_majority():
+def test_of_two_ranks_both_are_named():
     assert run_ranks(2, planted, "swapped") == [{"1.weight": [0, 1]}] * 2
 
 
@@ -130,34 +130,34 @@ def trained(ranks: Ranks, what: str) -> dict[str, list[int]]:
         ("lacking", {"names": [0]}),
     ],
 )
-def test_gradients_and_optimizer_state(what: str, differing: dict[str, list[int]]):
+def test_differing_gradients_and_optimizer_state_are_named(what: str, differing: dict[str, list[int]]):
     assert run_ranks(3, trained, what) == [differing] * 3
 
 
-def long(ranks: Ranks) -> dict[str, list[int]]:
+def compare_two_chunks(ranks: Ranks) -> dict[str, list[int]]:
     tensor = torch.zeros(2**22 + 5, dtype=torch.bfloat16)
-    if ranks.rank == 1:  # the same within a chunk: the first element of each of two chunks
+    if ranks.rank == 1:  # at the same place in its chunk: the first element of the second chunk, and of the first
         tensor[2**22] = 1
     else:
         tensor[0] = 1
-    return outcome(holding(tensor=tensor), ranks, what="buffers")
+    return outcome(module_with(tensor=tensor), ranks, what="buffers")
 
 
-def test_positions_go_on_over_chunks():
-    assert run_ranks(2, long) == [{"tensor": [0, 1]}] * 2
+def test_positions_continue_over_chunks():
+    assert run_ranks(2, compare_two_chunks) == [{"tensor": [0, 1]}] * 2
 
 
-def bad_input(ranks: Ranks) -> list[str]:
-    found = []
+def errors_of_bad_input(ranks: Ranks) -> list[str]:
+    sentences = []
     for options in ({"what": "weights"}, {"what": "optimizer"}):
         with pytest.raises(ValueError) as error:
             check_agreement(nn.Linear(1, 1), ranks, **options)
-        found.append(str(error.value))
-    return found
+        sentences.append(str(error.value))
+    return sentences
 
 
-def test_bad_input():
-    assert run_ranks(2, bad_input)[0] == [
+def test_bad_options_are_refused_by_name():
+    assert run_ranks(2, errors_of_bad_input)[0] == [
         "what: must be of parameters, buffers, gradients, optimizer, not weights",
         "optimizer: must be given for what='optimizer'",
     ]
@@ -171,15 +171,19 @@ def failing(ranks: Ranks, errors: dict[int, Exception]) -> tuple[str, str]:
 
     try:
         return "fine", str(agreed(work, Collectives(ranks)))
-    except Exception as error:  # noqa: BLE001  (which it is is the question)
+    except Exception as error:  # noqa: BLE001  (the test asks which error it is)
         return type(error).__name__, str(error)
 
 
-def test_what_fails_on_one_rank_fails_on_all():
+def test_an_error_on_one_rank_is_an_error_on_all():
     assert run_ranks(3, failing, {}) == [("fine", "0"), ("fine", "1"), ("fine", "2")]
-    other = ("ValueError", "x: is bad (found by rank 1)")
-    assert run_ranks(3, failing, {1: ValueError("x: is bad")}) == [other, ("ValueError", "x: is bad"), other]
-    assert run_ranks(3, failing, {1: ValueError("x: is bad"), 2: KeyError("y")})[2] == other
+    of_the_others = ("ValueError", "x: is bad (found by rank 1)")
+    assert run_ranks(3, failing, {1: ValueError("x: is bad")}) == [
+        of_the_others,
+        ("ValueError", "x: is bad"),
+        of_the_others,
+    ]
+    assert run_ranks(3, failing, {1: ValueError("x: is bad"), 2: KeyError("y")})[2] == of_the_others
     assert run_ranks(2, failing, {0: KeyError("y")}) == [
         ("KeyError", "'y'"),
         ("RuntimeError", "rank 0 failed: KeyError: 'y'"),

@@ -1,4 +1,4 @@
-"""Clipping: as torch does in one process, and over parts held by several ranks."""
+"""Clipping of gradients, as torch does it in one process, and over parts on several ranks."""
 
 import math
 
@@ -18,14 +18,14 @@ def gradients(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
-def test_as_torch(norm_type: float, max_norm: float):
-    ours = gradients()
-    theirs = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in ours]
-    for parameter, gradient in zip(theirs, ours, strict=True):
+def test_clipping_is_torchs(norm_type: float, max_norm: float):
+    clipped = gradients()
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in clipped]
+    for parameter, gradient in zip(parameters, clipped, strict=True):
         parameter.grad = gradient.clone()
-    norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
-    assert torch.allclose(clip_gradients_([*ours, None], max_norm, norm_type), norm, rtol=1e-6)
-    for parameter, gradient in zip(theirs, ours, strict=True):
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    assert torch.allclose(clip_gradients_([*clipped, None], max_norm, norm_type), norm, rtol=1e-6)
+    for parameter, gradient in zip(parameters, clipped, strict=True):
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, gradient, rtol=1e-6)
 
@@ -35,37 +35,39 @@ def test_norms_of_16_bit_gradients_are_taken_in_fp32():
     assert float(clip_gradients_(large, 1.0)) == pytest.approx(30_000, rel=1e-4)
 
 
-def test_complex_and_fp64_gradients():
-    found = clip_gradients_([torch.tensor([3 + 4j]), torch.tensor([12.0], dtype=torch.float64)], 1.0)
-    assert float(found) == pytest.approx(13)
+def test_the_norm_of_complex_and_fp64_gradients_is_right():
+    norm = clip_gradients_([torch.tensor([3 + 4j]), torch.tensor([12.0], dtype=torch.float64)], 1.0)
+    assert float(norm) == pytest.approx(13)
 
 
-def of_parts_with_nan(ranks: Ranks, norm_type: float) -> list[float]:
-    mine = [torch.tensor([math.nan if ranks.rank == 1 else 1.0])]
-    return [float(clip_gradients_(mine, 1.0, norm_type, across=Collectives(ranks))), *mine[0].tolist()]
+def clip_parts_with_nan(ranks: Ranks, norm_type: float) -> list[float]:
+    parts = [torch.tensor([math.nan if ranks.rank == 1 else 1.0])]
+    return [float(clip_gradients_(parts, 1.0, norm_type, across=Collectives(ranks))), *parts[0].tolist()]
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_nan_on_one_rank_is_nan_on_all(norm_type: float):
-    assert all(math.isnan(value) for found in run_ranks(3, of_parts_with_nan, norm_type) for value in found)
+    assert all(math.isnan(value) for values in run_ranks(3, clip_parts_with_nan, norm_type) for value in values)
 
 
-def of_parts(ranks: Ranks, norm_type: float) -> tuple[float, list[list[float]]]:
-    whole = gradients()
-    mine = [whole[0]] if ranks.rank == 0 else [whole[1], None, whole[2]] if ranks.rank == 1 else []
-    norm = clip_gradients_(mine, 0.5, norm_type, across=Collectives(ranks))
-    return float(norm), [gradient.tolist() for gradient in mine if gradient is not None]
+def clip_parts(ranks: Ranks, norm_type: float) -> tuple[float, list[list[float]]]:
+    all_gradients = gradients()
+    parts = (
+        [all_gradients[0]] if ranks.rank == 0 else [all_gradients[1], None, all_gradients[2]] if ranks.rank == 1 else []
+    )
+    norm = clip_gradients_(parts, 0.5, norm_type, across=Collectives(ranks))
+    return float(norm), [gradient.tolist() for gradient in parts if gradient is not None]
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_parts_of_several_ranks_have_the_norm_of_the_whole(norm_type: float):
-    whole = gradients()
-    norm = float(clip_gradients_(whole, 0.5, norm_type))
-    (first, a), (second, b), (third, nothing) = run_ranks(3, of_parts, norm_type)
+    all_gradients = gradients()
+    norm = float(clip_gradients_(all_gradients, 0.5, norm_type))
+    (first, a), (second, b), (third, nothing) = run_ranks(3, clip_parts, norm_type)
     assert first == second == third == pytest.approx(norm, rel=1e-6)
     assert nothing == []
-    for found, expected in zip([*a, *b], whole, strict=True):
-        assert found == pytest.approx(expected.tolist(), rel=1e-5)
+    for part, expected in zip([*a, *b], all_gradients, strict=True):
+        assert part == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 def test_no_gradients_have_norm_zero():

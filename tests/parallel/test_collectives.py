@@ -1,4 +1,4 @@
-"""Collectives: what they do, and what they count."""
+"""Collectives, and the messages and bytes that they count."""
 
 import torch
 
@@ -9,29 +9,29 @@ from trainstep.parallel.ranks import Ranks, alone
 
 def everything(ranks: Ranks) -> dict[str, object]:
     collectives = Collectives(ranks)
-    mine = torch.arange(4.0) + ranks.rank
+    values = torch.arange(4.0) + ranks.rank
     shard, gathered = torch.empty(2), torch.empty(8)
-    total, mean, most = mine.clone(), mine.clone(), mine.clone()
+    total, mean, maximum = values.clone(), values.clone(), values.clone()
     collectives.all_reduce(total).wait()
     collectives.all_reduce(mean, reduction="average").wait()
-    collectives.all_reduce(most, reduction="maximum").wait()
-    collectives.reduce_scatter(shard, mine, reduction="average", label="a name").wait()
-    collectives.all_gather(gathered, mine).wait()
-    collectives.broadcast(mine, source=1).wait()
+    collectives.all_reduce(maximum, reduction="maximum").wait()
+    collectives.reduce_scatter(shard, values, reduction="average", label="a name").wait()
+    collectives.all_gather(gathered, values).wait()
+    collectives.broadcast(values, source=1).wait()
     collectives.barrier()
-    found = {"total": total, "mean": mean, "most": most, "shard": shard, "gathered": gathered, "sent": mine}
+    results = {"total": total, "mean": mean, "maximum": maximum, "shard": shard, "gathered": gathered, "sent": values}
     return {
-        **{name: tensor.tolist() for name, tensor in found.items()},
+        **{name: tensor.tolist() for name, tensor in results.items()},
         "messages": dict(collectives.traffic.messages),
         "bytes": dict(collectives.traffic.payload_bytes),
     }
 
 
-def test_each_does_what_it_says_and_is_counted():
+def test_each_collective_has_its_result_and_is_counted():
     first, second = run_ranks(2, everything)
     assert first["total"] == second["total"] == [1, 3, 5, 7]
     assert first["mean"] == second["mean"] == [0.5, 1.5, 2.5, 3.5]
-    assert first["most"] == second["most"] == [1, 2, 3, 4]
+    assert first["maximum"] == second["maximum"] == [1, 2, 3, 4]
     assert [first["shard"], second["shard"]] == [[0.5, 1.5], [2.5, 3.5]]
     assert first["gathered"] == second["gathered"] == [0, 1, 2, 3, 1, 2, 3, 4]
     assert first["sent"] == second["sent"] == [1, 2, 3, 4]
@@ -49,10 +49,10 @@ def in_place(ranks: Ranks) -> tuple[list[float], list[float]]:
     return reduced, flat.tolist()
 
 
-def test_a_shard_may_be_the_part_itself():
-    found = run_ranks(3, in_place)
-    assert [reduced for reduced, _ in found] == [[0, 6], [12, 18], [24, 30]]
-    assert all(flat == [0, 6, 12, 18, 24, 30] for _, flat in found)
+def test_a_shard_may_be_a_view_of_the_whole():
+    results = run_ranks(3, in_place)
+    assert [reduced for reduced, _ in results] == [[0, 6], [12, 18], [24, 30]]
+    assert all(flat == [0, 6, 12, 18, 24, 30] for _, flat in results)
 
 
 def test_a_process_on_its_own_sends_nothing():

@@ -1,10 +1,10 @@
-"""Layouts and views: aligned, shaped as their tensors, shards that cover all and overlap nowhere."""
+"""Flat buffers: aligned layouts, views shaped as their tensors, and shards that cover everything once."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainstep.costs.flat_layout import ALIGNMENT
+from trainstep.costs.buckets import ALIGNMENT
 from trainstep.parallel.flat_buffer import FlatBuffer, lay_out
 
 
@@ -25,7 +25,7 @@ def test_pieces_of_all_shards_make_each_tensor(sizes: list[int], parts: int):
         assert covered == list(range(size))
 
 
-def test_views_are_the_flat_tensor():
+def test_views_are_views_of_the_flat_tensor():
     tensors = [torch.empty(2, 3), torch.empty(5), torch.empty(())]
     buffer = FlatBuffer(tensors, dtype=torch.float32, device=torch.device("cpu"), extra=3)
     for number, view in enumerate(buffer.views):
@@ -42,7 +42,7 @@ def test_a_dense_tensor_keeps_its_strides():
     assert buffer.views[1].is_contiguous()
 
 
-def test_memory_comes_back_zeroed_and_views_stay_views_of_it():
+def test_memory_taken_again_is_zero_and_has_the_same_views():
     buffer = FlatBuffer([torch.empty(3), torch.empty(2, 5)], dtype=torch.float32, device=torch.device("cpu"))
     buffer.flat.fill_(1)
     buffer.free_memory()

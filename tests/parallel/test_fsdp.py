@@ -1,4 +1,4 @@
-"""FSDP: what is in memory when, what is gathered when, dtypes, compiled and checkpointed blocks, states that load elsewhere."""
+"""FSDP: memory, gathers and their order, dtypes, compiled and checkpointed blocks, and states that other ranks load."""
 
 import pytest
 import torch
@@ -46,64 +46,64 @@ def data(rank: int = 0) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5 + rank))
 
 
-def test_units_are_the_blocks_and_what_stands_around_them():
+def test_units_are_the_blocks_and_the_rest_of_the_module():
     assert [unit.name for unit in FSDP(stack(), alone()).units] == ["root", *(f"blocks.{i}" for i in range(BLOCKS))]
 
 
 def storage_bytes(ranks: Ranks) -> list[int]:
-    """Bytes behind parameters: between steps, and of the whole units at each block's forward and backward."""
+    """Bytes of parameters between steps, most whole units during a step, whole units after it, and bytes of gradients."""
     model = stack()
     sync = FSDP(model, ranks)
-    found = [sum(parameter.nbytes for parameter in model.parameters())]
-    whole = []
+    sizes = [sum(parameter.nbytes for parameter in model.parameters())]
+    whole_units = []
 
-    def look(*_: object) -> None:
-        whole.append(sum(unit.state is not UnitState.SHARDED for unit in sync.units))
+    def count_whole_units(*_: object) -> None:
+        whole_units.append(sum(unit.state is not UnitState.SHARDED for unit in sync.units))
 
     for block in model.blocks:
-        block.down.register_forward_hook(look)
-        block.up.register_full_backward_hook(look)
+        block.down.register_forward_hook(count_whole_units)
+        block.up.register_full_backward_hook(count_whole_units)
     model(data()).backward()
     sync.finish_gradient_synchronization()
-    found.append(max(whole))
-    found.append(sum(unit.state is not UnitState.SHARDED for unit in sync.units))
-    found.append(sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None))
-    return found
+    sizes.append(max(whole_units))
+    sizes.append(sum(unit.state is not UnitState.SHARDED for unit in sync.units))
+    sizes.append(sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None))
+    return sizes
 
 
 def test_a_rank_holds_its_part_and_the_whole_of_a_few_units():
     parameters = sum(parameter.nbytes for parameter in stack().parameters())
-    found = run_ranks(2, storage_bytes)
-    assert sum(held for held, *_ in found) == parameters
-    assert sum(gradients for *_, gradients in found) == parameters
-    for held, most_whole, left_whole, _ in found:
-        assert abs(held - parameters / 2) <= 8 * 4 * (BLOCKS + 1)
-        assert most_whole <= 3  # what stands around the blocks, the block at work, the one ahead
+    every_rank = run_ranks(2, storage_bytes)
+    assert sum(own_bytes for own_bytes, *_ in every_rank) == parameters
+    assert sum(gradients for *_, gradients in every_rank) == parameters
+    for own_bytes, most_whole, left_whole, _ in every_rank:
+        assert abs(own_bytes - parameters / 2) <= 8 * 4 * (BLOCKS + 1)
+        assert most_whole <= 3  # the rest of the module, the block that runs, and the next one
         assert left_whole == 0
 
 
 def most_whole_with_frozen_weights(ranks: Ranks) -> int:
-    """Units whole at a time in a backward, of which each block has two."""
+    """The most units that are whole at a time in a backward pass, where each block has two units."""
     model = stack()
     for block in model.blocks:
         block.up.requires_grad_(False)
     sync = FSDP(model, ranks)
-    whole = []
+    whole_units = []
     for block in model.blocks:
         block.down.register_full_backward_hook(
-            lambda *_: whole.append(sum(unit.state is not UnitState.SHARDED for unit in sync.units))
+            lambda *_: whole_units.append(sum(unit.state is not UnitState.SHARDED for unit in sync.units))
         )
     model(data()).backward()
     sync.finish_gradient_synchronization()
-    return max(whole)
+    return max(whole_units)
 
 
-def test_frozen_weights_are_freed_behind_backward():
-    assert max(run_ranks(2, most_whole_with_frozen_weights)) <= 5  # what stands around the blocks, and two blocks
+def test_frozen_weights_are_freed_as_backward_passes_them():
+    assert max(run_ranks(2, most_whole_with_frozen_weights)) <= 5  # the rest of the module, and two blocks
 
 
 def log_of_gathers(sync: FSDP) -> list[str]:
-    """Grows by the name of each unit that is gathered."""
+    """A list to which the name of each gathered unit is added."""
     log: list[str] = []
     gather = sync.collectives.all_gather
 
@@ -127,24 +127,24 @@ def gathers(ranks: Ranks, ahead: int, reshard_after_forward: bool) -> list[str]:
     return log
 
 
-def test_each_unit_is_gathered_ahead_of_its_turn_and_again_for_backward():
+def test_each_unit_is_gathered_one_ahead_and_again_for_backward():
     forward = ["root", "0", "1", "forward 0", "2", "forward 1", "3", "forward 2", "forward 3"]
     backward = ["2", "backward 3", "1", "backward 2", "0", "backward 1", "backward 0"]
     assert run_ranks(2, gathers, 1, True) == [forward + backward] * 2
 
 
-def test_two_ahead():
+def test_units_may_be_gathered_two_ahead():
     log = run_ranks(2, gathers, 2, True)[0]
     assert log[: log.index("forward 0")] == ["root", "0", "1", "2"]
 
 
-def test_kept_after_forward_is_gathered_once():
+def test_a_unit_kept_after_forward_is_gathered_once():
     log = run_ranks(2, gathers, 0, False)[0]
     assert sorted(line for line in log if " " not in line) == ["0", "1", "2", "3", "root"]
 
 
 class Backwards(Stack):
-    """Runs its blocks from the last to the first."""
+    """A stack that runs its blocks from the last to the first."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in reversed(self.blocks):
@@ -167,41 +167,39 @@ def gathers_of_two_steps(ranks: Ranks) -> list[list[str]]:
 
 def test_units_are_gathered_ahead_in_the_order_of_the_last_forward():
     first, second = run_ranks(2, gathers_of_two_steps)[0]
-    assert first[:3] == ["root", "0", "3"]  # as the module has them: the first block is gathered in vain
+    assert first[:3] == ["root", "0", "3"]  # in the module's order, so the first block is gathered too early
     assert second == ["root", "3", "2", "1", "0", "1", "2", "3"]
 
 
 def sources_of_gathers(ranks: Ranks, dtype: torch.dtype | None) -> list[str]:
-    """Where each message's own part lies: in the unit's shard, or in the place it has in the whole."""
+    """For each gather, whether it sends the unit's shard, or a part that already is at its place in the whole."""
     model = stack()
     sync = FSDP(model, ranks, compute_dtype=dtype)
     shards = {unit.shard.data_ptr() for unit in sync.units}
     gather = sync.collectives.all_gather
-    found = []
+    sources = []
 
-    def looked_at(tensor: Tensor, shard: Tensor, *, label: str = "") -> object:
+    def logged(tensor: Tensor, shard: Tensor, *, label: str = "") -> object:
         own_place = tensor[ranks.rank * shard.numel() :]
-        found.append(
+        sources.append(
             "shard" if shard.data_ptr() in shards else "whole" if shard.data_ptr() == own_place.data_ptr() else ""
         )
         return gather(tensor, shard, label=label)
 
-    sync.collectives.all_gather = looked_at
+    sync.collectives.all_gather = logged
     model(data().to(dtype)).backward()
     sync.finish_gradient_synchronization()
-    return found
+    return sources
 
 
 @pytest.mark.parametrize(("dtype", "source"), [(None, "shard"), (torch.bfloat16, "whole")])
 def test_a_shard_is_copied_before_it_is_sent_only_to_cast_it(dtype: torch.dtype | None, source: str):
-    for found in run_ranks(2, sources_of_gathers, dtype):
-        assert found == [source] * (
-            2 * BLOCKS
-        )  # in backward what stands around the blocks, and the last one, are whole still
+    for sources in run_ranks(2, sources_of_gathers, dtype):
+        assert sources == [source] * (2 * BLOCKS)  # in backward the root and the last block are still whole
 
 
 def loss_after_a_broken_pass(ranks: Ranks) -> float:
-    """Pieces change while their unit is on its way, for a forward that broke off behind the second block."""
+    """The loss of a pass whose weights changed while their unit was being gathered, for a forward that failed in block 1."""
     model = stack()
     sync = FSDP(model, ranks)
     broken = model.blocks[1].down.register_forward_hook(lambda *_: 1 / 0)
@@ -215,7 +213,7 @@ def loss_after_a_broken_pass(ranks: Ranks) -> float:
     return model(data()).item()
 
 
-def test_what_was_on_its_way_for_a_pass_that_broke_off_is_gathered_anew():
+def test_a_unit_being_gathered_for_a_failed_pass_is_gathered_again():
     expected = stack()
     with torch.no_grad():
         for parameter in expected.blocks[2].parameters():
@@ -245,7 +243,7 @@ def test_recomputing_under_no_sync_gathers_nothing_more():
 
 
 class Uneven(Block):
-    """Its `down` is used by rank 0 alone."""
+    """A block whose `down` only rank 0 uses."""
 
     rank = 0
 
@@ -268,7 +266,7 @@ def uneven_gradients(ranks: Ranks, forwards: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("forwards", [1, 2])
-def test_ranks_with_unlike_gradients_send_the_same_messages(forwards: int):
+def test_ranks_with_different_gradients_send_the_same_messages(forwards: int):
     pieces = run_ranks(2, uneven_gradients, forwards)
     sums: dict[int, Tensor] = {}
     for rank in range(2):
@@ -280,8 +278,8 @@ def test_ranks_with_unlike_gradients_send_the_same_messages(forwards: int):
             if p.grad is not None:
                 sums[index] = sums.get(index, torch.zeros_like(p)) + p.grad / 2
     for index, expected in sums.items():
-        found = torch.tensor([*pieces[0][index], *pieces[1][index]])
-        assert torch.allclose(found, expected.flatten(), rtol=1e-5, atol=1e-6)
+        gradient = torch.tensor([*pieces[0][index], *pieces[1][index]])
+        assert torch.allclose(gradient, expected.flatten(), rtol=1e-5, atol=1e-6)
 
 
 def trained(ranks: Ranks, how: str, dtype: str = "none") -> list[Tensor]:
@@ -301,7 +299,7 @@ def trained(ranks: Ranks, how: str, dtype: str = "none") -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            model(data().to(compute_dtype))  # an evaluation in between
+            model(data().to(compute_dtype))  # an evaluation between steps
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     return [value for name, value in sync.full_state_dict().items() if name != "scale"]
 
@@ -319,20 +317,20 @@ def alone_trained(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 @pytest.mark.parametrize("how", ["plain", "compiled", "checkpointed"])
 def test_blocks_may_be_compiled_or_checkpointed(how: str):
     expected = alone_trained()
-    for found in run_ranks(2, trained, how):
-        for one, other in zip(found, expected, strict=True):
-            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    for parameters in run_ranks(2, trained, how):
+        for parameter, single in zip(parameters, expected, strict=True):
+            assert torch.allclose(parameter, single, rtol=1e-5, atol=1e-6)
 
 
 def test_computing_in_bf16_keeps_an_fp32_master():
     exact = alone_trained(torch.float64)
-    found = run_ranks(2, trained, "plain", "bf16")[0]
-    assert any((value.bfloat16().float() != value).any() for value in found)
-    for one, other in zip(found, exact, strict=True):
-        assert torch.allclose(one.double(), other, rtol=0.05, atol=0.01)
+    parameters = run_ranks(2, trained, "plain", "bf16")[0]
+    assert any((value.bfloat16().float() != value).any() for value in parameters)
+    for parameter, single in zip(parameters, exact, strict=True):
+        assert torch.allclose(parameter.double(), single, rtol=0.05, atol=0.01)
 
 
-def full(ranks: Ranks) -> tuple[list[str], list[bool], list[bool]]:
+def full_states(ranks: Ranks) -> tuple[list[str], list[bool], list[bool]]:
     expected = stack().state_dict()
     model = stack()
     sync = FSDP(model, ranks)
@@ -343,17 +341,17 @@ def full(ranks: Ranks) -> tuple[list[str], list[bool], list[bool]]:
         model.load_state_dict(expected)
     sync.load_full_state_dict({name: value + 1 for name, value in state.items()})
     moved = sync.full_state_dict(on_rank_0_only=True)
-    same = [torch.equal(state[name], expected[name]) for name in expected]
-    return list(state), same, [torch.equal(moved[name], expected[name] + 1) for name in moved]
+    equal = [torch.equal(state[name], expected[name]) for name in expected]
+    return list(state), equal, [torch.equal(moved[name], expected[name] + 1) for name in moved]
 
 
 def test_the_full_state_dict_is_the_modules():
-    (names, same, moved), (_, _, none) = run_ranks(2, full)
+    (names, equal, moved), (_, _, of_rank_1) = run_ranks(2, full_states)
     assert names == list(stack().state_dict())
-    assert all(same)
+    assert all(equal)
     assert all(moved)
     assert len(moved) == len(names)
-    assert none == []
+    assert of_rank_1 == []
 
 
 def test_a_state_dict_of_another_module_is_refused_by_name():
@@ -361,7 +359,7 @@ def test_a_state_dict_of_another_module_is_refused_by_name():
     state = sync.full_state_dict()
     with pytest.raises(ValueError, match=r"state: blocks\.0\.up\.bias is only in the module"):
         sync.load_full_state_dict({name: value for name, value in state.items() if name != "blocks.0.up.bias"})
-    with pytest.raises(ValueError, match=r"state: stem\.bias is \(3,\), and the module's \(16,\)"):
+    with pytest.raises(ValueError, match=r"state: stem\.bias has shape \(3,\), but in the module \(16,\)"):
         sync.load_full_state_dict({**state, "stem.bias": torch.zeros(3)})
 
 
@@ -370,37 +368,37 @@ def detached(ranks: Ranks) -> list[bool]:
     FSDP(model, ranks).detach()
     model(data()).backward()
     pairs = zip(model.parameters(), stack().parameters(), strict=True)
-    return [torch.equal(one, other) and one.grad is not None for one, other in pairs]
+    return [torch.equal(parameter, original) and parameter.grad is not None for parameter, original in pairs]
 
 
-def test_detached_it_is_the_module_again():
-    assert all(same for found in run_ranks(2, detached) for same in found)
+def test_a_detached_module_is_as_before_wrapping():
+    assert all(equal for every_parameter in run_ranks(2, detached) for equal in every_parameter)
 
 
 class Tied(Stack):
-    """Uses a block's weight outside of the block."""
+    """A stack that uses a block's weight outside the block."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(super().forward(x).expand(2 * WIDTH), self.blocks[0].down.weight).sum()
 
 
 def used_elsewhere(ranks: Ranks) -> tuple[str, list[str]]:
-    """What is said of a piece used outside its block, and of an error that is none of FSDP's."""
+    """The note on an error from a parameter used outside its block, and the notes on an error that has another cause."""
     torch.manual_seed(0)
     model = Tied()
     FSDP(model, ranks, ahead=0)
     with pytest.raises(RuntimeError) as caught:
         model(data())
-    [said] = caught.value.__notes__
+    [note] = caught.value.__notes__
     broken = stack()
     FSDP(broken, ranks)
-    with pytest.raises(RuntimeError) as other:
+    with pytest.raises(RuntimeError) as unrelated:
         broken(Closed())
-    return said, getattr(other.value, "__notes__", [])
+    return note, getattr(unrelated.value, "__notes__", [])
 
 
 class Closed(Tensor):
-    """Data that cannot be read."""
+    """A tensor whose data cannot be read."""
 
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> Tensor:
@@ -408,27 +406,27 @@ class Closed(Tensor):
 
 
 def test_a_parameter_used_outside_its_block_is_named():
-    for said, nothing in run_ranks(2, used_elsewhere):
-        assert "one-dimensional. If this was " in said
-        assert "blocks.0.down.weight (" in said
-        assert nothing == []
+    for note, other_notes in run_ranks(2, used_elsewhere):
+        assert "one-dimensional. If this was " in note
+        assert "blocks.0.down.weight (" in note
+        assert other_notes == []
 
 
 def cast_afterwards(ranks: Ranks) -> list[str]:
-    found = []
+    sentences = []
     for change in (nn.Module.bfloat16, nn.Module.double, lambda model: model._apply(torch.clone)):
         model = stack()
         FSDP(model, ranks)
         change(model)
         with pytest.raises(ValueError, match="compute_dtype") as caught:
             model(data())
-        found.append(str(caught.value))
-    return found
+        sentences.append(str(caught.value))
+    return sentences
 
 
 def test_casting_after_wrapping_is_refused_by_name():
-    for found in run_ranks(2, cast_afterwards):
-        assert all(said.startswith("stem.weight: is no longer the piece") for said in found)
+    for sentences in run_ranks(2, cast_afterwards):
+        assert all(sentence.startswith("stem.weight: is no longer the piece") for sentence in sentences)
 
 
 def test_ahead_is_at_most_two():
@@ -442,7 +440,7 @@ def test_a_unit_that_is_not_part_of_the_module_is_refused():
 
 
 def tied_across_blocks(ranks: Ranks, ahead: int) -> Tensor:
-    """Blocks with frozen weights and one trained weight that two of them share; rank 1 uses it in the later one alone."""
+    """The sum of gradients of blocks with frozen weights, two of which share a trained one; rank 1 uses it only in the later."""
     torch.manual_seed(0)
     stack = Stack()
     first, second = stack.blocks[0], stack.blocks[1]
@@ -458,14 +456,14 @@ def tied_across_blocks(ranks: Ranks, ahead: int) -> Tensor:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_weight_of_two_blocks_that_one_rank_uses_once(ahead: int):
-    """One rank's last gradient comes a block earlier than the other's: sent then, messages would not pair up."""
-    found = run_ranks(2, tied_across_blocks, ahead)
-    assert all(torch.isfinite(each) for each in found)
+def test_a_weight_of_two_blocks_that_one_rank_uses_once_gets_its_gradient(ahead: int):
+    """One rank's last gradient comes a block earlier than the other's; if it were sent then, messages would not match."""
+    sums = run_ranks(2, tied_across_blocks, ahead)
+    assert all(torch.isfinite(total) for total in sums)
 
 
 def called_twice(ranks: Ranks, compute_dtype: str, reshard_after_forward: bool) -> list[Tensor]:
-    """Two forwards before one backward: autograd reaches each parameter twice if what it computes with has another dtype."""
+    """Two forwards before one backward: autograd reaches each parameter twice if the compute dtype differs."""
     model = stack()
     sync = FSDP(model, ranks, compute_dtype=getattr(torch, compute_dtype), reshard_after_forward=reshard_after_forward)
     x = data(ranks.rank).to(getattr(torch, compute_dtype))
@@ -475,7 +473,7 @@ def called_twice(ranks: Ranks, compute_dtype: str, reshard_after_forward: bool) 
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_a_model_called_twice_before_its_backward(reshard_after_forward: bool):
+def test_a_model_called_twice_before_its_backward_has_both_gradients(reshard_after_forward: bool):
     exact, rounded = (
         torch.cat([part for [part] in run_ranks(2, called_twice, dtype, reshard_after_forward)])
         for dtype in ("float32", "bfloat16")
@@ -484,7 +482,7 @@ def test_a_model_called_twice_before_its_backward(reshard_after_forward: bool):
 
 
 def whole_after_backward(ranks: Ranks, together: int) -> list[str]:
-    """Units left whole by a backward under no_sync, `together` blocks a checkpoint."""
+    """Names of units that a backward under no_sync leaves whole, with `together` blocks in a checkpoint."""
     model = stack()
     sync = FSDP(model, ranks)
 
@@ -506,13 +504,13 @@ def whole_after_backward(ranks: Ranks, together: int) -> list[str]:
 
 
 @pytest.mark.parametrize("together", [1, 2, 4])
-def test_checkpoints_over_several_blocks_leave_nothing_whole_but_the_last(together: int):
-    for found in run_ranks(2, whole_after_backward, together):
-        assert set(found) <= {"root", "blocks.0"}
+def test_checkpoints_over_several_blocks_leave_only_the_last_units_whole(together: int):
+    for names in run_ranks(2, whole_after_backward, together):
+        assert set(names) <= {"root", "blocks.0"}
 
 
 def loss_after_a_shorter_evaluation(ranks: Ranks) -> float:
-    """Of the second step, with an evaluation of fewer blocks before the update: what it gathers too much is old behind it."""
+    """The loss of the second step. An evaluation before the update gathers fewer blocks, and what it keeps is stale afterwards."""
     model = stack()
     sync = FSDP(model, ranks, reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -531,7 +529,7 @@ def loss_after_a_shorter_evaluation(ranks: Ranks) -> float:
     return loss.item()
 
 
-def test_an_evaluation_of_fewer_blocks_before_the_update():
+def test_an_evaluation_of_fewer_blocks_before_the_update_leaves_nothing_stale():
     model = stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
@@ -539,5 +537,5 @@ def test_an_evaluation_of_fewer_blocks_before_the_update():
         loss = model(data())
         loss.backward()
         optimizer.step()
-    for found in run_ranks(2, loss_after_a_shorter_evaluation):
-        assert found == pytest.approx(loss.item(), rel=1e-5)
+    for sharded_loss in run_ranks(2, loss_after_a_shorter_evaluation):
+        assert sharded_loss == pytest.approx(loss.item(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""What wrapping leaves as it was, what it refuses by name, and how it ends."""
+"""Wrapping a module: the module stays unchanged, refusals name the tensor, buckets, and the end of synchronisation."""
 
 import copy
 import gc
@@ -18,9 +18,7 @@ from parallel_strategies import STRATEGIES
 from parallel_training import Case, built
 from ranks import run_ranks
 from trainstep import parallel
-from trainstep.parallel.ddp_bucketed import BucketedDDP
-from trainstep.parallel.ddp_flat import FlatDDP
-from trainstep.parallel.ddp_overlapped import OverlappedDDP
+from trainstep.parallel.ddp import BucketedDDP, FlatDDP, OverlappedDDP
 from trainstep.parallel.gradient_sync import GradientSync, ReplicatedGradients
 from trainstep.parallel.ranks import Ranks, alone, ranks_around
 from trainstep.parallel.sharded_optimizer import ShardedOptimizer
@@ -39,7 +37,7 @@ def test_ddp_is_the_bucketed_strategy_with_its_defaults():
     assert parallel.DDP is BucketedDDP
 
 
-def test_the_module_stays_what_it_is():
+def test_the_module_is_unchanged_by_wrapping():
     model = two_layers()
     names = list(model.state_dict())
     forward = model.forward
@@ -61,7 +59,7 @@ def replace_module(model: nn.Module) -> None:
 
 
 def change_sides(model: nn.Module) -> None:
-    """As many parameters as before, in other places."""
+    """Change parameters so that there are as many as before, in other places."""
     del model.get_submodule("1")._parameters["bias"]
     model.get_submodule("0").register_parameter("extra", nn.Parameter(torch.zeros(2)))
 
@@ -99,7 +97,7 @@ def test_a_second_backward_before_the_end_is_refused(wrap: Callable[..., Replica
     model = two_layers()
     sync = wrap(model, alone())
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"on its way.*no_sync"):
+    with pytest.raises(RuntimeError, match=r"was sent to the other ranks already.*no_sync"):
         model(torch.ones(1, 4)).sum().backward()
     assert sync.traffic.messages.total() == 0
 
@@ -114,12 +112,12 @@ def test_sparse_gradients_are_refused_by_name(name: str):
 
 @pytest.mark.parametrize("name", ["flat", "overlapped", "bucketed", "sharded_flat", "fsdp"])
 def test_a_sparse_gradient_of_an_earlier_micro_batch_is_refused_by_name(name: str):
-    """The last one does not use it."""
+    """The last micro-batch does not use the parameter."""
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
     sync = STRATEGIES[name](model, alone(), SGD).sync
     with sync.no_sync():
         model(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"0\.weight: its gradient is sparse"):  # noqa: PT012  (in backward or behind it)
+    with pytest.raises(ValueError, match=r"0\.weight: its gradient is sparse"):  # noqa: PT012  (in backward or after it)
         model[1](torch.ones(1, 2)).sum().backward()
         sync.finish_gradient_synchronization()
 
@@ -146,7 +144,7 @@ def test_bucket_sizes_are_positive(field: str, size: float):
         BucketedDDP(two_layers(), alone(), **{field: size})
 
 
-def test_infinite_buckets_are_one():
+def test_an_infinite_size_gives_one_bucket():
     for options in ({"bucket_mib": math.inf}, {"bucket_cap_mb": math.inf}):
         (bucket,) = BucketedDDP(two_layers(), alone(), **options).buckets
         assert len(bucket.parameters) == 4
@@ -163,7 +161,7 @@ def test_torchs_name_for_a_buckets_size_means_the_same_mib():
         sizes[name] = [len(bucket.parameters) for bucket in sync.buckets]
         sync.detach()
     assert sizes == {"bucket_mib": [2, 2], "bucket_cap_mb": [2, 2]}
-    with pytest.raises(ValueError, match="bucket_cap_mb: is torch's name for bucket_mib; give one of them"):
+    with pytest.raises(ValueError, match="bucket_cap_mb: is torch's name for bucket_mib; give only one of the two"):
         BucketedDDP(two_layers(), alone(), bucket_mib=2, bucket_cap_mb=2)
 
 
@@ -178,33 +176,35 @@ def test_a_module_is_wrapped_once_at_a_time(name: str):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_a_program_drops_is_freed(name: str):
+def test_wrapped_objects_that_a_program_drops_are_freed(name: str):
     model = built(Case())
     run = STRATEGIES[name](model, alone(), SGD)
     model(torch.tensor([1]), side=True).sum().backward()
     run.sync.finish_gradient_synchronization()
     run.optimizer.step()
-    left = [weakref.ref(model), weakref.ref(run.sync), weakref.ref(run.optimizer)]
+    references = [weakref.ref(model), weakref.ref(run.sync), weakref.ref(run.optimizer)]
     del model, run
     gc.collect()
-    assert [reference() for reference in left] == [None] * 3
+    assert [reference() for reference in references] == [None] * 3
 
 
-def test_gradients_that_nobody_synchronises_any_more_are_refused():
+def test_gradients_of_a_dropped_wrapper_are_refused():
     model = two_layers()
     BucketedDDP(model, alone())
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"what synchronises its gradient is gone; keep it .* or detach\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"the wrapper that synchronises its gradient is gone; keep it .* or detach\(\)"
+    ):
         model(torch.ones(1, 4)).sum().backward()
 
 
-def test_what_hangs_on_other_ranks_is_not_copied():
+def test_a_wrapper_is_not_copied():
     with pytest.raises(ValueError, match="BucketedDDP: can be neither copied nor pickled"):
         copy.deepcopy(BucketedDDP(two_layers(), alone()))
 
 
 class Odd(nn.Module):
-    """Tensors that are not laid out as usual, or not of a usual dtype; rank 0's are all 0."""
+    """Tensors of unusual strides and dtypes; on rank 0 all elements are 0."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -224,9 +224,9 @@ def odd_state(ranks: Ranks) -> list[bool]:
     return [bool((value.to(torch.complex64).abs() == 0).all()) for value in model.state_dict().values()]
 
 
-def test_the_start_is_that_of_rank_0_whatever_dtypes_and_strides():
-    for found in run_ranks(2, odd_state):
-        assert all(found)
+def test_tensors_of_any_dtype_and_strides_start_as_on_rank_0():
+    for are_zero in run_ranks(2, odd_state):
+        assert all(are_zero)
 
 
 def gradients_after_detach(ranks: Ranks) -> list[float]:
@@ -246,19 +246,19 @@ def test_detached_gradients_are_each_ranks_own():
 
 
 def views(ranks: Ranks) -> list[object]:
-    """Whose memory gradients are, over steps that drop them, zero them, and let them add up."""
+    """The address and the error of a gradient, over steps after which gradients are dropped, zeroed and dropped."""
     model = two_layers()
     sync = BucketedDDP(model, ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[object] = []
+    steps: list[object] = []
     for set_to_none in (True, False, True):
         model(torch.ones(1, 4)).sum().backward()
         sync.finish_gradient_synchronization()
         gradient = model[0].weight.grad
         assert gradient is not None
-        found.append((gradient.data_ptr(), float(gradient[0, 0] - model[1].weight.detach().sum(0)[0])))
+        steps.append((gradient.data_ptr(), float(gradient[0, 0] - model[1].weight.detach().sum(0)[0])))
         optimizer.zero_grad(set_to_none=set_to_none)
-    return found
+    return steps
 
 
 def test_gradients_are_views_of_their_bucket():
@@ -289,7 +289,7 @@ def test_bf16_buckets_are_the_gradients_and_are_clipped_in_place():
 
 
 class OneOrTwo(nn.Module):
-    """Its second layer may go unused."""
+    """A module whose second layer may be unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,32 +301,35 @@ class OneOrTwo(nn.Module):
 
 
 def flags_of_steps(ranks: Ranks, name: str) -> list[list[bool]]:
-    """Of each step, which parameters have a gradient at its end. Ranks that use the second layer: both, none, one, none..."""
+    """Whether each parameter has a gradient at the end of each step. Both ranks use the second layer, then none, one, none, ..."""
     model = OneOrTwo()
     run = STRATEGIES[name](model, ranks, SGD)
-    found = []
+    flags = []
     for users in ((0, 1), (), (1,), (), (0, 1), (0,), ()):
         model(torch.ones(1, 2), ranks.rank in users).sum().backward()
         run.sync.finish_gradient_synchronization()
         parameters = getattr(run.sync, "pieces", run.sync.trained_parameters)
-        found.append([parameter is not None and parameter.grad is not None for parameter in parameters])
+        flags.append([parameter is not None and parameter.grad is not None for parameter in parameters])
         run.optimizer.zero_grad()
-    return found
+    return flags
 
 
 @pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed", "sharded_flat", "fsdp"])
-def test_what_was_used_is_said_anew_each_step(name: str):
-    """Flags of a step in which all were used may be kept for the next; those of another must not."""
-    both = run_ranks(2, flags_of_steps, name)
+def test_used_parameters_are_exchanged_again_in_each_step(name: str):
+    """Flags of a step that used every parameter may be kept for the next step; other flags must not be."""
+    every_rank = run_ranks(2, flags_of_steps, name)
     if name not in ("sharded_flat", "fsdp"):  # whose ranks each have pieces
-        assert both[0] == both[1]
-    anywhere = [[one or other for one, other in zip(*steps, strict=True)] for steps in zip(*both, strict=True)]
+        assert every_rank[0] == every_rank[1]
+    anywhere = [
+        [on_rank_0 or on_rank_1 for on_rank_0, on_rank_1 in zip(*steps, strict=True)]
+        for steps in zip(*every_rank, strict=True)
+    ]
     used = [[True] * 4, [True, True, False, False]]
     assert anywhere == [used[0], used[1], used[0], used[1], used[0], used[0], used[1]]
 
 
 def devices_of_omitted_ranks(_ranks: Ranks) -> list[str]:
-    """What a wrapper takes for its device where its module is on the CPU, on a GPU, nowhere; on gloo, then on NCCL."""
+    """The device that a wrapper chooses for a module on the CPU, on a GPU and on meta, with gloo and then with NCCL."""
     modules = [SimpleNamespace(device=torch.device(device)) for device in ("cpu", "cuda:1", "meta")]
     with mock.patch.object(torch.cuda, "current_device", return_value=0):
         on_gloo = [str(ranks_around([module]).device) for module in modules]  # type: ignore[list-item]
@@ -335,7 +338,7 @@ def devices_of_omitted_ranks(_ranks: Ranks) -> list[str]:
 
 
 def test_without_ranks_the_device_is_the_modules():
-    """NCCL has no CPU: the module is refused by name, for it is not on the GPU."""
+    """NCCL has no CPU, so a module on the CPU gets the GPU as its device, and is refused by name for it."""
     assert run_ranks(2, devices_of_omitted_ranks) == [["cpu", "cuda:1", "cpu", "cuda:0", "cuda:1", "cuda:0"]] * 2
 
 
@@ -347,5 +350,5 @@ def wrapped_without_ranks(_ranks: Ranks) -> list[str]:
     return [*devices, str(flat.gradient_sync.ranks.device)]
 
 
-def test_ranks_may_be_left_out():
+def test_ranks_may_be_omitted():
     assert run_ranks(2, wrapped_without_ranks) == [["cpu"] * 3] * 2

@@ -1,4 +1,4 @@
-"""What a strategy says it holds is what it holds: the process is searched for tensors, at every point of a step."""
+"""A strategy reports all tensors that it holds: the process is searched for tensors at every point of a step."""
 
 from contextlib import nullcontext
 
@@ -16,27 +16,27 @@ QUICK = ("flat", "bucketed", "sharded", "sharded_flat", "fsdp", "bucketed bf16",
 """Every kind of buffer once; the others are slow tests."""
 
 
-def told_bytes(run: Run, model: nn.Module) -> int:
-    """What the module has, what strategy and optimizer say they hold, and the optimizer's state."""
-    held = [one.held_tensors() for one in (run.sync, run.optimizer) if hasattr(one, "held_tensors")]
+def reported_bytes(run: Run, model: nn.Module) -> int:
+    """Bytes of the module, of the tensors that strategy and optimizer report, and of the optimizer's state."""
+    held = [owner.held_tensors() for owner in (run.sync, run.optimizer) if hasattr(owner, "held_tensors")]
     owned = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-    gradients = [one.grad for one in (*model.parameters(), *owned) if one.grad is not None]
+    gradients = [parameter.grad for parameter in (*model.parameters(), *owned) if parameter.grad is not None]
     states = [value for state in run.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    tensors = [tensor for one in held for tensor in one]
+    tensors = [tensor for of_owner in held for tensor in of_owner]
     return sum(storage_bytes([*model.parameters(), *gradients, *states, *tensors]).values())
 
 
-def held_and_told(ranks: Ranks, name: str) -> dict[str, tuple[int, int]]:
-    """At each point of two steps of two micro-batches: bytes found in the process, bytes told."""
+def held_and_reported(ranks: Ranks, name: str) -> dict[str, tuple[int, int]]:
+    """Bytes found in the process and bytes reported, at each point of two steps of two micro-batches."""
     case = Case(unused="somewhere", accumulation=2)
     steps = list(batches(case, ranks.world_size))[:2]
     model = built(case)
     holdings = Holdings(model)
     run = ALL[name](model, ranks, OPTIMIZERS["adamw"])
-    found: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
 
     def look(point: str) -> None:
-        found[point] = holdings.settled_bytes(), told_bytes(run, model)
+        sizes[point] = holdings.settled_bytes(), reported_bytes(run, model)
 
     look("start")
     for step, ranks_batches in enumerate(steps):
@@ -50,12 +50,13 @@ def held_and_told(ranks: Ranks, name: str) -> dict[str, tuple[int, int]]:
         look(f"{step}: updated")
         run.optimizer.zero_grad()
         look(f"{step}: cleared")
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
 )
-def test_a_strategy_tells_all_that_it_holds(name: str):
-    for found in run_ranks(2, held_and_told, name):
-        assert {point: held for point, (held, _) in found.items()} == {p: told for p, (_, told) in found.items()}
+def test_a_strategy_reports_all_tensors_that_it_holds(name: str):
+    for sizes in run_ranks(2, held_and_reported, name):
+        reported = {point: reported for point, (_, reported) in sizes.items()}
+        assert {point: held for point, (held, _) in sizes.items()} == reported

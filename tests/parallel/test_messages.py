@@ -1,4 +1,4 @@
-"""How many messages a step takes, and how many bytes: written out term by term from the model's shapes."""
+"""Messages and bytes of a step, written out term by term from the model's shapes."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ ALL = {**STRATEGIES, **BF16_STRATEGIES}
 
 
 def traffic(ranks: Ranks, strategy: str, case: Case) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    """(messages, bytes) by operation: of the start, and of each step after it, which must all be the same."""
+    """(messages, bytes) by operation, of the start and of a step; every step must send the same."""
     model = built(case)
     run = ALL[strategy](model, ranks, OPTIMIZERS["sgd"])
     sent = run.sync.traffic
@@ -48,12 +48,12 @@ def aligned(numel: int) -> int:
 
 
 def flat_bytes(sizes: list[int], element_bytes: int) -> int:
-    """A message of these tensors and a flag for each."""
+    """Bytes of a message of these tensors and a flag for each."""
     return element_bytes * (sum(map(aligned, sizes)) + len(sizes))
 
 
 START = {
-    "all_gather": (1, 3 * 32),  # a hash a rank of what it wraps
+    "all_gather": (1, 3 * 32),  # each rank's hash of what it wraps
     "broadcast": (PARAMETERS + 1, 4 * (ELEMENTS + BUFFER)),
 }
 EXPECTED = {
@@ -95,7 +95,7 @@ def test_a_bucket_is_a_message():
     assert payload_bytes == sum(flat_bytes(bucket, 4) for bucket in sizes)
 
 
-def quiet(ranks: Ranks, strategy: str) -> int:
+def messages_under_no_sync(ranks: Ranks, strategy: str) -> int:
     model = built(Case())
     run = STRATEGIES[strategy](model, ranks, OPTIMIZERS["sgd"])
     run.sync.traffic.clear()
@@ -106,4 +106,4 @@ def quiet(ranks: Ranks, strategy: str) -> int:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_sync_sends_no_gradients(strategy: str):
-    assert run_ranks(2, quiet, strategy) == [0, 0]
+    assert run_ranks(2, messages_under_no_sync, strategy) == [0, 0]

@@ -1,4 +1,4 @@
-"""A strategy as an nn.Module around the module: what a training loop written for a module finds there."""
+"""A strategy is an nn.Module around the module, so that a training loop written for a module works with it."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ from torch import nn
 from parallel_strategies import STRATEGIES, TORCH_STRATEGIES
 from parallel_training import OPTIMIZERS, Case, Model, batches, built, distance, train_alone
 from ranks import run_ranks
-from trainstep.parallel.ddp_bucketed import BucketedDDP
+from trainstep.parallel.ddp import BucketedDDP
 from trainstep.parallel.fsdp import FSDP
 from trainstep.parallel.ranks import Ranks, alone
 
@@ -22,7 +22,7 @@ SGD = OPTIMIZERS["sgd"]
 
 
 def distance_through_the_wrapper(ranks: Ranks, name: str) -> float:
-    """From one process. As train_together, but no other line sees the module: the strategy is called, cleared and read."""
+    """Train as train_together, but call, clear and read only the strategy; the distance from one process."""
     case = Case()
     run = ALL[name](built(case, seed=ranks.rank), ranks, SGD)
     model: Any = run.sync
@@ -34,15 +34,15 @@ def distance_through_the_wrapper(ranks: Ranks, name: str) -> float:
         run.optimizer.step()
         model.zero_grad()
     state = model.state_dict()
-    whole = [
+    parameters = [
         getattr(state[key], "full_tensor", lambda key=key: state[key])() for key, _ in built(case).named_parameters()
     ]
     assert list(state) == list(built(case).state_dict())
-    return distance(whole, train_alone(case, "sgd", ranks.world_size, torch.float32))
+    return distance(parameters, train_alone(case, "sgd", ranks.world_size, torch.float32))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_it_trains_and_tells_its_state_as_the_module_would(name: str):
+def test_a_wrapper_trains_and_has_the_modules_state(name: str):
     assert run_ranks(2, distance_through_the_wrapper, name) == [0, 0]
 
 
@@ -58,19 +58,19 @@ def names_and_modes(ranks: Ranks, name: str) -> None:
     assert isinstance(sync, nn.Module)
     inner = sync.module.module if name == "torch_ddp" else sync.module
     assert inner is model
-    found = {kind: [key for key, _ in getattr(sync, f"named_{kind}")()] for kind in expected}
-    assert found == expected
-    assert all(mine is its for mine, its in zip(sync.parameters(), model.parameters(), strict=True))
+    names = {kind: [key for key, _ in getattr(sync, f"named_{kind}")()] for kind in expected}
+    assert names == expected
+    assert all(own is inner for own, inner in zip(sync.parameters(), model.parameters(), strict=True))
     assert sync.get_parameter("first.weight") is model.first.weight
     sync.eval()
     assert [sync.training, model.training, model.first.training] == [False] * 3
     sync.train()
     assert sync.training
     assert model.first.training
-    seen: list[nn.Module] = []
-    sync.apply(seen.append)
-    assert model in seen
-    assert sync not in seen
+    applied: list[nn.Module] = []
+    sync.apply(applied.append)
+    assert model in applied
+    assert sync not in applied
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -90,18 +90,18 @@ def loaded(ranks: Ranks, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_modules_state_loads(name: str):
+def test_a_wrapper_loads_the_modules_state(name: str):
     assert run_ranks(2, loaded, name) == [True, True]
 
 
 @pytest.mark.parametrize("wrap", [BucketedDDP, FSDP])
-def test_as_a_part_of_another_module(wrap: Callable[..., nn.Module]):
-    """By the part's own names; what the other loads and moves, it does too."""
+def test_a_wrapper_works_as_a_part_of_another_module(wrap: Callable[..., nn.Module]):
+    """Names are those of the wrapped part; loading and switching modes reach it."""
     torch.manual_seed(0)
-    plain = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
-    saved = copy.deepcopy(plain.state_dict())
+    unwrapped = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
+    saved = copy.deepcopy(unwrapped.state_dict())
     outer = nn.ModuleDict({"body": wrap(nn.Linear(3, 3), alone()), "head": nn.Linear(3, 2)})
-    assert [key for key, _ in outer.named_parameters()] == [key for key, _ in plain.named_parameters()]
+    assert [key for key, _ in outer.named_parameters()] == [key for key, _ in unwrapped.named_parameters()]
     outer.load_state_dict(saved)
     state = outer.state_dict()
     assert list(state) == list(saved)
@@ -112,8 +112,7 @@ def test_as_a_part_of_another_module(wrap: Callable[..., nn.Module]):
         outer.load_state_dict({key: value for key, value in saved.items() if key != "body.bias"})
 
 
-def test_hooks_alone_leave_the_call_as_it_was():
-    """The wrapper is not entered where the module itself is called."""
+def test_calling_the_module_itself_does_not_call_the_wrapper():
     model = built(Case())
     sync = BucketedDDP(model, alone())
     sync.register_forward_pre_hook(lambda *_: pytest.fail("called"))
@@ -123,18 +122,18 @@ def test_hooks_alone_leave_the_call_as_it_was():
     assert not model._forward_pre_hooks
 
 
-def test_it_is_shown_with_the_module_in_it():
+def test_the_repr_contains_the_modules():
     model = built(Case())
     assert repr(model).splitlines()[1].strip() in repr(BucketedDDP(model, alone()))
 
 
-def test_ranks_are_what_start_ranks_returns():
+def test_ranks_that_are_no_ranks_are_refused():
     with pytest.raises(ValueError, match="ranks: must be what start_ranks"):
         BucketedDDP(built(Case()), 0)
 
 
 @pytest.mark.parametrize("cap", [0, -1, math.nan])
-def test_a_size_is_refused_by_the_name_that_was_given(cap: float):
+def test_a_bad_size_is_refused_by_the_given_name(cap: float):
     with pytest.raises(ValueError, match="bucket_cap_mb: must be positive"):
         BucketedDDP(built(Case()), alone(), bucket_cap_mb=cap)
 
@@ -150,6 +149,6 @@ def test_a_wrapper_inside_the_module_that_it_wraps_is_refused():
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, pickle.dumps])
-def test_it_is_neither_copied_nor_pickled(duplicate: Callable[[object], object]):
+def test_a_wrapper_is_neither_copied_nor_pickled(duplicate: Callable[[object], object]):
     with pytest.raises(ValueError, match="BucketedDDP: can be neither copied nor pickled"):
         duplicate(BucketedDDP(built(Case()), alone()))

@@ -1,7 +1,7 @@
-"""Messages go out while backward still runs, and nothing waits for them before it is over.
+"""Messages are sent while backward still runs, and nothing waits for them before it ends.
 
-Messages are delayed: one completes only when backward has reached the first layer, and whoever waits for it earlier is told
-so. Order proves what a time would only suggest.
+Messages are delayed: one completes only when backward has reached the first layer, and an earlier wait for it fails. So the order
+of events proves what times would only suggest.
 """
 
 import threading
@@ -19,8 +19,8 @@ from trainstep.parallel.ranks import Ranks
 LAYERS = 4
 
 
-class Told(torch.autograd.Function):
-    """Says when backward comes by."""
+class LogsBackward(torch.autograd.Function):
+    """An identity that logs when backward reaches it."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, log: "Log", layer: int) -> Tensor:
@@ -36,7 +36,7 @@ class Told(torch.autograd.Function):
 
 
 class Log:
-    """What happened, in order."""
+    """The events of a step, in order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -47,7 +47,7 @@ class Log:
 
 
 class Delayed:
-    """A message that is under way until backward has reached the first layer."""
+    """A message that is pending until backward has reached the first layer."""
 
     def __init__(self, log: Log, pending: Any) -> None:
         self._log, self._pending = log, pending
@@ -66,7 +66,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = layer(Told.apply(x, self.log, number))
+            x = layer(LogsBackward.apply(x, self.log, number))
         return x.square().mean()
 
 
@@ -89,7 +89,7 @@ def log_of_a_step(ranks: Ranks, strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["overlapped", "bucketed", "bucketed_ends"])
-def test_sent_while_backward_goes_on(strategy: str):
+def test_messages_are_sent_while_backward_runs(strategy: str):
     for lines in run_ranks(2, log_of_a_step, strategy):
         first_sent = next(number for number, line in enumerate(lines) if line.startswith("sent"))
         assert first_sent < lines.index("backward 1")
@@ -98,6 +98,6 @@ def test_sent_while_backward_goes_on(strategy: str):
 
 
 @pytest.mark.parametrize("strategy", ["naive", "flat"])
-def test_sent_once_backward_is_over(strategy: str):
+def test_messages_are_sent_after_backward(strategy: str):
     for lines in run_ranks(2, log_of_a_step, strategy):
         assert not any(line.startswith("sent") for line in lines[: lines.index("backward over")])

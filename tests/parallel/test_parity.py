@@ -1,4 +1,4 @@
-"""Every parallel strategy trains as one process on all the data does.
+"""Every parallel strategy trains as one process does on all the data.
 
 The 2x rule on parameters after five steps: their distance from fp64 training is at most twice that of one process in fp32,
 and a rounding of the largest parameter (reduced in bf16: one process that rounds each rank's gradient to bf16). Bitwise where
@@ -45,31 +45,31 @@ def trained(ranks: Ranks, strategy: str, case: Case, optimizer: str) -> list[Ten
 )
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 @pytest.mark.parametrize(("strategy", "case"), PAIRS)
-def test_as_one_process(strategy: str, case: str, optimizer: str, world_size: int):
+def test_training_is_as_good_as_in_one_process(strategy: str, case: str, optimizer: str, world_size: int):
     every_rank = run_ranks(world_size, trained, strategy, CASES[case], optimizer)
     assert_as_good_as_alone(every_rank[0], CASES[case], optimizer, world_size, torch.float32)
-    assert all(distance(found, every_rank[0]) == 0 for found in every_rank)
+    assert all(distance(parameters, every_rank[0]) == 0 for parameters in every_rank)
 
 
 @pytest.mark.parametrize("case", ["plain", "unused somewhere", "accumulation"])
 @pytest.mark.parametrize("strategy", BF16_STRATEGIES)
-def test_reduced_in_bf16(strategy: str, case: str):
-    found, other = run_ranks(2, trained, strategy, CASES[case], "sgd")
-    assert_as_good_as_alone(found, CASES[case], "sgd", 2, torch.bfloat16)
-    assert distance(found, other) == 0
+def test_reducing_in_bf16_is_as_good_as_rounding_gradients(strategy: str, case: str):
+    parameters, of_rank_1 = run_ranks(2, trained, strategy, CASES[case], "sgd")
+    assert_as_good_as_alone(parameters, CASES[case], "sgd", 2, torch.bfloat16)
+    assert distance(parameters, of_rank_1) == 0
 
 
 def assert_as_good_as_alone(
-    found: list[Tensor], case: Case, optimizer: str, world_size: int, reduce_dtype: torch.dtype
+    parameters: list[Tensor], case: Case, optimizer: str, world_size: int, reduce_dtype: torch.dtype
 ) -> None:
     exact = train_alone(case, optimizer, world_size, torch.float64)
-    alone = train_alone(case, optimizer, world_size, torch.float32, reduce_dtype)
+    single = train_alone(case, optimizer, world_size, torch.float32, reduce_dtype)
     largest = max(float(parameter.abs().max()) for parameter in exact)
-    assert distance(found, exact) <= 2 * distance(alone, exact) + torch.finfo(torch.float32).eps * largest
+    assert distance(parameters, exact) <= 2 * distance(single, exact) + torch.finfo(torch.float32).eps * largest
 
 
 def distance_from_one_process(ranks: Ranks, strategy: str, case: Case, optimizer: str) -> float:
-    """Both trained here, since another number of threads adds up in another order."""
+    """The distance, with both trained in this process, since another number of threads adds up in another order."""
     together = train_together(ranks, ALL[strategy], case, optimizer)
     return distance(together, train_alone(case, optimizer, ranks.world_size, torch.float32))
 
@@ -79,15 +79,15 @@ def distance_from_one_process(ranks: Ranks, strategy: str, case: Case, optimizer
     ("strategy", "case"),
     [(strategy, case) for strategy, case in PAIRS if CASES[case].accumulation == 1 and case != "clipped"],
 )
-def test_to_the_bit_on_two_ranks(strategy: str, case: str, optimizer: str):
+def test_two_ranks_train_as_one_process_to_the_bit(strategy: str, case: str, optimizer: str):
     assert run_ranks(2, distance_from_one_process, strategy, CASES[case], optimizer) == [0, 0]
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("strategy", "case"), [*PAIRS, *itertools.product(BF16_STRATEGIES, ["plain", "accumulation"])])
-def test_as_one_process_on_gpus(strategy: str, case: str, optimizer: str):
-    found, other = run_ranks(2, trained, strategy, CASES[case], optimizer, backend="nccl")
+def test_training_on_gpus_is_as_good_as_in_one_process(strategy: str, case: str, optimizer: str):
+    parameters, of_rank_1 = run_ranks(2, trained, strategy, CASES[case], optimizer, backend="nccl")
     reduce_dtype = torch.bfloat16 if strategy in BF16_STRATEGIES else torch.float32
-    assert_as_good_as_alone(found, CASES[case], optimizer, 2, reduce_dtype)
-    assert distance(found, other) == 0
+    assert_as_good_as_alone(parameters, CASES[case], optimizer, 2, reduce_dtype)
+    assert distance(parameters, of_rank_1) == 0

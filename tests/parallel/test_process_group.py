@@ -1,4 +1,4 @@
-"""Start and stop under real launchers, and what is refused before anything is started."""
+"""Starting and stopping ranks under real launchers, and what is refused before anything starts."""
 
 import os
 import signal
@@ -15,11 +15,10 @@ import torch
 from cell_maker import import_path
 from ranks import free_port
 from slurm_cluster import SlurmCluster
-from trainstep.parallel.desk import Desk
-from trainstep.parallel.link import Link
-from trainstep.parallel.listening import LOOPBACK, listen
+from trainstep.parallel.liveness.desk import Desk
+from trainstep.parallel.liveness.link import LOOPBACK, Link, listen
+from trainstep.parallel.liveness.watch import LEFT, Watch
 from trainstep.parallel.process_group import start_ranks, stop_ranks
-from trainstep.parallel.watch import LEFT, Watch
 
 PROGRAM = """
 import os
@@ -36,7 +35,7 @@ for turn in range(2):  # a second group in the same processes
 assert ranks.group is None
 os.write(1, f"rank {ranks.rank} of {ranks.world_size}: {total.tolist()}\\n".encode())
 """
-SAID = [f"rank {rank} of 2: [3.0, 3.0, 3.0, 3.0]" for rank in range(2)]
+EXPECTED_LINES = [f"rank {rank} of 2: [3.0, 3.0, 3.0, 3.0]" for rank in range(2)]
 
 
 @pytest.fixture
@@ -47,22 +46,24 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_torchrun(program: Path):
+def test_ranks_of_torchrun_start_and_stop(program: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     environ = {**os.environ, "PYTHONPATH": import_path()}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == SAID
-    assert "died" not in done.stderr
+    process = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+    assert process.returncode == 0, process.stderr
+    assert sorted(process.stdout.splitlines()) == EXPECTED_LINES
+    assert "died" not in process.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placed", [["-N1", "-n2"], ["-N2", "-n2"]], ids=["one node", "two nodes"])
-def test_slurm(slurm_cluster: SlurmCluster, program: Path, placed: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_ranks_of_slurm_start_and_stop(
+    slurm_cluster: SlurmCluster, program: Path, placed: list[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PYTHONPATH", import_path())
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # the pretend nodes have names that resolve nowhere
-    told = slurm_cluster.call("srun", *placed, sys.executable, str(program), timeout_s=100)
-    assert sorted(told.splitlines()) == SAID
+    output = slurm_cluster.call("srun", *placed, sys.executable, str(program), timeout_s=100)
+    assert sorted(output.splitlines()) == EXPECTED_LINES
 
 
 ON_GPUS = """
@@ -80,7 +81,7 @@ if "kill" in sys.argv and ranks.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if "kill" in sys.argv:
     Collectives(ranks).all_reduce(values).wait()
-    torch.cuda.synchronize()  # hangs: the other is gone
+    torch.cuda.synchronize()  # hangs, as the other rank is dead
 total = values[0].item()
 del values
 stop_ranks(ranks)
@@ -89,7 +90,7 @@ print(f"rank {ranks.rank}: {total}", flush=True)
 
 
 def two_ranks_on_gpus(*arguments: str) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of both."""
+    """Run two ranks; exit code, stdout and stderr of each."""
     base = {**os.environ, "PYTHONPATH": import_path(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
@@ -103,67 +104,67 @@ def two_ranks_on_gpus(*arguments: str) -> list[tuple[int, str, str]]:
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=100) for process in processes]
-        return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+        outputs = [process.communicate(timeout=100) for process in processes]
+        return [(process.returncode, *texts) for process, texts in zip(processes, outputs, strict=True)]
     finally:
         for process in processes:
             process.kill()
 
 
 @pytest.mark.multigpu
-def test_nccl():
-    found = two_ranks_on_gpus()
-    assert [(code, out) for code, out, _ in found] == [(0, f"rank {rank}: 3.0\n") for rank in range(2)], found
-    assert not any("died" in err for *_, err in found)
+def test_two_ranks_on_nccl_start_and_stop():
+    results = two_ranks_on_gpus()
+    assert [(code, out) for code, out, _ in results] == [(0, f"rank {rank}: 3.0\n") for rank in range(2)], results
+    assert not any("died" in err for *_, err in results)
 
 
 @pytest.mark.multigpu
-def test_nccl_when_a_rank_is_killed():
+def test_a_killed_rank_on_nccl_is_named():
     (code, out, err), (killed, *_) = two_ranks_on_gpus("kill")
     assert (code, out, killed) == (LEFT, "", -signal.SIGKILL)
     assert "trainstep: rank 1 (" in err
     assert err.rstrip().endswith("died; rank 0 leaves")
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
-    """As a launcher would have it: one rank, alone, unless told otherwise."""
-    given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in {**given, **variables}.items():
+def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
+    """Set a launcher's variables: one rank alone, unless `variables` say otherwise."""
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in {**defaults, **variables}.items():
         monkeypatch.setenv(name, str(value))
 
 
-def test_one_rank_by_itself(monkeypatch: pytest.MonkeyPatch):
-    launched(monkeypatch)
+def test_a_single_rank_needs_no_watch(monkeypatch: pytest.MonkeyPatch):
+    set_variables(monkeypatch)
     ranks = start_ranks("gloo", timeout_s=10)
     assert (ranks.rank, ranks.world_size, ranks.device, ranks.watch) == (0, 1, torch.device("cpu"), None)
     assert not torch.distributed.is_initialized() or stop_ranks(ranks).group is None
     assert not torch.distributed.is_initialized()
 
 
-def test_no_launcher(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_launcher_is_refused(monkeypatch: pytest.MonkeyPatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="no launcher is found"):
         start_ranks()
 
 
-def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch):
+def test_a_port_in_use_is_refused(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        launched(monkeypatch, MASTER_PORT=port)
+        set_variables(monkeypatch, MASTER_PORT=port)
         with pytest.raises(ValueError, match=rf"MASTER_PORT: port {port} of 127.0.0.1 is in use; .*--master-port"):
             start_ranks("gloo", timeout_s=10)
 
 
-def test_rank_0_is_not_there(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_rank_0_is_named(monkeypatch: pytest.MonkeyPatch):
     port = free_port()
-    launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_PORT=port)
+    set_variables(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_PORT=port)
     with pytest.raises(ConnectionError, match=rf"rank 0 at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT\) did not come"):
         start_ranks("gloo", timeout_s=1)
 
 
-def test_rank_0_dies_once_it_was_seen_to_listen(monkeypatch: pytest.MonkeyPatch):
-    """torch's store then tries three times; all of them together within the time for the meeting."""
+def test_rank_0_that_dies_after_listening_is_named(monkeypatch: pytest.MonkeyPatch):
+    """torch's store then tries three times, which together stay within the time limit."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
 
@@ -171,7 +172,7 @@ def test_rank_0_dies_once_it_was_seen_to_listen(monkeypatch: pytest.MonkeyPatch)
         listener.accept()[0].close()
         listener.close()
 
-    launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_PORT=port)
+    set_variables(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_PORT=port)
     rank_0 = threading.Thread(target=accept_and_die)
     rank_0.start()
     began_s = time.monotonic()
@@ -182,15 +183,15 @@ def test_rank_0_dies_once_it_was_seen_to_listen(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_of_one_machine_meet_on_loopback(monkeypatch: pytest.MonkeyPatch):
-    """Whatever MASTER_ADDR says: this address is of no host here."""
-    launched(monkeypatch, MASTER_ADDR="192.0.2.1", LOCAL_WORLD_SIZE=1)
+    """MASTER_ADDR is ignored: no host here has this address."""
+    set_variables(monkeypatch, MASTER_ADDR="192.0.2.1", LOCAL_WORLD_SIZE=1)
     ranks = start_ranks("gloo", timeout_s=10)
     assert stop_ranks(ranks).group is None
 
 
-def test_a_wrong_token(monkeypatch: pytest.MonkeyPatch):
-    class Notes(dict[str, str]):
-        """A store."""
+def test_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch):
+    class FakeStore(dict[str, str]):
+        """A store in memory."""
 
         def get(self, key: str) -> bytes:  # type: ignore[override]
             return self[key].encode()
@@ -198,25 +199,25 @@ def test_a_wrong_token(monkeypatch: pytest.MonkeyPatch):
         def set(self, key: str, value: str) -> None:
             self[key] = value
 
-    notes = Notes()
+    store = FakeStore()
     own, far = socket.socketpair()
     listener = listen(LOOPBACK)
-    notes.set("watch", f"{listener.getsockname()[1]} ")
+    store.set("watch", f"{listener.getsockname()[1]} ")
     Desk(Link(far), "rank 0", listener=listener, token="right", world_size=2, timeout_s=600)
     with own, pytest.raises(ValueError, match="TRAINSTEP_TOKEN: rank 0 did not let rank 1 in"):
-        Watch(notes, rank=1, world_size=2, address=LOOPBACK, timeout_s=600, token="wrong")
+        Watch(store, rank=1, world_size=2, address=LOOPBACK, timeout_s=600, token="wrong")
 
 
 @pytest.mark.parametrize(("count", "words"), [(0, "0 are visible"), (1, "1 is visible")])
-def test_more_local_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, count: int, words: str):
+def test_more_local_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, count: int, words: str):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail(f"bound to {index}"))
-    launched(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
+    set_variables(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
     with pytest.raises(ValueError, match=rf'2 on this machine need 2 GPUs and {words}.*start_ranks\("gloo"\)'):
         start_ranks("nccl")
 
 
-def test_a_task_of_slurm_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch):
+def test_a_slurm_task_that_sees_only_its_own_gpu_uses_gpu_0(monkeypatch: pytest.MonkeyPatch):
     bound: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", bound.append)
@@ -224,7 +225,7 @@ def test_a_task_of_slurm_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyP
     slurm = {"PROCID": 1, "NTASKS": 1, "LOCALID": 1, "NNODES": 1, "GPUS_PER_TASK": 1, "STEP_ID": 0}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    with pytest.raises(ValueError, match="RANK: 1 is none of 1"):
+    with pytest.raises(ValueError, match="RANK: 1 is not one of 1"):
         start_ranks("nccl")
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
@@ -241,13 +242,13 @@ def test_a_task_of_slurm_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyP
         ({"backend": "nccl", "device": "cpu"}, "device: NCCL sends between GPUs, not from cpu"),
     ],
 )
-def test_bad_arguments(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, str], sentence: str):
-    launched(monkeypatch)
+def test_bad_arguments_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, str], sentence: str):
+    set_variables(monkeypatch)
     with pytest.raises(ValueError, match=sentence):
         start_ranks(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_second_start_is_refused_before_it_meets_anybody(monkeypatch: pytest.MonkeyPatch):
+def test_a_second_start_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="a process group is there already"):
+    with pytest.raises(ValueError, match="there is a process group already"):
         start_ranks("gloo")

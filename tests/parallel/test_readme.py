@@ -1,4 +1,4 @@
-"""What the README shows of trainstep.parallel runs as it stands: by torchrun and spawn, with start_ranks and with torch's start."""
+"""The snippets of the README and of the guide to trainstep.parallel run unchanged, started by torchrun, spawn and torch."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from cell_maker import import_path
 from ranks import free_port
 from sources import ROOT
-from trainstep.parallel.listening import loopback_interface
+from trainstep.parallel.liveness.link import loopback_interface
 
 AROUND = """
 from types import SimpleNamespace
@@ -47,25 +47,42 @@ if __name__ == "__main__":
 """
 
 
-def shown() -> str:
-    blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
+def snippet(document: str) -> str:
+    """The Python block of a document that uses trainstep.parallel."""
+    blocks = (ROOT / document).read_text().split("```python\n")[1:]
     (block,) = [block.partition("```")[0] for block in blocks if "from trainstep.parallel import" in block]
     return block
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ["torchrun", "spawn"])
-def test_the_readmes_ways_to_start(start: str, tmp_path: Path):
-    """All ranks, however they started, end with the same weights."""
-    script = tmp_path / "train.py"
-    script.write_text(shown().replace("29500", str(free_port())) + AROUND)
+def output_of(script: Path, start: str) -> str:
+    """Run a script as two ranks of torchrun, or as one process that spawns them; what it prints."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environ["GLOO_SOCKET_IFNAME"] = loopback_interface() or ""
     command = [sys.executable, *(torchrun if start == "torchrun" else []), str(script)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    process = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
+@pytest.mark.slow
+def test_ranks_of_the_readmes_snippet_end_with_equal_weights(tmp_path: Path):
+    script = tmp_path / "train.py"
+    report = "import os\nos.write(1, f'{model.module.weight.flatten().tolist()}\\n'.encode())\n"
+    script.write_text(snippet("README.md") + report)
+    weights = output_of(script, "torchrun").splitlines()
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["torchrun", "spawn"])
+def test_every_start_in_the_guide_gives_equal_weights(start: str, tmp_path: Path):
+    """All ranks end with the same weights, whatever started them."""
+    script = tmp_path / "train.py"
+    script.write_text(snippet("docs/guide/parallel.md").replace("29500", str(free_port())) + AROUND)
+    output = output_of(script, start)
+    lines = [line.partition(" ") for line in output.splitlines()]
     names = ("launched", "launched_by_torch_alone") if start == "torchrun" else ("spawned", "spawned_by_torch_alone")
     assert sorted(name for name, _, _ in lines) == sorted(names * 2)
-    assert len({weights for _, _, weights in lines}) == 1, done.stdout
+    assert len({weights for _, _, weights in lines}) == 1, output

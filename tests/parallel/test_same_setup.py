@@ -1,4 +1,4 @@
-"""Ranks that wrap something else than the others, or otherwise: every rank says what and who, and none hangs or aborts."""
+"""Where ranks wrap different modules or options, every rank names the difference and the ranks, and none hangs or aborts."""
 
 import textwrap
 from collections.abc import Callable
@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from parallel_strategies import BF16_STRATEGIES, STRATEGIES, TORCH_STRATEGIES, Start
 from ranks import run_ranks
 from trainstep.parallel.collectives import Collectives
-from trainstep.parallel.ddp_bucketed import BucketedDDP
-from trainstep.parallel.ddp_flat import FlatDDP
-from trainstep.parallel.ddp_naive import NaiveDDP
+from trainstep.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.fsdp import FSDP
 from trainstep.parallel.ranks import Ranks, alone
@@ -90,7 +88,7 @@ SENTENCES: dict[Callable[[nn.Module], None], str] = {
 
 
 def raised(work: Callable[[], object]) -> str:
-    """What the ValueError says; empty if there is none."""
+    """The ValueError's sentence; empty if there is none."""
     try:
         work()
     except ValueError as error:
@@ -99,30 +97,30 @@ def raised(work: Callable[[], object]) -> str:
 
 
 def wrap_changed(ranks: Ranks, start: str, changes: list[Callable[[nn.Module], None]]) -> list[str]:
-    """What this rank says for each change to the model of rank 1. The ranks go on together after each."""
-    told = []
+    """This rank's sentence for each change to the model of rank 1. The ranks continue together after each."""
+    sentences = []
     for change in changes:
-        mine = model()
+        changed = model()
         if ranks.rank == 1:
-            change(mine)
-        told.append(raised(lambda mine=mine: EVERY_START[start](mine, ranks, SGD)))  # type: ignore[misc]
-    return told
+            change(changed)
+        sentences.append(raised(lambda changed=changed: EVERY_START[start](changed, ranks, SGD)))  # type: ignore[misc]
+    return sentences
 
 
 @pytest.mark.parametrize(
     "start", ["naive", "flat", "overlapped", "bucketed", "sharded_flat", "fsdp", "torch_ddp", "torch_fsdp2"]
 )
 def test_every_wrapper_names_the_tensor_and_the_ranks(start: str):
-    told = run_ranks(3, wrap_changed, start, list(SENTENCES))
-    assert told == [[sentence + END for sentence in SENTENCES.values()]] * 3
+    sentences = run_ranks(3, wrap_changed, start, list(SENTENCES))
+    assert sentences == [[sentence + END for sentence in SENTENCES.values()]] * 3
 
 
-def wrap_otherwise(ranks: Ranks, pairs: list[tuple[str, str]]) -> list[str]:
-    """What this rank says where rank 1 wraps in the second way and the others in the first."""
+def wrap_by_different_strategies(ranks: Ranks, pairs: list[tuple[str, str]]) -> list[str]:
+    """This rank's sentence for each pair, where rank 1 wraps by the second strategy and the others by the first."""
     return [raised(lambda start=pair[ranks.rank == 1]: EVERY_START[start](model(), ranks, SGD)) for pair in pairs]  # type: ignore[misc]
 
 
-def test_every_strategy_is_told_from_the_others():
+def test_every_pair_of_strategies_is_a_difference():
     starts = ["naive", "flat", "overlapped", "bucketed", "sharded_flat", "fsdp", "torch_ddp", "torch_fsdp2"]
     names = [
         "NaiveDDP",
@@ -134,11 +132,14 @@ def test_every_strategy_is_told_from_the_others():
         "TorchDDP",
         "TorchFSDP2",
     ]
-    pairs = [(one, other) for one in range(len(starts)) for other in range(len(starts)) if one != other]
-    told = run_ranks(3, wrap_otherwise, [(starts[one], starts[other]) for one, other in pairs])
+    pairs = [(first, second) for first in range(len(starts)) for second in range(len(starts)) if first != second]
+    sentences = run_ranks(3, wrap_by_different_strategies, [(starts[first], starts[second]) for first, second in pairs])
     assert (
-        told
-        == [[f"strategy: is {names[other]} on rank 1 and {names[one]} on ranks 0, 2{END}" for one, other in pairs]] * 3
+        sentences
+        == [
+            [f"strategy: is {names[second]} on rank 1 and {names[first]} on ranks 0, 2{END}" for first, second in pairs]
+        ]
+        * 3
     )
 
 
@@ -146,7 +147,7 @@ def shard(parameters: list[nn.Parameter], ranks: Ranks, **options: object) -> Sh
     return ShardedOptimizer(parameters, torch.optim.AdamW, ranks=ranks, **options)  # type: ignore[arg-type]
 
 
-def with_options(ranks: Ranks) -> list[str]:
+def wrap_with_different_options(ranks: Ranks) -> list[str]:
     odd = ranks.rank == 1
     built = model()
     bfloat16 = torch.bfloat16 if odd else None
@@ -171,11 +172,11 @@ def with_options(ranks: Ranks) -> list[str]:
     return [raised(wrap) for wrap in wraps]
 
 
-def test_options_are_named():
+def test_options_that_differ_are_named():
     long = textwrap.shorten(str(list(range(99))), 100)
-    first, told, third = run_ranks(3, with_options)
-    assert first == told == third
-    assert [sentence.removesuffix(END) for sentence in told] == [
+    first, second, third = run_ranks(3, wrap_with_different_options)
+    assert first == second == third
+    assert [sentence.removesuffix(END) for sentence in second] == [
         "bucket_mib: is 1.0 on rank 1 and null on ranks 0, 2",
         "last_bucket_mib: is 3.0 on rank 1 and 2.0 on ranks 0, 2",
         'reduce_dtype: is "bfloat16" on rank 1 and null on ranks 0, 2',
@@ -199,10 +200,10 @@ def later_additions(ranks: Ranks) -> list[str]:
     built = model()
     built.first.bias.requires_grad_(False)
     built.second.bias.requires_grad_(False)
-    whole = shard([built.first.weight], ranks)
+    optimizer = shard([built.first.weight], ranks)
     sync = ShardedGradients(built, ranks)
     added = (built.first if ranks.rank == 1 else built.second).bias.requires_grad_(True)
-    return [raised(lambda: whole.add_param_group({"params": [added]})), raised(lambda: sync.adopt([added]))]
+    return [raised(lambda: optimizer.add_param_group({"params": [added]})), raised(lambda: sync.adopt([added]))]
 
 
 def test_parameters_that_are_added_later_are_compared_too():
@@ -214,15 +215,15 @@ def test_parameters_that_are_added_later_are_compared_too():
 def compare(ranks: Ranks, differs: list[int]) -> tuple[str, dict[str, int]]:
     collectives = Collectives(ranks)
     tensor = torch.zeros(2 if ranks.rank in differs else 3)
-    told = raised(lambda: check_same_setup("any", [("x", tensor)], collectives))
-    return told.removesuffix(END), dict(collectives.traffic.payload_bytes)
+    sentence = raised(lambda: check_same_setup("any", [("x", tensor)], collectives))
+    return sentence.removesuffix(END), dict(collectives.traffic.payload_bytes)
 
 
 def test_equal_ranks_send_one_hash_each():
     assert run_ranks(3, compare, []) == [("", {"all_gather": 3 * 32})] * 3
 
 
-def test_who_differs_from_most_comes_first():
+def test_the_rank_that_differs_from_most_is_named_first():
     assert run_ranks(3, compare, [2])[0][0] == "x: has shape (2,) on rank 2 and (3,) on ranks 0, 1"
     assert run_ranks(3, compare, [0, 1])[0][0] == "x: has shape (3,) on rank 2 and (2,) on ranks 0, 1"
     assert run_ranks(2, compare, [0])[0][0] == "x: has shape (3,) on rank 1 and (2,) on rank 0"
@@ -243,7 +244,7 @@ def test_a_process_on_its_own_compares_nothing():
     assert not collectives.traffic.messages
 
 
-def wrap_as_ever(ranks: Ranks) -> list[str]:
+def wrap_equally(ranks: Ranks) -> list[str]:
     names = sorted(EVERY_START)
     return [raised(partial(start_on, ranks, EVERY_START[name])) for name in names]
 
@@ -254,5 +255,5 @@ def start_on(ranks: Ranks, start: Start) -> None:
     start(built, ranks, SGD)
 
 
-def test_what_is_equal_is_wrapped():
-    assert run_ranks(2, wrap_as_ever) == [[""] * len(EVERY_START)] * 2
+def test_equal_modules_are_wrapped():
+    assert run_ranks(2, wrap_equally) == [[""] * len(EVERY_START)] * 2

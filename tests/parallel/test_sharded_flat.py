@@ -1,4 +1,4 @@
-"""Flat shards: who holds what, state that loads elsewhere, and a gather that the next forward waits for where it must."""
+"""Flat shards: parts of state on each rank, state that other ranks load, groups, and gathers that the next forward waits for."""
 
 from copy import deepcopy
 
@@ -25,13 +25,13 @@ def started(ranks: Ranks, **options: object) -> tuple[nn.Module, FlatShardedOpti
 
 
 def train(model: nn.Module, optimizer: FlatShardedOptimizer, first: int, end: int, world_size: int = 6) -> None:
-    """Steps of data that do not depend on the number of ranks: each takes an equal part of six."""
+    """Train on data that does not depend on the number of ranks: each rank takes an equal part of six."""
     ranks = optimizer.gradient_sync.ranks
     share = world_size // ranks.world_size
     for step, rows in enumerate(batches(CASE, world_size)):
         if first <= step < end:
-            mine = rows[ranks.rank * share : (ranks.rank + 1) * share]
-            torch.stack([loss_of(model, row[0], CASE, 0) for row in mine]).mean().backward()
+            own_rows = rows[ranks.rank * share : (ranks.rank + 1) * share]
+            torch.stack([loss_of(model, row[0], CASE, 0) for row in own_rows]).mean().backward()
             optimizer.gradient_sync.finish_gradient_synchronization()
             optimizer.step()
             optimizer.zero_grad()
@@ -41,17 +41,17 @@ def train(model: nn.Module, optimizer: FlatShardedOptimizer, first: int, end: in
 def state_bytes(ranks: Ranks) -> tuple[int, int]:
     model, optimizer = started(ranks)
     train(model, optimizer, 0, 1)
-    held = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    return sum(value.nbytes for value in held), sum(parameter.nbytes for parameter in model.parameters())
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    return sum(value.nbytes for value in moments), sum(parameter.nbytes for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_state_is_shared_out(world_size: int):
-    found = run_ranks(world_size, state_bytes)
-    parameters = found[0][1]
-    assert sum(state for state, _ in found) == 2 * parameters
+def test_ranks_share_the_state_equally(world_size: int):
+    every_rank = run_ranks(world_size, state_bytes)
+    parameters = every_rank[0][1]
+    assert sum(state for state, _ in every_rank) == 2 * parameters
     filling = world_size * 8 * 4 * 3 * 2  # three units end at a multiple of 8 elements a rank; two moments
-    assert all(abs(state - 2 * parameters / world_size) <= filling for state, _ in found)
+    assert all(abs(state - 2 * parameters / world_size) <= filling for state, _ in every_rank)
 
 
 def saved(ranks: Ranks) -> dict[str, object]:
@@ -71,26 +71,29 @@ def resumed(ranks: Ranks, state: dict[str, object] | None) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("there", [1, 2, 3])
-def test_gathered_state_goes_on_at_another_number_of_ranks(there: int):
+@pytest.mark.parametrize("loading", [1, 2, 3])
+def test_gathered_state_resumes_on_another_number_of_ranks(loading: int):
     state = run_ranks(2, saved)[0]
-    whole = run_ranks(there, resumed, None)[0]
-    again = run_ranks(there, resumed, state)[0]
-    for one, other in zip(whole, again, strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
-    if there == 2:
-        assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+    uninterrupted = run_ranks(loading, resumed, None)[0]
+    resumed_parameters = run_ranks(loading, resumed, state)[0]
+    for expected, parameter in zip(uninterrupted, resumed_parameters, strict=True):
+        assert torch.allclose(expected, parameter, rtol=1e-4, atol=1e-6)
+    if loading == 2:
+        assert all(
+            torch.equal(expected, parameter)
+            for expected, parameter in zip(uninterrupted, resumed_parameters, strict=True)
+        )
 
 
 def test_gathered_state_is_that_of_the_unsharded_optimizer():
     state = run_ranks(2, saved)[0]
     model = built(CASE)
     model.load_state_dict(state["model"])
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plain.load_state_dict(state["optimizer"])
-    moments = [plain.state[parameter]["exp_avg"] for parameter in model.parameters()]
+    unsharded = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    unsharded.load_state_dict(state["optimizer"])
+    moments = [unsharded.state[parameter]["exp_avg"] for parameter in model.parameters()]
     assert [moment.shape for moment in moments] == [parameter.shape for parameter in model.parameters()]
-    assert all(float(plain.state[parameter]["step"]) == 2 for parameter in model.parameters())
+    assert all(float(unsharded.state[parameter]["step"]) == 2 for parameter in model.parameters())
     assert all(float(moment.abs().sum()) > 0 for moment in moments)
 
 
@@ -99,19 +102,19 @@ def own_shard(ranks: Ranks) -> list[bool]:
     train(model, optimizer, 0, 2)
     state, parameters = deepcopy((optimizer.state_dict(), dict(model.state_dict())))
     train(model, optimizer, 2, 4)
-    again, resumed_optimizer = started(ranks)
-    again.load_state_dict(parameters)
+    resumed_model, resumed_optimizer = started(ranks)
+    resumed_model.load_state_dict(parameters)
     resumed_optimizer.load_state_dict(state)
-    train(again, resumed_optimizer, 2, 4)
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    return [torch.equal(one, other) for one, other in pairs]
+    train(resumed_model, resumed_optimizer, 2, 4)
+    pairs = zip(model.parameters(), resumed_model.parameters(), strict=True)
+    return [torch.equal(expected, parameter) for expected, parameter in pairs]
 
 
-def test_a_shard_goes_on_where_it_was():
-    assert all(same for found in run_ranks(2, own_shard) for same in found)
+def test_a_ranks_own_shard_resumes():
+    assert all(equal for every_parameter in run_ranks(2, own_shard) for equal in every_parameter)
 
 
-def test_a_shard_of_elsewhere_is_refused():
+def test_a_shard_of_another_rank_is_refused():
     _, optimizer = started(alone())
     state = {**optimizer.state_dict(), "shard": {"rank": 1, "world_size": 2}}
     with pytest.raises(ValueError, match=r"shard of rank 1 of 2, and this is rank 0 of 1; save gathered_state_dict"):
@@ -119,8 +122,8 @@ def test_a_shard_of_elsewhere_is_refused():
 
 
 def shard_of_other_units(ranks: Ranks, saved_mib: float, loaded_mib: float | None) -> list[str]:
-    """What loading a shard says whose units were others, though pieces are as many and as large; and one that does not say how."""
-    said = []
+    """Sentences on loading a shard cut by other units, with pieces as many and as large, and one that does not name its units."""
+    sentences = []
     states = []
     for mib in (saved_mib, loaded_mib):
         torch.manual_seed(0)
@@ -131,27 +134,30 @@ def shard_of_other_units(ranks: Ranks, saved_mib: float, loaded_mib: float | Non
         optimizer.step()
         states.append((optimizer, optimizer.state_dict()))
     (_, saved), (optimizer, own) = states
-    shapes = [[value.shape for entry in its["state"].values() for value in entry.values()] for its in (saved, own)]
+    shapes = [
+        [value.shape for entry in optimizer_state["state"].values() for value in entry.values()]
+        for optimizer_state in (saved, own)
+    ]
     assert shapes[0] == shapes[1]
-    unsaid = {**own, "shard": {"rank": ranks.rank, "world_size": ranks.world_size}}
-    for state in (saved, unsaid):
+    without_cuts = {**own, "shard": {"rank": ranks.rank, "world_size": ranks.world_size}}
+    for state in (saved, without_cuts):
         with pytest.raises(
-            ValueError, match="state_dict: its shards were cut elsewhere, by another bucket_mib"
+            ValueError, match="state_dict: its shards were cut at other elements, by another bucket_mib"
         ) as error:
             optimizer.load_state_dict(state)
-        said.append(str(error.value))
+        sentences.append(str(error.value))
     optimizer.load_state_dict(own)
-    return said
+    return sentences
 
 
 def test_a_shard_that_was_cut_elsewhere_is_refused():
-    """Units of two and of four blocks: each rank has every other block, or every other pair of them, whole."""
+    """With units of two or of four blocks, each rank has every other block whole, or every other pair of blocks."""
     block = 288 / 2**20
-    for said in run_ranks(2, shard_of_other_units, 2 * block, 4 * block):
-        assert len(said) == 2
+    for sentences in run_ranks(2, shard_of_other_units, 2 * block, 4 * block):
+        assert len(sentences) == 2
 
 
-def test_optimizers_that_look_at_whole_tensors_are_refused_by_name():
+def test_optimizers_that_read_whole_tensors_are_refused_by_name():
     class Muon(torch.optim.SGD):
         pass
 
@@ -163,8 +169,8 @@ def test_optimizers_that_look_at_whole_tensors_are_refused_by_name():
 def test_groups_have_their_own_options_and_schedulers_change_them():
     model = built(CASE)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+    not_decayed = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=alone(), groups=groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -172,9 +178,9 @@ def test_groups_have_their_own_options_and_schedulers_change_them():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     scheduler.step()
     after = [parameter.detach().clone() for parameter in model.parameters()]
-    assert not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not all(torch.equal(first, second) for first, second in zip(before, after, strict=True))
     train(model, optimizer, 1, 2, world_size=1)
-    assert all(torch.equal(one, other) for one, other in zip(after, model.parameters(), strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(after, model.parameters(), strict=True))
 
 
 def test_groups_cover_every_trained_parameter_once():
@@ -188,42 +194,45 @@ def test_groups_cover_every_trained_parameter_once():
 
 
 def unfrozen_later(ranks: Ranks) -> tuple[list[bool], list[Tensor], dict[str, object]]:
-    """Two steps with a layer frozen, two with it trained; then the same in one process without sharding."""
-    found = []
+    """Two steps with a layer frozen, two with it trained, sharded and then unsharded in one process; whether both agree."""
+    results = []
     for sharded in (True, False):
         model = built(CASE)
         model.second.requires_grad_(False)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        here = ranks if sharded else alone()
-        optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=here, lr=1e-2) if sharded else None
-        plain = torch.optim.AdamW(trained, lr=1e-2)
+        ranks_of_run = ranks if sharded else alone()
+        optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks_of_run, lr=1e-2) if sharded else None
+        unsharded = torch.optim.AdamW(trained, lr=1e-2)
         for step, rows in enumerate(batches(CASE, 2)):
             if step == 2:
                 model.second.requires_grad_(True)
-                (optimizer or plain).add_param_group({"params": model.second.parameters(), "lr": 3e-2})
+                (optimizer or unsharded).add_param_group({"params": model.second.parameters(), "lr": 3e-2})
             if optimizer:
                 loss_of(model, rows[ranks.rank][0], CASE, 0).backward()
                 optimizer.gradient_sync.finish_gradient_synchronization()
             else:
                 (sum(loss_of(model, row[0], CASE, 0) for row in rows) / 2).backward()
-            (optimizer or plain).step()
-            (optimizer or plain).zero_grad()
+            (optimizer or unsharded).step()
+            (optimizer or unsharded).zero_grad()
         if optimizer:
             optimizer.gradient_sync.wait_for_parameters()
             state = optimizer.gathered_state_dict()
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
-    same = [torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(*found, strict=True)]
-    return same, found[0], state
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    close = [
+        torch.allclose(sharded_parameter, parameter, rtol=1e-5, atol=1e-6)
+        for sharded_parameter, parameter in zip(*results, strict=True)
+    ]
+    return close, results[0], state
 
 
-def test_groups_grow_by_what_is_unfrozen():
-    for same, parameters, state in run_ranks(2, unfrozen_later):
-        assert all(same)
+def test_a_group_of_unfrozen_parameters_can_be_added():
+    for close, parameters, state in run_ranks(2, unfrozen_later):
+        assert all(close)
         assert len(state["state"]) == len(parameters)
         assert [group["lr"] for group in state["param_groups"]] == [1e-2, 3e-2]
 
 
-def test_what_is_known_is_not_added_again():
+def test_a_known_or_foreign_parameter_cannot_be_added():
     model, optimizer = started(alone())
     with pytest.raises(
         ValueError, match=r"first\.weight: must be a parameter of the wrapped module, trained, and not known"
@@ -233,8 +242,8 @@ def test_what_is_known_is_not_added_again():
         optimizer.add_param_group({"params": nn.Parameter(torch.zeros(1))})
 
 
-def loaded(ranks: Ranks) -> list[bool]:
-    """Right after an update, while shards are still being gathered."""
+def load_while_gathering(ranks: Ranks) -> list[bool]:
+    """Load right after an update, while shards are still being gathered; whether all values are the loaded ones."""
     model, optimizer = started(ranks)
     loss_of(model, next(batches(CASE, 2))[0][0], CASE, 0).backward()
     optimizer.gradient_sync.finish_gradient_synchronization()
@@ -245,11 +254,11 @@ def loaded(ranks: Ranks) -> list[bool]:
 
 
 def test_loading_waits_for_the_update():
-    assert all(same for found in run_ranks(2, loaded) for same in found)
+    assert all(is_loaded for every_value in run_ranks(2, load_while_gathering) for is_loaded in every_value)
 
 
 def order_of_waits(ranks: Ranks) -> list[str]:
-    """Which units' gathers are waited for, and which modules run, in the step after an update."""
+    """The units whose gathers are waited for, and the modules that run, in the step after an update."""
     model, optimizer = started(ranks)
     train(model, optimizer, 0, 1)
     sync, log = optimizer.gradient_sync, []
@@ -288,7 +297,7 @@ def test_the_next_forward_waits_for_each_unit_where_it_needs_it():
 
 
 class CountsForAGroup(torch.optim.SGD):
-    """A stranger's: what it does depends on how often it has stepped, and it counts that in its groups."""
+    """An unknown optimizer that counts its steps in its groups."""
 
     def step(self, closure: object = None) -> None:
         for group in self.param_groups:
@@ -296,8 +305,8 @@ class CountsForAGroup(torch.optim.SGD):
         super().step(closure)
 
 
-class MoreThanOurs(AdamW):
-    """What it inherits counts steps tensor by tensor; what it adds does not."""
+class AdamWThatCounts(AdamW):
+    """trainstep's AdamW counts steps tensor by tensor; this subclass also counts them in its groups."""
 
     def step(self, closure: object = None) -> None:
         for group in self.param_groups:
@@ -305,8 +314,8 @@ class MoreThanOurs(AdamW):
         super().step(closure)
 
 
-def hooked(*arguments: object, **options: object) -> torch.optim.Optimizer:
-    """With somebody at each of its steps who counts them in its groups."""
+def sgd_with_a_hook(*arguments: object, **options: object) -> torch.optim.Optimizer:
+    """SGD with a hook that counts its steps in its groups."""
     optimizer = torch.optim.SGD(*arguments, **options)
 
     def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -318,7 +327,7 @@ def hooked(*arguments: object, **options: object) -> torch.optim.Optimizer:
 
 
 def order_of_updates(ranks: Ranks, optimizer_cls: type[torch.optim.Optimizer]) -> tuple[list[str], list[object]]:
-    """What is updated, and what goes to the other ranks, in one step of an optimizer with a group for the biases."""
+    """The units updated before each gather in a step, whether groups stay the same, and their counts of steps."""
     model = built(CASE)
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = [
@@ -346,17 +355,17 @@ def order_of_updates(ranks: Ranks, optimizer_cls: type[torch.optim.Optimizer]) -
         return not torch.equal(piece, before[piece])
 
     sync.collectives.all_gather = logged
-    seen = optimizer.param_groups
+    groups_before = optimizer.param_groups
     optimizer.step()
-    return log, [optimizer.param_groups is seen, [group.get("calls") for group in optimizer.param_groups]]
+    return log, [optimizer.param_groups is groups_before, [group.get("calls") for group in optimizer.param_groups]]
 
 
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, AdamW])
-def test_a_unit_goes_before_the_next_is_updated(optimizer_cls: type[torch.optim.Optimizer]):
+def test_a_unit_is_sent_before_the_next_is_updated(optimizer_cls: type[torch.optim.Optimizer]):
     for log, (same_groups, _) in run_ranks(2, order_of_updates, optimizer_cls):
-        told = [line.split(" behind ") for line in log]
-        assert [label for label, _ in told] == ["root", "first", "second"]
-        updated = [set(names.split(", ")) for _, names in told]
+        sent = [line.split(" behind ") for line in log]
+        assert [label for label, _ in sent] == ["root", "first", "second"]
+        updated = [set(names.split(", ")) for _, names in sent]
         assert "first" not in updated[0]
         assert "first" in updated[1]
         assert "second" not in updated[1]
@@ -364,24 +373,24 @@ def test_a_unit_goes_before_the_next_is_updated(optimizer_cls: type[torch.optim.
         assert same_groups
 
 
-@pytest.mark.parametrize("optimizer_cls", [CountsForAGroup, MoreThanOurs, hooked])
-def test_where_somebody_counts_steps_there_is_one(optimizer_cls: type[torch.optim.Optimizer]):
+@pytest.mark.parametrize("optimizer_cls", [CountsForAGroup, AdamWThatCounts, sgd_with_a_hook])
+def test_an_optimizer_that_counts_steps_makes_one_step(optimizer_cls: type[torch.optim.Optimizer]):
     for log, (_, calls) in run_ranks(2, order_of_updates, optimizer_cls):
         assert all("second" in line.split(" behind ")[1] for line in log)
         assert calls == [1, 1]
 
 
 def hooks_of_all_optimizers(ranks: Ranks) -> list[float]:
-    """A hook of torch's that stands on every optimizer and talks to the other ranks, where one rank has no piece of a unit."""
+    """Sums of a hook on every torch optimizer that all-reduces, where one rank has no piece of a unit."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(1, 1, bias=False))
     optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, bucket_mib=1e-6)
-    lacks_one = [not pieces for pieces in optimizer.gradient_sync.unit_pieces]
+    lacks_pieces = [not pieces for pieces in optimizer.gradient_sync.unit_pieces]
     sums = []
 
     def meet(*_: object) -> None:
-        one = torch.ones(1)
-        optimizer.gradient_sync.collectives.all_reduce(one).wait()
-        sums.append(one.item())
+        value = torch.ones(1)
+        optimizer.gradient_sync.collectives.all_reduce(value).wait()
+        sums.append(value.item())
 
     handle = register_optimizer_step_post_hook(meet)
     try:
@@ -391,17 +400,17 @@ def hooks_of_all_optimizers(ranks: Ranks) -> list[float]:
         optimizer.step()
     finally:
         handle.remove()
-    assert any(lacks_one) == (ranks.rank == 1)
+    assert any(lacks_pieces) == (ranks.rank == 1)
     return sums
 
 
 def test_hooks_of_all_optimizers_run_as_often_on_every_rank():
-    assert run_ranks(2, hooks_of_all_optimizers) == [[2.0, 2.0]] * 2  # of this optimizer, and of the one within
+    assert run_ranks(2, hooks_of_all_optimizers) == [[2.0, 2.0]] * 2  # of this optimizer, and of its inner optimizer
 
 
 def step_after_an_error(ranks: Ranks) -> tuple[bool, list[Tensor]]:
-    """Whether an optimizer shows its groups as they were when it refused a gradient, of another unit on each rank; then parameters
-    after steps without one."""
+    """Whether an optimizer has its groups as before when it refused a gradient, which is of another unit on each rank; then the
+    parameters after steps without such a gradient."""
     model, optimizer = started(ranks)
     before = [list(group["params"]) for group in optimizer.param_groups]
     refused = optimizer.gradient_sync.unit_pieces[ranks.rank + 1][0]
@@ -409,25 +418,26 @@ def step_after_an_error(ranks: Ranks) -> tuple[bool, list[Tensor]]:
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
     inner = optimizer._inner
-    whole = inner.param_groups is optimizer.param_groups and [group["params"] for group in inner.param_groups] == before
+    restored = (
+        inner.param_groups is optimizer.param_groups and [group["params"] for group in inner.param_groups] == before
+    )
     optimizer.zero_grad()
     train(model, optimizer, 0, 2)
-    return whole, [parameter.detach().clone() for parameter in model.parameters()]
+    return restored, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_an_error_in_a_step_leaves_groups_whole_and_ranks_in_step():
-    (whole, first), (also, second) = run_ranks(2, step_after_an_error)
-    assert whole
-    assert also
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+def test_an_error_in_a_step_restores_groups_and_ranks_stay_equal():
+    (restored_on_0, first), (restored_on_1, second) = run_ranks(2, step_after_an_error)
+    assert restored_on_0
+    assert restored_on_1
+    assert all(torch.equal(on_rank_0, on_rank_1) for on_rank_0, on_rank_1 in zip(first, second, strict=True))
 
 
 def changed_groups(ranks: Ranks, change: str) -> tuple[list[bool], list[bool]]:
-    """Which matrices and which biases move in a step, once groups were changed by hand; matrices have a learning rate, biases
-    none."""
+    """Whether each matrix and each bias moves in a step after groups were changed by hand. The learning rate of biases is 0."""
     model = built(CASE)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, biases = ([one for one in trained if (one.dim() > 1) == flag] for flag in (True, False))
+    matrices, biases = ([parameter for parameter in trained if (parameter.dim() > 1) == flag] for flag in (True, False))
     optimizer = FlatShardedOptimizer(
         model,
         torch.optim.SGD,
@@ -451,9 +461,10 @@ def changed_groups(ranks: Ranks, change: str) -> tuple[list[bool], list[bool]]:
     optimizer.gradient_sync.finish_gradient_synchronization()
     optimizer.step()
     optimizer.gradient_sync.wait_for_parameters()
-    moved = [not torch.equal(one, was) for one, was in zip(trained, before, strict=True)]
+    moved = [not torch.equal(parameter, old) for parameter, old in zip(trained, before, strict=True)]
     return tuple(
-        [m for m, one in zip(moved, trained, strict=True) if (one.dim() > 1) == flag] for flag in (True, False)
+        [moves for moves, parameter in zip(moved, trained, strict=True) if (parameter.dim() > 1) == flag]
+        for flag in (True, False)
     )
 
 
@@ -465,7 +476,7 @@ def test_groups_are_read_as_they_are_at_the_step(change: str, move: bool):
 
 
 def update_in_a_closure(ranks: Ranks, in_a_closure: bool) -> tuple[list[float], float | None, list[Tensor]]:
-    """Losses that the passes gave, what `step` returned, and the parameters behind it."""
+    """Losses of the passes, what `step` returned, and the parameters after it."""
     model, optimizer = started(ranks)
     rows = next(iter(batches(CASE, 2)))
     losses: list[float] = []
@@ -485,9 +496,9 @@ def update_in_a_closure(ranks: Ranks, in_a_closure: bool) -> tuple[list[float], 
 
 def test_a_closure_runs_once_before_the_first_unit():
     with_closure, without = (run_ranks(2, update_in_a_closure, flag) for flag in (True, False))
-    for (losses, returned, one), (same, nothing, other) in zip(with_closure, without, strict=True):
-        assert (losses, returned, nothing) == (same, same[0], None)
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for (losses, returned, parameters), (expected_losses, nothing, expected) in zip(with_closure, without, strict=True):
+        assert (losses, returned, nothing) == (expected_losses, expected_losses[0], None)
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
 def detached_after_an_update(ranks: Ranks) -> list[Tensor]:
@@ -500,58 +511,58 @@ def detached_after_an_update(ranks: Ranks) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_detached_it_has_what_was_on_its_way():
+def test_detach_waits_for_gathers():
     first, second = run_ranks(2, detached_after_an_update)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(on_rank_0, on_rank_1) for on_rank_0, on_rank_1 in zip(first, second, strict=True))
 
 
 def gradients_changed_in_place(ranks: Ranks) -> tuple[list[bool], bool]:
-    """Whether each piece's gradient is this rank's part of the average; then scaled by hand, zeroed in place, and made anew."""
+    """Whether each piece's gradient is this rank's part of the average, before and after it is scaled and zeroed in place."""
     model, optimizer = started(ranks)
     sync = optimizer.gradient_sync
-    found = []
+    agree = []
     for _ in range(2):
-        whole = deepcopy(model)
-        for each in (model, whole):
-            loss_of(each, next(batches(CASE, 2))[0][0], CASE, 0).backward()
+        replicated_model = deepcopy(model)
+        for module in (model, replicated_model):
+            loss_of(module, next(batches(CASE, 2))[0][0], CASE, 0).backward()
         sync.finish_gradient_synchronization()
-        for index, (piece, parameter) in enumerate(zip(sync.pieces, whole.parameters(), strict=True)):
+        for index, (piece, parameter) in enumerate(zip(sync.pieces, replicated_model.parameters(), strict=True)):
             if piece is not None:
-                found.append(torch.allclose(piece.grad, sync.cut(index, parameter.grad), rtol=1e-5, atol=1e-7))
+                agree.append(torch.allclose(piece.grad, sync.cut(index, parameter.grad), rtol=1e-5, atol=1e-7))
                 piece.grad.mul_(2)
         optimizer.zero_grad(set_to_none=False)
     zeroed = all(piece is None or not piece.grad.any() for piece in sync.pieces)
-    return found, zeroed
+    return agree, zeroed
 
 
-def test_gradients_of_pieces_are_anybodys_to_change():
-    for found, zeroed in run_ranks(2, gradients_changed_in_place):
-        assert found
-        assert all(found)
+def test_gradients_of_pieces_may_be_changed_in_place():
+    for agree, zeroed in run_ranks(2, gradients_changed_in_place):
+        assert agree
+        assert all(agree)
         assert zeroed
 
 
 def many_blocks(ranks: Ranks, most_bytes: int | None) -> tuple[dict[str, int], list[str], list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))
-    whole = deepcopy(model)
+    unsharded_model = deepcopy(model)
     expected = [unit.name for unit in flat_units_of(parameter_sizes(model), ranks.world_size, most_bytes)]
     bucket_mib = None if most_bytes is None else max(most_bytes, 0.1) / 2**20
     optimizer = FlatShardedOptimizer(model, torch.optim.AdamW, ranks=ranks, bucket_mib=bucket_mib, lr=1e-2)
     optimizer.gradient_sync.traffic.clear()
-    unsharded = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    unsharded = torch.optim.AdamW(unsharded_model.parameters(), lr=1e-2)
     for step in range(3):
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         model(inputs).square().mean().backward()
         optimizer.gradient_sync.finish_gradient_synchronization()
         optimizer.step()
         optimizer.zero_grad()
-        whole(inputs).square().mean().backward()
+        unsharded_model(inputs).square().mean().backward()
         unsharded.step()
         unsharded.zero_grad()
     optimizer.gradient_sync.wait_for_parameters()
     messages = dict(optimizer.gradient_sync.traffic.messages)
-    return messages, expected, list(model.state_dict().values()), list(whole.state_dict().values())
+    return messages, expected, list(model.state_dict().values()), list(unsharded_model.state_dict().values())
 
 
 @pytest.mark.parametrize(
@@ -559,15 +570,15 @@ def many_blocks(ranks: Ranks, most_bytes: int | None) -> tuple[dict[str, int], l
     [(None, 10), (15 * 288, 15), (40 * 288, 40), (1, 1), (0, 1)],
     ids=["a quarter", "15", "all", "each", "less than a byte"],
 )
-def test_small_blocks_travel_with_their_neighbours(most_bytes: int | None, together: int):
-    """40 alike of 288 bytes, so few that a quarter of them travels together where no size is asked for."""
-    for messages, expected, sharded, whole in run_ranks(2, many_blocks, most_bytes):
+def test_small_blocks_share_messages_with_their_neighbours(most_bytes: int | None, together: int):
+    """40 equal blocks of 288 bytes, so few that a quarter of them shares a message by default."""
+    for messages, expected, sharded, unsharded in run_ranks(2, many_blocks, most_bytes):
         units = -(-40 // together)
         assert expected[0] == ("0" if together == 1 else f"0 to {together - 1}")
         assert len(expected) == units
         assert messages["reduce_scatter"] == messages["all_gather"] == 3 * units
-        for one, other in zip(sharded, whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        for parameter, unsharded_parameter in zip(sharded, unsharded, strict=True):
+            torch.testing.assert_close(parameter, unsharded_parameter, rtol=1e-6, atol=1e-7)
 
 
 def refused_size(ranks: Ranks) -> str:
@@ -577,5 +588,5 @@ def refused_size(ranks: Ranks) -> str:
     return str(refused.value)
 
 
-def test_a_unit_of_nothing_is_refused():
+def test_a_bucket_size_of_zero_is_refused():
     assert len(run_ranks(2, refused_size)) == 2

@@ -1,4 +1,4 @@
-"""torch's own ways behind our protocol; that they train as one process does is in test_parity.py."""
+"""torch's own strategies behind trainstep's protocol; their parity with one process is in test_parity.py."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def trained(ranks: Ranks) -> Any:
     return train_together(ranks, TORCH_STRATEGIES["torch_ddp"], Case(unused="everywhere"), "sgd")
 
 
-def test_ddp_refuses_unused_parameters_unless_told():
+def test_ddp_refuses_unused_parameters_by_default():
     with pytest.raises(RankFailed, match="Expected to have finished reduction"):
         run_ranks(2, trained)
 
@@ -26,35 +26,35 @@ def gradient(sync: Any, value: float) -> float:
     sync.module.zero_grad()
     sync.module(torch.full((1, 1), value)).backward()
     sync.finish_gradient_synchronization()
-    found = next(sync.module.parameters()).grad
-    return float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+    grad = next(sync.module.parameters()).grad
+    return float(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
 
 
 def protocol(ranks: Ranks, kind: str) -> dict[str, Any]:
     sync = {"ddp": TorchDDP, "fsdp2": TorchFSDP2}[kind](nn.Linear(1, 1, bias=False), ranks)
-    mine = float(1 + 2 * ranks.rank)
+    value = float(1 + 2 * ranks.rank)
     assert list(sync.held_tensors()) == []
-    found: dict[str, Any] = {"traffic": sync.traffic, "averaged": gradient(sync, mine)}
-    found["norm"] = float(sync.clip_grad_norm_(0.5))
+    results: dict[str, Any] = {"traffic": sync.traffic, "averaged": gradient(sync, value)}
+    results["norm"] = float(sync.clip_grad_norm_(0.5))
     if kind == "ddp":
         with sync.no_sync():
-            found["alone"] = gradient(sync, mine)
+            results["alone"] = gradient(sync, value)
         sync.detach()
-        found["detached"] = gradient(sync, mine)
-        found["module"] = type(sync.module).__name__
+        results["detached"] = gradient(sync, value)
+        results["module"] = type(sync.module).__name__
     else:
         with pytest.raises(RuntimeError, match="cannot be taken off"):
             sync.detach()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_protocol(kind: str):
-    for rank, found in enumerate(run_ranks(2, protocol, kind)):
+def test_torchs_strategies_average_clip_and_detach(kind: str):
+    for rank, results in enumerate(run_ranks(2, protocol, kind)):
         expected = {"traffic": None, "averaged": 2.0, "norm": 2.0}
         if kind == "ddp":
             expected |= {"alone": 1.0 + 2 * rank, "detached": 1.0 + 2 * rank, "module": "Linear"}
-        assert found == expected
+        assert results == expected
 
 
 @pytest.mark.parametrize(

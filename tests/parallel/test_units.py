@@ -1,4 +1,4 @@
-"""Which modules become units: by list, by class, with the module itself among them; what cannot be one is refused by name."""
+"""The modules that become units: by list, by class, and the module itself; what cannot be a unit is refused by name."""
 
 import warnings
 from typing import Any
@@ -32,14 +32,14 @@ def names_by_unit(model: nn.Module, units: Any) -> dict[str, set[str]]:
     return {plan.name: set(plan.parameter_names) for plan in plan_units(model, chosen_units(model, units))}
 
 
-def test_the_module_itself_stands_for_what_is_around_the_others():
+def test_the_module_itself_is_the_unit_of_the_remaining_parameters():
     model = Model()
     usual = names_by_unit(model, None)
     assert len(usual) == 3
     assert names_by_unit(model, [*model.blocks, model]) == usual
     assert names_by_unit(model, [model, *model.blocks]) == usual
-    (whole,) = names_by_unit(model, [model]).values()
-    assert whole == {name for name, _ in model.named_parameters()}
+    (names,) = names_by_unit(model, [model]).values()
+    assert names == {name for name, _ in model.named_parameters()}
 
 
 def test_a_module_that_is_named_twice_is_one_unit():
@@ -52,7 +52,7 @@ def test_a_module_that_is_named_twice_is_one_unit():
 
 
 @pytest.mark.parametrize("units", ["Block", ["blocks.0"], [None], [3], [int], 3])
-def test_what_is_neither_module_nor_class_is_refused(units: Any):
+def test_a_unit_that_is_neither_module_nor_class_is_refused(units: Any):
     with pytest.raises(ValueError, match=r"units: .* is neither a module nor a class of modules"):
         FSDP(Model(), alone("cpu"), units=units)
 
@@ -70,7 +70,7 @@ def test_ignored_must_be_a_list(ignored: Any):
         FSDP(Model(), alone("cpu"), ignored=ignored)
 
 
-def test_no_word_of_a_single_unit_where_lists_say_what_blocks_are():
+def test_no_warning_of_a_single_unit_where_the_blocks_are_listed():
     model = Model()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

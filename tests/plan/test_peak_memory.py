@@ -1,4 +1,4 @@
-"""Memory by formula: worked by hand, and the same as tensors of real steps on gloo hold, byte for byte."""
+"""Memory by formula is as worked out by hand, and that of the tensors of real steps on gloo, byte for byte."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,13 +11,12 @@ import torch
 from held_bytes import Holdings, MostHeld, sampled_at_messages, state_bytes, storage_bytes
 from ranks import run_ranks
 from trainstep.config.model import ModelConfig
-from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parallel import OURS, PEERS, ParallelConfig
 from trainstep.config.parsing import from_plain
-from trainstep.config.sync import OURS, PEERS
 from trainstep.costs.exchange import ParameterSize
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
-from trainstep.plan.parameters import transformer_parameters
+from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.peak_memory import ExpectedMemory, Held, expected_memory
 from trainstep.training.attention import attention_named
 from trainstep.training.optimizer import adamw_options
@@ -27,7 +26,7 @@ from trainstep.training.transformer import Transformer
 
 MODEL = ModelConfig(d_model=12, d_ff=20, layers=4, heads=2, vocab_size=50)
 MIB = 2**20
-WAYS = {
+STRATEGY_OPTIONS = {
     "none": {"sync": "none"},
     "naive": {"sync": "naive"},
     "naive, bf16": {"sync": "naive", "reduce_dtype": "bf16"},
@@ -47,7 +46,7 @@ WAYS = {
     "fsdp, kept whole": {"sync": "fsdp", "reshard_after_forward": False},
 }
 SCALARS_BYTES = 64
-"""What formulas leave out: the loss and its gradient, which backward holds until it is over, and numbers that an update wraps."""
+"""Bytes that formulas leave out: the loss and its gradient, which live until backward ends, and scalar tensors of an update."""
 
 
 def config_of(ranks: int, **options: object) -> ParallelConfig:
@@ -64,82 +63,80 @@ def model_of(config: ParallelConfig, frozen: bool) -> Transformer:
     return model
 
 
-def held(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
-    """(parameters, optimizer state, all) in bytes at each moment of a second step, and after the start; besides `activations`,
-    of the same model on its own, and `messages`: (label, all) when each message of the last backward starts."""
+def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[str, Any]:
+    """(parameters, optimizer state, all) in bytes at the start and at each moment of a second step; also `activations` of the
+    unwrapped model, and `messages`: (label, all) at the start of each message of the last backward."""
     model = model_of(config, frozen)
     tokens = torch.randint(MODEL.vocab_size, (2, 1, 8))
     holdings = Holdings(but=model)
     before_bytes = holdings.total_bytes()
     loss = model(*tokens)
-    found: dict[str, Any] = {"activations": holdings.total_bytes() - before_bytes}
+    sizes: dict[str, Any] = {"activations": holdings.total_bytes() - before_bytes}
     del loss
     wrapped = parallel(ranks, config.sync).wrap(
         model, torch.optim.AdamW, adamw_options(config.run.adamw, learning_rate=1e-3)
     )
     sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
 
-    def see(moment: str, all_bytes: int | None = None) -> None:
+    def note(moment: str, all_bytes: int | None = None) -> None:
         parameters_bytes = sum(storage_bytes(model.parameters()).values())
-        found[moment] = (parameters_bytes, state_bytes(optimizer), all_bytes or holdings.settled_bytes())
+        sizes[moment] = (parameters_bytes, state_bytes(optimizer), all_bytes or holdings.settled_bytes())
 
-    def step(see: Callable[..., None], looked_at: bool) -> None:
+    def step(note: Callable[..., None], sampled: bool) -> None:
         in_sync = None
         for last in [False] * (config.run.accumulation - 1) + [True]:
             with nullcontext() if last or sync is None else sync.no_sync():
                 loss = wrapped.module(*tokens)
-                see("after_forward")
-                with sampled_at_messages(holdings) if looked_at else nullcontext([]) as samples:
+                note("after_forward")
+                with sampled_at_messages(holdings) if sampled else nullcontext([]) as samples:
                     loss.backward()
                     del loss
                     if last and sync is not None:
                         with (
-                            MostHeld(holdings)
-                            if looked_at and config.sync.name == "naive"
-                            else nullcontext() as in_sync
+                            MostHeld(holdings) if sampled and config.sync.name == "naive" else nullcontext() as in_sync
                         ):
                             sync.finish_gradient_synchronization()
         if in_sync is not None:
             samples.append(("all", in_sync.most_bytes))
-        found["messages"] = [sample for sample in samples if sample[0] != "usage"]
-        see("after_backward")
-        with MostHeld(holdings) if looked_at else nullcontext() as most:
+        sizes["messages"] = [sample for sample in samples if sample[0] != "usage"]
+        note("after_backward")
+        with MostHeld(holdings) if sampled else nullcontext() as most:
             optimizer.step()
-        if looked_at:
-            see("in_step", most.most_bytes)
+        if sampled:
+            note("in_step", most.most_bytes)
         optimizer.zero_grad()
         if config.sync.name == "sharded_flat":
             sync.wait_for_parameters()
-        see("after_step")
+        note("after_step")
 
-    see("after_init")
+    note("after_init")
     step(lambda *_: None, False)
-    step(see, True)
-    return found
+    step(note, True)
+    return sizes
 
 
 @pytest.mark.parametrize(("precision", "frozen"), [("fp32", False), ("bf16", True)], ids=["fp32", "bf16, norms frozen"])
-@pytest.mark.parametrize("way", WAYS)
-def test_tensors_of_a_real_step_hold_what_the_formula_says(way: str, precision: str, frozen: bool):
-    config = config_of(2, precision=precision, **WAYS[way])
+@pytest.mark.parametrize("strategy", STRATEGY_OPTIONS)
+def test_tensors_of_a_real_step_have_the_formulas_bytes(strategy: str, precision: str, frozen: bool):
+    config = config_of(2, precision=precision, **STRATEGY_OPTIONS[strategy])
     agree(config, frozen)
 
 
-@pytest.mark.parametrize("way", ["naive", "bucketed", "sharded_flat", "fsdp", "fsdp, kept whole"])
-def test_micro_batches_leave_whole_gradients_behind(way: str):
-    agree(config_of(2, accumulation=2, **WAYS[way]), frozen=False)
+@pytest.mark.parametrize("strategy", ["naive", "bucketed", "sharded_flat", "fsdp", "fsdp, kept whole"])
+def test_bytes_with_micro_batches_are_the_formulas(strategy: str):
+    agree(config_of(2, accumulation=2, **STRATEGY_OPTIONS[strategy]), frozen=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adamw", ["loop", "foreach"])
-@pytest.mark.parametrize("way", ["naive", "sharded", "sharded_flat", "fsdp"])
-def test_three_ranks_and_the_update_of_each_optimizer(way: str, adamw: str):
-    agree(config_of(3, adamw=adamw, **WAYS[way]), frozen=False)
+@pytest.mark.parametrize("strategy", ["naive", "sharded", "sharded_flat", "fsdp"])
+def test_bytes_on_three_ranks_are_the_formulas_for_each_optimizer(strategy: str, adamw: str):
+    agree(config_of(3, adamw=adamw, **STRATEGY_OPTIONS[strategy]), frozen=False)
 
 
 def agree(config: ParallelConfig, frozen: bool) -> None:
     sizes = parameter_sizes(model_of(config, frozen))
-    for rank, moments in enumerate(run_ranks(config.ranks, held, config, frozen)):
+    for rank, moments in enumerate(run_ranks(config.ranks, measured_bytes, config, frozen)):
         expected = expected_memory(config, sizes, rank=rank, activations_bytes=moments.pop("activations"))
         messages = moments.pop("messages")
         for name, (parameters, state, total) in moments.items():
@@ -154,28 +151,31 @@ def agree(config: ParallelConfig, frozen: bool) -> None:
             assert moment.optimizer_state_bytes == state
         if messages and config.sync.name in ("sharded_flat", "fsdp"):
             a_block_bytes = expected.after_forward.activations_bytes // MODEL.layers
-            assert abs(expected.in_backward.total_bytes - max(held for _, held in messages)) <= a_block_bytes
+            assert (
+                abs(expected.in_backward.total_bytes - max(measured_bytes for _, measured_bytes in messages))
+                <= a_block_bytes
+            )
         if messages:
             beyond = messages[-1][1] - expected.before_sync.total_bytes
             assert beyond <= SCALARS_BYTES
             if (
                 config.sync.name != "fsdp" or config.run.accumulation == 1
-            ):  # there most is held a moment before: as gradients are added
+            ):  # otherwise the most is allocated a moment before, as gradients are added
                 assert beyond >= 0
 
 
 def by_hand(sync: str, **options: object) -> ExpectedMemory:
-    """Four parameters of 64 elements each, one around the blocks and three blocks, on two ranks: no filling anywhere."""
+    """Memory of four parameters of 64 elements, the root's and those of three blocks, on two ranks; nothing is padded."""
     sizes = [
         ParameterSize(name=f"w{number}", numel=64, element_bytes=4, unit=unit)
         for number, unit in enumerate(["root", "blocks.0", "blocks.1", "blocks.2"])
     ]
-    found = expected_memory(config_of(2, sync=sync, **options), sizes, activations_bytes=1000)
-    assert found is not None
-    return found
+    expected = expected_memory(config_of(2, sync=sync, **options), sizes, activations_bytes=1000)
+    assert expected is not None
+    return expected
 
 
-def triple(moment: Held) -> tuple[int, int, int, int, int]:
+def terms(moment: Held) -> tuple[int, int, int, int, int]:
     return tuple(getattr(moment, field.name) for field in fields(moment))  # type: ignore[return-value]
 
 
@@ -186,122 +186,125 @@ ONE = 64 * 4
 FLAGS = 4
 
 
-def test_naive_by_hand():
-    """P + P + 2 P, and copies of two gradients in bf16."""
-    found = by_hand("naive", reduce_dtype="bf16")
-    assert triple(found.after_init) == (P, 0, 0, 0, 0)
-    assert triple(found.after_forward) == (P, 0, STATE, 1000, FLAGS)
-    assert triple(found.before_sync) == (P, P, STATE, 0, FLAGS + 2 * ONE // 2)
-    assert triple(found.after_backward) == (P, P, STATE, 0, FLAGS)
-    assert triple(found.after_step) == (P, 0, STATE, 0, FLAGS)
-    assert found.peak_point == "before_sync"
-    assert found.peak.total_bytes == 4 * P + 16 + 4 + 256
+def test_naive_is_as_counted_by_hand():
+    """The peak is P + P + 2 P and copies of two gradients in bf16."""
+    expected = by_hand("naive", reduce_dtype="bf16")
+    assert terms(expected.after_init) == (P, 0, 0, 0, 0)
+    assert terms(expected.after_forward) == (P, 0, STATE, 1000, FLAGS)
+    assert terms(expected.before_sync) == (P, P, STATE, 0, FLAGS + 2 * ONE // 2)
+    assert terms(expected.after_backward) == (P, P, STATE, 0, FLAGS)
+    assert terms(expected.after_step) == (P, 0, STATE, 0, FLAGS)
+    assert expected.peak_point == "before_sync"
+    assert expected.peak.total_bytes == 4 * P + 16 + 4 + 256
 
 
-def test_bucketed_by_hand():
-    """Gradients are views of the buckets, so there is no more of them than P; they stay."""
+def test_bucketed_is_as_counted_by_hand():
+    """Gradients are views of the buckets, so they take P bytes, and they stay."""
     flags = 4 * 4
-    found = by_hand("bucketed", bucket_mib=ONE / MIB)
-    assert triple(found.after_init) == (P, P + flags, 0, 0, 0)
-    assert triple(found.after_backward) == (P, P + flags, STATE, 0, 0)
-    assert triple(found.before_sync) == (P, P + flags + ONE, STATE, 0, 0)
-    assert triple(by_hand("flat").before_sync) == (P, 2 * P + flags, STATE, 0, 0)
-    assert triple(by_hand("flat", reduce_dtype="bf16").before_sync) == (P, P, STATE, 0, (P + flags) // 2)
+    expected = by_hand("bucketed", bucket_mib=ONE / MIB)
+    assert terms(expected.after_init) == (P, P + flags, 0, 0, 0)
+    assert terms(expected.after_backward) == (P, P + flags, STATE, 0, 0)
+    assert terms(expected.before_sync) == (P, P + flags + ONE, STATE, 0, 0)
+    assert terms(by_hand("flat").before_sync) == (P, 2 * P + flags, STATE, 0, 0)
+    assert terms(by_hand("flat", reduce_dtype="bf16").before_sync) == (P, P, STATE, 0, (P + flags) // 2)
 
 
-def test_sharded_by_hand():
+def test_sharded_is_as_counted_by_hand():
     """Each of two ranks owns two of four parameters, packed in a message of two."""
-    assert triple(by_hand("sharded").after_step) == (P, P + 16, STATE // 2, 0, 2 * 2 * ONE)
+    assert terms(by_hand("sharded").after_step) == (P, P + 16, STATE // 2, 0, 2 * 2 * ONE)
 
 
-def test_sharded_flat_by_hand():
-    """Half of everything but the parameters; a block's and the root's gradients are on their way at the end."""
-    found = by_hand("sharded_flat")
-    assert triple(found.after_init) == (P, 0, 0, 0, 0)
-    assert triple(found.in_backward) == (
+def test_sharded_flat_is_as_counted_by_hand():
+    """Each rank has all parameters and half of the rest; at the end a block's and the root's gradients are being sent."""
+    expected = by_hand("sharded_flat")
+    assert terms(expected.after_init) == (P, 0, 0, 0, 0)
+    assert terms(expected.in_backward) == (
         P,
         ONE + 2 * ONE // 2,
         P + 16,
         333,
         2 * ONE + FLAGS,
     )  # the second of three blocks
-    assert triple(found.before_sync) == (P, ONE + P // 2, P + 16, 0, 2 * ONE + FLAGS)
-    assert triple(found.after_backward) == (P, P // 2, P + 16, 0, FLAGS)
-    assert found.peak_point == "in_backward"
+    assert terms(expected.before_sync) == (P, ONE + P // 2, P + 16, 0, 2 * ONE + FLAGS)
+    assert terms(expected.after_backward) == (P, P // 2, P + 16, 0, FLAGS)
+    assert expected.peak_point == "in_backward"
     assert by_hand("bucketed").in_backward == by_hand("bucketed").entering_backward
 
 
-def test_fsdp_that_computes_in_bf16_by_hand():
-    """What is whole is half as large, what stays is not: gradients are averaged in the parameters' dtype."""
-    found, own = by_hand("fsdp", compute_dtype="bf16"), by_hand("fsdp")
-    assert found.after_step == own.after_step
-    assert found.after_backward == own.after_backward
-    whole = [
-        moment.after_forward.communication_bytes - moment.after_step.communication_bytes for moment in (found, own)
+def test_fsdp_in_bf16_is_as_counted_by_hand():
+    """Gathered units take half of the bytes, shards do not: gradients are averaged in the parameters' dtype."""
+    in_bf16, in_fp32 = by_hand("fsdp", compute_dtype="bf16"), by_hand("fsdp")
+    assert in_bf16.after_step == in_fp32.after_step
+    assert in_bf16.after_backward == in_fp32.after_backward
+    gathered_bytes = [
+        moment.after_forward.communication_bytes - moment.after_step.communication_bytes
+        for moment in (in_bf16, in_fp32)
     ]
-    assert whole == [2 * ONE // 2, 2 * ONE]  # around the blocks, and the last block
-    assert own.before_sync.total_bytes - found.before_sync.total_bytes == ONE // 2  # its gradient; it is freed
+    assert gathered_bytes == [2 * ONE // 2, 2 * ONE]  # the root and the last block
+    assert (
+        in_fp32.before_sync.total_bytes - in_bf16.before_sync.total_bytes == ONE // 2
+    )  # the block's gradient; the block is freed
 
 
-def test_fsdp_by_hand():
-    """Half of everything, and whole: the root and the last block after forward, one more block when backward begins."""
-    found = by_hand("fsdp")
-    assert triple(found.after_init) == (P // 2, 0, 0, 0, 0)
-    assert triple(found.after_forward) == (P // 2, 0, P + 16, 1000, FLAGS + 2 * ONE)
-    assert triple(found.entering_backward) == (P // 2, 0, P + 16, 1000, FLAGS + 3 * ONE)
-    assert triple(found.before_sync) == (P // 2, ONE + P // 2, P + 16, 0, 3 * ONE + FLAGS)
-    assert triple(found.after_step) == (P // 2, 0, P + 16, 0, FLAGS)
-    assert triple(by_hand("fsdp", ahead=0).entering_backward)[-1] == FLAGS + 2 * ONE
-    assert triple(by_hand("fsdp", reshard_after_forward=False).after_forward)[-1] == FLAGS + 4 * ONE
-    assert triple(found.in_backward) == (
+def test_fsdp_is_as_counted_by_hand():
+    """Each rank has half of everything; the root and the last block are whole after forward, and one more block at backward."""
+    expected = by_hand("fsdp")
+    assert terms(expected.after_init) == (P // 2, 0, 0, 0, 0)
+    assert terms(expected.after_forward) == (P // 2, 0, P + 16, 1000, FLAGS + 2 * ONE)
+    assert terms(expected.entering_backward) == (P // 2, 0, P + 16, 1000, FLAGS + 3 * ONE)
+    assert terms(expected.before_sync) == (P // 2, ONE + P // 2, P + 16, 0, 3 * ONE + FLAGS)
+    assert terms(expected.after_step) == (P // 2, 0, P + 16, 0, FLAGS)
+    assert terms(by_hand("fsdp", ahead=0).entering_backward)[-1] == FLAGS + 2 * ONE
+    assert terms(by_hand("fsdp", reshard_after_forward=False).after_forward)[-1] == FLAGS + 4 * ONE
+    assert terms(expected.in_backward) == (
         P // 2,
         ONE + 2 * ONE // 2,
         P + 16,
         333,
         FLAGS + 2 * ONE + 2 * ONE,
     )  # root and next
-    assert found.peak_point == "in_backward"
+    assert expected.peak_point == "in_backward"
 
 
 def test_frozen_units_are_freed_as_backward_passes_them():
-    """Frozen ones of the root and of the first block are whole to the end."""
+    """Frozen units of the root and of the first block are whole to the end."""
     sizes = [
         ParameterSize(name=f"{unit}.{kind}", numel=64, element_bytes=4, unit=unit, trained=kind == "trained")
         for unit in ("root", "blocks.0", "blocks.1", "blocks.2")
         for kind in ("trained", "frozen")
     ]
-    found = expected_memory(config_of(2, sync="fsdp"), sizes)
-    kept = expected_memory(config_of(2, sync="fsdp", reshard_after_forward=False), sizes)
-    assert found is not None
-    assert kept is not None
-    assert triple(found.before_sync) == (P, ONE + P // 2, P + 16, 0, 3 * ONE + FLAGS + 2 * ONE)
-    assert triple(kept.before_sync)[-1] == 3 * ONE + FLAGS + 4 * ONE
+    expected = expected_memory(config_of(2, sync="fsdp"), sizes)
+    without_reshard = expected_memory(config_of(2, sync="fsdp", reshard_after_forward=False), sizes)
+    assert expected is not None
+    assert without_reshard is not None
+    assert terms(expected.before_sync) == (P, ONE + P // 2, P + 16, 0, 3 * ONE + FLAGS + 2 * ONE)
+    assert terms(without_reshard.before_sync)[-1] == 3 * ONE + FLAGS + 4 * ONE
 
 
 @pytest.mark.parametrize("sync", PEERS)
-def test_of_torchs_ways_nothing_is_said(sync: str):
+def test_torchs_strategies_have_no_formula(sync: str):
     assert expected_memory(config_of(2, sync=sync), []) is None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_autocast", "bf16"])
-def test_sixteen_bytes_a_parameter_in_fp32_and_eight_in_bf16(precision: str):
+def test_the_peak_is_16_bytes_per_parameter_in_fp32_and_8_in_bf16(precision: str):
     sizes = transformer_parameters(MODEL, precision)
-    found = expected_memory(config_of(2, sync="none", precision=precision), sizes)
+    expected = expected_memory(config_of(2, sync="none", precision=precision), sizes)
     counters = 4 * len(sizes)
-    assert found is not None
-    assert found.peak.total_bytes - counters == (8 if precision == "bf16" else 16) * MODEL.parameters
+    assert expected is not None
+    assert expected.peak.total_bytes - counters == (8 if precision == "bf16" else 16) * MODEL.parameters
 
 
 def test_shards_shrink_with_ranks():
     model = ModelConfig(d_model=512, d_ff=1344, layers=4, heads=16)
     sizes = transformer_parameters(model, "fp32")
-    alone = expected_memory(from_plain(ParallelConfig, {"model": model, "ranks": 1, "sync": "none"}), sizes)
-    many = expected_memory(from_plain(ParallelConfig, {"model": model, "ranks": 8, "sync": "fsdp"}), sizes)
-    assert alone is not None
-    assert many is not None
-    held_by_many = many.after_step.total_bytes - many.after_step.communication_bytes
-    assert held_by_many == pytest.approx(alone.after_step.total_bytes / 8, rel=1e-3)
+    single = expected_memory(from_plain(ParallelConfig, {"model": model, "ranks": 1, "sync": "none"}), sizes)
+    sharded = expected_memory(from_plain(ParallelConfig, {"model": model, "ranks": 8, "sync": "fsdp"}), sizes)
+    assert single is not None
+    assert sharded is not None
+    shard_bytes = sharded.after_step.total_bytes - sharded.after_step.communication_bytes
+    assert shard_bytes == pytest.approx(single.after_step.total_bytes / 8, rel=1e-3)
 
 
-def test_every_way_has_its_formula():
-    assert {options["sync"] for options in WAYS.values()} == set(OURS)
+def test_every_strategy_has_its_formula():
+    assert {options["sync"] for options in STRATEGY_OPTIONS.values()} == set(OURS)

@@ -1,6 +1,6 @@
-"""Files of records damaged at random: each is read, or refused in a sentence; and appending loses nothing that can be read.
+"""Randomly damaged files of records are read or refused in one sentence, and appending loses no record that can be read.
 
-PYTHONPATH=src:tests python tests/records/test_damaged_records.py 2500     # more of them
+PYTHONPATH=src:tests python tests/records/test_damaged_records.py 2500     # more seeds
 """
 
 import gzip
@@ -46,7 +46,7 @@ def fill(store: Store) -> None:
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """Bytes cut off, changed, inserted, doubled or taken out, lines swapped, or a value replaced by another."""
+    """A copy of the data with bytes cut off, changed, inserted, doubled or removed, lines shuffled, or a value replaced."""
     start, end = sorted(chance.randrange(len(data) + 1) for _ in range(2))
     kind = chance.randrange(8)
     if kind == 0:
@@ -71,7 +71,7 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 
 def damage(folder: Path, chance: random.Random) -> None:
-    """Damage the file, or its table: that as it is, or under the name that its damaged content would have."""
+    """Damage the file of records or its table; a damaged table keeps its name, or gets the name that its new content hashes to."""
     records, [table] = folder / "r.jsonl", [*(folder / "r.tables").iterdir()]
     if chance.randrange(3):
         records.write_bytes(damaged(records.read_bytes(), chance))
@@ -85,13 +85,13 @@ def damage(folder: Path, chance: random.Random) -> None:
 
 
 def check(pristine: Path, seed: int) -> str:
-    """Damage a copy and read it; 'read' or 'refused'."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(shutil.copytree(pristine, Path(place) / "copy"))
+    """Damage a copy and read it; return 'read' or 'refused'."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(shutil.copytree(pristine, Path(parent) / "copy"))
         damage(folder, random.Random(seed))
         store, before = Store(folder / "r.jsonl"), (folder / "r.jsonl").read_bytes()
         try:
-            found = store.finished()
+            records = store.finished()
         except ValueError:
             with pytest.raises(ValueError, match=r"r\.jsonl: "), store.locked():
                 pass
@@ -99,15 +99,15 @@ def check(pristine: Path, seed: int) -> str:
             return "refused"
         with store.locked():
             store.append(a_record(key="new"))
-        assert [record.key for record in store.read()] == [*(record.key for record in found), "new"], seed
-        assert store.read()[:-1] == found, seed
+        assert [record.key for record in store.read()] == [*(record.key for record in records), "new"], seed
+        assert store.read()[:-1] == records, seed
         return "read"
 
 
-def test_damaged_files_are_read_or_refused_and_lose_nothing(tmp_path: Path):
+def test_damaged_files_are_read_or_refused_and_lose_no_record(tmp_path: Path):
     fill(Store(tmp_path / "r.jsonl"))
     outcomes = Counter(check(tmp_path, seed) for seed in range(SEEDS))
-    assert min(outcomes["read"], outcomes["refused"]) > SEEDS / 10, "both happen"
+    assert min(outcomes["read"], outcomes["refused"]) > SEEDS / 10, "both outcomes occur"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Facts and tables are declared once: every one that our code or a committed record holds, with its unit and types."""
+"""Every fact and table that our code names or a committed record holds is declared once, with its unit and types."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ COMMITTED = sorted((ROOT / "results").rglob("*.jsonl"))
 OTHER_UNITS = {"rate": {"bytes/s"}}
 UNITS = {"", "s", "bytes", "count", "flops", "flop/s", "ratio", "W", "Hz", "C"}
 OPEN = object()
-"""Stands for names that are only known when the code runs; facts_of refuses them then."""
+"""The value with which `changed` removes a column."""
 
 
 def calls_of(*names: str) -> Iterator[tuple[Path, ast.Call]]:
@@ -37,7 +37,7 @@ def test_every_fact_that_our_code_names_is_declared():
     written = {
         (word.arg, path.name) for path, call in calls_of("facts_of", "with_facts") for word in call.keywords if word.arg
     }
-    assert len(written) > 80, "the walk finds the places"
+    assert len(written) > 80, "the walk finds the calls"
     assert {name for name, _ in written} <= FACTS.keys()
     read = {
         node.args[0].value
@@ -50,9 +50,10 @@ def test_every_fact_that_our_code_names_is_declared():
     assert read <= FACTS.keys()
 
 
-def test_no_fact_is_made_beside_the_declaration():
-    """But for one with another unit, and those that another process sent."""
-    assert {path.name for path, _ in calls_of("Fact")} == {"facts.py", "ceilings.py", "memory_ranks.py"}
+def test_facts_are_made_by_facts_of_alone():
+    """Exceptions: a fact whose unit depends on the cell, and facts that another process sent."""
+    files = {f"{path.parent.name}/{path.name}" for path, _ in calls_of("Fact")}
+    assert files == {"records/facts.py", "step/ceilings.py", "memory/tables.py"}
 
 
 def test_a_fact_that_is_not_declared_cannot_be_made():
@@ -60,14 +61,14 @@ def test_a_fact_that_is_not_declared_cannot_be_made():
         facts_of(invented=1)
 
 
-def test_none_is_left_out_and_units_are_the_declared_ones():
+def test_none_makes_no_fact_and_units_are_the_declared_ones():
     assert facts_of(loss=None, tokens=5, build_s=0.5) == {
         "tokens": Fact(value=5, unit="count"),
         "build_s": Fact(value=0.5, unit="s"),
     }
 
 
-def test_declarations_are_whole():
+def test_declarations_have_units_meanings_and_known_workloads():
     for name, kind in FACTS.items():
         assert kind.unit in UNITS, name
         assert kind.meaning, name
@@ -89,10 +90,10 @@ def committed() -> list[Record]:
     return [record for path in COMMITTED for record in Store(path).read()]
 
 
-def test_every_committed_record_holds_what_is_declared(committed: list[Record]):
-    """Reading them checked the types; older formats hold nothing that is unknown here."""
+def test_committed_records_hold_declared_facts_and_tables_only(committed: list[Record]):
+    """Reading the files checked the types; records of older formats hold no undeclared name either."""
     assert len(committed) > 1000
-    for record in (one for one in committed if one.workload in INSTRUMENTS):
+    for record in (record for record in committed if record.workload in INSTRUMENTS):
         for name, fact in record.facts.items():
             assert fact.unit in {FACTS[name].unit, *OTHER_UNITS.get(name, ())}, name
         for name, table in record.tables.items():
@@ -101,7 +102,7 @@ def test_every_committed_record_holds_what_is_declared(committed: list[Record]):
             assert kind.others is not object or table.keys() <= {*kind.columns, *kind.optional}, name
 
 
-def test_what_is_not_declared_passes(tmp_path: Path):
+def test_undeclared_facts_and_tables_of_a_users_workload_are_kept(tmp_path: Path):
     odd = a_record(
         workload="mine:WORKLOAD",
         facts={"colour": Fact(value="red")},
@@ -119,7 +120,7 @@ VERDICT = {"kind": ["compute-bound"], "on_device": [True], "profiled_step": [Fal
 
 
 def changed(table: dict[str, Any], **columns: Any) -> dict[str, Any]:
-    """The table with other columns; OPEN takes one away."""
+    """The table with other columns; the value OPEN removes a column."""
     return {name: values for name, values in {**table, **columns}.items() if values is not OPEN}
 
 
@@ -129,9 +130,13 @@ def changed(table: dict[str, Any], **columns: Any) -> dict[str, Any]:
         (
             "train_step",
             {"facts": {"tokens": Fact(value="many")}},
-            "facts.tokens cannot be 'many': it is a whole number",
+            "facts.tokens cannot be 'many': it must be a whole number",
         ),
-        ("mine:W", {"facts": {"launch_bound": Fact(value="no")}}, "facts.launch_bound cannot be 'no': it is true or"),
+        (
+            "mine:W",
+            {"facts": {"launch_bound": Fact(value="no")}},
+            "facts.launch_bound cannot be 'no': it must be true or",
+        ),
         ("parallel", {"tables": {RANKS: changed(RANK_TABLE, values=OPEN)}}, "ranks has no column 'values'"),
         ("mine:W", {"tables": {RANKS: changed(RANK_TABLE, values=OPEN)}}, "ranks has no column 'values'"),
         (
@@ -145,10 +150,10 @@ def changed(table: dict[str, Any], **columns: Any) -> dict[str, Any]:
             "in row 2 of its column 'values'",
         ),
         ("parallel", {"tables": {RANKS: changed(RANK_TABLE, values=[[1.0], 2.0])}}, "in row 2 of its column 'values'"),
-        ("parallel", {"tables": {RANKS: changed(RANK_TABLE, rank=[0, None])}}, "which is a whole number"),
-        ("parallel", {"tables": {RANKS: changed(RANK_TABLE, unit="ss")}}, "is no list in its column 'unit'"),
-        ("profile", {"tables": {"verdict": changed(VERDICT, on_device=[1])}}, "which is true or false"),
-        ("profile", {"tables": {"verdict": changed(VERDICT, step_s=[10**400])}}, "which is a finite number"),
+        ("parallel", {"tables": {RANKS: changed(RANK_TABLE, rank=[0, None])}}, "it must be a whole number"),
+        ("parallel", {"tables": {RANKS: changed(RANK_TABLE, unit="ss")}}, "has no list in its column 'unit'"),
+        ("profile", {"tables": {"verdict": changed(VERDICT, on_device=[1])}}, "it must be true or false"),
+        ("profile", {"tables": {"verdict": changed(VERDICT, step_s=[10**400])}}, "it must be a finite number"),
         (
             "profile",
             {"tables": {"verdict": changed(VERDICT, more=[1, 2])}},
@@ -157,15 +162,14 @@ def changed(table: dict[str, Any], **columns: Any) -> dict[str, Any]:
         ("memory", {"tables": {"timeline": {"time_s": [0.0], "phase": ["x"], "anything": ["y"]}}}, "'anything'"),
         ("memory", {"tables": {"layers": {"layer": ["a"], "bytes": [1], "rank": ["x"]}}}, "column 'rank'"),
         ("memory", {"tables": {RANK_FACTS: {"rank": [0], "fact": ["tokens"], "value": ["x"], "unit": [""]}}}, "tokens"),
-        ("parallel", {"config": {"ranks": "two"}}, "config.ranks cannot be 'two': it is a whole number"),
+        ("parallel", {"config": {"ranks": "two"}}, "config.ranks cannot be 'two': it must be a whole number"),
         ("train_step", {"config": {"model": {"d_model": None}}}, "config.model.d_model cannot be None"),
         ("parallel", {"config": {"ranks": 2, "sync": "flat"}}, "config.bucket_mib is missing"),
     ],
 )
-def test_another_shape_is_one_sentence_with_file_and_line(
+def test_a_wrong_type_is_one_sentence_with_file_and_line(
     workload: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ):
-    """In the line, or in a file of its own."""
     store = Store(tmp_path / "r.jsonl")
     if "config" not in changes and workload == "parallel":
         changes = changes | {"config": {"ranks": 2, "sync": "flat", "bucket_mib": None}}
@@ -178,7 +182,7 @@ def test_another_shape_is_one_sentence_with_file_and_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_table_stored_apart_is_checked_too(tmp_path: Path):
+def test_a_table_in_its_own_file_is_checked_too(tmp_path: Path):
     long = {"layer": ["x"] * 20_000, "bytes": [1.5] * 20_000}
     store = Store(tmp_path / "r.jsonl")
     store.append(a_record(workload="memory", tables={"layers": long}))

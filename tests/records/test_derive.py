@@ -1,4 +1,4 @@
-"""Rates, MFU and the breakdown against numbers worked out by hand; None or an error where there is no honest number."""
+"""Rates and MFU agree with numbers computed by hand; None or an error where no number would be right."""
 
 from dataclasses import replace
 
@@ -23,17 +23,17 @@ def on_gpu(step=(0.2, 0.1, 0.9, 0.2, 0.2), gpu="NVIDIA H200", **changes) -> Reco
     return a_record(**{**given, **changes})
 
 
-def test_rates_are_of_the_median_step():
+def test_rates_are_those_of_the_median_step():
     assert step_s(on_gpu()) == 0.2
     assert tokens_per_s(on_gpu()) == pytest.approx(5120)
     assert model_flops_per_s(on_gpu()) == pytest.approx(495e12)
 
 
-def test_mfu_says_its_convention_its_peak_and_the_peaks_source():
-    found = mfu(on_gpu())
-    assert (found.share, found.peak_flops) == (pytest.approx(0.5), 990e12)
-    assert (found.convention, found.dtype) == ("matmuls only", "bf16")
-    assert found.peak_source == "NVIDIA H200 data sheet, dense"
+def test_mfu_has_its_convention_its_peak_and_the_source_of_the_peak():
+    utilization = mfu(on_gpu())
+    assert (utilization.share, utilization.peak_flops) == (pytest.approx(0.5), 990e12)
+    assert (utilization.convention, utilization.dtype) == ("matmuls only", "bf16")
+    assert utilization.peak_source == "NVIDIA H200 data sheet, dense"
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("bf16", 0.099 / 0.990), ("tf32", 0.099 / 0.495)])
@@ -56,7 +56,7 @@ def test_mfu_takes_the_peak_of_the_dtype(dtype, share):
     ],
     ids=["unknown gpu", "no gpu", "cpu run", "no peak", "no dtype", "no FLOPs", "no step", "no values", "failed"],
 )
-def test_there_is_no_mfu_without_all_it_takes(record):
+def test_mfu_is_none_where_a_needed_number_is_missing(record):
     assert mfu(record) is None
 
 
@@ -66,7 +66,7 @@ def test_mfu_over_one_is_an_error_that_names_both_numbers(step):
         mfu(on_gpu(step))
 
 
-def test_mfu_of_exactly_one_stands():
+def test_mfu_of_exactly_one_is_allowed():
     assert mfu(on_gpu([0.1])).share == pytest.approx(1)
 
 

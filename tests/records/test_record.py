@@ -1,4 +1,4 @@
-"""Records cannot be changed, say nothing they were not told, and come back from plain values as they were."""
+"""Records cannot be changed, refuse fields of wrong types, and come back unchanged from plain values."""
 
 import dataclasses
 import json
@@ -94,7 +94,7 @@ def test_no_list_inside_stays_a_list():
         assert isinstance(inside, tuple)
 
 
-def test_what_it_was_made_from_can_change_without_it():
+def test_changes_of_the_arguments_do_not_reach_the_record():
     config, values = {"context": 256}, [1.0, 2.0]
     record = full_record(config=config, samples={"step": Samples(unit="s", values=values)})
     config["context"] = 512
@@ -103,20 +103,20 @@ def test_what_it_was_made_from_can_change_without_it():
     assert record.samples["step"].values == (1.0, 2.0)
 
 
-# What it refuses and answers.
+# Refusals and answers.
 
 
-def test_a_key_that_is_no_string_is_refused_since_it_would_come_back_as_one():
-    with pytest.raises(ValueError, match="key 1 is no string"):
+def test_a_key_that_is_no_string_is_refused():
+    with pytest.raises(ValueError, match="key 1 is not a string"):
         full_record(config={"by_rank": {1: "a"}})
 
 
 def test_unknown_kinds_of_failure_are_refused():
-    with pytest.raises(ValueError, match="'oops' is no kind of failure; known: out_of_memory"):
+    with pytest.raises(ValueError, match="'oops' is not a kind of failure; known: out_of_memory"):
         Failure(kind="oops", phase="build", message="No.")
 
 
-def test_fact_gives_the_value_or_the_default():
+def test_fact_returns_the_value_or_the_default():
     record = full_record(facts={"launch_bound": Fact(value=False)})
     assert record.fact("launch_bound", True) is False
     assert record.fact("absent") is None
@@ -133,7 +133,7 @@ def test_difference_names_the_first_field_that_differs_of_those_asked():
 # Plain values and back.
 
 
-def test_an_empty_failure_is_not_taken_for_none():
+def test_an_empty_failure_is_refused():
     with pytest.raises(ValueError, match=r"not a record.*kind"):
         record_from_plain(plain(failure={}))
 
@@ -155,7 +155,7 @@ configs = st.dictionaries(st.text(), json_values, max_size=4)
 
 @settings(deadline=None)
 @given(config=configs, fact=json_scalars, values=st.lists(st.floats(allow_nan=False, allow_infinity=False)))
-def test_any_json_inside_survives(config, fact, values):
+def test_any_json_in_a_record_comes_back(config, fact, values):
     record = full_record(
         config=config,
         facts={"any": Fact(value=fact)},
@@ -167,7 +167,7 @@ def test_any_json_inside_survives(config, fact, values):
 
 @settings(deadline=None)
 @given(name=st.sampled_from([field.name for field in dataclasses.fields(Record)]), value=json_values)
-def test_any_other_field_gives_a_record_or_one_clear_error(name, value):
+def test_any_value_of_a_field_gives_a_record_or_a_value_error(name, value):
     try:
         record = record_from_plain(plain(**{name: value}))
     except ValueError:
@@ -177,13 +177,13 @@ def test_any_other_field_gives_a_record_or_one_clear_error(name, value):
 
 @settings(deadline=None)
 @given(json_values)
-def test_what_is_no_record_is_refused(value):
+def test_values_that_are_no_record_are_refused(value):
     with pytest.raises(ValueError, match=r"not a record|format"):
         record_from_plain(value)
 
 
 @pytest.mark.parametrize("name", ["workload", "key", "config", "environment", "started_at", "duration_s"])
-def test_a_record_without_what_it_needs_is_refused(name):
+def test_a_record_without_a_required_field_is_refused(name):
     without = {key: value for key, value in plain().items() if key != name}
     with pytest.raises(ValueError, match=f"not a record.*{name}"):
         record_from_plain(without)
@@ -196,7 +196,7 @@ def test_samples_that_are_no_numbers_are_refused(values):
 
 
 BEYOND = float("inf")
-"""What JSON's 1e999 is read as."""
+"""The value that Python reads from JSON's 1e999."""
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ BEYOND = float("inf")
         ({"duration_s": "long"}, r"record\.duration_s cannot be 'long'"),
         ({"duration_s": BEYOND}, r"record\.duration_s cannot be inf"),
         ({"duration_s": True}, r"record\.duration_s cannot be True"),
-        ({"prediction": [1]}, "prediction is no mapping"),
-        ({"environment": 3}, "environment is no mapping"),
+        ({"prediction": [1]}, "prediction is not a mapping"),
+        ({"environment": 3}, "environment is not a mapping"),
         ({"environment": {**plain()["environment"], "cores": "2"}}, r"environment\.cores cannot be '2'"),
         ({"environment": {**plain()["environment"], "cores": 1.5}}, r"environment\.cores cannot be 1\.5"),
         ({"environment": {**plain()["environment"], "gpu": {}}}, r"environment\.gpu cannot be of type mapping"),
@@ -217,8 +217,8 @@ BEYOND = float("inf")
         ({"environment": {**plain()["environment"], "dirty": 1}}, r"environment\.dirty cannot be of type int"),
         ({"facts": {"tokens": {"value": 1, "unit": 5}}}, r"facts\.tokens\.unit cannot be of type int"),
         ({"facts": {"tokens": {"value": [1], "unit": ""}}}, "a fact is one value, not a list"),
-        ({"facts": {"tokens": {"value": BEYOND, "unit": ""}}}, r"facts\.tokens\.value is no finite number"),
-        ({"facts": {"tokens": {"value": "many", "unit": "count"}}}, r"facts\.tokens\.value is no finite number"),
+        ({"facts": {"tokens": {"value": BEYOND, "unit": ""}}}, r"facts\.tokens\.value is not a finite number"),
+        ({"facts": {"tokens": {"value": "many", "unit": "count"}}}, r"facts\.tokens\.value is not a finite number"),
         (
             {"samples": {"step": {"unit": "s", "values": [BEYOND], "warmups": []}}},
             "samples of step are not all numbers",
@@ -233,7 +233,7 @@ BEYOND = float("inf")
         ({"failure": {**plain()["failure"], "holders": [{"name": 1, "bytes": 1}]}}, r"failure\.holders\.name"),
     ],
 )
-def test_a_field_of_another_type_is_refused_by_name(changes, words):
+def test_a_field_of_a_wrong_type_is_refused_by_name(changes, words):
     with pytest.raises(ValueError, match=words):
         record_from_plain(plain(**changes))
 

@@ -1,4 +1,4 @@
-"""The file of records: what comes back, what a crash may leave behind, and what is refused rather than read wrongly."""
+"""The file of records: round trips, torn and corrupt lines, tables in files of their own, full disks and the lock."""
 
 import errno
 import gzip
@@ -61,7 +61,7 @@ def table_file(store: Store) -> Path:
 # Round trips.
 
 
-def test_everything_comes_back(store):
+def test_every_field_of_a_record_comes_back(store):
     record = a_record(
         config={"nested": {"list": [1, [2.5, None, True], {}], "empty": []}, **{word: word for word in HOSTILE}},
         samples={
@@ -110,17 +110,17 @@ def test_latest_is_the_last_of_each_key_in_order_of_appearance(store):
     assert len(store.read()) == 4
 
 
-# Files that are missing, empty or other people's.
+# Files that are missing, empty or not files of records.
 
 
-def test_a_missing_file_is_an_error_to_read_and_nothing_to_resume(store):
+def test_reading_a_missing_file_is_an_error_and_resuming_from_it_is_not(store):
     with pytest.raises(ValueError, match=r"warmup\.jsonl: there is no such file"):
         store.read()
     assert store.latest() == {}
     assert not store.path.parent.exists()
 
 
-def test_an_empty_file_holds_nothing(store):
+def test_an_empty_file_has_no_records(store):
     store.path.parent.mkdir()
     store.path.touch()
     assert store.read() == []
@@ -134,23 +134,23 @@ def test_a_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a note", "notes\nand more", '{"name": "another JSON"}', '{"workload'[::-1]])
-def test_other_peoples_files_are_refused_and_left_alone(tmp_path, text):
+def test_files_of_another_kind_are_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "notes.txt"
     path.write_text(text)
     store = Store(path)
-    for touch in (store.read, store.latest, lambda: store.append(a_record()), lambda: hold(store)):
+    for access in (store.read, store.latest, lambda: store.append(a_record()), lambda: hold(store)):
         with pytest.raises(ValueError, match=r"notes\.txt: "):
-            touch()
+            access()
     assert path.read_text() == text
 
 
 @pytest.mark.parametrize("name", ["/", ".", "", "runs.tables", "a/b.rounds", "c.slurm"])
-def test_a_name_that_no_file_of_records_can_have(name):
+def test_a_name_that_no_file_of_records_can_have_is_refused(name):
     with pytest.raises(ValueError, match=r"name a file of records in it|another ending"):
         Store(Path(name))
 
 
-def test_names_of_new_files_differ():
+def test_new_files_get_different_names():
     assert len({new_records_path("bench") for _ in range(100)}) == 100
 
 
@@ -175,7 +175,7 @@ def test_a_first_line_torn_at_any_byte_can_be_resumed(store):
     whole = store.path.read_bytes()
     for cut in range(1, len(whole) - 1):
         store.path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match="holds no whole record"):
+        with pytest.raises(ValueError, match="has no complete record"):
             store.read()
         assert store.latest() == {}, cut
         store.append(a_record(key="new"))
@@ -188,12 +188,12 @@ def test_a_whole_last_record_without_its_newline_is_kept(store, count, ending):
     filled(store, count)
     before = store.path.read_bytes()
     store.path.write_bytes(before[:-1] + ending)
-    there = [f"k{i}" for i in range(count)]
-    assert keys(store) == there
-    assert list(store.latest()) == there
+    kept_keys = [f"k{i}" for i in range(count)]
+    assert keys(store) == kept_keys
+    assert list(store.latest()) == kept_keys
     with store.locked():
         store.append(a_record(key="new"))
-    assert keys(store) == [*there, "new"]
+    assert keys(store) == [*kept_keys, "new"]
     assert store.path.read_bytes().startswith(before[:-1])
     assert b"\0" not in store.path.read_bytes()
 
@@ -202,18 +202,18 @@ def test_a_last_line_that_is_json_and_no_record_is_never_cut_off(store):
     filled(store, 1)
     for line in (b'{"workload":"mine"}', b"{}", b"5", b'{"workload":' + b"[" * 100_000):
         store.path.write_bytes(whole := store.path.read_bytes().split(b"\n")[0] + b"\n" + line)
-        for touch in (store.read, store.latest, lambda: store.append(a_record())):
-            with pytest.raises(ValueError, match=r"line 2|its last line is no record"):
-                touch()
+        for access in (store.read, store.latest, lambda: store.append(a_record())):
+            with pytest.raises(ValueError, match=r"line 2|its last line is not a record"):
+                access()
         assert store.path.read_bytes() == whole
 
 
-def test_a_file_of_zeros_is_not_ours_to_cut(tmp_path):
+def test_a_file_of_zeros_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "disk.img"
     path.write_bytes(bytes(5000))
-    for touch in (Store(path).read, lambda: Store(path).append(a_record()), lambda: hold(Store(path))):
+    for access in (Store(path).read, lambda: Store(path).append(a_record()), lambda: hold(Store(path))):
         with pytest.raises(ValueError, match=r"disk\.img: "):
-            touch()
+            access()
     assert path.read_bytes() == bytes(5000)
 
 
@@ -250,7 +250,7 @@ def test_a_corrupt_line_is_refused_by_its_number_even_the_last(store, line, dama
             read()
 
 
-def test_blank_lines_are_passed_over_and_counted(store):
+def test_blank_lines_are_skipped_and_counted(store):
     filled(store, 1)
     with store.path.open("ab") as file:
         file.write(b"\n  \r\nbad\n")
@@ -296,23 +296,23 @@ def test_nan_and_infinity_are_refused_by_their_place_and_nothing_is_written(stor
     assert keys(store) == ["k0"]
 
 
-def test_objects_are_refused_by_their_place(store):
+def test_objects_that_json_cannot_hold_are_refused_by_their_place(store):
     with pytest.raises(ValueError, match=r"record\.facts\.path\.value is a PosixPath, which JSON cannot hold"):
         store.append(a_record(facts={"path": Fact(value=Path("/"))}))
 
 
-# Tables set aside.
+# Tables in files of their own.
 
 
 def test_a_table_that_could_not_be_read_again_is_not_written(store, monkeypatch):
     monkeypatch.setattr(store_module, "_LARGEST_TABLE_BYTES", 100_000)
     store.append(a_record(config={"first": 1}))
-    with pytest.raises(ValueError, match=r"a table of [0-9,]+ bytes is more than the 100,000 that are read"):
+    with pytest.raises(ValueError, match=r"a table of [0-9,]+ bytes is over the limit of 100,000 for reading"):
         store.append(a_record(config={"second": 1}, tables={"kernels": {"name": ["x" * 100_000]}}))
     assert len(store.read()) == 1
 
 
-def test_big_tables_are_set_aside_and_read_back(store):
+def test_big_tables_get_a_file_of_their_own_and_are_read_back(store):
     record = a_record(tables={"big": BIG, "small": {"a": [1]}})
     store.append(record)
     assert store.read() == [record]
@@ -328,7 +328,7 @@ def test_the_same_table_is_kept_once(store):
     assert [record.tables["big"]["time"][7] for record in store.read()] == [1.0, 1.0]
 
 
-def test_removed_with_its_tables(store):
+def test_a_store_is_removed_with_its_tables(store):
     store.append(a_record(tables={"big": {"time": [1.0] * 50_000}}))
     assert len(list(store.path.parent.iterdir())) == 2
     store.remove()
@@ -343,7 +343,7 @@ def test_a_store_may_be_moved_with_its_tables(store, tmp_path):
     assert len(Store(tmp_path / "moved" / "warmup.jsonl").read()[0].tables["big"]["time"]) == 10_000
 
 
-def test_a_column_may_have_the_name_that_marks_a_file(store):
+def test_a_column_may_have_the_key_that_marks_a_table_file(store):
     record = a_record(tables={"odd": {"$file": ["a", "b"]}})
     store.append(record)
     assert store.read() == [record]
@@ -357,21 +357,19 @@ def test_a_missing_table_is_refused(store):
         store.read()
 
 
-def test_a_table_is_unpacked_to_its_limit_and_no_further(store, monkeypatch):
+def test_a_table_over_the_limit_is_refused_while_it_is_unpacked(store, monkeypatch):
     filled(store, 1)
     store.append(a_record(tables={"big": BIG}))
     size = len(gzip.decompress(table_file(store).read_bytes()))
     monkeypatch.setattr(store_module, "_LARGEST_TABLE_BYTES", size)
     assert len(store.read()) == 2
     monkeypatch.setattr(store_module, "_LARGEST_TABLE_BYTES", size - 1)
-    with pytest.raises(
-        ValueError, match=r"line 2: its table .*: holds over [\d,]+ bytes once unpacked.*; remove the line"
-    ):
+    with pytest.raises(ValueError, match=r"line 2: its table .*: over [\d,]+ bytes once unpacked.*; remove the line"):
         store.read()
 
 
 def test_a_table_damaged_anywhere_is_refused(store, monkeypatch):
-    """Each byte changed, and each length cut, either is noticed or (in the time stamp of gzip's header) changes nothing."""
+    """A changed byte or a cut is noticed, or it changes nothing (in the time stamp of gzip's header)."""
     monkeypatch.setattr(store_module, "_TABLE_LIMIT_BYTES", 10)
     record = a_record(tables={"t": {"name": ["some words", "some other words"], "time": [1.5, 2.5]}})
     store.append(record)
@@ -391,10 +389,10 @@ def test_a_table_damaged_anywhere_is_refused(store, monkeypatch):
     assert harmless <= 10
 
 
-def test_another_tables_contents_are_refused(store):
+def test_a_table_with_other_content_is_refused(store):
     store.append(a_record(tables={"big": BIG}))
     table_file(store).write_bytes(gzip.compress(b'{"time":[1]}'))
-    with pytest.raises(ValueError, match=r"line 1: its table .* is not what was written"):
+    with pytest.raises(ValueError, match=r"line 1: its table .* was changed after it was written"):
         store.read()
 
 
@@ -402,34 +400,34 @@ def test_another_tables_contents_are_refused(store):
     "text", ["5", "null", "[]", '"text"', "no JSON", '{"a":5}', "[" * 100_000, '{"a":' + "[" * 480 + "]" * 480 + "}"]
 )
 def test_a_table_without_columns_is_refused(store, text):
-    """Named by the hash of its content, so that nothing but its shape is wrong."""
+    """The file is named by the hash of its content, so that only its shape is wrong."""
     data = text.encode()
     name = hashlib.sha256(data).hexdigest()[:16] + ".json.gz"
     (store.path.parent / "warmup.tables").mkdir(parents=True)
     (store.path.parent / "warmup.tables" / name).write_bytes(gzip.compress(data))
     plain = {**record_to_plain(a_record()), "tables": {"t": {"$file": name}}}
     store.path.write_text(json.dumps(plain) + "\n")
-    with pytest.raises(ValueError, match=r"warmup\.jsonl: line 1(: its table .*json\.gz holds no columns| is corrupt)"):
+    with pytest.raises(ValueError, match=r"warmup\.jsonl: line 1(: its table .*json\.gz has no columns| is corrupt)"):
         store.read()
 
 
 @pytest.mark.parametrize(
     "name", ["../outside.json.gz", "/etc/passwd", "..", ".", "", "a/b.json.gz", "0123456789abcdef.json.gz\n", "\x00"]
 )
-def test_a_name_that_is_no_tables_is_refused(store, name):
+def test_a_name_that_no_table_has_is_refused(store, name):
     (store.path.parent / "warmup.tables").mkdir(parents=True)
     (store.path.parent / "outside.json.gz").write_bytes(gzip.compress(b"{}"))
     plain = {**record_to_plain(a_record()), "tables": {"t": {"$file": name}}}
     store.path.write_text(json.dumps(plain) + "\n")
-    with pytest.raises(ValueError, match=r"line 1: .* is no name of a table"):
+    with pytest.raises(ValueError, match=r"line 1: .* is not the name of a table"):
         store.read()
 
 
-# A full disk, for which a limit on the size of files stands in.
+# A full disk, simulated by a limit on the size of files.
 
 
 @pytest.mark.parametrize("tables", [{}, {"big": BIG}], ids=["record", "table"])
-def test_a_full_disk_is_named_and_leaves_what_was_there(store, tables):
+def test_a_full_disk_is_named_and_earlier_records_are_kept(store, tables):
     filled(store, 1)
     before = store.path.read_bytes()
     record = a_record(key="new", tables=tables, config={"text": "x" * 5000})
@@ -445,7 +443,7 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(store, tables):
     assert keys(store) == ["k0", "new"]
 
 
-def test_a_table_that_was_killed_while_it_was_written_is_gone_at_the_next_start(store):
+def test_a_partly_written_table_is_removed_at_the_next_start(store):
     store.append(a_record(tables={"big": BIG}))
     killed = f".0123456789abcdef.json.gz.{zlib.crc32(os.uname().nodename.encode()):08x}-4999999-0123abcd.partial"
     for name in ("0123456789abcdef.json.gz.partial", killed):  # the first as earlier versions named it
@@ -467,7 +465,7 @@ with Store(Path(sys.argv[1])).locked():
 """
 
 
-def test_a_second_process_is_refused_until_the_first_lets_go(store):
+def test_a_second_process_is_refused_until_the_first_releases_the_lock(store):
     source = Path(store_module.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     command = [sys.executable, "-c", HOLD, str(store.path)]
@@ -483,7 +481,7 @@ def test_a_second_process_is_refused_until_the_first_lets_go(store):
     assert len(store.read()) == 3
 
 
-def test_the_lock_is_let_go_on_errors(store):
+def test_the_lock_is_released_on_errors(store):
     with pytest.raises(RuntimeError), store.locked():
         raise RuntimeError
     with store.locked():
@@ -508,12 +506,12 @@ def test_a_file_system_without_locks_is_named(store, monkeypatch):
 def test_only_a_regular_file_is_locked(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(ValueError, match="cannot be written: it is no regular file"), Store(path).locked():
+        with pytest.raises(ValueError, match="cannot be written: it is not a regular file"), Store(path).locked():
             pass
         assert path.exists()
 
 
-def test_an_empty_file_goes_only_if_the_lock_made_it(store):
+def test_an_empty_file_is_removed_only_if_the_lock_created_it(store):
     with store.locked():
         assert store.path.exists()
     assert not store.path.exists()

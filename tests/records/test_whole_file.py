@@ -1,4 +1,4 @@
-"""A file that is there whole or not at all: full disks, kills, links, permissions, and what is left beside it."""
+"""A file is written whole or not at all: full disks, kills, links, permissions, and temporary files beside it."""
 
 import fcntl
 import os
@@ -48,7 +48,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", ["a.html", "new/folder/a.html", "a" * 255, "日" * 85, "line\nbreak", "-", "..."])
-def test_new_and_written_again(tmp_path: Path, name: str):
+def test_a_file_is_created_and_replaced(tmp_path: Path, name: str):
     path = tmp_path / name
     for data in (NEW, b"", OLD):
         check_writable(path)
@@ -78,7 +78,7 @@ def test_a_full_disk_leaves_the_old_content_alone(tmp_path: Path, existed: bool)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [OLD] * existed
 
 
-def test_what_a_kill_leaves_is_gone_at_the_next_start(tmp_path: Path):
+def test_the_temporary_file_of_a_killed_writer_is_removed_at_the_next_start(tmp_path: Path):
     path = tmp_path / "a"
     write(path, OLD)
     for clean in (
@@ -93,25 +93,25 @@ def test_what_a_kill_leaves_is_gone_at_the_next_start(tmp_path: Path):
         assert [*tmp_path.iterdir()] == [path]
 
 
-def test_what_other_processes_write_now_is_left_alone(tmp_path: Path):
-    """Here or on another machine, of whose processes nothing is known here; and what somebody else gave such an ending."""
+def test_files_that_other_processes_are_writing_are_left_alone(tmp_path: Path):
+    """The writer may run here or on a machine whose processes are unknown here; files of other names with this ending stay, too."""
     with whole_file(tmp_path / "here") as file:
         file.write(NEW)
         [here] = tmp_path.iterdir()
         machine = here.name.split(".")[2].split("-")[0]
-        there = tmp_path / f".there.{int(machine, 16) ^ 1:08x}-4999999-0123abcd.partial"
-        others = [there, tmp_path / ".a.partial", tmp_path / "a.partial"]
+        elsewhere = tmp_path / f".there.{int(machine, 16) ^ 1:08x}-4999999-0123abcd.partial"
+        others = [elsewhere, tmp_path / ".a.partial", tmp_path / "a.partial"]
         for other in others:
             other.touch()
         write(tmp_path / "a")
         assert sorted(tmp_path.iterdir()) == sorted([here, *others, tmp_path / "a"])
-    os.utime(there, (0, 0))
+    os.utime(elsewhere, (0, 0))
     remove_leftovers(tmp_path)
-    assert not there.exists(), "nobody has written to it for an hour"
+    assert not elsewhere.exists(), "nobody has written to it for an hour"
     assert (tmp_path / "here").read_bytes() == NEW
 
 
-def test_a_symbolic_link_stays_and_its_file_is_replaced(tmp_path: Path):
+def test_a_symbolic_link_stays_and_its_target_is_replaced(tmp_path: Path):
     (tmp_path / "far").mkdir()
     link, target = tmp_path / "link", tmp_path / "far" / "a"
     link.symlink_to(target)
@@ -123,7 +123,7 @@ def test_a_symbolic_link_stays_and_its_file_is_replaced(tmp_path: Path):
     assert [*target.parent.iterdir()] == [target]
 
 
-def test_permissions_stay_and_a_new_file_has_the_usual(tmp_path: Path):
+def test_permissions_stay_and_a_new_file_gets_the_default(tmp_path: Path):
     path, usual = tmp_path / "a", tmp_path / "usual"
     usual.touch()
     write(path)
@@ -133,7 +133,7 @@ def test_permissions_stay_and_a_new_file_has_the_usual(tmp_path: Path):
     assert mode(path) == 0o640
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path: Path):
+def test_paths_that_are_no_regular_files_are_refused(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
@@ -148,9 +148,9 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path):
     ]
     paths += [tmp_path / "file" / "a", tmp_path / ("a" * 256)]
     for path in paths:
-        for touch in (check_writable, write):
+        for access in (check_writable, write):
             with pytest.raises(OSError, match=r"."):
-                touch(path)
+                access(path)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     assert len([*tmp_path.iterdir()]) == 3
 
@@ -173,8 +173,8 @@ def test_a_write_protected_file_is_refused_to_root_of_a_read_only_disk(tmp_path:
         check_writable(tmp_path / "a")
 
 
-def test_a_neighbour_that_somebody_still_writes_stays(tmp_path: Path):
-    """A container of the same host name has process ids of its own."""
+def test_a_locked_temporary_file_is_left_alone(tmp_path: Path):
+    """A container with the same host name has its own process ids, so an unknown process id does not show that the writer ended."""
     machine = f"{zlib.crc32(os.uname().nodename.encode()):08x}"
     neighbour = tmp_path / f".a.{machine}-4999999-0123abcd.partial"
     with open(neighbour, "wb") as file:

@@ -1,4 +1,4 @@
-"""Records made by hand, whose every number a test can work out on paper."""
+"""Records made by hand, of which a test can compute every number on paper."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from trainstep.config.parsing import build_run, config_hash, to_plain
 from trainstep.records.record import Environment, Fact, Failure, Holder, Record, Samples
 from trainstep.records.store import Store
-from trainstep.report.rows import Row, rows_of
+from trainstep.report.kit.rows import Row, rows_of
 
 GIB = 2**30
 H200 = Environment(
@@ -43,7 +43,7 @@ LAPTOP = Environment(
     torch="2.13.0+cpu",
 )
 FLOPS = 19.8e12
-"""Of a step: 10 % of an H200's 990 TFLOP/s in bf16 when it takes 0.2 s."""
+"""FLOPs of a step: 10 % of an H200's 990 TFLOP/s in bf16 when it takes 0.2 s."""
 OOM = Failure(
     kind="out_of_memory",
     phase="backward",
@@ -71,10 +71,10 @@ def train_step(
     warmups_count = values.pop("warmups_count", len(warmups))
     config = to_plain(build_run({"device": device, "steps": len(step), "warmups": warmups_count, **values}))
     units = {"tokens": "count", "model_flops": "flops", "compile_s": "s", "context_s": "s", "reallocated_step_s": "s"}
-    told = {"tokens": 1024, "model_flops": FLOPS, "flops_convention": "matmuls only", "flops_dtype": "bf16"}
-    told["peak_allocated_bytes" if environment.gpu else "peak_rss_bytes"] = 3 * GIB
-    told["timing"] = "cuda_events" if environment.gpu else "host_clock"
-    told |= facts or {}
+    values_of_facts = {"tokens": 1024, "model_flops": FLOPS, "flops_convention": "matmuls only", "flops_dtype": "bf16"}
+    values_of_facts["peak_allocated_bytes" if environment.gpu else "peak_rss_bytes"] = 3 * GIB
+    values_of_facts["timing"] = "cuda_events" if environment.gpu else "host_clock"
+    values_of_facts |= facts or {}
     return Record(
         workload="train_step",
         key=config_hash("train_step", config),
@@ -83,7 +83,9 @@ def train_step(
         started_at="2026-11-21T08:00:00Z",
         duration_s=10.0,
         samples={} if failure else phases(step, warmups),
-        facts={} if failure else {name: Fact(value=value, unit=units.get(name, "")) for name, value in told.items()},
+        facts={}
+        if failure
+        else {name: Fact(value=value, unit=units.get(name, "")) for name, value in values_of_facts.items()},
         failure=failure,
     )
 
@@ -117,7 +119,7 @@ def rows() -> Callable[[Sequence[Record]], list[Row]]:
 
 @pytest.fixture
 def end_to_end() -> list[Record]:
-    """Two sizes at two contexts; the largest ran out of memory."""
+    """Two model sizes at two contexts; the largest cell ran out of memory."""
     return [
         train_step(model="small", context=256, precision="bf16", step=(0.198, 0.2, 0.202)),
         train_step(model="small", context=512, precision="bf16", step=(0.4, 0.4, 0.4)),
@@ -128,7 +130,7 @@ def end_to_end() -> list[Record]:
 
 @pytest.fixture
 def warmup_sweep() -> list[Record]:
-    """w = 0, 1, 2, 5 of the same steps: 2.0, 0.5, 0.25, then 0.2 s; the clock climbs from 1 to 2 GHz."""
+    """The same steps with 0, 1, 2 and 5 warm-ups: 2.0, 0.5, 0.25, then 0.2 s; the clock rises from 1 to 2 GHz."""
     every_step = (2.0, 0.5, 0.25, *[0.2] * 12)
     clocks = (1e9, 1.5e9, *[2e9] * 13)
     mallocs = (40.0, 8.0, *[0.0] * 13)
@@ -144,22 +146,28 @@ def warmup_sweep() -> list[Record]:
 
 @pytest.fixture
 def precision_pair() -> list[Record]:
-    """bf16 takes exactly half of fp32's time, 20 steps in turns."""
+    """bf16 takes exactly half of fp32's time, over 20 interleaved steps."""
     steps = [0.2 + 0.001 * (i % 5) for i in range(20)]
-    turns = {"interleaving": "live", "interleaving_group": "g1", "turn_steps": 1}
+    interleaved = {"interleaving": "live", "interleaving_group": "g1", "turn_steps": 1}
     return [
         train_step(
-            model="small", precision="fp32", step=steps, facts={**turns, "flops_dtype": "fp32", "model_flops": 1e12}
+            model="small",
+            precision="fp32",
+            step=steps,
+            facts={**interleaved, "flops_dtype": "fp32", "model_flops": 1e12},
         ),
         train_step(
-            model="small", precision="bf16_autocast", step=[s / 2 for s in steps], facts={**turns, "model_flops": 1e12}
+            model="small",
+            precision="bf16_autocast",
+            step=[s / 2 for s in steps],
+            facts={**interleaved, "model_flops": 1e12},
         ),
     ]
 
 
 @pytest.fixture
 def compile_sweep() -> list[Record]:
-    """none, block, and a whole-model compile that was killed."""
+    """No compilation, compiled blocks, and a compilation of the whole model that timed out."""
     return [
         train_step(model="large", compile="none", step=[0.1] * 10),
         train_step(model="large", compile="block", step=[0.08] * 10),

@@ -1,4 +1,4 @@
-"""The page as a parser sees it: self-contained, every name inert, failures and provenance in their places."""
+"""The parsed page: it is self-contained, names are inert, and failures and provenance are in their places."""
 
 import dataclasses
 import json
@@ -8,15 +8,15 @@ from html.parser import HTMLParser
 import pytest
 
 from trainstep.records.record import Failure, Holder, Record
-from trainstep.report.notes import commands
+from trainstep.report.kit.notes import commands
 from trainstep.report.page import page, script_json
 
 HOSTILE = '<script>alert(1)</script></script><!--"><img src=x onerror=document.title="taken">'
 FETCHING = {"src", "href", "action", "data", "poster", "srcset", "background", "formaction"}
 
 
-class Seen(HTMLParser):
-    """Elements with their attributes, and the text of scripts apart from the page's own."""
+class ParsedPage(HTMLParser):
+    """The elements of a page with their attributes, the texts of its scripts, and its words."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def everything(end_to_end, warmup_sweep, precision_pair, compile_sweep, cpu_reco
 
 @pytest.fixture
 def hostile(make) -> list[Record]:
-    """Every string of a record that a page shows, made of markup."""
+    """Records in which every string that a page shows is markup."""
     record = make(warmups=(1.0, 0.3), step=(0.2, 0.21, 0.22), facts={"flops_convention": HOSTILE, "command": HOSTILE})
     environment = dataclasses.replace(record.environment, gpu=HOSTILE, hostname=HOSTILE, commit=HOSTILE, torch=HOSTILE)
     config = {**record.config, "model": {"function": HOSTILE}, "data": HOSTILE}
@@ -68,40 +68,40 @@ def hostile(make) -> list[Record]:
     return [named, dataclasses.replace(named, key="third", config=more), failed]
 
 
-def test_nothing_is_fetched(rows, everything):
+def test_a_page_fetches_nothing(rows, everything):
     text = page(rows(everything))
-    seen = Seen(text)
-    for tag, attributes in seen.elements:
+    parsed = ParsedPage(text)
+    for tag, attributes in parsed.elements:
         for name in FETCHING & attributes.keys():
             assert (tag, name, attributes[name]) == ("link", "href", "data:,")
-    assert not {"iframe", "object", "embed", "img"} & {tag for tag, _ in seen.elements}
+    assert not {"iframe", "object", "embed", "img"} & {tag for tag, _ in parsed.elements}
     styles = text[text.index("<style>") : text.index("</style>")]
     assert "url(" not in styles
     assert "@import" not in styles
-    policy = next(one["content"] for one in seen.of("meta") if one.get("http-equiv") == "Content-Security-Policy")
+    policy = next(meta["content"] for meta in parsed.of("meta") if meta.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none';")
     assert "http" not in policy
     assert text.count("plotly.js v") == 1
 
 
-def test_every_chart_has_its_place_its_description_and_a_table(rows, everything):
-    seen = Seen(page(rows(everything)))
-    places = [one for one in seen.of("div") if one.get("class") == "chart"]
-    charts = json.loads(seen.scripts[1])
+def test_every_chart_has_an_element_a_description_and_a_table(rows, everything):
+    parsed = ParsedPage(page(rows(everything)))
+    places = [div for div in parsed.of("div") if div.get("class") == "chart"]
+    charts = json.loads(parsed.scripts[1])
     assert len(places) == len(charts) >= 5
-    assert [one["id"] for one in places] == [f"chart-{number}" for number in range(len(charts))]
-    assert all("table below" in (one["aria-label"] or "") for one in places)
-    assert len(seen.of("table")) >= len(charts)
+    assert [place["id"] for place in places] == [f"chart-{number}" for number in range(len(charts))]
+    assert all("table below" in (place["aria-label"] or "") for place in places)
+    assert len(parsed.of("table")) >= len(charts)
 
 
 def test_hostile_names_are_text(rows, hostile):
     text = page(rows(hostile))
-    seen = Seen(text)
-    assert len(seen.scripts) == 3  # plotly, the charts' numbers, the page's own
-    assert not seen.of("img")
-    assert "onerror" not in {name for _, attributes in seen.elements for name in attributes}
-    assert HOSTILE in seen.text
-    for trace in json.loads(seen.scripts[1]):
+    parsed = ParsedPage(text)
+    assert len(parsed.scripts) == 3  # plotly, the charts' numbers, the page's own
+    assert not parsed.of("img")
+    assert "onerror" not in {name for _, attributes in parsed.elements for name in attributes}
+    assert HOSTILE in parsed.text
+    for trace in json.loads(parsed.scripts[1]):
         assert "<script" not in json.dumps(trace)
         assert "<img" not in json.dumps(trace)
 
@@ -113,19 +113,19 @@ def test_json_cannot_end_its_script():
 
 
 def test_a_failure_is_a_cell_with_details(rows, end_to_end):
-    seen = Seen(page(rows(end_to_end)))
-    assert len([one for one in seen.of("details") if one.get("class") == "failure"]) == 1
+    parsed = ParsedPage(page(rows(end_to_end)))
+    assert len([details for details in parsed.of("details") if details.get("class") == "failure"]) == 1
     for part in (
         "OOM in backward: asked for 2.00 GiB",
         "parameters 60.00 GiB",
         "gradients 50.00 GiB",
         "Tried to allocate",
     ):
-        assert part in seen.text
+        assert part in parsed.text
 
 
-def test_provenance_at_the_foot(rows, end_to_end):
-    text = Seen(page(rows(end_to_end))).text
+def test_provenance_is_at_the_foot_of_the_page(rows, end_to_end):
+    text = ParsedPage(page(rows(end_to_end))).text
     foot = text[text.index("Where these numbers come from") :]
     for part in (
         "abc1234, with uncommitted changes",
@@ -141,12 +141,12 @@ def test_provenance_at_the_foot(rows, end_to_end):
         assert part in foot
 
 
-def test_mixed_machines_are_said(rows, everything, end_to_end):
-    assert "compare across them with care" in Seen(page(rows(everything))).text
-    assert "compare across them" not in Seen(page(rows(end_to_end))).text
+def test_mixed_machines_are_stated(rows, everything, end_to_end):
+    assert "compare across them with care" in ParsedPage(page(rows(everything))).text
+    assert "compare across them" not in ParsedPage(page(rows(end_to_end))).text
 
 
-def test_the_command_names_what_differs_from_the_defaults(rows, make, precision_pair):
+def test_the_command_names_the_options_that_differ_from_defaults(rows, make, precision_pair):
     ((_, command),) = commands(rows(precision_pair))
     assert command == (
         "trainstep bench --model small --precision fp32,bf16_autocast --device cuda --warmups 0 --steps 20"
@@ -156,16 +156,16 @@ def test_the_command_names_what_differs_from_the_defaults(rows, make, precision_
     assert "a grid of 4 cells, of which 2 are here" in command
 
 
-def test_a_page_of_failures_alone(rows, end_to_end):
-    seen = Seen(page(rows([end_to_end[3]])))
-    assert "1 of 1 cells failed: 1 OOM" in seen.text
-    assert len(seen.of("table")) == 1
+def test_a_page_of_failures_has_one_table(rows, end_to_end):
+    parsed = ParsedPage(page(rows([end_to_end[3]])))
+    assert "1 of 1 cells failed: 1 OOM" in parsed.text
+    assert len(parsed.of("table")) == 1
 
 
-def test_what_people_type_is_code_and_nothing_else_is_markup(rows, end_to_end, monkeypatch):
+def test_only_backquoted_text_of_notes_becomes_markup(rows, end_to_end, monkeypatch):
     monkeypatch.setattr("trainstep.report.page.notes", lambda _: ["Try `--capture step` <b>now</b> & `a<b`."])
-    said = '<p class="note">Try <code>--capture step</code> &lt;b&gt;now&lt;/b&gt; &amp; <code>a&lt;b</code>.</p>'
-    assert said in page(rows(end_to_end))
+    note = '<p class="note">Try <code>--capture step</code> &lt;b&gt;now&lt;/b&gt; &amp; <code>a&lt;b</code>.</p>'
+    assert note in page(rows(end_to_end))
 
 
 def test_a_title_and_description_come_first(rows, end_to_end):

@@ -1,7 +1,7 @@
-"""The page as its readers meet it, in Chromium: with a screen reader, in the dark, on paper, sorting by keyboard, at once.
+"""The page in Chromium as its readers use it: with a screen reader, on a dark screen, on paper, and by keyboard.
 
-axe-core, which looks for what some readers cannot use, is named by TRAINSTEP_AXE_CORE (`make axe-core`). What is missing skips
-its tests; with TRAINSTEP_REQUIRE_CHROMIUM=1 and TRAINSTEP_REQUIRE_AXE_CORE=1 (CI) that skip is a failure.
+TRAINSTEP_AXE_CORE names axe-core (`make axe-core`), which finds barriers for some readers. A missing program skips its tests;
+with TRAINSTEP_REQUIRE_CHROMIUM=1 and TRAINSTEP_REQUIRE_AXE_CORE=1 (CI) that skip is a failure.
 """
 
 import dataclasses
@@ -14,23 +14,24 @@ import pytest
 
 from attention_records import OURS, attention, lengths, tiles
 from chromium import CHROMIUM, Browser
-from report.test_memory import a_cell as memory_cell
-from report.test_numerics_page import numerics
-from report.test_profile import profiled
+from report.memory.test_tables import a_cell as memory_cell
+from report.numerics.test_page import numerics
+from report.profile.test_tables import profiled
 from trainstep.records.record import Record
-from trainstep.report.folding import OPEN_PX
-from trainstep.report.page import page
-from trainstep.report.rows import read_rows
+from trainstep.report.kit.rows import read_rows
+from trainstep.report.page import OPEN_PX, page
 
 ALL_DRAWN = """[...document.querySelectorAll('.chart')]
-  .every((one) => one.offsetParent === null || one.matches('.js-plotly-plot'))"""
+  .every((chart) => chart.offsetParent === null || chart.matches('.js-plotly-plot'))"""
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
 SCREEN_PX = 900
 INK = {False: "rgb(27, 31, 36)", True: "rgb(232, 234, 237)"}
-VIOLATIONS = """axe.run().then((found) => found.violations
-  .filter((one) => ["serious", "critical"].includes(one.impact))
-  .map((one) => one.id + ": " + one.nodes[0].html.slice(0, 200)))"""
-HEADER = "[...document.querySelectorAll('h3')].find((one) => one.textContent === 'Training step').closest('.table')"
+VIOLATIONS = """axe.run().then((result) => result.violations
+  .filter((violation) => ["serious", "critical"].includes(violation.impact))
+  .map((violation) => violation.id + ": " + violation.nodes[0].html.slice(0, 200)))"""
+HEADER = (
+    "[...document.querySelectorAll('h3')].find((heading) => heading.textContent === 'Training step').closest('.table')"
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,29 +82,29 @@ def records(make: Make, end_to_end, warmup_sweep, precision_pair, compile_sweep)
 @pytest.mark.parametrize("kind", ["sweep", "run", "attention", "profile", "memory", "numerics"])
 def test_axe_finds_nothing_serious(kind: str, dark: bool, records, rows: Rows, browser: Browser, axe: str):
     browser.open(page(rows(records[kind])), dark=dark, wait=ALL_DRAWN)
-    assert browser.said == []
-    browser.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    assert browser.console_lines == []
+    browser.run("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
     browser.run(f"{axe};0")
     assert browser.run(VIOLATIONS) == []
 
 
-def test_axe_would_have_said_it(rows: Rows, end_to_end, browser: Browser, axe: str):
+def test_axe_finds_a_button_without_a_name(rows: Rows, end_to_end, browser: Browser, axe: str):
     browser.open(page(rows(end_to_end)).replace("</main>", "<button></button></main>"), wait=ALL_DRAWN)
     browser.run(f"{axe};0")
-    assert any(one.startswith("button-name") for one in browser.run(VIOLATIONS))
+    assert any(violation.startswith("button-name") for violation in browser.run(VIOLATIONS))
 
 
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize(
     "kind", ["sweep", "run", "attention", "profile", "memory", "numerics", "tiles", "shapes", "compared"]
 )
-def test_screens_narrow_and_wide_cut_nothing(kind: str, width: int, records, rows: Rows, browser: Browser):
+def test_narrow_and_wide_screens_show_the_whole_page(kind: str, width: int, records, rows: Rows, browser: Browser):
     with screen_of(browser, width):
         browser.open(page(rows(records[kind])), wait=ALL_DRAWN)
-        browser.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        browser.run("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
         drawn = f"const wait = () => ({ALL_DRAWN}) ? drawn() : setTimeout(wait, 50)"
         browser.run(f"new Promise((drawn) => {{ {drawn}; wait(); }})")
-        assert browser.said == []
+        assert browser.console_lines == []
         legible(browser, width)
 
 
@@ -112,7 +113,7 @@ def test_screens_narrow_and_wide_cut_nothing(kind: str, width: int, records, row
     "name",
     ["end_to_end", "profile", "memory", "attention_hopper", "ddp_xl", "numerics", "all_reduce", "warmup", "tiles"],
 )
-def test_published_pages_open_on_their_answer_and_stay_short(name: str, width: int, browser: Browser):
+def test_published_pages_begin_with_their_answer_and_are_short(name: str, width: int, browser: Browser):
     with screen_of(browser, width):
         browser.open(page(read_rows([RESULTS / f"{name}.jsonl"])), wait=ALL_DRAWN)
         legible(browser, width)
@@ -124,7 +125,7 @@ def test_published_pages_open_on_their_answer_and_stay_short(name: str, width: i
 
 @contextmanager
 def screen_of(browser: Browser, width: int) -> Iterator[None]:
-    """A screen so wide, in pixels of a page."""
+    """Set the width of the screen in CSS pixels for the length of the block."""
     browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=SCREEN_PX, deviceScaleFactor=1, mobile=False)
     try:
         yield
@@ -133,21 +134,21 @@ def screen_of(browser: Browser, width: int) -> Iterator[None]:
 
 
 def legible(browser: Browser, width: int) -> None:
-    """Nothing runs over the screen, no text of a chart is tiny, no legend covers what it explains."""
+    """Check that nothing is wider than the screen, no text of a chart is tiny, and no legend covers its plot."""
     assert browser.run("document.documentElement.scrollWidth") <= width
-    sizes = "[...document.querySelectorAll('.chart text')].map((one) => parseFloat(getComputedStyle(one).fontSize))"
+    sizes = "[...document.querySelectorAll('.chart text')].map((text) => parseFloat(getComputedStyle(text).fontSize))"
     assert min(browser.run(sizes)) >= 10
-    covering = """[...document.querySelectorAll('.chart')].filter((one) => {
-      const legend = one.querySelector('.legend'), plot = one.querySelector('.cartesianlayer .plot');
+    covering = """[...document.querySelectorAll('.chart')].filter((chart) => {
+      const legend = chart.querySelector('.legend'), plot = chart.querySelector('.cartesianlayer .plot');
       return legend && plot && legend.getBoundingClientRect().bottom > plot.getBoundingClientRect().top + 2;
-    }).map((one) => one.getAttribute('aria-label'))"""
+    }).map((chart) => chart.getAttribute('aria-label'))"""
     assert browser.run(covering) == []
 
 
-def test_a_link_of_the_contents_opens_what_is_folded(records, rows: Rows, browser: Browser):
+def test_a_link_of_the_contents_opens_a_folded_section(records, rows: Rows, browser: Browser):
     other = dataclasses.replace(records["profile"][0], key="other")
     browser.open(page(rows([*records["profile"], other])), wait=ALL_DRAWN)
-    folded = "[...document.querySelectorAll('section')].findLast((one) => one.querySelector('.more'))"
+    folded = "[...document.querySelectorAll('section')].findLast((section) => section.querySelector('.more'))"
     assert browser.run(f"{folded}.querySelector('.more').open") is False
     browser.run(f"document.querySelector(`a[href='#${{{folded}.id}}']`).click()")
     browser.run("new Promise((done) => setTimeout(done, 200))")
@@ -155,7 +156,7 @@ def test_a_link_of_the_contents_opens_what_is_folded(records, rows: Rows, browse
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_button_turns_light_to_dark_and_back(dark: bool, rows: Rows, end_to_end, browser: Browser):
+def test_the_button_switches_between_light_and_dark(dark: bool, rows: Rows, end_to_end, browser: Browser):
     browser.open(page(rows(end_to_end)), dark=dark, wait=ALL_DRAWN)
     text = "getComputedStyle(document.querySelector('.xtick text')).fill"
     page_ink = "getComputedStyle(document.documentElement).color"
@@ -164,21 +165,19 @@ def test_the_button_turns_light_to_dark_and_back(dark: bool, rows: Rows, end_to_
         browser.run("document.getElementById('theme').click()")
 
 
-def test_paper_is_light_and_cuts_nothing(rows: Rows, end_to_end, browser: Browser):
+def test_the_printed_page_is_light_and_complete(rows: Rows, end_to_end, browser: Browser):
     browser.open(page(rows(end_to_end)), dark=True, wait=ALL_DRAWN)
     browser.screen(dark=True, paper=True)
     browser.run("window.dispatchEvent(new Event('beforeprint'))")
     assert browser.run("getComputedStyle(document.querySelector('.xtick text')).fill") == INK[False]
     assert browser.run("getComputedStyle(document.documentElement).color") == "rgb(0, 0, 0)"
     assert browser.run(
-        "[...document.querySelectorAll('.scroll')].every((one) => getComputedStyle(one).overflow === 'visible')"
+        "[...document.querySelectorAll('.scroll')].every((box) => getComputedStyle(box).overflow === 'visible')"
     )
-    shown = (
-        "[...document.querySelectorAll('input, #theme, .modebar')].filter((one) => one.offsetParent !== null).length"
-    )
+    shown = "[...document.querySelectorAll('input, #theme, .modebar')].filter((control) => control.offsetParent !== null).length"
     assert browser.run(shown) == 0
     assert browser.run("document.querySelector('.main-svg').getBoundingClientRect().width") < 720, (
-        "of A4's 794 less margins"
+        "the width of A4, 794, less the margins"
     )
     browser.run("window.dispatchEvent(new Event('afterprint'))")
     browser.screen(dark=True)
@@ -186,9 +185,9 @@ def test_paper_is_light_and_cuts_nothing(rows: Rows, end_to_end, browser: Browse
     assert browser.printed().startswith(b"%PDF")
 
 
-def test_keys_sort_a_column_and_failures_stay_last(rows: Rows, end_to_end, browser: Browser):
+def test_the_enter_key_sorts_a_column_and_failures_stay_last(rows: Rows, end_to_end, browser: Browser):
     browser.open(page(rows(end_to_end)), wait=ALL_DRAWN)
-    button = f"[...{HEADER}.querySelectorAll('th button')].find((one) => one.textContent === 'total step (ms)')"
+    button = f"[...{HEADER}.querySelectorAll('th button')].find((button) => button.textContent === 'total step (ms)')"
     number = (
         "row.cells[5].dataset.sort === undefined ? row.cells[5].textContent : Math.round(row.cells[5].dataset.sort)"
     )
@@ -206,17 +205,17 @@ def test_keys_sort_a_column_and_failures_stay_last(rows: Rows, end_to_end, brows
         assert browser.run(column) == expected
 
 
-def test_every_chart_has_its_numbers_beside_it(records, rows: Rows, browser: Browser):
+def test_every_chart_has_a_table_of_its_numbers(records, rows: Rows, browser: Browser):
     for kind in ("sweep", "attention", "profile", "memory", "numerics"):
         browser.open(page(rows(records[kind])), wait=ALL_DRAWN)
         figures = "[...document.querySelectorAll('figure')]"
         assert browser.run(f"{figures}.length") > 0
-        assert browser.run(f"{figures}.every((one) => one.querySelectorAll('.numbers tbody tr').length > 0)")
+        assert browser.run(f"{figures}.every((figure) => figure.querySelectorAll('.numbers tbody tr').length > 0)")
 
 
-def test_two_hundred_records_open_at_once(make: Make, rows: Rows, browser: Browser, record_property):
-    """How long is recorded, not asserted: a busy machine is no fault of the page."""
-    made = [
+def test_a_page_of_two_hundred_records_opens(make: Make, rows: Rows, browser: Browser, record_property):
+    """The load time is recorded and not asserted, since another process may slow the machine."""
+    records = [
         dataclasses.replace(
             make(model=model, context=context, precision=precision, seed=seed, warmups=(1.0, 0.3)), key=f"{number}"
         )
@@ -228,9 +227,9 @@ def test_two_hundred_records_open_at_once(make: Make, rows: Rows, browser: Brows
             for seed in range(5)
         )
     ]
-    assert len(made) == 200
-    browser.open(page(rows(made)), wait="document.querySelectorAll('.js-plotly-plot').length > 0")
+    assert len(records) == 200
+    browser.open(page(rows(records)), wait="document.querySelectorAll('.js-plotly-plot').length > 0")
     record_property("load_ms", browser.run("performance.getEntriesByType('navigation')[0].loadEventEnd"))
     record_property("first_chart_ms", browser.run("performance.now()"))
-    assert browser.said == []
+    assert browser.console_lines == []
     assert browser.run(f"{HEADER}.querySelectorAll('tbody tr').length") == 200

@@ -1,4 +1,4 @@
-"""The page in headless Chromium: drawn, silent, nothing asked for, hostile names inert, dark and light, tables that sort.
+"""The page in headless Chromium: charts are drawn, nothing is fetched, hostile names are inert, and tables sort.
 
 Without Chromium these tests skip; with TRAINSTEP_REQUIRE_CHROMIUM=1 (CI) that skip is a failure.
 """
@@ -38,7 +38,7 @@ Open = Callable[..., tuple[str, list[str]]]
 
 @pytest.fixture
 def open_page(tmp_path: Path) -> Open:
-    """Opens HTML; the document as it then stands, and what the console said. The page's policy makes any request an error there."""
+    """A function that opens HTML and returns the rendered document and the console's lines. Any request is an error there."""
 
     def opened(html: str, scheme: int = LIGHT) -> tuple[str, list[str]]:
         file = tmp_path / "report.html"
@@ -54,23 +54,23 @@ def open_page(tmp_path: Path) -> Open:
 class Elements(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs)))
 
     def count(self, tag: str, style: str = "") -> int:
-        return sum(name == tag and style in (attributes.get("class") or "") for name, attributes in self.found)
+        return sum(name == tag and style in (attributes.get("class") or "") for name, attributes in self.elements)
 
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK])
-def test_charts_are_drawn_and_the_console_is_silent(
+def test_charts_are_drawn_without_console_messages(
     rows, end_to_end, warmup_sweep, compile_sweep, open_page: Open, scheme: int
 ):
-    made = rows([*end_to_end, *warmup_sweep, *compile_sweep])
-    document, said = open_page(page(made), scheme)
-    assert said == []
+    all_rows = rows([*end_to_end, *warmup_sweep, *compile_sweep])
+    document, console_lines = open_page(page(all_rows), scheme)
+    assert console_lines == []
     elements = Elements(document)
     assert elements.count("div", "chart js-plotly-plot") >= 5
     assert elements.count("svg", "main-svg") >= 5
@@ -80,28 +80,30 @@ def test_charts_are_drawn_and_the_console_is_silent(
     assert ink[1 - scheme] not in document
 
 
-def test_attention_is_drawn_and_the_console_is_silent(rows, open_page: Open):
-    made = [*lengths(seqs=(256, 4096, 65536), dtypes=("bf16",)), *tiles([1024, 4096])]
-    document, said = open_page(page(rows(made)).replace('<details class="more">', '<details class="more" open>'))
-    assert said == []
+def test_charts_of_attention_are_drawn_without_console_messages(rows, open_page: Open):
+    records = [*lengths(seqs=(256, 4096, 65536), dtypes=("bf16",)), *tiles([1024, 4096])]
+    document, console_lines = open_page(
+        page(rows(records)).replace('<details class="more">', '<details class="more" open>')
+    )
+    assert console_lines == []
     elements = Elements(document)
     assert elements.count("div", "chart js-plotly-plot") == 6
     assert "OOM (needs " in document
     assert document.count("illegal tile</span>") == 2
 
 
-def test_a_request_would_have_been_heard(rows, end_to_end, open_page: Open):
+def test_a_request_is_an_error_on_the_console(rows, end_to_end, open_page: Open):
     asking = page(rows(end_to_end)).replace(
         "</body>", "<script>new Image().src = 'http://localhost:9/x'</script></body>"
     )
-    _, said = open_page(asking)
-    assert any("Content Security Policy" in line for line in said)
+    _, console_lines = open_page(asking)
+    assert any("Content Security Policy" in line for line in console_lines)
 
 
 def test_hostile_names_are_inert(make, rows, open_page: Open):
-    made = rows(hostile_records(make))
-    document, said = open_page(page(made))
-    assert said == []
+    all_rows = rows(hostile_records(make))
+    document, console_lines = open_page(page(all_rows))
+    assert console_lines == []
     elements = Elements(document)
     title = re.search(r"<title>(.*?)</title>", document, re.DOTALL)
     assert title is not None
@@ -115,9 +117,12 @@ def hostile_records(make: Callable[..., Record]) -> Sequence[Record]:
     records = [make(warmups=(1.0, 0.3), step=(0.2, 0.21, 0.22), context=context) for context in (64, 128, 256)]
     hostile = [
         Record(
-            **{**vars(one), "config": {**one.config, "model": {"function": HOSTILE}, "precision": f"{HOSTILE}{number}"}}
+            **{
+                **vars(record),
+                "config": {**record.config, "model": {"function": HOSTILE}, "precision": f"{HOSTILE}{number}"},
+            }
         )
-        for number, one in enumerate(records)
+        for number, record in enumerate(records)
     ]
     failure = Failure(kind="crash", phase=HOSTILE, message=HOSTILE, last_lines=(HOSTILE,))
     return [*hostile[:2], Record(**{**vars(hostile[2]), "samples": {}, "facts": {}, "failure": failure})]
@@ -126,13 +131,13 @@ def hostile_records(make: Callable[..., Record]) -> Sequence[Record]:
 def test_tables_sort_by_value_and_filter(rows, end_to_end, open_page: Open):
     act = """<script>
       const table = document.querySelector("section > .table");
-      const header = [...table.querySelectorAll("th button")].find((one) => one.textContent === "total step (ms)");
+      const header = [...table.querySelectorAll("th button")].find((button) => button.textContent === "total step (ms)");
       header.click(); header.click();
       const input = table.querySelector("input[type=search]");
       input.value = "256"; input.dispatchEvent(new Event("input"));
       const rows = [...table.querySelectorAll("tbody tr")].filter((row) => !row.hidden);
       document.title = rows.map((row) => row.cells[0].textContent + " " + row.cells[5].textContent).join(", ");
     </script></body>"""
-    document, said = open_page(page(rows(end_to_end)).replace("</body>", act))
-    assert said == []
+    document, console_lines = open_page(page(rows(end_to_end)).replace("</body>", act))
+    assert console_lines == []
     assert "<title>2.7B 1,100 ± 50, small 200.0 ± 1.0</title>" in document

@@ -1,4 +1,4 @@
-"""What a record lacks is refused in a sentence or left out of its report: config fields, samples, facts and tables, one by one."""
+"""A record without one of its config fields, samples, facts or tables is refused in one sentence or reported without it."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from sources import ROOT
 from trainstep.config.instruments import INSTRUMENTS
 from trainstep.records.record import Record, record_from_plain, record_to_plain
 from trainstep.records.store import Store
-from trainstep.report.all_tables import all_tables
 from trainstep.report.answers import answers
-from trainstep.report.notes import notes, summary
+from trainstep.report.kit.notes import notes, summary
+from trainstep.report.kit.rows import rows_of
+from trainstep.report.kit.tables import all_tables
 from trainstep.report.page import sections, title_of
-from trainstep.report.rows import rows_of
 
 PARTS = ("config", "samples", "facts", "tables")
 
@@ -31,13 +31,17 @@ FILES = {
 
 
 def fullest(workload: str) -> Record:
-    """Of a published file, the record of this workload that holds most, tables apart."""
-    records = [one for one in Store(ROOT / f"results/{FILES[workload]}.jsonl").read() if one.workload == workload]
-    return max((one for one in records if not one.failure), key=lambda one: len(one.facts) + len(one.tables))
+    """The finished record of this workload with the most facts and tables in a published file."""
+    records = [
+        record for record in Store(ROOT / f"results/{FILES[workload]}.jsonl").read() if record.workload == workload
+    ]
+    return max(
+        (record for record in records if not record.failure), key=lambda record: len(record.facts) + len(record.tables)
+    )
 
 
 def report(plain: dict[str, Any]) -> bool:
-    """Whether it was read; all that is read is reported."""
+    """Report a record in every form; whether it could be read."""
     try:
         record = record_from_plain(plain)
     except ValueError:
@@ -51,7 +55,7 @@ def report(plain: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("workload", list(INSTRUMENTS))
-def test_a_record_without_one_of_its_parts(workload: str):
+def test_a_record_without_one_of_its_parts_is_refused_or_reported(workload: str):
     plain = record_to_plain(fullest(workload))
     read = 0
     assert report(plain)
@@ -66,7 +70,7 @@ def test_a_record_without_one_of_its_parts(workload: str):
 
 
 @pytest.mark.parametrize("workload", list(INSTRUMENTS))
-def test_a_table_without_rows(workload: str):
+def test_a_table_without_rows_is_reported(workload: str):
     plain = record_to_plain(fullest(workload))
     for name, table in plain["tables"].items():
         for empty in ({}, {column: [] for column in table}):
@@ -77,8 +81,8 @@ def test_a_table_without_rows(workload: str):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_a_time_of_zero_and_one_beyond_all_numbers_are_shown():
-    """A verdict over a step of no length; milliseconds that floating point cannot hold."""
+def test_a_time_of_zero_and_an_infinite_time_are_reported():
+    """A verdict over a step of zero seconds, and milliseconds beyond floating point."""
     plain = record_to_plain(fullest("profile"))
     verdict = {**plain["tables"]["verdict"], "step_s": [0.0]}
     assert report({**plain, "tables": {**plain["tables"], "verdict": verdict}})

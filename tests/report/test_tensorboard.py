@@ -39,7 +39,7 @@ def test_every_step_of_every_cell_comes_back(folder: Path, capsys: pytest.Captur
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert app.run(["report", "r.jsonl", "--format", "tensorboard", "--out", "board"]) == 0
-    words = "board: 2 runs; 1 that failed have no scalars; to look at them: tensorboard --logdir board\n"
+    words = "board: 2 runs; no scalars for 1 of 3 cells, which failed; to view them: tensorboard --logdir board\n"
     assert capsys.readouterr().out == words
     assert sorted(path.name for path in Path("board").iterdir()) == ["tiny 16", "tiny 32"]
     run = EventAccumulator("board/tiny 32")
@@ -60,7 +60,9 @@ def test_every_step_of_every_cell_comes_back(folder: Path, capsys: pytest.Captur
         (["--out", "full/file"], "out: full/file is a file"),
     ],
 )
-def test_what_cannot_be_written_into(folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str):
+def test_a_folder_that_cannot_be_used_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+):
     Path("full").mkdir()
     Path("full/file").touch()
     assert app.run(["report", "r.jsonl", "--format", "tensorboard", *options]) == 2
@@ -68,18 +70,20 @@ def test_what_cannot_be_written_into(folder: Path, capsys: pytest.CaptureFixture
     assert sorted(path.name for path in folder.iterdir()) == ["full", "r.jsonl"]
 
 
-def test_without_the_package(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    imported = builtins.__import__
+def test_a_missing_tensorboard_package_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    real_import = builtins.__import__
 
     def refuse(name: str, *rest: Any) -> Any:
         if name.split(".")[0] == "tensorboard":
             raise ModuleNotFoundError(name)
-        return imported(name, *rest)
+        return real_import(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     assert app.run(["report", "r.jsonl", "--format", "tensorboard", "--out", "board"]) == 2
-    said = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert (
-        said == "trainstep: format: tensorboard needs the package of that name: pip install 'trainstep[tensorboard]'\n"
+        err == "trainstep: format: tensorboard needs the package of that name: pip install 'trainstep[tensorboard]'\n"
     )
     assert not Path("board").exists()

@@ -1,4 +1,4 @@
-"""Messages in a trace: matched with their spans, hidden and exposed to the nanosecond, on GPUs and on gloo."""
+"""Messages in a trace are matched with their spans, and split into hidden and exposed time, on GPUs and on gloo."""
 
 import gzip
 import json
@@ -15,13 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 from ranks import run_ranks
 from trace_maker import AUTOGRAD, EAGER, FIXTURES, MAIN, call, kernel, launched, op, span, trace
 from trainstep.config.model import ModelConfig
-from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parallel import OURS, ParallelConfig
 from trainstep.config.parsing import from_plain
-from trainstep.config.sync import OURS
 from trainstep.costs.gradient_sync import step_messages
 from trainstep.parallel.ranks import Ranks
-from trainstep.plan.communication import exchange_of
-from trainstep.plan.parameters import transformer_parameters
+from trainstep.plan.memory_terms import transformer_parameters
+from trainstep.plan.peak_memory import exchange_of
 from trainstep.spans import span as real_span
 from trainstep.traces.communication import Communication, read_communication, waiting_s
 from trainstep.traces.kineto import Activity, Call, Range, Trace, parse_trace, read_trace
@@ -41,9 +40,12 @@ def read(*events: Activity | Call | Range) -> Communication:
     return read_communication(read_work(trace(*events)))
 
 
-def in_microseconds(found: Communication) -> list[tuple[Any, ...]]:
+def in_microseconds(communication: Communication) -> list[tuple[Any, ...]]:
     times = ("launched_s", "started_s", "finished_s", "hidden_s", "exposed_s")
-    return [(one.label, *(round(getattr(one, name) / US) for name in times)) for one in found.messages]
+    return [
+        (sent_message.label, *(round(getattr(sent_message, name) / US) for name in times))
+        for sent_message in communication.messages
+    ]
 
 
 def message(
@@ -58,7 +60,7 @@ def message(
 
 
 def a_step(*events: Activity | Call | Range) -> Communication:
-    """Backward computes on the device from 20 to 100; the host is done with it at 60."""
+    """A step whose backward computes on the device from 20 to 100 us, and is over on the host at 60 us."""
     return read(
         span("step 0", 0, 200),
         span("backward", 5, 60),
@@ -68,51 +70,51 @@ def a_step(*events: Activity | Call | Range) -> Communication:
     )
 
 
-def test_hidden_and_exposed_and_the_tail():
-    found = a_step(
+def test_messages_have_hidden_and_exposed_time_and_a_tail():
+    communication = a_step(
         *message("all_reduce bucket 0", 30, 50, 80, 2, AUTOGRAD),
         *message("all_reduce bucket 1", 40, 90, 130, 3),
         *message("all_reduce usage", 65, 140, 145, 4),
     )
-    assert in_microseconds(found) == [
+    assert in_microseconds(communication) == [
         ("all_reduce bucket 0", 32, 50, 80, 30, 0),
         ("all_reduce bucket 1", 42, 90, 130, 10, 30),
         ("all_reduce usage", 67, 140, 145, 0, 5),
     ]
-    assert [one.phase for one in found.messages] == ["backward", "backward", "grad_sync"]
-    (step,) = found.steps
+    assert [sent.phase for sent in communication.messages] == ["backward", "backward", "grad_sync"]
+    (step,) = communication.steps
     assert step.communication_s == pytest.approx(75 * US)
     assert step.exposed_s == pytest.approx(35 * US)
     assert step.tail_s == pytest.approx(45 * US)
 
 
 def test_messages_that_overlap_count_once_in_the_step():
-    found = a_step(
+    communication = a_step(
         *message("reduce_scatter blocks.1", 30, 90, 120, 2), *message("all_gather blocks.0", 41, 110, 140, 3)
     )
-    assert [one.exposed_s for one in found.messages] == pytest.approx([20 * US, 30 * US])
-    assert found.steps[0].communication_s == pytest.approx(50 * US)
-    assert found.steps[0].exposed_s == pytest.approx(40 * US)
+    assert [sent.exposed_s for sent in communication.messages] == pytest.approx([20 * US, 30 * US])
+    assert communication.steps[0].communication_s == pytest.approx(50 * US)
+    assert communication.steps[0].exposed_s == pytest.approx(40 * US)
 
 
 def test_parameters_gathered_in_the_optimizer_are_no_tail():
-    found = read(
+    communication = read(
         span("step 0", 0, 300),
         span("backward", 5, 60),
         span("optimizer", 70, 200),
         *launched(GEMM, 10, 20, 100, 1),
         *message("all_gather root", 100, 150, 180, 2),
     )
-    assert found.messages[0].phase == "optimizer"
-    assert found.steps[0].tail_s == 0
+    assert communication.messages[0].phase == "optimizer"
+    assert communication.steps[0].tail_s == 0
 
 
 def test_without_a_span_a_message_has_its_kernels_name():
-    found = a_step(span("nccl:all_reduce", 28, 40), *launched(NCCL, 30, 50, 80, 2))
-    assert found.messages[0].label.startswith("ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+    communication = a_step(span("nccl:all_reduce", 28, 40), *launched(NCCL, 30, 50, 80, 2))
+    assert communication.messages[0].label.startswith("ncclDevKernel_AllReduce_Sum_f32_RING_LL")
 
 
-def test_bytes_where_they_are_known():
+def test_messages_have_bytes_where_they_are_known():
     work = read_work(trace(span("step 0", 0, 200), *message("all_reduce bucket 0", 30, 50, 80, 2)))
     assert read_communication(work).messages[0].payload_bytes is None
     assert read_communication(work, {"all_reduce bucket 0": 7}).messages[0].payload_bytes == 7
@@ -121,10 +123,14 @@ def test_bytes_where_they_are_known():
     assert columns["payload_bytes"] == [7]
 
 
-def test_a_step_without_messages():
-    found = a_step()
-    assert found.messages == ()
-    assert (found.steps[0].communication_s, found.steps[0].exposed_s, found.steps[0].tail_s) == (0, 0, 0)
+def test_a_step_without_messages_has_no_communication():
+    communication = a_step()
+    assert communication.messages == ()
+    assert (
+        communication.steps[0].communication_s,
+        communication.steps[0].exposed_s,
+        communication.steps[0].tail_s,
+    ) == (0, 0, 0)
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=6)
@@ -139,25 +145,29 @@ def test_times_are_those_of_counting_each_microsecond(messages: list[tuple[int, 
     for number, (start, length) in enumerate(kernels):
         events += [call("cudaLaunchKernel", number, number + 1, 50 + number)]
         events += [kernel(GEMM, start, start + length, 50 + number)]
-    found = read(*events)
+    communication = read(*events)
     computing = {150} | {moment for start, length in kernels for moment in range(start, start + length)}
     sent = [set(range(start, start + length)) for start, length in messages]
-    assert [round(one.exposed_s / US) for one in found.messages] == [len(mine - computing) for mine in sent]
-    assert [round(one.hidden_s / US) for one in found.messages] == [len(mine & computing) for mine in sent]
-    together = set().union(*sent)
-    assert round(found.steps[0].communication_s / US) == len(together)
-    assert round(found.steps[0].exposed_s / US) == len(together - computing)
+    assert [round(sent_message.exposed_s / US) for sent_message in communication.messages] == [
+        len(during - computing) for during in sent
+    ]
+    assert [round(sent_message.hidden_s / US) for sent_message in communication.messages] == [
+        len(during & computing) for during in sent
+    ]
+    sending = set().union(*sent)
+    assert round(communication.steps[0].communication_s / US) == len(sending)
+    assert round(communication.steps[0].exposed_s / US) == len(sending - computing)
 
 
 def with_nccl(path: Path) -> tuple[Trace, list[tuple[str, int, int]]]:
-    """A real trace of a GPU, and in it three all-reduces a step, launched from autograd's thread, one behind backward's last
-    kernel; and what was put in: label, start and end in nanoseconds."""
+    """A real trace of a GPU with three more all-reduces in each step, launched from autograd's thread, the last one after
+    backward's last kernel; and (label, start, end) of each in nanoseconds."""
     document = json.loads(gzip.decompress(path.read_bytes()))
     events = [event for event in document["traceEvents"] if event.get("ph") == "X"]
     main = next(event["tid"] for event in events if event["name"] == "step 0")
     autograd = Counter(event["tid"] for event in events if event.get("cat") == "cpu_op" and event["tid"] != main)
     thread, process = autograd.most_common(1)[0][0], next(event["pid"] for event in events if event["tid"] == main)
-    put_in = []
+    added = []
     backwards = [event for event in events if event["name"] == "backward" and event.get("cat") == "user_annotation"]
     for step, backward in enumerate(backwards):
         for bucket, (share, length) in enumerate([(0.5, 400.0), (0.7, 900.0), (0.98, 2000.0)]):
@@ -186,22 +196,22 @@ def with_nccl(path: Path) -> tuple[Trace, list[tuple[str, int, int]]]:
                     "args": {"device": 0, "stream": 20, "correlation": number},
                 },
             ]
-            put_in.append((f"all_reduce bucket {bucket}", round(start * 1000), round((start + length) * 1000)))
-    return parse_trace(json.dumps(document), "with NCCL"), put_in
+            added.append((f"all_reduce bucket {bucket}", round(start * 1000), round((start + length) * 1000)))
+    return parse_trace(json.dumps(document), "with NCCL"), added
 
 
-def test_a_real_steps_kernels_hide_what_they_cover():
-    found_trace, put_in = with_nccl(EAGER)
-    found = read_communication(read_work(found_trace))
-    assert [(one.label, one.phase, one.step) for one in found.messages] == [
-        (label, "backward", index // 3) for index, (label, _, _) in enumerate(put_in)
+def test_a_real_steps_kernels_hide_the_messages_that_they_cover():
+    recorded, added = with_nccl(EAGER)
+    communication = read_communication(read_work(recorded))
+    assert [(sent.label, sent.phase, sent.step) for sent in communication.messages] == [
+        (label, "backward", index // 3) for index, (label, _, _) in enumerate(added)
     ]
-    kernels = [(one.start_ns, one.end_ns) for one in found_trace.activities if "nccl" not in one.name]
-    for one, (_, start, end) in zip(found.messages, put_in, strict=True):
-        hidden = sum(max(0, min(end, its_end) - max(start, its_start)) for its_start, its_end in kernels)
-        assert one.hidden_s == pytest.approx(hidden / 1e9, abs=1e-12)
-        assert one.duration_s == pytest.approx((end - start) / 1e9, abs=1e-12)
-    for step, last in zip(found.steps, put_in[2::3], strict=True):
+    kernels = [(activity.start_ns, activity.end_ns) for activity in recorded.activities if "nccl" not in activity.name]
+    for sent, (_, start, end) in zip(communication.messages, added, strict=True):
+        hidden = sum(max(0, min(end, kernel_end) - max(start, kernel_start)) for kernel_start, kernel_end in kernels)
+        assert sent.hidden_s == pytest.approx(hidden / 1e9, abs=1e-12)
+        assert sent.duration_s == pytest.approx((end - start) / 1e9, abs=1e-12)
+    for step, last in zip(communication.steps, added[2::3], strict=True):
         assert 0 < step.tail_s < (last[2] - last[1]) / 1e9 + 1e-3
         assert 0 < step.exposed_s < step.communication_s == pytest.approx(3.3e-3)
 
@@ -218,7 +228,7 @@ def gloo(label: str, at: int, start: int, end: int, thread: tuple[int, int] = GL
 
 
 def test_on_a_cpu_ops_of_the_main_thread_hide_messages():
-    found = read(
+    communication = read(
         span("step 0", 0, 200),
         span("backward", 5, 100),
         op("autograd::engine::evaluate_function: AddmmBackward0", 10, 90),
@@ -226,19 +236,19 @@ def test_on_a_cpu_ops_of_the_main_thread_hide_messages():
         *gloo("all_reduce bucket 0", 20, 31, 45),
         *gloo("all_reduce bucket 1", 51, 62, 110, (MAIN[0], 8)),
         op("aten::mul_", 70, 95),
-        op("aten::mm", 60, 120, (MAIN[0], 8)),  # a thread of gloo's, at its message
+        op("aten::mm", 60, 120, (MAIN[0], 8)),  # gloo's thread, in its message
         span("grad_sync", 101, 150),
         op("aten::div_", 105, 108),
     )
-    assert in_microseconds(found) == [
+    assert in_microseconds(communication) == [
         ("all_reduce bucket 0", 22, 31, 45, 10, 4),
         ("all_reduce bucket 1", 53, 62, 110, 28, 20),
     ]
-    assert found.steps[0].tail_s == pytest.approx(10 * US)
+    assert communication.steps[0].tail_s == pytest.approx(10 * US)
 
 
-def test_what_began_before_the_recording_is_no_message_of_it():
-    found = read(
+def test_a_message_that_began_before_the_recording_is_left_out():
+    communication = read(
         span("step 0", 0, 200),
         span("backward", 5, 100),
         op("aten::mm", 35, 50),
@@ -247,7 +257,7 @@ def test_what_began_before_the_recording_is_no_message_of_it():
         span("all_reduce bucket 1", 52, 60),
         op("c10d::allreduce_", 53, 58),
     )
-    assert [one.label for one in found.messages] == ["all_reduce bucket 0"]
+    assert [sent.label for sent in communication.messages] == ["all_reduce bucket 0"]
 
 
 def gloo_fixture(rank: int) -> Trace:
@@ -255,41 +265,44 @@ def gloo_fixture(rank: int) -> Trace:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_recorded_step_on_gloo(rank: int):
-    """One block in four buckets, two steps, recorded on two ranks at once."""
-    found = read_communication(read_work(gloo_fixture(rank)))
-    assert [(one.label, one.step) for one in found.messages] == [
+def test_recorded_messages_on_gloo_are_complete(rank: int):
+    """The fixtures are two steps of one block in four buckets, recorded on two ranks at once."""
+    communication = read_communication(read_work(gloo_fixture(rank)))
+    assert [(sent.label, sent.step) for sent in communication.messages] == [
         (f"all_reduce bucket {bucket}", step) for step in range(2) for bucket in range(4)
     ]
-    for one in found.messages:
-        assert one.launched_s < one.started_s < one.finished_s
-        assert one.duration_s == pytest.approx(one.finished_s - one.started_s, abs=1e-8)
-    for step in found.steps:
+    for sent in communication.messages:
+        assert sent.launched_s < sent.started_s < sent.finished_s
+        assert sent.duration_s == pytest.approx(sent.finished_s - sent.started_s, abs=1e-8)
+    for step in communication.steps:
         assert 0 < step.exposed_s < step.communication_s
         assert step.tail_s > 0
-    assert sum(one.hidden_s for one in found.messages) > 0
+    assert sum(sent.hidden_s for sent in communication.messages) > 0
 
 
 def test_ranks_of_one_machine_share_a_clock():
-    """A message cannot be over on one rank before the other began it."""
+    """A message cannot end on one rank before it has begun on the other."""
     traces = [gloo_fixture(rank) for rank in range(2)]
     assert traces[0].zero_ns > 0
-    found = [read_communication(read_work(one)).messages for one in traces]
-    zeros = [(one.zero_ns - traces[0].zero_ns) / 1e9 for one in traces]
-    for together in zip(*found, strict=True):
-        starts = [one.started_s + zero for one, zero in zip(together, zeros, strict=True)]
-        ends = [one.finished_s + zero for one, zero in zip(together, zeros, strict=True)]
+    by_rank = [read_communication(read_work(recorded)).messages for recorded in traces]
+    zeros = [(recorded.zero_ns - traces[0].zero_ns) / 1e9 for recorded in traces]
+    for pair in zip(*by_rank, strict=True):
+        starts = [sent.started_s + zero for sent, zero in zip(pair, zeros, strict=True)]
+        ends = [sent.finished_s + zero for sent, zero in zip(pair, zeros, strict=True)]
         assert max(starts) < min(ends)
     waited = waiting_s(
-        [[(one.label, one.started_s + zero) for one in mine] for mine, zero in zip(found, zeros, strict=True)]
+        [
+            [(sent.label, sent.started_s + zero) for sent in messages]
+            for messages, zero in zip(by_rank, zeros, strict=True)
+        ]
     )
     for first, second in zip(*waited, strict=True):
         assert min(first, second) == 0 < max(first, second)
-    for mine, messages in zip(waited, found, strict=True):
-        assert all(wait <= one.duration_s for wait, one in zip(mine, messages, strict=True))
+    for waits, messages in zip(waited, by_rank, strict=True):
+        assert all(wait <= sent.duration_s for wait, sent in zip(waits, messages, strict=True))
 
 
-def test_waiting_is_for_the_last_one():
+def test_ranks_wait_for_the_last_one():
     starts = [[("a", 1.0), ("b", 5.0)], [("a", 3.0), ("b", 4.0)], [("a", 2.5), ("b", 5.5)]]
     assert waiting_s(starts) == [[2.0, 0.5], [0.0, 1.5], [0.5, 0.0]]
     assert waiting_s([]) == []
@@ -306,7 +319,7 @@ MODEL = ModelConfig(d_model=8, d_ff=16, layers=3, heads=2, vocab_size=20)
 
 
 def recorded(ranks: Ranks, config: ParallelConfig, path: str) -> list[tuple[str, int | None]]:
-    """(label, step) of every message in a trace of two steps, the first steps having gone before."""
+    """(label, step) of every message in a trace of two steps, taken after a first step."""
     model = Transformer(MODEL, attention=attention_named("sdpa", 8, torch.device("cpu")), context=8)
     options = adamw_options("foreach", learning_rate=1e-3)
     wrapped = parallel(ranks, config.sync).wrap(model, torch.optim.AdamW, options)
@@ -323,15 +336,17 @@ def recorded(ranks: Ranks, config: ParallelConfig, path: str) -> list[tuple[str,
             wrapped.gradient_sync.wait_for_parameters()
     file = f"{path}/{ranks.rank}.json"
     profiler.export_chrome_trace(file)
-    return [(one.label, one.step) for one in read_communication(read_work(read_trace(Path(file)))).messages]
+    return [(sent.label, sent.step) for sent in read_communication(read_work(read_trace(Path(file)))).messages]
 
 
 @pytest.mark.parametrize("sync", OURS)
-def test_a_trace_holds_the_messages_of_the_formula(sync: str, tmp_path: Path):
+def test_a_trace_has_the_messages_of_the_formula(sync: str, tmp_path: Path):
     config = from_plain(ParallelConfig, {"model": MODEL, "sync": sync, "bucket_mib": 0.002, "context": 8})
     exchange = exchange_of(config)
     assert exchange is not None
-    expected = Counter(one.span for one in step_messages(exchange, transformer_parameters(MODEL, "fp32")))
-    for found in run_ranks(2, recorded, config, str(tmp_path)):
+    expected = Counter(
+        expected_message.span for expected_message in step_messages(exchange, transformer_parameters(MODEL, "fp32"))
+    )
+    for messages in run_ranks(2, recorded, config, str(tmp_path)):
         for step in range(2):
-            assert Counter(label for label, its in found if its == step) == expected
+            assert Counter(label for label, message_step in messages if message_step == step) == expected

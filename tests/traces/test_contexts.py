@@ -1,4 +1,4 @@
-"""The stack of open ranges, folded: against a naive reading of the whole stack at every moment, and in linear time."""
+"""The context of open ranges agrees with a naive reading of the whole stack at every moment, and takes linear time."""
 
 import random
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ NAMES = (
 
 
 def nested(seed: int, *, crossing: bool) -> list[Range]:
-    """Ranges in ranges; where they cross, some end up to two nanoseconds early or late, as rounding makes them."""
+    """Random nested ranges; if crossing, some end up to two nanoseconds early or late, as rounding makes them."""
     rng = random.Random(seed)
-    made: list[Range] = []
+    ranges: list[Range] = []
 
     def fill(start: int, end: int, depth: int) -> None:
         while end - start > 4 and depth < 7 and rng.random() < 0.8:
@@ -28,15 +28,15 @@ def nested(seed: int, *, crossing: bool) -> list[Range]:
             last = rng.randint(first + 1, end)
             name = rng.choice(NAMES)
             make = span if name in NAMES[:11] else op
-            one = make(name, 0, 0)
+            example = make(name, 0, 0)
             late = rng.randint(-2, 2) if crossing else 0
-            made.append(
+            ranges.append(
                 Range(
                     name=name,
                     thread=MAIN,
                     start_ns=first,
                     duration_ns=max(0, last - first + late),
-                    annotation=one.annotation,
+                    annotation=example.annotation,
                     sequence=7 if name == "MmBackward0" else -1,
                     forward_thread=1 if name == "MmBackward0" else 0,
                 )
@@ -45,15 +45,15 @@ def nested(seed: int, *, crossing: bool) -> list[Range]:
             start = last
 
     fill(0, 600, 0)
-    return Nesting(made).ranges
+    return Nesting(ranges).ranges
 
 
 def folded(stack: Sequence[Range]) -> Context:
-    """From the outermost in."""
-    found = NOTHING_OPEN
-    for one in stack:
-        found = found.with_range(one, names_phases=True)
-    return found
+    """The context of a stack, from the outermost range in."""
+    context = NOTHING_OPEN
+    for opened in stack:
+        context = context.with_range(opened, names_phases=True)
+    return context
 
 
 def parts(context: Context) -> tuple[object, ...]:
@@ -61,7 +61,7 @@ def parts(context: Context) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("crossing", [False, True], ids=["nested", "rounded"])
-def test_agrees_with_the_whole_stack_at_every_moment(crossing: bool):
+def test_contexts_agree_with_the_whole_stack_at_every_moment(crossing: bool):
     for seed in range(30):
         ranges = nested(seed, crossing=crossing)
         nesting, swept = Nesting(ranges), Contexts(ranges, names_phases=True)
@@ -74,36 +74,36 @@ def test_two_stacks_put_together_are_one():
     rng = random.Random(1)
     for _ in range(500):
         outer, inner = ([rng.choice(NAMES[:9]) for _ in range(rng.randint(0, 4))] for _ in range(2))
-        together = spans([*outer, *inner])
-        assert spans(inner).inside(spans(outer)) == together, (outer, inner)
+        joined = spans([*outer, *inner])
+        assert spans(inner).inside(spans(outer)) == joined, (outer, inner)
 
 
 def spans(names: Sequence[str]) -> Spans:
-    found = Spans()
+    context = Spans()
     for name in names:
-        found = found.with_annotation(name, names_phases=True)
-    return found
+        context = context.with_annotation(name, names_phases=True)
+    return context
 
 
 def test_the_innermost_names_of_a_deep_stack_are_left_out():
-    found = spans([f"a{number}" for number in range(1000)])
-    assert found.names == tuple(f"a{number}" for number in range(50))
+    context = spans([f"a{number}" for number in range(1000)])
+    assert context.names == tuple(f"a{number}" for number in range(50))
 
 
 @pytest.mark.parametrize("shape", ["nested", "crossing"])
 def test_the_sweep_is_linear_in_ranges(shape: str, monkeypatch: pytest.MonkeyPatch):
-    """Counted, not timed. Ranges that all cross are the worst there is: none ends inside the one before it."""
-    made = 0
-    whole = Context.with_range
+    """Contexts are counted, not timed. Ranges that all cross are the worst case, as none ends inside the range before it."""
+    count_made = 0
+    original = Context.with_range
 
-    def counted(self: Context, one: Range, names_phases: bool) -> Context:
-        nonlocal made
-        made += 1
-        return whole(self, one, names_phases)
+    def counted(self: Context, opened: Range, names_phases: bool) -> Context:
+        nonlocal count_made
+        count_made += 1
+        return original(self, opened, names_phases)
 
     monkeypatch.setattr(contexts.Context, "with_range", counted)
     count = 2000
     ends = (lambda number: 3 * count - number) if shape == "nested" else (lambda number: count + number)
     ranges = [span(f"a{number}", number, ends(number)) for number in range(count)]
     Contexts(ranges, names_phases=False)
-    assert made <= 2 * count
+    assert count_made <= 2 * count

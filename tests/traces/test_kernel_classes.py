@@ -1,23 +1,30 @@
-"""Classes of kernels, by the real names of each torch seen, and of libraries whose kernels are not in the fixtures."""
+"""Classes of kernels by their real names, from recorded torch versions and from other libraries."""
 
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from trainstep.traces.kernel_classes import CLASSES, OTHER, class_of_kernel, class_of_op, inductor_ops, kernel_class
-from trainstep.traces.kernel_names import short_name
+from trainstep.traces.kernel_classes import (
+    CLASSES,
+    OTHER,
+    class_of_kernel,
+    class_of_op,
+    inductor_ops,
+    kernel_class,
+    short_name,
+)
 from trainstep.traces.kineto import MEMCPY, MEMSET, Activity
 
-SEEN = sorted((Path(__file__).parent / "fixtures").glob("kernels_*.tsv"))
+RECORDED = sorted((Path(__file__).parent / "fixtures").glob("kernels_*.tsv"))
 
 
 def names(path: Path) -> list[tuple[str, str]]:
     return [(kind, name) for kind, _, name in (line.partition("\t") for line in path.read_text().splitlines())]
 
 
-@pytest.mark.parametrize("path", SEEN, ids=[path.stem for path in SEEN])
-def test_names_of_a_torch_seen(path: Path):
+@pytest.mark.parametrize("path", RECORDED, ids=[path.stem for path in RECORDED])
+def test_recorded_names_have_their_class(path: Path):
     wrong = [(kind, class_of_kernel(name), name[:90]) for kind, name in names(path) if class_of_kernel(name) != kind]
     assert not wrong
     counts = Counter(kind for kind, _ in names(path))
@@ -55,12 +62,12 @@ def test_names_of_a_torch_seen(path: Path):
         ("a_kernel_of_tomorrow", "other"),
     ],
 )
-def test_names_of_other_libraries(name: str, expected: str):
+def test_names_of_other_libraries_have_their_class(name: str, expected: str):
     assert class_of_kernel(name) == expected
 
 
 @pytest.mark.parametrize("kind", [MEMCPY, MEMSET])
-def test_copies_by_kind(kind: str):
+def test_copies_and_memsets_are_copies(kind: str):
     activity = Activity(kind=kind, name="?", device=0, stream=0, start_ns=0, duration_ns=1, correlation=1)
     assert kernel_class(activity) == "copies"
 
@@ -84,11 +91,11 @@ def test_copies_by_kind(kind: str):
         ("cpp_fused__to_copy_add_0", "element-wise"),
     ],
 )
-def test_ops(name: str, expected: str):
+def test_ops_have_their_class(name: str, expected: str):
     assert class_of_op(name) == expected
 
 
-def test_inductor_says_what_it_fused():
+def test_inductors_names_contain_the_fused_ops():
     assert inductor_ops("triton_poi_fused_add_mul_3") == ["add", "mul"]
     assert inductor_ops("triton_per_fused__softmax__to_copy_masked_fill_4") == ["_softmax", "_to_copy", "masked_fill"]
     assert inductor_ops("elementwise_kernel") == []
@@ -98,8 +105,8 @@ def test_classes_are_named_once():
     assert len(set(CLASSES)) == len(CLASSES)
 
 
-@pytest.mark.parametrize("path", SEEN, ids=[path.stem for path in SEEN])
-def test_short_names_are_short_and_say_something(path: Path):
+@pytest.mark.parametrize("path", RECORDED, ids=[path.stem for path in RECORDED])
+def test_short_names_are_short_and_not_empty(path: Path):
     for _, name in names(path):
         short = short_name(name)
         assert 0 < len(short) <= 160
@@ -116,6 +123,6 @@ def test_short_names_are_short_and_say_something(path: Path):
         ("Kernel2<cutlass_80_simt_sgemm_64x64", "cutlass_80_simt_sgemm_64x64_8x5_tn_align1"),
     ],
 )
-def test_some_short_names(part: str, short: str):
-    name = next(name for path in SEEN for _, name in names(path) if part in name)
+def test_short_names_contain_the_function(part: str, short: str):
+    name = next(name for path in RECORDED for _, name in names(path) if part in name)
     assert short_name(name) == short

@@ -1,4 +1,4 @@
-"""Reading traces: real ones whole, broken ones refused in a sentence, large ones in time and memory."""
+"""Reading traces: real ones completely, broken ones refused in one sentence, large ones within time and memory."""
 
 import gzip
 import json
@@ -24,14 +24,14 @@ def test_every_event_is_read(name: str):
     def count(*categories: str) -> int:
         return sum(event.get("cat") in categories for event in events)
 
-    found = read_trace(path)
-    assert len(found.activities) == count("kernel", "gpu_memcpy", "gpu_memset") > 400
-    assert len(found.calls) == count("cuda_runtime", "cuda_driver")
-    assert len(found.ranges) == count("cpu_op", "user_annotation")
-    assert found.gpu == "NVIDIA H200"
-    starts = [one.start_ns for one in found.activities]
+    recorded = read_trace(path)
+    assert len(recorded.activities) == count("kernel", "gpu_memcpy", "gpu_memset") > 400
+    assert len(recorded.calls) == count("cuda_runtime", "cuda_driver")
+    assert len(recorded.ranges) == count("cpu_op", "user_annotation")
+    assert recorded.gpu == "NVIDIA H200"
+    starts = [event_.start_ns for event_ in recorded.activities]
     assert starts == sorted(starts)
-    assert sum(one.backward for one in found.ranges) > 0
+    assert sum(event_.backward for event_ in recorded.ranges) > 0
 
 
 def test_plain_json_reads_the_same(tmp_path: Path):
@@ -50,7 +50,7 @@ def test_a_cut_trace_says_where(share: float):
     assert 0 < position <= len(cut)
 
 
-def test_a_cut_archive(tmp_path: Path):
+def test_a_cut_archive_is_refused(tmp_path: Path):
     path = tmp_path / "t.json.gz"
     path.write_bytes(EAGER.read_bytes()[:20_000])
     with pytest.raises(ValueError, match="cut off or damaged"):
@@ -75,7 +75,7 @@ def test_a_cut_archive(tmp_path: Path):
         (b'{"traceEvents": [[[[[', "cut off or damaged"),
     ],
 )
-def test_what_is_no_trace(content: bytes, word: str, tmp_path: Path):
+def test_files_that_are_no_trace_are_refused(content: bytes, word: str, tmp_path: Path):
     path = tmp_path / "t.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=word) as error:
@@ -83,7 +83,7 @@ def test_what_is_no_trace(content: bytes, word: str, tmp_path: Path):
     assert "\n" not in str(error.value)
 
 
-def test_no_such_file_and_a_folder(tmp_path: Path):
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="there is no such file"):
         read_trace(tmp_path / "absent.json")
     with pytest.raises(ValueError, match="cannot be read"):
@@ -121,7 +121,7 @@ STEP = [
         "args": {"correlation": 5, "device": 0, "stream": 7},
     },
 ]
-"""One step as a trace has it."""
+"""One step as the events of a trace."""
 ODD = [
     None,
     True,
@@ -141,11 +141,11 @@ ODD = [
     {"a": 1},
 ]
 ODD_NUMBERS = ["NaN", "Infinity", "-Infinity", "9" * 5000, "[" * 5000]
-"""JSON that Python writes in no other way."""
+"""JSON values that Python cannot write."""
 
 
 def profiled(text: str) -> bool:
-    """Whether the trace could be read, to the end of its analysis; if not, it was refused with a ValueError."""
+    """Whether the trace could be read and analysed; if not, it was refused with a ValueError."""
     try:
         return bool(profile_of(parse_trace(text, "t.json")).tables)
     except ValueError:
@@ -170,24 +170,24 @@ def text_of(events: list[Any]) -> str:
 @pytest.mark.parametrize(
     "changes", [{"name": None}, {"name": 5}, {"ts": "1"}, {"dur": [1]}, {"ts": 1e300}, {"args": [1]}]
 )
-def test_an_event_that_lacks_what_it_needs_is_named_by_its_place(changes: dict[str, Any]):
-    first = text_of([STEP[0]])[:-2]
+def test_an_event_that_lacks_a_field_is_named_by_its_place(changes: dict[str, Any]):
+    prefix = text_of([STEP[0]])[:-2]
     text = text_of([STEP[0], {**STEP[1], **changes}])
     with pytest.raises(
         ValueError, match=r"t\.json: is no profiler trace: an event before character [\d,]+ lacks a name"
     ) as raised:
         parse_trace(text, "t.json")
     position = int(str(raised.value).split("character ")[1].split(" ")[0].replace(",", ""))
-    assert len(first) < position <= len(text)
+    assert len(prefix) < position <= len(text)
 
 
-def test_a_step_that_only_another_thread_names():
-    other = [{**STEP[0], "name": "step 9", "tid": 2}, {**STEP[2], "tid": 2, "args": {"correlation": 6}}]
+def test_a_step_that_only_another_thread_names_is_read():
+    of_another_thread = [{**STEP[0], "name": "step 9", "tid": 2}, {**STEP[2], "tid": 2, "args": {"correlation": 6}}]
     launched = {**STEP[3], "args": {"correlation": 6}, "ts": 60}
-    assert profiled(text_of([{**STEP[0], "name": "step 1", "ts": -200}, *STEP, *other, launched]))
+    assert profiled(text_of([{**STEP[0], "name": "step 1", "ts": -200}, *STEP, *of_another_thread, launched]))
 
 
-def test_a_trace_whose_steps_take_no_time():
+def test_a_trace_whose_steps_take_no_time_is_refused():
     assert not profiled(text_of([{**STEP[0], "dur": 0}, *STEP[1:]]))
 
 
@@ -202,12 +202,12 @@ def test_a_trace_whose_steps_take_no_time():
         (None, None),
     ],
 )
-def test_the_name_of_the_gpu(properties: Any, gpu: str | None):
+def test_the_gpus_name_is_read_if_it_is_there(properties: Any, gpu: str | None):
     text = json.dumps({"deviceProperties": properties, "traceEvents": STEP})
     assert parse_trace(text, "t.json").gpu == gpu
 
 
-def test_a_bomb_is_not_unpacked(tmp_path: Path):
+def test_an_archive_that_unpacks_too_large_is_refused(tmp_path: Path):
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + bytes(3_000_000)))
     with pytest.raises(ValueError, match="over 1,000,000 bytes once unpacked"):
@@ -229,11 +229,11 @@ print(len(trace.activities), read_s, int(peak.split()[1]) * 1024)
 
 
 @pytest.mark.slow
-def test_a_hundred_megabytes(tmp_path: Path):
-    """The eager step again and again, moved on in time, as a long recording would be."""
+def test_a_hundred_megabytes_are_read_within_time_and_memory(tmp_path: Path):
+    """The eager steps are repeated, shifted in time, as a long recording would have them."""
     document = json.loads(gzip.decompress(EAGER.read_bytes()))
     events = [event for event in document["traceEvents"] if "dur" in event and isinstance(event["pid"], int)]
-    whole = max(event["ts"] + event["dur"] for event in events) - min(event["ts"] for event in events)
+    duration = max(event["ts"] + event["dur"] for event in events) - min(event["ts"] for event in events)
     path, copies = tmp_path / "large.json", 0
     with open(path, "w") as file:
         file.write('{"traceEvents": [\n')
@@ -244,18 +244,18 @@ def test_a_hundred_megabytes(tmp_path: Path):
                 for name in ("correlation", "Sequence number"):
                     if arguments.get(name, -1) >= 0:
                         arguments[name] += 1_000_000 * copies
-                moved = {**event, "ts": event["ts"] + copies * whole, "args": arguments}
+                moved = {**event, "ts": event["ts"] + copies * duration, "args": arguments}
                 if event["name"].startswith("step "):
                     moved["name"] = f"step {copies * 3 + int(event['name'][5:])}"
                 lines.append(json.dumps(moved))
             file.write((",\n" if copies else "") + ",\n".join(lines))
             copies += 1
         file.write("\n]}")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", READ_IT, path], capture_output=True, text=True, timeout=110, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels, read_s, peak_bytes = map(float, done.stdout.split())
+    assert process.returncode == 0, process.stderr[-2000:]
+    kernels, read_s, peak_bytes = map(float, process.stdout.split())
     assert kernels == 870 * copies
     assert read_s <= 10
     assert peak_bytes <= 1e9

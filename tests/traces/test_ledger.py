@@ -1,4 +1,4 @@
-"""Every byte of a real step has a category, and the categories are what the model's shape says."""
+"""Every byte of a real step has a category, and the sizes of categories follow from the model's shape."""
 
 import dataclasses
 from pathlib import Path
@@ -15,47 +15,58 @@ BATCH, CONTEXT = 2, 64
 FIXTURE = Path(__file__).parent / "fixtures" / "snapshot_tiny.pickle.gz"
 
 
-def frames(one: Allocation) -> str:
-    return " ".join(f"{frame.function}@{frame.file}:{frame.line}" for frame in one.stack)
+def frames(allocation: Allocation) -> str:
+    return " ".join(f"{frame.function}@{frame.file}:{frame.line}" for frame in allocation.stack)
 
 
 @pytest.fixture(scope="module")
 def ledger() -> Ledger:
-    """Of the fixture's second step. It was recorded without our marks: they are put where the stacks say they belong."""
+    """The ledger of the fixture's second step. It was recorded without marks, which are added where the stacks show them."""
     snapshot = read_snapshot(FIXTURE)
-    plain = MemoryTimeline(snapshot)
+    unmarked = MemoryTimeline(snapshot)
     timeline = MemoryTimeline(dataclasses.replace(snapshot, spans=marks(snapshot)))
-    held = [one for one in plain.allocations if one.died > plain.end]
+    never_freed = [allocation for allocation in unmarked.allocations if allocation.died > unmarked.end]
     window = step_window(timeline)
     backward_end = window.moments["after backward"]
     known = Known(
-        parameters=addresses(one for one in held if "__init__" in frames(one) and "rotary" not in frames(one)),
-        optimizer_state=addresses(one for one in held if "_init_group" in frames(one)),
-        inputs=addresses(one for one in held if "rotary" in frames(one) or "next_batch" in frames(one)),
+        parameters=addresses(
+            allocation
+            for allocation in never_freed
+            if "__init__" in frames(allocation) and "rotary" not in frames(allocation)
+        ),
+        optimizer_state=addresses(allocation for allocation in never_freed if "_init_group" in frames(allocation)),
+        inputs=addresses(
+            allocation
+            for allocation in never_freed
+            if "rotary" in frames(allocation) or "next_batch" in frames(allocation)
+        ),
         gradients=addresses(
-            one
-            for one in plain.allocations
-            if one.born > window.first and not one.stack and one.held_at(backward_end) and one.requested_bytes < 2**25
+            allocation
+            for allocation in unmarked.allocations
+            if allocation.born > window.first
+            and not allocation.stack
+            and allocation.held_at(backward_end)
+            and allocation.requested_bytes < 2**25
         ),
     )
     return Ledger(timeline, window, known)
 
 
 def addresses(allocations) -> frozenset[int]:
-    return frozenset(one.address for one in allocations)
+    return frozenset(allocation.address for allocation in allocations)
 
 
 def marks(snapshot: Snapshot) -> tuple[Span, ...]:
-    """The second step's ranges, from the first and last allocation of each."""
+    """Marks of the second step's ranges, from the first and last allocation of each."""
     births = [event for event in snapshot.events if event.action == "alloc"]
     first_step_end = snapshot.spans[1].end_us
     in_forward = [event.time_us for event in births if any(frame.function == "_forward" for frame in event.stack)]
-    second = [time for time in in_forward if time > first_step_end]
-    begin, forward_end = second[0] - 1, second[-1]
+    in_second_step = [time for time in in_forward if time > first_step_end]
+    begin, forward_end = in_second_step[0] - 1, in_second_step[-1]
     built = min(in_forward) - 1000
     optimizer = snapshot.spans[2]
     end = snapshot.events[-1].time_us
-    heads = [
+    heads = [  # when the fixture was recorded, head and loss were in loss.py
         event.time_us
         for event in births
         if event.time_us > begin and event.stack and any(f.file.endswith("loss.py") for f in event.stack)
@@ -73,7 +84,7 @@ def marks(snapshot: Snapshot) -> tuple[Span, ...]:
     ]
     return tuple(
         sorted(
-            (Span(name=name, start_us=start, end_us=end) for name, start, end in ranges), key=lambda one: one.start_us
+            (Span(name=name, start_us=start, end_us=end) for name, start, end in ranges), key=lambda mark: mark.start_us
         )
     )
 
@@ -86,12 +97,12 @@ def test_every_byte_has_a_category(ledger: Ledger):
         assert sum(ledger.bytes_at(position).values()) == ledger.timeline.requested_bytes[position]
 
 
-def test_what_stays_is_what_the_shape_says(ledger: Ledger):
+def test_memory_after_the_step_follows_from_the_shape(ledger: Ledger):
     end = ledger.bytes_at(ledger.window.moments["after step"])
     assert end["parameters"] == 4 * TINY.parameters
     tensors = 3 + 6 * TINY.layers + 3 * TINY.layers  # a step count of 4 bytes each
     assert 8 * TINY.parameters < end["optimizer state"] <= 8 * TINY.parameters + 4 * tensors
-    assert end["workspaces"] == 2 * 32 * 2**20  # cuBLAS's, one of them backward's
+    assert end["workspaces"] == 2 * 32 * 2**20  # cuBLAS's: one of forward and one of backward
     assert end["activations"] == end["gradients"] == end["temporaries"] == 0
 
 
@@ -100,17 +111,17 @@ def test_gradients_are_as_large_as_the_weights(ledger: Ledger):
     assert ledger.bytes_at(ledger.window.moments["after forward"])["gradients"] == 0
 
 
-def test_activations_come_in_residual_stream_tensors(ledger: Ledger):
-    """A block keeps at least its two norms' inputs, q, k, v, scores and the MLP's three wide tensors."""
+def test_activations_have_at_least_the_tensors_that_backward_needs(ledger: Ledger):
+    """Backward needs the inputs of a block's two norms, q, k, v, the scores and the MLP's three wide tensors."""
     stream = BATCH * CONTEXT * TINY.d_model * 4
     scores = BATCH * TINY.heads * CONTEXT * CONTEXT * 4
     wide = BATCH * CONTEXT * TINY.d_ff * 4
-    kept = ledger.bytes_at(ledger.window.moments["after forward"])
-    assert kept["activations"] > TINY.layers * (5 * stream + scores + 3 * wide)
-    assert kept["logits and loss"] >= BATCH * CONTEXT * TINY.vocab_size * 4
+    after_forward = ledger.bytes_at(ledger.window.moments["after forward"])
+    assert after_forward["activations"] > TINY.layers * (5 * stream + scores + 3 * wide)
+    assert after_forward["logits and loss"] >= BATCH * CONTEXT * TINY.vocab_size * 4
 
 
-def test_rounding_is_what_the_allocator_gave_on_top(ledger: Ledger):
+def test_rounding_is_the_memory_beyond_what_was_requested(ledger: Ledger):
     for position in ledger.window.moments.values():
         assert 0 <= ledger.rounding_at(position) < 20_000
     assert ledger.rounding_at(ledger.window.moments["peak"]) > 1000
@@ -125,8 +136,8 @@ KINDS = ("gathered", "gradient", "clone", "fresh", "copied")
 
 
 @pytest.fixture
-def of_a_rank() -> Ledger:
-    """Five allocations of a rank's step, a kind each, all let go before it ends but the last."""
+def rank_ledger() -> Ledger:
+    """The ledger of five allocations of a rank's step, one of each kind, all freed before it ends except the last."""
     births = dict(zip(KINDS, (10.0, 20.0, 30.0, 40.0, 50.0), strict=True))
     allocations = [
         {"action": "alloc", "addr": 512 * number, "size": 512, "time_us": time, "frames": []}
@@ -158,20 +169,20 @@ def of_a_rank() -> Ledger:
     return Ledger(timeline, step_window(timeline), known)
 
 
-def test_what_ranks_communicate_with_has_a_category(of_a_rank: Ledger):
+def test_tensors_of_communication_have_a_category(rank_ledger: Ledger):
     category_of = {
-        KINDS[one.address // 512 - 1]: category
-        for one, category in zip(of_a_rank.timeline.allocations, of_a_rank.category_of, strict=True)
+        KINDS[allocation.address // 512 - 1]: category
+        for allocation, category in zip(rank_ledger.timeline.allocations, rank_ledger.category_of, strict=True)
     }
     assert category_of == {
-        "gathered": "communication",  # under the span that gathers
-        "gradient": "gradients",  # whole, and gone when gradients are shards
-        "clone": "workspaces",  # made inside a message, by the library that sends
-        "fresh": "communication",  # born while gradients are synchronised
-        "copied": "communication",  # kept by the way at the end
+        "gathered": "communication",  # allocated in the span that gathers
+        "gradient": "gradients",  # whole, and freed when gradients are shards
+        "clone": "workspaces",  # allocated inside a message, by the library that sends
+        "fresh": "communication",  # allocated while gradients are synchronised
+        "copied": "communication",  # kept by the strategy at the end
     }
 
 
-def test_backward_is_over_when_gradients_are_synchronised(of_a_rank: Ledger):
-    timeline = of_a_rank.timeline
-    assert of_a_rank.window.moments["after backward"] == timeline.position_at(45.0) != timeline.position_at(35.0)
+def test_backward_is_over_when_gradients_are_synchronised(rank_ledger: Ledger):
+    timeline = rank_ledger.timeline
+    assert rank_ledger.window.moments["after backward"] == timeline.position_at(45.0) != timeline.position_at(35.0)

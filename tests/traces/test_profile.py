@@ -1,4 +1,4 @@
-"""A profile's time grows with the number of events, whatever their shape."""
+"""The time of a profile is linear in the number of events, whatever their shape."""
 
 import gc
 import time
@@ -15,7 +15,7 @@ FEW, FACTOR = 500, 8
 
 
 def nested(count: int) -> list[Event]:
-    """Each op inside the one before, and a launch in the innermost for each."""
+    """Ops each inside the one before, and as many launches in the innermost."""
     ops = [op(f"aten::a{number % 50}", number, 4 * count - number) for number in range(count)]
     launches = [
         event for number in range(count) for event in launched("k", count + number, 5 * count, 6 * count, number)
@@ -24,7 +24,7 @@ def nested(count: int) -> list[Event]:
 
 
 def after_nested(count: int) -> list[Event]:
-    """A launch for each, when all nested ops have ended."""
+    """Nested ops, and as many launches after all of them have ended."""
     ops = [op("aten::a", number, 2 * count - number) for number in range(count)]
     return [
         *ops,
@@ -41,13 +41,13 @@ def one_number(count: int) -> list[Event]:
 
 
 def full_queue(count: int) -> list[Event]:
-    """Every third launch waits for room in the queue."""
+    """Launches of which every third waits for room in the queue."""
     calls = [call("cudaLaunchKernel", 20 * at, 20 * at + (1 if at % 3 else 15), at) for at in range(count)]
     return [*calls, *(kernel("k", 10**6 + 20 * at, 10**6 + 20 * at + 3, at) for at in range(count))]
 
 
 def odd_steps(count: int) -> list[Event]:
-    """Every second step stands out; one backward, an optimizer's kernel in each."""
+    """Steps of which every second takes longer, each with an optimizer's kernel, and one backward."""
     events: list[Event] = [span("backward", 1, 2)]
     for step in range(count):
         at = 20 * step + 2
@@ -58,21 +58,21 @@ def odd_steps(count: int) -> list[Event]:
 
 @pytest.mark.parametrize("shape", [nested, after_nested, one_number, full_queue, odd_steps])
 def test_time_is_linear_in_events(shape: Callable[[int], Sequence[Event]]):
-    """Processor time of few events against that of eight times as many: linear is 8, quadratic up to 64."""
+    """Eight times as many events take 8 times the processor time if it is linear, up to 64 times if it is quadratic."""
     few, many = (trace(*shape(count)) for count in (FEW, FACTOR * FEW))
-    profile_of(few)  # imports, caches
+    profile_of(few)  # does imports and fills caches
     assert spent_s(many) < 2.5 * FACTOR * spent_s(few)
 
 
-def spent_s(given: Trace) -> float:
-    """The least of three runs, without the garbage collector, which would go over all that other tests have left."""
+def spent_s(recorded: Trace) -> float:
+    """The shortest of three runs, without the garbage collector, which would scan what other tests have left."""
     gc.collect()
     gc.disable()
     try:
         times_s = []
         for _ in range(3):
             start = time.process_time()
-            profile_of(given)
+            profile_of(recorded)
             times_s.append(time.process_time() - start)
     finally:
         gc.enable()

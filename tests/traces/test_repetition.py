@@ -1,4 +1,4 @@
-"""Steps of a trace that marks none: by its optimizer, by what repeats, or one."""
+"""The steps of a trace without marks are found by its optimizer or by repetition, or the trace is one step."""
 
 import dataclasses
 import random
@@ -25,12 +25,12 @@ STEP = [*FORWARD, *BACKWARD, *["adam"] * 5]
 
 
 def ops(*steps: list[str]) -> Trace:
-    """Ops one after the other on a CPU, 10 us each."""
+    """A trace of ops one after the other on a CPU, 10 us each."""
     return trace(*(op(name, 10 * at, 10 * at + 8) for at, name in enumerate(name for step in steps for name in step)))
 
 
 def kernels(*steps: list[str], late: int = 0) -> Trace:
-    """Kernels launched one after the other, each `late` us before it runs."""
+    """A trace of kernels launched one after the other, each `late` us before it runs."""
     names = [name for step in steps for name in step]
     events: list[Event] = [
         event
@@ -40,22 +40,22 @@ def kernels(*steps: list[str], late: int = 0) -> Trace:
     return trace(*events)
 
 
-def pieces_by_step(given: Trace) -> list[list[str]]:
-    """The names of each step's pieces of work, without what passes between ops."""
-    work = read_work(given)
-    names = {one.name for one in given.ranges} | {one.name for one in given.activities}
-    return [[one.name for one in pieces if one.name in names] for pieces in by_step(work).values()]
+def pieces_by_step(recorded: Trace) -> list[list[str]]:
+    """Names of each step's pieces of work, without the time between ops."""
+    work = read_work(recorded)
+    names = {range_.name for range_ in recorded.ranges} | {activity.name for activity in recorded.activities}
+    return [[piece.name for piece in pieces if piece.name in names] for pieces in by_step(work).values()]
 
 
 @pytest.mark.parametrize("make", [ops, kernels])
-def test_five_alike(make):
+def test_five_equal_steps_are_found(make):
     assert pieces_by_step(make(*[STEP] * 5)) == [STEP] * 5
     assert with_steps(make(*[STEP] * 5))[1].startswith("The trace marks no steps: it is split into 5 by what repeats")
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_jitter(seed: int):
-    """Here and there a piece more, a piece less, and two that change places, as those of two streams do."""
+def test_similar_steps_are_found(seed: int):
+    """Each step has one piece more, one piece less, and two that change places, as pieces of two streams do."""
     chance = random.Random(seed)
     steps = []
     for _ in range(6):
@@ -65,24 +65,24 @@ def test_jitter(seed: int):
         at = chance.randrange(1, len(step) - 2)
         step[at], step[at + 1] = step[at + 1], step[at]
         steps.append(step)
-    found = pieces_by_step(kernels(*steps, late=3))
-    assert len(found) == 6
-    assert all(abs(len(step) - len(STEP)) <= 3 for step in found)
+    pieces = pieces_by_step(kernels(*steps, late=3))
+    assert len(pieces) == 6
+    assert all(abs(len(step) - len(STEP)) <= 3 for step in pieces)
 
 
-def test_a_warm_up_that_differs():
+def test_a_different_warm_up_is_the_first_step():
     warm_up = [name for name in STEP for name in ("autotune", name)]
-    given = kernels(warm_up, *[STEP] * 4)
-    assert pieces_by_step(given) == [warm_up, *[STEP] * 4]
-    assert with_steps(given)[1].endswith(", of which the first differs from the others.")
-    assert len(pieces_by_step(kernels(warm_up, STEP))) == 1, "one step alone has nothing that it is like"
+    recorded = kernels(warm_up, *[STEP] * 4)
+    assert pieces_by_step(recorded) == [warm_up, *[STEP] * 4]
+    assert with_steps(recorded)[1].endswith(", of which the first differs from the others.")
+    assert len(pieces_by_step(kernels(warm_up, STEP))) == 1, "a single step repeats nothing"
 
 
-def test_it_begins_and_ends_within_a_step():
-    whole = [*STEP * 5]
-    found = pieces_by_step(ops(whole[20:-25]))
-    assert len(found) in (4, 5)
-    assert all(sorted(step) == sorted(STEP) for step in found[1:])
+def test_a_trace_that_begins_and_ends_within_a_step_is_split():
+    names = [*STEP * 5]
+    pieces = pieces_by_step(ops(names[20:-25]))
+    assert len(pieces) in (4, 5)
+    assert all(sorted(step) == sorted(STEP) for step in pieces[1:])
 
 
 @pytest.mark.parametrize(
@@ -106,21 +106,21 @@ def test_it_begins_and_ends_within_a_step():
         "nothing twice",
     ],
 )
-def test_one_step_stays_one(step: list[str]):
-    given = ops(step)
-    marked, words = with_steps(given)
-    assert marked is given
+def test_a_single_step_is_not_split(step: list[str]):
+    recorded = ops(step)
+    marked, words = with_steps(recorded)
+    assert marked is recorded
     assert words.endswith("so it counts as one step; profiler.step() of torch.profiler marks them.")
-    assert len(read_work(given).steps) == 1
+    assert len(read_work(recorded).steps) == 1
 
 
-def test_several_passes_of_micro_batches():
+def test_steps_of_several_micro_batches_are_found():
     step = [*(FORWARD + BACKWARD) * 4, *["adam"] * 5]
     assert pieces_by_step(kernels(*[step] * 3)) == [step] * 3
 
 
 def test_steps_end_with_their_optimizer():
-    """Kernels' names change with the shapes from step to step, and two optimizers update in a row."""
+    """Kernel names change with the shapes from step to step, and two optimizers update one after the other."""
     events: list[Event] = []
     for step in range(3):
         at = 1000 * step
@@ -130,47 +130,53 @@ def test_steps_end_with_their_optimizer():
             span("Optimizer.step#Muon.step", at + 500, at + 600),
             span("Optimizer.step#AdamW.step", at + 600, at + 700),
         ]
-    given = trace(*events)
-    marked, words = with_steps(given)
+    recorded = trace(*events)
+    marked, words = with_steps(recorded)
     assert words == "The trace marks no steps: it is split where the optimizer's 3 steps end."
-    steps = [one for one in marked.ranges if step_number(one.name) is not None]
-    assert [(one.start_ns, one.end_ns) for one in steps] == [(0, 700_000), (700_000, 1_700_000), (1_700_000, 2_700_000)]
-    assert [len(pieces) for pieces in by_step(read_work(given)).values()] == [1, 1, 1]
+    steps = [range_ for range_ in marked.ranges if step_number(range_.name) is not None]
+    assert [(range_.start_ns, range_.end_ns) for range_ in steps] == [
+        (0, 700_000),
+        (700_000, 1_700_000),
+        (1_700_000, 2_700_000),
+    ]
+    assert [len(pieces) for pieces in by_step(read_work(recorded)).values()] == [1, 1, 1]
 
 
 def test_one_update_is_one_step_whatever_repeats():
     events = [op(name, 10 * at, 10 * at + 8) for at, name in enumerate((FORWARD + BACKWARD) * 4)]
-    given = trace(*events, span("Optimizer.step#AdamW.step", 10_000, 10_100))
-    assert with_steps(given)[1].startswith("The trace marks no steps and its optimizer steps once")
+    recorded = trace(*events, span("Optimizer.step#AdamW.step", 10_000, 10_100))
+    assert with_steps(recorded)[1].startswith("The trace marks no steps and its optimizer steps once")
 
 
-def test_marks_are_taken_as_they_are():
-    given = read_trace(EAGER)
-    assert with_steps(given) == (given, "")
+def test_marked_steps_are_unchanged():
+    recorded = read_trace(EAGER)
+    assert with_steps(recorded) == (recorded, "")
 
 
-def test_the_same_steps_as_marked():
-    """A recorded trace without its marks gives the numbers that it has with them."""
-    given = read_trace(EAGER)
-    bare = dataclasses.replace(given, ranges=tuple(one for one in given.ranges if step_number(one.name) is None))
-    with_marks, without = profile_of(given), profile_of(bare)
+def test_steps_without_marks_are_the_marked_ones():
+    """A recorded trace gives the same numbers with and without its marks."""
+    recorded = read_trace(EAGER)
+    unmarked = dataclasses.replace(
+        recorded, ranges=tuple(range_ for range_ in recorded.ranges if step_number(range_.name) is None)
+    )
+    with_marks, without = profile_of(recorded), profile_of(unmarked)
     assert len(without.steps_s) == 3
     assert without.pieces == with_marks.pieces
     assert without.total_s == with_marks.total_s
     assert without.split
 
 
-def test_kernels_that_no_call_launched():
-    """Some profilers see the device alone."""
+def test_kernels_without_launches_are_split_too():
+    """Some profilers record only the device."""
     names = STEP * 3
-    given = trace(*(kernel(name, 10 * at, 10 * at + 8) for at, name in enumerate(names)))
-    assert pieces_by_step(given) == [STEP] * 3
+    recorded = trace(*(kernel(name, 10 * at, 10 * at + 8) for at, name in enumerate(names)))
+    assert pieces_by_step(recorded) == [STEP] * 3
 
 
-def test_one_launch_for_all_is_one_step():
-    """A CUDA graph of several steps: the host did nothing between them."""
-    given = trace(
+def test_kernels_of_one_launch_are_one_step():
+    """As in a CUDA graph of several steps, the host does nothing between them."""
+    recorded = trace(
         *launched("embedding", 0, 5, 6, 1),
         *(kernel(name, 10 * at, 10 * at + 8, 1) for at, name in enumerate(STEP * 3, 1)),
     )
-    assert len(read_work(given).steps) == 1
+    assert len(read_work(recorded).steps) == 1

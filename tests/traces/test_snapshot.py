@@ -1,4 +1,4 @@
-"""A snapshot is read without running anything in it; whatever is none is refused in one sentence."""
+"""A snapshot is read without running code in it; other files are refused in one sentence."""
 
 import gzip
 import os
@@ -15,7 +15,7 @@ FIXTURE = Path(__file__).parent / "fixtures" / "snapshot_tiny.pickle.gz"
 
 
 class Runs:
-    """Calls a function when it is unpickled."""
+    """An object that calls a function when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +41,7 @@ def an_event(**changes: Any) -> dict[str, Any]:
     return {"action": "alloc", "addr": 512, "size": 4, "stream": 0, "time_us": 1, "frames": [], **changes}
 
 
-def test_reads_a_real_one():
+def test_a_real_snapshot_is_read():
     snapshot = read_snapshot(FIXTURE)
     assert len(snapshot.events) == 1601
     assert {event.action for event in snapshot.events} == {"alloc", "free_requested", "free_completed", "segment_alloc"}
@@ -57,23 +57,23 @@ def test_reads_a_real_one():
     assert not snapshot.history_is_full
 
 
-def test_plain_as_well_as_zipped(tmp_path: Path):
-    plain = tmp_path / "plain.pickle"
-    plain.write_bytes(gzip.decompress(FIXTURE.read_bytes()))
-    assert read_snapshot(plain) == read_snapshot(FIXTURE)
+def test_a_snapshot_may_be_zipped_or_not(tmp_path: Path):
+    unzipped = tmp_path / "plain.pickle"
+    unzipped.write_bytes(gzip.decompress(FIXTURE.read_bytes()))
+    assert read_snapshot(unzipped) == read_snapshot(FIXTURE)
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_nothing_in_it_runs(tmp_path: Path, zipped: bool):
-    made = tmp_path / "made"
-    path = written(tmp_path / "hostile.pickle", {"segments": [], "device_traces": [[Runs(made)]]})
+def test_code_in_a_snapshot_does_not_run(tmp_path: Path, zipped: bool):
+    marker = tmp_path / "made"
+    path = written(tmp_path / "hostile.pickle", {"segments": [], "device_traces": [[Runs(marker)]]})
     if zipped:
         path.write_bytes(gzip.compress(path.read_bytes()))
     assert "mkdir, which is not run" in refusal(path)
-    assert not made.exists()
+    assert not marker.exists()
 
 
-def test_no_objects_from_elsewhere(tmp_path: Path):
+def test_persistent_objects_are_refused(tmp_path: Path):
     path = tmp_path / "persistent.pickle"
     path.write_bytes(b"\x80\x04\x8c\x01aQ.")
     assert "objects outside it" in refusal(path)
@@ -84,7 +84,7 @@ def test_no_objects_from_elsewhere(tmp_path: Path):
     [b"", b"not a pickle", b"\x80\x04", b"\x80\x04]\x94.", b"\x80\x04N.", b"{}", b"[1, 2]"],
     ids=["empty", "text", "cut off", "a list", "none", "json", "json list"],
 )
-def test_other_files(tmp_path: Path, content: bytes):
+def test_other_files_are_refused(tmp_path: Path, content: bytes):
     path = tmp_path / "other"
     path.write_bytes(content)
     assert "no memory snapshot" in refusal(path)
@@ -99,7 +99,7 @@ def test_other_files(tmp_path: Path, content: bytes):
     ],
     ids=["a memo of 64 GB", "the same in digits", "a tuple too deep to hash"],
 )
-def test_what_would_take_the_machine_or_the_process(tmp_path: Path, content: bytes, word: str):
+def test_files_that_take_all_memory_or_crash_are_refused(tmp_path: Path, content: bytes, word: str):
     path = tmp_path / "hostile.pickle"
     path.write_bytes(content)
     assert word in refusal(path)
@@ -134,8 +134,8 @@ def test_hostile_pickles_end_in_a_sentence(tmp_path: Path, body: bytes, word: st
     assert word in refusal(path, limits=SMALL)
 
 
-def test_one_list_named_many_times(tmp_path: Path):
-    """Two bytes of a pickle name a list again: ten million events in 20 KB, or a text without end."""
+def test_a_list_named_many_times_is_refused(tmp_path: Path):
+    """Two bytes of a pickle refer to a list again, so 20 KB may have ten million events, or an endless text."""
     trace = [an_event()] * 4000
     path = written(tmp_path / "again.pickle", {"segments": [], "device_traces": [trace] * 4000})
     assert path.stat().st_size < 50_000
@@ -155,17 +155,17 @@ def test_a_stack_that_events_share_is_read_once():
     assert first.stack is second.stack
 
 
-def test_damaged_zip(tmp_path: Path):
+def test_a_damaged_archive_is_refused(tmp_path: Path):
     path = tmp_path / "cut.pickle.gz"
     path.write_bytes(FIXTURE.read_bytes()[:5000])
     assert "cut off or damaged" in refusal(path)
 
 
-def test_missing(tmp_path: Path):
+def test_a_missing_file_is_refused(tmp_path: Path):
     assert "no such file" in refusal(tmp_path / "absent.pickle")
 
 
-def test_too_large_also_when_zipped(tmp_path: Path):
+def test_an_archive_that_unpacks_too_large_is_refused(tmp_path: Path):
     bomb = tmp_path / "bomb.pickle.gz"
     bomb.write_bytes(gzip.compress(b"\0" * 2_000_000))
     assert bomb.stat().st_size < 10_000
@@ -192,12 +192,12 @@ def test_empty_says_how_to_record(tmp_path: Path, traces: list[Any]):
     ],
     ids=["address", "size", "frames", "time", "infinite", "negative", "no machine has it", "no time", "action"],
 )
-def test_wrong_types_inside(tmp_path: Path, wrong: dict[str, Any]):
+def test_fields_of_a_wrong_type_are_refused(tmp_path: Path, wrong: dict[str, Any]):
     document = {"segments": [], "device_traces": [[an_event(**wrong)]]}
     assert "no memory snapshot" in refusal(written(tmp_path / "wrong.pickle", document))
 
 
-def test_the_device_with_most_events():
+def test_the_device_with_most_events_is_read():
     segments = [{"device": 1, "address": 512, "total_size": 512, "blocks": []}]
     document = {"segments": segments, "device_traces": [[], [an_event()], []]}
     snapshot = snapshot_of(document, where="here")
@@ -207,6 +207,6 @@ def test_the_device_with_most_events():
 @pytest.mark.parametrize(
     ("events", "ring", "full"), [(1000, None, True), (999, None, False), (7, 7, True), (7, 8, False)]
 )
-def test_a_full_ring_is_told(events: int, ring: int | None, full: bool):
+def test_a_full_ring_is_reported(events: int, ring: int | None, full: bool):
     document = {"segments": [], "device_traces": [[an_event()] * events]}
     assert snapshot_of(document, where="here", ring_entries=ring).history_is_full is full

@@ -1,4 +1,4 @@
-"""Pieces of work: a step adds up, on a device to busy and idle, on a CPU to the ops' own times."""
+"""Pieces of work add up to the step: on a device to busy and idle time, on a CPU to the ops' own times."""
 
 import dataclasses
 from pathlib import Path
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from trace_maker import COMPILED, EAGER, call, kernel, launched, op, span, trace
-from trainstep.config.presets import size
+from trainstep.config.model import size
 from trainstep.config.run import RunConfig
 from trainstep.spans import span as open_span
-from trainstep.traces.intervals import gaps_before, union_ns
 from trainstep.traces.kineto import read_trace
+from trainstep.traces.nesting import gaps_before, union_ns
 from trainstep.traces.tables import classes_table, kernels_table, layers_table, spans_table, top_kernels
 from trainstep.traces.work import BETWEEN, by_step, read_work
 from trainstep.training.build import build_step
@@ -31,18 +31,18 @@ def test_gaps_and_the_union_fill_the_time(intervals: list[tuple[int, int]]):
 
 @pytest.mark.parametrize("path", [EAGER, COMPILED], ids=["eager", "compiled"])
 def test_busy_and_idle_fill_the_step(path: Path):
-    """The fixture synchronises just outside its steps, so that the last kernel may end a little after its step does."""
+    """The fixture synchronises just outside its steps, so the last kernel may end a little after its step."""
     work = read_work(read_trace(path))
     assert len(work.steps) == 3
     for step in work.steps:
-        mine = by_step(work)[step.number]
-        last_ns = max(one.start_ns + one.duration_ns for one in mine)
-        idle_ns = sum(one.gap_ns for one in mine)
+        pieces = by_step(work)[step.number]
+        last_ns = max(piece.start_ns + piece.duration_ns for piece in pieces)
+        idle_ns = sum(piece.gap_ns for piece in pieces)
         assert step.busy_ns + idle_ns == last_ns - step.start_ns
-        assert step.busy_ns == sum(one.duration_ns for one in mine), "one stream: nothing overlaps"
+        assert step.busy_ns == sum(piece.duration_ns for piece in pieces), "one stream: nothing overlaps"
 
 
-def test_idle_time_by_hand():
+def test_idle_time_is_the_gaps_between_kernels():
     work = read_work(
         trace(
             *(span("step 0", 0, 100), span("forward", 0, 50), span("backward", 50, 100)),
@@ -53,7 +53,7 @@ def test_idle_time_by_hand():
     )
     [step] = work.steps
     assert (step.busy_ns, step.after_ns, step.window_ns) == (30_000, 20_000, 100_000)
-    assert [(one.name, one.gap_ns) for one in work.pieces] == [("a", 10_000), ("b", 0), ("c", 40_000)]
+    assert [(piece.name, piece.gap_ns) for piece in work.pieces] == [("a", 10_000), ("b", 0), ("c", 40_000)]
     assert work.total_ns == 35_000, "two streams at once"
     rows = classes_table(work)
     idle = {
@@ -65,7 +65,7 @@ def test_idle_time_by_hand():
 
 
 @pytest.mark.parametrize("path", [EAGER, COMPILED], ids=["eager", "compiled"])
-def test_tables_add_up(path: Path):
+def test_tables_add_up_to_the_step(path: Path):
     work = read_work(read_trace(path))
     total_s = work.total_ns / 1e9 / 3
     kernels, spans = kernels_table(work, 4), spans_table(work)
@@ -84,16 +84,16 @@ def test_tables_add_up(path: Path):
 
 
 @pytest.mark.parametrize("top", [1, 2, 5])
-def test_fewer_kernels_with_the_same_sums(top: int):
-    """Cutting a table after the fact is the same as making it shorter."""
+def test_a_shorter_table_has_the_same_sums(top: int):
+    """Cutting a table gives the same as making a shorter one."""
     work = read_work(read_trace(EAGER))
-    cut, made = top_kernels(kernels_table(work, 6), top), kernels_table(work, top)
-    assert cut["name"] == made["name"]
+    cut, shorter = top_kernels(kernels_table(work, 6), top), kernels_table(work, top)
+    assert cut["name"] == shorter["name"]
     for name in ("time_s", "calls", "share", "mean_s", "min_s", "max_s"):
-        assert cut[name] == pytest.approx(made[name])
+        assert cut[name] == pytest.approx(shorter[name])
 
 
-def test_ops_on_a_cpu_by_hand():
+def test_ops_on_a_cpu_have_their_own_times():
     work = read_work(
         trace(
             *(span("step 0", 0, 100), span("forward", 10, 90), op("aten::linear", 20, 60), op("aten::mm", 30, 50)),
@@ -102,8 +102,8 @@ def test_ops_on_a_cpu_by_hand():
         )
     )
     assert not work.on_device
-    found = {(one.name, one.place.phase): one.duration_ns // 1000 for one in work.pieces}
-    assert found == {
+    times = {(piece.name, piece.place.phase): piece.duration_ns // 1000 for piece in work.pieces}
+    assert times == {
         (BETWEEN, "outside phases"): 20,
         (BETWEEN, "forward"): 30,
         ("aten::linear", "forward"): 20,
@@ -114,7 +114,7 @@ def test_ops_on_a_cpu_by_hand():
 
 
 def test_a_real_step_on_a_cpu_adds_up(tmp_path: Path):
-    """Backward runs on the main thread here; its ops find their forward op's spans all the same."""
+    """Backward runs on the main thread here, and its ops still have the spans of their forward ops."""
     built = build_step(RunConfig(model=size("tiny"), context=8, batch_size=1, attention="plain"))
     batches = [built.next_batch(0)]
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, open_span("step 0"):
@@ -122,16 +122,16 @@ def test_a_real_step_on_a_cpu_adds_up(tmp_path: Path):
     profiler.export_chrome_trace(str(tmp_path / "t.json"))
     work = read_work(read_trace(tmp_path / "t.json"))
     assert work.total_ns == work.steps[0].window_ns == work.steps[0].busy_ns
-    places = {(one.place.phase, one.place.layer, one.place.span) for one in work.pieces}
+    places = {(piece.place.phase, piece.place.layer, piece.place.span) for piece in work.pieces}
     assert {(phase, 1, "attention softmax") for phase in ("forward", "backward")} <= places
     assert {("backward", None, "head"), ("backward", None, "loss"), ("optimizer", None, "")} <= places
-    matmuls = [one for one in work.pieces if one.kind == "matmul" and one.name in ("aten::mm", "aten::bmm")]
-    assert len([one for one in matmuls if one.place.phase == "forward"]) == 2 * 7 + 1
-    assert len([one for one in matmuls if one.place.phase == "backward"]) == 2 * (2 * 7 + 1)
+    matmuls = [piece for piece in work.pieces if piece.kind == "matmul" and piece.name in ("aten::mm", "aten::bmm")]
+    assert len([piece for piece in matmuls if piece.place.phase == "forward"]) == 2 * 7 + 1
+    assert len([piece for piece in matmuls if piece.place.phase == "backward"]) == 2 * (2 * 7 + 1)
     assert torch.is_grad_enabled()
 
 
-def test_nothing_in_any_step():
+def test_a_trace_without_work_in_a_step_is_refused():
     with pytest.raises(ValueError, match="record it around whole steps"):
         read_work(trace(op("aten::mm", 0, 10), span("step 0", 20, 20)))
 
@@ -146,7 +146,7 @@ def test_compiled_kernels_list_what_inductor_fused():
 
 
 def test_the_assigned_share_is_counted():
-    """It falls where a piece stands in no phase that tables show."""
+    """A piece in no phase that tables show does not count."""
     work = read_work(trace(span("step 0", 0, 100), span("forward", 0, 90), *launched("a", 5, 10, 40, 1)))
     assert work.assigned_share == 1
     [piece] = work.pieces

@@ -1,4 +1,4 @@
-"""Every attention that runs here computes what plain attention computes, gradients included."""
+"""Every attention computes the outputs and gradients of plain attention."""
 
 import warnings
 
@@ -20,7 +20,7 @@ def outputs_and_gradients(
     inputs = [torch.randn(*shape, generator=generator).bfloat16().to(device, dtype) for _ in range(4)]
     q, k, v = (tensor.requires_grad_(backward) for tensor in inputs[:3])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # flex says that it would rather be compiled
+        warnings.simplefilter("ignore")  # flex warns that it is not compiled
         output = attention_named(name, shape[2], torch.device(device))(q, k, v)
     if not backward:
         return {"output": output}
@@ -31,16 +31,16 @@ def check(
     name: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], *, backward: bool = True, times: int = 2
 ) -> None:
     results = outputs_and_gradients(name, device, dtype, shape, backward=backward)
-    same = outputs_and_gradients("plain", device, dtype, shape, backward=backward)
+    expected = outputs_and_gradients("plain", device, dtype, shape, backward=backward)
     truth = outputs_and_gradients("plain", device, torch.float64, shape, backward=backward)
     for key, result in results.items():
-        assert_as_accurate_as(result, same[key], truth[key], f"{name} {key}", times=times)
+        assert_as_accurate_as(result, expected[key], truth[key], f"{name} {key}", times=times)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("positions", [1, 17, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_agrees_with_plain(name: str, positions: int, dtype: torch.dtype):
+def test_attention_agrees_with_plain(name: str, positions: int, dtype: torch.dtype):
     check(name, "cpu", dtype, (2, 3, positions, 8))
 
 

@@ -1,4 +1,4 @@
-"""RunConfig -> a step that runs: seeds, users' models, compilation that changes nothing but speed."""
+"""A step built from a RunConfig: seeds, batches, users' models, and compilation that changes only the speed."""
 
 import dataclasses
 import itertools
@@ -11,8 +11,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from numerics import assert_as_accurate_as
-from trainstep.config.model import UserModel
-from trainstep.config.presets import size
+from trainstep.config.model import UserModel, size
 from trainstep.config.run import COMPILES, MODES, RunConfig
 from trainstep.training.build import Assembly, build_step, parameter_count
 
@@ -59,11 +58,11 @@ def weights(assembly: Assembly) -> Tensor:
 
 
 def test_the_seed_decides_weights_and_batches():
-    first, again, other = assembled(seed=3), assembled(seed=3), assembled(seed=4)
-    assert torch.equal(weights(first), weights(again))
-    assert not torch.equal(weights(first), weights(other))
+    first, same_seed, other_seed = assembled(seed=3), assembled(seed=3), assembled(seed=4)
+    assert torch.equal(weights(first), weights(same_seed))
+    assert not torch.equal(weights(first), weights(other_seed))
     assert [first.step(first.micro_batches(i)) for i in range(3)] == [
-        again.step(again.micro_batches(i)) for i in range(3)
+        same_seed.step(same_seed.micro_batches(i)) for i in range(3)
     ]
 
 
@@ -78,21 +77,21 @@ def test_the_seed_decides_weights_and_batches():
         {"clip_grad_norm": 1.0},
     ],
 )
-def test_every_strategy_sees_the_same_batches(other: dict[str, object]):
+def test_other_options_get_the_same_batches(other: dict[str, object]):
     for step in (0, 5):
-        one, two = (assembly.micro_batches(step) for assembly in (assembled(), assembled(**other)))
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(one, two, strict=True) for name in a)
+        default, changed = (assembly.micro_batches(step) for assembly in (assembled(), assembled(**other)))
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(default, changed, strict=True) for name in a)
 
 
-def test_micro_batches_are_the_batches_in_turn():
-    plain, accumulated = assembled(), assembled(accumulation=3)
-    expected = [plain.micro_batches(step)[0]["tokens"] for step in range(6)]
-    found = [batch["tokens"] for step in range(2) for batch in accumulated.micro_batches(step)]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
+def test_micro_batches_are_consecutive_batches():
+    single, accumulated = assembled(), assembled(accumulation=3)
+    expected = [single.micro_batches(step)[0]["tokens"] for step in range(6)]
+    tokens = [batch["tokens"] for step in range(2) for batch in accumulated.micro_batches(step)]
+    assert all(torch.equal(a, b) for a, b in zip(tokens, expected, strict=True))
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(tokens, 2))
 
 
-def test_text(tmp_path: Path):
+def test_batches_are_from_the_text(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)))
     batch = assembled(data=str(tmp_path)).micro_batches(0)[0]
     assert (batch["targets"] - batch["tokens"] == 1).all()
@@ -101,7 +100,7 @@ def test_text(tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes(mode: str):
+def test_every_mode_runs(mode: str):
     assembly = assembled(mode=mode)
     assert (assembly.step.optimizer is not None) == (mode == "step")
     assert assembly.module.training == (mode != "forward_no_grad")
@@ -109,7 +108,7 @@ def test_modes(mode: str):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_model_of_ones_own(users: UserModel, precision: str):
+def test_a_users_model_runs_with_its_batches(users: UserModel, precision: str):
     assembly = assembled(model=users, precision=precision, accumulation=2)
     assert [batch["x"][0, 0].item() for batch in assembly.micro_batches(3)] == [6.0, 7.0]
     assert assembly.step(assembly.micro_batches(0)).isfinite()
@@ -121,12 +120,12 @@ def test_a_model_of_ones_own(users: UserModel, precision: str):
     assert assembly.module.turns.imag.abs().sum() > 0
 
 
-def test_compiling_blocks_that_are_not_there(users: UserModel):
+def test_compiling_blocks_of_a_model_without_blocks_is_refused(users: UserModel):
     with pytest.raises(ValueError, match="compile: block needs a model"):
         assembled(model=users, compile="block")
 
 
-def test_frozen_weights_stay(users: UserModel):
+def test_frozen_weights_do_not_change(users: UserModel):
     assembly = assembled(model=UserModel(function="twice_linear:half_frozen"))
     before = {name: parameter.clone() for name, parameter in assembly.module.named_parameters()}
     assembly.step(assembly.micro_batches(1))
@@ -143,22 +142,22 @@ def test_a_model_that_trains_nothing_has_no_backward(mode: str):
     assert assembly.step(assembly.micro_batches(0)).isfinite()
 
 
-def compiled_against_eager(compile: str, device: str, layers: int = 1, **fields: object) -> None:
-    """Loss and gradients, eager fp32 being the same-dtype reference, eager fp64 the truth; one graph and no break."""
+def check_compiled(compile: str, device: str, layers: int = 1, **fields: object) -> None:
+    """Check loss and gradients against eager fp32 by eager fp64, and that there is one graph without breaks."""
     torch._dynamo.reset()
     counters.clear()
     fields = {"mode": "forward_backward", "device": device, "model": dataclasses.replace(TINY, layers=layers), **fields}
-    found = []
-    for way, dtype in ((compile, torch.float32), ("none", torch.float32), ("none", torch.float64)):
+    results = []
+    for compile_option, dtype in ((compile, torch.float32), ("none", torch.float32), ("none", torch.float64)):
         exact = {"attention": "plain"} if dtype == torch.float64 else {}
-        assembly = assembled(**{**fields, "compile": way, **exact})
+        assembly = assembled(**{**fields, "compile": compile_option, **exact})
         for tensor in (*assembly.module.parameters(), *assembly.module.buffers()):
             tensor.data = tensor.data.to(dtype)
         loss = assembly.step(assembly.micro_batches(0))
         scale = 100  # gradients of the mean of many tokens are small beside the loss
         parts = [loss.flatten(), *(scale * parameter.grad.flatten() for parameter in assembly.module.parameters())]
-        found.append(torch.cat(parts).cpu())
-    assert_as_accurate_as(*found, what=compile)
+        results.append(torch.cat(parts).cpu())
+    assert_as_accurate_as(*results, what=compile)
     assert counters["stats"]["unique_graphs"] == 1, "blocks share one compilation"
     assert not counters["graph_break"]
 
@@ -174,20 +173,20 @@ def compiled_against_eager(compile: str, device: str, layers: int = 1, **fields:
         ("model", 1, "sdpa"),
     ],
 )
-def test_compiled(compile: str, layers: int, attention: str):
-    compiled_against_eager(compile, "cpu", layers, attention=attention)
+def test_compiled_code_is_as_accurate_as_eager(compile: str, layers: int, attention: str):
+    check_compiled(compile, "cpu", layers, attention=attention)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", ["block", "model"])
 @pytest.mark.parametrize("attention", ["plain", "sdpa", "sdpa_efficient"])
-def test_compiled_on_a_gpu(compile: str, attention: str):
-    compiled_against_eager(compile, "cuda", 3, attention=attention)
+def test_compiled_code_on_a_gpu_is_as_accurate_as_eager(compile: str, attention: str):
+    check_compiled(compile, "cuda", 3, attention=attention)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compile", COMPILES)
-def test_spans_vanish_in_what_is_compiled(compile: str):
+def test_compiled_code_has_no_spans(compile: str):
     torch._dynamo.reset()
     assembly = assembled(compile=compile, mode="forward_no_grad")
     assembly.step(assembly.micro_batches(0))

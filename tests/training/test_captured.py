@@ -1,4 +1,4 @@
-"""A training step captured as the run asks: its losses, what is left out and why, and what the record says of it."""
+"""A captured training step has the losses of the step, and says what is left out and why."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def losses(assembly: Assembly, steps: int = 8) -> list[float]:
     ],
     ids=str,
 )
-def test_captured_is_what_it_is_without(values: dict[str, Any]):
+def test_a_captured_step_has_the_same_losses(values: dict[str, Any]):
     captured = build_step(run(**{"capture": "step", **values}))
     assert losses(captured) == losses(build_step(run(**{**values, "capture": "none"})))
     assert captured.captured is not None
@@ -45,19 +45,19 @@ def test_captured_is_what_it_is_without(values: dict[str, Any]):
     assert captured.captured.is_settled(captured.micro_batches(0))
 
 
-def test_gradients_of_forward_and_backward_alone():
+def test_captured_forward_and_backward_give_the_same_gradients():
     def gradients(capture: str) -> list[torch.Tensor]:
         assembly = build_step(run(mode="forward_backward", capture=capture))
         for step in range(6):
             assembly.take(assembly.micro_batches(step))
-            found = [parameter.grad for parameter in assembly.module.parameters()]
-            assert all(gradient is not None for gradient in found)
-            copies = [gradient.clone() for gradient in found if gradient is not None]
+            own_gradients = [parameter.grad for parameter in assembly.module.parameters()]
+            assert all(gradient is not None for gradient in own_gradients)
+            copies = [gradient.clone() for gradient in own_gradients if gradient is not None]
             assembly.step.clear_gradients()
         return copies
 
-    for mine, theirs in zip(gradients("step"), gradients("none"), strict=True):
-        assert torch.equal(mine, theirs)
+    for captured, expected in zip(gradients("step"), gradients("none"), strict=True):
+        assert torch.equal(captured, expected)
 
 
 def test_auto_says_what_is_left_out():
@@ -68,8 +68,8 @@ def test_auto_says_what_is_left_out():
     assert "counts its steps on the host" in (assembly.captured.left_out or "")
 
 
-def test_a_step_that_waits_is_named_or_an_error():
-    values = {"precision": "fp16_autocast"}  # on a CPU our AdamW asks the host whether gradients are finite
+def test_a_step_that_waits_is_left_out_or_an_error():
+    values = {"precision": "fp16_autocast"}  # on a CPU trainstep's AdamW asks the host whether gradients are finite
     assembly = build_step(run(capture="auto", **values))
     assert losses(assembly) == losses(build_step(run(**values)))
     assert assembly.captured is not None
@@ -84,13 +84,13 @@ def test_a_step_that_waits_is_named_or_an_error():
     [
         (
             {"sync": "phase"},
-            "sync: nothing can wait for a phase inside a captured step; take sync step, or capture none",
+            "sync: the host cannot wait for a phase inside a captured step; take sync step, or capture none",
         ),
-        ({"compile": "block"}, "capture: on a CPU a step is written down by operators, which compile block hides"),
+        ({"compile": "block"}, "capture: on a CPU a step is recorded by its operators, which compile block hides"),
         ({"adamw": "loop"}, "capture: AdamW's loop counts its steps on the host; take adamw fused or trainstep"),
         ({"capture": "all"}, "capture: 'all' is not known; known: none, auto, step"),
     ],
 )
-def test_what_cannot_be_is_refused(values: dict[str, Any], words: str):
+def test_impossible_configs_are_refused(values: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         run(**{"capture": "step", **values})

@@ -1,4 +1,4 @@
-"""Every parallel strategy captured: the losses and weights are those without, whatever happens between steps, and ranks agree."""
+"""Every parallel strategy, captured, has the same losses and weights, whatever happens between steps, and ranks agree."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ranks import RankFailed, run_ranks
-from trainstep.config.sync import OURS, SyncConfig
+from trainstep.config.parallel import OURS, SyncConfig
 from trainstep.ops.adamw import AdamW
 from trainstep.parallel.ranks import Ranks
 from trainstep.training.captured import CapturedTrainStep
@@ -21,21 +21,21 @@ WIDTH, CLASSES, STEPS = 8, 5, 10
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is special about a training."""
+    """A training's options and what happens between its steps."""
 
     accumulation: int = 1
     clip: float | None = None
     schedule: bool = False
     evaluate: bool = False
-    """Every third step the module runs without gradients, and the weights are read."""
+    """Whether after every third step the module runs without gradients and the weights are read."""
     reload: bool = False
-    """The optimizer's state is saved and loaded in the middle."""
+    """Whether the optimizer's state is saved and loaded in the middle."""
     unused: str = "none"
-    """`everywhere`: a layer that no rank uses; `somewhere`: one that rank 0 alone uses."""
+    """`everywhere`: no rank uses a layer; `somewhere`: only rank 0 uses it."""
     odd_batch: bool = False
-    """Rank 1 has a smaller batch at one step, and from another step on."""
+    """Whether rank 1 has a smaller batch at one step, and from another step on."""
     reads: bool = False
-    """Rank 1's forward reads a number of the device."""
+    """Whether rank 1's forward reads a number from the device."""
 
 
 CASES = {
@@ -86,7 +86,7 @@ def trained(ranks: Ranks, strategy: str, case: Case, captured: bool, strict: boo
     step = TrainStep(wrapped.module, optimizer, clip_grad_norm=case.clip, gradient_sync=sync)
     take = CapturedTrainStep(step, ranks, strict=strict) if captured else step
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
-    losses, seen, launched = [], [], 0
+    losses, evaluations, launched = [], [], 0
     for number in range(STEPS + 8 * (case.odd_batch or case.evaluate)):
         batches = [batch(case, number, ranks.rank, index) for index in range(case.accumulation)]
         launched += isinstance(take, CapturedTrainStep) and take.is_settled(batches)
@@ -95,25 +95,31 @@ def trained(ranks: Ranks, strategy: str, case: Case, captured: bool, strict: boo
             scheduler.step()
         if case.evaluate and number % 3 == 2:
             with torch.no_grad():
-                seen.append(sync.module(**batch(case, 99, ranks.rank, 0)).item())
-            seen += [float(value.double().sum()) for value in sync.state_dict().values()]
+                evaluations.append(sync.module(**batch(case, 99, ranks.rank, 0)).item())
+            evaluations += [float(value.double().sum()) for value in sync.state_dict().values()]
         if case.reload and number == 6:
             optimizer.load_state_dict(optimizer.state_dict())
     weights = [value.clone() for value in sync.state_dict().values()]
     left_out = take.left_out if isinstance(take, CapturedTrainStep) else None
-    return {"losses": losses, "seen": seen, "weights": weights, "launched": launched, "left_out": left_out}
+    return {
+        "losses": losses,
+        "evaluations": evaluations,
+        "weights": weights,
+        "launched": launched,
+        "left_out": left_out,
+    }
 
 
-def assert_same(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    for captured, plain in zip(mine, theirs, strict=True):
+def assert_same(captured_results: list[dict[str, Any]], plain_results: list[dict[str, Any]]) -> None:
+    for captured, plain in zip(captured_results, plain_results, strict=True):
         assert captured["losses"] == plain["losses"]
-        assert captured["seen"] == plain["seen"]
+        assert captured["evaluations"] == plain["evaluations"]
         assert all(torch.equal(*pair) for pair in zip(captured["weights"], plain["weights"], strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", SENDING)
-def test_captured_is_what_it_is_without(strategy: str, case: str):
+def test_a_captured_strategy_has_the_same_losses_and_weights(strategy: str, case: str):
     captured = run_ranks(2, trained, strategy, CASES[case], True)
     assert_same(captured, run_ranks(2, trained, strategy, CASES[case], False))
     assert all(result["launched"] > 2 for result in captured)
@@ -122,13 +128,13 @@ def test_captured_is_what_it_is_without(strategy: str, case: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "unused somewhere", "other batches on one rank"])
 @pytest.mark.parametrize("strategy", SENDING)
-def test_four_ranks(strategy: str, case: str):
+def test_four_captured_ranks_have_the_same_losses_and_weights(strategy: str, case: str):
     captured = run_ranks(4, trained, strategy, CASES[case], True)
     assert_same(captured, run_ranks(4, trained, strategy, CASES[case], False))
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded_flat", "fsdp"])
-def test_what_one_rank_cannot_capture_none_does(strategy: str):
+def test_no_rank_captures_what_one_cannot(strategy: str):
     case = Case(reads=True)
     captured = run_ranks(2, trained, strategy, case, True, False)
     assert_same(captured, run_ranks(2, trained, strategy, case, False))
@@ -136,13 +142,13 @@ def test_what_one_rank_cannot_capture_none_does(strategy: str):
     assert "x.sum().item()" in captured[1]["left_out"]
 
 
-def test_with_strict_it_is_an_error_of_that_rank():
+def test_strict_makes_it_an_error_of_that_rank():
     with pytest.raises(RankFailed, match=r"x\.sum\(\)\.item\(\)"):
         run_ranks(2, trained, "bucketed", Case(reads=True), True)
 
 
-def use_changes(ranks: Ranks, strategy: str) -> list[float]:
-    """A layer goes unused from the captured step on: its flag cannot be read there."""
+def losses_as_use_changes(ranks: Ranks, strategy: str) -> list[float]:
+    """Losses where a layer is unused in the captured step, in which its flag cannot be read."""
     wrapped = parallel(ranks, SyncConfig(name=strategy)).wrap(Model(Case(), ranks.rank), AdamW, {"lr": 1e-2})
     step = TrainStep(wrapped.module, wrapped.optimizer, gradient_sync=wrapped.gradient_sync)
     take = CapturedTrainStep(step, ranks, strict=True)
@@ -154,6 +160,6 @@ def use_changes(ranks: Ranks, strategy: str) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["naive", "bucketed", "sharded_flat", "fsdp"])
-def test_a_layer_that_goes_unused_in_the_captured_step_is_named(strategy: str):
-    with pytest.raises(RankFailed, match="another parameter goes unused"):
-        run_ranks(2, use_changes, strategy)
+def test_a_layer_unused_in_the_captured_step_is_an_error(strategy: str):
+    with pytest.raises(RankFailed, match="other parameters go unused"):
+        run_ranks(2, losses_as_use_changes, strategy)

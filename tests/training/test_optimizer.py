@@ -1,4 +1,4 @@
-"""AdamW's three implementations against the paper's formula in fp64."""
+"""AdamW's implementations are as accurate as the loop by the paper's formula in fp64."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ def gradients(steps: int, shapes: list[tuple[int, ...]]) -> list[list[Tensor]]:
 
 
 def by_formula(start: Tensor, received: list[Tensor]) -> Tensor:
-    """Loshchilov 2019, algorithm 2, with torch's defaults: betas 0.9 and 0.999, eps 1e-8, decay 0.01."""
+    """Parameters by Loshchilov 2019, algorithm 2, with torch's defaults: betas 0.9 and 0.999, eps 1e-8, decay 0.01."""
     x = start.double()
-    first, second = torch.zeros_like(x), torch.zeros_like(x)
+    first_moment, second_moment = torch.zeros_like(x), torch.zeros_like(x)
     for t, gradient in enumerate(received, 1):
         g = gradient.double()
-        first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
+        first_moment, second_moment = 0.9 * first_moment + 0.1 * g, 0.999 * second_moment + 0.001 * g * g
         x = x * (1 - RATE * 0.01)
-        x = x - RATE * (first / (1 - 0.9**t)) / ((second / (1 - 0.999**t)).sqrt() + 1e-8)
+        x = x - RATE * (first_moment / (1 - 0.9**t)) / ((second_moment / (1 - 0.999**t)).sqrt() + 1e-8)
     return x
 
 
@@ -41,33 +41,41 @@ def run(implementation: str, start: list[Tensor], received: list[list[Tensor]], 
 def check(implementation: str, device: str) -> None:
     shapes = [(5, 7), (13,), (1,)]
     start, received = gradients(1, shapes)[0], gradients(4, shapes)
-    each = [by_formula(tensor, [step[index] for step in received]) for index, tensor in enumerate(start)]
-    result, same, truth, before = (
+    exact_tensors = [by_formula(tensor, [step[index] for step in received]) for index, tensor in enumerate(start)]
+    result, by_loop, truth, before = (
         torch.cat([tensor.flatten() for tensor in tensors])
-        for tensors in (run(implementation, start, received, device), run("loop", start, received, device), each, start)
+        for tensors in (
+            run(implementation, start, received, device),
+            run("loop", start, received, device),
+            exact_tensors,
+            start,
+        )
     )
     assert (truth - before).abs().mean() > RATE
-    assert_as_accurate_as(result, same, truth)
+    assert_as_accurate_as(result, by_loop, truth)
 
 
 @pytest.mark.parametrize("implementation", ADAMWS)
-def test_the_formula(implementation: str):
+def test_every_implementation_follows_the_formula(implementation: str):
     check(implementation, "cpu")
 
 
 @pytest.mark.parametrize("implementation", ADAMWS)
-def test_it_is_the_one_asked_for(implementation: str):
+def test_the_requested_implementation_is_used(implementation: str):
     optimizer = adamw_named(implementation)(
         [nn.Parameter(torch.ones(1))], **adamw_options(implementation, learning_rate=RATE)
     )
     group = optimizer.param_groups[0]
     chosen = (bool(group.get("foreach")), bool(group.get("fused")))
-    assert chosen == (implementation == "foreach", implementation in ("fused", "trainstep"))  # ours says so too
+    assert chosen == (
+        implementation == "foreach",
+        implementation in ("fused", "trainstep"),
+    )  # trainstep's AdamW sets fused too
     assert isinstance(optimizer, torch.optim.AdamW) == (implementation != "trainstep")
     assert group["lr"] == RATE
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ADAMWS)
-def test_the_formula_on_a_gpu(implementation: str):
+def test_every_implementation_on_a_gpu_follows_the_formula(implementation: str):
     check(implementation, "cuda")

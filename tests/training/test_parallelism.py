@@ -1,4 +1,4 @@
-"""Every parallel strategy, by name, trains the built-in model as one process with the same batches does."""
+"""Every parallel strategy trains the built-in model as one process does with the same batches."""
 
 from dataclasses import replace
 from functools import cache
@@ -9,9 +9,9 @@ import torch
 
 from ranks import run_ranks
 from trainstep.config.model import ModelConfig
+from trainstep.config.parallel import OURS, PEERS, SyncConfig
 from trainstep.config.parsing import from_plain
 from trainstep.config.run import RunConfig
-from trainstep.config.sync import OURS, PEERS, SyncConfig
 from trainstep.costs.strategies import STRATEGIES, strategy_named
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.fsdp import FSDP
@@ -36,13 +36,13 @@ def losses(ranks: Ranks, config: SyncConfig) -> list[float]:
 
 @cache
 def losses_alone() -> list[float]:
-    """A step's micro-batches are those of the two ranks; the loss that it returns is the second's."""
+    """Losses of one process whose micro-batches are those of the two ranks; each is that of the second micro-batch."""
     assembly = build_step(run_config(accumulation=2))
     return [float(assembly.step(assembly.micro_batches(step))) for step in range(STEPS)]
 
 
 @pytest.mark.parametrize("sync", [sync for sync in OURS + PEERS if sync != "none"])
-def test_trains_as_one_process(sync: str):
+def test_losses_are_those_of_one_process(sync: str):
     _, second = run_ranks(2, losses, SyncConfig(name=sync, bucket_mib=0.05))
     assert second == pytest.approx(losses_alone(), rel=1e-5)
 
@@ -54,19 +54,19 @@ IN_FLIGHT = [strategy.name for strategy in STRATEGIES if strategy.most_in_flight
 def test_as_many_units_are_in_flight_as_the_row_says(sync: str, monkeypatch: pytest.MonkeyPatch):
     row = replace(strategy_named(sync), most_in_flight=5)
     monkeypatch.setattr(SyncConfig, "strategy", property(lambda _config: row))
-    found = build_step(run_config(), parallel(alone(torch.device("cpu")), SyncConfig(name=sync))).step.gradient_sync
-    assert isinstance(found, FSDP | ShardedGradients)
-    assert found.most_in_flight == 5
+    sync_ = build_step(run_config(), parallel(alone(torch.device("cpu")), SyncConfig(name=sync))).step.gradient_sync
+    assert isinstance(sync_, FSDP | ShardedGradients)
+    assert sync_.most_in_flight == 5
 
 
 @pytest.mark.parametrize(
-    ("name", "made"), [("fsdp", FSDP), ("sharded_flat", ShardedGradients), ("sharded_flat", FlatShardedOptimizer)]
+    ("name", "kind"), [("fsdp", FSDP), ("sharded_flat", ShardedGradients), ("sharded_flat", FlatShardedOptimizer)]
 )
-def test_by_default_too(name: str, made: type):
-    assert signature(made).parameters["most_in_flight"].default == strategy_named(name).most_in_flight
+def test_the_default_of_units_in_flight_is_the_rows(name: str, kind: type):
+    assert signature(kind).parameters["most_in_flight"].default == strategy_named(name).most_in_flight
 
 
-def test_none_leaves_each_rank_to_itself():
+def test_none_trains_each_rank_separately():
     first, second = run_ranks(2, losses, SyncConfig(name="none"))
     assert second[0] == pytest.approx(losses_alone()[0], rel=1e-5)
     assert second[1:] != pytest.approx(losses_alone()[1:], rel=1e-5)
@@ -81,17 +81,17 @@ def test_gradients_may_be_averaged_in_bf16(sync: str):
 
 
 def test_fsdp_computes_in_bf16_and_keeps_fp32():
-    """The pieces, their gradients' average and the update stay fp32, as in torch's; one process in bf16 alone loses more."""
-    ours, theirs = (
+    """The pieces, their averaged gradients and the update stay fp32, as in torch's FSDP."""
+    fsdp_losses, torch_losses = (
         run_ranks(2, losses, SyncConfig(name=sync, compute_dtype="bf16"))[1] for sync in ("fsdp", "torch_fsdp2")
     )
-    assert ours == pytest.approx(losses_alone(), rel=1e-2)
-    assert ours != pytest.approx(losses_alone(), rel=1e-9)
-    assert ours == pytest.approx(theirs, rel=1e-3)
-    assert run_ranks(2, kept_dtypes) == [{torch.float32}] * 2
+    assert fsdp_losses == pytest.approx(losses_alone(), rel=1e-2)
+    assert fsdp_losses != pytest.approx(losses_alone(), rel=1e-9)
+    assert fsdp_losses == pytest.approx(torch_losses, rel=1e-3)
+    assert run_ranks(2, dtypes_of_pieces) == [{torch.float32}] * 2
 
 
-def kept_dtypes(ranks: Ranks) -> set[torch.dtype]:
+def dtypes_of_pieces(ranks: Ranks) -> set[torch.dtype]:
     assembly = build_step(run_config(), parallel(ranks, SyncConfig(name="fsdp", compute_dtype="bf16")))
     assembly.step(assembly.micro_batches(0))
     return {parameter.dtype for parameter in assembly.module.parameters()}
@@ -103,7 +103,7 @@ def losses_of_bf16_gradients(ranks: Ranks) -> list[float]:
     return [float(assembly.step(assembly.micro_batches(step))) for step in range(STEPS)]
 
 
-def test_our_adamw_reads_bf16_buckets():
+def test_trainsteps_adamw_reads_bf16_buckets():
     _, second = run_ranks(2, losses_of_bf16_gradients)
     assert second == pytest.approx(losses_alone(), rel=1e-3)
 
@@ -121,6 +121,6 @@ def test_our_adamw_reads_bf16_buckets():
         ({"sync": "fsdp", "compute_dtype": "fp16"}, "compute_dtype: 'fp16' is not known"),
     ],
 )
-def test_nonsense_is_refused_by_name(fields: dict[str, object], message: str):
+def test_wrong_options_are_refused_by_name(fields: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         from_plain(SyncConfig, fields)

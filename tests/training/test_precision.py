@@ -1,4 +1,4 @@
-"""What a precision is in numbers: dtypes of weights, of what a matmul returns, of the loss; the loss scaler's flow."""
+"""Each precision has its dtypes of weights, matmuls, loss and optimizer state; losses of fp16 are scaled."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainstep.config.presets import size
+from trainstep.config.model import size
 from trainstep.config.run import PRECISIONS, RunConfig
 from trainstep.training.build import Assembly, build_step
 from trainstep.training.precision import precision_named
@@ -29,18 +29,18 @@ def test_every_precision_is_known():
 
 def check_dtypes(precision: str, device: str) -> None:
     assembly = assembled(precision, device)
-    seen: dict[str, torch.dtype] = {}
+    outputs: dict[str, torch.dtype] = {}
     for name in ("head", "norm", "blocks.0.mlp.down", "blocks.0.attention.qkv", "embedding"):
-        hook = lambda _module, _inputs, output, name=name: seen.update({name: output.dtype})  # noqa: E731
+        hook = lambda _module, _inputs, output, name=name: outputs.update({name: output.dtype})  # noqa: E731
         assembly.module.get_submodule(name).register_forward_hook(hook)
     loss = assembly.step(assembly.micro_batches(0))
     weights = torch.bfloat16 if precision in ("bf16", "bf16_master") else torch.float32
     products = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}.get(precision, weights)
     assert {parameter.dtype for parameter in assembly.module.parameters()} == {weights}
-    assert {seen[name] for name in ("head", "blocks.0.mlp.down", "blocks.0.attention.qkv")} == {products}
-    assert {seen["norm"], seen["embedding"]} == {weights}
+    assert {outputs[name] for name in ("head", "blocks.0.mlp.down", "blocks.0.attention.qkv")} == {products}
+    assert {outputs["norm"], outputs["embedding"]} == {weights}
     assert loss.dtype == torch.float32
-    assert assembly.module.cos.dtype == torch.float32, "angles keep their digits whatever the weights"
+    assert assembly.module.cos.dtype == torch.float32, "rotation tables stay in fp32 for any weights"
     states = assembly.step.optimizer.state.values()
     assert {s[name].dtype for s in states for name in ("exp_avg", "exp_avg_sq")} == {
         torch.float32 if precision == "bf16_master" else weights
@@ -49,19 +49,19 @@ def check_dtypes(precision: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ON_CPU)
-def test_dtypes(precision: str):
+def test_each_precision_has_its_dtypes(precision: str):
     check_dtypes(precision, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_dtypes_on_a_gpu(precision: str):
+def test_each_precision_has_its_dtypes_on_a_gpu(precision: str):
     check_dtypes(precision, "cuda")
     torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize("precision", ON_CPU)
-def test_it_learns_the_batch(precision: str):
+def test_every_precision_learns_a_batch(precision: str):
     assembly = assembled(precision, learning_rate=1e-2)
     batch = assembly.micro_batches(0)
     losses = [assembly.step(batch).item() for _ in range(15)]
@@ -75,7 +75,7 @@ def test_without_an_optimizer_nothing_is_scaled(mode: str):
 
 
 class Times(nn.Module):
-    """loss = weight x factor: its gradient is the factor."""
+    """A module with loss = weight x factor, so the weight's gradient is the factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,10 +94,10 @@ def scaled_step(clip_grad_norm: float | None = None) -> TrainStep:
 
 def test_the_loss_is_scaled_and_the_gradient_unscaled():
     step = scaled_step()
-    arrived: list[Tensor] = []
-    step.module.weight.register_post_accumulate_grad_hook(lambda weight: arrived.append(weight.grad.clone()))
+    gradients: list[Tensor] = []
+    step.module.weight.register_post_accumulate_grad_hook(lambda weight: gradients.append(weight.grad.clone()))
     loss = step([{"factor": torch.full((3,), 0.5)}])
-    assert arrived[0].tolist() == [512.0] * 3
+    assert gradients[0].tolist() == [512.0] * 3
     assert step.module.weight.tolist() == [0.5] * 3
     assert loss.item() == 1.5, "the loss that is returned is not the scaled one"
 

@@ -1,4 +1,4 @@
-"""A step: what runs in which phase, in what order, and that its gradients are those of the mathematics."""
+"""A training step runs its phases in order, and its gradients are those of one large batch, clipped if requested."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from numerics import assert_as_accurate_as
-from trainstep.config.phases import Phase
-from trainstep.config.run import MODES
+from trainstep.config.run import MODES, Phase
 from trainstep.training.step import TrainStep
 
 FORWARD, BACKWARD, GRAD_SYNC, OPTIMIZER = Phase
@@ -24,7 +23,7 @@ EXPECTED = {
 
 
 class Sync:
-    """Of gradients: calls what it is told once it is to finish."""
+    """A gradient synchronisation that calls `finish` at its end."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self.finish_gradient_synchronization = finish
@@ -32,7 +31,7 @@ class Sync:
 
 
 class Model(nn.Module):
-    """A small regression that writes down when it runs."""
+    """A small regression that logs when it runs."""
 
     def __init__(self, log: list[Any] | None = None) -> None:
         super().__init__()
@@ -68,14 +67,14 @@ def logged(mode: str = "step", **named: Any) -> tuple[TrainStep, list[Any]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_order(mode: str):
+def test_phases_run_in_order(mode: str):
     step, log = logged(mode)
     step([batch(1)], log.append)
     assert log == EXPECTED[mode]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_order_with_micro_batches_and_gradient_synchronization(mode: str):
+def test_gradients_are_synchronized_once_after_all_micro_batches(mode: str):
     step, log = logged(mode)
     step.gradient_sync = Sync(lambda: log.append("synchronized"))
     step([batch(1), batch(2)], log.append)
@@ -86,27 +85,27 @@ def test_order_with_micro_batches_and_gradient_synchronization(mode: str):
     assert log == expected + (["update", OPTIMIZER] if mode == "step" else [])
 
 
-def test_it_says_what_is_running():
-    seen = []
+def test_the_running_phase_is_set():
+    running = []
 
-    class Tells(nn.Module):
+    class LogsRunning(nn.Module):
         def forward(self) -> Tensor:
-            seen.append(("forward", step.running))
+            running.append(("forward", step.running))
             return loss
 
     weight = nn.Parameter(torch.ones(()))
-    weight.register_hook(lambda _: seen.append(("backward", step.running)))
+    weight.register_hook(lambda _: running.append(("backward", step.running)))
     loss = weight * 2
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    optimizer.register_step_pre_hook(lambda *_: seen.append(("optimizer", step.running)))
-    step = TrainStep(Tells(), optimizer)
-    step.gradient_sync = Sync(lambda: seen.append(("grad_sync", step.running)))
+    optimizer.register_step_pre_hook(lambda *_: running.append(("optimizer", step.running)))
+    step = TrainStep(LogsRunning(), optimizer)
+    step.gradient_sync = Sync(lambda: running.append(("grad_sync", step.running)))
     step([{}])
-    assert [where for where, _ in seen] == ["forward", "backward", "grad_sync", "optimizer"]
-    assert all(where == phase for where, phase in seen)
+    assert [expected for expected, _ in running] == ["forward", "backward", "grad_sync", "optimizer"]
+    assert all(expected == phase for expected, phase in running)
 
 
-def test_modes_leave_what_they_should():
+def test_modes_change_weights_and_gradients_as_they_should():
     for mode in MODES:
         step, _ = logged(mode)
         before = [parameter.clone() for parameter in step.module.parameters()]
@@ -130,12 +129,12 @@ def test_no_grad_builds_no_graph():
 
 
 def test_a_step_needs_an_optimizer():
-    with pytest.raises(ValueError, match="optimizer: mode step needs one"):
+    with pytest.raises(ValueError, match="optimizer: mode step needs an optimizer"):
         TrainStep(Model(), None)
 
 
 @pytest.mark.parametrize("output", [torch.ones(2), None, SimpleNamespace(logits=torch.ones(())), 1.0])
-def test_what_a_model_must_return(output: Any):
+def test_an_output_that_is_no_loss_is_refused(output: Any):
     class Returns(nn.Module):
         def forward(self) -> Any:
             return output
@@ -144,33 +143,33 @@ def test_what_a_model_must_return(output: Any):
         TrainStep(Returns(), None, mode="forward")([{}])
 
 
-def test_an_object_with_a_loss():
+def test_an_output_may_be_an_object_with_a_loss():
     class Returns(Model):
         def forward(self, x: Tensor, y: Tensor) -> Any:
             return SimpleNamespace(loss=super().forward(x, y), logits=None)
 
-    plain, wrapped = (TrainStep(model, None, mode="forward")([batch(3)]) for model in (Model(), Returns()))
-    assert torch.equal(plain, wrapped)
+    loss, wrapped_loss = (TrainStep(model, None, mode="forward")([batch(3)]) for model in (Model(), Returns()))
+    assert torch.equal(loss, wrapped_loss)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 6])
-def test_accumulation_is_one_large_batch(micro_batches: int):
-    whole = batch(12)
+def test_accumulated_gradients_are_those_of_one_large_batch(micro_batches: int):
+    large = batch(12)
     parts = [
-        dict(zip(whole, split, strict=True))
-        for split in zip(*(tensor.chunk(micro_batches) for tensor in whole.values()), strict=True)
+        dict(zip(large, split, strict=True))
+        for split in zip(*(tensor.chunk(micro_batches) for tensor in large.values()), strict=True)
     ]
     truth = Model().double()
-    wide = {name: tensor.double() for name, tensor in whole.items()}
+    wide = {name: tensor.double() for name, tensor in large.items()}
     gradients = []
-    for model, batches in ((Model(), parts), (Model(), [whole]), (truth, [wide])):
+    for model, batches in ((Model(), parts), (Model(), [large]), (truth, [wide])):
         TrainStep(model, None, mode="forward_backward")(batches)
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     assert_as_accurate_as(*gradients)
 
 
 @pytest.mark.parametrize("limit", [1e-3, 0.1, 1e3])
-def test_clipping(limit: float):
+def test_the_update_is_the_clipped_gradient(limit: float):
     """With SGD at rate 1 the change of the weights is the clipped gradient."""
     model, by_hand = Model(), Model()
     by_hand(**batch(8)).backward()
@@ -183,13 +182,13 @@ def test_clipping(limit: float):
     torch.testing.assert_close(change, gradient * min(1.0, limit / norm), atol=3e-7, rtol=1e-4)
 
 
-def test_gradients_do_not_pile_up_from_step_to_step():
+def test_gradients_do_not_accumulate_over_steps():
     step, _ = logged()
-    plain = Model()
-    sgd = torch.optim.SGD(plain.parameters(), lr=1.0)
+    expected = Model()
+    sgd = torch.optim.SGD(expected.parameters(), lr=1.0)
     for seed in range(3):
         step([batch(4, seed)])
         sgd.zero_grad()
-        plain(**batch(4, seed)).backward()
+        expected(**batch(4, seed)).backward()
         sgd.step()
-    assert all(torch.equal(a, b) for a, b in zip(step.module.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(step.module.parameters(), expected.parameters(), strict=True))

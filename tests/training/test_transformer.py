@@ -1,4 +1,4 @@
-"""The model: its parameters to the last one, its mathematics against a second, hand-written one, and causality."""
+"""The model has its published parameters, agrees with a second, hand-written implementation, and is causal."""
 
 import dataclasses
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from numerics import assert_as_accurate_as
-from trainstep.config.model import ModelConfig
-from trainstep.config.presets import size, size_names
+from trainstep.config.model import ModelConfig, size, size_names
 from trainstep.training.attention import attention_named
 from trainstep.training.transformer import RMSNorm, Transformer
 
@@ -17,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def transformer(config: ModelConfig = SMALL, *, attention: str = "plain", context: int = 17) -> Transformer:
-    """With weights far from their initial scale, so that no part of the model is a rounding error of another."""
+    """A model with weights far from their initial scale, so that every part of it contributes to the loss."""
     torch.manual_seed(1)
     model = Transformer(config, attention=attention_named(attention, context, CPU), context=context)
     with torch.no_grad():
@@ -32,7 +31,7 @@ def some_tokens(batch_size: int, context: int, vocab_size: int = 31) -> tuple[Te
 
 
 class ByHand:
-    """The same model in another style: complex rotations, a loop over heads and queries, weights by name, any dtype."""
+    """A second implementation of the model: complex rotations, a loop over heads and queries, weights by name, any dtype."""
 
     def __init__(self, model: Transformer, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config
@@ -80,8 +79,8 @@ class ByHand:
         return torch.stack((pairs.real, pairs.imag), dim=-1).reshape(positions, width)
 
 
-def in_one(weights: dict[str, Tensor], scales: dict[str, Tensor]) -> Tensor:
-    """Every weight's gradient over its scale, end to end."""
+def in_one_vector(weights: dict[str, Tensor], scales: dict[str, Tensor]) -> Tensor:
+    """Gradients of all weights, each divided by its scale, in one vector."""
     assert set(weights) == set(scales)
     return torch.cat([(weights[name].grad / scale.to(weights[name].dtype)).flatten() for name, scale in scales.items()])
 
@@ -108,7 +107,7 @@ def test_parameters_by_group_are_the_configs(name: str):
     assert groups == config.parameter_counts()
 
 
-def test_no_biases_no_tying_and_norms_as_asked():
+def test_there_are_no_biases_and_no_tied_weights():
     model = transformer()
     assert not [name for name, _ in model.named_parameters() if "bias" in name]
     assert model.head.weight is not model.embedding.weight
@@ -118,7 +117,7 @@ def test_no_biases_no_tying_and_norms_as_asked():
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
 
 
-def test_initial_weights():
+def test_initial_weights_have_their_deviation():
     torch.manual_seed(0)
     model = Transformer(size("tiny"), attention=attention_named("sdpa", 8, CPU), context=8)
     for name, parameter in model.named_parameters():
@@ -131,61 +130,64 @@ def test_initial_weights():
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa", "trainstep"])
 @pytest.mark.parametrize(("batch_size", "context"), [(1, 1), (2, 1), (1, 2), (3, 17)])
-def test_loss_and_gradients(attention: str, batch_size: int, context: int):
+def test_loss_and_gradients_are_as_accurate_as_by_hand(attention: str, batch_size: int, context: int):
     model = transformer(attention=attention)
     tokens, targets = some_tokens(batch_size, context)
-    same, truth = (ByHand(model, SMALL, dtype) for dtype in (torch.float32, torch.float64))
-    losses = [reference.loss(tokens, targets) for reference in (same, truth)]
+    in_fp32, truth = (ByHand(model, SMALL, dtype) for dtype in (torch.float32, torch.float64))
+    losses = [reference.loss(tokens, targets) for reference in (in_fp32, truth)]
     loss = model(tokens, targets)
     assert (loss.shape, loss.dtype) == ((), torch.float32)
     assert_as_accurate_as(loss, *losses)
-    for each in (loss, *losses):
-        each.backward()
-    # All in one vector, each parameter's gradient on its own scale: the worst of 24 numbers alone is a matter of luck.
+    for each_loss in (loss, *losses):
+        each_loss.backward()
+    # All in one vector, each parameter's gradient on its own scale, since the worst of only 24 numbers varies by chance.
     scales = {name: weight.grad.abs().max() for name, weight in truth.weights.items()}
     assert_as_accurate_as(
-        *(in_one(weights, scales) for weights in (dict(model.named_parameters()), same.weights, truth.weights))
+        *(
+            in_one_vector(weights, scales)
+            for weights in (dict(model.named_parameters()), in_fp32.weights, truth.weights)
+        )
     )
 
 
-def test_bf16_weights():
+def test_bf16_weights_give_an_fp32_loss():
     model = transformer()
     exact = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
     model.load_state_dict(exact)
     tokens, targets = some_tokens(3, 17)
-    same, truth = (ByHand(model, SMALL, dtype).loss(tokens, targets) for dtype in (torch.float32, torch.float64))
+    in_fp32, truth = (ByHand(model, SMALL, dtype).loss(tokens, targets) for dtype in (torch.float32, torch.float64))
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     loss = model(tokens, targets)
     assert loss.dtype == torch.float32
     assert abs(loss.item() - truth.item()) < 0.05 * truth.item()
-    assert abs(loss.item() - truth.item()) > abs(same.item() - truth.item())
+    assert abs(loss.item() - truth.item()) > abs(in_fp32.item() - truth.item())
 
 
-def test_a_sequence_shorter_than_the_context():
+def test_a_sequence_may_be_shorter_than_the_context():
     tokens, targets = some_tokens(2, 5)
     assert torch.equal(transformer(context=17)(tokens, targets), transformer(context=5)(tokens, targets))
 
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa", "sdpa_math", "sdpa_flash", "trainstep"])
 @pytest.mark.parametrize("changed", [1, 8, 16])
-def test_the_future_does_not_reach_back(attention: str, changed: int):
-    """Changing token t leaves the loss of every position before it, and changes that of t."""
+def test_a_token_changes_no_logits_before_it(attention: str, changed: int):
+    """Changing token t changes the logits of position t, and none before it."""
     model = transformer(attention=attention)
     tokens, targets = some_tokens(1, 17)
-    other = tokens.clone()
-    other[0, changed] = (other[0, changed] + 1) % 31
+    changed_tokens = tokens.clone()
+    changed_tokens[0, changed] = (changed_tokens[0, changed] + 1) % 31
     logits: list[Tensor] = []
     model.head.register_forward_hook(lambda _module, _inputs, output: logits.append(output))
     with torch.no_grad():
         model(tokens, targets)
-        model(other, targets)
+        model(changed_tokens, targets)
     assert torch.equal(logits[0][:, :changed], logits[1][:, :changed])
     assert not torch.equal(logits[0][:, changed], logits[1][:, changed])
 
 
-def test_sequences_of_a_batch_do_not_meet():
+def test_sequences_of_a_batch_are_independent():
     model = transformer()
     tokens, targets = some_tokens(2, 17)
-    alone = [model(tokens[i : i + 1], targets[i : i + 1]) for i in range(2)]
-    torch.testing.assert_close(model(tokens, targets), sum(alone) / 2)
+    separate_losses = [model(tokens[i : i + 1], targets[i : i + 1]) for i in range(2)]
+    torch.testing.assert_close(model(tokens, targets), sum(separate_losses) / 2)

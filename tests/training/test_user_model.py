@@ -1,4 +1,4 @@
-"""A user's own model: found, called, checked; what is wrong is named."""
+"""A user's model function is found, called and checked; errors name what is wrong."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def build(function: str) -> tuple[nn.Module, object]:
     return build_user_model(function, run, torch.device("cpu"))
 
 
-def test_it_is_called_with_the_run_and_the_device(package: str):
+def test_the_function_gets_the_run_and_the_device(package: str):
     module, next_batch = build(f"{package}:good")
     assert isinstance(module, nn.Linear)
     assert callable(next_batch)
@@ -58,23 +58,23 @@ def test_it_is_called_with_the_run_and_the_device(package: str):
 
 
 @pytest.mark.parametrize("name", ["absent", "constant"])
-def test_no_such_function(package: str, name: str):
+def test_a_missing_function_is_named(package: str, name: str):
     with pytest.raises(ImportError, match=f"model: {package} has no function '{name}'"):
         build(f"{package}:{name}")
 
 
-def test_no_such_module():
+def test_a_missing_module_is_named():
     with pytest.raises(ImportError, match="nobodys_package_at_all"):
         build("nobodys_package_at_all:build")
 
 
 @pytest.mark.parametrize("name", ["alone", "no_module", "no_batches"])
-def test_what_it_must_return(package: str, name: str):
+def test_a_wrong_return_value_is_refused(package: str, name: str):
     with pytest.raises(ValueError, match=r"must return \(module, next_batch\)"):
         build(f"{package}:{name}")
 
 
-def test_blocks():
+def test_blocks_are_the_longest_module_list():
     model = nn.Module()
     model.short = nn.ModuleList([nn.Linear(1, 1)])
     model.inner = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)]))

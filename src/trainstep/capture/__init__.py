@@ -1,8 +1,8 @@
-"""The captured step: anyone's training step as one graph, with nothing of Python between its kernels.
+"""Captures any training step as one CUDA graph, so that no Python runs between its kernels.
 
     from trainstep.capture import CapturedStep
 
-    def train(batch):                                    # forward, backward, optimizer: all of it, returning the loss
+    def train(batch):                                    # the whole step: forward, backward, optimizer; returns the loss
         loss = model(**batch)
         loss.backward()
         optimizer.step()
@@ -13,7 +13,8 @@
     for batch in batches:
         loss = step(batch)                               # returns without waiting for the GPU
 
-Uses `spans` alone and can be lifted out. Names here are loaded, and torch with them, when they are first used.
+The package uses none of trainstep's other packages and can be copied out of it. Its names, and torch with them, are
+loaded when they are first used.
 """
 
 from importlib import import_module
@@ -31,8 +32,8 @@ _MODULE_OF = {"CapturedStep": "captured_step", "NotCapturable": "waits", "Wait":
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    return found
+    attribute = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return attribute
 
 
 def __dir__() -> list[str]:

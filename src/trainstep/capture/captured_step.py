@@ -1,9 +1,9 @@
-"""Anyone's training step, captured: its first calls run as they are, then a graph takes their place.
+"""CapturedStep: the first calls of a training step run eagerly, the later calls launch a graph.
 
-[Note: no step is lost, none is made up] A capture needs a few steps before it, in which kernels are compiled and tuned, optimizers
-make their state, libraries their workspaces. They are the first calls themselves, on the caller's batches, so there is no state to
-be put back afterwards, and a captured training run takes the same steps as one that is not. The last of them is watched for what
-makes the host wait.
+[Note: the warm-ups are real steps] Before a capture, a few steps must run in which kernels are compiled and tuned,
+optimizers make their state, and libraries make their workspaces. These steps are the first calls themselves, on the
+caller's batches. So no state has to be restored afterwards, and a captured run takes the same steps as an eager run. The
+last warm-up is watched for operations that make the host wait.
 """
 
 import time
@@ -16,21 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainstep.capture.baked import Baked, State
-from trainstep.capture.cuda_graph import CudaGraphs, OnMark
-from trainstep.capture.inputs import StaticInputs, copies, detached, on_device, shape_of
-from trainstep.capture.tape import Tapes
+from trainstep.capture.inputs import Baked, State, StaticInputs, copies, detached, on_device, shape_of
+from trainstep.capture.tape import CudaGraphs, OnMark, Tapes
 from trainstep.capture.waits import NotCapturable, Wait, compiles_nothing, graphs_compiled, place_of
 
 _MOST_COMPILING = 8
-"""Steps beyond the warm-ups in which torch.compile may still compile."""
+"""The number of steps after the warm-ups in which torch.compile may still compile."""
 _MOST_BEGINNINGS = 8
-"""Times in a row that what a graph bakes in may change before the graph was used twice."""
-_LAUNCH, _CAPTURE, _AS_IT_IS, _NEVER = range(4)
-"""What a call does with its step; of several processes each does what the one with the largest number has to."""
-_ANOTHERS = NotCapturable("the step cannot be captured: another process says why")
+"""The number of times that graphs may be dropped without a launch in between."""
+_LAUNCH, _CAPTURE, _EAGER, _NEVER = range(4)
+"""What a call does with its step; several processes all do what the process with the largest number has to do."""
+_OTHER_PROCESS = NotCapturable("the step cannot be captured: another process says why")
 _RUNNING = ContextVar("_RUNNING", default=False)
-"""Whether the function of a captured step is running: another one's calls in it are a part of its graph."""
+"""Whether a captured step's function is running; another captured step that it calls becomes a part of its graph."""
 
 
 def _ignore(_label: Any, _event: torch.cuda.Event | None) -> None:
@@ -41,47 +39,48 @@ def _ignore_launch(_on_mark: OnMark) -> None:
     pass
 
 
-def _alone(number: int) -> int:
-    return number
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Graph:
     inputs: StaticInputs
     launch: Callable[[OnMark], None]
     outputs: Any
-    found: Sequence[tuple[Tensor, Tensor | None]]
-    """Each parameter with the gradient that it had before the step: the graph overwrites it, or adds to it, wherever it is now."""
-    left: Sequence[tuple[Tensor, Tensor | None]]
-    """Each parameter that has another gradient after the step: the same tensor at every launch."""
+    gradients_before: Sequence[tuple[Tensor, Tensor | None]]
+    """Each parameter with its gradient before the step: the graph writes to this tensor's memory at every launch."""
+    gradients_after: Sequence[tuple[Tensor, Tensor | None]]
+    """Each parameter that has another gradient after the step: the same tensor after every launch."""
 
 
 class CapturedStep:
-    """`step(batch)` is `function(batch)` as one graph: the batch is copied in, the graph launched, and copies of what the function
-    returned come back, of which the host has not waited for any.
+    """Runs `function(batch)` as one graph: `step(batch)`.
 
-    function      forward and backward, and whatever else belongs to the step (clipping, optimizer.step(), zero_grad()), of a batch:
-                  tensors and plain values in dicts, lists and tuples. Micro-batches are a list of batches. Tensors come to it on
-                  the device; one in pinned memory of the host must not be written anew before the GPU has copied it.
-    optimizer     the one that the function steps. Its learning rates are read at each call, so schedules work as ever (outside of
-                  the function); another change of its groups (betas, weight decay, parameters), and load_state_dict, make a new
-                  graph. ValueError where a graph cannot hold its step: then leave it out of the function, give `module` alone,
-                  and call its step and zero_grad() after each call.
-    module        the one that is trained: train() and eval() of any part of it, frozen parameters and replaced buffers make a new
-                  graph. Without it only the optimizer's parameters are looked after.
-    warmups       calls of each shape that run as they are before the next is captured, 2 at least.
-    most_graphs   one a shape of the batch; further shapes run as they are.
-    strict        NotCapturable, with the lines, for a step that cannot be captured; else it runs as it is, and `why_not` says why.
-    generators    of the device, other than its default one, from which the function draws random numbers.
-    agree         the largest of the numbers that all processes give it at the same call, for a function that sends messages to the
-                  others (parallel/host_agreement.py): they capture in the same call, or run as they are in the same call, since a
-                  capture sends nothing and NCCL sets up captured messages together. A step is launched when every process has a
-                  graph for it; what one cannot capture none does.
+    The batch is copied in, the graph is launched, and copies of the function's outputs are returned, without waiting for
+    the device.
 
-    Called by the function of another captured step, it is a part of that one's graph. Not for several threads at once.
+    function      runs forward and backward of a batch and everything else that belongs to the step (clipping,
+                  optimizer.step(), zero_grad()). A batch is tensors and plain values in dicts, lists and tuples;
+                  micro-batches are a list of batches. The function gets the tensors on the device. A tensor in pinned
+                  host memory must not be overwritten before the GPU has copied it.
+    optimizer     the optimizer that the function steps. Its learning rates are read at each call, so schedules work as
+                  usual (outside the function). Any other change of its groups (betas, weight decay, parameters), and
+                  load_state_dict, make a new graph. Raises ValueError if a graph cannot hold its step: then leave it out
+                  of the function, give `module` alone, and call its step and zero_grad() after each call.
+    module        the module that is trained: train() and eval() of any part, frozen parameters and replaced buffers make
+                  a new graph. Without it only changes of the optimizer's parameters are noticed.
+    warmups       the number of calls of each shape that run eagerly before a call is captured; at least 2.
+    most_graphs   the most graphs, one for each shape of the batch; further shapes run eagerly.
+    strict        raise NotCapturable, with the lines, for a step that cannot be captured; without it such a step runs
+                  eagerly, and `why_not` says why.
+    generators    the device's generators from which the function draws random numbers, other than the default generator.
+    agree         returns the largest of the numbers that all processes give to it at the same call; needed by a function
+                  that sends messages to other processes (parallel/agreement.py). The processes capture in the same call
+                  and run eagerly in the same call, because a capture sends nothing and NCCL sets up captured messages
+                  together. A step is launched when every process has a graph for it; if one process cannot capture a
+                  step, no process does.
 
-    Random numbers are new at each launch. Everything else that Python works out is as it was when the step was captured. On a CPU a
-    tape takes the graph's place (tape.py): nothing is faster, but the same holds.
+    If another captured step's function calls it, it becomes part of that step's graph. Use it from one thread at a time.
+
+    Random numbers are new at each launch. Everything else that Python computes keeps its value from the capture. On a CPU
+    a tape replaces the graph (tape.py): it is not faster, but behaves the same.
     """
 
     def __init__(
@@ -103,74 +102,74 @@ class CapturedStep:
             raise ValueError(f"most_graphs: must be at least 1, not {most_graphs}")
         self.device = _device_of(optimizer, module, device)
         self.why_not: str | None = None
-        """Why the step runs as it is, in a sentence; None while it is, or may yet be, captured."""
+        """Why the step runs eagerly, in a sentence; None while it is captured or may still be."""
         self.capture_s = 0.0
         """Seconds that captures have taken so far."""
         self._function = function
         self._warmups = warmups
         self._most_graphs = most_graphs
         self._strict = strict
-        self._agree = agree or _alone
+        self._agree = agree or (lambda number: number)
         self._baked = Baked(optimizer, module, self.device)
         self._recorder = CudaGraphs(self.device, generators) if self.device.type == "cuda" else Tapes()
         self._graphs: dict[Hashable, _Graph] = {}
         self._warm: dict[Hashable, int] = {}
-        """Calls of each shape so far that ran as they are and count."""
+        """Shape -> the number of warm-ups so far."""
         self._compiling = self._begun_again = 0
         self._on_mark: OnMark = _ignore
         self._recording = False
         self._not_finite = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def __call__(self, batch: Any, on_mark: OnMark = _ignore) -> Any:
-        """One step. `on_mark`: told of each `mark` of the function, see there. NotCapturable: see `strict`."""
+        """Run one step. `on_mark`: called for each `mark` of the function. Raises NotCapturable: see `strict`."""
         if _RUNNING.get():
             return copies(self._run(batch))
         self._on_mark = on_mark
         if change := self.why_not is None and self._baked.change():
             self._begin_again(change)
-        shape, graph, wish = self._wish(batch)
-        agreed = self._agree(wish)
+        shape, graph, proposal = self._propose(batch)
+        agreed = self._agree(proposal)
         if agreed == _LAUNCH and graph is not None:
             return self._launch(graph, batch)
-        if agreed == _NEVER and wish != _NEVER:
-            self._give_up(_ANOTHERS)
+        if agreed == _NEVER and proposal != _NEVER:
+            self._give_up(_OTHER_PROCESS)
         if agreed == _CAPTURE:
             return self._capture(shape, batch)
-        if wish == _AS_IT_IS and self._warm.get(shape, self._warmups) < self._warmups:
+        if proposal == _EAGER and self._warm.get(shape, self._warmups) < self._warmups:
             return self._warm_up(shape, batch)
-        return self._as_it_is(batch)
+        return self._run_eagerly(batch)
 
-    def _wish(self, batch: Any) -> tuple[Hashable, _Graph | None, int]:
-        """The batch's shape, its graph if there is one, and what this process would do."""
+    def _propose(self, batch: Any) -> tuple[Hashable, _Graph | None, int]:
+        """The batch's shape, its graph if there is one, and what this process would do with the step."""
         try:
             shape = self._shape_of(batch)
         except NotCapturable as error:
             self._give_up(error)
             return None, None, _NEVER
         graph = self._graphs.get(shape)
-        if graph is not None and self._finds_its_gradients(graph):
+        if graph is not None and self._has_its_gradients(graph):
             return shape, graph, _LAUNCH
         if self.why_not is not None:
             return shape, None, _NEVER
         if len(self._graphs) >= self._most_graphs:
-            return shape, None, _AS_IT_IS
+            return shape, None, _EAGER
         done = self._warm.setdefault(shape, 0)
-        return shape, None, _CAPTURE if done >= self._warmups else _AS_IT_IS
+        return shape, None, _CAPTURE if done >= self._warmups else _EAGER
 
     @property
     def is_recording(self) -> bool:
-        """Whether the function runs to be written down, not for its step's sake."""
+        """Whether the function is running in order to be recorded."""
         return self._recording
 
     def is_captured(self, batch: Any) -> bool:
-        """Whether a graph takes the next step of such a batch."""
+        """Whether there is a graph for batches of this shape."""
         return self._shape_of(batch) in self._graphs
 
     def mark(self, label: Any) -> None:
-        """Called by the function: `on_mark(label, event)` is told of this point of every step.
+        """Mark this point of the step: the function calls it, and `on_mark(label, event)` is called at every step.
 
-        Of a captured step on a GPU `event` is a torch.cuda.Event that the graph records here, the same one at each launch; it is
-        None where `on_mark` is called at this very point, while the step runs.
+        For a graph on a GPU `event` is the torch.cuda.Event that the graph records at this point, the same at each
+        launch. Otherwise it is None, and `on_mark` is called at this point while the step runs.
         """
         if self._recording:
             self._recorder.mark(label, self._on_mark)
@@ -178,9 +177,10 @@ class CapturedStep:
             self._on_mark(label, None)
 
     def reset(self) -> None:
-        """Forget the graphs: the next calls of each shape run as they are again, and are captured anew.
+        """Drop the graphs: the next calls of each shape run eagerly again and are then captured.
 
-        To be called where something changed that a graph holds on to: the function's own Python state, a tensor that was replaced.
+        Call this after a change that a graph cannot notice: of the function's own Python state, or of a tensor that was
+        replaced.
         """
         if self._graphs:
             self._recorder.forget()
@@ -188,30 +188,31 @@ class CapturedStep:
         self._warm.clear()
 
     def losses_not_finite(self) -> int:
-        """How many outputs of one number were NaN or infinite so far. Waits for the device: ask every k steps."""
+        """The number of scalar outputs so far that were NaN or infinite. Waits for the device: call it every k steps."""
         return int(self._not_finite.item())
 
     def pool_bytes(self) -> int:
-        """The device's memory that belongs to the graphs: what steps need between inputs and outputs, and gradients they leave."""
+        """Bytes of the device's memory that belong to the graphs: for intermediate tensors and for gradients they leave."""
         return self._recorder.pool_bytes()
 
     def _shape_of(self, batch: Any) -> Hashable:
-        """The batch's, and what else torch runs otherwise: with autograd or without, in autocast's dtype or in none."""
+        """The shape of the batch, with the modes of torch that change what runs: autograd and autocast around the call."""
         kind = self.device.type
         in_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return shape_of(batch), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), in_dtype
 
-    def _as_it_is(self, batch: Any) -> Any:
+    def _run_eagerly(self, batch: Any) -> Any:
         with self._recorder.eager():
             return copies(self._run(on_device(batch, self.device)))
 
     def _run(self, batch: Any) -> Any:
-        inside = _RUNNING.set(True)
-        torch.clear_autocast_cache()  # under autocast around the call: casts of the weights as they were at another call
+        token = _RUNNING.set(True)
+        # With autocast around the call, the cache may hold casts of the weights from another call.
+        torch.clear_autocast_cache()
         try:
             outputs = self._function(batch)
         finally:
-            _RUNNING.reset(inside)
+            _RUNNING.reset(token)
             torch.clear_autocast_cache()
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.numel() == 1 and leaf.is_floating_point():
@@ -219,15 +220,15 @@ class CapturedStep:
         return outputs
 
     def _warm_up(self, shape: Hashable, batch: Any) -> Any:
-        """A step as it is. The last one is watched; it is taken again where torch.compile still compiled in it."""
+        """Run a step eagerly. The last warm-up is watched; a step in which torch.compile compiled does not count as last."""
         done = self._warm.get(shape, 0) + 1
         with self._baked.rates_in_tensors():
             if done < self._warmups:
                 self._warm[shape] = done
-                return self._as_it_is(batch)
+                return self._run_eagerly(batch)
             compiled, state = graphs_compiled(), self._baked.state()
             with self._recorder.watched() as waits:
-                outputs = self._as_it_is(batch)
+                outputs = self._run_eagerly(batch)
         if graphs_compiled() == compiled:
             self._warm[shape] = done
             reason = self._baked.not_again(state)
@@ -240,32 +241,36 @@ class CapturedStep:
         return outputs
 
     def _capture(self, shape: Hashable, batch: Any) -> Any:
-        """Write the step down, and take it once."""
-        found = [(parameter, parameter.grad) for parameter in self._baked.parameters]
+        before = [(parameter, parameter.grad) for parameter in self._baked.parameters]
         inputs = StaticInputs(batch, self.device)
         began_s = time.perf_counter()
-        launch, outputs, refusal = self._record(inputs, found)
+        launch, outputs, refusal = self._record(inputs, before)
         self.capture_s += time.perf_counter() - began_s
         inputs.note_written()
         if refusal is not None:
             if not self._recorder.takes_step:
-                del launch, outputs  # their memory is for the step as it is
+                del launch, outputs  # free their memory for the eager step
                 self._give_up(refusal)
-                return self._as_it_is(batch)
+                return self._run_eagerly(batch)
             inputs.write_back(batch)
             self._give_up(refusal)
             return outputs
-        left = [(parameter, parameter.grad) for parameter, gradient in found if parameter.grad is not gradient]
-        self._graphs[shape] = _Graph(inputs=inputs, launch=launch, outputs=outputs, found=found, left=left)
+        after = [(parameter, parameter.grad) for parameter, gradient in before if parameter.grad is not gradient]
+        self._graphs[shape] = _Graph(
+            inputs=inputs, launch=launch, outputs=outputs, gradients_before=before, gradients_after=after
+        )
         if not self._recorder.takes_step:
             launch(self._on_mark)
         inputs.write_back(batch)
         return copies(outputs)
 
     def _record(
-        self, inputs: StaticInputs, found: Sequence[tuple[Tensor, Tensor | None]]
+        self, inputs: StaticInputs, gradients_before: Sequence[tuple[Tensor, Tensor | None]]
     ) -> tuple[Callable[[OnMark], None], Any, NotCapturable | None]:
-        """The graph's launch, the outputs, and why it is no good after all: then all is as it was, but for a tape's step."""
+        """The graph's launch, the outputs, and why the graph cannot be used, if so: then its effects have been undone.
+
+        A tape takes the step while it records, and so has no effects to undo.
+        """
         state, refusal = self._baked.state(), None
         launch: Callable[[OnMark], None] = _ignore_launch
         outputs: Any = None
@@ -276,10 +281,10 @@ class CapturedStep:
         except BaseException as error:
             if self._recorder.takes_step:
                 raise
-            self._undo(found, state)
+            self._undo(gradients_before, state)
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
                 raise
-            # Of the error itself nothing is kept: it holds the capture's tensors
+            # Keep the error's place but not the error, which holds the capture's tensors.
             refusal = _refusal(None, [place_of(error)])
         finally:
             self._recording = False
@@ -287,14 +292,14 @@ class CapturedStep:
         if refusal is None and (reason or self._recorder.refused):
             refusal = _refusal(reason, self._recorder.refused)
         if self._agree(_LAUNCH if refusal is None else _NEVER) == _NEVER and refusal is None:
-            refusal = _ANOTHERS
+            refusal = _OTHER_PROCESS
         if refusal is not None and not self._recorder.takes_step:
-            self._undo(found, state)
+            self._undo(gradients_before, state)
         return launch, outputs, refusal
 
-    def _undo(self, found: Sequence[tuple[Tensor, Tensor | None]], state: State) -> None:
-        """Take away what a capture left where steps leave their results: it was never computed."""
-        for parameter, gradient in found:
+    def _undo(self, gradients_before: Sequence[tuple[Tensor, Tensor | None]], state: State) -> None:
+        """Remove the gradients and the state that a capture made, because a capture computes nothing."""
+        for parameter, gradient in gradients_before:
             parameter.grad = gradient
         self._baked.drop_state_since(state)
 
@@ -302,14 +307,14 @@ class CapturedStep:
         self._begun_again = 0
         graph.inputs.fill(batch)
         graph.launch(self._on_mark)
-        for parameter, gradient in graph.left:
+        for parameter, gradient in graph.gradients_after:
             parameter.grad = gradient
         graph.inputs.write_back(batch)
         return copies(graph.outputs)
 
-    def _finds_its_gradients(self, graph: _Graph) -> bool:
-        """Whether gradients are those that the graph was captured with; where not, the graphs are forgotten."""
-        if all(parameter.grad is gradient for parameter, gradient in graph.found):
+    def _has_its_gradients(self, graph: _Graph) -> bool:
+        """Whether the gradients are the tensors with which the graph was captured; if not, the graphs are dropped."""
+        if all(parameter.grad is gradient for parameter, gradient in graph.gradients_before):
             return True
         self._begin_again(
             "it finds other gradients than when it was captured; clear them alike before every call "
@@ -318,11 +323,11 @@ class CapturedStep:
         return False
 
     def _begin_again(self, reason: str) -> None:
-        """Forget the graphs, but not for ever: steps that are never the same twice run as they are."""
+        """Drop the graphs; a step that changes too often is never captured."""
         self.reset()
         self._begun_again += 1
         if self._begun_again > _MOST_BEGINNINGS:
-            self._give_up(NotCapturable(f"the step is not the same for {self._warmups} calls in a row: {reason}"))
+            self._give_up(NotCapturable(f"the step is not the same for {self._warmups} consecutive calls: {reason}"))
 
     def _give_up(self, error: NotCapturable) -> None:
         self.reset()

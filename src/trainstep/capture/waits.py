@@ -1,6 +1,6 @@
-"""Where a step makes the host wait for the device, which no graph can hold: found, with its line, by watching a step.
+"""Finds the lines at which a step makes the host wait for the device, which no graph can hold.
 
-A watched step runs to its end: it is an ordinary training step, and every place is found in one go, not the first alone.
+A watched step is an ordinary training step and runs to its end, so all places are found at once and not only the first.
 """
 
 import sys
@@ -16,23 +16,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
-"""How torch's sync debug mode words its warning (c10/cuda/CUDAFunctions.cpp)."""
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(traceback.__file__).parent))
+"""The words of the warning of torch's sync debug mode (c10/cuda/CUDAFunctions.cpp)."""
+_NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(traceback.__file__).parent))
+_READS_VALUE = "a tensor's value is read by the host"
 _READ_BY_HOST = {
-    "aten::_local_scalar_dense": "a tensor's value is read by the host",
+    "aten::_local_scalar_dense": _READS_VALUE,
     "aten::nonzero": "the result's shape depends on values",
     "aten::masked_select": "the result's shape depends on values",
     "aten::_unique2": "the result's shape depends on values",
     "aten::unique_dim": "the result's shape depends on values",
     "aten::equal": "a comparison's answer is read by the host",
 }
-"""Operators after which a GPU's host has to wait. `aten::index` with a mask is another."""
+"""Operators for which a GPU's host has to wait. `aten::index` with a mask is another."""
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.cpu}
-"""What reads a tensor's memory below those."""
+"""Methods that read a tensor's memory without an operator."""
 
 
 class Wait(NamedTuple):
-    """One place. `line`: its source, without indentation; empty where the source cannot be read."""
+    """A place at which the host waits. `line`: its source, without indentation; empty if the source cannot be read."""
 
     file: str
     number: int
@@ -40,12 +41,12 @@ class Wait(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        shown = f"`{self.line}`: " if self.line else ""
-        return f"{self.file}:{self.number}: {shown}{self.why}"
+        source = f"`{self.line}`: " if self.line else ""
+        return f"{self.file}:{self.number}: {source}{self.why}"
 
 
 class NotCapturable(ValueError):
-    """A step that no graph can hold. `waits`: the places that say why, where there are any."""
+    """No graph can hold the step. `waits`: the places that are the cause, if any are known."""
 
     def __init__(self, reason: str, waits: Sequence[Wait] = ()) -> None:
         super().__init__("; ".join([reason, *map(str, waits)]))
@@ -54,44 +55,46 @@ class NotCapturable(ValueError):
 
 @contextmanager
 def cuda_waits() -> Iterator[list[Wait]]:
-    """The places inside at which torch waits for the GPU, autograd's thread included: those stand at the line of `backward()`.
+    """Collect the places at which torch waits for the GPU inside the block.
 
-    By `torch.cuda.set_sync_debug_mode`, which sees implicit waits; `torch.cuda.synchronize()` itself fails during the capture.
+    Waits of autograd's thread have the line of `backward()`.
+
+    `torch.cuda.set_sync_debug_mode` reports implicit waits; `torch.cuda.synchronize()` itself fails during the capture.
     """
-    found: dict[Wait, None] = {}
+    distinct: dict[Wait, None] = {}
 
     def show(
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
     ) -> None:
         if _SYNCHRONIZES in str(message):
-            found[_here("the host waits for the GPU")] = None
+            distinct[_here("the host waits for the GPU")] = None
         else:
-            shown_before(message, category, filename, lineno, file, line)
+            show_before(message, category, filename, lineno, file, line)
 
     places: list[Wait] = []
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f".*{_SYNCHRONIZES}")
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        shown_before, warnings.showwarning = warnings.showwarning, show
+        show_before, warnings.showwarning = warnings.showwarning, show
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-            places += found
+            places += distinct
 
 
 @contextmanager
 def host_waits() -> Iterator[list[Wait]]:
-    """The same of a step on a CPU: the places at which a GPU's host would wait."""
+    """Collect the places at which a GPU's host would wait, in a step on a CPU, inside the block."""
     watcher = HostWatcher()
     with watcher, reads_by_host(watcher):
         yield watcher.places
 
 
 class HostWatcher(TorchDispatchMode):
-    """`places`: those inside at which a GPU's host would wait."""
+    """Collects in `places` where a GPU's host would wait, while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +106,7 @@ class HostWatcher(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, why: str) -> None:
-        """This place, once."""
+        """Note the user's current line, once."""
         if (place := _here(why)) not in self.places:
             self.places.append(place)
 
@@ -115,42 +118,40 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS:
-            self._watcher.note("a tensor's value is read by the host")
+            self._watcher.note(_READS_VALUE)
         return func(*args, **(kwargs or {}))
 
 
 def reads_by_host(watcher: HostWatcher) -> AbstractContextManager[Any]:
-    """Inside, `watcher` notes what reads a tensor's memory without an operator of torch's: tolist(), numpy(), a tensor printed."""
+    """Have `watcher` note reads of a tensor's memory without an operator of torch: tolist(), numpy(), printing a tensor."""
     return _Reads(watcher)
 
 
 def _why_the_host_waits(func: Any, args: Sequence[Any]) -> str | None:
-    """Why a GPU's host would wait for this operator; None where it would not."""
+    """Why a GPU's host would wait for this operator; None if it would not."""
     name = func._schema.name if hasattr(func, "_schema") else str(func)
     if name in ("aten::index", "aten::index_put", "aten::index_put_") and any(map(_is_mask, args[1])):
         if name != "aten::index" and args[2].numel() == 1 and len(args) < 4 and all(map(_is_mask, args[1])):
-            return None  # `x[mask] = number`, which torch fills in place
+            return None  # `x[mask] = number`, for which torch fills the tensor in place
         return "a mask chooses elements: the result's shape depends on values"
     return _READ_BY_HOST.get(name)
 
 
 def place_of(error: BaseException) -> Wait:
-    """The innermost line of the user's in an exception's traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return _innermost(
-        frames, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
-    )
+    """The innermost line of the user's code in an exception's traceback, with the exception's first line."""
+    first_line = str(error).splitlines()[0] if str(error) else ""
+    return _innermost(traceback.extract_tb(error.__traceback__), f"{type(error).__name__}: {first_line}".rstrip(": "))
 
 
 def graphs_compiled() -> int:
-    """How many graphs torch.compile has made so far in this process."""
+    """The number of graphs that torch.compile has made in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters: Mapping[str, Mapping[str, int]] = dynamo.counters if dynamo else {}
     return counters["stats"]["unique_graphs"] if counters else 0
 
 
 def compiles_nothing() -> AbstractContextManager[Any]:
-    """Where torch.compile would compile inside, it raises instead."""
+    """Make torch.compile raise an error instead of compiling, inside the block."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("fail_on_recompile")
@@ -166,7 +167,7 @@ def _here(why: str) -> Wait:
 
 
 def _innermost(frames: Sequence[traceback.FrameSummary], why: str) -> Wait:
-    """The last frame that is neither torch's nor this package's; the last of all where every one is."""
-    users = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS) and frame.filename[0] != "<"]
-    frame = (users or list(frames))[-1]
+    """The last frame that belongs neither to torch nor to this package; without such a frame, the last of all."""
+    user = [frame for frame in frames if not frame.filename.startswith(_NOT_USER_CODE) and frame.filename[0] != "<"]
+    frame = (user or list(frames))[-1]
     return Wait(frame.filename, frame.lineno or 0, (frame.line or "").strip(), why)

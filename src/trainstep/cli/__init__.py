@@ -1,1 +1,1 @@
-"""The command line: one file a verb; each parses, calls one function and prints. Heavy imports happen inside the verbs."""
+"""The command line: one file for each verb, which parses, calls one function and prints. Heavy imports happen inside the verbs."""

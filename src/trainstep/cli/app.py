@@ -1,10 +1,14 @@
-"""The verbs, and what every one of them does with errors: one sentence and exit code 2, never a traceback.
+"""The command line `trainstep bench` and its like: finds the verb, reads its files of options, and reports errors as one sentence.
 
-Exit codes: 0 done (a cell out of memory is a result), 1 a fault of ours, or slower by `compare --fail-if-slower`, 2 bad input or
-standard output that cannot be written, 3 done but some cells crashed, were killed, timed out or could not be imported, 4 the
-budget of --budget-minutes left cells (with the command that goes on), 130 interrupted, with a sentence that says what is kept.
+Exit codes:
+0   done (a cell that runs out of memory is a result)
+1   a bug in trainstep, or a cell is slower with `compare --fail-if-slower`
+2   bad input, or standard output cannot be written; one sentence, never a traceback
+3   done, but some cells crashed, were killed, timed out or could not be imported
+4   the budget of --budget-minutes left cells; the command that continues is printed
+130 interrupted; a sentence says what is kept
 
-This module imports nothing that takes time: a Ctrl-C during an import is met inside `main`, not before it.
+This module imports nothing that takes time, so that a Ctrl-C during an import is handled inside `main`, not before it.
 """
 
 import os
@@ -13,70 +17,71 @@ from collections.abc import Sequence
 
 import trainstep
 
-TYPE_CHECKING = False  # type checkers take it for true; to import it from typing takes longer than all else here
+# Type checkers take it as true; importing it from typing would take longer than everything else here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from inspect import BoundArguments
 
-    from cyclopts import App
+    from cyclopts import App, ArgumentCollection
 
 _VERBS = {
-    "bench": "Time the step of one model, or of a grid of them.",
-    "attention": "Which attention is fastest here, and is it right.",
-    "profile": "Where the time of a step goes: kernels by phase, classes, what the host does, and what limits it.",
-    "numerics": "What each precision does to the numbers of a model, beside what it costs.",
-    "memory": "Where the memory of a step goes, what peaks when, what fits.",
-    "parallel": "Which parallel strategy is cheapest, and is communication hidden.",
-    "collectives": "What the interconnect does: bandwidth and latency of collectives.",
+    "bench": "Time the step of one model, or of a grid of models.",
+    "attention": "Find which attention is fastest here, and whether it is right.",
+    "profile": "Show where the time of a step goes, by kernel and phase, and what limits it.",
+    "numerics": "Show the error that each precision causes in a model, beside its cost.",
+    "memory": "Show where the memory of a step goes, when it peaks, and what fits.",
+    "parallel": "Find which parallel strategy is fastest, and whether its communication is hidden.",
+    "collectives": "Measure bandwidth and latency of collectives on the interconnect.",
     "sweep": "Run a whole table from a TOML file; kill and resume it at will.",
     "tune": "Find the fastest tiles of the attention kernels on this GPU.",
     "report": "Show records as tables, or as one page.",
-    "compare": "Did it get faster? Two files of records, cell by cell.",
+    "compare": "Did it get faster? Compare two files of records, cell by cell.",
     "doctor": "Show this machine, what it can do, and what is missing.",
 }
-
-
 _RUNNING = ("bench", "attention", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
 """The verbs that run cells."""
 _COMPLETION = "Let the Tab key complete verbs and options, in bash, zsh or fish."
-_LOOK_FIRST = "Look before a long run: `trainstep {0} --dry-run`. Stop in time: `trainstep {0} --budget-minutes 30`."
+_LONG_RUNS = "Check a long run first: `trainstep {0} --dry-run`. Limit its time: `trainstep {0} --budget-minutes 30`."
 _OPTION_FILES = (
-    " Options that are the same each time: in a file, `trainstep {0} --config FILE.toml`, or as defaults in ./trainstep.toml, "
-    'a table a verb and [all] for all of them, as `precision = "bf16_autocast"` under `[all]`; never model, data or output.'
+    " Put options that are always the same into a file, `trainstep {0} --config FILE.toml`, or as defaults into ./trainstep.toml, "
+    'which has a table for each verb and [all] for all verbs: `precision = "bf16_autocast"` under `[all]`; never model, data or '
+    "output."
 )
-_ASKS_FOR_HELP = frozenset(("--help", "-h", "--version"))
+_HELP_OPTIONS = frozenset(("--help", "-h", "--version"))
+_SHELLS = ("bash", "zsh", "fish")
+_START_UP_FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc"}
+"""Shell -> the file that loads the completion; fish finds it without one."""
 
 
 def build_app(words: Sequence[str]) -> "App":
-    """The app for this command line. No verb's module is imported but the one that runs."""
+    """The cyclopts app for this command line. It imports only the module of the verb that runs."""
     from cyclopts import App
 
     app = App(
         name="trainstep",
         help="Measure, explain and speed up the training step of a Transformer language model.",
         version=trainstep.__version__,
-        help_epilogue="Start with `trainstep bench`. Each verb explains itself: `trainstep bench --help`.",
-        help_format="plaintext",  # a parser of markdown would make `--help` half as slow again
+        help_epilogue="Start with `trainstep bench`. Each verb has its own help: `trainstep bench --help`.",
+        help_format="plaintext",  # a parser of markdown would make `--help` take half as long again
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    if not words or not _ASKS_FOR_HELP.isdisjoint(words):  # rich takes longer to import than most verbs run
-        from trainstep.report.console import VisibleConsole
+    if not words or not _HELP_OPTIONS.isdisjoint(words):  # not for all: importing rich takes longer than most verbs run
+        from trainstep.report.kit.visible import VisibleConsole
 
         app.console = VisibleConsole(sys.stdout)
     overview = not words or words[0] not in _VERBS
     if not overview and words[0] in _RUNNING:
-        files = {"sweep": "", "tune": " Defaults may stand in ./trainstep.toml under [tune]."}.get(
-            words[0], _OPTION_FILES
-        )
-        app.help_epilogue = (_LOOK_FIRST + files).format(words[0])
-    app.command("trainstep.cli.completion:install_completion", name="--install-completion", help=_COMPLETION)
-    for verb, summary in _VERBS.items():  # a summary would take the place of the docstring in the verb's own help
+        files = {"sweep": "", "tune": " Put defaults into ./trainstep.toml under [tune]."}.get(words[0], _OPTION_FILES)
+        app.help_epilogue = (_LONG_RUNS + files).format(words[0])
+    app.command("trainstep.cli.app:install_completion", name="--install-completion", help=_COMPLETION)
+    for verb, summary in _VERBS.items():  # in the verb's own help, a summary would replace its docstring
         app.command(f"trainstep.cli.{verb}:{verb}", help=summary if overview else None)
     return app
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line and leave with its exit code."""
+    """Run a command line and exit with its exit code."""
     try:
         from trainstep.cli.streams import open_streams
 
@@ -89,36 +94,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code it ends with."""
+    """Run a command line and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = _run_verb(words) if _speaks_for_all(words) else 0
+        code = _run_verb(words) if _is_first_task(words) else 0
         sys.stdout.flush()
         return code
     except ValueError as error:
         return _refuse(str(error))
     except KeyboardInterrupt as error:
         return _interrupted(str(error))
-    except BrokenPipeError:  # whoever read the output has left (`| head`)
+    except BrokenPipeError:  # the reader of the output has left (`| head`)
         _silence_output()
         return 0
-    except OSError as error:  # a full disk, a folder that went away
+    except OSError as error:  # a full disk, a folder that was removed
         _silence_output()
         return _refuse(f"{error.filename or 'the operating system refused'}: {error.strerror or error}")
 
 
 def _run_verb(words: Sequence[str]) -> int:
-    """ValueError for words that are no command line, too."""
+    """Parse the command line and run its verb. ValueError also for words that are not a command line."""
     from cyclopts import CycloptsError
-
-    from trainstep.cli.option_files import OptionFiles
 
     app, files = build_app(words), OptionFiles()
     app.config = (files,)
     try:
         verb, bound, _ = app.parse_args(_with_percent(words), exit_on_error=False, print_error=False)
         if files.words is not None:
-            _tell_files(bound, files.words)
+            _note_options(bound, files.words)
         return verb(*bound.args, **bound.kwargs) or 0
     except CycloptsError as error:
         raise ValueError(str(error)) from None
@@ -126,8 +129,8 @@ def _run_verb(words: Sequence[str]) -> int:
         raise ValueError(files.with_source(str(error))) from None
 
 
-def _tell_files(bound: "BoundArguments", words: str) -> None:
-    """The options that files gave, told to the reader and to the verb, whose records keep it."""
+def _note_options(bound: "BoundArguments", words: str) -> None:
+    """Show the user the options that came from files, and give them to the verb, which records them."""
     from dataclasses import replace
 
     how = bound.arguments.get("how", bound.signature.parameters["how"].default)
@@ -137,7 +140,7 @@ def _tell_files(bound: "BoundArguments", words: str) -> None:
 
 
 def _with_percent(words: Sequence[str]) -> list[str]:
-    """The words, `--fail-if-slower` without a number as `--fail-if-slower=0`, since a file may follow; `5%` is 5."""
+    """The words, with `--fail-if-slower 5%` as 5, and without a number as `--fail-if-slower=0`, because a file may follow it."""
     words = [
         word.removesuffix("%") if before == "--fail-if-slower" and _is_number(word.removesuffix("%")) else word
         for before, word in zip(["", *words], words, strict=False)
@@ -156,10 +159,10 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _speaks_for_all(words: Sequence[str]) -> bool:
-    """Under torchrun or srun each task has this command line; the first one alone runs it, and starts the ranks of cells itself.
+def _is_first_task(words: Sequence[str]) -> bool:
+    """Whether this process runs the command line. ValueError for tasks on several nodes, because a cell runs on one node.
 
-    ValueError where the tasks are on several nodes: cells run on one.
+    Under torchrun or srun every task has this command line; only the first task runs it, and starts the ranks of cells itself.
     """
     from trainstep.parallel.launch import find_launch, is_launched
 
@@ -168,8 +171,8 @@ def _speaks_for_all(words: Sequence[str]) -> bool:
     launch = find_launch(os.environ)
     if launch.world_size > 1 and launch.local_size != launch.world_size:
         raise ValueError(
-            f"ranks: {launch.world_size} tasks on several nodes; the ranks of a cell run on one node: start trainstep once there, "
-            "or as jobs: trainstep sweep FILE --slurm PARTITION"
+            f"ranks: {launch.world_size} tasks on several nodes, but the ranks of a cell run on one node; start trainstep "
+            "once, on one node, or submit jobs: trainstep sweep FILE --slurm PARTITION"
         )
     return launch.rank == 0
 
@@ -180,15 +183,15 @@ def _refuse(reason: str) -> int:
 
 
 def _interrupted(kept: str = "") -> int:
-    """`kept`: what the verb knows of cells that were finished."""
-    # A Ctrl-C within any exec leaves a note that ends the interpreter by the signal, not by 130: the next exec takes it back
+    """Report an interrupt. `kept`: the verb's words about finished cells."""
+    # A Ctrl-C inside any `exec` makes the interpreter end by the signal instead of with 130; another `exec` clears that state.
     exec("")
     _say(f"interrupted{'; ' if kept else ''}{kept}", under_echo=sys.stderr is not None and sys.stderr.isatty())
     return 130
 
 
 def _say(sentence: str, *, under_echo: bool = False) -> None:
-    """One line on standard error. `under_echo`: below the ^C that the terminal wrote."""
+    """Print one line on standard error. `under_echo`: below the ^C that the terminal shows."""
     from trainstep.cli.streams import outliving_reader
 
     if sys.stderr is not None:
@@ -197,7 +200,90 @@ def _say(sentence: str, *, under_echo: bool = False) -> None:
 
 
 def _silence_output() -> None:
-    """What standard output still holds goes nowhere: the interpreter would try again to write it, and complain."""
+    """Discard the buffer of standard output: at its end the interpreter would try again to write it, and report an error."""
     from trainstep.cli.streams import silence
 
     silence(sys.stdout)
+
+
+class OptionFiles:
+    """Options that the command line leaves open, from `--config FILE` and then from ./trainstep.toml.
+
+    It is a config of cyclopts, which is called after the command line was split into options, before their values are read.
+    `taken`: file -> the options that came from it, as text. A verb that reads a file (`--from`) runs nothing and takes no options.
+    """
+
+    def __init__(self) -> None:
+        self.taken: dict[str, dict[str, str]] = {}
+
+    def __call__(self, app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+        from pathlib import Path
+
+        from cyclopts import Token
+
+        from trainstep.config.sweep import DEFAULTS_FILE, VERBS, default_options, options_of_file
+
+        if not commands or commands[0] not in VERBS:
+            return
+        options = {
+            argument.names[0].removeprefix("--").replace("-", "_"): argument
+            for argument in arguments
+            if argument.names[0].startswith("--") and argument.parameter.parse is not False
+        }
+        if "from" in options and options["from"].tokens:
+            return
+        config_tokens = options["config"].tokens if "config" in options else []
+        known = options.keys() - {"config", "from"}
+        for file, texts in (
+            *((token.value, options_of_file(Path(token.value), known)) for token in config_tokens),
+            (str(DEFAULTS_FILE), default_options(commands[0], known)),
+        ):
+            for name, text in texts.items():
+                if not options[name].tokens:
+                    options[name].append(Token(keyword=name, value=text, source=file))
+                    self.taken.setdefault(file, {})[name] = text
+
+    @property
+    def words(self) -> str | None:
+        """The options that came from files, as `trainstep.toml: precision=bf16_autocast steps=20`; None if there are none."""
+        files = (
+            f"{file}: {' '.join(f'{name}={text}' for name, text in options.items())}"
+            for file, options in self.taken.items()
+        )
+        return "; ".join(files) or None
+
+    def with_source(self, reason: str) -> str:
+        """An error's sentence, followed by the file of the option that the sentence begins with, if it came from a file."""
+        option = reason.partition(":")[0]
+        file = next((file for file, options in self.taken.items() if option in options), None)
+        return reason if file is None else f"{reason} ({option} is from {file})"
+
+
+def install_completion(*, shell: str | None = None) -> None:
+    """Write a completion script under your home folder, and have your shell load it.
+
+    Examples:
+
+        trainstep --install-completion
+
+        trainstep --install-completion --shell zsh
+
+    Parameters
+    ----------
+    shell
+        bash, zsh or fish; by default the current shell.
+    """
+    from cyclopts.completion.detect import ShellDetectionError, detect_shell
+
+    try:
+        chosen = shell or detect_shell()
+    except ShellDetectionError:
+        raise ValueError(
+            "shell: the current shell is not known; name it: trainstep --install-completion --shell bash"
+        ) from None
+    if chosen not in _SHELLS:
+        raise ValueError(f"shell: there is no completion for {chosen}; take one of {', '.join(_SHELLS)}")
+    script = build_app([]).install_completion(shell=chosen)  # type: ignore[arg-type]
+    print(f"completion for {chosen}: {script}")
+    loads = f"{_START_UP_FILES[chosen]} loads it: " if chosen in _START_UP_FILES else ""
+    print(f"{loads}open a new shell, then type: trainstep <Tab>")

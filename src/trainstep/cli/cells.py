@@ -1,7 +1,11 @@
-"""What `bench` and `sweep` share: run groups of cells into a store, show progress, then the table, and say where it all is."""
+"""Run a verb's cells into a store with progress, then show tables and the page; or show what would run.
+
+`measure_grid` does all of it for a verb with a grid; other verbs call its parts.
+"""
 
 import contextlib
 import itertools
+import json
 import os
 import shlex
 import sys
@@ -9,22 +13,54 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainstep.cli.progress import CellProgress
-from trainstep.cli.run_options import GridOptions, RunOptions
+from trainstep.cli.options import GridOptions, RunOptions
+from trainstep.cli.progress import CellProgress, cell_count, span_words, time_words
 from trainstep.cli.streams import outliving_reader
-from trainstep.config.cell import Cell
-from trainstep.records.durations import earlier_durations, expected_time
+from trainstep.config.grid import Cell
+from trainstep.measure.harness.sweep import check_same_place, pending
+from trainstep.records.durations import ExpectedTime, earlier_durations, expected_time
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import RUNS, Store
-from trainstep.report.visible import one_line
+from trainstep.report.kit.visible import one_line
 
 if TYPE_CHECKING:
-    from trainstep.measure.runner import Limits
+    from trainstep.measure.harness.runner import Limits
 
 Execute = Callable[[Sequence[Sequence[Cell]], Callable[[Cell, str], None]], Iterator[list[Record]]]
 UNFINISHED = 4
-"""The exit code where a budget left cells."""
+"""The exit code if the budget ended before all cells had run."""
 _FAULTS = ("crash", "timeout", "import_error", "divergence")
+
+
+def measure_grid(
+    groups: Sequence[Sequence[Cell]],
+    verb: str,
+    bounds: "Limits",
+    how: GridOptions,
+    here: Environment,
+    *,
+    compare: str | None = None,
+    kept_files: str | None = None,
+) -> int:
+    """Run a verb's cells on this machine, print their tables and write the page; or show the cells, with `--dry-run`.
+
+    With `--resume`, only cells that the store does not have are run. `kept_files`: the config field that names a folder for files
+    of the cells. Returns the exit code.
+    """
+    store = how.open_store(verb)
+    check_page(how.page, store.path)
+    if how.dry_run:
+        return show_cells(groups, store, here=here, how=how, anew=not how.resume, as_json=how.json)
+    if kept_files is not None:
+        check_kept([cell for group in groups for cell in group], kept_files)
+    from trainstep.measure.harness.local import run_groups
+
+    def execute(waiting: Sequence[Sequence[Cell]], tell: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
+        return run_groups(waiting, bounds, tell)
+
+    records = run_cells(groups, store, execute, here=here, how=how, anew=not how.resume)
+    code = show(records, store, how.page, compare=compare, as_json=how.json, every=how.every)
+    return unfinished(groups, records, store, how) or code
 
 
 def run_cells(
@@ -34,14 +70,15 @@ def run_cells(
     *,
     here: Environment | None,
     how: RunOptions = RunOptions(),
-    allow_mixed: bool = False,
     retry_failed: bool = False,
     anew: bool = False,
 ) -> list[Record]:
-    """Run what the store does not hold yet (or all, `anew`), as far as the budget goes; the records of all cells asked for that
-    there are then, in their order."""
-    from trainstep.measure.runner import with_facts
-    from trainstep.measure.sweep import pending, run_sweep
+    """Run the cells that the store does not have yet (or all, `anew`) until the budget is spent.
+
+    Returns the records that the store then has of these cells (of those that just ran, if `anew`), in the order of the cells.
+    """
+    from trainstep.measure.harness.runner import with_facts
+    from trainstep.measure.harness.sweep import run_sweep
 
     command = shlex.join(["trainstep", *sys.argv[1:]])
 
@@ -51,56 +88,63 @@ def run_cells(
 
     cells = [cell for group in groups for cell in group]
     before = store.latest() if anew else {}
-    waiting = groups if anew else pending(groups, store, retry_failed=retry_failed)
-    durations = earlier_durations([store.path, RUNS])
-    expected = {cell.key: expected_time(cell, durations) for group in waiting for cell in group}
-    kept: set[str] = set()
+    waiting, expected = _waiting(groups, store, anew=anew, retry_failed=retry_failed)
+    ran: set[str] = set()
     with CellProgress(cells, expected, quiet=how.quiet) as progress:
         steps = run_sweep(
             groups,
             store,
             execute_noting_command,
             here=here,
-            allow_mixed=allow_mixed,
+            allow_mixed=how.allow_mixed,
             retry_failed=retry_failed,
             anew=anew,
         )
         with interrupt_says(lambda: _kept_words(cells, store, before, how)), contextlib.closing(steps):
             for step in steps:
                 progress.finished(step.done, step.of, step.records, whole=step.whole)
-                kept |= {record.key for record in step.records}
-                if step.whole and _is_spent(how.budget_minutes, progress.elapsed_s, len(kept), waiting):
+                ran |= {record.key for record in step.records}
+                if step.whole and _is_spent(how.budget_minutes, progress.elapsed_s, len(ran), waiting):
                     break
     latest = store.latest()
-    done = kept if anew else latest.keys()
+    done = ran if anew else latest.keys()
     return [latest[cell.key] for cell in cells if cell.key in done]
 
 
+def _waiting(
+    groups: Sequence[Sequence[Cell]], store: Store, *, anew: bool, retry_failed: bool
+) -> tuple[Sequence[Sequence[Cell]], dict[str, ExpectedTime]]:
+    """The groups that are to run, and the expected time of each of their cells by its key."""
+    waiting = groups if anew else pending(groups, store, retry_failed=retry_failed)
+    durations = earlier_durations([store.path, RUNS])
+    return waiting, {cell.key: expected_time(cell, durations) for group in waiting for cell in group}
+
+
 def _is_spent(minutes: float | None, elapsed_s: float, ran: int, waiting: Sequence[Sequence[Cell]]) -> bool:
-    """Whether the next group would end after the budget, if its cells take as long as those that ran, which are the first ones."""
+    """Whether the next group would end after the budget, if its cells take as long as the cells that ran."""
     if minutes is None or not ran:
         return False
-    starts = itertools.accumulate(map(len, waiting), initial=0)
+    starts = itertools.accumulate(map(len, waiting), initial=0)  # the cells that ran are the first ones of `waiting`
     size = next((len(group) for start, group in zip(starts, waiting, strict=False) if start >= ran), 0)
     return elapsed_s * (1 + size / ran) > minutes * 60
 
 
 def unfinished(groups: Sequence[Sequence[Cell]], records: Sequence[Record], store: Store, how: RunOptions) -> int:
-    """Say what the budget left, and the command that goes on. The exit code then, or 0 where nothing is left."""
+    """If the budget left cells, say how many and how to continue. Returns the exit code: UNFINISHED, or 0 if no cell is left."""
     count = sum(map(len, groups))
     if how.budget_minutes is None or len(records) == count:
         return 0
     with outliving_reader(sys.stderr):
         print(
-            f"{count - len(records)} of {count} cells are left: the budget of {how.budget_minutes:g} min is spent. To go on: "
-            f"{_going_on(store, how)}",
+            f"{count - len(records)} of {count} cells are left: the budget of {how.budget_minutes:g} min is spent. To continue: "
+            f"{_continuing_command(store, how)}",
             file=sys.stderr,
         )
     return UNFINISHED
 
 
-def _going_on(store: Store, how: RunOptions) -> str:
-    """The command line that runs the cells which the store does not hold: this one, with its file of records named."""
+def _continuing_command(store: Store, how: RunOptions) -> str:
+    """The command line that runs the cells that are missing in the store: this one, with its file of records named."""
     words = sys.argv[1:]
     if words[:1] != ["sweep"] and not any(word.split("=")[0] == "--out" for word in words):
         words = [*words, "--out", str(store.path)]
@@ -109,21 +153,9 @@ def _going_on(store: Store, how: RunOptions) -> str:
     return one_line(shlex.join(["trainstep", *words]))
 
 
-def run_here(
-    groups: Sequence[Sequence[Cell]], store: Store, bounds: "Limits", how: GridOptions, *, here: Environment
-) -> list[Record]:
-    """Run cells on this machine: all, or with `--resume` those that the store does not hold."""
-    from trainstep.measure.executor_local import run_groups
-
-    def execute(waiting: Sequence[Sequence[Cell]], tell: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
-        return run_groups(waiting, bounds, tell)
-
-    return run_cells(groups, store, execute, here=here, how=how, anew=not how.resume)
-
-
 @contextlib.contextmanager
 def interrupt_says(words: Callable[[], str]) -> Iterator[None]:
-    """Let a KeyboardInterrupt say what is kept. `words` are asked for then."""
+    """Give a KeyboardInterrupt the words that say what is kept; `words` is called when it happens."""
     try:
         yield
     except KeyboardInterrupt:
@@ -131,12 +163,12 @@ def interrupt_says(words: Callable[[], str]) -> Iterator[None]:
 
 
 def _kept_words(cells: Sequence[Cell], store: Store, before: Mapping[str, Record], how: RunOptions) -> str:
-    """How many of the cells have a record in the store that was not there before, and the command that goes on."""
+    """How many of the cells have a new record in the store, and the command that continues."""
     latest = store.latest()
     count = sum(latest.get(cell.key) not in (None, before.get(cell.key)) for cell in cells)
     if not count:
         return "no cell was finished"
-    left = f"; to go on: {_going_on(store, how)}" if count < len(cells) else ""
+    left = f"; to continue: {_continuing_command(store, how)}" if count < len(cells) else ""
     return f"{count} of {len(cells)} cells {'is' if count == 1 else 'are'} finished and kept in {store.path}" + left
 
 
@@ -152,28 +184,28 @@ def show(
     description: str | None = None,
     paragraphs: Sequence[str] = (),
 ) -> int:
-    """Print the answers, `paragraphs`, the table, verdicts along a compared axis, the last words of what crashed, and where the
-    records are; write the page, under the sweep's title and description. Returns the exit code.
+    """Print the answers, `paragraphs`, the tables, verdicts along a compared axis, the last lines of crashed cells, and the path of
+    the records; write the page, under the sweep's title and description. Returns the exit code.
     """
-    from trainstep.report.all_tables import all_tables
-    from trainstep.report.answer_text import print_answers
     from trainstep.report.answers import answers
-    from trainstep.report.comparison_page import comparison_tables
-    from trainstep.report.notes import notes
-    from trainstep.report.rows import rows_of
-    from trainstep.report.terminal import print_paragraphs, print_tables
-    from trainstep.report.visible import visible
+    from trainstep.report.kit.answer import print_answers
+    from trainstep.report.kit.notes import notes
+    from trainstep.report.kit.rows import rows_of
+    from trainstep.report.kit.tables import all_tables
+    from trainstep.report.kit.terminal import print_paragraphs, print_tables
+    from trainstep.report.kit.visible import visible
+    from trainstep.report.step.comparison import comparison_tables
 
     rows = rows_of([(str(store.path), record) for record in records])
     tables = [*all_tables(rows), *(comparison_tables(rows, compare) if compare else [])]
-    found = answers(rows, compare)
+    row_answers = answers(rows, compare)
     with outliving_reader(sys.stdout):
         if as_json:
-            from trainstep.report.frames import json_text
+            from trainstep.report.kit.frames import json_text
 
-            sys.stdout.write(json_text(tables, found))
+            sys.stdout.write(json_text(tables, row_answers))
         else:
-            print_answers(found, sys.stdout)
+            print_answers(row_answers, sys.stdout)
             print_paragraphs([*paragraphs, ""] if paragraphs else [], sys.stdout)
             print_tables(tables, notes(rows), sys.stdout, every=every)
         sys.stdout.flush()
@@ -182,21 +214,21 @@ def show(
         for row, failure in faults:
             last = (visible(line).replace("\n", " ") for line in failure.last_lines[-3:])
             print("\n    ".join([one_line(f"{row.label()}: {failure.message}"), *last]), file=sys.stderr)
-    where = sys.stderr if as_json else sys.stdout
-    with outliving_reader(where):
-        print(f"records: {store.path}", file=where, flush=True)
+    stream = sys.stderr if as_json else sys.stdout
+    with outliving_reader(stream):
+        print(f"records: {store.path}", file=stream, flush=True)
     if page is not None:
         write_page(records, store, page, title=title, description=description)
-        with outliving_reader(where):
-            print(f"page: {page}", file=where, flush=True)
+        with outliving_reader(stream):
+            print(f"page: {page}", file=stream, flush=True)
     return 3 if faults else 0
 
 
 def check_page(page: Path | None, records: Path) -> None:
-    """Refuse a page that cannot be written, or in whose place there is another file, before hours of measuring, not after."""
+    """ValueError for a page that cannot be written or would replace another file: before hours of measuring, not after."""
     if page is None:
         return
-    from trainstep.report.output_file import check_output
+    from trainstep.report.kit.output_file import check_output
 
     if os.path.realpath(page) == os.path.realpath(records):
         raise ValueError(f"page: {page} is the file of records; give the page another name")
@@ -204,8 +236,8 @@ def check_page(page: Path | None, records: Path) -> None:
 
 
 def check_kept(cells: Sequence[Cell], field: str) -> None:
-    """Refuse a folder in which the cells could not keep their files, as early as that."""
-    from trainstep.measure.kept_files import kept_folder
+    """ValueError for a folder in which the cells could not keep their files: before hours of measuring, not after."""
+    from trainstep.measure.harness.files import kept_folder
 
     for folder in {str(cell.config[field]) for cell in cells if cell.config[field] is not None}:
         kept_folder(field, folder)
@@ -214,13 +246,75 @@ def check_kept(cells: Sequence[Cell], field: str) -> None:
 def write_page(
     records: Sequence[Record], store: Store, page: Path, *, title: str | None = None, description: str | None = None
 ) -> None:
-    """Write the records' page. ValueError, saying that the records are kept, where it cannot be."""
-    from trainstep.report.output_file import write_output
+    """Write the records' page. ValueError, which says that the records are kept, if it cannot be written."""
+    from trainstep.report.kit.output_file import write_output
+    from trainstep.report.kit.rows import rows_of
     from trainstep.report.page import page as make_page
-    from trainstep.report.rows import rows_of
 
     text = make_page(rows_of([(str(store.path), record) for record in records]), title=title, description=description)
     try:
         write_output("page", page, "html", text)
     except ValueError as error:
-        raise ValueError(f"{error}; {store.path} holds the records: trainstep report makes a page of them") from None
+        raise ValueError(f"{error}; {store.path} has the records: trainstep report makes a page of them") from None
+
+
+def show_cells(
+    groups: Sequence[Sequence[Cell]],
+    store: Store,
+    *,
+    here: Environment | None,
+    how: RunOptions,
+    retry_failed: bool = False,
+    anew: bool = False,
+    as_json: bool = False,
+    note: str = "",
+) -> int:
+    """Show which cells `run_cells` would run with the same arguments, which are done, and about how long the rest takes.
+
+    `note`: a sentence to print beside the estimate. ValueError as `run_cells`. Returns the exit code.
+    """
+    if here is not None and not how.allow_mixed and not anew:
+        check_same_place(store, here)
+    waiting, to_run = _waiting(groups, store, anew=anew, retry_failed=retry_failed)
+    cells = [cell for group in groups for cell in group]
+    if as_json:
+        _print(json.dumps(_plain_cells(cells, to_run, store), indent=1))
+        return 0
+    done = len(cells) - len(to_run)
+    done_words = f"; {done} of {len(cells)} {'is' if done == 1 else 'are'} done already" if done else ""
+    about = f", {time_words(to_run.values())}" if to_run else ""
+    _print(f"{cell_count(len(to_run)) if to_run else 'no cell'} to run{about}{done_words}")
+    for cell in cells:
+        expected = to_run.get(cell.key)
+        words = f"about {span_words(expected.seconds)} ({expected.source})" if expected else "done already"
+        _print(f"  {one_line(cell.label)}: {words}")
+    if interleaved := sum(len(group) > 1 for group in waiting):
+        _print(f"compared variants are interleaved: {interleaved} group{'s' if interleaved > 1 else ''}")
+    _print(one_line(f"{note + ' ' if note else ''}records: {store.path} (nothing was run)"))
+    return 0
+
+
+def _plain_cells(cells: Sequence[Cell], to_run: Mapping[str, ExpectedTime], store: Store) -> dict[str, object]:
+    return {
+        "dry_run": True,
+        "to_run": len(to_run),
+        "done": len(cells) - len(to_run),
+        "expected_s": sum(expected.seconds for expected in to_run.values()),
+        "records": str(store.path),
+        "cells": [
+            {
+                "label": cell.label,
+                "workload": cell.workload,
+                "key": cell.key,
+                "done": cell.key not in to_run,
+                "expected_s": to_run[cell.key].seconds if cell.key in to_run else None,
+                "expected_by": to_run[cell.key].source if cell.key in to_run else None,
+            }
+            for cell in cells
+        ],
+    }
+
+
+def _print(line: str) -> None:
+    with outliving_reader(sys.stdout):
+        print(line, flush=True)

@@ -1,13 +1,9 @@
-"""`trainstep collectives`: what the interconnect does, by operation, size and number of ranks."""
+"""`trainstep collectives`: bandwidth and latency of the interconnect, by operation, size and number of ranks."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
-
-from trainstep.cli.options import limits, this_machine, with_fields
-from trainstep.cli.run_options import GridOptions
+from trainstep.cli.options import GridOptions, limits, this_machine, with_fields
 from trainstep.config.collective import CollectiveConfig
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Environment
@@ -16,8 +12,7 @@ _SIZES: dict[str, list[float]] = {
     "gloo": [0.001, 0.016, 0.25, 1, 4, 16],
     "nccl": [0.001, 0.016, 0.25, 1, 4, 16, 64, 256, 1024],
 }
-"""MiB: small ones for the latency, large ones for the bandwidth."""
-_WITHOUT_A_GPU = "--backend gloo --device cpu"
+"""Sizes in MiB: small sizes show the latency, large sizes the bandwidth."""
 _IN_HELP: dict[str, dict[str, list[Any]]] = {
     "cpu": {"mib": _SIZES["gloo"], "ranks": [2]},
     "cuda": {"backend": ["nccl"], "mib": _SIZES["nccl"], "ranks": ["all GPUs"]},
@@ -29,17 +24,14 @@ def collectives(
     *,
     kib: str | None = None,
     compare: str | None = None,
-    out: Path | None = None,
-    page: Path | None = None,
     timeout_s: float = 600.0,
-    json: Annotated[bool, Parameter(negative=())] = False,
     how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
-    """Time collectives: bandwidth by size, latency, slowest and fastest rank, share of the link where its speed is known.
+    """Time collectives: bandwidth by size, latency, slowest and fastest rank, share of the link's speed where that is known.
 
-    Without options: all-reduce by NCCL over all GPUs where there are two or more, else by gloo between two processes on the CPU.
-    Each call starts from a barrier; every rank times its own, and the slowest rank's time is the cell's.
+    Without options: all-reduce with NCCL over all GPUs if there are two or more, else with gloo between two CPU processes.
+    Each call starts from a barrier. Every rank times its own call, and the slowest rank's time counts.
 
     Examples:
 
@@ -54,45 +46,29 @@ def collectives(
     Parameters
     ----------
     kib
-        Sizes in KiB, beside those in MiB.
+        Sizes in KiB, in addition to those in MiB.
     compare
-        The option whose values are compared: their processes take turns, so that drift falls on all alike.
-    out
-        File of records to append to; by default a new one under ./runs/.
-    page
-        Also write the page here, over an earlier page of trainstep's but over no other file.
+        The option whose values are compared: their processes are interleaved, so that drift affects all values equally.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
-    json
-        Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
     """
     grid = grid_from_text(fields)
     bounds = limits(timeout_s, None)
-    asked_device = ",".join(map(str, grid.pop("device", []))) or _device_of(grid)
-    sends_between_gpus = "nccl" in grid.get("backend", ())
-    here, device = this_machine(
-        asked_device, instead=_WITHOUT_A_GPU if sends_between_gpus else "--device cpu", forks=False
-    )
+    requested_device = ",".join(map(str, grid.pop("device", []))) or _device_of(grid)
+    instead = "--backend gloo --device cpu" if "nccl" in grid.get("backend", ()) else "--device cpu"
+    here, device = this_machine(requested_device, instead=instead, forks=False)
     grid = _with_defaults(grid, _sizes_in_mib(kib), device, here)
     _check_gpus(grid, device, here)
     if device == "cuda" and grid["backend"] == ["gloo"] and fields.get("device") is None:
         device = "cpu"
     groups = groups_along(expand({"workload": ["collective"], **grid}, {"device": device}), compare)
+    from trainstep.cli.cells import measure_grid
 
-    from trainstep.cli.cells import check_page, run_here, show, unfinished
-    from trainstep.cli.dry_run import show_cells
-
-    store = how.store(out, "collectives")
-    check_page(page, store.path)
-    if how.dry_run:
-        return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
-    records = run_here(groups, store, bounds, how, here=here)
-    code = show(records, store, page, compare=compare, as_json=json, every=how.every)
-    return unfinished(groups, records, store, how) or code
+    return measure_grid(groups, "collectives", bounds, how, here, compare=compare)
 
 
 def _device_of(grid: Mapping[str, Sequence[Any]]) -> str | None:
-    """Gloo alone needs no GPU, nccl needs one; None where neither is said."""
+    """The device that the grid's backends need: cuda if nccl is one of them; None if the grid names no backend."""
     backends = grid.get("backend")
     if backends is None:
         return None
@@ -102,12 +78,11 @@ def _device_of(grid: Mapping[str, Sequence[Any]]) -> str | None:
 def _with_defaults(
     grid: Mapping[str, list[Any]], small_mib: list[float], device: str, here: Environment
 ) -> dict[str, list[Any]]:
-    """The grid with what it leaves open, in an order that lets cells of the same ranks follow each other."""
+    """The grid, completed with defaults, in an order in which cells with the same ranks follow each other."""
     several = device == "cuda" and here.gpu_count > 1
     backend = grid.get("backend", ["nccl" if several else "gloo"])
     ranks = grid.get("ranks", [here.gpu_count if several and "nccl" in backend else 2])
-    asked_mib = small_mib + grid.get("mib", [])
-    mib = asked_mib or _SIZES["nccl" if "nccl" in backend else "gloo"]
+    mib = small_mib + grid.get("mib", []) or _SIZES["nccl" if "nccl" in backend else "gloo"]
     rest = {name: values for name, values in grid.items() if name not in ("backend", "ranks", "mib")}
     return {"backend": backend, "ranks": ranks, **rest, "mib": mib}
 
@@ -121,11 +96,10 @@ def _sizes_in_mib(kib: str | None) -> list[float]:
 
 
 def _check_gpus(grid: Mapping[str, list[Any]], device: str, here: Environment) -> None:
-    """More NCCL ranks than GPUs are bad input, not cells that failed."""
-    numbers = [ranks for ranks in grid["ranks"] if isinstance(ranks, int)]
-    most = max(numbers, default=0)
+    """ValueError for more NCCL ranks than GPUs: this is bad input, not failed cells."""
+    most = max((ranks for ranks in grid["ranks"] if isinstance(ranks, int)), default=0)
     if device == "cuda" and "nccl" in grid["backend"] and most > here.gpu_count:
         raise ValueError(
-            f"ranks: {most} NCCL ranks need a GPU each, and {here.gpu_count} {'is' if here.gpu_count == 1 else 'are'} visible; "
+            f"ranks: {most} NCCL ranks need a GPU each, but {here.gpu_count} {'is' if here.gpu_count == 1 else 'are'} visible; "
             f"take fewer, or the CPU: trainstep collectives --backend gloo --ranks {most}"
         )

@@ -1,4 +1,4 @@
-"""`trainstep compare`: did it get faster? Two files of records, cell by cell, with intervals and verdicts."""
+"""`trainstep compare`: compare two files of records cell by cell, with intervals and verdicts."""
 
 import math
 import sys
@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trainstep.cli.reading import read_limits, tell_reading
+from trainstep.cli.options import read_limits
+from trainstep.cli.streams import tell_reading
 from trainstep.reading import limited_here
 from trainstep.records.compare import Comparison, Matches, compare_records, match_records
 from trainstep.records.record import Record
 from trainstep.records.store import Store
 
 if TYPE_CHECKING:
-    from trainstep.report.answers import Answer
-    from trainstep.report.before_after import Change
+    from trainstep.report.kit.answer import Answer
+    from trainstep.report.step.before_after import Change
 
 
 def compare(
@@ -32,11 +33,11 @@ def compare(
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Compare B against A, cell by cell: before and after in ms, the ratio with its interval, faster, slower or cannot tell.
+    """Compare B with A, cell by cell: before and after in ms, the ratio with its interval, faster, slower or cannot tell.
 
-    To compare variants of one run (precision, attention...), let them take turns: trainstep bench --compare.
+    To compare variants of one run (precision, attention...), interleave them: trainstep bench --compare.
 
-    Exit codes: 0 compared; 1 with --fail-if-slower, where a cell is slower or fails now; 2 bad input, or no cell in common.
+    Exit codes: 0 compared; 1 with --fail-if-slower, if a cell is slower or fails now; 2 bad input, or no cell in common.
 
     Examples:
 
@@ -51,20 +52,20 @@ def compare(
     a
         File of records: the base, before.
     b
-        File of records: what is judged, after.
+        File of records: the variant to judge, after.
     fail_if_slower
-        End with exit code 1 where a cell is 'slower' and its whole interval lies beyond so many percent (without a number: 0, so
-        that each 'slower' counts), or where a cell fails that ran before.
+        End with exit code 1 if a cell is 'slower' and its whole interval is beyond this many percent (without a number: 0, so that
+        every 'slower' counts), or if a cell fails that ran before.
     quantity
-        step, forward, backward, optimizer, enqueue; by default step, or the first that the cells hold (attention: time_s).
+        step, forward, backward, optimizer, enqueue; by default step, or the first quantity of the cells (attention: time_s).
     minimum_effect
         Differences below this share are 'cannot tell'.
     allow_mixed
-        Compare records of unlike machines all the same.
+        Compare records even if their machines differ.
     timeout_s
-        Seconds until reading the records is given up, by default 60.
+        Seconds after which reading the records is stopped, by default 60.
     memory_limit_gib
-        Memory in GiB that reading the records may take, by default 1.86.
+        Memory in GiB for reading the records, by default 1.86.
     json
         Print JSON, which begins with `answer`.
     """
@@ -75,21 +76,21 @@ def compare(
     tell_reading([a, b])
     with limited_here(read_limits(timeout_s, memory_limit_gib), f"{a}, {b}"):
         records = [Store(path).read() for path in (a, b)]
-    if empty := next((path for path, its in zip((a, b), records, strict=True) if not its), None):
+    if empty := next((path for path, in_file in zip((a, b), records, strict=True) if not in_file), None):
         raise ValueError(f"{empty}: holds no records")
     matches = match_records(*records)
     if not matches.pairs:
-        from trainstep.report.before_after import nothing_in_common
+        from trainstep.report.step.before_after import nothing_in_common
 
         raise ValueError(f"{a} and {b} have no cell in common: {nothing_in_common(*records)}")
     quantity = quantity or _first_quantity([record for pair in matches.pairs for record in pair])
-    from trainstep.report.answers_changes import changes_answer
+    from trainstep.report.step.before_after import changes_answer
 
     changes = _changes(matches, quantity, minimum_effect, allow_mixed=allow_mixed)
     answer = changes_answer(changes, quantity)
     if json:
-        from trainstep.report.answer_text import plain_answers
-        from trainstep.report.visible import ascii_json
+        from trainstep.report.kit.answer import plain_answers
+        from trainstep.report.kit.visible import ascii_json
 
         rows = [change.plain() for change in changes]
         print(ascii_json({"answer": plain_answers([answer]), "rows": rows}, indent=2))
@@ -101,51 +102,49 @@ def compare(
     return 0 if fail_if_slower is None else _gate(changes, fail_if_slower)
 
 
+def _first_quantity(records: Sequence[Record]) -> str:
+    """`step` if any record has it, as training steps do; else the first quantity of the first record with samples."""
+    quantities = [name for record in records for name in record.samples]
+    return "step" if "step" in quantities else next(iter(quantities), "step")
+
+
 def _changes(matches: Matches, quantity: str, minimum_effect: float, *, allow_mixed: bool) -> "list[Change]":
-    """Every common cell, judged."""
-    from trainstep.report.before_after import changes_of
+    """The comparisons of all common cells."""
+    from trainstep.report.step.before_after import changes_of
 
     known = any(quantity in record.samples for pair in matches.pairs for record in pair)
-    return changes_of(
-        [
-            (
-                *pair,
-                (_lacking(*pair, quantity) if known else None)
-                or compare_records(*pair, quantity=quantity, minimum_effect=minimum_effect, allow_mixed=allow_mixed),
+    compared = []
+    for a, b in matches.pairs:
+        comparison = _lacking(a, b, quantity) if known else None
+        if comparison is None:
+            comparison = compare_records(
+                a, b, quantity=quantity, minimum_effect=minimum_effect, allow_mixed=allow_mixed
             )
-            for pair in matches.pairs
-        ]
-    )
-
-
-def _first_quantity(records: Sequence[Record]) -> str:
-    """`step` where any has it, as training steps do; else what the first that ran timed first."""
-    held = [name for record in records for name in record.samples]
-    return "step" if "step" in held else next(iter(held), "step")
+        compared.append((a, b, comparison))
+    return changes_of(compared)
 
 
 def _lacking(a: Record, b: Record, quantity: str) -> Comparison | None:
-    """'cannot tell' where one of two cells that ran did not measure what others did (no optimizer in mode forward)."""
+    """'cannot tell' if one of two cells that ran lacks the quantity (mode forward has no optimizer, for example); else None."""
     for side, record in (("a", a), ("b", b)):
         if record.failure is None and quantity not in record.samples:
             known = ", ".join(record.samples) or "no samples at all"
-            return Comparison(
-                verdict="cannot tell", reason=f"{side} holds no {quantity}; it holds {known}", quantity=quantity
-            )
+            reason = f"{side} has no {quantity}; it has {known}"
+            return Comparison(verdict="cannot tell", reason=reason, quantity=quantity)
     return None
 
 
 def _show(answer: "Answer", changes: "Sequence[Change]", quantity: str) -> None:
-    from trainstep.report.answer_text import print_answers
-    from trainstep.report.before_after import changes_notes, changes_table
-    from trainstep.report.terminal import print_tables
+    from trainstep.report.kit.answer import print_answers
+    from trainstep.report.kit.terminal import print_tables
+    from trainstep.report.step.before_after import changes_notes, changes_table
 
     print_answers([answer], sys.stdout)
     print_tables([changes_table(changes, quantity)], changes_notes(changes), sys.stdout)
 
 
 def _gate(changes: "Sequence[Change]", percent: float) -> int:
-    """1, with the cells named on standard error, where --fail-if-slower must fail; else 0."""
+    """The exit code of --fail-if-slower: 1, with the cells named on standard error, if a cell is slower or fails now; else 0."""
     reasons = [reason for change in changes if (reason := change.failure(percent))]
     for reason in reasons:
         print(f"trainstep: fail_if_slower {percent:g} %: {reason}", file=sys.stderr)

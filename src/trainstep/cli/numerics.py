@@ -1,45 +1,31 @@
-"""`trainstep numerics`: what each precision does to a model's numbers, beside what it costs."""
+"""`trainstep numerics`: the error that each precision causes in a model, beside its cost in time."""
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
-
-from trainstep.cli.options import check_cells, limits, this_machine, with_fields
-from trainstep.cli.run_options import GridOptions
+from trainstep.cli.options import GridOptions, check_cells, limits, this_machine, with_fields
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.numerics import NumericsConfig
 
 _DEFAULTS: dict[str, dict[str, list[Any]]] = {
-    "cpu": {
-        "model": ["toy", "tiny"],
-        "context": [64],
-        "precision": ["fp32", "bf16_autocast", "fp16_autocast", "bf16"],
-    },
-    "cuda": {
-        "model": ["toy", "small"],
-        "precision": ["fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16"],
-    },
+    "cpu": {"model": ["toy", "tiny"], "context": [64], "precision": ["fp32", "bf16_autocast", "fp16_autocast", "bf16"]},
+    "cuda": {"model": ["toy", "small"], "precision": ["fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16"]},
 }
 
 
 @with_fields(NumericsConfig, _DEFAULTS)
 def numerics(
     *,
-    out: Path | None = None,
-    page: Path | None = None,
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
     how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
-    """Hold each precision's logits, loss and gradients to fp64: same weights, same batch, beside the time of a step.
+    """Compare each precision's logits, loss and gradients with fp64 (same weights, same batch), and time a step.
 
-    Also: which dtype each module computes in, and why autocast had no effect where it had none; how much of fp16's
-    gradients is lost without a scaled loss, and where GradScaler settles; what sums lose in 16 bits.
+    Also shown: the dtype in which each module computes, and why autocast had no effect where it had none; the share of fp16
+    gradients that is lost without loss scaling, and the scale at which GradScaler settles; the error of sums in 16 bits.
 
-    Without options: the toy and a tiny model at context 64, on a GPU small at 256, in every precision that the device has.
+    Without options: the toy and a tiny model at context 64, on a GPU small at 256, in every precision of the device.
 
     Examples:
 
@@ -53,16 +39,10 @@ def numerics(
 
     Parameters
     ----------
-    out
-        File of records to append to; by default a new one under ./runs/.
-    page
-        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
-        Memory a CPU cell may take; by default 90 % of the machine's.
-    json
-        Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
+        GiB of memory that a CPU cell may use; by default 90 % of the machine's.
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     bounds = limits(timeout_s, memory_limit_gib)
@@ -70,15 +50,6 @@ def numerics(
     grid = {"workload": ["numerics"], **_DEFAULTS[device], **grid}
     cells = expand(grid, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
-    groups = groups_along(cells, None)
+    from trainstep.cli.cells import measure_grid
 
-    from trainstep.cli.cells import check_page, run_here, show, unfinished
-    from trainstep.cli.dry_run import show_cells
-
-    store = how.store(out, "numerics")
-    check_page(page, store.path)
-    if how.dry_run:
-        return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
-    records = run_here(groups, store, bounds, how, here=here)
-    code = show(records, store, page, as_json=json, every=how.every)
-    return unfinished(groups, records, store, how) or code
+    return measure_grid(groups_along(cells, None), "numerics", bounds, how, here)

@@ -1,17 +1,20 @@
-"""`trainstep parallel`: which parallel strategy is cheapest here, and is its communication hidden."""
+"""`trainstep parallel`: which parallel strategy is fastest here, and whether its communication is hidden."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
-
-from trainstep.cli.options import check_cells, check_compared, limits, this_machine, with_fields
-from trainstep.cli.rank_options import check_gpus, check_sync_options
-from trainstep.cli.run_options import GridOptions
+from trainstep.cli.options import (
+    GridOptions,
+    check_cells,
+    check_compared,
+    check_gpus,
+    check_sync_options,
+    limits,
+    this_machine,
+    with_fields,
+)
 from trainstep.config.grid import expand, grid_from_text, groups_along
-from trainstep.config.parallel import ParallelConfig
-from trainstep.config.sync import OURS, USED_BY
+from trainstep.config.parallel import OURS, USED_BY, ParallelConfig
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.record import Environment
 
@@ -28,23 +31,20 @@ _IN_HELP: dict[str, dict[str, list[Any]]] = {
 @with_fields(ParallelConfig, _IN_HELP)
 def parallel(
     *,
-    out: Path | None = None,
-    page: Path | None = None,
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
     rounds: int | None = None,
     processes: int | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
     how: GridOptions = GridOptions(),
     **fields: str | None,
 ) -> int:
-    """Time a training step on several ranks, in every way of keeping them together: step, what is sent, hidden, and held.
+    """Time a training step on several ranks under each parallel strategy, with its messages, exposed communication and memory.
 
-    Ways of one model and context take turns; ratios are to the yardstick none (each rank trains for itself), so name it among
-    them. Bucket sizes multiply those that have buckets. batch_size is a rank's. Beside the time: messages and bytes against the
-    formula, communication that is not hidden, memory at four points of a step against the formula. What is replicated is
-    compared bit by bit: a divergence is a failure that names parameter and rank.
-    Without options: a tiny model and two processes on the CPU; where there are several GPUs small at context 256 on all of them.
+    The strategies of one model and context are interleaved. Ratios are relative to the strategy none (each rank trains for
+    itself), so include it. Bucket sizes multiply the strategies that have buckets. batch_size is per rank. Beside the time:
+    messages and bytes compared with the formula, exposed communication, and memory at four points of a step compared with the
+    formula. Replicas are compared bit by bit: a divergence is a failure that names parameter and rank.
+    Without options: a tiny model and two processes on the CPU; with several GPUs, small at context 256 on all of them.
 
     Examples:
 
@@ -58,53 +58,40 @@ def parallel(
 
     Parameters
     ----------
-    out
-        File of records to append to; by default a new one under ./runs/.
-    page
-        Also write the page here, over an earlier page of trainstep's but over no other file.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
-        Memory a CPU cell may take, all its ranks together; by default 90 % of the machine's.
+        GiB of memory that a CPU cell may use, all its ranks together; by default 90 % of the machine's.
     rounds
-        Compared variants run in so many rounds of whole processes, steps rounded up; by default in turns, or 5 where not all fit.
+        Run compared variants in this many rounds of whole processes, with steps rounded up; by default their processes live side
+        by side, or 5 rounds if not all fit.
     processes
-        Fresh processes that run each compared variant, and of which a verdict takes the pairs; by default 12, or as many as take a
-        minute, but at least 6. Each takes all --steps while that is under a second, else its share of them.
-    json
-        Print JSON: `answer`, and the tables as `rows` with plain numbers, units in the names.
+        Fresh processes for each compared variant, which a verdict compares as pairs; by default 12, or as many as fit into a
+        minute, but at least 6, and up to 24 where the machine is noisy. A process takes all --steps if they last under a second,
+        else its share of them.
     """
-    asked = grid_from_text({name: text for name, text in fields.items() if name != "device"})
+    options = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     bounds = limits(timeout_s, memory_limit_gib, rounds, processes)
     here, device = this_machine(fields.get("device"), forks=False)
-    if fields.get("device") is None and "ranks" not in asked and here.gpu_count < 2:
+    if fields.get("device") is None and "ranks" not in options and here.gpu_count < 2:
         device = "cpu"
-    grid = _with_defaults(asked, device, here)
-    check_sync_options(asked, grid["sync"])
+    grid = _with_defaults(options, device, here)
+    check_sync_options(options, grid["sync"])
     check_gpus(grid["ranks"], device, here, verb="parallel")
     cells = expand({"workload": ["parallel"], **grid}, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     groups = groups_along(cells, "sync" if len(cells) > 1 and len(grid["sync"]) > 1 else None)
     check_compared(bounds, groups)
 
-    from trainstep.cli.cells import check_kept, check_page, run_here, show, unfinished
-    from trainstep.cli.dry_run import show_cells
+    from trainstep.cli.cells import measure_grid
 
-    store = how.store(out, "parallel")
-    check_page(page, store.path)
-    if how.dry_run:
-        return show_cells(groups, store, here=here, anew=not how.resume, as_json=json)
-    check_kept(cells, "keep_trace")
-    records = run_here(groups, store, bounds, how, here=here)
-    code = show(records, store, page, as_json=json, every=how.every)
-    return unfinished(groups, records, store, how) or code
+    return measure_grid(groups, "parallel", bounds, how, here, kept_files="keep_trace")
 
 
-def _with_defaults(asked: Mapping[str, list[Any]], device: str, here: Environment) -> dict[str, list[Any]]:
-    """The grid with what it leaves open; the yardstick first, and ways innermost."""
-    grid = {**_DEFAULTS[device], **({"ranks": [here.gpu_count]} if device == "cuda" else {}), **asked}
-    ways = [str(way) if way is not None else YARDSTICK for way in grid["sync"]]
-    ordered = [way for way in ways if way == YARDSTICK] + [way for way in ways if way != YARDSTICK]
-    options = {name: values for name, values in grid.items() if name in USED_BY}
+def _with_defaults(options: Mapping[str, list[Any]], device: str, here: Environment) -> dict[str, list[Any]]:
+    """The grid, completed with defaults. The yardstick is the first strategy; strategies and their options vary innermost."""
+    grid = {**_DEFAULTS[device], **({"ranks": [here.gpu_count]} if device == "cuda" else {}), **options}
+    strategies = {str(name) if name is not None else YARDSTICK: None for name in grid["sync"]}
+    strategy_options = {name: values for name, values in grid.items() if name in USED_BY}
     rest = {name: values for name, values in grid.items() if name not in (*USED_BY, "sync")}
-    return {**rest, "sync": list(dict.fromkeys(ordered)), **options}
+    return {**rest, "sync": sorted(strategies, key=lambda name: name != YARDSTICK), **strategy_options}

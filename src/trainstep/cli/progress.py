@@ -1,5 +1,8 @@
-"""Progress of long work on stderr: a live line with the time left for a person; for a log a line a cell, and while
-none ends what is at work, every half minute at most."""
+"""Show the progress of running cells on standard error: a live line on a terminal, lines for each cell in a log.
+
+The live line has the time left. A log gets a line when a cell ends, and between these a line with the current stage, at most every
+half minute.
+"""
 
 import re
 import sys
@@ -12,33 +15,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from trainstep.cli.streams import outliving_reader
-from trainstep.config.cell import Cell
+from trainstep.config.grid import Cell
 from trainstep.records.durations import LIKE, ROUGH, SAME, ExpectedTime
 from trainstep.records.record import Record
-from trainstep.report.console import VisibleConsole
-from trainstep.report.visible import one_line
+from trainstep.report.kit.visible import VisibleConsole, one_line
 
-_SILENCE_S = 30
-"""Of a log, at most, while something goes on."""
-
-
+_LOG_INTERVAL_S = 30
+"""A log is silent for no longer than this while a stage makes progress."""
 _COUNTED = re.compile(r" ?(\d+)(?:/| of )(\d+)$")
-"""How a stage says how much of it is done."""
+"""The end of a stage's name that says how much of it is done, as `steps 3/10`."""
 
 
 class CellProgress:
     """`with CellProgress(cells) as progress:` then `tell(cell, stage)` and `finished(done, of, records)` as they happen.
 
-    `expected`: the time of each cell that is to run, by its key; without it no time left is told before a cell has ended.
-    `quiet`: show nothing.
+    `expected`: the expected time of each cell that is to run, by its key; without it, no time left is shown before a cell has
+    ended. `quiet`: show nothing.
     """
 
     def __init__(
-        self,
-        cells: Sequence[Cell],
-        expected: Mapping[str, ExpectedTime] = MappingProxyType({}),
-        *,
-        quiet: bool = False,
+        self, cells: Sequence[Cell], expected: Mapping[str, ExpectedTime] = MappingProxyType({}), *, quiet: bool = False
     ) -> None:
         self._labels = {cell.key: cell.label for cell in cells}
         self._expected = expected
@@ -56,13 +52,15 @@ class CellProgress:
             transient=True,
         )
         self._task = self._bar.add_task("starting", total=len(cells))
-        self._started_s = self._logged_s = self._whole_s = self._stage_s = self._told_s = time.monotonic()
-        self._stage, self._uncounted = "", ("", "")
-        self._begun = False
+        self._started_s = self._logged_s = self._rated_s = self._stage_began_s = self._shown_s = time.monotonic()
+        self._stage = ""
+        self._cell_and_stage = ("", "")
+        """Key of the running cell, and its stage without the count."""
+        self._reported = False
         self._done, self._of = 0, len(cells)
         self._ended: set[str] = set()
         self._rated: frozenset[str] = frozenset()
-        """Cells that had ended when last no group was half done."""
+        """The cells that had ended at `_rated_s`, the last time when no interleaved group was half done."""
 
     def __enter__(self) -> "CellProgress":
         with outliving_reader(sys.stderr):
@@ -77,93 +75,90 @@ class CellProgress:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the first cell was begun."""
+        """Seconds since the start of the first cell."""
         return time.monotonic() - self._started_s
 
     def tell(self, cell: Cell, stage: str) -> None:
-        """What is happening now."""
-        uncounted, self._told_s = (cell.key, _COUNTED.sub("", stage)), time.monotonic()
-        if uncounted != self._uncounted:
-            self._uncounted, self._stage_s = uncounted, self._told_s
-        self._stage = stage
+        """Show the current stage of a cell."""
+        self._stage, self._shown_s = stage, time.monotonic()
+        cell_and_stage = (cell.key, _COUNTED.sub("", stage))
+        if cell_and_stage != self._cell_and_stage:
+            self._cell_and_stage, self._stage_began_s = cell_and_stage, self._shown_s
         if self._quiet:
             return
         with outliving_reader(sys.stderr):
             self._bar.update(self._task, description=one_line(f"{cell.label}: {stage}"))
-            if not self._live and time.monotonic() - self._logged_s >= _SILENCE_S:
+            if not self._live and time.monotonic() - self._logged_s >= _LOG_INTERVAL_S:
                 self._log(f"{cell.label}: {stage}{_after_comma(self._time_left())}")
 
     def finished(self, done: int, of: int, records: Sequence[Record], *, whole: bool = True) -> None:
-        """Some cells are done; those done before this run are not counted in the rate.
+        """Show that some cells are done; cells from before this run do not count for the rate.
 
-        Not `whole`: others that took turns with them are next to done, so that the rate says nothing: no time left.
+        `whole` is false while other cells of an interleaved group are still running: they are almost done too, so the rate would
+        be too low, and no time left is shown.
         """
         self._done, self._of = done, of
         self._ended |= {record.key for record in records}
         if whole:
             self._rated = frozenset(self._ended)
-            self._whole_s = time.monotonic()
+            self._rated_s = time.monotonic()
         if not self._quiet:
             with outliving_reader(sys.stderr):
                 self._tell_finished(records, whole=whole)
 
     def _tell_finished(self, records: Sequence[Record], *, whole: bool) -> None:
-        first, self._begun = not self._begun, True
+        first, self._reported = not self._reported, True
         if first and self._done:
-            self._console.print(f"{self._done} of {self._of} cells are there already", markup=False, highlight=False)
+            self._console.print(f"{self._done} of {self._of} cells are done already", markup=False, highlight=False)
         if first and self._expected and not self._live:
             self._log(f"{cell_count(len(self._expected))} to run, {time_words(self._expected.values())}")
         self._bar.update(self._task, completed=self._done, total=self._of)
         if not self._live:
             for record in records:
                 left = _after_comma(self._time_left()) if whole else ""
-                self._log(f"[{self._done}/{self._of}] {self._line(record)}{left}")
+                outcome = f"done in {record.duration_s:.1f} s" if record.failure is None else record.failure.message
+                self._log(f"[{self._done}/{self._of}] {self._labels.get(record.key, record.key)}: {outcome}{left}")
 
     def _log(self, line: str) -> None:
         print(one_line(line), file=sys.stderr, flush=True)
         self._logged_s = time.monotonic()
 
     def _time_left(self) -> str:
-        """By what cells were expected to take, held to what those that ended took; nothing where that is unknown or over."""
+        """The expected time of the remaining cells, corrected by the pace of the cells that ended; empty if unknown or over."""
         if self._ended != self._rated or self._done >= self._of or not (self._expected or self._rated):
             return ""
         now_s = time.monotonic()
-        rated_s = sum(map(self._seconds, self._rated))
-        pace = (self._whole_s - self._started_s) / rated_s if rated_s else 1.0
+        expected_s = sum(map(self._seconds, self._rated))
+        pace = (self._rated_s - self._started_s) / expected_s if expected_s else 1.0
         to_run = self._expected.keys() - self._ended if self._expected else range(self._of - self._done)
         all_s = pace * sum(map(self._seconds, to_run))
-        later_s = all_s - pace * self._seconds(self._uncounted[0])
-        seconds = max(all_s - (now_s - self._whole_s), later_s + self._stage_left_s(now_s))
+        later_s = all_s - pace * self._seconds(self._cell_and_stage[0])
+        # The running cell's stage may show that the cell takes longer than expected.
+        seconds = max(all_s - (now_s - self._rated_s), later_s + self._stage_left_s(now_s))
         return f"about {span_words(max(seconds, 1))} left" if seconds > 0 else ""
 
     def _seconds(self, key: object) -> float:
-        """What a cell was expected to take, or the same for all."""
+        """The expected time of a cell; without expectations every cell counts the same."""
         return self._expected[str(key)].seconds if key in self._expected else 1.0
 
     def _stage_left_s(self, now_s: float) -> float:
-        """The seconds left of a stage that counts (`steps 3/10`), by the pace of what it had done when it last told."""
+        """The seconds left of a stage with a count (`steps 3/10`), by its pace until it was last shown; 0 for other stages."""
         counted = _COUNTED.search(self._stage)
         if counted is None or not int(counted[1]):
             return 0.0
-        each_s = (self._told_s - self._stage_s) / int(counted[1])
-        return max(each_s * (int(counted[2]) - int(counted[1])) - (now_s - self._told_s), 0.0)
-
-    def _line(self, record: Record) -> str:
-        label = self._labels.get(record.key, record.key)
-        if record.failure is not None:
-            return f"{label}: {record.failure.message}"
-        return f"{label}: done in {record.duration_s:.1f} s"
+        each_s = (self._shown_s - self._stage_began_s) / int(counted[1])
+        return max(each_s * (int(counted[2]) - int(counted[1])) - (now_s - self._shown_s), 0.0)
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left, worked out whenever the line is drawn."""
+    """A column with the time left, computed whenever the line is drawn."""
 
     def __init__(self, words: Callable[[], str]) -> None:
         super().__init__()
         self._words = words
 
     def render(self, task: Task) -> Text:
-        """The words, whatever the task."""
+        """The time left in words; the task does not matter."""
         return Text(self._words())
 
 
@@ -180,20 +175,22 @@ def span_words(seconds: float) -> str:
 
 
 def time_words(expected: Iterable[ExpectedTime]) -> str:
-    """`about 2 min by earlier records of 3 of the same cells and 2 like them, and a rough guess of 10 s for each of 4`."""
+    """`about 2 min by earlier records for 3 of the same cells, and a rough guess of 10 s for each of 4`."""
     expected = list(expected)
-    counts = Counter(one.source for one in expected)
+    counts = Counter(item.source for item in expected)
     known = [
         f"{counts[source]} {words}"
         for source, words in ((SAME, "of the same cells"), (LIKE, "of the same workload and model"))
         if counts[source]
     ]
-    guesses = sorted({one.seconds for one in expected if one.source == ROUGH})
+    guesses = sorted({item.seconds for item in expected if item.source == ROUGH})
     parts = [f"earlier records for {' and '.join(known)}"] if known else []
     if guesses:
         each = " or ".join(f"{seconds:g}" for seconds in guesses)
-        parts.append(f"a rough guess of {each} s for each of {counts[ROUGH]}")
-    return f"about {span_words(sum(one.seconds for one in expected))} by {', and '.join(parts)}"
+        parts.append(
+            "a rough guess" if len(expected) == 1 else f"a rough guess of {each} s for each of {counts[ROUGH]}"
+        )
+    return f"about {span_words(sum(item.seconds for item in expected))} by {', and '.join(parts)}"
 
 
 def _after_comma(words: str) -> str:

@@ -1,36 +1,44 @@
-"""Standard output and error of a command line: always open, named in errors, and free of other people's escape sequences."""
+"""Standard output and error of the command line: always open, named in errors, without escape sequences from outside.
+
+Also `show_within`, for `--from FILE`: read and show a file from outside within limits of memory and time.
+"""
 
 import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, TextIO, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO, TypeVar, cast
 
-from trainstep.report.visible import VisibleStream
+from trainstep.reading import ReadLimits, read_within
+from trainstep.report.kit.visible import VisibleStream, one_line, stream_within
 
+Result = TypeVar("Result")
 _NO_OUTPUT = "standard output is closed, so nothing can be shown: send it to a file, or to /dev/null"
+_LONG_BYTES = 2 * 2**20
+"""Reading a file of this size takes seconds."""
 
 
 class NamedStream:
-    """A text stream whose OSError says which stream it is, as a file's error has the file's name."""
+    """A text stream whose errors name the stream, as a file's errors name the file."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
         self._name = name
 
     def write(self, text: str) -> int:
-        """Write the text. OSError with this stream's name."""
+        """Write the text. OSError names this stream."""
         with self._named():
             return self._stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write the lines. OSError with this stream's name."""
+        """Write the lines. OSError names this stream."""
         with self._named():
             self._stream.writelines(lines)
 
     def flush(self) -> None:
-        """Flush. OSError with this stream's name."""
+        """Flush the stream. OSError names this stream."""
         with self._named():
             self._stream.flush()
 
@@ -41,20 +49,23 @@ class NamedStream:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # BrokenPipeError stays one: OSError chooses its class by the number
+        except OSError as error:  # BrokenPipeError remains a BrokenPipeError: OSError chooses its class by the number
             raise OSError(error.errno, error.strerror, self._name) from None
 
 
 def open_streams() -> None:
-    """Put streams that show control characters in place of standard output and error. Call it before any file is opened.
+    """Replace standard output and error by streams that make control characters visible. Call it before any file is opened.
 
-    What was closed at the start (`>&-`) becomes the null device: the next file would be given the number of a standard stream,
-    and what a library or a child of ours prints would end up in it. ValueError where standard output was closed.
+    ValueError if standard output was closed at the start (`>&-`).
     """
+    # A closed stream becomes the null device. Otherwise the next opened file would get the number of a standard stream, and output
+    # of libraries and child processes would go into that file.
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:  # the lowest free number is the one that the stream should have
+    for name in closed:  # `open` takes the lowest free number, which is this stream's
         setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is no text (a lone surrogate) must not cost the table
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a file name that is not text (a lone surrogate) must not fail the table
         sys.stdout.reconfigure(errors="replace")
     sys.stdout = cast(TextIO, VisibleStream(cast(TextIO, NamedStream(sys.stdout, "standard output"))))
     sys.stderr = cast(TextIO, VisibleStream(cast(TextIO, NamedStream(sys.stderr, "standard error"))))
@@ -64,9 +75,9 @@ def open_streams() -> None:
 
 @contextlib.contextmanager
 def outliving_reader(stream: TextIO) -> Iterator[None]:
-    """Whoever read the stream may leave (`2>&1 | head`): we go on, and what is said from then on goes nowhere.
+    """Continue if the reader of the stream leaves (`2>&1 | head`): later output is discarded.
 
-    So does what cannot be written to standard error (`2> log` on a full disk), where only progress and errors are told.
+    The same holds for standard error that cannot be written (`2> log` on a full disk), because it has only progress and errors.
     """
     try:
         yield
@@ -77,6 +88,41 @@ def outliving_reader(stream: TextIO) -> Iterator[None]:
 
 
 def silence(stream: TextIO) -> None:
-    """What the stream still holds, and what is written from now on, goes nowhere."""
-    with contextlib.suppress(OSError):  # a stream without a file behind it holds nothing back
+    """Discard what the stream has buffered, and everything that is written to it from now on."""
+    with contextlib.suppress(OSError):  # a stream without a file behind it buffers nothing
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def tell_reading(files: Sequence[Path]) -> None:
+    """Say on standard error that these files are being read, if they are so large that it takes seconds."""
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    if size > _LONG_BYTES:
+        names = f"{len(files)} files" if len(files) > 1 else str(files[0])
+        with outliving_reader(sys.stderr):
+            print(one_line(f"reading {names}, {size / 2**20:.0f} MiB"), file=sys.stderr, flush=True)
+
+
+def show_within(limits: ReadLimits, path: Path, show: Callable[[TextIO], Result]) -> Result:
+    """Print what `show` writes, and return its result. Reading, analysis and layout all happen in the limited process."""
+    tell_reading([path])
+    buffer = _TextBuffer(is_terminal=sys.stdout.isatty())
+
+    def show_into_buffer() -> tuple[str, Result]:
+        result = show(cast(TextIO, VisibleStream(buffer)))
+        return buffer.getvalue(), result
+
+    text, result = read_within(limits, path, show_into_buffer)
+    # Control characters were made visible in that process, so the escape sequences in this text are the colours of the tables.
+    stream_within(sys.stdout).write(text)
+    return result
+
+
+class _TextBuffer(io.StringIO):
+    """Text that is laid out as for standard output: with colours if that is a terminal."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal

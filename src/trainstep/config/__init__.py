@@ -1,1 +1,1 @@
-"""What to run and on what: frozen, validating dataclasses and their text forms. Imports nothing of ours, no torch."""
+"""Configs: frozen, validating dataclasses that say what to run and where, and their text forms. No torch."""

@@ -1,4 +1,7 @@
-"""One collective among so many ranks: a cell of the workload `collective`."""
+"""The configs of a collective among ranks, and of a ceiling of the machine: its fastest matmul or copy.
+
+They are the cells of the workloads `collective` and `ceiling`.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,21 +11,22 @@ from trainstep.config.fields import check_choices, check_integer, check_positive
 BACKENDS = ("gloo", "nccl")
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOST_RANKS = 64
-"""Of one machine: each is a process with torch in it, and a connection to each of the others."""
+"""Ranks of a collective run on one machine: each rank is a process that imports torch and connects to every other rank."""
+KINDS = ("matmul", "copy", "host_to_device", "device_to_host", "peer_copy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveConfig:
-    """A collective on one tensor, called again and again. Raises ValueError naming the field."""
+    """A collective that is called repeatedly on one tensor. ValueError names the field."""
 
     operation: str = described(
         "what the ranks do", "all_reduce", ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
     )
-    backend: str = described("what sends: gloo through the host, nccl between GPUs", "gloo", BACKENDS)
-    ranks: int = described("processes; with nccl one GPU each; 1: the cost of the call alone", 2)
-    dtype: str = described("of the tensor", "fp32", tuple(ELEMENT_BYTES))
-    mib: float = described("MiB of the whole tensor: what is reduced, gathered or sent; 0.001 is 1 KiB", 1.0)
-    device: str = described("where the tensor is", "cpu", ("cpu", "cuda"))
+    backend: str = described("gloo, through the host, or nccl, between GPUs", "gloo", BACKENDS)
+    ranks: int = described("processes; with nccl one GPU each; 1: only the cost of the call", 2)
+    dtype: str = described("dtype of the tensor", "fp32", tuple(ELEMENT_BYTES))
+    mib: float = described("MiB of the whole tensor that is reduced, gathered or sent; 0.001 is 1 KiB", 1.0)
+    device: str = described("device of the tensor", "cpu", ("cpu", "cuda"))
     warmups: int = described("calls before the timed ones", 5)
     steps: int = described("timed calls", 20)
     seed: int = described("seed of the tensor", 0)
@@ -40,11 +44,36 @@ class CollectiveConfig:
 
     @property
     def elements(self) -> int:
-        """Of the whole tensor: `mib`, rounded up so that each rank's part is alike."""
-        asked = math.ceil(round(self.mib * 2**20) / ELEMENT_BYTES[self.dtype])
-        return max(math.ceil(asked / self.ranks), 1) * self.ranks
+        """Elements of the whole tensor: `mib`, rounded up so that each rank's part has the same size."""
+        elements = math.ceil(round(self.mib * 2**20) / ELEMENT_BYTES[self.dtype])
+        return max(math.ceil(elements / self.ranks), 1) * self.ranks
 
     @property
     def payload_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return self.elements * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CeilingConfig:
+    """One ceiling of a machine. `matmul`: n x n times n x n; the copies move `mib` MiB. ValueError names the field."""
+
+    kind: str = described("what to measure", "matmul", KINDS)
+    dtype: str = described("dtype of the matmul", "fp32", ("fp32", "tf32", "bf16", "fp16"))
+    n: int = described("side of the square matmul", 8192)
+    mib: int = described("MiB copied", 1024)
+    device: str = described("device to run on", "cpu", ("cpu", "cuda"))
+    peer: int = described("the other GPU of a peer copy", 1)
+    warmups: int = described("calls before the timed ones", 3)
+    steps: int = described("timed calls", 10)
+    seed: int = described("seed of the operands", 0)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_positive(self, "n", "mib", "steps", "peer")
+        check_integer(self, "warmups", at_least=0)
+        check_integer(self, "seed", at_least=0, at_most=2**63 - 1)
+        if self.device == "cpu" and self.kind not in ("matmul", "copy"):
+            raise ValueError(f"kind: {self.kind} needs a GPU; on a CPU take matmul or copy")
+        if self.device == "cpu" and self.dtype == "tf32":
+            raise ValueError("dtype: tf32 is a mode of NVIDIA matrix units; on a CPU take fp32 or bf16")

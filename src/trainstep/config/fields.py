@@ -1,4 +1,8 @@
-"""Fields that explain themselves: the sentence beside a config field is the one `--help` and error messages show."""
+"""Config fields with their own help text and choices, which `--help` and error messages show; and checks of fields.
+
+A config is a dataclass with fields such as `steps: int = described("timed steps", 10)`; its `__post_init__` calls the checks, such
+as `check_integer(self, "steps", at_least=1)`.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -6,19 +10,27 @@ from difflib import get_close_matches
 from typing import Any
 
 ALIASES = {"flash": "trainstep"}
-"""Another name of a choice -> the one that configs and records have. Text from a person may hold either."""
+"""Second name of a choice -> the name in configs and records. A user may write either."""
+_MOST_NAMED = 20
+"""The most known keys that an error lists beside the nearest one."""
+MOST = 2**40
+"""No machine has, and no user waits for, more of anything. Larger numbers are mistakes, and would overflow later."""
 
 
 def described(help: str, default: Any = dataclasses.MISSING, choices: Iterable[str] = (), flat_name: str = "") -> Any:
-    """A dataclass field with its meaning (and unit) as `metadata["help"]`, its allowed names as `metadata["choices"]`.
-    `flat_name`: what text and records call it, if not as Python does."""
+    """A dataclass field with its meaning (and unit) as `metadata["help"]` and its allowed names as `metadata["choices"]`.
+
+    `flat_name`: its name in text and records, if that differs from the name in Python.
+    """
     metadata = {"help": help, "choices": tuple(choices), "flat_name": flat_name}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def part(default: Any = dataclasses.MISSING, *, without: Iterable[str] = ()) -> Any:
-    """A field that holds another config, whose fields stand flat beside the owner's in text and records: but those `without`,
-    which stay at their defaults."""
+    """A field that contains another config. In text and records that config's fields stand flat beside the owner's fields.
+
+    `without`: fields of the inner config that are left out there, and must stay at their defaults.
+    """
     return dataclasses.field(default=default, metadata={"without": frozenset(without)})
 
 
@@ -27,13 +39,13 @@ def flat_name(field: dataclasses.Field[Any]) -> str:
 
 
 def aliases_of(field: dataclasses.Field[Any]) -> dict[str, str]:
-    """Another name -> its choice, of those that the field has."""
+    """Second name -> name, for the choices of this field."""
     choices = field.metadata.get("choices", ())
     return {alias: name for alias, name in ALIASES.items() if name in choices}
 
 
 def check_choices(config: Any) -> None:
-    """Raise ValueError, naming the field and its choices, where a field with choices holds anything else."""
+    """ValueError, naming the field and its choices, if a field with choices has another value."""
     for field in dataclasses.fields(config):
         choices = field.metadata.get("choices", ())
         value = getattr(config, field.name)
@@ -44,26 +56,22 @@ def check_choices(config: Any) -> None:
 
 
 def check_parts(config: Any) -> None:
-    """Raise ValueError where a part has a value that the flat form, and so a record, would not tell."""
+    """ValueError if an inner config has a value that the flat form, and so a record, would not show."""
     for field in dataclasses.fields(config):
-        held = getattr(config, field.name)
+        inner = getattr(config, field.name)
         for name in field.metadata.get("without", ()):
-            if getattr(held, name) != (default := held.__dataclass_fields__[name].default):
+            if getattr(inner, name) != (default := inner.__dataclass_fields__[name].default):
                 raise ValueError(f"{name}: has no meaning in a {type(config).__name__}; leave it at {default}")
 
 
-MOST = 2**40
-"""More of anything than a machine holds or a person waits for: larger numbers are mistakes, and overflow further on."""
-
-
 def check_positive(config: Any, *names: str) -> None:
-    """Raise ValueError naming the first of these integer fields that is not at least 1."""
+    """ValueError naming the first of these integer fields that is not at least 1."""
     for name in names:
         check_integer(config, name, at_least=1)
 
 
 def check_integer(config: Any, name: str, at_least: int, at_most: int = MOST) -> None:
-    """Raise ValueError unless the field is an int (not a bool) of at least `at_least` and at most `at_most`."""
+    """ValueError unless the field is an int (not a bool) from `at_least` to `at_most`."""
     value = getattr(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"{name}: must be a whole number of at least {at_least}, not {value!r}")
@@ -72,14 +80,16 @@ def check_integer(config: Any, name: str, at_least: int, at_most: int = MOST) ->
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)' for the known word closest to this one, or nothing."""
+    """' (did you mean X?)' with the known word closest to this word, or an empty string."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def check_known(keys: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Raise ValueError for the first key that is not known, naming it, where it stood and the nearest known one."""
+    """ValueError for the first unknown key: the place where it stands, the nearest known key, and all of them if they are few."""
     known = list(known)
     for key in keys:
         if key not in known:
-            raise ValueError(f"{where}: unknown key {key!r}{nearest(key, known)}; known: {', '.join(known)}")
+            near = nearest(key, known)
+            names = "" if near and len(known) > _MOST_NAMED else f"; known: {', '.join(known)}"
+            raise ValueError(f"{where}: unknown key {key!r}{near}{names}")

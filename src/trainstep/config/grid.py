@@ -1,18 +1,50 @@
-"""Lists make a grid: commas on the command line and lists in TOML expand alike, first field outermost."""
+"""A grid of field values, from commas on the command line or lists in TOML, and the cells that it expands to.
 
+    expand({"model": ["small"], "context": [128, 256]}, defaults)   # two cells, the first field outermost
+
+A cell is one point of a grid, measured on its own: executors pass it around, and a record answers it.
+"""
+
+import hashlib
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trainstep.config.cell import Cell
 from trainstep.config.fields import check_known
-from trainstep.config.parallel import RanksConfig
-from trainstep.config.parsing import CONFIGS, build_config, fields_of, parse_value, to_plain
-from trainstep.config.sync import OF_A_STRATEGY, needless
+from trainstep.config.parallel import STRATEGY_FIELDS, RanksConfig, needless
+from trainstep.config.parsing import CONFIGS, build_config, config_hash, fields_of, parse_value, to_plain
 
 Grid = Mapping[str, Sequence[Any]]
 _MOST_CELLS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One point of a grid.
+
+    `workload`: `train_step`, `attention`, `ceiling`..., or package.module:object for a user's workload. `config`: validated plain
+    JSON values. `point`: the flat values that the grid gave, for progress lines and to find the cells that differ along one axis.
+    """
+
+    workload: str
+    config: Mapping[str, Any]
+    point: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Identifies the cell in a store, whichever sweep it came from."""
+        return config_hash(self.workload, self.config)
+
+    @property
+    def label(self) -> str:
+        """The grid's values in its order: `small, context 256, bf16`. Numbers get their field's name; names need none."""
+        words = [
+            value if isinstance(value, str) and value != "none" else f"{name} {value}"
+            for name, value in self.point.items()
+        ]
+        return ", ".join(words) or self.workload
 
 
 def grid_from_text(options: Mapping[str, str | bool | None]) -> dict[str, list[Any]]:
@@ -39,7 +71,7 @@ def grid_from_settings(settings: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def expand_all(grids: Sequence[Grid], defaults: Mapping[str, Any]) -> list[Cell]:
-    """The cells of several grids, in order; what differs between the grids is part of each cell's point."""
+    """The cells of several grids, in order. Fields that differ between the grids are part of each cell's point."""
     names = dict.fromkeys(name for grid in grids for name in grid)
     differing = {name for name in names if any(grid.get(name) != grids[0].get(name) for grid in grids)}
     cells = [cell for grid in grids for cell in expand(grid, defaults, named=differing)]
@@ -47,28 +79,28 @@ def expand_all(grids: Sequence[Grid], defaults: Mapping[str, Any]) -> list[Cell]
 
 
 def expand(grid: Grid, defaults: Mapping[str, Any], *, named: Collection[str] = ()) -> list[Cell]:
-    """Every combination of the grid's values as a validated cell; `defaults` fill fields the grid does not name.
+    """Every combination of the grid's values as a validated cell; `defaults` fill the fields that the grid does not name.
 
-    The key `workload` chooses what is measured (default train_step). A cell's point has the fields of several values, and those
-    `named`. Raises ValueError naming the field and the cell.
+    The key `workload` chooses what is measured (default train_step). A cell's point has the fields with several values, and the
+    fields in `named`. ValueError names the field and the cell.
     """
     for name, values in grid.items():
         if not values:
             raise ValueError(f"{name}: an empty list makes an empty grid")
     count = math.prod(map(len, grid.values()))
     if count > _MOST_CELLS:
-        raise ValueError(f"the grid has {count:,} cells, and {_MOST_CELLS:,} is the most; give its fields fewer values")
+        raise ValueError(f"the grid has {count:,} cells; the limit is {_MOST_CELLS:,}: give its fields fewer values")
     varied = [name for name, values in grid.items() if len(values) > 1 or name in named]
     cells: dict[str, Cell] = {}
     for combination in itertools.product(*grid.values()):
-        chosen = dict(zip(grid, combination, strict=True))
+        flat = dict(zip(grid, combination, strict=True))
         point = {
             name: "none" if value is None else value
-            for name, value in chosen.items()
+            for name, value in flat.items()
             if name in varied or name == "model"
         }
         try:
-            cell = _cell(chosen, defaults, point)
+            cell = _cell(flat, defaults, point)
         except ValueError as error:
             where = ", ".join(f"{name}={value}" for name, value in point.items())
             raise ValueError(f"{error} (in the cell {where})" if len(grid) > 1 and varied else str(error)) from None
@@ -77,17 +109,17 @@ def expand(grid: Grid, defaults: Mapping[str, Any], *, named: Collection[str] = 
 
 
 def groups_along(cells: Sequence[Cell], axis: str | None) -> list[list[Cell]]:
-    """Cells that differ only along `axis`, together, in the grid's order; without an axis, each alone.
+    """Groups of cells that differ only along `axis`, in the grid's order; without an axis, each cell is its own group.
 
-    Along `sync`, parallel strategies are together with all their options. ValueError if nothing varies along it.
+    `sync` as axis means a parallel strategy with all its options. ValueError if no cells differ along the axis.
     """
     if axis is None:
         return [[cell] for cell in cells]
+    axis_fields = STRATEGY_FIELDS if axis == "sync" else {axis}
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        along = OF_A_STRATEGY if axis == "sync" else {axis}
-        rest = tuple((name, str(value)) for name, value in cell.point.items() if name not in along)
-        groups.setdefault(rest, []).append(cell)
+        others = tuple((name, str(value)) for name, value in cell.point.items() if name not in axis_fields)
+        groups.setdefault(others, []).append(cell)
     if all(len(group) == 1 for group in groups.values()):
         varied = sorted({name for cell in cells for name in cell.point})
         raise ValueError(
@@ -100,37 +132,41 @@ def _cell(values: Mapping[str, Any], defaults: Mapping[str, Any], point: Mapping
     workload = values.get("workload", "train_step")
     if not isinstance(workload, str):
         raise ValueError(f"workload: must be a name or package.module:object, not {workload!r}")
-    idle = _idle(workload, values)
-    fields = {name: value for name, value in values.items() if name != "workload" and name not in idle}
+    ignored = _ignored_options(workload, values)
+    fields = {name: value for name, value in values.items() if name != "workload" and name not in ignored}
     if workload in CONFIGS:
         config = to_plain(build_config(workload, {**defaults, **fields}))
     elif ":" in workload:
         config = {**defaults, **fields}
     else:
         raise ValueError(f"workload: {workload!r} is not known; known: {', '.join(CONFIGS)}, or package.module:object")
-    point = {name: value for name, value in point.items() if name not in idle}
-    return Cell(workload=workload, config=config, point=_as_recorded(point, config) or {"workload": workload})
+    point = {name: value for name, value in point.items() if name not in ignored}
+    # The config has a choice's recorded name where the user wrote its second name; the point must show the same name.
+    texts = {name: value for name, value in config.items() if isinstance(value, str)}
+    point = {name: texts.get(name, value) if isinstance(value, str) else value for name, value in point.items()}
+    return Cell(workload=workload, config=config, point=point or {"workload": workload})
 
 
-def _idle(workload: str, values: Mapping[str, Any]) -> frozenset[str]:
-    """Options of parallel strategies that this cell does not have: where one rank is the default, and taken, all."""
+def _ignored_options(workload: str, values: Mapping[str, Any]) -> frozenset[str]:
+    """Options of parallel strategies without meaning in this cell: all of them if the workload's default of one rank is used."""
     config = CONFIGS.get(workload)
     if config is None or not issubclass(config, RanksConfig):
         return frozenset()
     fields = fields_of(config)
-    given = {name: fields[name].default for name in ("ranks", "sync")} | dict(values)
-    on_its_own = given["ranks"] == fields["ranks"].default == 1
-    return OF_A_STRATEGY if on_its_own else needless(given)
-
-
-def _as_recorded(point: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The point with names as the config has them: a choice may have two."""
-    texts = {name: value for name, value in config.items() if isinstance(value, str)}
-    return {name: texts.get(name, value) if isinstance(value, str) else value for name, value in point.items()}
+    values = {name: fields[name].default for name in ("ranks", "sync")} | dict(values)
+    single_rank = values["ranks"] == fields["ranks"].default == 1
+    return STRATEGY_FIELDS if single_rank else needless(values)
 
 
 def check_grid_keys(grid: Grid, where: str) -> None:
-    """Refuse a key that is no field, naming the nearest, unless a workload of the user's own may know it."""
+    """ValueError for a key that is not a field, naming the nearest field. A user's workload may have any fields."""
     workloads = [str(name) for name in grid.get("workload", ["train_step"])]
     if all(name in CONFIGS for name in workloads):
         check_known(grid, ["workload", *(field for name in workloads for field in fields_of(CONFIGS[name]))], where)
+
+
+def group_name(group: Sequence[Cell]) -> str:
+    """The key of a single cell, else a hash of all keys, in any order: a cell measured alone and interleaved is different work."""
+    if len(group) == 1:
+        return group[0].key
+    return hashlib.sha256(" ".join(sorted(cell.key for cell in group)).encode()).hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""The instruments: one row a workload that `trainstep` itself measures. A workload of one's own needs none.
+"""The table of instruments: one row for each workload that `trainstep` itself measures.
 
     resolve(INSTRUMENTS["memory"].measured)      # the object that measure/ runs
-    resolve(INSTRUMENTS["memory"].sections[0])   # what makes its part of the page
+    resolve(INSTRUMENTS["memory"].sections[0])   # the function that makes its section of the page
 
-What stands in higher layers is named as module:object and imported by whoever needs it, so that no reader of the table imports
-torch, and a report imports the modules of the workloads that it shows.
+Objects of higher layers are named as module:object and imported where they are needed. So reading the table does not import torch,
+and a report imports only the modules of the workloads that it shows. A user's workload needs no row.
 """
 
 import importlib
@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainstep.config.attention import AttentionConfig
-from trainstep.config.attention_tiles import AttentionTilesConfig
-from trainstep.config.ceiling import CeilingConfig
-from trainstep.config.collective import CollectiveConfig
+from trainstep.config.attention import AttentionConfig, AttentionTilesConfig
+from trainstep.config.collective import CeilingConfig, CollectiveConfig
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.numerics import NumericsConfig
 from trainstep.config.parallel import ParallelConfig
@@ -25,39 +23,40 @@ from trainstep.config.run import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Instrument:
-    """One workload. Functions of report/ are module:function and take its rows of a report (`summary`: their configs)."""
+    """One workload. Functions of report/ are named as module:function and take the report's rows of the workload (`summary` takes
+    their configs)."""
 
     name: str
     title: str
-    """Stands over its table of cells, and over a page of it alone."""
+    """Title of its table of cells, and of a page that shows only this workload."""
     config: type[Any]
-    """What a cell is made of."""
+    """The class of a cell's config."""
     measured: str
-    """The object that satisfies measure/workload.py."""
+    """The object that satisfies measure/harness/workload.py."""
     verb: str
-    """What the command line that measures it is called."""
+    """The command that measures it."""
     answer: str
-    """The function of report/ that makes its `Answer` from the cells that ran, at least one; None where nothing was seen."""
+    """The function of report/ that makes its `Answer` from the cells that ran (at least one); it may return None."""
     facts: tuple[str, ...] = ()
-    """What its raw rows show beside IN_EVERY_ROW of records/facts.py, in this order."""
+    """Facts that its raw rows show beside IN_EVERY_ROW of records/facts.py, in this order."""
     always: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Part of a record -> what every record without a failure has there; of one with a failure, config alone."""
+    """Part of a record -> names that every record has there; a record with a failure needs only those of its config."""
     tables: str = ""
-    """In place of the common table of cells."""
+    """Makes tables that replace the common table of cells."""
     compared_tables: str = ""
-    """Where a reader compares: in place of `tables`, or beside the common table."""
+    """Makes tables for a reader who compares; they replace `tables`, or stand beside the common table."""
     charts: tuple[str, ...] = ()
-    """Above the common table, on the page."""
+    """Make charts above the common table of the page."""
     sections: tuple[str, ...] = ()
-    """Make sections of the page; with `held_to`, given that workload's rows too."""
+    """Make sections of the page; with `held_to`, they take that workload's rows too."""
     held_to: str = ""
-    """The workload whose measurements explain this one's, where a page has both."""
+    """The workload whose measurements explain this workload's, where a page has both."""
     last_sections: tuple[str, ...] = ()
-    """Of the page, behind what compares cells."""
+    """Make sections of the page that follow the comparisons of cells."""
     summary: str = ""
-    """What was run, in words; without one the number of its cells."""
+    """Says in words what was run; by default a report gives the number of cells."""
     own_words: frozenset[str] = frozenset()
-    """Which of `peak`, `ratios`, `spread` and `times` its own tables say, and common notes and tables leave out."""
+    """Which of `peak`, `ratios`, `spread` and `times` its own tables explain, so that common notes and tables leave them out."""
 
 
 _ROWS = (
@@ -65,28 +64,28 @@ _ROWS = (
         name="train_step",
         title="Training step",
         config=RunConfig,
-        measured="trainstep.measure.train_step:WORKLOAD",
+        measured="trainstep.measure.step.workload:WORKLOAD",
         verb="bench",
-        answer="trainstep.report.answers_step:step_answer",
-        charts=("trainstep.report.sweep_page:phases_charts",),
-        last_sections=("trainstep.report.warmup_page:warmup_sections",),
-        summary="trainstep.report.notes:step_words",
+        answer="trainstep.report.step.answer:step_answer",
+        charts=("trainstep.report.step.phases:phases_charts",),
+        last_sections=("trainstep.report.step.warmup:warmup_sections",),
+        summary="trainstep.report.kit.notes:step_words",
         own_words=frozenset({"times"}),
     ),
     Instrument(
         name="parallel",
         title="Parallel training step",
         config=ParallelConfig,
-        measured="trainstep.measure.parallel:WORKLOAD",
+        measured="trainstep.measure.parallel.workload:WORKLOAD",
         verb="parallel",
-        answer="trainstep.report.answers_parallel:parallel_answer",
+        answer="trainstep.report.parallel.answer:parallel_answer",
         facts=(
             *("communication_s", "waiting_s", "transfer_s", "exposed_s", "tail_s", "wire_bytes", "expected_wire_bytes"),
             *("expected_peak_bytes", "expected_peak_point", "context_bytes", "nccl_bytes", "agreement"),
         ),
         always={"config": ("ranks", "sync", "bucket_mib", "device")},
-        tables="trainstep.report.parallel_tables:parallel_tables",
-        sections=("trainstep.report.parallel_page:parallel_sections",),
+        tables="trainstep.report.parallel.tables:parallel_tables",
+        sections=("trainstep.report.parallel.page:parallel_sections",),
         held_to="collective",
         own_words=frozenset({"spread", "ratios"}),
     ),
@@ -94,87 +93,84 @@ _ROWS = (
         name="attention",
         title="Attention",
         config=AttentionConfig,
-        measured="trainstep.measure.attention:WORKLOAD",
+        measured="trainstep.measure.attention.workload:WORKLOAD",
         verb="attention",
-        answer="trainstep.report.answers_attention:attention_answer",
-        tables="trainstep.report.attention_tables:plain_tables",
-        compared_tables="trainstep.report.attention_tables:attention_tables",
-        sections=("trainstep.report.attention_page:attention_sections",),
-        summary="trainstep.report.notes:attention_words",
+        answer="trainstep.report.attention.answer:attention_answer",
+        tables="trainstep.report.attention.tables:plain_tables",
+        compared_tables="trainstep.report.attention.tables:attention_tables",
+        sections=("trainstep.report.attention.page:attention_sections",),
+        summary="trainstep.report.kit.notes:attention_words",
     ),
     Instrument(
         name="attention_tiles",
         title="Attention tiles",
         config=AttentionTilesConfig,
-        measured="trainstep.measure.attention_tiles:WORKLOAD",
+        measured="trainstep.measure.attention.tiles:WORKLOAD",
         verb="tune",
-        answer="trainstep.report.answers_attention:tiles_answer",
-        always={
-            "config": ("kernel", "arithmetic", "head_dim", "mask", "shape"),
-            "facts": ("best", "in_use", "rate"),
-        },
-        compared_tables="trainstep.report.tiles_page:tuning_tables",
-        sections=("trainstep.report.tiles_page:tile_sections",),
+        answer="trainstep.report.attention.answer:tiles_answer",
+        always={"config": ("kernel", "arithmetic", "head_dim", "mask", "shape"), "facts": ("best", "in_use", "rate")},
+        compared_tables="trainstep.report.attention.tiles:tuning_tables",
+        sections=("trainstep.report.attention.tiles:tile_sections",),
     ),
     Instrument(
         name="ceiling",
         title="Ceilings",
         config=CeilingConfig,
-        measured="trainstep.measure.ceilings:WORKLOAD",
+        measured="trainstep.measure.step.ceilings:WORKLOAD",
         verb="doctor",
-        answer="trainstep.report.answers_rates:ceilings_answer",
+        answer="trainstep.report.parallel.answer:ceilings_answer",
         always={"config": ("kind", "dtype")},
-        charts=("trainstep.report.sweep_page:ceilings_charts",),
+        charts=("trainstep.report.step.phases:ceilings_charts",),
     ),
     Instrument(
         name="collective",
         title="Collectives",
         config=CollectiveConfig,
-        measured="trainstep.measure.collective:WORKLOAD",
+        measured="trainstep.measure.parallel.collective:WORKLOAD",
         verb="collectives",
-        answer="trainstep.report.answers_rates:collectives_answer",
+        answer="trainstep.report.parallel.answer:collectives_answer",
         always={
             "config": ("operation", "backend", "ranks", "dtype", "mib", "device"),
             "samples": ("time",),
             "facts": ("payload_bytes", "ring_bytes"),
         },
-        tables="trainstep.report.collectives_tables:collective_tables",
-        sections=("trainstep.report.collectives_tables:collective_sections",),
+        tables="trainstep.report.parallel.collectives:collective_tables",
+        sections=("trainstep.report.parallel.collectives:collective_sections",),
     ),
     Instrument(
         name="numerics",
         title="Numerics",
         config=NumericsConfig,
-        measured="trainstep.measure.numerics:WORKLOAD",
+        measured="trainstep.measure.numerics.workload:WORKLOAD",
         verb="numerics",
-        answer="trainstep.report.answers_numerics:numerics_answer",
-        tables="trainstep.report.numerics_tables:numerics_tables",
-        sections=("trainstep.report.numerics_page:numerics_sections",),
+        answer="trainstep.report.numerics.answer:numerics_answer",
+        tables="trainstep.report.numerics.tables:numerics_tables",
+        sections=("trainstep.report.numerics.page:numerics_sections",),
     ),
     Instrument(
         name="profile",
         title="Profiled steps",
         config=ProfileConfig,
-        measured="trainstep.measure.profile:WORKLOAD",
+        measured="trainstep.measure.step.profile:WORKLOAD",
         verb="profile",
-        answer="trainstep.report.answers_profile:profile_answer",
+        answer="trainstep.report.profile.answer:profile_answer",
         facts=(
             *("idle_s", "kernels_s", "pieces", "launches", "profiler_slowdown", "assigned_share", "fallback_share"),
             *("graph_replay_s", "graph_replay_kernels_s", "graph_replay_phases", "graph_replay_left_out"),
-            *("graph_replay_failed", "attention_split", "trace_file"),
+            *("graph_replay_failed", "replayed_share", "attention_split", "trace_file"),
         ),
         always={"config": ("precision",)},
-        compared_tables="trainstep.report.profile_tables:profile_tables",
-        sections=("trainstep.report.profile_page:profile_sections",),
+        compared_tables="trainstep.report.profile.tables:profile_tables",
+        sections=("trainstep.report.profile.page:profile_sections",),
         held_to="ceiling",
     ),
     Instrument(
         name="memory",
         title="Memory of a training step",
         config=MemoryConfig,
-        measured="trainstep.measure.step_memory:WORKLOAD",
+        measured="trainstep.measure.memory.workload:WORKLOAD",
         verb="memory",
-        answer="trainstep.report.answers_memory:memory_answer",
+        answer="trainstep.report.memory.answer:memory_answer",
         facts=(
             *("peak_requested_bytes", "timeline_peak_bytes", "timeline_peak_phase", "context_bytes", "kernels_bytes"),
             *("allocation_retries", "allocated_residual_share", "driver_residual_share", "driver_residual_bytes"),
@@ -182,21 +178,21 @@ _ROWS = (
             *("history_full", "process_group", "nccl_bytes", "fullest_rank", "expected_peak_bytes"),
             *("expected_peak_point", "process_data_bytes", "fit_of", "memory_limit_bytes"),
         ),
-        tables="trainstep.report.memory_tables:memory_tables",
-        sections=("trainstep.report.memory_page:memory_sections",),
+        tables="trainstep.report.memory.tables:memory_tables",
+        sections=("trainstep.report.memory.page:memory_sections",),
         own_words=frozenset({"peak"}),
     ),
 )
-INSTRUMENTS: Mapping[str, Instrument] = {one.name: one for one in _ROWS}
-"""The one table of what `trainstep` measures."""
+INSTRUMENTS: Mapping[str, Instrument] = {instrument.name: instrument for instrument in _ROWS}
+"""Workload -> its row."""
 
 
 def resolve(place: str) -> Any:
-    """The object that module:object names, imported now."""
+    """The object named by module:object; this imports the module."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def says(workload: str, what: str) -> bool:
-    """Whether a workload's own tables say that; nobody knows what those of one's own workload do."""
-    return workload in INSTRUMENTS and what in INSTRUMENTS[workload].own_words
+def says(workload: str, topic: str) -> bool:
+    """Whether the workload's own tables explain that topic of `own_words`; False for a user's workload."""
+    return workload in INSTRUMENTS and topic in INSTRUMENTS[workload].own_words

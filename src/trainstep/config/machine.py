@@ -1,4 +1,4 @@
-"""What known GPUs can do, from their makers' data sheets. Unknown hardware gives None, never another chip's number."""
+"""Peak rates of known GPUs, from their data sheets. Unknown hardware gives None, never another chip's number."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSpec:
-    """Peaks of one GPU. `peak_flops`: dense FLOP/s by matmul dtype; `memory_bytes_per_s`: of the memory on the card."""
+    """Peaks of one GPU. `peak_flops`: dense FLOP/s by matmul dtype; `memory_bytes_per_s`: bandwidth of the memory on the card."""
 
     name: str
     peak_flops: Mapping[str, float]
     memory_bytes_per_s: float
     source: str
     link_bytes_per_s: float | None = None
-    """Between GPUs, one way, all NVLinks of a GPU together; None where a data sheet promises no such link."""
+    """Bandwidth between GPUs, one way, over all NVLinks of a GPU together; None where the data sheet promises no such link."""
 
 
 def _spec(
@@ -30,9 +30,10 @@ def _spec(
     )
 
 
-# Keyed by the driver's own name for the chip. TFLOP/s: fp32, TF32, bf16 = fp16 (fp32 accumulation); memory TB/s;
-# NVLink GB/s one way, half of what sheets print, where every such GPU has it.
-# Where a sheet prints TF32 and bf16 with sparsity only, half of it. A slice of a GPU (MIG) has another name: no entry.
+# The key is the driver's name for the chip. Columns: TFLOP/s in fp32, TF32 and bf16 = fp16 (fp32 accumulation); memory TB/s; NVLink
+# GB/s one way (data sheets print twice that), only where every such GPU has NVLink.
+# Where a data sheet prints TF32 and bf16 with sparsity only, the table has half of that number. A slice of a GPU (MIG) has a
+# different name, so it has no entry.
 _SPECS = {
     "NVIDIA B200": _spec("B200", 80, 1100, 2250, 8.0, "NVIDIA Blackwell architecture technical brief", 900),
     "NVIDIA GH200 480GB": _spec("GH200 96 GB", 67, 494, 990, 4.0, "NVIDIA GH200 data sheet"),
@@ -61,10 +62,10 @@ _SPECS = {
 
 
 def machine_spec(gpu_name: str | None) -> MachineSpec | None:
-    """The data sheet of the GPU the driver names so, or None."""
+    """The data sheet of the GPU with this name of the driver, or None."""
     return _SPECS.get(gpu_name or "")
 
 
 def matmul_dtype(precision: str) -> str:
-    """The dtype whose matmul peak a precision is held against (`bf16_autocast` -> bf16)."""
+    """The dtype whose matmul peak limits a precision (`bf16_autocast` -> bf16)."""
     return precision.removesuffix("_autocast").removesuffix("_master")

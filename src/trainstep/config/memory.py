@@ -1,22 +1,21 @@
-"""Where the memory of one training step goes: a cell of the workload `memory`."""
+"""The config of `trainstep memory`: the training step whose memory is recorded."""
 
 from dataclasses import dataclass
 
 from trainstep.config.fields import check_integer, described, part
-from trainstep.config.parallel import RanksConfig
+from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
-from trainstep.config.sync import SyncConfig
 from trainstep.costs.strategies import YARDSTICK
 
 LARGEST_TRIED = {"batch_size": 4096, "context": 131_072}
-"""Where a search for the largest that fits stops, by the field that is searched: more is 'at least' this."""
+"""Searched field -> the value at which a search for the largest that fits stops; the report says 'at least' then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRunConfig(RunConfig):
-    """The step whose memory is looked at; it is not timed."""
+    """The step whose memory is recorded; it is not timed."""
 
-    warmups: int = described("steps before the recorded one: the first makes the optimizer's state", 1)
+    warmups: int = described("steps before the recorded step; the first creates the optimizer's state", 1)
 
     def __post_init__(self) -> None:
         check_integer(self, "warmups", at_least=1)
@@ -25,15 +24,15 @@ class RecordedRunConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(RanksConfig):
-    """The fields of a run that decide what it holds. Raises ValueError naming the field and the way out.
+    """The fields of a run that decide its memory. ValueError names the field and the remedy.
 
-    With several ranks: what each of them holds, kept together as `sync` says; `batch_size` is a rank's.
+    With several ranks, the memory of every rank is recorded, under the parallel strategy `sync`; `batch_size` is per rank.
     """
 
-    ranks: int = described("processes, with a GPU each where there are GPUs; 1: a step on its own", 1)
+    ranks: int = described("processes, each with a GPU of its own where there are GPUs; 1: a step in one process", 1)
     sync: SyncConfig = part(SyncConfig(name=YARDSTICK))
     run: RecordedRunConfig = part(without=("capture", "learning_rate", "steps", "sync", "cold_compile", "nvtx"))
-    min_share: float = described("share of the peak under which an allocation is not listed", 0.005)
+    min_share: float = described("smallest share of the peak for which an allocation is listed", 0.005)
     keep_snapshot: str | None = described(
         "folder for the snapshot's file: drag it to pytorch.org/memory_viz, or read it with --from", None
     )
@@ -43,8 +42,6 @@ class MemoryConfig(RanksConfig):
         if not 0 <= self.min_share <= 1:
             raise ValueError(f"min_share: must be a share from 0 to 1, not {self.min_share!r}")
         if self.ranks == 1 and self.sync.strategy.communicates:
-            raise ValueError(
-                f"sync: {self.sync.name} keeps several ranks together; take ranks 2 or more, or sync {YARDSTICK}"
-            )
+            raise ValueError(f"sync: {self.sync.name} is for several ranks; take ranks 2 or more, or sync {YARDSTICK}")
         if self.ranks > 1 and self.run.mode != "step":
-            raise ValueError(f"mode: of several ranks a whole step is looked at, not {self.run.mode}; leave it at step")
+            raise ValueError(f"mode: several ranks run a whole step, not {self.run.mode}; leave it at step")

@@ -1,17 +1,95 @@
-"""A training step on several ranks, one parallel strategy: a cell of the workload `parallel`."""
+"""The config of `trainstep parallel`: a training step on several ranks under a parallel strategy with its options."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any
 
-from trainstep.config.fields import check_integer, check_parts, described, part
+from trainstep.config.fields import check_choices, check_integer, check_parts, described, flat_name, part
 from trainstep.config.run import RunConfig
-from trainstep.config.sync import SyncConfig
+from trainstep.costs.strategies import STRATEGIES, YARDSTICK, Strategy, strategy_named
 
+OURS = tuple(strategy.name for strategy in STRATEGIES if strategy.counterpart is None)
+PEERS = tuple(strategy.name for strategy in STRATEGIES if strategy.counterpart is not None)
+SYNCS = OURS + PEERS
 _MOST_RANKS = 1024
+
+
+def _sync_help() -> str:
+    """`naive, flat: gradients averaged; fsdp: parameters too`."""
+    groups = groupby(STRATEGIES, key=lambda strategy: strategy.meaning)
+    return "; ".join(f"{', '.join(strategy.name for strategy in group)}: {meaning}" for meaning, group in groups)
+
+
+def _users(option: str) -> str:
+    """The strategies that have an option: `flat, bucketed and sharded`."""
+    *others, last = (strategy.name for strategy in STRATEGIES if option in strategy.options)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """One parallel strategy and its options. ValueError names the field and the remedy."""
+
+    name: str = described(_sync_help(), "bucketed", SYNCS, flat_name="sync")
+    bucket_mib: float | None = described(
+        "MiB of gradients in a message, or of the neighbouring blocks' parameters that sharded_flat sends together; default: a "
+        "quarter of all bytes, falling to a sixteenth from 32 GiB on, but at least 25 for buckets; torch's strategies: 25",
+        None,
+    )
+    first_bucket_mib: float | None = described("MiB of the first message, if different", None)
+    last_bucket_mib: float | None = described("MiB of the last message, if different", None)
+    reduce_dtype: str = described("dtype in which gradients are averaged; own: their own", "own", ("own", "bf16"))
+    keeps_gradient_dtype: bool = described(
+        "copy gradients that were averaged in bf16 back to fp32; otherwise they stay in their buckets, which adamw trainstep takes",
+        True,
+    )
+    compute_dtype: str = described(
+        f"dtype in which {_users('compute_dtype')} gather parameters and compute; own: their own; the optimizer always updates "
+        "parameters in their own dtype",
+        "own",
+        ("own", "bf16"),
+    )
+    reshard_after_forward: bool = described(
+        f"free a block's parameters after its forward ({_users('reshard_after_forward')})", True
+    )
+    ahead: int = described(f"number of blocks gathered in advance by {_users('ahead')}, 0 to 2", 1)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("bucket_mib", "first_bucket_mib", "last_bucket_mib"):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            if not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < math.inf:
+                raise ValueError(f"{name}: must be a positive number of MiB, not {size!r}")
+        if self.ahead not in (0, 1, 2):
+            raise ValueError(f"ahead: must be 0, 1 or 2, not {self.ahead!r}")
+        if not self.keeps_gradient_dtype and (self.reduce_dtype == "own" or not self._takes("keeps_gradient_dtype")):
+            raise ValueError(
+                f"keeps_gradient_dtype: only gradients that {_users('keeps_gradient_dtype')} average with reduce_dtype bf16 can "
+                "stay in bf16"
+            )
+        if self.compute_dtype != "own" and not self._takes("compute_dtype"):
+            raise ValueError(
+                f"compute_dtype: only {_users('compute_dtype')} gather parameters in another dtype; with {self.name} take "
+                "precision bf16_autocast"
+            )
+        if self.reduce_dtype != "own" and self.strategy.communicates and not self._takes("reduce_dtype"):
+            raise ValueError(f"reduce_dtype: {self.name} averages gradients in their own dtype; leave it at own")
+
+    @property
+    def strategy(self) -> Strategy:
+        return strategy_named(self.name)
+
+    def _takes(self, option: str) -> bool:
+        return option in self.strategy.options
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """A step on so many ranks and how they are kept together: what the formulas of plan/ look at."""
+    """A training step on several ranks under a parallel strategy, as the formulas of plan/ take it."""
 
     ranks: int
     sync: SyncConfig
@@ -23,10 +101,10 @@ class RanksConfig:
         run, sync = self.run, self.sync
         if run.compile == "model" and sync.strategy.in_units:
             raise ValueError(
-                f"compile: {sync.name} gathers block by block, which a whole compiled model hides; take block"
+                f"compile: {sync.name} gathers parameters block by block, which a model compiled whole hides; take block"
             )
         if self.ranks == 1 and sync.strategy.counterpart is not None:
-            raise ValueError(f"ranks: {sync.name} needs others to talk to; take 2 or more ranks")
+            raise ValueError(f"ranks: {sync.name} needs several ranks; take 2 or more")
         if (self.ranks > 1 or sync.strategy.communicates) and run.precision == "bf16_master":
             raise ValueError(
                 "precision: bf16_master is for one process; on several ranks take fsdp with compute_dtype bf16: weights stay fp32"
@@ -45,19 +123,19 @@ class RankRunConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(RanksConfig):
-    """A run of every rank, and how they are kept together. Raises ValueError naming the field."""
+    """The training step of every rank, and the parallel strategy. ValueError names the field."""
 
-    ranks: int = described("processes; with a GPU each where there are GPUs", 2)
+    ranks: int = described("processes, each with a GPU of its own where there are GPUs", 2)
     sync: SyncConfig = part(SyncConfig())
     run: RankRunConfig = part(without=("mode", "sync", "cold_compile", "nvtx"))
     window_steps: int = described(
-        "steps of a window, timed as one: what runs into the next step counts then; windows take as many steps as are timed "
-        "singly, in each turn at least one window",
+        "steps in a window, which is timed as a whole, so that work that runs into the next step counts; all windows together have "
+        "as many steps as are timed singly, and each turn has at least one window",
         10,
     )
-    check_agreement: bool = described("after the timed steps, compare by hash what all ranks hold alike", True)
+    check_agreement: bool = described("after the timed steps, check by hash that replicas are equal on all ranks", True)
     keep_trace: str | None = described(
-        "folder for the trace of one step, a .json.gz a rank: open them together in Perfetto (ui.perfetto.dev)", None
+        "folder for the trace of one step, a .json.gz per rank: open them together in Perfetto (ui.perfetto.dev)", None
     )
 
     def __post_init__(self) -> None:
@@ -67,3 +145,19 @@ class ParallelConfig(RanksConfig):
             raise ValueError(
                 "keep_trace: a graph's messages have no names in a trace; leave it out, or take capture none"
             )
+
+
+USED_BY = {
+    option: tuple(strategy.name for strategy in STRATEGIES if option in strategy.options)
+    for option in map(flat_name, fields(SyncConfig))
+    if option != "sync"
+}
+"""Option -> the strategies that have it."""
+STRATEGY_FIELDS = frozenset(("sync", *USED_BY))
+"""The fields of a parallel strategy. Strategies are compared with each other whatever their options."""
+
+
+def needless(values: Mapping[str, Any]) -> frozenset[str]:
+    """The options that the strategy `sync` in these values does not have. If they were kept, equal cells would look different."""
+    sync = values.get("sync", SyncConfig.name) or YARDSTICK  # the command line reads the name `none` as None
+    return frozenset(name for name, users in USED_BY.items() if sync in SYNCS and sync not in users)

@@ -1,4 +1,10 @@
-"""Text and plain dicts to configs and back, with the field named in every error, and the hash that identifies a config."""
+"""Convert text and plain dicts to configs and back, and hash a config; every error names the field.
+
+    config = build_config("attention", {"seq": 4096, "dtype": "bf16"})
+    config_hash("attention", to_plain(config))
+
+The flat form of a config is what users write and records store: the fields of inner configs stand beside the owner's fields.
+"""
 
 import dataclasses
 import hashlib
@@ -11,38 +17,36 @@ from typing import Any, TypeVar
 
 from trainstep.config.fields import aliases_of, check_known, flat_name
 from trainstep.config.instruments import INSTRUMENTS
-from trainstep.config.model import ModelConfig, UserModel
+from trainstep.config.model import ModelConfig, UserModel, size
 from trainstep.config.numerics import NumericsConfig, ToyModel
-from trainstep.config.presets import size
 from trainstep.config.run import RunConfig
 
 Config = TypeVar("Config")
 
-CONFIGS: dict[str, type[Any]] = {name: one.config for name, one in INSTRUMENTS.items()}
-"""Workload -> what a cell of it is made of."""
+CONFIGS: dict[str, type[Any]] = {name: instrument.config for name, instrument in INSTRUMENTS.items()}
+"""Workload -> class of its cells' configs."""
 _WORD_VALUES = {"true": True, "false": False, "none": None}
 
 
 @cache
 def flat_form(config_class: Any) -> dict[str, tuple[tuple[str, ...], dataclasses.Field[Any]]]:
-    """The form that people write and records have: name -> the way to the value, in the config or in a part of it, and its field,
-    with the owner's default. The model comes first."""
+    """Flat name -> path of attributes to the value, and the field with the owner's default. The model comes first."""
     form: dict[str, tuple[tuple[str, ...], dataclasses.Field[Any]]] = {}
     for field in dataclasses.fields(config_class):
-        kind: Any = field.type
         if "without" not in field.metadata:
             form[flat_name(field)] = (field.name,), field
             continue
-        for name, (way, inner) in flat_form(kind).items():
+        inner_class: Any = field.type
+        for name, (path, inner) in flat_form(inner_class).items():
             if name not in field.metadata["without"]:
-                own = copy(inner)
-                own.default = getattr(field.default, inner.name, inner.default)
-                form[name] = (field.name, *way), own
+                inner = copy(inner)
+                inner.default = getattr(field.default, inner.name, inner.default)
+                form[name] = (field.name, *path), inner
     return {"model": form["model"], **form} if "model" in form else form
 
 
 def fields_of(config_class: Any) -> dict[str, dataclasses.Field[Any]]:
-    """The fields a person may set, flat: where there is a model, its shape stands beside the config's own fields."""
+    """The flat fields that a user may set; where there is a model, the fields of its shape are among them."""
     fields = {name: field for name, (_, field) in flat_form(config_class).items()}
     if "model" in fields:
         shape = {field.name: field for field in dataclasses.fields(ModelConfig) if field.name != "name"}
@@ -53,7 +57,7 @@ def fields_of(config_class: Any) -> dict[str, dataclasses.Field[Any]]:
 def build_config(workload: str, values: Mapping[str, Any]) -> Any:
     """The config of a built-in workload (a key of CONFIGS) from flat values.
 
-    `model`: a size's name or package.module:function, any field of either class beside it; of numerics, `toy` too.
+    `model` is a size's name, package.module:function, or (numerics only) `toy`; the model's own fields stand beside it.
     """
     config_class = CONFIGS[workload]
     known = fields_of(config_class)
@@ -62,7 +66,7 @@ def build_config(workload: str, values: Mapping[str, Any]) -> Any:
         return config_class(**_typed(config_class, values))
     toy = config_class is NumericsConfig and values.get("model") == ToyModel().name
     model, rest = _toy_and_rest(values) if toy else _model_and_rest(values)
-    return _assembled(config_class, {"model": model, **_typed(config_class, rest)})
+    return _assemble(config_class, {"model": model, **_typed(config_class, rest)})
 
 
 def build_run(values: Mapping[str, Any]) -> RunConfig:
@@ -73,14 +77,14 @@ def build_run(values: Mapping[str, Any]) -> RunConfig:
 
 def _toy_and_rest(values: Mapping[str, Any]) -> tuple[ToyModel, dict[str, Any]]:
     rest = {name: value for name, value in values.items() if name != "model"}
-    own = {field.name for field in dataclasses.fields(NumericsConfig)}
-    if shaped := next((name for name in rest if name not in own), None):
-        raise ValueError(f"{shaped}: belongs to the built-in model; the toy has its own shape")
+    fields = {field.name for field in dataclasses.fields(NumericsConfig)}
+    if shape_field := next((name for name in rest if name not in fields), None):
+        raise ValueError(f"{shape_field}: belongs to the built-in model; the toy has its own shape")
     return ToyModel(), rest
 
 
 def _model_and_rest(values: Mapping[str, Any]) -> tuple[ModelConfig | UserModel, dict[str, Any]]:
-    """The model that flat values name and shape, and the values that say nothing of it."""
+    """The model that flat values describe, and the values that do not belong to the model."""
     shape_names = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
     shape = {name: value for name, value in values.items() if name in shape_names}
     rest = {name: value for name, value in values.items() if name not in shape_names}
@@ -95,46 +99,46 @@ def _model_and_rest(values: Mapping[str, Any]) -> tuple[ModelConfig | UserModel,
 
 
 def from_plain(config_class: type[Config], plain: Mapping[str, Any]) -> Config:
-    """The inverse of `to_plain`: what a record or a request between processes carries."""
+    """The config of plain values, as a record or a request between processes has them: the inverse of `to_plain`."""
     kinds: tuple[tuple[type, str], ...] = ((UserModel, "function"), (ModelConfig, "d_model"), (ToyModel, "name"))
     if isinstance(model := plain.get("model"), Mapping):
         plain = {**plain, "model": next(kind for kind, field in kinds if field in model)(**model)}
-    return _assembled(config_class, plain)
+    return _assemble(config_class, plain)
 
 
-def _assembled(config_class: type[Config], values: Mapping[str, Any]) -> Config:
-    """A config of flat values, its parts made of theirs."""
+def _assemble(config_class: type[Config], values: Mapping[str, Any]) -> Config:
+    """A config of flat values; values of inner configs go into these."""
     kind: Any = config_class
-    form, given = flat_form(kind), dict[str, dict[str, Any]]({"": {}})
+    form = flat_form(kind)
+    arguments: dict[str, Any] = {}
+    inner_arguments: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        *part, attribute = form[name][0] if name in form else (name,)
-        given.setdefault("".join(part), {})[attribute] = value
-    own = given.pop("")
-    for name, its in given.items():
+        *inner, attribute = form[name][0] if name in form else (name,)
+        (inner_arguments.setdefault(inner[0], {}) if inner else arguments)[attribute] = value
+    for name, given in inner_arguments.items():
         field = kind.__dataclass_fields__[name]
-        own[name] = (
-            field.type(**its) if field.default is dataclasses.MISSING else dataclasses.replace(field.default, **its)
-        )
-    return config_class(**own)
+        no_default = field.default is dataclasses.MISSING
+        arguments[name] = field.type(**given) if no_default else dataclasses.replace(field.default, **given)
+    return config_class(**arguments)
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A config in its flat form, of JSON values."""
+    """A config in its flat form, as JSON values."""
     kind: Any = type(config)
-    values = {name: reduce(getattr, way, config) for name, (way, _) in flat_form(kind).items()}
+    values = {name: reduce(getattr, path, config) for name, (path, _) in flat_form(kind).items()}
     return {name: vars(value).copy() if name == "model" else value for name, value in values.items()}
 
 
 def config_hash(workload: str, plain: Mapping[str, Any]) -> str:
     """16 hexadecimal digits that identify a workload and its config, whatever the order of keys.
 
-    ValueError naming the field that JSON cannot hold: not a number, infinite, a date.
+    ValueError names the field whose value JSON cannot represent: a NaN, an infinity, a date.
     """
     try:
         canonical = _canonical([workload, plain])
     except (TypeError, ValueError) as error:
         name = next((name for name, value in plain.items() if not _is_json(value)), "config")
-        raise ValueError(f"{name}: {plain.get(name)!r} is no value that a record can hold ({error})") from None
+        raise ValueError(f"{name}: {plain.get(name)!r} is not a value that a record can hold ({error})") from None
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -151,7 +155,7 @@ def _is_json(value: Any) -> bool:
 
 
 def parse_value(text: str) -> Any:
-    """A word from a command line as int, float, true/false, none, or itself."""
+    """A word from a command line, as int, float, True, False, None or the same text."""
     if text.lower() in _WORD_VALUES:
         return _WORD_VALUES[text.lower()]
     for number in (int, float):
@@ -163,25 +167,21 @@ def parse_value(text: str) -> Any:
 
 
 def _typed(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check each value against its field's annotated type; an int serves where a float is asked, `none` reads as a name.
-
-    Another name of a choice becomes the choice.
-    """
+    """The values, each checked against its field's type; the second name of a choice becomes the recorded name."""
     typed, form = {}, flat_form(config_class)
     for name, value in values.items():
         _, field = form[name]
         hint: Any = field.type
         if value is None and hint is str:
-            value = "none"
+            value = "none"  # a choice of that name, which the command line reads as None
         if isinstance(value, int) and not isinstance(value, bool) and hint in (float, float | None):
             value = float(value) if abs(value) < 10**300 else math.inf
-        wrong = not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
-        if wrong:
-            raise ValueError(f"{name}: must be {_in_words(hint)}, not {value!r}")
+        if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+            raise ValueError(f"{name}: must be {_type_words(hint)}, not {value!r}")
         typed[name] = aliases_of(field).get(value, value) if isinstance(value, str) else value
     return typed
 
 
-def _in_words(hint: Any) -> str:
+def _type_words(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}
     return words.get(hint) or " or ".join(words.get(part, "none") for part in hint.__args__)

@@ -1,7 +1,8 @@
-"""One run of a training step: everything that decides what is computed and how it is timed."""
+"""The config of a training step, with everything that decides what is computed and how it is timed, and its phases."""
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
 from trainstep.config.model import ModelConfig, UserModel
@@ -16,37 +17,53 @@ CAPTURES = ("none", "auto", "step")
 DEVICES = ("cpu", "cuda")
 
 
+class Phase(StrEnum):
+    """The phases of a training step. A phase ends where the next begins; together they are the step.
+
+    One enum names the trace span, the record's sample, the predicted term and the chart.
+    """
+
+    FORWARD = "forward"
+    """Batch on the device -> loss."""
+    BACKWARD = "backward"
+    """`loss.backward()`, with any communication that it hides."""
+    GRAD_SYNC = "grad_sync"
+    """End of backward -> last gradient ready: the exposed part of communication. Absent on one process."""
+    OPTIMIZER = "optimizer"
+    """Unscale, clip, step, zero_grad."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A training step and the way to time it. Raises ValueError naming the field and the way out."""
+    """A training step and how it is timed. ValueError names the field and the remedy."""
 
     model: ModelConfig | UserModel
     batch_size: int = described("sequences in a (micro-)batch", 4)
     context: int = described("tokens in a sequence", 256)
     mode: str = described("how much of the step runs", "step", MODES)
     precision: str = described(
-        "arithmetic of the step; bf16: weights and optimizer state too; bf16_master: weights, with fp32 ones in the optimizer",
+        "arithmetic of the step; bf16: weights and optimizer state too; bf16_master: weights, with fp32 copies in the optimizer",
         "fp32",
         PRECISIONS,
     )
     attention: str = described("attention of the built-in model", "sdpa", ATTENTIONS)
     compile: str = described("what torch.compile wraps", "none", COMPILES)
-    recompute: str = described("whose activations backward computes again instead of keeping them", "none", RECOMPUTES)
+    recompute: str = described("part whose activations backward recomputes instead of keeping them", "none", RECOMPUTES)
     capture: str = described(
-        "take the step as one CUDA graph: auto captures what can be and says what is left, step fails where anything is",
+        "run the step as one CUDA graph: auto captures as much as possible and says what is left out; step fails if anything is",
         "none",
         CAPTURES,
     )
     adamw: str = described("implementation of AdamW: torch's, or ours in one launch", "fused", ADAMWS)
     learning_rate: float = described("AdamW's learning rate", 3e-4)
     clip_grad_norm: float | None = described("clip the gradient's 2-norm to this", None)
-    accumulation: int = described("micro-batches whose gradients are added before the optimizer", 1)
+    accumulation: int = described("micro-batches whose gradients are added before the optimizer's step", 1)
     data: str = described(
         "tokens: random, stdlib (Python's own sources as bytes), or a file or folder of text", "random"
     )
     seed: int = described("seed of weights and batches", 0)
-    device: str = described("where it runs", "cpu", DEVICES)
-    warmups: int = described("steps before the timed ones; kept apart in the record", 5)
+    device: str = described("device to run on", "cpu", DEVICES)
+    warmups: int = described("steps before the timed steps; recorded separately", 5)
     steps: int = described("timed steps", 10)
     sync: str | int = described("synchronise at each 'step', at each 'phase' edge, or every k steps (windows)", "step")
     cold_compile: bool = described("compile with an empty on-disk cache", False)
@@ -62,7 +79,7 @@ class RunConfig:
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < math.inf:
             raise ValueError(f"clip_grad_norm: must be positive or none, not {self.clip_grad_norm!r}")
         if self.recompute == "block" and self.compile == "block":
-            raise ValueError("recompute: a compiled block is not run again by block; take compile model or none")
+            raise ValueError("recompute: a compiled block cannot be recomputed; take compile model or none")
         self._check_sync()
         self._check_device()
         self._check_capture()
@@ -86,11 +103,11 @@ class RunConfig:
             return
         if self.sync == "phase":
             raise ValueError(
-                "sync: nothing can wait for a phase inside a captured step; take sync step, or capture none"
+                "sync: the host cannot wait for a phase inside a captured step; take sync step, or capture none"
             )
         if self.device == "cpu" and self.compile != "none":
             raise ValueError(
-                f"capture: on a CPU a step is written down by operators, which compile {self.compile} hides; take compile none"
+                f"capture: on a CPU a step is recorded by its operators, which compile {self.compile} hides; take compile none"
             )
         if self.capture == "step" and self.trains and self.adamw in ("loop", "foreach"):
             raise ValueError(
@@ -119,7 +136,7 @@ class RunConfig:
 
     @property
     def tokens(self) -> int:
-        """Tokens a whole step reads."""
+        """Tokens that a whole step reads."""
         return self.batch_size * self.context * self.accumulation
 
     @property

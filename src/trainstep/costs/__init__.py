@@ -1,1 +1,1 @@
-"""FLOPs and bytes of each op and collective, as functions of ints. The only such formulas; no torch."""
+"""FLOPs and bytes of every op, collective and parallel strategy, as functions of ints. All such formulas are here. No torch."""

@@ -1,17 +1,17 @@
-"""How the ranks of a training step exchange gradients and parameters, and what travels together: buckets, units, owners.
+"""How gradients and parameters are grouped for their exchange between ranks: buckets, units and owners.
 
-All from the parameters' sizes: what is sent (gradient_sync.py) and what is held (plan/peak_memory.py) follow from the same groups.
+The groups follow from the parameters' sizes. Both the messages (gradient_sync.py) and the memory (plan/peak_memory.py) are computed
+from the same groups.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainstep.costs.buckets import assign_owners, neighbours, plan_buckets, usual_bucket_bytes
-from trainstep.costs.flat_layout import FlatLayout, lay_out
+from trainstep.costs.buckets import FlatLayout, assign_owners, lay_out, neighbours, plan_buckets, usual_bucket_bytes
 from trainstep.costs.strategies import MessageKind, Strategy
 
 ROOT = "root"
-"""The unit of what stands around the blocks."""
+"""The unit of the parameters outside the blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,13 @@ class ParameterSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """A strategy and its options. Raises ValueError for one of torch's, whose messages are not known.
+    """A parallel strategy and its options. ValueError for a strategy of torch's, because its messages are not known.
 
-    `bucket_bytes`: of a bucket's gradients, of the parameters of a unit of sharded_flat; None: as costs/buckets.py chooses.
-    `reduce_element_bytes`: of what gradients are averaged in; None: their own. `compute_element_bytes`: of what fsdp gathers and
-    computes with; None: the parameters' own. `micro_batches`: whose gradients are added before they are averaged. `clips`,
-    `scales_loss`: shards' norms, and whether one overflowed, are put together in a small message.
+    `bucket_bytes`: gradients in a bucket, or parameters in a unit of sharded_flat; None: the default of costs/buckets.py.
+    `reduce_element_bytes`: bytes of an element of the gradients that are averaged; None: of the gradients' own dtype.
+    `compute_element_bytes`: bytes of an element that fsdp gathers and computes with; None: of the parameters' own dtype.
+    `micro_batches`: number of batches whose gradients are added before they are averaged. `clips`, `scales_loss`: a small
+    message combines the norms of the ranks' shards, or whether a gradient overflowed on any rank.
     """
 
     strategy: Strategy
@@ -60,11 +61,11 @@ class Exchange:
             )
 
     def gradient_bytes(self, parameter: ParameterSize) -> int:
-        """Of an element of this parameter's gradient, as it is sent."""
+        """Bytes of an element of this parameter's gradient, as it is sent."""
         return self.reduce_element_bytes or parameter.element_bytes
 
     def compute_bytes(self, parameter: ParameterSize) -> int:
-        """Of an element of this parameter, and of the gradient that autograd makes of it, where a block runs."""
+        """Bytes of an element of this parameter, and of its gradient from autograd, while a block runs."""
         return self.compute_element_bytes or parameter.element_bytes
 
 
@@ -77,7 +78,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Of its message: a flag for each gradient included."""
+        """Bytes of its message, which has a flag for each gradient."""
         return self.element_bytes * _layout(self.parameters, extra=len(self.parameters)).numel
 
 
@@ -99,13 +100,12 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole, filled up."""
+        """Bytes of the whole unit, padding included."""
         return self.layout.numel * self.element_bytes
 
 
 def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Bucket]:
-    """The buckets of the trained parameters' gradients, in the order in which they are sent; one, or one a dtype, where all
-    are sent at once."""
+    """The buckets of the trained parameters' gradients, in the order of sending; one bucket per dtype if all are sent at once."""
     trained = [parameter for parameter in parameters if parameter.trained]
     element_bytes = [exchange.gradient_bytes(parameter) for parameter in trained]
     sizes = [parameter.numel * size for parameter, size in zip(trained, element_bytes, strict=True)]
@@ -125,40 +125,43 @@ def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[
 
 
 def units_sent(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Unit]:
-    """Of a strategy in units, in the order of forward: single blocks where parameters are sharded too, else joined ones."""
+    """The units of a strategy in the order of forward: single blocks if it shards parameters, else several blocks together."""
     if exchange.strategy.shards_parameters:
         return units_of(parameters, exchange.ranks)
     return flat_units_of(parameters, exchange.ranks, exchange.bucket_bytes)
 
 
 def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
-    """Units in the order of forward: first what stands around the blocks; of a block that mixes dtypes, or frozen parameters
-    with trained ones, several."""
+    """Units in the order of forward, beginning with the parameters outside the blocks.
+
+    A block has several units if it mixes dtypes, or frozen and trained parameters.
+    """
     groups: dict[tuple[str, int, bool], list[ParameterSize]] = {}
-    for parameter in sorted(parameters, key=lambda one: one.unit != ROOT):  # stable: blocks stay in order
+    for parameter in sorted(parameters, key=lambda parameter: parameter.unit != ROOT):  # stable: blocks stay in order
         groups.setdefault((parameter.unit, parameter.element_bytes, parameter.trained), []).append(parameter)
     names = list(dict.fromkeys(name for name, _, _ in groups))
     ordered = sorted(groups.items(), key=lambda item: names.index(item[0][0]))
     return [
-        Unit(name=name, parameters=tuple(mine), layout=_layout(mine, parts=ranks)) for (name, _, _), mine in ordered
+        Unit(name=name, parameters=tuple(members), layout=_layout(members, parts=ranks))
+        for (name, _, _), members in ordered
     ]
 
 
 def flat_units_of(parameters: Sequence[ParameterSize], ranks: int, most_bytes: float | None = None) -> list[Unit]:
-    """Units of sharded_flat: what is trained, neighbouring blocks together up to `most_bytes` (costs/buckets.py)."""
+    """Units of sharded_flat: trained parameters only, of neighbouring blocks together up to `most_bytes` (costs/buckets.py)."""
     units = [unit for unit in units_of(parameters, ranks) if unit.trained]
     sizes = [sum_bytes(unit.parameters) for unit in units]
     kinds = [(unit.name == ROOT, unit.element_bytes) for unit in units]
     merged = []
     for group in neighbours(sizes, kinds, most_bytes):
-        members = tuple(one for index in group for one in units[index].parameters)
+        members = tuple(parameter for index in group for parameter in units[index].parameters)
         name = joined_name([units[index].name for index in group])
         merged.append(Unit(name=name, parameters=members, layout=_layout(members, parts=ranks)))
     return merged
 
 
 def joined_name(names: Sequence[str]) -> str:
-    """Of units that travel together."""
+    """The name of units that share a message: `block 0 to block 3`."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
@@ -173,28 +176,28 @@ def owners_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[l
 
 
 def packs_of(exchange: Exchange, owned: Sequence[ParameterSize]) -> list[list[ParameterSize]]:
-    """What an owner sends: large parameters each for itself, small ones together, one message for each dtype."""
-    alone = [[parameter] for parameter in owned if parameter.nbytes >= exchange.pack_below_bytes]
-    packed: dict[int, list[ParameterSize]] = {}
+    """The messages of an owner: each large parameter has its own message, and small parameters share one message per dtype."""
+    large = [[parameter] for parameter in owned if parameter.nbytes >= exchange.pack_below_bytes]
+    small: dict[int, list[ParameterSize]] = {}
     for parameter in owned:
         if parameter.nbytes < exchange.pack_below_bytes:
-            packed.setdefault(parameter.element_bytes, []).append(parameter)
-    return [*alone, *packed.values()]
+            small.setdefault(parameter.element_bytes, []).append(parameter)
+    return [*large, *small.values()]
 
 
 def pack_bytes(pack: Sequence[ParameterSize]) -> int:
-    """Of one message of an owner: one parameter as it lies, several in a flat tensor."""
+    """Bytes of one message of an owner: a single parameter without padding, or several in a flat tensor."""
     return pack[0].nbytes if len(pack) == 1 else pack[0].element_bytes * _layout(pack).numel
 
 
 def freed_between(unit: Unit, units: Sequence[Unit], exchange: Exchange) -> bool:
-    """Whether fsdp frees this unit behind its forward: not those around the blocks, nor the last block's, which backward
-    needs first."""
+    """Whether fsdp frees this unit after its forward and gathers it again for backward."""
+    # The parameters outside the blocks stay, and so does the last block, because backward needs it first.
     return exchange.reshard_after_forward and unit.name not in (ROOT, units[-1].name)
 
 
 def sum_bytes(parameters: Sequence[ParameterSize]) -> int:
-    """Of all of them."""
+    """Bytes of all these parameters."""
     return sum(parameter.nbytes for parameter in parameters)
 
 

@@ -1,14 +1,15 @@
-"""What the ranks of a training step send each other: every message of every strategy, from the parameters' sizes.
+"""The messages that ranks send each other in a training step, for every parallel strategy, from the parameters' sizes.
 
-n parameters, N ranks; bytes are those of the tensor that is reduced, gathered or sent, as parallel/collectives.py counts them.
+n is the number of parameters.
 
-    naive, overlapped      n all-reduces, and n bytes that say who used what
-    flat, bucketed         an all-reduce a bucket: its gradients, each filled up to 8 elements, and a flag for each
-    sharded                as bucketed; then each parameter is broadcast by its owner, an owner's small ones in one message
-    sharded_flat           a unit's gradients reduce-scattered, its parameters all-gathered once; n bytes of who used what
-    fsdp                   the same, and a unit that was freed behind its forward is gathered again for backward
+    naive, overlapped      n all-reduces, and n bytes that say which rank used which parameter
+    flat, bucketed         an all-reduce per bucket: its gradients, each padded to 8 elements, and a flag for each
+    sharded                as bucketed; then each owner broadcasts its parameters, the small ones in one message
+    sharded_flat           each unit's gradients are reduce-scattered, its parameters all-gathered once; n bytes of usage as above
+    fsdp                   as sharded_flat; a unit that was freed after its forward is gathered again for backward
 
-Bytes on the wire follow by the ring algorithm: `wire_bytes`.
+A message's bytes are those of the tensor that is reduced, gathered or sent, as parallel/collectives.py counts them. `wire_bytes`
+computes from them what the ring algorithm sends.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +30,12 @@ from trainstep.costs.exchange import (
 )
 from trainstep.costs.strategies import MessageKind, Part
 
-_NORM_BYTES, _FOUND_INF_BYTES = 4, 4
-"""One fp32 number each."""
+_NORM_BYTES, _FOUND_INF_BYTES = 4, 4  # one fp32 number each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """`label`: what it carries, as its span in a trace says: `all_reduce bucket 3`."""
+    """One message. `label`: its content, as in the message's span in a trace: `all_reduce bucket 3` has `bucket 3`."""
 
     operation: str
     label: str
@@ -48,16 +48,16 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """Of one operation in a step."""
+    """The messages of one operation in a step together."""
 
     messages: int
     payload_bytes: int
 
 
 def step_messages(exchange: Exchange, parameters: Sequence[ParameterSize]) -> tuple[Message, ...]:
-    """Every message of one step, in no particular order; none where a rank is alone. `parameters`: in the module's order.
+    """Every message of one step, in no particular order; none for a single rank. `parameters`: in the module's order.
 
-    It is taken that forward and backward run every block once, and that tensors have no gaps.
+    We assume that forward and backward run every block once, and that tensors have no gaps.
     """
     if exchange.ranks == 1:
         return ()
@@ -72,22 +72,26 @@ def step_messages(exchange: Exchange, parameters: Sequence[ParameterSize]) -> tu
 
 def totals(messages: Sequence[Message]) -> dict[str, Total]:
     """Messages and payload bytes by operation."""
-    found: dict[str, list[int]] = {}
+    payloads: dict[str, list[int]] = {}
     for message in messages:
-        found.setdefault(message.operation, []).append(message.payload_bytes)
-    return {operation: Total(messages=len(mine), payload_bytes=sum(mine)) for operation, mine in found.items()}
+        payloads.setdefault(message.operation, []).append(message.payload_bytes)
+    return {operation: Total(messages=len(sizes), payload_bytes=sum(sizes)) for operation, sizes in payloads.items()}
 
 
 def wire_bytes(messages: Sequence[Message], ranks: int) -> int:
-    """What a rank sends at most, if every operation goes around a ring: a broadcast counts as if this rank passed it on."""
+    """The most bytes that a rank sends if every operation goes around a ring; a broadcast counts as if this rank passes it on."""
     return sum(ring_bytes(message.operation, message.payload_bytes, ranks) for message in messages)
 
 
 def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
     return [
-        Message(operation="all_reduce", label=one.name, payload_bytes=one.numel * exchange.gradient_bytes(one))
-        for one in parameters
-        if one.trained
+        Message(
+            operation="all_reduce",
+            label=parameter.name,
+            payload_bytes=parameter.numel * exchange.gradient_bytes(parameter),
+        )
+        for parameter in parameters
+        if parameter.trained
     ]
 
 
@@ -98,7 +102,7 @@ def _in_buckets(name: str, exchange: Exchange, parameters: Sequence[ParameterSiz
     ]
 
 
-def _of_owners(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
+def _owners_parameters(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
     return [
         Message(operation="broadcast", label=f"parameters of rank {owner}", payload_bytes=pack_bytes(pack))
         for owner, owned in enumerate(owners_of(exchange, parameters))
@@ -107,7 +111,15 @@ def _of_owners(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[
 
 
 def _reduced_units(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    return [_reduced(exchange, unit) for unit in units_sent(exchange, parameters) if unit.trained]
+    return [
+        Message(
+            operation="reduce_scatter",
+            label=unit.name,
+            payload_bytes=unit.layout.numel * exchange.gradient_bytes(unit.parameters[0]),
+        )
+        for unit in units_sent(exchange, parameters)
+        if unit.trained
+    ]
 
 
 def _updated_units(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
@@ -124,19 +136,14 @@ def _needed_units(exchange: Exchange, parameters: Sequence[ParameterSize]) -> li
     ]
 
 
-def _usage(_exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    flags_bytes = sum(1 for one in parameters if one.trained)
-    return [Message(operation="all_reduce", label="usage", payload_bytes=flags_bytes)]
-
-
-def _reduced(exchange: Exchange, unit: Unit) -> Message:
-    payload_bytes = unit.layout.numel * exchange.gradient_bytes(unit.parameters[0])
-    return Message(operation="reduce_scatter", label=unit.name, payload_bytes=payload_bytes)
-
-
 def _gathered(exchange: Exchange, unit: Unit) -> Message:
     payload_bytes = unit.layout.numel * exchange.compute_bytes(unit.parameters[0])
     return Message(operation="all_gather", label=unit.name, payload_bytes=payload_bytes)
+
+
+def _usage(_exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
+    flags_bytes = sum(parameter.trained for parameter in parameters)
+    return [Message(operation="all_reduce", label="usage", payload_bytes=flags_bytes)]
 
 
 _MESSAGES: Mapping[MessageKind, Callable[[Exchange, Sequence[ParameterSize]], list[Message]]] = {
@@ -144,7 +151,7 @@ _MESSAGES: Mapping[MessageKind, Callable[[Exchange, Sequence[ParameterSize]], li
     MessageKind.GRADIENTS_AT_ONCE: partial(_in_buckets, "flat"),
     MessageKind.GRADIENTS_IN_BUCKETS: partial(_in_buckets, "bucket"),
     MessageKind.GRADIENTS_OF_UNITS: _reduced_units,
-    MessageKind.PARAMETERS_OF_OWNERS: _of_owners,
+    MessageKind.PARAMETERS_OF_OWNERS: _owners_parameters,
     MessageKind.UPDATED_UNITS: _updated_units,
     MessageKind.NEEDED_UNITS: _needed_units,
     MessageKind.USAGE: _usage,

@@ -1,14 +1,14 @@
-"""The parallel strategies, a row each: all that others need to know of one by its name.
+"""The table of parallel strategies: one row for each, with its messages, its shards and its options.
 
-What a row cannot hold stands under its name in two more places: its constructor (training/parallelism.py), and of ours the terms of
-what it holds (plan/memory_terms.py).
+Two further places have what a row cannot hold, under the strategy's name: its constructor (training/parallelism.py) and, for
+strategies of ours, the terms of its memory (plan/memory_terms.py).
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
 YARDSTICK = "none"
-"""Ranks that do not talk: what the others are held against."""
+"""The strategy without communication, with which the others are compared."""
 
 
 class Part(Enum):
@@ -20,7 +20,7 @@ class Part(Enum):
 
 
 class MessageKind(Enum):
-    """Messages of one kind. gradient_sync.py has the formula of each: how many in a step, of how many bytes."""
+    """Kinds of messages. gradient_sync.py has the number and bytes of each kind in a step."""
 
     GRADIENTS_ONE_BY_ONE = auto()
     GRADIENTS_AT_ONCE = auto()
@@ -29,34 +29,34 @@ class MessageKind(Enum):
     PARAMETERS_OF_OWNERS = auto()
     """Whole tensors, from the rank that updated them."""
     UPDATED_UNITS = auto()
-    """Parameters, once a step."""
+    """Parameters, once per step."""
     NEEDED_UNITS = auto()
-    """Parameters, for each pass that needs them and found them freed."""
+    """Parameters, for each pass that needs them after they were freed."""
     USAGE = auto()
-    """Who used what, where gradients do not carry it."""
+    """Which rank used which parameters, if the gradients' messages do not have that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """`meaning`: for people; neighbours with the same one share it."""
+    """One parallel strategy. `meaning`: its help text, which neighbouring rows with the same text share."""
 
     name: str
     meaning: str
     counterpart: str | None = None
-    """Of torch's own: which of ours does the same. Torch sends by itself, so its messages and buffers are not known."""
+    """For a strategy of torch's: our strategy that does the same. Torch's messages and buffers are not known."""
     shards: frozenset[Part] = frozenset()
-    """What a rank holds 1/N of."""
+    """The parts of which a rank stores 1/N."""
     sends: tuple[MessageKind, ...] = ()
-    """In a step, as far as we know; small messages of clipping and loss scaling aside."""
+    """Its messages in a step, without the small messages of clipping and loss scaling; empty if they are not known."""
     overlaps: bool = False
-    """Whether gradients are sent while backward goes on."""
+    """Whether gradients are sent during backward."""
     in_units: bool = False
-    """Whether its hooks stand on the blocks: a model compiled whole would swallow them."""
+    """Whether it has hooks on the blocks, which a model compiled as a whole would not call."""
     most_in_flight: int = 0
-    """How many units' gradients are being reduced, besides the one that is made ready; 0: it does not send units. More hold more
-    buffers, and were no quicker (docs/log.md)."""
+    """The most units whose gradients are being reduced at a time, besides the unit that is being prepared; 0: it sends no units.
+    More would need more buffers, and were not faster (docs/log.md)."""
     options: tuple[str, ...] = ()
-    """Fields of SyncConfig that mean something to it."""
+    """Fields of SyncConfig that it uses."""
 
     @property
     def communicates(self) -> bool:
@@ -101,7 +101,7 @@ STRATEGIES = (
     ),
     Strategy(
         name="sharded",
-        meaning="and optimizer state by whole tensors (ZeRO 1)",
+        meaning="also optimizer state sharded by whole tensors (ZeRO 1)",
         shards=_STATE,
         sends=(MessageKind.GRADIENTS_IN_BUCKETS, MessageKind.PARAMETERS_OF_OWNERS),
         overlaps=True,
@@ -109,7 +109,7 @@ STRATEGIES = (
     ),
     Strategy(
         name="sharded_flat",
-        meaning="gradients and state in flat shards (ZeRO 1, 2)",
+        meaning="gradients and optimizer state in flat shards (ZeRO 1, 2)",
         shards=_STATE | {Part.GRADIENTS},
         sends=(MessageKind.GRADIENTS_OF_UNITS, MessageKind.UPDATED_UNITS, MessageKind.USAGE),
         overlaps=True,
@@ -119,7 +119,7 @@ STRATEGIES = (
     ),
     Strategy(
         name="fsdp",
-        meaning="parameters too",
+        meaning="parameters sharded too",
         shards=_ALL,
         sends=(MessageKind.GRADIENTS_OF_UNITS, MessageKind.NEEDED_UNITS, MessageKind.USAGE),
         overlaps=True,
@@ -127,13 +127,7 @@ STRATEGIES = (
         most_in_flight=2,  # a unit is one block
         options=("reduce_dtype", "compute_dtype", "reshard_after_forward", "ahead"),
     ),
-    Strategy(
-        name="torch_ddp",
-        meaning="torch's own",
-        counterpart="bucketed",
-        overlaps=True,
-        options=("bucket_mib",),
-    ),
+    Strategy(name="torch_ddp", meaning="torch's own", counterpart="bucketed", overlaps=True, options=("bucket_mib",)),
     Strategy(
         name="torch_zero",
         meaning="torch's own",
@@ -156,5 +150,5 @@ _BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
 
 
 def strategy_named(name: str) -> Strategy:
-    """KeyError for a name that no row has."""
+    """The row with this name. KeyError if there is none."""
     return _BY_NAME[name]

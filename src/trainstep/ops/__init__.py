@@ -1,4 +1,4 @@
-"""The mathematics of a step, one op a file. Uses nothing of ours but costs and spans, so it can be lifted out alone."""
+"""The mathematics of a step, one op per file; it uses only costs and spans of ours, so it can be taken out alone."""
 
 from trainstep.ops.flash_attention import flash_attention, flash_attention_backward
 

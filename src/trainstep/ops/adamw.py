@@ -1,8 +1,8 @@
-"""AdamW (Loshchilov 2019) in one pass over memory: `AdamW` takes the place of torch.optim.AdamW.
+"""`AdamW` (Loshchilov 2019) in one pass over memory; it replaces torch.optim.AdamW.
 
-Each element's parameter, gradient and two moments are read once, and all but the gradient written once (costs/adamw.py), for all
-tensors of a group and dtype in one launch. Unlike torch's it takes gradients of another dtype than the parameters': averaged in
-bf16 by BucketedDDP, say, for fp32 parameters, so that no fp32 copy of them is made.
+Each element's parameter, gradient and two moments are read once, and all but the gradient written once
+(costs/transformer.py), for all tensors of a group and dtype in one launch. Unlike torch's AdamW it takes gradients of another
+dtype than the parameters' without a copy: for example gradients in bf16, as BucketedDDP averages them, of fp32 parameters.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from trainstep.spans import span
 
 try:
     from trainstep.ops.adamw_kernel import Launch, Operands, Settings
-except ImportError:  # no triton for this platform: no GPU it could drive either
+except ImportError:  # there is no triton for this platform, and no GPU that it could use
     Launch = None  # type: ignore[assignment,misc]
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,19 +24,21 @@ _TORCH_ONLY = ("amsgrad", "maximize", "differentiable")
 
 
 class AdamW(torch.optim.Optimizer):
-    """`lr` may be a tensor: on the device it is read there, so that a CUDA graph takes what it holds when replayed.
+    """AdamW whose update is one kernel on a GPU.
 
-    Moments have the parameter's dtype; arithmetic is in fp32, in fp64 for fp64 parameters. On a GPU the kernel runs; on a CPU, for
-    fp64, and for a parameter with gaps in memory, ops/reference.py does. State is as torch.optim.AdamW(fused=True) has it, `step`
-    on the device, and each loads the other's state_dict. A CUDA graph may capture `step` after one step outside.
+    `lr` may be a tensor: on the device, the kernel reads it, so that a replayed CUDA graph uses its current value.
+    Moments have the parameter's dtype; arithmetic is in fp32, in fp64 for fp64 parameters. The kernel runs on a GPU;
+    ops/reference.py runs on a CPU, for fp64, and for a parameter with gaps in memory. State is that of
+    torch.optim.AdamW(fused=True), with `step` on the device, and each loads the other's state_dict. A CUDA graph may capture `step`
+    after one step outside.
 
-    GradScaler leaves unscaling and skipping to it: the kernel divides by the scale and writes nothing after an overflow, and the
-    host does not wait; gradients themselves stay scaled. ValueError for complex parameters and sparse gradients.
+    GradScaler leaves unscaling and skipping to this optimizer: the kernel divides by the scale and writes nothing after an
+    overflow, and the host does not wait; gradients themselves stay scaled. ValueError for complex parameters and sparse gradients.
     """
 
     _step_supports_amp_scaling = True
     counts_steps_by_tensor = True
-    """So ShardedOptimizer.flat may update a part of a group and send it, and then the next."""
+    """Lets ShardedOptimizer.flat update a part of a group and send it before the next part."""
 
     def __init__(
         self,
@@ -50,35 +52,37 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"lr: must have one element, not {lr.numel()}")
         for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
             if not value >= 0:
-                raise ValueError(f"{name}: must not be negative, and is {value}")
+                raise ValueError(f"{name}: must not be negative, but is {value}")
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: must be at least 0 and below 1, and are {betas}")
+            raise ValueError(f"betas: must be at least 0 and below 1, but are {betas}")
         self._launches: dict[tuple[Any, ...], Launch] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"fused": True})  # `fused`: how torch's is to go on with this state
+        super().__init__(params, defaults | {"fused": True})  # tells torch's AdamW how to continue with this state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Further parameters. ValueError for a complex one."""
+        """Add parameters. ValueError for a complex parameter."""
         super().add_param_group(param_group)
         if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
-            raise ValueError("params: complex ones are not taken; use torch.view_as_real, or torch.optim.AdamW")
+            raise ValueError(
+                "params: complex parameters are not supported; use torch.view_as_real, or torch.optim.AdamW"
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What torch's AdamW may have written becomes ours. ValueError for options that this one does not have."""
+        """Also takes the state of torch's AdamW. ValueError for an option that this optimizer does not have."""
         super().__setstate__(state)
         self._launches = {}
         for group in self.param_groups:
             for name in _TORCH_ONLY:
                 if group.pop(name, False):
                     raise ValueError(
-                        f"{name}: trainstep's AdamW does not do it; load this state into torch.optim.AdamW"
+                        f"{name}: trainstep's AdamW does not support it; load this state into torch.optim.AdamW"
                     )
             for name in ("foreach", "capturable", "decoupled_weight_decay"):
                 group.pop(name, None)
             group["fused"] = True
             for parameter in group["params"]:
                 if self.state.get(parameter):
-                    self.state[parameter] |= _as_kept(self.state[parameter], parameter)
+                    self.state[parameter] |= _converted(self.state[parameter], parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,15 +96,15 @@ class AdamW(torch.optim.Optimizer):
                 by_kind: dict[tuple[Any, ...], list[Tensor]] = {}
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        kind = (parameter.device, parameter.dtype, parameter.grad.dtype, self._takes(parameter))
+                        kind = (parameter.device, parameter.dtype, parameter.grad.dtype, self._fits_kernel(parameter))
                         by_kind.setdefault(kind, []).append(parameter)
                 for kind, parameters in by_kind.items():
-                    update = self._launch if kind[-1] else self._refer
+                    update = self._launch if kind[-1] else self._update_by_reference
                     update((id(parameters[0]), *kind), parameters, group)
         return loss
 
-    def _takes(self, parameter: Tensor) -> bool:
-        """Whether the kernel updates it, once its state is there."""
+    def _fits_kernel(self, parameter: Tensor) -> bool:
+        """Whether the kernel can update the parameter. Makes the parameter's state."""
         state = self._state_of(parameter)
         return (
             self._has_kernel(parameter)
@@ -121,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     def _launch(self, key: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """`key`: these tensors have a table of their own; the first is in it, since parts of a group may step in turns."""
+        # `key` has the first tensor in it: parts of a group may step separately, and each part keeps tables of its own.
         states = [self.state[parameter] for parameter in parameters]
         gradients = [_laid_out_like(parameter, _gradient(parameter)) for parameter in parameters]
         steps = [state["step"] for state in states]
@@ -144,9 +148,9 @@ class AdamW(torch.optim.Optimizer):
         )
         self._launches.setdefault(key, Launch())(operands, settings)
 
-    def _refer(self, _key: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _update_by_reference(self, _key: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and found_inf.item():  # which waits for a device, here where no kernel runs
+        if found_inf is not None and found_inf.item():  # waits for the device; no kernel runs here
             return
         beta1, beta2 = group["betas"]
         for parameter in parameters:
@@ -178,15 +182,15 @@ def _on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(device)
 
 
-def _as_kept(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """Steps on the device, and moments as parameters lie in memory."""
+def _converted(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """The state with `step` on the device, and moments in the memory layout of the parameter."""
     step = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
     moments = {name: _laid_out_like(torch.empty_like(parameter), state[name]) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": step, **moments}
 
 
 def _laid_out_like(other: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy, such that equal elements lie equally far from the start."""
+    """The tensor, or a copy of it, in the memory layout of `other`."""
     if tensor.stride() == other.stride():
         return tensor
     return torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)

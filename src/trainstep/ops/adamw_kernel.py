@@ -1,13 +1,13 @@
-"""AdamW of many tensors in one launch.
+"""The AdamW kernel, which updates many tensors in one launch, and its launcher.
 
-A program updates a chunk of one tensor. Which one, and where its parameter, gradient and moments lie, it reads from two tables on
-the device:
+A program updates a chunk of one tensor. It reads from two tables on the device which chunk, and where the tensor's parameter,
+gradient and moments are:
 
-    chunks     (tensor, number of the chunk in it)        made anew when sizes change
+    chunks     (tensor, number of the chunk in it)        made again when sizes change
     addresses  (parameter, gradient, exp_avg, exp_avg_sq, step, elements) of each tensor
-                                                          made anew when one moves, as gradients do that are dropped each step
+                                                          made again when a tensor moves, as gradients do that are dropped each step
 
-Every step a fresh table is at most a copy of 48 bytes a tensor, which the host does not wait for.
+A new table costs a copy of at most 48 bytes per tensor and step, which the host does not wait for.
 """
 
 import math
@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 4096
-"""Elements of a program: 112 KiB of fp32 read and written, enough to hide its reading of the tables."""
+"""Elements per program: it reads and writes 112 KiB in fp32, enough to hide the reading of the tables."""
 WARPS = 8
 _ADDRESSES: tl.constexpr = tl.constexpr(6)
-"""Of a row of the table."""
+"""Numbers in a row of the table of addresses."""
 _ALIGNMENT_BYTES = 16
 
 
@@ -32,7 +32,7 @@ def _update(
     parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, first, elements, decay_rate, step_size, root_correction2, eps, scale,
     BETA1: tl.constexpr, BETA2: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, in fp32. `decay_rate`: lr weight_decay. `step_size`: lr / (1 - beta1^step). `scale`: of the gradient."""
+    """Update one chunk, in fp32. `decay_rate`: lr weight_decay. `step_size`: lr / (1 - beta1^step). `scale`: the gradient's."""
     index = first + tl.arange(0, CHUNK)
     mask = index < elements if MASKED else None
     g = tl.load(gradient_ptr + index, mask=mask).to(tl.float32) / scale
@@ -64,7 +64,7 @@ def adamw_kernel(
     BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr, CHUNK: tl.constexpr,
     ALIGNED: tl.constexpr, LR_ON_DEVICE: tl.constexpr, SCALED: tl.constexpr, MAY_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """`parameter_ptr`, `gradient_ptr`, `moment_ptr`, `step_ptr` lend their types to the addresses in the table."""
+    """`parameter_ptr`, `gradient_ptr`, `moment_ptr` and `step_ptr` only give their types to the addresses in the table."""
     tensor = tl.load(chunks_ptr + 2 * tl.program_id(0))
     first = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     row = addresses_ptr + tensor * _ADDRESSES
@@ -99,18 +99,21 @@ def adamw_kernel(
 
 
 class Operands(NamedTuple):
-    """Tensors of one device, one dtype a field (`exp_avgs` and `exp_avg_sqs` alike); the four of an update lie in memory alike."""
+    """Tensors of one device, with one dtype per field (`exp_avgs` and `exp_avg_sqs` have the same).
+
+    The parameter, gradient and moments of an update have the same memory layout.
+    """
 
     parameters: list[Tensor]
     gradients: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
-    """fp32, (); this update counted."""
+    """Number of updates, with this update: fp32, ()."""
 
 
 class Settings(NamedTuple):
-    """Of an update. A tensor for `lr` is on the device, fp32; so are the other two, or None."""
+    """The settings of an update. Tensors are on the device, in fp32."""
 
     lr: float | Tensor
     beta1: float
@@ -122,21 +125,21 @@ class Settings(NamedTuple):
 
 
 class Launch:
-    """Launches for tensors that mostly stay where they are: keeps their tables on the device."""
+    """Launches the kernel and keeps its tables on the device, for tensors that rarely move."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._rows: list[tuple[int, ...]] = []
         self._spare: Tensor | None = None
-        """Pinned, for addresses that change while a CUDA graph is captured: none may be allocated then."""
+        """A pinned table for addresses that change while a CUDA graph is captured, since no pinned memory may be allocated then."""
         self._captured: list[Tensor] = []
 
     def __call__(self, operands: Operands, settings: Settings) -> None:
-        """One update of each tensor; nothing is written if `found_inf` is not 0."""
+        """Update each tensor once; nothing is written if `found_inf` is not 0."""
         device = operands.parameters[0].device
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self._make_tables(operands, device, self._spare if capturing else None)
-        if capturing:  # the graph copies and reads them whenever it is replayed
+        if capturing:  # the graph reads these tables at every replay, so they must stay
             self._captured += [self._addresses, self._chunks, self._host_addresses, self._host_chunks]
             self._spare = None
         elif device.type == "cuda" and (self._spare is None or self._spare.shape != self._host_addresses.shape):
@@ -186,7 +189,7 @@ class Launch:
 
 
 def _upload(table: Tensor, device: torch.device, spare: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The table on the host, pinned (in `spare`, if it fits), and on the device."""
+    """The table on the host, pinned (in `spare` if it fits), and the table on the device."""
     if device.type != "cuda":
         return table, table
     pinned = spare.copy_(table) if spare is not None and spare.shape == table.shape else table.pin_memory()
@@ -198,5 +201,5 @@ def _log2(beta: float) -> float:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
+    """A context in which `device` is the current device, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

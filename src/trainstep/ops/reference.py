@@ -1,6 +1,7 @@
-"""The reference of each op in plain PyTorch, any device, any dtype: what models run and kernels are held to.
+"""The reference of each op in plain PyTorch: models run it, and kernels are tested against it.
 
-Shapes: B batch, H heads, S positions, D head width, C channels.
+Any device, any dtype. Shapes: B batch, H heads, S positions, D head width, C channels.
+The accuracy rule for kernels is at the end of the file.
 """
 
 import math
@@ -20,10 +21,10 @@ def attention(
     scale: float | None = None,
     causal_alignment: str = "top_left",
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v with the S x S matrix written out; scale defaults to 1 / sqrt(D).
+    """softmax(scale q k^T + mask) v with the whole S x S matrix; scale defaults to 1 / sqrt(D).
 
     Causal: query i sees keys 0..i (top_left), or 0..i + keys - queries (bottom_right: the last query sees every key). A query
-    that sees no key gives 0. With fewer heads in k and v, each serves a run of neighbouring query heads. Returns v's dtype.
+    that sees no key gives 0. With fewer heads in k and v, each is used by several neighbouring query heads. Returns v's dtype.
     """
     blind = None
     with span("attention scores"):
@@ -33,7 +34,7 @@ def attention(
             scores = scores.masked_fill(hidden, float("-inf"))
             if causal_alignment == "bottom_right":
                 blind = hidden.all(dim=-1, keepdim=True)
-                scores = scores.masked_fill(blind, 0.0)  # softmax of nothing would be NaN, and so would its gradient
+                scores = scores.masked_fill(blind, 0.0)  # a softmax over -inf alone is NaN, and so is its gradient
     with span("attention softmax"):
         probabilities = torch.softmax(scores, dim=-1)
         if blind is not None:
@@ -62,34 +63,32 @@ def _repeat_heads(x_BHSD: Tensor, q_BHSD: Tensor) -> Tensor:
 
 
 def _hidden_pairs(q_BHSD: Tensor, k_BHSD: Tensor, causal_alignment: str) -> Tensor:
-    """(queries, keys), true where the query must not see the key."""
+    """(queries, keys), True where the query must not see the key."""
     queries, keys = q_BHSD.shape[-2], k_BHSD.shape[-2]
     offset = keys - queries if causal_alignment == "bottom_right" else 0
     return ~torch.ones(queries, keys, dtype=torch.bool, device=q_BHSD.device).tril(offset)
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 or wider inside, back in x's dtype (Zhang 2019)."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 or wider, in x's dtype (Zhang 2019)."""
     wide = _wide(x)
     inverse_rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * inverse_rms * _wide(weight_C)).to(x.dtype)
 
 
 def rotary_tables(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x theta^(-2i / D), each (S, D / 2) in fp32 (Su 2021, section 3.4).
-
-    Angles in fp64: in fp32 the angle of position 100,000 would be off by 0.002.
-    """
+    """cos and sin of position x theta^(-2i / D), each (S, D / 2) in fp32 (Su 2021, section 3.4)."""
+    # Angles are in fp64: in fp32 the angle of position 100,000 would be off by 0.002.
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float64), frequencies)
     return angles.cos().float(), angles.sin().float()
 
 
 def rotary(x_BHSD: Tensor, cos_SD2: Tensor, sin_SD2: Tensor) -> Tensor:
-    """Turn each adjacent pair (x_2i, x_2i+1) by its angle; fp32 or wider inside, back in x's dtype."""
+    """Rotate each adjacent pair (x_2i, x_2i+1) by its angle; computed in fp32 or wider, in x's dtype."""
     even, odd = _wide(x_BHSD).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos_SD2 - odd * sin_SD2, even * sin_SD2 + odd * cos_SD2), dim=-1)
-    return turned.flatten(-2).to(x_BHSD.dtype)
+    rotated = torch.stack((even * cos_SD2 - odd * sin_SD2, even * sin_SD2 + odd * cos_SD2), dim=-1)
+    return rotated.flatten(-2).to(x_BHSD.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -110,13 +109,13 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One update in place (Loshchilov 2019, algorithm 2), in fp32 or wider inside.
+    """One AdamW update in place (Loshchilov 2019, algorithm 2), computed in fp32 or wider.
 
-    step (), on the parameter's device: updates so far, this one included.
+    step (), on the parameter's device: the number of updates, with this update.
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
     p = p - lr weight_decay p - lr m' / (sqrt(v') + eps),  m' = m / (1 - beta1^step),  v' = v / (1 - beta2^step)
     """
-    wide_step = step.double()  # 1 - 0.999^1 would keep four digits in fp32
+    wide_step = step.double()  # in fp32, 1 - 0.999^1 would have four digits
     correction1, correction2 = 1 - beta1**wide_step, 1 - beta2**wide_step
     p, g, m, v = _wide(parameter), gradient.to(_wide(parameter).dtype), _wide(exp_avg), _wide(exp_avg_sq)
     m = m + (1 - beta1) * (g - m)
@@ -130,3 +129,28 @@ def adamw_(
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+# The 2x rule: a result may be twice as far from the truth as plain PyTorch in the same dtype; no tolerance is chosen by
+# hand.
+#
+#     max |result - ref64| <= 2 max |same dtype - ref64| + eps(dtype) max |ref64|
+#
+# ref64 is the reference above in float64, and `same dtype` the reference in the result's dtype.
+
+
+def largest_error(result: Tensor, truth: Tensor) -> float:
+    """max |result - truth|, in float64."""
+    return (result.detach().double().to(truth.device) - truth.detach()).abs().max().item()
+
+
+def allowed_error(
+    same_dtype: Tensor, truth: Tensor, dtype: torch.dtype, *, times: int = 2, terms: float | None = None
+) -> float:
+    """The largest error that a result of this dtype may have.
+
+    `times`: 4 instead of 2 where an fp32 product may be computed as three TF32 products. `terms`, instead of max |ref64|: the size
+    of the terms that cancel in a result, for results where the reference happens to cancel their rounding errors too.
+    """
+    size = truth.abs().max().item() if terms is None else terms
+    return times * largest_error(same_dtype, truth) + torch.finfo(dtype).eps * size

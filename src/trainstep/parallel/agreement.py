@@ -1,35 +1,45 @@
-"""Whether what should be equal on all ranks is, to the bit: hashes are compared, not tensors. And whether all ranks succeeded.
+"""Agreement of ranks: tensors equal to the bit, work that failed on no rank, the largest number of all hosts.
+
+Tensors are compared by hashes:
 
     hash = sum of bits_i w_i  modulo 2^64, twice, with two rows of odd weights that depend on the position i alone
 
-Bits are the elements' own, as integers, so NaN equals itself and -0 is not 0. An odd weight has an inverse modulo 2^64: a single
-element that differs always shows. Several must cancel in both sums at once to escape, which weights that look random leave to luck.
+The bits are those of the elements, read as integers, so NaN equals itself and -0 is not 0. An odd weight has an inverse modulo
+2^64, so a single element that differs always changes the hash. Several differences escape only if they cancel in both sums at once;
+the weights look random, so that is unlikely.
 """
 
 import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.liveness.standstill import rank_words
 from trainstep.parallel.ranks import Ranks
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**22
-"""Elements hashed at once: they are widened to 64 bits, in half a dozen temporary tensors of 32 MiB."""
+"""Elements hashed at a time: they are widened to 64 bits, in half a dozen temporary tensors of 32 MiB."""
 _MULTIPLIERS = ((-0x61C8864680B583EB, -0x40A7B892E31B1A47), (-0x4B47D0C5A7ECB3F5, -0x6B2FB644ECCEEE15))
 """Two pairs of large odd numbers, for weights that look random (Steele 2014 and others use the like)."""
-
+_ERRORS_KEPT = (FileExistsError, OSError, ValueError)
+"""Errors that every rank raises as such; the most special class first."""
 _T = TypeVar("_T")
 
 
 class ReplicasDisagree(RuntimeError):
-    """`differing`: the ranks that differ from the majority, by tensor; all ranks where there is no majority."""
+    """A tensor is not the same on all ranks.
+
+    `differing`: by tensor the ranks that differ from the majority; all ranks where there is no majority.
+    """
 
     def __init__(self, message: str, differing: dict[str, list[int]]) -> None:
         super().__init__(message)
@@ -37,17 +47,17 @@ class ReplicasDisagree(RuntimeError):
 
 
 def agreed(work: Callable[[], _T], collectives: Collectives) -> _T:
-    """What `work` returned on this rank, once it is known that it failed on none; else an exception on every rank.
+    """Call `work` on every rank; returns its result on this rank if it failed on no rank, else raises on every rank.
 
-    A rank that fails alone would leave the others waiting for it in their next collective. `work` itself must use none. Every rank
-    raises what failed on the first rank that has an error: a ValueError or OSError as such, else a RuntimeError that quotes it.
+    A rank that fails alone would leave the others waiting for it in their next collective. `work` itself must use no collective.
+    Every rank raises the error of the first rank that has one: a ValueError or OSError as such, else a RuntimeError that quotes it.
     """
     error: Exception | None = None
     try:
         result = work()
     except Exception as raised:  # noqa: BLE001  (the other ranks must know of any)
         error = raised
-    kind = next((known.__name__ for known in _KINDS_OF_ERRORS if isinstance(error, known)), type(error).__name__)
+    kind = next((cls.__name__ for cls in _ERRORS_KEPT if isinstance(error, cls)), type(error).__name__)
     outcomes = [json.loads(text) for text in collectives.gather_texts(json.dumps(error and [kind, str(error)]))]
     for rank, outcome in enumerate(outcomes):
         if outcome is None:
@@ -55,14 +65,11 @@ def agreed(work: Callable[[], _T], collectives: Collectives) -> _T:
         if rank == collectives.ranks.rank and error is not None:
             raise error
         first_kind, sentence = outcome
-        for known in _KINDS_OF_ERRORS:
-            if known.__name__ == first_kind:
-                raise known(f"{sentence} (found by rank {rank})")
+        for cls in _ERRORS_KEPT:
+            if cls.__name__ == first_kind:
+                raise cls(f"{sentence} (found by rank {rank})")
         raise RuntimeError(f"rank {rank} failed: {first_kind}: {sentence}")
     return result
-
-
-_KINDS_OF_ERRORS = (FileExistsError, OSError, ValueError)
 
 
 @torch.no_grad()
@@ -73,9 +80,10 @@ def check_agreement(
     what: str | Sequence[str] = "parameters",
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """ReplicasDisagree if a tensor is not the same on all ranks, naming it and who is odd. Every rank must call it, and all raise.
+    """Raise ReplicasDisagree if a tensor is not the same on all ranks, naming the tensor and the ranks that differ.
 
-    `what`: one or several of parameters, buffers, gradients, and optimizer: the state of `optimizer`, if it is not sharded.
+    Every rank must call it, and all raise. `what`: one or several of parameters, buffers, gradients, and optimizer: the state of
+    `optimizer`, if it is not sharded.
     Costs a pass over the tensors on their device (each 4 Mi elements are widened to int64 for it) and two messages: 16 bytes a
     rank, then 16 a tensor and rank. The host waits for the result.
     """
@@ -85,13 +93,13 @@ def check_agreement(
     _check_same_tensors(names, collectives)
     if not named:
         return
-    mine = torch.stack([_hash(tensor, ranks.device) for _, tensor in named])
-    everybodys = _all_gather(mine, collectives).view(ranks.world_size, len(names), 2).tolist()
+    hashes = torch.stack([_hash(tensor, ranks.device) for _, tensor in named])
+    hashes_of_ranks = _all_gather(hashes, collectives).view(ranks.world_size, len(names), 2).tolist()
     differing = {}
     for index, name in enumerate(names):
-        odd = _odd_ones([tuple(hashes[index]) for hashes in everybodys])
-        if odd:
-            differing[name] = odd
+        odd_ranks = _odd_ranks([tuple(rank_hashes[index]) for rank_hashes in hashes_of_ranks])
+        if odd_ranks:
+            differing[name] = odd_ranks
     if differing:
         raise ReplicasDisagree(_sentence(differing, ranks.world_size), differing)
 
@@ -118,13 +126,13 @@ def _tensors(
 
 
 def _check_same_tensors(names: Sequence[str], collectives: Collectives) -> None:
-    """That ranks are about to send as many hashes, of tensors of the same names: else they would wait for each other for ever."""
+    """Check that all ranks are about to send hashes of tensors of the same names: else they would wait for each other for ever."""
     row = torch.tensor([[len(names), zlib.crc32(json.dumps(names).encode())]], device=collectives.ranks.device)
     rows = [tuple(row) for row in _all_gather(row, collectives).tolist()]
-    odd = _odd_ones(rows)
-    if odd:
-        counts = ", ".join(f"{rows[rank][0]} on rank {rank}" for rank in odd)
-        raise ReplicasDisagree(f"ranks have not the same tensors by number and name: {counts}", {"names": odd})
+    odd_ranks = _odd_ranks(rows)
+    if odd_ranks:
+        counts = ", ".join(f"{rows[rank][0]} on rank {rank}" for rank in odd_ranks)
+        raise ReplicasDisagree(f"ranks have not the same tensors by number and name: {counts}", {"names": odd_ranks})
 
 
 def _all_gather(rows: Tensor, collectives: Collectives) -> Tensor:
@@ -133,8 +141,8 @@ def _all_gather(rows: Tensor, collectives: Collectives) -> Tensor:
     return gathered
 
 
-def _odd_ones(values: Sequence[object]) -> list[int]:
-    """Ranks whose value is not that of more than half of them; all where there is no such value."""
+def _odd_ranks(values: Sequence[object]) -> list[int]:
+    """The ranks that differ from the value of more than half of the ranks; all ranks where there is no such value."""
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return list(range(len(values)))
@@ -142,7 +150,7 @@ def _odd_ones(values: Sequence[object]) -> list[int]:
 
 
 def _hash(tensor: Tensor | None, device: torch.device) -> Tensor:
-    """Two int64 sums, (2,), on `device`; dtype and shape count too, and so does being there at all."""
+    """Two int64 sums, (2,), on `device`. Dtype, shape and whether there is a tensor enter the hash too."""
     kind = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
     sums = torch.full((2,), zlib.crc32(kind.encode()), dtype=torch.int64, device=device)
     if tensor is None or not tensor.numel():
@@ -171,9 +179,33 @@ def _weights(position: Tensor, first: int, second: int) -> Tensor:
 
 
 def _sentence(differing: dict[str, list[int]], world_size: int) -> str:
-    shown = [
-        f"{name} on ranks {', '.join(map(str, odd))}" if len(odd) > 1 else f"{name} on rank {odd[0]}"
-        for name, odd in list(differing.items())[:10]
-    ]
+    shown = [f"{name} on {rank_words(ranks)}" for name, ranks in list(differing.items())[:10]]
     more = f", and {len(differing) - len(shown)} more" if len(differing) > len(shown) else ""
     return f"{len(differing)} of the tensors are not the same on all {world_size} ranks: {'; '.join(shown)}{more}"
+
+
+class HostAgreement:
+    """The largest number of all ranks, by one message on gloo between the hosts while the GPUs work.
+
+        agree = HostAgreement(ranks)
+        if agree(0 if ready else 1) == 0: ...      # every rank is ready
+
+    CapturedStep asks at every step: ranks must capture together, and a rank must not launch a graph while another runs its step
+    eagerly and finds that fewer parameters were used. A dead rank ends the call on all ranks. Beside NCCL it makes a group of its
+    own, so every rank must construct it, in the same order.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        group: Any = ranks.group  # never the number that torch gives to a process outside of the group
+        if group is not None and dist.get_backend(group) != "gloo":
+            group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+        self._collectives = Collectives(replace(ranks, group=group, device=torch.device("cpu")))
+        self._watch = ranks.watch if group is not ranks.group else None
+
+    def __call__(self, number: int) -> int:
+        """The largest number of all ranks. Waits for all of them."""
+        largest = torch.tensor(number)
+        if self._watch is not None:  # while graphs send the messages, the watch hears of no other
+            self._watch.progress.called("all_reduce agreement")
+        self._collectives.all_reduce(largest, reduction="maximum", label="agreement").wait()
+        return int(largest)

@@ -1,32 +1,34 @@
-"""A bucket: several gradients in one flat tensor and so in one message; and which parameters share one.
+"""Buckets: several gradients in one flat tensor and so in one message; and FSDP's ignored parameters.
 
     flat   [gradient | gradient | gradient | flags]
 
-The flags, one a parameter, say whether this rank used it; averaged like the rest they say whether any did, at no further message.
+There is one flag per parameter: whether this rank used it. Averaged like the rest, flags say whether any rank did, without another
+message.
 
 [Note: what is copied]
-Autograd hands over fresh gradients. Once all of a bucket's are there they are copied into it, by one kernel for many, and freed;
-from then on each parameter's gradient is its view of the bucket, and what is averaged there is not copied anywhere. A gradient
-that is that view already, since it was zeroed in place and not dropped, is not copied at all: autograd added to it where it is.
-Dropping is cheaper all the same: for n bytes the copy reads n and writes n, while zeroing writes n and adding reads 2 n, writes n.
+Autograd makes fresh gradients. Once all gradients of a bucket are ready they are copied into it, by one kernel for many, and freed;
+from then on each parameter's gradient is its view of the bucket, and the average is not copied anywhere. A gradient that was
+zeroed in place, not dropped, is still that view, and is not copied at all: autograd added to it where it is. Dropping gradients is
+cheaper all the same: for n bytes the copy reads n and writes n, while zeroing writes n and adding reads 2 n and writes n.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.costs import buckets
 from trainstep.parallel.collectives import DONE, Collectives, Pending
-from trainstep.parallel.flat_buffer import FlatBuffer
-from trainstep.parallel.usage import FlagReader
+from trainstep.parallel.flat_buffer import FlatBuffer, made_dense
+from trainstep.parallel.launch_order import FlagReader
 
 
 class Bucket:
     """Gradients of `parameters`, averaged in `dtype`.
 
-    `keeps_dtype`: gradients of another dtype than their bucket's stay as they are, and what was averaged is copied back to them;
-    otherwise they become views of the bucket, in its dtype.
+    `keeps_dtype`: gradients of another dtype than their bucket's keep it, and the average is copied back to them; otherwise they
+    become views of the bucket, in its dtype.
     """
 
     def __init__(
@@ -45,43 +47,43 @@ class Bucket:
         self._pending: Pending = DONE
         for parameter, copied_back in zip(self.parameters, self._copied_back, strict=True):
             if parameter.dtype != dtype and not copied_back:
-                parameter.grad_dtype = None  # any: autograd's own stay in fp32, the average need not
+                parameter.grad_dtype = None  # any dtype: autograd's gradients stay in fp32, but the average may not
 
     @property
     def nbytes(self) -> int:
-        """Of its message, flags included."""
+        """Bytes of the message, flags included."""
         return self._buffer.flat.nbytes
 
     @property
     def flat(self) -> Tensor:
-        """All of its gradients, and the flags."""
+        """All gradients of the bucket, and the flags."""
         return self._buffer.flat
 
     @torch.no_grad()
     def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
-        """Copy in the parameters' gradients that are not there yet, zeros for None, and start averaging."""
+        """Copy in the gradients that are not in the bucket yet, zeros for None, and start averaging."""
         views = self._buffer.views
         self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
-        copied: list[Tensor] = []
-        to: list[Tensor] = []
+        sources: list[Tensor] = []
+        destinations: list[Tensor] = []
         for parameter, gradient, view, copied_back in zip(
             self.parameters, gradients, views, self._copied_back, strict=True
         ):
             if gradient is not None and gradient is not view:
-                copied.append(gradient)
-                to.append(view)
+                sources.append(gradient)
+                destinations.append(view)
                 if not copied_back:
                     parameter.grad = view
-        if copied:
-            torch._foreach_copy_(to, copied)
+        if sources:
+            torch._foreach_copy_(destinations, sources)
         self._flags.fill_(1)
         if self._missing:
-            torch._foreach_zero_([part for index in self._missing for part in (views[index], self._flags[index])])
+            torch._foreach_zero_([tensor for index in self._missing for tensor in (views[index], self._flags[index])])
         self._reader = self._reader or FlagReader(collectives)
         self._pending = collectives.all_reduce(self._buffer.flat, reduction="average", label=self.name)
 
     def receive(self) -> None:
-        """Wait for the average and make it the parameters' gradients; a parameter that no rank used has none. Under no_grad."""
+        """Wait for the average and make it the parameters' gradients, None where no rank used the parameter. Call under no_grad."""
         self._pending.wait()
         self._pending = DONE
         unused = self._reader.unused_everywhere(self._flags, self._missing) if self._reader else []
@@ -90,7 +92,7 @@ class Bucket:
             parameter.grad = None if index in unused else view.to(parameter.dtype) if self._copied_back[index] else view
         back = [index for index in self._back if index not in self._missing]
         if back:
-            gradients = [_present(self.parameters[index]) for index in back]
+            gradients = [gradient for index in back if (gradient := self.parameters[index].grad) is not None]
             torch._foreach_copy_(gradients, [self._buffer.views[index] for index in back])
 
 
@@ -102,7 +104,7 @@ def make_buckets(
     dtype: torch.dtype | None,
     keeps_dtype: bool,
 ) -> list[Bucket]:
-    """The buckets of a plan, called `name 0`, `name 1`...; `dtype` None: their parameters' own."""
+    """Make the buckets of a plan, called `name 0`, `name 1`...; `dtype` None: their parameters' own."""
     return [
         Bucket(
             f"{name} {number}",
@@ -122,12 +124,12 @@ def plan_buckets(
     last_bucket_bytes: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
-    """Indices of the tensors that share a bucket, in the order of their messages, as costs/buckets.py plans them.
+    """The indices of each bucket's tensors, in the order of the messages, as costs/buckets.py plans them.
 
-    `bucket_bytes` None: as it chooses. A bucket has one dtype: `dtype`, else its tensors' own.
+    `bucket_bytes` None: the size that costs/buckets.py chooses. A bucket has one dtype: `dtype`, else its tensors' own.
     """
     dtypes = [dtype or tensor.dtype for tensor in tensors]
-    sizes_bytes = [tensor.numel() * its.itemsize for tensor, its in zip(tensors, dtypes, strict=True)]
+    sizes_bytes = [tensor.numel() * sent_as.itemsize for tensor, sent_as in zip(tensors, dtypes, strict=True)]
     return buckets.plan_buckets(
         sizes_bytes,
         dtypes,
@@ -137,6 +139,46 @@ def plan_buckets(
     )
 
 
-def _present(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+class IgnoredParameters:
+    """Parameters that FSDP leaves whole on every rank; one message per dtype averages their gradients, after those of the units.
+
+    Averaged gradients are equal on all ranks to the bit, so an optimizer over `module.parameters()` keeps these parameters equal as
+    long as it updates each from its own gradient and state alone.
+
+    `ignored`: modules and parameters of the module, else ValueError. `named`: all these parameters and their names.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Sequence[nn.Module | nn.Parameter]) -> None:
+        chosen: set[Tensor] = set()
+        known = set(module.parameters())
+        if isinstance(ignored, (nn.Module, Tensor)) or not isinstance(ignored, Iterable):
+            raise ValueError(f"ignored: must list modules and parameters, not be a {type(ignored).__name__}")
+        for entry in ignored:
+            if not isinstance(entry, (nn.Module, nn.Parameter)):
+                raise ValueError(f"ignored: a {type(entry).__name__} is neither a module nor a parameter")
+            parameters = set(entry.parameters()) if isinstance(entry, nn.Module) else {entry}
+            if not parameters <= known:
+                raise ValueError(f"ignored: a {type(entry).__name__} is not part of the module")
+            chosen |= parameters
+        self.named = {parameter: name for name, parameter in module.named_parameters() if parameter in chosen}
+        self.indices: list[int] = []
+        """Indices of the trained ones in FSDP's list of trained parameters."""
+
+    def take_over(self, trained: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None) -> None:
+        """Make the buckets for their gradients."""
+        for parameter in self.named:
+            parameter.data = made_dense(parameter.data)
+        self.indices = [index for index, parameter in enumerate(trained) if parameter in self.named]
+        members = [trained[index] for index in self.indices]
+        self._plan = plan_buckets(members, bucket_bytes=math.inf, dtype=reduce_dtype)
+        self.buckets = make_buckets("ignored", members, self._plan, dtype=reduce_dtype, keeps_dtype=True)
+
+    def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
+        """Start averaging. `gradients`: in the order of `indices`."""
+        for bucket, members in zip(self.buckets, self._plan, strict=True):
+            bucket.send(collectives, [gradients[member] for member in members])
+
+    def receive(self) -> None:
+        """Wait for the averages and make them the parameters' gradients. Call under no_grad."""
+        for bucket in self.buckets:
+            bucket.receive()

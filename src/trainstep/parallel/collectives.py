@@ -1,31 +1,31 @@
-"""The only caller of torch.distributed's collectives: each message is counted, and named where a profiler can see it.
+"""The only caller of torch.distributed's collectives: it counts each message and names it for profilers.
 
-Bytes counted are those of the tensor as the caller sees it (what is reduced, gathered or sent), not those on the wire:
-costs/collectives.py makes the one from the other.
+The bytes counted are those of the tensor that is reduced, gathered or broadcast, not those on the wire; costs/collectives.py
+computes the latter from the former.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.parallel.liveness.standstill import Progress
 from trainstep.parallel.ranks import Ranks
-from trainstep.parallel.standstill import Progress
 from trainstep.spans import span
 
 _REDUCTIONS = {"average": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "maximum": dist.ReduceOp.MAX}
 
 
 class Pending(Protocol):
-    """A collective on its way."""
+    """A collective that has been started."""
 
     def wait(self) -> Any:
-        """Until the result may be used: the host waits on gloo, the current stream on NCCL."""
+        """Wait until the result may be used: the host waits on gloo, the current stream on NCCL."""
 
 
 class _Done:
@@ -38,13 +38,12 @@ DONE = _Done()
 
 @dataclass(kw_only=True)
 class Traffic:
-    """What was sent since the last `clear`: messages and bytes, by operation."""
+    """Messages and bytes sent since the last `clear`, by operation."""
 
     messages: Counter[str] = field(default_factory=Counter)
     payload_bytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, operation: str, tensor: Tensor) -> None:
-        """Count one message."""
         self.messages[operation] += 1
         self.payload_bytes[operation] += tensor.nbytes
 
@@ -55,23 +54,23 @@ class Traffic:
 
 
 class Collectives:
-    """Collectives of one group. Each starts at once and returns what to `wait` for; tensors are used in place.
+    """Collectives of one group. Each starts at once and returns a `Pending` to wait for; tensors are used in place.
 
-    Every rank must call the same ones in the same order with tensors of the same sizes and dtypes. `label` names the message's
-    span: `all_reduce bucket 3`. A process on its own sends nothing and counts nothing.
+    Every rank must call the same collectives in the same order with tensors of the same sizes and dtypes. `label` names the
+    message's span: `all_reduce bucket 3`. A single process sends nothing and counts nothing.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.traffic = Traffic()
         self.recorded = False
-        """Whether a step is being captured: what its messages say the host cannot read."""
-        # The watch compares the calls of all ranks, so those of a subgroup are not told to it.
+        """Whether a step is being captured: the host cannot read the results of its messages."""
+        # The watch compares the calls of all ranks, so it is not told those of a subgroup.
         watch = ranks.watch if ranks.group is dist.group.WORLD else None
         self._progress = Progress() if watch is None else watch.progress
 
     def all_reduce(self, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
-        """Every rank's tensor becomes their `sum`, `average` or `maximum`."""
+        """Every rank's tensor becomes the `sum`, `average` or `maximum` of all ranks' tensors."""
         if self.ranks.group is None:
             return DONE
         with self._counted("all_reduce", tensor, label):
@@ -89,7 +88,7 @@ class Collectives:
             return _REDUCE_SCATTER(shard, tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True)
 
     def all_gather(self, tensor: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """`tensor` becomes every rank's `shard`, one behind the other. `shard` may be this rank's part of `tensor` itself."""
+        """`tensor` becomes every rank's `shard`, one after the other. `shard` may be this rank's part of `tensor` itself."""
         if self.ranks.group is None:
             _copy_unless_same(tensor, shard)
             return DONE
@@ -104,7 +103,7 @@ class Collectives:
             return _BROADCAST(tensor, group=self.ranks.group, group_src=source, async_op=True)
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text, in order; for saying things, not for speed. Waits."""
+        """Every rank's text, in the order of ranks. Waits; for messages to people, not for speed."""
         if self.ranks.group is None:
             return [text]
         content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.ranks.device)
@@ -117,17 +116,17 @@ class Collectives:
         return [bytes(row).rstrip(b"\0").decode() for row in gathered.view(self.ranks.world_size, -1).tolist()]
 
     def barrier(self) -> None:
-        """Until every rank is here. Not counted."""
+        """Wait until every rank is here. Not counted."""
         if self.ranks.group is not None:
             self._progress.called("barrier")
             dist.barrier(group=self.ranks.group)
 
     def count_step(self) -> None:
-        """The gradients of one more step are synchronised; the watch tells steps apart by it."""
+        """Count a step whose gradients are synchronised, so that the watch can say in which step a rank is."""
         self._progress.steps += 1
 
     def _counted(self, operation: str, tensor: Tensor, label: str) -> AbstractContextManager[Any]:
-        """The span to start the message in."""
+        """Count the message; returns the span to start it in."""
         name = f"{operation} {label}" if label else operation
         self.traffic.add(operation, tensor)
         self._progress.called(name)
@@ -139,9 +138,10 @@ def _copy_unless_same(to: Tensor, from_: Tensor) -> None:
         to.copy_(from_)
 
 
-# Typed: torch's own carry no annotations. The last two were renamed in torch 2.13, where the older names warn.
+# Cast: some releases of torch annotate these with an optional result, which is None only outside a group or when not asynchronous.
+# The last two were renamed in torch 2.13, where the older names warn.
 _Start = Callable[..., Pending]
-_ALL_REDUCE: _Start = dist.all_reduce
-_BROADCAST: _Start = dist.broadcast
-_REDUCE_SCATTER: _Start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ALL_GATHER: _Start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ALL_REDUCE = cast(_Start, dist.all_reduce)
+_BROADCAST = cast(_Start, dist.broadcast)
+_REDUCE_SCATTER = cast(_Start, getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
+_ALL_GATHER = cast(_Start, getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)

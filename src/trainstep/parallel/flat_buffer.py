@@ -1,7 +1,7 @@
-"""Many tensors in one flat one: what buckets, flat shards and FSDP's units are made of. costs/flat_layout.py says what lies where.
+"""Flat tensors that hold many tensors, for buckets, flat shards and FSDP's units; staging and reducing of gradients.
 
-A view has its tensor's shape; where the tensor is dense but not contiguous (channels last, say), its strides too, so that
-nothing that reads both runs into a slow path.
+costs/buckets.py lays out a flat tensor. A view in it has its tensor's shape and, where the tensor is dense but not contiguous
+(channels last, say), also its strides, so that no operation on both takes a slow path.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainstep.costs import flat_layout
-from trainstep.costs.flat_layout import FlatLayout
+from trainstep.costs import buckets as flat_layout
+from trainstep.costs.buckets import FlatLayout
+from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.spans import span
 
 
 def lay_out(tensors: Sequence[Tensor], *, parts: int = 1, extra: int = 0) -> FlatLayout:
-    """The layout of costs/flat_layout.py for these tensors."""
+    """The layout of these tensors in a flat one, by costs/buckets.py."""
     return flat_layout.lay_out([tensor.numel() for tensor in tensors], parts=parts, extra=extra)
 
 
 class FlatBuffer:
-    """One flat tensor, zeroed, and its views in the shapes of `tensors`."""
+    """A flat tensor of zeros, and its views in the shapes of `tensors`."""
 
     def __init__(
         self, tensors: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device, parts: int = 1, extra: int = 0
@@ -31,16 +33,16 @@ class FlatBuffer:
         ]
 
     def shard(self, rank: int, world_size: int) -> Tensor:
-        """That rank's part, in place."""
+        """The rank's part, as a view."""
         first, end = self.layout.shard(rank, world_size)
         return self.flat[first:end]
 
     def free_memory(self) -> None:
-        """Until `take_memory` neither it nor its views may be read."""
+        """Free the memory: until `take_memory` neither the flat tensor nor its views may be read."""
         self.flat.untyped_storage().resize_(0)
 
     def take_memory(self) -> None:
-        """Zeroed, as at first, where it was freed; else nothing changes."""
+        """Allocate the memory again if it was freed, filled with zeros."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.flat.nbytes)
@@ -54,12 +56,12 @@ def view_like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
 
 
 def made_dense(tensor: Tensor) -> Tensor:
-    """The tensor, or where its elements do not fill its memory a copy whose do."""
+    """The tensor if it is dense, else a dense copy."""
     return tensor if _is_dense(tensor) else tensor.contiguous()
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie in memory, (n,), in place."""
+    """A dense tensor's elements in the order of memory, (n,), as a view."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -73,3 +75,145 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+# Staging buffers, which gradients pass through on the way to their shards: a message borrows a buffer and returns it.
+#
+# Blocks of a Transformer have the same shapes, so two or three buffers serve all of them. To allocate a buffer for each
+# message would cost the host one view per parameter, and the memory of all messages that have not been waited for.
+
+_Kind = tuple[tuple[tuple[torch.Size, tuple[int, ...]], ...], torch.dtype, int]
+"""Shapes and strides, dtype, number of parts."""
+
+
+class Shelf:
+    """Flat buffers for tensors of the same shapes and strides."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device, parts: int) -> None:
+        self._tensors, self._dtype, self._device, self._parts = list(tensors), dtype, device, parts
+        self._free: list[FlatBuffer] = []
+
+    def borrow(self) -> FlatBuffer:
+        """A buffer that no message uses: its views hold old values, and the padding between and behind them is zero."""
+        if self._free:
+            buffer = self._free.pop()
+            buffer.take_memory()
+            return buffer
+        return FlatBuffer(self._tensors, dtype=self._dtype, device=self._device, parts=self._parts)
+
+    def give_back(self, buffer: FlatBuffer) -> None:
+        """Return a buffer after its message has been waited for."""
+        self._free.append(buffer)
+
+    @property
+    def free(self) -> list[Tensor]:
+        """Flat tensors of the buffers that no message uses."""
+        return [buffer.flat for buffer in self._free]
+
+    def clear(self) -> None:
+        """Free the memory of the buffers that no message uses.
+
+        Called when all gradients are ready: a step holds most memory where backward begins, and no message needs a buffer then.
+        """
+        for buffer in self._free:
+            buffer.free_memory()
+
+
+class StagingPool:
+    """The shelves of a module's units; units with the same shapes share a shelf."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._shelves: dict[_Kind, Shelf] = {}
+
+    def shelf(self, tensors: Sequence[Tensor], *, dtype: torch.dtype, parts: int) -> Shelf:
+        """The shelf for tensors of these shapes and strides."""
+        kind = tuple((tensor.shape, tensor.stride()) for tensor in tensors), dtype, parts
+        if kind not in self._shelves:
+            self._shelves[kind] = Shelf(tensors, dtype=dtype, device=self._device, parts=parts)
+        return self._shelves[kind]
+
+    @property
+    def free(self) -> list[Tensor]:
+        """Flat tensors of the buffers that no message uses."""
+        return [flat for shelf in self._shelves.values() for flat in shelf.free]
+
+    def clear(self) -> None:
+        """Free the memory of the buffers that no message uses."""
+        for shelf in self._shelves.values():
+            shelf.clear()
+
+
+class GradientShards:
+    """Reduces one unit's whole gradients to this rank's shard of their average.
+
+        whole gradients -> a staging buffer -> reduce-scatter -> shard      each rank keeps 1/N of the unit's elements
+
+    The average is taken in `reduce_dtype` and kept in `dtype`, that of the parameters. `templates`: tensors with the gradients'
+    shapes and strides; `layout`: where each lies in the flat tensor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        templates: Sequence[Tensor],
+        layout: FlatLayout,
+        *,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None,
+        collectives: Collectives,
+        staging: StagingPool,
+    ) -> None:
+        self._name = name
+        self._dtype = dtype
+        self._reduce_dtype = reduce_dtype or dtype
+        self._collectives = collectives
+        world_size = collectives.ranks.world_size
+        self._shelf = staging.shelf(templates, dtype=self._reduce_dtype, parts=world_size)
+        self._shard_numel = layout.numel // world_size
+        self._buffer: FlatBuffer | None = None
+        self._reduced: Tensor | None = None
+        self._into: Tensor | None = None
+        self._pending: Pending = DONE
+
+    @property
+    def in_flight(self) -> list[Tensor]:
+        """The buffer that is being reduced and the tensor for its shard; empty between messages."""
+        return [] if self._buffer is None or self._reduced is None else [self._buffer.flat, self._reduced]
+
+    def send(self, gradients: Sequence[Tensor | None], *, into: Tensor | None = None) -> None:
+        """Copy gradients into a buffer, zeros for None, and start reducing. The gradients may be freed at once.
+
+        `into`: the tensor for the shard, in the parameters' dtype; by default a new one.
+        """
+        with span(f"send gradients {self._name}"):
+            buffer = self._shelf.borrow()
+            reduced = into
+            if reduced is None or reduced.dtype != self._reduce_dtype:
+                reduced = torch.empty(self._shard_numel, dtype=self._reduce_dtype, device=buffer.flat.device)
+        self._into = into
+        with torch.no_grad():
+            _fill(buffer.views, gradients)
+        self._pending = self._collectives.reduce_scatter(reduced, buffer.flat, reduction="average", label=self._name)
+        self._buffer, self._reduced = buffer, reduced
+
+    def receive(self) -> Tensor | None:
+        """Wait for this rank's shard of the average, in the parameters' dtype. None if nothing was sent since the last call."""
+        if self._buffer is None or self._reduced is None:
+            return None
+        self._pending.wait()
+        self._shelf.give_back(self._buffer)
+        shard = self._reduced.to(self._dtype) if self._into is None else self._into
+        if shard is self._into and shard is not self._reduced:
+            shard.copy_(self._reduced)
+        self._buffer, self._reduced, self._pending = None, None, DONE
+        return shard
+
+
+def _fill(views: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < len(views):
+        torch._foreach_zero_([view for view, gradient in zip(views, gradients, strict=True) if gradient is None])
+        views = [view for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+    if present:
+        torch._foreach_copy_(views, present)

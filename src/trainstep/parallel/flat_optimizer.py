@@ -1,4 +1,4 @@
-"""The optimizer of ShardedGradients: any element-wise one, over this rank's pieces alone."""
+"""The optimizer of ShardedGradients: any element-wise optimizer, over this rank's pieces of the parameters."""
 
 import json
 from collections import deque
@@ -18,36 +18,25 @@ from trainstep.parallel.sharded_flat import ShardedGradients
 ELEMENT_WISE = frozenset(
     ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
-"""Classes of torch.optim, and of the same name elsewhere, whose update of an element looks at no other."""
+"""Classes of torch.optim, and of the same name elsewhere, whose update of an element depends on no other element."""
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Where torch keeps what is called at an optimizer's steps, and at those of all optimizers."""
+"""Attributes in which torch keeps the hooks on an optimizer's steps."""
 _HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-
-
-def _may_step_in_parts(inner: Optimizer) -> bool:
-    """Whether it may step some of its tensors now and others later: steps are counted beside each, and nobody else counts calls.
-
-    The first is known of torch's own classes. Others must say so themselves: what a class inherits says nothing of what it adds.
-    """
-    its = type(inner)
-    known = its.__module__.startswith("torch.optim.") and its.__name__ in ELEMENT_WISE
-    by_tensor = known or vars(its).get("counts_steps_by_tensor", False)
-    hooked = [getattr(inner, name, None) for name in _HOOKS] + [getattr(hooks, name, None) for name in _HOOKS_OF_ALL]
-    return by_tensor and not any(hooked)
+"""Variables in which torch keeps the hooks on the steps of all optimizers."""
 
 
 class FlatShardedOptimizer(Optimizer):
     """Made by `ShardedOptimizer.flat`. `gradient_sync` is the other half: finish it before `step`.
 
-    `param_groups` are those of the optimizer within, so schedulers and hyperparameters work as on that. Its tensors are pieces:
-    clip by `gradient_sync.clip_grad_norm_`, not by torch's function, which would see this rank's part of the norm.
-    `units`, `bucket_mib`, `reduce_dtype`, `most_in_flight`: as ShardedGradients'.
+    `param_groups` are those of the inner optimizer, so schedulers and hyperparameters work as on that. Its tensors are pieces: clip
+    by `gradient_sync.clip_grad_norm_`, not by torch's function, which would see only this rank's part of the norm.
+    `units`, `bucket_mib`, `reduce_dtype`, `most_in_flight`: as in ShardedGradients.
 
-    A unit is on its way to the other ranks while the next one's pieces are updated, where an optimizer counts its steps tensor by
-    tensor: torch.optim's own that are element-wise, and classes that have `counts_steps_by_tensor = True` in their body. It then
-    steps once a unit, with copies of its groups that have that unit's pieces alone. Of others, and where hooks wait for its step
-    (for all optimizers', or put on it by `optimizer_cls`), all are updated first, in one step. An error in `step` leaves
-    what was updated before it updated; all units are sent all the same, so that ranks stay in step.
+    A unit is sent to the other ranks while the next unit's pieces are updated, if the inner optimizer counts its steps tensor by
+    tensor: the element-wise classes of torch.optim, and classes with `counts_steps_by_tensor = True` in their body. It then steps
+    once per unit, with copies of its groups that hold only that unit's pieces. With other optimizers, and where there are hooks on
+    its step (on those of all optimizers, or put on it by `optimizer_cls`), all pieces are updated first, in one step. An error in
+    `step` leaves updated what was updated before it; all units are sent anyway, so that ranks stay in step.
     """
 
     def __init__(
@@ -68,7 +57,7 @@ class FlatShardedOptimizer(Optimizer):
         if name not in ELEMENT_WISE and not element_wise:
             raise ValueError(
                 f"optimizer_cls: {name} is not known to treat each element alone, and flat shards cut tensors anywhere; "
-                "take ShardedOptimizer, which keeps tensors whole, or say element_wise=True if it does"
+                "use ShardedOptimizer, which keeps tensors whole, or pass element_wise=True if it does"
             )
         trained = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._index_of = {parameter: index for index, parameter in enumerate(trained)}
@@ -87,12 +76,7 @@ class FlatShardedOptimizer(Optimizer):
         }
         check_same_setup(type(self).__name__, named_tensors(module), Collectives(ranks), options=options)
         self.gradient_sync = ShardedGradients(
-            module,
-            ranks,
-            units=units,
-            bucket_mib=bucket_mib,
-            reduce_dtype=reduce_dtype,
-            most_in_flight=most_in_flight,
+            module, ranks, units=units, bucket_mib=bucket_mib, reduce_dtype=reduce_dtype, most_in_flight=most_in_flight
         )
         pieces = self.gradient_sync.pieces
         inner = optimizer_cls(
@@ -109,15 +93,11 @@ class FlatShardedOptimizer(Optimizer):
         self._step_supports_amp_scaling = getattr(self._inner, "_step_supports_amp_scaling", False)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update this rank's pieces unit by unit, each on its way to the others from then on; the next forward waits where it must.
+        """Update this rank's pieces and start sending them to the other ranks; the next forward waits where it must.
 
         A closure must run backward and finish gradient synchronisation itself.
         """
-        for name in ("grad_scale", "found_inf"):  # GradScaler sets them for a fused optimizer
-            if hasattr(self, name):
-                setattr(self._inner, name, getattr(self, name))
-            elif hasattr(self._inner, name):
-                delattr(self._inner, name)
+        lend_scaler_attributes(self, self._inner)
         self.gradient_sync.wait_for_parameters()
         if not _may_step_in_parts(self._inner):
             loss = self._inner.step(closure)
@@ -131,21 +111,19 @@ class FlatShardedOptimizer(Optimizer):
         return loss
 
     def _step_by_unit(self) -> None:
-        """Update a unit's pieces and send them while the next unit's are updated: the link need not wait for all.
-
-        The optimizer within sees groups of that unit's pieces alone; those that everybody else sees are not touched.
-        """
+        """Update a unit's pieces and send them while the next unit's are updated, so that the link does not wait for all."""
+        # The inner optimizer sees groups with one unit's pieces; the groups that everybody else sees stay as they are.
         inner, groups = self._inner, self.param_groups
         group_of = {piece: number for number, group in enumerate(groups) for piece in group["params"]}
         units = self.gradient_sync.unit_pieces
         unsent = deque(range(len(units)))
         try:
             for pieces in units:
-                held: dict[int, list[Tensor]] = {}
+                by_group: dict[int, list[Tensor]] = {}
                 for piece in pieces:
-                    if piece in group_of:  # somebody may have taken it out
-                        held.setdefault(group_of[piece], []).append(piece)
-                inner.param_groups = [{**groups[number], "params": mine} for number, mine in held.items()]
+                    if piece in group_of:  # the caller may have removed it
+                        by_group.setdefault(group_of[piece], []).append(piece)
+                inner.param_groups = [{**groups[number], "params": members} for number, members in by_group.items()]
                 inner.step()
                 self.gradient_sync.gather_parameters([unsent.popleft()])
         finally:
@@ -153,13 +131,12 @@ class FlatShardedOptimizer(Optimizer):
             self.gradient_sync.gather_parameters(unsent)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Further parameters of the module, unfrozen since it was wrapped. Every rank must add the same."""
+        """Add parameters of the module that were unfrozen after it was wrapped. Every rank must add the same."""
         if not hasattr(self, "_inner"):
             super().add_param_group(param_group)
             return
         self.gradient_sync.wait_for_parameters()
-        parameters = param_group["params"]
-        added: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        added = _listed(param_group["params"])
         members = self.gradient_sync.adopt(added)
         self._index_of.update(zip(added, members, strict=True))
         self._members.append(members)
@@ -167,25 +144,25 @@ class FlatShardedOptimizer(Optimizer):
         self._inner.add_param_group({**param_group, "params": [pieces[i] for i in members if pieces[i] is not None]})
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: loads on the same rank of as many; `gathered_state_dict` loads anywhere."""
+        """This rank's shard: it loads on the same rank of the same number; `gathered_state_dict` loads anywhere."""
         self.gradient_sync.wait_for_parameters()
         return {**self._inner.state_dict(), "shard": self._shard()}
 
     def _shard(self) -> dict[str, Any]:
-        """Whose, of how many, and where its piece of each trained parameter begins and ends, one after another."""
+        """The rank, the number of ranks, and for each trained parameter the first and end element of the rank's piece."""
         sync = self.gradient_sync
-        places = [place for ends in sync.ends for place in ends]
-        return {"rank": sync.ranks.rank, "world_size": sync.ranks.world_size, "pieces": places}
+        edges = [edge for ends in sync.ends for edge in ends]
+        return {"rank": sync.ranks.rank, "world_size": sync.ranks.world_size, "pieces": edges}
 
     def gathered_state_dict(self) -> dict[str, Any]:
-        """What the optimizer would hold unsharded, on every rank: its own `state_dict`, and ours, load it. All ranks must ask."""
+        """The state dict of the inner optimizer unsharded, on every rank; it loads there and here. All ranks must call it."""
         sync = self.gradient_sync
         sync.wait_for_parameters()
         pieces = sync.pieces
         states = [dict(self.state.get(piece, {})) if piece is not None else {} for piece in pieces]
-        kinds = self._agreed_kinds(states)
+        is_piece_of = self._agreed_keys(states)
         whole: list[dict[str, Any]] = [{} for _ in pieces]
-        for key, is_piece in kinds.items():
+        for key, is_piece in is_piece_of.items():
             values = [state.get(key) for state in states]
             if is_piece:
                 for index, tensor in sync.gather_piecewise(values):
@@ -205,7 +182,7 @@ class FlatShardedOptimizer(Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a whole state dict, from any number of ranks, or this rank's shard of as many. ValueError for another's."""
+        """Load a whole state dict, from any number of ranks, or this rank's own shard. ValueError for another rank's shard."""
         self.gradient_sync.wait_for_parameters()
         shard = state_dict.get("shard")
         if shard is not None:
@@ -217,74 +194,96 @@ class FlatShardedOptimizer(Optimizer):
         self.state = self._inner.state
 
     def _check_shard(self, shard: Mapping[str, Any]) -> None:
-        mine = self._shard()
-        if (shard["rank"], shard["world_size"]) != (mine["rank"], mine["world_size"]):
+        own_shard = self._shard()
+        if (shard["rank"], shard["world_size"]) != (own_shard["rank"], own_shard["world_size"]):
             raise ValueError(
-                f"state_dict: is the shard of rank {shard['rank']} of {shard['world_size']}, and this is rank {mine['rank']} of "
-                f"{mine['world_size']}; save gathered_state_dict() to load at another number of ranks"
+                f"state_dict: is the shard of rank {shard['rank']} of {shard['world_size']}, and this is rank {own_shard['rank']} "
+                f"of {own_shard['world_size']}; save gathered_state_dict() to load at another number of ranks"
             )
-        if shard.get("pieces") != mine["pieces"]:
+        if shard.get("pieces") != own_shard["pieces"]:
             raise ValueError(
-                "state_dict: its shards were cut elsewhere, by another bucket_mib or units, or by an earlier version; load it into "
-                "an optimizer made as that was, or save gathered_state_dict(), which loads anywhere"
+                "state_dict: its shards were cut at other elements, by another bucket_mib or units, or by an earlier version; load "
+                "it into an optimizer with the same options, or save gathered_state_dict(), which loads anywhere"
             )
 
     def _cut(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole state dict as the inner optimizer numbers its pieces."""
+        """This rank's part of a whole state dict, in the inner optimizer's numbering of pieces."""
         pieces = self.gradient_sync.pieces
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         place = number = 0
         for group, members in zip(whole["param_groups"], self._members, strict=True):
-            mine = []
+            numbers = []
             for index in members:
                 if pieces[index] is not None:
-                    mine.append(number)
+                    numbers.append(number)
                     if place in whole["state"]:
-                        held = whole["state"][place].items()
-                        state[number] = {key: self._cut_value(index, key, value) for key, value in held}
+                        values = whole["state"][place].items()
+                        state[number] = {key: self._cut_value(index, key, value) for key, value in values}
                     number += 1
                 place += 1
-            groups.append({**group, "params": mine})
+            groups.append({**group, "params": numbers})
         return {"state": state, "param_groups": groups}
 
     def _cut_value(self, index: int, key: str, value: Any) -> Any:
-        """Of a tensor like the parameter what its piece has; everything else whole, and our own to change."""
+        """The piece's part of a tensor like the parameter; a copy of any other tensor; any other value as it is."""
         sync = self.gradient_sync
         if key != "step" and isinstance(value, Tensor) and value.shape == sync.trained_parameters[index].shape:
             return sync.cut(index, value)
         return value.clone() if isinstance(value, Tensor) else value
 
-    def _agreed_kinds(self, states: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-        """Names of state, and whether each is a tensor like its piece; the same on a rank that holds no piece of anything."""
-        like = {
-            key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0
-        }
-        every = {key for state in states for key in state}
-        texts = self.gradient_sync.collectives.gather_texts(json.dumps([sorted(every), sorted(like)]))
-        told = [json.loads(text) for text in texts]
-        return {
-            key: any(key in like for _, like in told) for key in sorted({key for every, _ in told for key in every})
-        }
+    def _agreed_keys(self, states: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+        """Keys of the state on any rank, also on a rank without pieces, and whether each is a tensor like its piece."""
+        is_piece: dict[str, bool] = {}
+        for state in states:
+            for key, value in state.items():
+                is_piece[key] = is_piece.get(key, False) or (isinstance(value, Tensor) and value.dim() > 0)
+        agreed: dict[str, bool] = {}
+        for text in self.gradient_sync.collectives.gather_texts(json.dumps(is_piece)):
+            for key, is_piece_there in json.loads(text).items():
+                agreed[key] = agreed.get(key, False) or is_piece_there
+        return dict(sorted(agreed.items()))
 
     def _scalars(self, values: Sequence[Any]) -> list[Any]:
-        """One value a parameter, from whichever rank holds a piece of it: the largest, since holders agree; None without any."""
+        """One value per parameter: the largest of the ranks that have a piece of it, which all agree; None if no rank has one."""
         device = self.gradient_sync.ranks.device
-        known = [-1.0 if value is None else float(value) for value in values]
-        agreed = torch.tensor(known, dtype=torch.float64, device=device)
-        self.gradient_sync.collectives.all_reduce(agreed, reduction="maximum", label="optimizer state").wait()
-        return [None if value < 0 else torch.tensor(value, dtype=torch.float32) for value in agreed.tolist()]
+        filled = [-1.0 if value is None else float(value) for value in values]
+        largest = torch.tensor(filled, dtype=torch.float64, device=device)
+        self.gradient_sync.collectives.all_reduce(largest, reduction="maximum", label="optimizer state").wait()
+        return [None if value < 0 else torch.tensor(value, dtype=torch.float32) for value in largest.tolist()]
 
     def _indices(self, parameters: Any) -> list[int]:
-        listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for parameter in listed:
-            if parameter not in self._index_of:
-                raise ValueError("groups: holds a parameter that is frozen, or not the module's")
+        listed = _listed(parameters)
+        if any(parameter not in self._index_of for parameter in listed):
+            raise ValueError("groups: holds a parameter that is frozen, or not the module's")
         return [self._index_of[parameter] for parameter in listed]
 
     def _check_cover(self, names: Sequence[str]) -> None:
-        named = [index for members in self._members for index in members]
-        if sorted(named) != list(range(len(self._index_of))):
-            missing = set(range(len(self._index_of))) - set(named)
+        listed = [index for members in self._members for index in members]
+        if sorted(listed) != list(range(len(self._index_of))):
+            missing = set(range(len(self._index_of))) - set(listed)
             problem = f"leave out {names[min(missing)]}" if missing else "name a parameter twice"
             raise ValueError(f"groups: {problem}; every trained parameter of the module belongs to one group")
+
+
+def lend_scaler_attributes(outer: Optimizer, inner: Optimizer) -> None:
+    """Give `inner` the attributes that GradScaler sets on a fused optimizer at a step, and remove those of the step before."""
+    for name in ("grad_scale", "found_inf"):
+        if hasattr(outer, name):
+            setattr(inner, name, getattr(outer, name))
+        elif hasattr(inner, name):
+            delattr(inner, name)
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _may_step_in_parts(inner: Optimizer) -> bool:
+    """Whether it may step some of its tensors now and others later: it counts steps by tensor, and no hook counts calls of step."""
+    # torch's own classes count so. Others must say it in their own body, since a subclass may add a counter.
+    kind = type(inner)
+    known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENT_WISE
+    by_tensor = known or vars(kind).get("counts_steps_by_tensor", False)
+    hooked = [getattr(inner, name, None) for name in _HOOKS] + [getattr(hooks, name, None) for name in _HOOKS_OF_ALL]
+    return by_tensor and not any(hooked)

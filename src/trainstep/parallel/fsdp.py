@@ -1,11 +1,13 @@
-"""Fully sharded data parallel: parameters, gradients and optimizer state each 1/N a rank (ZeRO stage 3, Rajbhandari 2020).
+"""Fully sharded data parallel: each rank keeps 1/N of parameters, gradients and optimizer state.
 
-    forward     a unit is gathered before its block runs, the next ones while it runs, and freed behind it
-    backward    gathered again, in reverse; its gradients are reduce-scattered and it is freed
+This is ZeRO stage 3 (Rajbhandari 2020).
+
+    forward     a unit is gathered before its block runs, the next units while it runs, and freed after it
+    backward    units are gathered again, in reverse; a unit's gradients are reduce-scattered and it is freed
     optimizer   updates this rank's pieces: `torch.optim.AdamW(module.parameters())`, made after wrapping
 
 For P bytes of parameters in the compute dtype and G of gradients in the reduce dtype a rank sends P (N-1)/N twice and G (N-1)/N
-once a step; keeping parameters gathered after forward saves one of the two, and costs P bytes.
+once per step; keeping parameters gathered after forward saves one of the two gathers, and costs P bytes of memory.
 """
 
 import warnings
@@ -19,41 +21,37 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import _IncompatibleKeys
 
+from trainstep.parallel.bucket import IgnoredParameters
 from trainstep.parallel.clipping import clip_gradients_
-from trainstep.parallel.flat_buffer import in_memory_order
-from trainstep.parallel.fsdp_errors import explain_shapes
-from trainstep.parallel.fsdp_ignored import IgnoredParameters
+from trainstep.parallel.flat_buffer import StagingPool, in_memory_order
 from trainstep.parallel.fsdp_state import checked_device, gathered_parameters, load_whole
-from trainstep.parallel.fsdp_unit import FSDPUnit, Placed, UnitState
+from trainstep.parallel.fsdp_unit import FSDPUnit, PassOrder, Placed, UnitsAt, UnitState, explain_shapes
 from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients, sent_twice
-from trainstep.parallel.launch_order import LaunchOrder
-from trainstep.parallel.pass_order import PassOrder, UnitsAt
+from trainstep.parallel.launch_order import LaunchOrder, Usage
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.same_setup import names_of
-from trainstep.parallel.staging import StagingPool
 from trainstep.parallel.units import UnitsOf, chosen_units, is_single_unit, plan_units
-from trainstep.parallel.usage import Usage
 
 
 class FSDP(HookedGradients):
-    """Wraps a module in place; it is called as before, through its `__call__`.
+    """Wraps a module in place; the module is called as before, through its `__call__`.
 
-    `units`: modules gathered as one, listed or by class (the outermost of it); by default a block each, and what stands around
-    them (see plan_units). `ignored`: modules and parameters that stay whole (fsdp_ignored.py). Between steps any other parameter
-    is this rank's piece of itself, one-dimensional and perhaps empty: an element-wise optimizer over `module.parameters()` updates
-    it, and its state is sharded with it.
+    `units`: modules that are gathered as one, listed or by class (the outermost modules of it); by default each block, and the
+    parameters around the blocks (see plan_units). `ignored`: modules and parameters that stay whole (bucket.py). Between steps any
+    other parameter is this rank's piece of it, one-dimensional and perhaps empty: an element-wise optimizer over
+    `module.parameters()` updates the pieces, and its state is sharded like them.
 
-    `compute_dtype`: what is gathered and computed with; the pieces, and the update, keep the parameters' own. `reduce_dtype`: what
-    gradients are averaged in. `reshard_after_forward` False: gathered once a step. `ahead`: units gathered before their turn, 0
-    to 2. `most_in_flight`: units whose gradients are being reduced while another's are made ready. Every rank runs the same units
-    in the same order; parameters within one may go unused. Blocks may be compiled by `block.forward =
-    torch.compile(block.forward)`: the hooks stay outside.
+    `compute_dtype`: dtype of gathered parameters and so of the computation; the pieces and the update keep the parameters' own.
+    `reduce_dtype`: dtype in which gradients are averaged. `reshard_after_forward` False: units are gathered once per step.
+    `ahead`: number of modules whose units are gathered before they are needed, 0 to 2. `most_in_flight`: number of units whose
+    gradients may be reduced at the same time. Every rank must run the same units in the same order; parameters within a unit may go
+    unused. Blocks may be compiled by `block.forward = torch.compile(block.forward)`: the hooks stay outside.
 
-    A parameter is whole inside its unit's forward and backward and nowhere else: a module that reads another unit's parameter past
-    its `forward` sees a piece (an error about shapes says so in a note), and a `detach()`ed one kept for backward reads memory that
-    may be freed. Move and cast the module before wrapping it: afterwards that is refused, by name.
-    Between `finish_gradient_synchronization()` and the optimizer's step run no forward that records gradients: what it leaves whole
-    would not be updated. After a forward that raised, let a whole one follow before `zero_grad()`.
+    A parameter is whole only inside its unit's forward and backward. A module that reads a parameter of another unit without
+    calling that unit's `forward` sees a piece (an error about shapes says so in a note), and a `detach()`ed parameter kept for
+    backward reads memory that may be freed. Move and cast the module before wrapping it: afterwards ValueError names the parameter.
+    Between `finish_gradient_synchronization()` and the optimizer's step run no forward that records gradients: the units that it
+    leaves whole would not be updated. After a forward that raised, run a complete forward before `zero_grad()`.
     """
 
     def __init__(
@@ -72,10 +70,10 @@ class FSDP(HookedGradients):
         if ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {ahead!r}")
         units = chosen_units(module, units)
-        left_whole = IgnoredParameters(module, ignored)
+        ignored_parameters = IgnoredParameters(module, ignored)
         options = {
             "units": names_of(module, units),
-            "ignored": list(left_whole.named.values()),
+            "ignored": list(ignored_parameters.named.values()),
             "compute_dtype": compute_dtype,
             "reduce_dtype": reduce_dtype,
             "reshard_after_forward": reshard_after_forward,
@@ -83,13 +81,13 @@ class FSDP(HookedGradients):
         }
         super().__init__(module, ranks, options=options)
         self._reshard_after_forward = reshard_after_forward
-        self._ignored = left_whole
+        self._ignored = ignored_parameters
         self._ignored.take_over(self.trained_parameters, reduce_dtype)
         plans = plan_units(module, units, ignored=self._ignored.named)
         if units is None and plans and is_single_unit(module):
             warnings.warn(
-                f"FSDP: the whole {type(module).__name__} is one unit, gathered at once, since no ModuleList or Sequential in it "
-                "says what its blocks are; name them: units=[...], or their class",
+                f"FSDP: the whole {type(module).__name__} is one unit, gathered at once, since it has no ModuleList or Sequential "
+                "of blocks; name the blocks: units=[...], or their class",
                 stacklevel=2,
             )
         self._staging = StagingPool(self.ranks.device)
@@ -99,33 +97,33 @@ class FSDP(HookedGradients):
             for plan in plans
         ]
         self._trained = [unit for unit in self.units if unit.trains][::-1]
-        """In the order in which backward completes them."""
+        """Units with trained parameters, in the order in which backward completes them."""
         self._members_of = {unit: [index_of[parameter] for parameter in unit.parameters] for unit in self._trained}
         self._order = LaunchOrder(list(self._members_of.values()))
         self._usage = Usage(self.collectives)
         self.most_in_flight = most_in_flight
         self._in_flight: deque[FSDPUnit] = deque()
         self._sent: set[FSDPUnit] = set()
-        """Units whose backward is over; other ranks may still wait for a gradient of theirs."""
+        """Units whose gradients have been sent in this step."""
         self._concluded: set[FSDPUnit] = set()
-        """Units that backward is done with in this pass, and that nobody has asked for since."""
+        """Units that backward is done with in this pass, and that no module has needed since."""
         self._triggers = {unit: plan.triggers for unit, plan in zip(self.units, plans, strict=True)}
         self._unit_of = {index: unit for unit, members in self._members_of.items() for index in members}
-        """Trained parameter's number -> its unit."""
+        """Index of a trained parameter -> its unit."""
         triggers = dict.fromkeys([module, *(trigger for plan in plans for trigger in plan.triggers)])
-        self._needs = {one: [unit for unit in self.units if one in self._triggers[unit]] for one in triggers}
+        self._needs = {trigger: [u for u in self.units if trigger in self._triggers[u]] for trigger in triggers}
         self._freed_behind = {
             trigger: [unit for unit in needed if trigger is module or unit not in self._needs[module]]
             for trigger, needed in self._needs.items()
         }
-        """What no module needs any more when this one's forward is over."""
+        """Trigger -> units that no module needs any more when the trigger's forward is over."""
         self._pass_order = PassOrder(self._needs, ahead=ahead)
         self._in_forward = False
-        """Whether the module's own forward runs; a block that runs outside of it is recomputed for its backward."""
+        """Whether the module's own forward is running; a block that runs outside of it is recomputed for its backward."""
         self._triggers_seen: list[nn.Module] = []
-        """Triggers of the forward that runs, in their order."""
+        """Triggers that the current forward has called, in order."""
         self._awaited: Counter[nn.Module] = Counter()
-        """How many of each trigger's forwards have no backward yet."""
+        """For each trigger the number of its forwards that had no backward yet."""
         self._at_backward = {trigger: partial(self._before_backward, trigger) for trigger in triggers}
         self._reading_state = False
         for trigger in triggers:
@@ -138,13 +136,13 @@ class FSDP(HookedGradients):
         ]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that the norm of all ranks' together is at most `max_norm`; one small message."""
+        """Scale gradients so that their norm over all ranks is at most `max_norm`; sends one small message."""
         whole = [parameter.grad for parameter in self._ignored.named]
-        pieces = [p.grad for index, p in enumerate(self.trained_parameters) if index in self._unit_of]
+        pieces = [piece.grad for index, piece in enumerate(self.trained_parameters) if index in self._unit_of]
         return clip_gradients_(pieces, max_norm, norm_type, across=self.collectives, alike=whole)
 
     def detach(self) -> None:
-        """Take the hooks off again and make the parameters whole, on every rank. All ranks must ask."""
+        """Remove the hooks and make the parameters whole. A collective: all ranks must call it."""
         super().detach()
         for unit in self.units:
             unit.reshard()
@@ -153,26 +151,30 @@ class FSDP(HookedGradients):
                 parameter.data = whole
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """Whole, `full_state_dict()`, by the module's own names. A collective: all ranks must ask. Where rank 0 alone saves, every
-        rank calls `full_state_dict(on_rank_0_only=True)`; sharded it is in save_checkpoint, a collective too."""
+        """The whole state dict, as `full_state_dict()`, with the module's own names. A collective: all ranks must call it.
+
+        Where only rank 0 saves, call `full_state_dict(on_rank_0_only=True)` on every rank. For a sharded state, save_checkpoint.
+        """
         state = {} if destination is None else destination
         state.update((prefix + name, value) for name, value in self.full_state_dict().items())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """`load_full_state_dict`: whole, the same on every rank, never assigned. Not a collective."""
+        """Load a whole state, the same on every rank, by `load_full_state_dict`. `assign` has no effect. Not a collective."""
         return _IncompatibleKeys(*self.load_full_state_dict(state_dict, strict=strict))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The pieces' gradients, and the whole ones that no_sync() has kept to be sent."""
+        """Clear the gradients of pieces, and the whole gradients that no_sync() has kept to be sent."""
         for unit in self.units:
             unit.reshard()
             unit.unsent = [None] * len(unit.parameters)
         super().zero_grad(set_to_none)
 
     def full_state_dict(self, *, on_rank_0_only: bool = False, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """The module's `state_dict` with whole parameters, copied to `device`; {} on other ranks if `on_rank_0_only`. A collective:
-        all ranks must ask."""
+        """The module's `state_dict` with whole parameters, copied to `device`. A collective: all ranks must call it.
+
+        `on_rank_0_only`: {} on the other ranks.
+        """
         kept = self.ranks.is_first or not on_rank_0_only
         device = checked_device(device)
         whole = gathered_parameters(self.units, device, kept=kept)
@@ -182,13 +184,16 @@ class FSDP(HookedGradients):
         }
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
-        """Take whole parameters and buffers, each rank its pieces; every rank brings the same. The names that only the module has,
-        and those that only `state` has: if `strict`, a ValueError. ValueError for a shape that is not the module's."""
+        """Load whole parameters and buffers, of which each rank takes its pieces; `state` must be the same on every rank.
+
+        Returns the names that only the module has, and those that only `state` has; ValueError if there are any and `strict`, and
+        for a shape that is not the module's.
+        """
         return load_whole(self.module, self._own_state(), self.units, state, strict=strict)
 
     def held_tensors(self) -> HeldTensors:
-        """Shards of parameters and what is gathered; whole gradients that wait to be sent (micro-batches' under no_sync()), shards
-        of gradients that no piece has as its `.grad` yet, and buffers on the way from the one to the other; flags."""
+        """Shards of parameters and gathered parameters; whole gradients that wait to be sent (micro-batches' under no_sync()),
+        shards of gradients that no piece has as its `.grad` yet, and the staging buffers between the two; flags."""
         return HeldTensors(
             buckets=[bucket.flat for bucket in self._ignored.buckets],
             parameters=[flat for unit in self.units for flat in unit.flats],
@@ -199,7 +204,7 @@ class FSDP(HookedGradients):
         )
 
     def placed(self) -> Iterator[Placed]:
-        """Where every parameter is, for who saves them. Of units that are sharded."""
+        """Where every parameter is, for checkpoints. All units must be sharded."""
         for unit in self.units:
             yield from unit.placed()
         for parameter, name in self._ignored.named.items():
@@ -210,19 +215,16 @@ class FSDP(HookedGradients):
         if trigger is self.module:
             self._in_forward = True
             self._triggers_seen = []
-            self._begin_pass()
+            self._concluded.clear()
+            if self._reshard_after_forward:
+                # Free what earlier passes left whole: a rank may have broken one off, and all must gather the same units.
+                for unit in self.units:
+                    unit.reshard()
         if self._in_forward:
             self._triggers_seen.append(trigger)
             self._make_whole(trigger, self._pass_order.next_in_forward)
         else:
             self._make_whole(trigger, {})
-
-    def _begin_pass(self) -> None:
-        """Free what passes before left whole: a rank may have broken one off, and from here on all gather the same units."""
-        self._concluded.clear()
-        if self._reshard_after_forward:
-            for unit in self.units:
-                unit.reshard()
 
     def _after_forward(self, trigger: nn.Module, _inputs: Any, output: Any) -> None:
         training = torch.is_grad_enabled()
@@ -230,9 +232,9 @@ class FSDP(HookedGradients):
         if trigger is self.module:
             self._in_forward = False
             self._pass_order.learn(self._triggers_seen)
-        if training and not (recomputed and self._awaited[trigger] > 0):  # its backward is awaited since the first time
+        if training and not (recomputed and self._awaited[trigger] > 0):  # else the first forward has put a hook for it
             self._await_backward(trigger, [tensor for tensor in _tensors(output) if tensor.requires_grad])
-        if trigger is self.module and not training:  # an update may come before what was gathered too much is used
+        if trigger is self.module and not training:  # units gathered ahead and not used would miss the next update
             for unit in self.units:
                 unit.reshard()
         comes_next = recomputed or (training and trigger in (self.module, self._pass_order.last))
@@ -246,7 +248,7 @@ class FSDP(HookedGradients):
             return
         self._awaited[trigger] += 1
         hook = self._at_backward[trigger]
-        if len(outputs) == 1:  # the other does the same for several, and costs the host twice as much
+        if len(outputs) == 1:  # the hook for several tensors would do too, but costs the host twice as much
             outputs[0].register_hook(hook)
         else:
             register_multi_grad_hook(outputs, hook, mode="any")
@@ -264,11 +266,9 @@ class FSDP(HookedGradients):
         self._make_whole(trigger, self._pass_order.next_in_backward)
 
     def _conclude(self, behind: Sequence[FSDPUnit]) -> None:
-        """Send and free the units of blocks that backward is done with, whether or not it brought every gradient.
-
-        What has all its gradients went when the last came. But a parameter may go unused, here or on another rank alone: all must
-        send a unit before they gather the next, or messages would not pair up. Frozen units, and all under no_sync, are freed.
-        """
+        """Send and free the units of blocks that backward is done with, whether or not it brought every gradient."""
+        # A unit with all its gradients was sent when the last one came. But a parameter may go unused, perhaps on one
+        # rank only, and all ranks must send a unit before they gather the next, or messages would not pair up.
         for unit in [unit for unit in behind if unit not in self._concluded]:
             if self._is_awaited(unit):
                 continue
@@ -294,7 +294,7 @@ class FSDP(HookedGradients):
     def _gradient_ready(self, index: int) -> None:
         unit = self._unit_of.get(index)
         if unit is None or self._is_awaited(unit):
-            return  # another rank may use it in the block that still waits for its backward, and send it only behind that
+            return  # another rank may use it in a block that still waits for its backward, and send it only after that
         turns = self._order.ready(index)
         if turns is None:
             raise sent_twice(self.names[index])
@@ -336,7 +336,7 @@ class FSDP(HookedGradients):
             unit.hand_over_gradients([index not in unused for index in members])
 
     def _own_state(self) -> dict[str, Any]:
-        """The module's state dict, in which sharded parameters are pieces."""
+        """The module's own state dict, in which sharded parameters are pieces."""
         self._reading_state = True
         try:
             return self.module.state_dict(keep_vars=True)
@@ -356,7 +356,7 @@ class FSDP(HookedGradients):
 
 
 def _tensors(output: Any) -> Iterable[Tensor]:
-    """Of a module's output: a tensor, or tensors in lists, tuples, dicts and objects' attributes."""
+    """The tensors in a module's output: in lists, tuples, dicts and objects' attributes."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,35 +1,38 @@
-"""One unit of fully sharded data parallel: its shard, its whole parameters while they are needed, and their gradients' way back.
+"""A unit of FSDP (its shard, whole parameters and gradients), and the order in which a pass needs units.
 
 [Note: storage that comes and goes]
-The whole parameters of a unit live in one flat tensor that is made once; only its storage is freed and taken again. What autograd
-saved for backward (a transposed view of a weight, say) keeps pointing into it, and finds the same values there once the unit
-is gathered again. Nothing reads it in between.
+The whole parameters of a unit live in one flat tensor that is made once; only its storage is freed and allocated again. Tensors
+that autograd saved for backward (a transposed view of a weight, say) keep pointing into it, and find the same values there once the
+unit is gathered again. Nothing reads it in between.
 
 [Note: streams]
-On a GPU a collective starts behind what the current stream has been given so far and runs beside what it is given next. So a unit
-is gathered ahead by asking before the block in front of it is launched; memory that this block's predecessor freed may be taken for
-it at once; and waiting makes the stream wait, not the host. The shard is sent from where it lies: an optimizer updates it when
-gradients have been handed over, and every gather has been waited for by then.
+On a GPU a collective runs after the work that the current stream has been given so far, and beside the work that it is given next.
+So a unit is gathered ahead by starting its collective before the preceding block is launched. The collective may at once use
+memory that earlier blocks have freed, and waiting for it makes the stream wait, not the host. The shard is sent without a copy: an
+optimizer updates it only after gradients have been handed over, and every gather has been waited for by then.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.parallel.collectives import DONE, Collectives, Pending
-from trainstep.parallel.flat_buffer import lay_out, view_like
-from trainstep.parallel.fsdp_errors import check_pieces
-from trainstep.parallel.gradient_shards import GradientShards
-from trainstep.parallel.staging import StagingPool
+from trainstep.parallel.flat_buffer import GradientShards, StagingPool, lay_out, view_like
 from trainstep.parallel.units import UnitPlan
 from trainstep.spans import span
 
+_SHAPE_ERRORS = re.compile(r"\b(size|shape|dimension|dim|must be \d-D)", re.IGNORECASE)
+_MOST_NAMED = 3
+
 
 class UnitState(Enum):
-    """What of a unit is in memory on a rank."""
+    """The part of a unit that is in memory on a rank."""
 
     SHARDED = "1/N of its elements; its parameters are this rank's pieces of them, one-dimensional"
     GATHERING = "its shard, and the whole in the compute dtype, being filled"
@@ -38,8 +41,10 @@ class UnitState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """Where a parameter is between steps. `flat`: this rank's elements, from `first` on, in the order of memory and in place.
-    `everywhere`: every rank has all of them."""
+    """Where a parameter is between steps.
+
+    `flat`: a view of this rank's elements, from number `first` on, in the order of memory. `everywhere`: all ranks have all of it.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -50,9 +55,9 @@ class Placed:
 
 
 class FSDPUnit:
-    """Takes a unit's parameters over: from here on they are pieces, save between `wait_for_unshard` and `reshard`.
+    """Turns a unit's parameters into this rank's pieces; they are whole only between `wait_for_unshard` and `reshard`.
 
-    The shard keeps the parameters' dtype; what is gathered and computed with is `compute_dtype`, cast before it is sent.
+    The shard keeps the parameters' dtype; it is cast to `compute_dtype` before it is gathered.
     """
 
     def __init__(
@@ -82,22 +87,22 @@ class FSDPUnit:
         self.pieces = [self.piece_of(self.shard, index) for index in range(len(plan.parameters))]
         self._whole = torch.empty(self.layout.numel, dtype=compute_dtype or dtype, device=ranks.device)
         self._as_wholes = list(zip(plan.parameters, self._views(self._whole), strict=True))
-        """A parameter and what it is while the unit is gathered."""
+        """Each parameter and its data while the unit is gathered."""
         self._as_pieces = [(index, parameter, self.pieces[index]) for index, parameter in enumerate(plan.parameters)]
-        """A parameter's number here, the parameter, and what it is while the unit is sharded."""
+        """Each parameter's number, the parameter, and its data while the unit is sharded."""
         self._present = [
             (index, parameter, self._places[index]) for index, parameter, piece in self._as_pieces if piece.numel()
         ]
-        """The same of those of which this rank has a piece: number, parameter, and where its shard has it."""
+        """For each parameter of which this rank has a piece: its number, the parameter, and its place in the shard."""
         self._own_part = self._whole[slice(*self.layout.shard(ranks.rank, ranks.world_size))]
         self._storage = self._whole.untyped_storage()
         self._whole_bytes = self._storage.nbytes()
         self._storage.resize_(0)  # [Note: storage that comes and goes]
         self._gathering: Pending = DONE
-        self._held: list[tuple[nn.Parameter, Tensor]] = []
-        """Gradients: of pieces, while the parameters are whole."""
+        self._piece_gradients: list[tuple[nn.Parameter, Tensor]] = []
+        """Gradients of pieces, kept here while the parameters are whole."""
         self.unsent: list[Tensor | None] = [None] * len(plan.parameters)
-        """Gradients: whole ones that have not been reduced yet."""
+        """Whole gradients that have not been reduced yet."""
         self._reduced: Tensor | None = None
         self._gradients = GradientShards(
             plan.name,
@@ -112,7 +117,7 @@ class FSDPUnit:
             parameter.data = piece
 
     def unshard(self) -> None:
-        """Start gathering the whole parameters, unless that is done. ValueError where they are no longer this unit's pieces."""
+        """Start gathering the whole parameters, unless it has started. ValueError where they are no longer this unit's pieces."""
         if self.state is not UnitState.SHARDED:
             return
         check_pieces(self.parameter_names, self._as_pieces)
@@ -123,7 +128,7 @@ class FSDPUnit:
         self._gathering = self._collectives.all_gather(self._whole, sent, label=self.name)
 
     def wait_for_unshard(self) -> None:
-        """From here on the parameters are whole."""
+        """Gather the whole parameters, and wait: from here on the parameters are whole."""
         self.unshard()
         if self.state is not UnitState.GATHERING:
             return
@@ -132,12 +137,12 @@ class FSDPUnit:
         self.state = UnitState.GATHERED
         for parameter, view in self._as_wholes:
             if parameter.grad is not None:
-                self._held.append((parameter, parameter.grad))
+                self._piece_gradients.append((parameter, parameter.grad))
                 parameter.grad = None
             parameter.data = view
 
     def reshard(self) -> None:
-        """Free the whole parameters. A gradient that autograd has added to them is kept, to be reduced."""
+        """Free the whole parameters. Whole gradients that autograd has made are kept, to be reduced."""
         if self.state is UnitState.SHARDED:
             return
         if self.state is UnitState.GATHERING:
@@ -150,19 +155,19 @@ class FSDPUnit:
                     self.unsent[index] = gradient if before is None else self._sum(before, gradient)
                     parameter.grad = None
                 parameter.data = piece
-            for parameter, gradient in self._held:
+            for parameter, gradient in self._piece_gradients:
                 parameter.grad = gradient
-            self._held.clear()
+            self._piece_gradients.clear()
         self._storage.resize_(0)
         self.state = UnitState.SHARDED
 
     @torch.no_grad()
     def _sum(self, before: Tensor, gradient: Tensor) -> Tensor:
-        """Of several backward passes, in the shard's dtype."""
+        """The sum of two backward passes, in the shard's dtype."""
         return before.to(self.shard.dtype).add_(gradient)
 
     def send_gradients(self) -> None:
-        """Sharded: start reducing what is kept."""
+        """Start reducing the kept gradients. The unit must be sharded."""
         self._gradients.send(self.unsent)
         self.unsent = [None] * len(self.parameters)
 
@@ -171,7 +176,7 @@ class FSDPUnit:
         self._reduced = self._gradients.receive()
 
     def hand_over_gradients(self, used: Sequence[bool]) -> None:
-        """Sharded: give each piece its part of the average, added to a gradient that it still has."""
+        """Give each piece its part of the average, added to a gradient that it still has. The unit must be sharded."""
         reduced, self._reduced = self._reduced, None
         assert self.state is UnitState.SHARDED and reduced is not None
         for index, parameter, place in self._present:
@@ -181,28 +186,28 @@ class FSDPUnit:
 
     @property
     def flats(self) -> list[Tensor]:
-        """This rank's shard; the whole, whose storage is empty while it is sharded."""
+        """This rank's shard, and the whole parameters, whose storage is empty while the unit is sharded."""
         return [self.shard, self._whole]
 
     @property
     def gradient_shards(self) -> list[Tensor]:
-        """This rank's gradients, as long as no piece has them as its `.grad`."""
-        held = [gradient for _, gradient in self._held]
-        return held if self._reduced is None else [*held, self._reduced]
+        """This rank's gradients that no piece has as its `.grad`."""
+        gradients = [gradient for _, gradient in self._piece_gradients]
+        return gradients if self._reduced is None else [*gradients, self._reduced]
 
     @property
     def in_flight(self) -> list[Tensor]:
-        """What gradients are reduced in and to."""
+        """The tensors from and into which gradients are being reduced."""
         return self._gradients.in_flight
 
     def placed(self) -> Iterator[Placed]:
-        """Where its parameters are."""
+        """Where the unit's parameters are."""
         for index, (name, parameter) in enumerate(zip(self.parameter_names, self.parameters, strict=True)):
             first, _ = self.ends(index)
             yield Placed(name=name, parameter=parameter, flat=self.pieces[index], first=first, shape=self.shape(index))
 
     def piece_of(self, shard: Tensor, index: int) -> Tensor:
-        """What a tensor laid out as this rank's shard holds of parameter `index`."""
+        """The part of parameter `index` in a tensor with the layout of this rank's shard."""
         return shard[self._places[index]]
 
     def ends(self, index: int) -> tuple[int, int]:
@@ -211,19 +216,19 @@ class FSDPUnit:
         return self.layout.piece(index, ranks.rank, ranks.world_size)
 
     def shape(self, index: int) -> torch.Size:
-        """Of the whole parameter."""
+        """The shape of the whole parameter."""
         return self._templates[index].shape
 
     @torch.no_grad()
     def gathered(self, shard: Tensor) -> list[Tensor]:
-        """Whole tensors from every rank's shard of something laid out as the parameters are. Waits."""
+        """Gather whole tensors from every rank's shard, in the layout of the parameters. Waits."""
         whole = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
         self._collectives.all_gather(whole, shard, label=f"{self.name} whole").wait()
         return self._views(whole)
 
     @torch.no_grad()
     def load(self, index: int, whole: Tensor) -> None:
-        """Take this rank's piece of a whole parameter."""
+        """Set this rank's piece from a whole parameter."""
         first, end = self.ends(index)
         template = self._templates[index]
         arranged = torch.empty_strided(
@@ -233,14 +238,14 @@ class FSDPUnit:
         self.pieces[index].copy_(arranged.as_strided((template.numel(),), (1,))[first:end])
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Of a flat tensor of all parameters, each in its own shape."""
+        """The parameters, each in its own shape, in a flat tensor of all of them."""
         return [
             view_like(flat, start, template)
             for start, template in zip(self.layout.starts, self._templates, strict=True)
         ]
 
     def _place(self, index: int) -> slice:
-        """Where this rank's shard has parameter `index`."""
+        """The place of parameter `index` in this rank's shard; empty where it has no piece of it."""
         first, end = self.ends(index)
         ranks = self._collectives.ranks
         start = self.layout.starts[index] - self.layout.shard(ranks.rank, ranks.world_size)[0]
@@ -254,3 +259,87 @@ class FSDPUnit:
                 view.copy_(parameter)
         first, end = self.layout.shard(ranks.rank, ranks.world_size)
         return flat[first:end].clone()
+
+
+# Errors for programs that read a parameter outside its block or cast it after wrapping.
+
+
+def explain_shapes(pieces: Iterable[tuple[str, Tensor]], output: Any) -> None:
+    """Add a note to an error about shapes, naming the parameters whose pieces have as many elements as the error mentions.
+
+    Called after the module's forward, also after a forward that raised. `pieces`: those of units that are sharded now.
+    """
+    error = sys.exc_info()[1]
+    if output is not None or type(error) is not RuntimeError or not _SHAPE_ERRORS.search(str(error)):
+        return
+    numbers = {int(number) for number in re.findall(r"\d+", str(error))}
+    named = [f"{name} ({piece.numel()} elements here)" for name, piece in pieces if piece.numel() in numbers]
+    which = ", ".join(named[:_MOST_NAMED]) or "a parameter of another block"
+    error.add_note(
+        "FSDP: outside its own block's forward a parameter is this rank's piece of it, one-dimensional. "
+        f"If this was {which}: call the block that it belongs to, or make the module that uses it and that block one unit "
+        "(units=[...])"
+    )
+
+
+def check_pieces(names: Sequence[str], pieces: Sequence[tuple[int, nn.Parameter, Tensor]]) -> None:
+    """ValueError where a parameter of a unit was cast, or the first parameter with a piece on this rank no longer is that piece."""
+    # A cast is detected on every rank, also on a rank without a piece: else the others would wait for that rank.
+    for index, parameter, piece in pieces:
+        if parameter.dtype != piece.dtype or (piece.numel() and parameter.data_ptr() != piece.data_ptr()):
+            raise ValueError(
+                f"{names[index]}: is no longer the piece that FSDP made of it; move or cast the module before it is wrapped "
+                "(FSDP computes in compute_dtype), and load values by load_full_state_dict or load_checkpoint"
+            )
+        if piece.numel():
+            return
+
+
+# The order of a pass.
+
+UnitsAt = Mapping[nn.Module, Sequence[FSDPUnit]]
+"""Trigger -> units."""
+
+
+class PassOrder:
+    """For each trigger, the units that a pass needs next and those that backward is done with, by the last complete forward.
+
+    They are computed when the order of a forward changes, which is rare, and looked up at every trigger, which must cost the host
+    little. `needs`: the units that each trigger's forward needs, first the outermost module's, which backward needs to its end.
+    `ahead`: the number of triggers whose units come next.
+    """
+
+    def __init__(self, needs: UnitsAt, *, ahead: int) -> None:
+        self._needs = needs
+        self._ahead = ahead
+        self._triggers: Sequence[nn.Module] = ()
+        self.learn(list(needs))
+
+    def learn(self, triggers: Sequence[nn.Module]) -> None:
+        """Take the order of a complete forward of the outermost module."""
+        if triggers == self._triggers:
+            return
+        self._triggers = triggers
+        self.last = triggers[-1]
+        """The trigger whose backward comes first."""
+        self.next_in_forward: UnitsAt = self._next(triggers)
+        self.next_in_backward: UnitsAt = self._next(triggers[::-1])
+        self.behind_in_backward: UnitsAt = self._behind(triggers[::-1])
+        """Units of triggers that backward has passed, without those that this trigger or the outermost module needs."""
+
+    def _next(self, triggers: Sequence[nn.Module]) -> UnitsAt:
+        units_at: dict[nn.Module, list[FSDPUnit]] = {}
+        for place, trigger in enumerate(triggers, start=1):
+            following = triggers[place : place + self._ahead]
+            # setdefault: a trigger that is called twice counts at its first call
+            units_at.setdefault(trigger, [unit for later in following for unit in self._needs[later]])
+        return units_at
+
+    def _behind(self, triggers: Sequence[nn.Module]) -> UnitsAt:
+        units_at: dict[nn.Module, list[FSDPUnit]] = {}
+        behind: dict[FSDPUnit, None] = {}
+        outermost = triggers[-1]
+        for trigger in triggers[:-1]:
+            units_at.setdefault(trigger, [unit for unit in behind if unit not in self._needs[trigger]])
+            behind.update((unit, None) for unit in self._needs[trigger] if unit not in self._needs[outermost])
+        return units_at

@@ -1,9 +1,10 @@
-"""What every strategy of averaging gradients over ranks has in common, and the protocol that training code may rely on.
+"""The protocol of gradient synchronisation for training code, and the base classes of our strategies.
 
 [Note: the same messages on every rank]
-Collectives pair up by order. A parameter that a rank's forward did not use gets no gradient there, so a rank cannot send what it
-happens to have: each sends everything, in one order fixed at the start, zeros for what it lacks. Flags go along that say who used
-what: used nowhere, a gradient stays None, as in one process; used somewhere, the others' zeros count in the average.
+Collectives pair up by order. A parameter that a rank's forward did not use gets no gradient on that rank, so a rank cannot send
+just the gradients that it has. Each rank sends a gradient for every parameter, in one order fixed at the start, and zeros for those
+that it lacks. Flags are sent too and say who used what. A gradient that no rank has stays None, as in one process; where some rank
+has it, the others' zeros count in the average.
 """
 
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import Collectives, Traffic
-from trainstep.parallel.membership import Membership
+from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.module_wrapper import ModuleWrapper
 from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_tensors
@@ -28,30 +30,32 @@ from trainstep.parallel.same_setup import check_same_setup, named_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensors:
-    """By category. Several may share a storage, also with the module's own. Of torch's wrappers nothing: they keep theirs out of
-    sight."""
+    """The tensors that a strategy keeps on this rank, by category. Several may share a storage, also with the module's own tensors.
+
+    Empty for torch's wrappers, which do not show their tensors.
+    """
 
     buckets: Sequence[Tensor] = ()
     parameters: Sequence[Tensor] = ()
-    """Flat ones, shards of them, gathered ones."""
+    """Flat parameters, shards of them, gathered parameters."""
     gradients: Sequence[Tensor] = ()
-    """Whole ones, not sent yet."""
+    """Whole gradients that have not been sent yet."""
     shards: Sequence[Tensor] = ()
-    """This rank's, of gradients."""
+    """This rank's shards of gradients."""
     staging: Sequence[Tensor] = ()
-    """What messages pass through."""
+    """Buffers that messages pass through."""
     flags: Sequence[Tensor] = ()
-    """Who used what."""
+    """Flags that say which rank used which parameter."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return chain(self.buckets, self.parameters, self.gradients, self.shards, self.staging, self.flags)
 
 
 class GradientSync(Protocol):
-    """Gradients of one module, averaged over ranks.
+    """Averages the gradients of one module over ranks.
 
-    The module stays what it is: its methods, its state_dict (FSDP: full_state_dict), its compiled blocks; only hooks stand on
-    its parameters and blocks. What training calls is the module, or the strategy, an nn.Module around it (module_wrapper.py).
+    The module stays what it is: its methods, its state_dict (FSDP: full_state_dict), its compiled blocks; it only gets hooks on
+    its parameters and blocks. Training calls the module or the strategy, which is an nn.Module around it (module_wrapper.py).
     A step is
 
         loss.backward()                           (all but the last micro-batch: under `no_sync()`)
@@ -61,18 +65,18 @@ class GradientSync(Protocol):
     """
 
     module: nn.Module
-    """What was wrapped; of TorchDDP torch's wrapper around it."""
+    """The wrapped module; for TorchDDP torch's wrapper around it."""
     ranks: Ranks
 
     @property
     def traffic(self) -> Traffic | None:
-        """Messages and bytes sent so far; None where torch sends them and nobody counts."""
+        """Messages and bytes sent so far; None where torch sends them and does not count."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients add up on this rank and nothing is sent."""
 
     def finish_gradient_synchronization(self) -> None:
-        """Send what has not been sent, and return when every gradient may be read (on NCCL: by the current stream)."""
+        """Send the gradients that are left, and return when every gradient may be read (on NCCL: by the current stream)."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm, over all parameters and as one process would see it, is at most `max_norm`.
@@ -80,22 +84,26 @@ class GradientSync(Protocol):
         Returns the norm before."""
 
     def held_tensors(self) -> HeldTensors:
-        """What this rank keeps, now, beside the module's own parameters and their `.grad`."""
+        """The tensors that this rank keeps now beside the module's own parameters and their `.grad`."""
 
     def detach(self) -> None:
-        """Take the hooks off again; the module trains on its own from here."""
+        """Remove the hooks; the module trains on its own from here."""
 
 
 class HookedGradients(ModuleWrapper, ABC):
-    """Base of all: hooks that tell when a gradient is there, and what is checked and remembered around them.
+    """Base of all strategies of ours: hooks that tell when a gradient is ready, and the checks around them.
 
-    `ranks`: by default those of torch's default process group, on the module's device. At the start ranks compare what they wrap,
-    and how (`options`: what must be equal on all of them): ValueError on every rank where they differ. Then every parameter and
-    buffer becomes that of rank 0. Tied parameters count once, frozen ones are left alone.
-    Raises ValueError for a parameter on another device than the ranks', for one that is synchronised already, and at
-    `finish_gradient_synchronization` for one that was added, replaced or unfrozen since, by name; where a gradient is sent, for a
-    sparse one.
+    `ranks`: by default the ranks of torch's default process group, on the module's device. At the start ranks compare what they
+    wrap, and how (`options`: what must be equal on all ranks): ValueError on every rank where they differ. Then every parameter and
+    buffer becomes that of rank 0. Tied parameters count once, frozen parameters are left alone.
+    Raises ValueError
+    - at the start for a parameter on another device than the ranks', or one that is synchronised already;
+    - at `finish_gradient_synchronization` for a parameter that was added, replaced or unfrozen since, by name;
+    - when a gradient is sent, if it is sparse.
     """
+
+    _order: LaunchOrder
+    """The order of the messages, in strategies that send during backward."""
 
     def __init__(
         self, module: nn.Module, ranks: Ranks | None = None, *, options: Mapping[str, Any] | None = None
@@ -107,20 +115,20 @@ class HookedGradients(ModuleWrapper, ABC):
         self.collectives = Collectives(self.ranks)
         self.names: list[str] = []
         self.trained_parameters: list[nn.Parameter] = []
-        """Those that are trained, in the module's order."""
+        """In the module's order."""
         self._used: list[bool] = []
-        """Which parameters had a gradient here when theirs was sent."""
+        """For each trained parameter, whether it had a gradient on this rank when its gradient was sent."""
         self._hooks: list[RemovableHandle] = []
         self._syncing = True
         _check_device(module, self.ranks)
         _check_not_wrapped(module)
         check_same_setup(type(self).__name__, named_tensors(module), self.collectives, options=options)
         broadcast_state(module, self.collectives)
-        self._take_up([named for named in module.named_parameters() if named[1].requires_grad])
+        self._add_parameters([named for named in module.named_parameters() if named[1].requires_grad])
 
     @property
     def traffic(self) -> Traffic:
-        """Messages and bytes sent so far, the comparison and the broadcast at the start included."""
+        """Messages and bytes sent so far, including the comparison and the broadcast at the start."""
         return self.collectives.traffic
 
     @contextmanager
@@ -134,14 +142,14 @@ class HookedGradients(ModuleWrapper, ABC):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Send what has not been sent; every gradient may be read then. ValueError for a parameter that is not known."""
+        """Send the gradients that are left; then every gradient may be read. ValueError for a parameter that is not known."""
         self._membership.check()
         self._finish()
         self.collectives.count_step()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside, a step is captured and not run: the host reads no result of a message, but trusts that of the step before."""
+        """Inside, a step is recorded, not run: the host cannot read a message's result and uses the previous step's."""
         self.collectives.recorded = True
         try:
             yield
@@ -149,12 +157,16 @@ class HookedGradients(ModuleWrapper, ABC):
             self.collectives.recorded = False
 
     def detach(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def _take_up(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Know these parameters, behind those known, and hear of their gradients."""
+    @abstractmethod
+    def held_tensors(self) -> HeldTensors:
+        """The tensors that this rank keeps now beside the module's own parameters and their `.grad`."""
+
+    def _add_parameters(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Append these parameters to the trained ones, and put hooks on them."""
         for name, parameter in named:
             self.names.append(name)
             self.trained_parameters.append(parameter)
@@ -163,23 +175,27 @@ class HookedGradients(ModuleWrapper, ABC):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         self._membership = Membership(self.module)
 
-    @abstractmethod
-    def held_tensors(self) -> HeldTensors:
-        """What this rank keeps, now, beside the module's own parameters and their `.grad`."""
-
-    @abstractmethod
     def _gradient_ready(self, index: int) -> None:
-        """Backward has added the last of this parameter's gradient, and it is to be synchronised.
+        """Called when backward has completed this parameter's gradient, outside of no_sync().
 
-        Once a parameter and step: what it does the host pays hundreds of times.
+        It runs once per parameter and step, so the host pays for it hundreds of times.
         """
+        turns = self._order.ready(index)
+        if turns is None:
+            raise sent_twice(self.names[index])
+        for turn in turns:
+            self._send(turn)
+
+    def _send(self, turn: int) -> None:
+        """Start the message that is number `turn` in `_order`. Strategies that send during backward define it."""
+        raise NotImplementedError
 
     @abstractmethod
     def _finish(self) -> None:
-        """Average what is left. Autograd does not look."""
+        """Average the gradients that are left. Called under no_grad."""
 
     def _gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """What this rank has to send; None for a parameter that it did not use. ValueError for a sparse gradient."""
+        """The gradients that this rank has to send; None for a parameter that it did not use. ValueError for a sparse gradient."""
         gradients = [self.trained_parameters[index].grad for index in indices]
         self._refuse_sparse(indices, gradients)
         return gradients
@@ -191,7 +207,7 @@ class HookedGradients(ModuleWrapper, ABC):
 
 
 class ReplicatedGradients(HookedGradients):
-    """Base of those that keep whole parameters and whole gradients on every rank."""
+    """Base of the strategies that keep whole parameters and whole gradients on every rank."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm is at most `max_norm`; they are equal on all ranks, so nothing is sent."""
@@ -199,37 +215,35 @@ class ReplicatedGradients(HookedGradients):
 
 
 class _Hook:
-    """Called by autograd when a parameter's gradient is complete.
-
-    Autograd holds it where Python's garbage collector does not look: if it held the sync, and that the parameter, both would stay
-    for ever once a program drops them.
-    """
+    """Called by autograd when a parameter's gradient is complete."""
 
     def __init__(self, sync: HookedGradients, index: int) -> None:
+        # Weak, since Python's garbage collector does not see what autograd holds: a cycle of parameter, hook and
+        # strategy would stay for ever once a program drops it.
         self._sync = weakref.ref(sync)
         self._name = sync.names[index]
         self._index = index
 
     @property
     def is_live(self) -> bool:
-        """Whether there is still somebody to tell."""
+        """Whether the strategy still exists."""
         return self._sync() is not None
 
     def __call__(self, _parameter: Tensor) -> None:
         sync = self._sync()
         if sync is None:
             raise RuntimeError(
-                f"{self._name}: what synchronises its gradient is gone; keep it as long as you train, or detach() it first"
+                f"{self._name}: the wrapper that synchronises its gradient is gone; keep it while you train, or detach() it first"
             )
         if sync._syncing:
             sync._gradient_ready(self._index)
 
 
 def sent_twice(name: str) -> RuntimeError:
-    """The error for a second backward while gradients of the first are on their way."""
+    """The error for a second backward before gradients of the first are synchronised."""
     return RuntimeError(
-        f"{name}: its gradient is on its way to the other ranks already; call finish_gradient_synchronization() after each "
-        "backward, or run all but the last micro-batch's under no_sync()"
+        f"{name}: its gradient was sent to the other ranks already; call finish_gradient_synchronization() after each "
+        "backward, or run the backward of all but the last micro-batch under no_sync()"
     )
 
 
@@ -242,30 +256,73 @@ def _check_device(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _check_not_wrapped(module: nn.Module) -> None:
-    """Two that average one gradient would each wait for the other's messages."""
+    """ValueError for a parameter that another strategy averages: each would wait for messages of the other."""
     for name, parameter in module.named_parameters():
         hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
         if any(isinstance(hook, _Hook) and hook.is_live for hook in hooks):
             raise ValueError(
-                f"{name}: its gradient is synchronised already; detach() what does so before wrapping anew"
+                f"{name}: its gradient is synchronised already; detach() the wrapper that does so before wrapping again"
             )
 
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module, collectives: Collectives) -> None:
-    """Parameters and buffers of every rank become those of rank 0, whatever their dtypes and strides."""
+    """Set parameters and buffers of every rank to those of rank 0, whatever their dtypes and strides."""
     tensors = [_distinct(tensor.detach()) for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
     sent = [tensor.contiguous() for tensor in tensors]
-    pending = [collectives.broadcast(each.reshape(-1).view(torch.uint8), label="start") for each in sent]
-    for tensor, each, one in zip(tensors, sent, pending, strict=True):
-        one.wait()
-        if each is not tensor:
-            tensor.copy_(each)
+    messages = [collectives.broadcast(content.reshape(-1).view(torch.uint8), label="start") for content in sent]
+    for tensor, content, message in zip(tensors, sent, messages, strict=True):
+        message.wait()
+        if content is not tensor:
+            tensor.copy_(content)
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """Without the dimensions in which `expand` repeats the same elements."""
+    """The tensor without the dimensions in which `expand` repeats the same elements."""
     for dimension, stride in enumerate(tensor.stride()):
         if not stride:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
+
+
+# The parameters that a module had when it was wrapped.
+
+
+class Membership:
+    """Checks that a module still has just these parameters: each rank would train a later one alone, since it has no hook.
+
+    The check runs once per step, so it must cost microseconds: it compares the modules' own dictionaries by map and all, in C, and
+    walks by name only to report a difference.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._dicts: list[dict[str, Any]] = []
+        """Each submodule's parameters and its children."""
+        for submodule in module.modules():
+            self._dicts += [submodule._parameters, submodule._modules]
+        self._counts = list(map(len, self._dicts))
+        self._filled = [members for members in self._dicts if members]
+        self._known = list(self._members())
+        parameters = list(module.parameters())
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+
+    def check(self) -> None:
+        """ValueError naming a parameter that was added, replaced or unfrozen since."""
+        same = list(map(len, self._dicts)) == self._counts and all(map(is_, self._members(), self._known))
+        if not same or any(parameter.requires_grad for parameter in self._frozen):
+            self._raise_difference()
+
+    def _members(self) -> Iterator[nn.Parameter | nn.Module | None]:
+        return chain.from_iterable(map(dict.values, self._filled))
+
+    def _raise_difference(self) -> None:
+        trained, frozen = set(map(id, self._trained)), set(map(id, self._frozen))
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in trained:
+                change = "unfrozen" if id(parameter) in frozen else "added or replaced"
+                raise ValueError(
+                    f"{name}: was {change} after the module was wrapped, so its gradient would not be averaged; "
+                    "wrap the module once it is complete"
+                )

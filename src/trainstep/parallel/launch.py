@@ -1,14 +1,16 @@
-"""Which of how many processes this one is, as its launcher says: torchrun, Slurm, or whoever sets torchrun's variables.
+"""Reads this process's rank, the number of ranks and rank 0's address from the variables of torchrun or Slurm.
 
-torchrun --nproc-per-node 2 train.py
-srun --ntasks 2 python train.py
+    torchrun --nproc-per-node 2 train.py
+    srun --ntasks 2 python train.py
+
+Any other launcher works if it sets torchrun's variables.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainstep.parallel.listening import LOOPBACK
+from trainstep.parallel.liveness.link import LOOPBACK
 
 _NO_LAUNCHER = (
     "ranks: no launcher is found (neither RANK and WORLD_SIZE nor srun's SLURM_PROCID is set); start with "
@@ -16,47 +18,47 @@ _NO_LAUNCHER = (
 )
 _TORCHRUN_PORT = 29500
 _FIRST_PORT, _PORTS = 10_000, 20_000
-"""For Slurm jobs: below the ports that systems hand out themselves."""
+"""For Slurm jobs: below the range from which systems give out ports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """This process among those started with it. Ranks count from 0 over all nodes, local ranks on each node."""
+    """This process among those started together. Ranks count from 0 over all nodes, local ranks on each node."""
 
     rank: int
     world_size: int
     local_rank: int
     local_size: int | None
-    """Processes on this node, where the launcher says so."""
+    """Number of processes on this node; None where the launcher does not say."""
     address: str
-    """Where rank 0 is."""
+    """Host of rank 0."""
     port: int
     store_is_there: bool = False
-    """Whether the launcher keeps the store at that port; else rank 0 does."""
+    """Whether the launcher serves the store at that port; else rank 0 does."""
     own_gpu_only: bool = False
-    """Whether this process sees no GPU but its own."""
+    """Whether this process sees only its own GPU."""
 
     @property
     def meeting_address(self) -> str:
-        """Where rank 0 listens: loopback where all ranks are of one machine, so that no other machine reaches it."""
+        """Where rank 0 listens: on loopback where all ranks run on one machine, so that no other machine reaches it."""
         return LOOPBACK if self.local_size == self.world_size else self.address
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process. A batch script of Slurm has a SLURM_PROCID too, but is one process: srun's have a
-    step."""
+    """Whether a launcher started this process."""
+    # A batch script of Slurm has a SLURM_PROCID too, but is one process; only processes of srun have a step.
     return {"RANK", "WORLD_SIZE"} <= set(environ) or {"SLURM_PROCID", "SLURM_STEP_ID"} <= set(environ)
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
-    """Torchrun's variables, else Slurm's. ValueError where there are none, or one is missing or no number."""
+    """Read torchrun's variables, else Slurm's. ValueError where there are none, or one is missing or not a number."""
     if not is_launched(environ):
         raise ValueError(_NO_LAUNCHER)
     return _checked(_torchrun(environ) if "RANK" in environ and "WORLD_SIZE" in environ else _slurm(environ))
 
 
 def first_host(nodes: str) -> str:
-    """`n7` of Slurm's `n[7-9,12],m3`."""
+    """The first host of Slurm's list: `n7` for `n[7-9,12],m3`."""
     prefix, bracket, rest = re.split(r",(?![^\[]*\])", nodes.strip())[0].partition("[")
     if not bracket:
         return prefix
@@ -84,7 +86,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     if not one_node and not nodes and "MASTER_ADDR" not in environ:
         raise ValueError("SLURM_JOB_NODELIST: is not set; set MASTER_ADDR to the host of rank 0")
-    # Steps of one job may run at the same time: each has its own port.
+    # Steps of one job may run at the same time, so each step has its own port.
     job = 100 * _number(environ, "SLURM_JOB_ID", 0) + _number(environ, "SLURM_STEP_ID", 0)
     return Launch(
         rank=_number(environ, "SLURM_PROCID"),
@@ -99,7 +101,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
 
 def _checked(launch: Launch) -> Launch:
     if not 0 <= launch.rank < launch.world_size:
-        raise ValueError(f"RANK: {launch.rank} is none of {launch.world_size} ranks, which count from 0")
+        raise ValueError(f"RANK: {launch.rank} is not one of {launch.world_size} ranks, which count from 0")
     if not 0 < launch.port < 2**16:
         raise ValueError(f"MASTER_PORT: must be from 1 to 65535, not {launch.port}")
     return launch

@@ -1,11 +1,11 @@
-"""Whether every rank wraps the same module in the same way, found out before anything depends on it.
+"""Checks that every rank wraps the same module in the same way, before any other message is sent.
 
 Collectives pair up by order alone. Ranks that disagree about a shape, the order of parameters or the strategy send messages that do
 not fit each other: gloo then aborts a rank that did nothing wrong, NCCL hangs, and some disagreements train on silently. So the
-first thing that each wrapper sends, whichever it is, is a hash of its own description:
+first message of every wrapper is a hash of a description of itself:
 
-    32 bytes a rank     equal on all ranks, as a rule: that was all
-    descriptions        only where hashes differ; each rank then says what differs, where, and raises
+    32 bytes a rank     usually equal on all ranks: then the check is done
+    descriptions        only where hashes differ; each rank then says what differs and on which ranks, and raises
 """
 
 import hashlib
@@ -32,10 +32,10 @@ def check_same_setup(
     *,
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """ValueError on every rank if one is about to use another strategy, other tensors or other options, naming what and where.
+    """Raise ValueError on every rank if one uses another strategy, other tensors or other options, naming what and which ranks.
 
-    Every rank must call it, before any other message of the same wrapper. `tensors`: all parameters and buffers, in their order, by
-    names. Costs one message of 32 bytes a rank, for which the host waits; nothing for a process on its own.
+    Every rank must call it, before any other message of the same wrapper. `tensors`: all parameters and buffers, in their order,
+    with names. Costs one message of 32 bytes a rank, for which the host waits; nothing for a single process.
     """
     ranks = collectives.ranks
     if ranks.world_size == 1:
@@ -43,7 +43,7 @@ def check_same_setup(
     text = json.dumps(
         {
             "strategy": strategy,
-            "tensors": {name: _described(tensor) for name, tensor in tensors},
+            "tensors": {name: _properties(tensor) for name, tensor in tensors},
             "options": _plain(options or {}),
         }
     )
@@ -52,7 +52,7 @@ def check_same_setup(
     collectives.all_gather(hashes, own_hash.to(ranks.device), label="setup").wait()
     if len(set(map(tuple, hashes.view(ranks.world_size, _HASH_BYTES).tolist()))) == 1:
         return
-    differences = _differences([json.loads(told) for told in collectives.gather_texts(text)])
+    differences = _differences([json.loads(rank_text) for rank_text in collectives.gather_texts(text)])
     more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
     raise ValueError(
         f"{'; '.join(differences[:_MOST_NAMED])}{more}; every rank must wrap the same module with the same options"
@@ -60,22 +60,22 @@ def check_same_setup(
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The module's parameters and buffers."""
+    """The module's parameters and buffers, with their names."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def named_in_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of an optimizer's groups, by their names if the groups have them, else by their places."""
+    """The parameters of an optimizer's groups, with their names if the groups have them, else with their positions."""
     for number, group in enumerate(groups):
         names = group.get("param_names", ())
-        for place, parameter in enumerate(group["params"]):
-            name = names[place] if place < len(names) else f"params[{place}]"
+        for index, parameter in enumerate(group["params"]):
+            name = names[index] if index < len(names) else f"params[{index}]"
             yield name if len(groups) == 1 else f"group {number}: {name}", parameter
 
 
 def options_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the groups of an optimizer have beside their parameters."""
+    """The options in an optimizer's groups: all but their parameters."""
     return {
         f"group {number}: {name}": value
         for number, group in enumerate(groups)
@@ -85,15 +85,15 @@ def options_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def names_of(module: nn.Module, units: Sequence[nn.Module] | None) -> list[str] | None:
-    """What the modules in `units` are called within `module`; None for None."""
+    """The names of the modules in `units` within `module`; None for None."""
     if units is None:
         return None
     names = {submodule: name for name, submodule in module.named_modules()}
     return [names.get(unit, f"a {type(unit).__name__} outside of it") for unit in units]
 
 
-def _described(tensor: Tensor) -> dict[str, tuple[str, str]]:
-    """What must be equal on all ranks: a verb and a value for each property."""
+def _properties(tensor: Tensor) -> dict[str, tuple[str, str]]:
+    """The properties that must be equal on all ranks, each a verb and a value."""
     contiguous = tensor.is_contiguous()
     return {
         "kind": ("is", "a parameter" if isinstance(tensor, nn.Parameter) else "a buffer"),
@@ -105,11 +105,11 @@ def _described(tensor: Tensor) -> dict[str, tuple[str, str]]:
 
 
 def _plain(value: Any) -> Any:
-    """The option as a JSON value; a function or class by its name, anything else by its type."""
+    """The option as a JSON value: a function or class as its name, any other object as its type."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(value[key]) for key in sorted(value, key=str)}  # their order says nothing
+        return {str(key): _plain(value[key]) for key in sorted(value, key=str)}  # their order does not matter
     if isinstance(value, (list, tuple)):
         return [_plain(member) for member in value]
     if isinstance(value, Tensor):
@@ -120,42 +120,43 @@ def _plain(value: Any) -> Any:
 
 
 def _differences(setups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What differs: strategies; if these agree, tensors; if these agree, options. One difference often causes the next."""
+    """Sentences that say how strategies differ; if these agree, tensors; if these agree, options."""
+    # Only the first kind that differs is reported, since one difference often causes the next.
     strategies = [_difference("strategy", [("is", setup["strategy"]) for setup in setups])]
-    tensors = _differences_of_tensors([setup["tensors"] for setup in setups])
-    options = [setup["options"] for setup in setups]
-    of_options = [
-        _difference(name, [("is", json.dumps(of_rank.get(name))) for of_rank in options]) for name in _united(options)
+    tensors = _tensor_differences([setup["tensors"] for setup in setups])
+    setup_options = [setup["options"] for setup in setups]
+    options = [
+        _difference(name, [("is", json.dumps(rank_options.get(name))) for rank_options in setup_options])
+        for name in _all_keys(setup_options)
     ]
-    for candidates in (strategies, tensors, of_options):
+    for candidates in (strategies, tensors, options):
         differences = [difference for difference in candidates if difference is not None]
         if differences:
             return differences
-    raise AssertionError("hashes differ, and what was hashed does not")
+    raise AssertionError("the hashes of the setups differ, but the setups do not")
 
 
-def _differences_of_tensors(tensors: Sequence[Mapping[str, Any]]) -> Iterator[str | None]:
-    names = _united(tensors)
-    lacking = [name for name in names if any(name not in of_rank for of_rank in tensors)]
+def _tensor_differences(tensors: Sequence[Mapping[str, Any]]) -> Iterator[str | None]:
+    names = _all_keys(tensors)
+    lacking = [name for name in names if any(name not in rank_tensors for rank_tensors in tensors)]
     for name in lacking:
-        yield _difference(name, [("is", "there" if name in of_rank else "missing") for of_rank in tensors])
+        yield _difference(name, [("is", "there" if name in rank_tensors else "missing") for rank_tensors in tensors])
     for name in names:
-        of_ranks = [of_rank.get(name) for of_rank in tensors]
+        of_ranks = [rank_tensors.get(name) for rank_tensors in tensors]
         for key in next(filter(None, of_ranks)):
             yield _difference(name, [properties and tuple(properties[key]) for properties in of_ranks])
     if not lacking:
-        places = [{name: str(place) for place, name in enumerate(of_rank)} for of_rank in tensors]
+        positions = [{name: str(position) for position, name in enumerate(rank_tensors)} for rank_tensors in tensors]
         for name in names:
-            yield _difference(name, [("is number", of_rank[name]) for of_rank in places])
+            yield _difference(name, [("is number", rank_positions[name]) for rank_positions in positions])
 
 
-def _united(of_ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that any of them has, in their order."""
-    return list(dict.fromkeys(key for of_rank in of_ranks for key in of_rank))
+def _all_keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))
 
 
 def _difference(subject: str, values: Sequence[tuple[str, str] | None]) -> str | None:
-    """One sentence if the ranks' values differ, the fewest ranks first. None: a rank that has no value does not count."""
+    """A sentence if the ranks' values differ, the value of the fewest ranks first. A rank whose value is None does not count."""
     ranks_with: dict[tuple[str, str], list[int]] = {}
     for rank, value in enumerate(values):
         if value is not None:

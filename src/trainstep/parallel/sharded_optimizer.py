@@ -1,11 +1,13 @@
-"""Any optimizer with its state spread over ranks, by whole parameters (ZeRO stage 1; Rajbhandari 2020, section 5.1).
+"""Shards the state of any optimizer over ranks by whole parameters (ZeRO stage 1; Rajbhandari 2020, section 5.1).
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, ranks=ranks, lr=1e-4)
 
 For P bytes of parameters on n ranks a rank keeps about 1/n of the state, and each step sends P bytes more than data parallel alone.
+Ranks send their state as a description (names, dtypes, shapes and plain values, as JSON) and tensors; nothing is unpickled.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,34 +16,35 @@ from torch import Tensor
 from trainstep.costs.buckets import assign_owners
 from trainstep.parallel.collectives import DONE, Collectives, Pending, Traffic
 from trainstep.parallel.flat_buffer import FlatBuffer
-from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
+from trainstep.parallel.flat_optimizer import FlatShardedOptimizer, lend_scaler_attributes
 from trainstep.parallel.gradient_sync import HeldTensors
 from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_in_groups, options_of_groups
-from trainstep.parallel.sharded_state import gather_state, own_part
 
 _NOT_OPTIONS = ("params", "param_names")
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """One optimizer a rank, over the parameters that the rank owns. A step, with gradients averaged before:
+    """An optimizer over the parameters that this rank owns. A step, after gradients were averaged:
 
     1. Every rank has all parameters and all gradients, the same everywhere.
-    2. The owner of a parameter, and nobody else, keeps its state and updates it.
-    3. Each owner broadcasts what it owns: P bytes in all, sent whether there was a gradient or not, so that messages pair up.
-       A parameter of `pack_below_mib` or more goes as it lies; an owner's smaller ones share a message (one for each dtype), are
-       copied into it and out of it, each at a multiple of eight elements. All are started, then waited for.
+    2. Only the owner of a parameter keeps its state and updates it.
+    3. Each owner broadcasts its parameters: P bytes in all, sent whether there was a gradient or not, so that messages pair up.
+       A parameter of `pack_below_mib` or more is sent without a copy. An owner's smaller parameters share a message (one for each
+       dtype): they are copied into it and out of it, each at a multiple of eight elements. All are started, then waited for.
 
-    (Packing saves messages and costs copies: on gloo it paid below about 1 MiB, docs/log.md. `trainstep collectives` says what
+    (Packing saves messages and costs copies: on gloo it paid below about 1 MiB, docs/log.md. `trainstep collectives` measures what
     a message costs elsewhere.)
 
-    Owners: the largest parameter first, each to the rank with the fewest bytes so far. Frozen parameters have none.
+    Owners: the largest parameter first, each to the rank with the fewest bytes so far. Frozen parameters have no owner.
 
-    `optimizer_cls(parameter_groups, **kwargs)` makes the rank's own optimizer. What it does to one parameter must not depend on
-    others: not LBFGS. Parameters begin equal on all ranks, as after wrapping the module for gradient synchronisation. A closure is
-    called once a step, before the update, on every rank. Schedulers, hooks and `add_param_group` work as in any optimizer; hooks
-    that torch keeps for all optimizers are called for the rank's own one too. `state` holds what this rank owns. Parameters, groups
-    and options must be the same on all ranks, else ValueError on every rank.
+    `optimizer_cls(parameter_groups, **kwargs)` makes the rank's own optimizer. Its update of one parameter must not depend on other
+    parameters, so not LBFGS. Parameters must be equal on all ranks at the start, as after wrapping the module for gradient
+    synchronisation. A closure is called once per step, before the update, on every rank. Schedulers, hooks and `add_param_group`
+    work as in any optimizer; hooks that torch keeps for all optimizers are called for the rank's own optimizer too. `state` is that
+    of the parameters that this rank owns. Parameters, groups and options must be the same on all ranks, else ValueError on every
+    rank.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.ranks = ranks or ranks_around(parameter for group in self.param_groups for parameter in group["params"])
         self.collectives = Collectives(self.ranks)
         self.owned_bytes = [0] * self.ranks.world_size
-        """Bytes of parameters, by owner."""
+        """Bytes of parameters that each rank owns."""
         self._owners: dict[Tensor, int | None] = {}
         self._pack_below_bytes = pack_below_mib * 2**20
         self._messages: list[_Message] | None = None
@@ -75,9 +78,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def flat(
         cls, module: torch.nn.Module, optimizer_cls: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> FlatShardedOptimizer:
-        """Flat shards in place of whole parameters (ZeRO 1 and 2): the module's gradients are sharded too, and the gather hides
-        behind the update and the next forward. For element-wise optimizers (behind the update only where steps are counted tensor
-        by tensor); options as FlatShardedOptimizer's, and the optimizer's own.
+        """The optimizer with flat shards in place of whole parameters (ZeRO 1 and 2), for optimizers that are element-wise.
+
+        The module's gradients are sharded too, and the gather is hidden behind the next forward, and behind the update where the
+        optimizer counts steps tensor by tensor. `options`: those of FlatShardedOptimizer and of the optimizer.
         """
         return FlatShardedOptimizer(module, optimizer_cls, **options)
 
@@ -88,11 +92,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def owners(self) -> list[int | None]:
-        """The rank that owns each parameter, in the order of the groups; None of a frozen one."""
+        """The rank that owns each parameter, in the order of the groups; None for a frozen parameter."""
         return [self._owners[parameter] for group in self.param_groups for parameter in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Further parameters, given to whoever has least so far. Every rank must add the same, else ValueError on every rank."""
+        """Add parameters, each owned by the rank with the fewest bytes so far. ValueError on every rank unless all add the same."""
         super().add_param_group(param_group)
         if self._local is not None:
             self._check_same(self.param_groups[-1:], {})
@@ -102,36 +106,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update what this rank owns, and receive the rest. ValueError if a parameter was unfrozen since it was given."""
+        """Update the parameters that this rank owns and receive the others. ValueError if a parameter was unfrozen meanwhile."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if any(owner is None and parameter.requires_grad for parameter, owner in self._owners.items()):
-            raise ValueError(
-                "params: one that was frozen when the optimizer was made now is not; make the optimizer anew"
-            )
-        local = self._own()
-        for group, mine in zip(self.param_groups, local.param_groups, strict=True):
-            mine.update(_options(group))
-        with _LentAttributes(self, local, ("grad_scale", "found_inf")):
-            local.step()
+            raise ValueError("params: a parameter was unfrozen after the optimizer was made; make the optimizer again")
+        local = self._local_optimizer()
+        for group, local_group in zip(self.param_groups, local.param_groups, strict=True):
+            local_group.update(_options(group))
+        lend_scaler_attributes(self, local)
+        local.step()
         self._read_options()
         self._exchange()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: torch's format with the state of owned parameters alone, and under `shard` who owns which.
+        """This rank's part of the state: torch's format, only for owned parameters, and under `shard` the owners.
 
-        `load_state_dict` takes it back on the same rank of as many ranks; `merge_state_dicts` makes a whole one of all ranks'.
+        It loads on the same rank of the same number of ranks; `merge_state_dicts` makes a whole state dict of all ranks' parts.
         """
         shard = {"rank": self.ranks.rank, "world_size": self.ranks.world_size, "owners": self.owners}
         return super().state_dict() | {"shard": shard}
 
     def gathered_state_dict(self, *, on_all_ranks: bool = False) -> dict[str, Any] | None:
-        """What the optimizer would write if it were not sharded, its tensors on the CPU; None on ranks other than the first.
+        """The state dict of the same optimizer unsharded, with tensors on the CPU; None on ranks other than the first.
 
-        Every rank must call it. Costs a broadcast a tensor of state, and on each device the memory of the largest of them.
+        Every rank must call it. Costs a broadcast per tensor of state, and on each device the memory of the largest tensor.
         """
         whole = super().state_dict()
         keep = on_all_ranks or self.ranks.is_first
@@ -139,25 +141,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return whole | {"state": state} if keep else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, written by any number of ranks or by an optimizer that is not sharded, or this rank's own part.
+        """Load this rank's own part, or a whole state dict, from any number of ranks or from an unsharded optimizer.
 
-        ValueError for another rank's part, or one of another number of ranks.
+        ValueError for the part of another rank or of another number of ranks.
         """
         super().load_state_dict(own_part(state_dict, self.owners, self.ranks))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Where torch's `load_state_dict` ends: options are in the groups here, and the state belongs to the local optimizer."""
+        # torch's `load_state_dict` ends here, with the options in the groups. The state belongs to the local optimizer.
         super().__setstate__(state)
-        local = self._own()
-        mine = [parameter for group in local.param_groups for parameter in group["params"]]
-        number = {parameter: index for index, parameter in enumerate(mine)}
+        local = self._local_optimizer()
+        owned = [parameter for group in local.param_groups for parameter in group["params"]]
+        number = {parameter: index for index, parameter in enumerate(owned)}
         groups = [
-            _options(group) | {"params": [number[parameter] for parameter in own["params"]]}
-            for group, own in zip(self.param_groups, local.param_groups, strict=True)
+            _options(group) | {"params": [number[parameter] for parameter in local_group["params"]]}
+            for group, local_group in zip(self.param_groups, local.param_groups, strict=True)
         ]
-        local.load_state_dict(
-            {"state": {number.get(key, key): it for key, it in self.state.items()}, "param_groups": groups}
-        )
+        local_state = {number.get(key, key): values for key, values in self.state.items()}
+        local.load_state_dict({"state": local_state, "param_groups": groups})
         self.state = local.state
         self._read_options()
 
@@ -167,10 +168,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return getattr(self._local, "_step_supports_amp_scaling", False)
 
     def held_tensors(self) -> HeldTensors:
-        """What small parameters travel in together, from the first step on."""
+        """The flat tensors in which small parameters are sent, from the first step on."""
         return HeldTensors(staging=[message.flat for message in self._messages or () if message.flat is not None])
 
-    def _own(self) -> torch.optim.Optimizer:
+    def _local_optimizer(self) -> torch.optim.Optimizer:
         assert self._local is not None
         return self._local
 
@@ -191,8 +192,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"params": owned} | _options(group)
 
     def _read_options(self) -> None:
-        for group, mine in zip(self.param_groups, self._own().param_groups, strict=True):
-            group.update(_options(mine))
+        for group, local_group in zip(self.param_groups, self._local_optimizer().param_groups, strict=True):
+            group.update(_options(local_group))
 
     def _exchange(self) -> None:
         if self.ranks.world_size == 1:
@@ -208,7 +209,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         messages: list[_Message] = []
         for owner in range(self.ranks.world_size):
             packed: dict[torch.dtype, list[Tensor]] = {}
-            for parameter in (parameter for parameter, its in self._owners.items() if its == owner):
+            for parameter, parameter_owner in self._owners.items():
+                if parameter_owner != owner:
+                    continue
                 if parameter.nbytes >= self._pack_below_bytes and parameter.is_contiguous():
                     messages.append(_Message(owner, [parameter]))
                 else:
@@ -218,7 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class _Message:
-    """Parameters of one owner that travel together: one as it lies, several (or one with gaps) by way of a flat tensor."""
+    """Parameters of one owner in one message: a contiguous parameter without a copy, others through a flat tensor."""
 
     def __init__(self, owner: int, parameters: Sequence[Tensor]) -> None:
         self._owner = owner
@@ -233,8 +236,8 @@ class _Message:
         return None if self._buffer is None else self._buffer.flat
 
     def send(self, collectives: Collectives) -> None:
-        self._is_mine = collectives.ranks.rank == self._owner
-        if self._buffer is not None and self._is_mine:
+        self._is_owner = collectives.ranks.rank == self._owner
+        if self._buffer is not None and self._is_owner:
             torch._foreach_copy_(self._buffer.views, self._parameters)
         sent = self._parameters[0].detach() if self._buffer is None else self._buffer.flat
         self._pending = collectives.broadcast(sent, source=self._owner, label=f"parameters of rank {self._owner}")
@@ -242,25 +245,115 @@ class _Message:
     def receive(self) -> None:
         self._pending.wait()
         self._pending = DONE
-        if self._buffer is not None and not self._is_mine:
+        if self._buffer is not None and not self._is_owner:
             torch._foreach_copy_(self._parameters, self._buffer.views)
-
-
-class _LentAttributes:
-    """What GradScaler sets on the optimizer that it steps, set on the one within for as long."""
-
-    def __init__(self, lender: object, borrower: object, names: Sequence[str]) -> None:
-        self._lent = {name: getattr(lender, name) for name in names if hasattr(lender, name)}
-        self._borrower = borrower
-
-    def __enter__(self) -> None:
-        for name, value in self._lent.items():
-            setattr(self._borrower, name, value)
-
-    def __exit__(self, *_error: object) -> None:
-        for name in self._lent:
-            delattr(self._borrower, name)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
+
+
+# The state of a sharded optimizer between ranks and files: cut into parts, merged, gathered.
+
+
+def own_part(state_dict: Mapping[str, Any], owners: Sequence[int | None], ranks: Ranks) -> dict[str, Any]:
+    """This rank's part of a whole state dict. A part is returned as it is; ValueError if it is another rank's."""
+    plain = {name: value for name, value in state_dict.items() if name != "shard"}
+    shard = state_dict.get("shard")
+    if shard is None:
+        owned = {index for index, owner in enumerate(owners) if owner == ranks.rank}
+        state = {key: values for key, values in state_dict["state"].items() if not isinstance(key, int) or key in owned}
+        return plain | {"state": state}
+    expected = {"rank": ranks.rank, "world_size": ranks.world_size, "owners": list(owners)}
+    if shard != expected:
+        raise ValueError(
+            f"state_dict: this is the part of rank {shard['rank']} of {shard['world_size']}, and does not fit "
+            f"rank {ranks.rank} of {ranks.world_size}; put all parts together with merge_state_dicts, which fits anywhere"
+        )
+    return plain
+
+
+def merge_state_dicts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state dict of the same optimizer unsharded, from the parts of all ranks in any order.
+
+    ValueError if a part is missing, is given twice, or belongs to another set.
+    """
+    shards = [part.get("shard") for part in parts]
+    if not parts or any(shard is None for shard in shards):
+        raise ValueError("parts: needs state dicts of a ShardedOptimizer's ranks, at least one")
+    ranks = sorted(shard["rank"] for shard in shards)  # type: ignore[index]
+    world_size = shards[0]["world_size"]  # type: ignore[index]
+    if ranks != list(range(world_size)):
+        raise ValueError(f"parts: needs one part of each rank from 0 to {world_size - 1}, not of {ranks}")
+    if any(shard | {"rank": 0} != shards[0] | {"rank": 0} for shard in shards):  # type: ignore[operator]
+        raise ValueError("parts: they were not written together: a parameter has different owners in them")
+    first = {name: value for name, value in parts[0].items() if name != "shard"}
+    return first | {"state": _in_order({key: values for part in parts for key, values in part["state"].items()})}
+
+
+def gather_state(state: Mapping[Any, Any], collectives: Collectives, *, keep: bool) -> dict[Any, Any]:
+    """The state of all ranks, from parts with different keys; tensors are copies on the CPU. Empty without `keep`.
+
+    Every rank must call it. ValueError for state that is not made of tensors, numbers, strings, lists and dicts.
+    """
+    own_tensors: list[Tensor] = []
+    texts = collectives.gather_texts(json.dumps(_describe(state, own_tensors)))
+    gathered: dict[Any, Any] = {}
+    for source, text in enumerate(texts):
+        tensors = iter(own_tensors) if source == collectives.ranks.rank else None
+        part = _rebuild(json.loads(text), _receiver(source, tensors, collectives, keep))
+        if keep:
+            gathered |= part
+    return _in_order(gathered)
+
+
+def _receiver(
+    source: int, own_tensors: Iterator[Tensor] | None, collectives: Collectives, keep: bool
+) -> Callable[[torch.dtype, list[int]], Tensor | None]:
+    """A function that broadcasts the next tensor of rank `source`. `own_tensors`: that rank's tensors, on that rank."""
+    device = collectives.ranks.device
+
+    def receive(dtype: torch.dtype, shape: list[int]) -> Tensor | None:
+        if own_tensors is None:
+            sent = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            sent = next(own_tensors).detach().to(device).contiguous()
+        collectives.broadcast(sent, source=source, label="state").wait()
+        if not keep:
+            return None
+        return sent.to("cpu", copy=own_tensors is not None)  # the next step changes this rank's own tensors
+
+    return receive
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` as JSON. Its tensors are appended to `tensors`, in the order in which _rebuild asks for them."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, Mapping):
+        return {"dict": [[key, _describe(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [_describe(item, tensors) for item in value]}
+    if isinstance(value, _PLAIN):
+        return {"value": value}
+    raise ValueError(
+        f"state: a {type(value).__name__} cannot be gathered; save each rank's state_dict() and merge them by merge_state_dicts"
+    )
+
+
+def _rebuild(description: Any, receive: Callable[[torch.dtype, list[int]], Tensor | None]) -> Any:
+    ((kind, content),) = description.items()
+    if kind == "tensor":
+        dtype, shape = content
+        return receive(getattr(torch, dtype), shape)
+    if kind == "dict":
+        return {key: _rebuild(item, receive) for key, item in content}
+    if kind == "value":
+        return content
+    items = [_rebuild(item, receive) for item in content]
+    return items if kind == "list" else tuple(items)
+
+
+def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(sorted(state.items(), key=lambda item: (not isinstance(item[0], int), item[0])))

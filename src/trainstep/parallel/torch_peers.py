@@ -1,7 +1,7 @@
 """torch's own parallel strategies behind our protocol, so that the same tests and the same bench cover them.
 
-`sync.module`, or `sync`, is what training calls: DistributedDataParallel wraps the module it is given. Their messages do not go
-through Collectives, so `traffic` is None: a profiler's trace shows them.
+Training calls `sync` or `sync.module`, for DistributedDataParallel is itself a wrapper around the module. The messages do not go
+through Collectives, so `traffic` is None; a profiler's trace shows them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 
 class TorchDDP(ModuleWrapper):
-    """DistributedDataParallel. Its options are torch's: without `find_unused_parameters` a parameter that a forward does not use
-    is an error at the next forward. Inside `no_sync()` there must be the forward too."""
+    """DistributedDataParallel, with torch's options and torch's rules.
+
+    Without `find_unused_parameters` a parameter that a forward does not use is an error at the next forward. `no_sync()` must be
+    around the forward too.
+    """
 
     traffic = None
 
@@ -72,26 +75,26 @@ class TorchDDP(ModuleWrapper):
         return self.module.no_sync()
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing: backward ends when gradients are averaged."""
+        """Does nothing: backward ends when gradients are averaged."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch does, for gradients are equal on all ranks."""
+        """Clips as torch does, since gradients are equal on all ranks."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
     def held_tensors(self) -> HeldTensors:
-        """Nothing: torch keeps its buffers out of sight."""
+        """Empty: torch does not show its buffers."""
         return HeldTensors()
 
     def detach(self) -> None:
-        """Let go of the wrapper: its hooks go with it, once nobody else holds it. `module` is the wrapped one from here."""
+        """Drop torch's wrapper: its hooks go with the last reference to it. `module` is the wrapped module from here."""
         vars(self)["module"] = self._named
 
 
 class TorchFSDP2(ModuleWrapper):
-    """`fully_shard`: the blocks, one by one, and what stands around them; `units` as in plan_units.
+    """`fully_shard` for each block and for the module around them; `units` as in plan_units.
 
-    Parameters become DTensors, so the optimizer is to be made after this, over `module.parameters()`. At the start they become
-    those of rank 0. Every rank must use the same parameters: torch reduces a block's gradients without saying which there are.
+    At the start parameters become those of rank 0, then DTensors, so make the optimizer after this, over `module.parameters()`.
+    Every rank must use the same parameters: torch reduces a block's gradients without telling which of them exist.
     `state_dict()` is sharded: DTensors.
     """
 
@@ -126,7 +129,7 @@ class TorchFSDP2(ModuleWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, whole gradients add up on this rank and nothing is reduced; parameters are gathered all the same."""
+        """Inside, whole gradients add up on this rank and nothing is reduced; parameters are still gathered."""
         self._root.set_requires_gradient_sync(False)
         try:
             yield
@@ -134,20 +137,22 @@ class TorchFSDP2(ModuleWrapper):
             self._root.set_requires_gradient_sync(True)
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing: backward ends when gradients are reduced."""
+        """Does nothing: backward ends when gradients are reduced."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch does over DTensors; the norm is of all ranks' parts together."""
+        """Clips as torch does over DTensors; the norm is that of all ranks' parts together."""
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def held_tensors(self) -> HeldTensors:
-        """Nothing: torch keeps its buffers out of sight."""
+        """Empty: torch does not show its buffers."""
         return HeldTensors()
 
     def detach(self) -> None:
-        """RuntimeError: torch has no way back."""
-        raise RuntimeError("torch's fully_shard cannot be taken off a module; build the module anew and load its state")
+        """RuntimeError: torch cannot undo fully_shard."""
+        raise RuntimeError(
+            "torch's fully_shard cannot be taken off a module; build the module again and load its state"
+        )
 
     @property
     def _root(self) -> FSDPModule:
@@ -163,7 +168,8 @@ def torch_zero(
     **kwargs: Any,
 ) -> "ZeroRedundancyOptimizer":
     """torch's ZeroRedundancyOptimizer, the peer of ShardedOptimizer, beside any gradient synchronisation."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles with TorchScript, and warns that it does
+    # Imported here, because its import compiles with TorchScript and warns about that.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     parameters = list(params)
     ranks = _in_a_group(ranks, parameters)
@@ -176,6 +182,6 @@ def _in_a_group(ranks: Ranks | None, tensors: Iterable[Tensor]) -> Ranks:
     ranks = ranks or ranks_around(tensors)
     if ranks.group is None:
         raise ValueError(
-            "ranks: torch's wrappers need a process group, even of one; start one, or use a wrapper of ours"
+            "ranks: torch's wrappers need a process group, even with one rank; start one, or use trainstep's wrappers"
         )
     return ranks

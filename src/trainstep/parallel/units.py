@@ -1,4 +1,7 @@
-"""Which parameters are gathered and reduced together: a unit a block, and one for what stands around the blocks."""
+"""Plans the units of parameters that are gathered and reduced together: usually one unit per block.
+
+One more unit has the parameters around the blocks.
+"""
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from trainstep.costs.exchange import ROOT, ParameterSize, joined_name
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """`triggers`: modules whose forward needs these parameters, to be caught before it runs."""
+    """A unit's parameters. `triggers`: the modules whose forward needs them, so that hooks stand before it."""
 
     name: str
     parameter_names: tuple[str, ...]
@@ -24,38 +27,41 @@ UnitsOf = Sequence[nn.Module] | type[nn.Module] | Sequence[type[nn.Module]]
 
 
 def chosen_units(module: nn.Module, units: UnitsOf | None) -> list[nn.Module] | None:
-    """The modules to make units of; None for None. ValueError for what is neither module nor class, or a class of which the module
-    has none."""
+    """The modules to make units of; None for None.
+
+    ValueError for an entry that is neither module nor class, and for a class of which the module has no part.
+    """
     if units is None:
         return None
-    listed = [units] if isinstance(units, type) or not isinstance(units, Iterable) else list(units)
-    kinds = tuple(one for one in listed if isinstance(one, type) and issubclass(one, nn.Module))
-    for one in listed:
-        if one not in kinds and not isinstance(one, nn.Module):
+    entries = [units] if isinstance(units, type) or not isinstance(units, Iterable) else list(units)
+    classes = tuple(entry for entry in entries if isinstance(entry, type) and issubclass(entry, nn.Module))
+    for entry in entries:
+        if entry not in classes and not isinstance(entry, nn.Module):
             raise ValueError(
-                f"units: {one!r} is neither a module nor a class of modules; write units=[model.block, ...]"
+                f"units: {entry!r} is neither a module nor a class of modules; write units=[model.block, ...]"
             )
-    chosen = [one for one in listed if isinstance(one, nn.Module)]
-    inside = {module}
+    chosen = [entry for entry in entries if isinstance(entry, nn.Module)]
+    covered = {module}
     for part in module.modules():
-        if isinstance(part, kinds) and part not in inside:
+        if isinstance(part, classes) and part not in covered:
             chosen.append(part)
-            inside.update(part.modules())
-    for kind in kinds:
-        if not any(isinstance(part, kind) for part in inside - {module}):
-            raise ValueError(f"units: no {kind.__name__} is part of the module")
+            covered.update(part.modules())
+    for wanted in classes:
+        if not any(isinstance(part, wanted) for part in covered - {module}):
+            raise ValueError(f"units: no {wanted.__name__} is part of the module")
     return list(dict.fromkeys(chosen))
 
 
 def plan_units(
     module: nn.Module, units: Sequence[nn.Module] | None = None, *, ignored: Container[nn.Parameter] = ()
 ) -> list[UnitPlan]:
-    """Units in the order in which a forward needs them: first what stands around the blocks, then block by block.
+    """Plan the units, in the order in which a forward needs them: first the parameters around the blocks, then block by block.
 
     `units`: the modules to make units of; by default the members of the outermost ModuleLists and Sequentials. A parameter that
-    several share belongs to the first, and each of them triggers it; `ignored` ones belong to none. A unit has one dtype, and
-    trained parameters apart from frozen ones: a block that mixes them makes several. The module itself, if it is listed, stands for
-    what is around the others. ValueError for a unit that is not part of the module, or a container that nobody calls.
+    several blocks share belongs to the first of them, and each of them triggers it; `ignored` parameters belong to no unit. A unit
+    has one dtype and is trained or frozen as a whole: a block that mixes them becomes several units. The module itself, if it is
+    listed, stands for the parameters around the others. ValueError for a unit that is not part of the module, and for a container
+    that has no forward.
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     listed = list(units) if units is not None else _outermost_members(module)
@@ -65,7 +71,7 @@ def plan_units(
         if units is not None and isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(f"units: a {type(block).__name__} has no forward of its own; list its members")
     blocks = [block for block in dict.fromkeys(listed) if block is not module]
-    planned = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored]
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored]
     owners: dict[nn.Parameter, list[nn.Module]] = {parameter: [] for parameter in module.parameters()}
     for block in blocks:
         for parameter in block.parameters():
@@ -82,7 +88,7 @@ def plan_units(
     for owner in [module, *blocks]:
         members = [
             (name, parameter)
-            for name, parameter in planned
+            for name, parameter in named
             if (owner is module) == (parameter in around) and (owner is module or owners[parameter][:1] == [owner])
         ]
         kinds = dict.fromkeys((parameter.dtype, parameter.requires_grad) for _, parameter in members)
@@ -101,13 +107,15 @@ def plan_units(
 
 
 def is_single_unit(module: nn.Module) -> bool:
-    """Whether nothing in the module says what its blocks are, though several of its parts have parameters."""
+    """Whether the module has no list of blocks, though several of its parts have parameters."""
     return not _outermost_members(module) and sum(bool(part._parameters) for part in module.modules()) > 1
 
 
 def merged_units(plans: Sequence[UnitPlan], most_bytes: float | None = None) -> list[UnitPlan]:
-    """Neighbouring blocks as one unit, each of them a trigger, up to `most_bytes` (costs/buckets.py): fewer messages cost the host
-    less."""
+    """Merge the units of neighbouring blocks up to `most_bytes` (costs/buckets.py): fewer messages cost the host less.
+
+    Each of the blocks is a trigger of the merged unit.
+    """
     sizes = [sum(parameter.nbytes for parameter in plan.parameters) for plan in plans]
     kinds = [(plan.name == ROOT, plan.parameters[0].dtype) for plan in plans]
     groups = [[plans[index] for index in group] for group in neighbours(sizes, kinds, most_bytes)]
@@ -125,7 +133,7 @@ def merged_units(plans: Sequence[UnitPlan], most_bytes: float | None = None) -> 
 def parameter_sizes(module: nn.Module, units: Sequence[nn.Module] | None = None) -> list[ParameterSize]:
     """The module's parameters, in its order, as the formulas of costs/ and plan/ take them; `units` as in plan_units.
 
-    To be asked before the module is wrapped: FSDP's parameters are pieces.
+    Call it before the module is wrapped: FSDP's parameters are pieces.
     """
     unit_of = {name: plan.name for plan in plan_units(module, units) for name in plan.parameter_names}
     return [
@@ -141,7 +149,7 @@ def parameter_sizes(module: nn.Module, units: Sequence[nn.Module] | None = None)
 
 
 def _outermost_members(module: nn.Module) -> list[nn.Module]:
-    """Members, with parameters, of the lists that are in no other list."""
+    """The members that have parameters, of all lists that are in no other list."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         members = [member for member in module if next(member.parameters(), None) is not None]
         return list(dict.fromkeys(members))

@@ -1,1 +1,1 @@
-"""What should happen: predicted from configs alone, before anything runs. No torch."""
+"""Predicts messages and memory from configs alone, before anything runs. No torch."""

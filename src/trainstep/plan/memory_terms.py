@@ -1,6 +1,7 @@
-"""The terms that peak_memory.py adds up: what each strategy keeps, and what it needs for a moment. Bytes on one rank.
+"""Computes the bytes that each strategy keeps or needs on a rank, and the built-in model's parameters.
 
-They follow what parallel/ does, file by file: ddp_*.py, bucket.py, sharded_optimizer.py, sharded_flat.py, fsdp.py, staging.py.
+peak_memory.py adds the terms up. They follow parallel/ file by file: ddp.py, bucket.py, sharded_optimizer.py, sharded_flat.py,
+fsdp.py, flat_buffer.py.
 """
 
 from collections import Counter
@@ -8,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trainstep.config.model import ModelConfig
 from trainstep.costs.exchange import (
     ROOT,
     Bucket,
@@ -24,14 +26,13 @@ from trainstep.costs.exchange import (
 )
 from trainstep.costs.strategies import MessageKind
 
-_MOMENTS = 2
-"""AdamW's, each of a parameter's size and dtype."""
-_STEP_BYTES = 4
-"""AdamW's counter, one a tensor: fp32."""
+_MOMENTS = 2  # AdamW's, each of a parameter's size and dtype
+_STEP_BYTES = 4  # AdamW's step counter in fp32, one per tensor
+_WEIGHT_BYTES = {"fp32": 4, "tf32": 4, "bf16_autocast": 4, "fp16_autocast": 4, "bf16": 2, "bf16_master": 2}
 
 
 class _Updated(NamedTuple):
-    """A tensor that a rank updates."""
+    """A tensor, or a piece of one, that a rank updates."""
 
     numel: int
     element_bytes: int
@@ -43,55 +44,86 @@ class _Updated(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sending:
-    """When backward sends a unit: its whole gradients are there, shards of those sent before, and what blocks before it saved."""
+    """What is held when backward sends a unit: its whole gradients, shards of units sent before, what earlier blocks saved."""
 
     activations_share: float
-    """Of what forward saved, what is left, taken to go as the blocks' parameters do."""
+    """The share of forward's activations that is left, assumed to fall as the blocks' parameters are passed."""
     gradients_bytes: int
     communication_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Bytes. `gradients` and `whole_gradients` come on top of `kept_gradients`, other moments' buffers on top of `buffers`."""
+    """Bytes on one rank. The gradients of a moment add to `kept_gradients_bytes`, its buffers to `buffers_bytes`."""
 
     parameters_bytes: int
     state_bytes: int
     update_bytes: int
     """Temporary tensors of the update."""
     whole_gradients_bytes: int
-    """As autograd makes them, of all trained parameters: what micro-batches before the last leave behind."""
+    """All trained parameters' gradients as autograd makes them, which micro-batches before the last leave behind."""
     gradients_bytes: int
-    """Once they are synchronised."""
+    """Synchronised gradients."""
     gradients_before_sync_bytes: int
     kept_gradients_bytes: int = 0
-    """From the start on: buckets that gradients are views of."""
+    """Buckets that gradients are views of, held from the start."""
     buffers_from_start_bytes: int = 0
     buffers_bytes: int = 0
-    """From the first step on."""
+    """Buffers held from the first step on."""
     whole_after_forward_bytes: int = 0
     whole_entering_backward_bytes: int = 0
     in_sync_bytes: int = 0
     sendings: tuple[Sending, ...] = ()
-    """Of strategies in units, in backward's order."""
+    """Only for strategies with units, in backward's order."""
 
 
 def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
-    """Of one rank. `adamw`: RunConfig.adamw, whose implementations take different temporary tensors."""
+    """The terms of one rank. `adamw`: RunConfig.adamw; its implementations need different temporary tensors."""
     return TERMS[exchange.strategy.name](exchange, parameters, rank=rank, adamw=adamw)
 
 
-def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
-    """Gradients are averaged where they are, or in copies: overlapped keeps all until the end, naive makes one after another, the
-    next before it lets go of the last."""
-    trained = [one for one in parameters if one.trained]
-    copies = [
-        one.numel * exchange.gradient_bytes(one)
-        for one in trained
-        if exchange.gradient_bytes(one) != one.element_bytes and exchange.strategy.communicates
+def weight_bytes(precision: str) -> int:
+    """Bytes of an element of a parameter, its gradient and its optimizer state, by RunConfig.precision."""
+    return _WEIGHT_BYTES[precision]
+
+
+def transformer_parameters(model: ModelConfig, precision: str) -> tuple[ParameterSize, ...]:
+    """The built-in model's parameters in the module's order. Each block is a unit; embedding, last norm and head are another."""
+    d, d_ff, element_bytes = model.d_model, model.d_ff, weight_bytes(precision)
+    in_block = {
+        "attention_norm": d,
+        "attention.qkv": 3 * d * d,
+        "attention.out": d * d,
+        "mlp_norm": d,
+        "mlp.gate": d * d_ff,
+        "mlp.up": d * d_ff,
+        "mlp.down": d_ff * d,
+    }
+    blocks = [
+        ParameterSize(
+            name=f"blocks.{layer}.{name}.weight", numel=numel, element_bytes=element_bytes, unit=f"blocks.{layer}"
+        )
+        for layer in range(model.layers)
+        for name, numel in in_block.items()
     ]
+    around = [
+        ParameterSize(name=f"{name}.weight", numel=numel, element_bytes=element_bytes)
+        for name, numel in {"embedding": model.vocab_size * d, "norm": d, "head": model.vocab_size * d}.items()
+    ]
+    return (around[0], *blocks, *around[1:])
+
+
+def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+    """Gradients are averaged in place, or in copies of another dtype."""
+    trained = [parameter for parameter in parameters if parameter.trained]
+    copies = [
+        parameter.numel * exchange.gradient_bytes(parameter)
+        for parameter in trained
+        if exchange.gradient_bytes(parameter) != parameter.element_bytes and exchange.strategy.communicates
+    ]
+    # `overlapped` keeps all copies until the end. `naive` makes one after another, each before it frees the one before.
     neighbours = max((sum(pair) for pair in zip([0, *copies], copies, strict=False)), default=0)
-    updated = [_Updated(one.numel, one.element_bytes) for one in trained]
+    updated = [_Updated(parameter.numel, parameter.element_bytes) for parameter in trained]
     gradients_bytes = sum_bytes(trained)
     return Terms(
         parameters_bytes=sum_bytes(parameters),
@@ -106,23 +138,23 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
 
 
 def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
-    """A bucket takes the place of its gradients once they are there; of those in another dtype it holds copies."""
-    trained = [one for one in parameters if one.trained]
+    """A bucket replaces its gradients once they are complete; gradients in another dtype are copied into it."""
+    trained = [parameter for parameter in parameters if parameter.trained]
     buckets = buckets_of(exchange, parameters)
-    copied = [one for one in trained if exchange.gradient_bytes(one) != one.element_bytes]
+    copied = [parameter for parameter in trained if exchange.gradient_bytes(parameter) != parameter.element_bytes]
     unsent = buckets[-1:] if exchange.strategy.overlaps else buckets
-    fresh = [one for bucket in unsent for one in bucket.parameters if one not in copied]
+    fresh = [parameter for bucket in unsent for parameter in bucket.parameters if parameter not in copied]
     in_place = sum(bucket.nbytes for bucket in buckets if not _copies(bucket))
-    beside = sum(bucket.nbytes for bucket in buckets if _copies(bucket))
+    beside_gradients = sum(bucket.nbytes for bucket in buckets if _copies(bucket))
     by_owners = MessageKind.PARAMETERS_OF_OWNERS in exchange.strategy.sends
     owned = owners_of(exchange, parameters) if by_owners else [trained] * exchange.ranks
     packs = sum(
         pack_bytes(pack)
-        for mine in owned
-        for pack in packs_of(exchange, mine)
+        for parameters_of_rank in owned
+        for pack in packs_of(exchange, parameters_of_rank)
         if len(pack) > 1 and by_owners and exchange.ranks > 1
     )
-    updated = [_Updated(one.numel, one.element_bytes) for one in owned[rank]]
+    updated = [_Updated(parameter.numel, parameter.element_bytes) for parameter in owned[rank]]
     return Terms(
         parameters_bytes=sum_bytes(parameters),
         state_bytes=_state_bytes(updated),
@@ -131,24 +163,24 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
         gradients_bytes=sum_bytes(copied),
         gradients_before_sync_bytes=sum_bytes(copied) + sum_bytes(fresh),
         kept_gradients_bytes=in_place,
-        buffers_from_start_bytes=beside,
-        buffers_bytes=beside + packs,
+        buffers_from_start_bytes=beside_gradients,
+        buffers_bytes=beside_gradients + packs,
     )
 
 
 def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
-    """Parameters are whole in flat units, and flat shards are updated unit by unit.
+    """Parameters are whole, in flat units, and a rank updates flat shards unit by unit.
 
-    Whole gradients of a unit live until they are copied for sending; then a rank keeps its shard of the average.
+    A unit's whole gradients live until they are copied for sending; then a rank keeps its shard of the average.
     """
     units = units_sent(exchange, parameters)
     trained = [unit for unit in units if unit.trained]
-    held = _pieces(trained, rank, exchange.ranks)
+    frozen = [parameter for parameter in parameters if not parameter.trained]
+    pieces = _pieces(trained, rank, exchange.ranks)
     return Terms(
-        parameters_bytes=sum(unit.nbytes for unit in trained)
-        + sum_bytes([one for one in parameters if not one.trained]),
-        state_bytes=_state_bytes(_updated(parameters, held)),
-        update_bytes=max(_update_bytes(_updated(unit.parameters, held), adamw) for unit in trained),
+        parameters_bytes=sum(unit.nbytes for unit in trained) + sum_bytes(frozen),
+        state_bytes=_state_bytes(_updated(parameters, pieces)),
+        update_bytes=max(_update_bytes(_updated(unit.parameters, pieces), adamw) for unit in trained),
         whole_gradients_bytes=sum(sum_bytes(unit.parameters) for unit in trained),
         gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
         gradients_before_sync_bytes=_before_sync_bytes(exchange, trained),
@@ -159,18 +191,20 @@ def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, ra
 
 
 def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
-    """Parameters are shards, gathered for a while; all are updated at once. Gradients as in _sharded_flat, but that whole ones of
-    earlier micro-batches are kept apart."""
+    """Parameters are shards, gathered for a while; a rank updates all its shards at once.
+
+    Gradients are as in `_sharded_flat`, but whole gradients of earlier micro-batches are kept beside them.
+    """
     units = units_sent(exchange, parameters)
     trained = [unit for unit in units if unit.trained]
     updated = _updated(parameters, _pieces(trained, rank, exchange.ranks))
     kept_whole = [unit for unit in units if not freed_between(unit, units, exchange)]
     names = [name for name in dict.fromkeys(unit.name for unit in units) if name != ROOT]
-    frozen = [
+    frozen_whole = [  # frozen units of other blocks are resharded by then
         unit
         for unit in units
         if not unit.trained and (unit.name in (ROOT, *names[:1]) or not exchange.reshard_after_forward)
-    ]  # those of other blocks are free again
+    ]
     ahead = names[:-1][::-1][: exchange.ahead]
     gathered_ahead = [unit for unit in units if unit.name in ahead and unit not in kept_whole]
     return Terms(
@@ -183,68 +217,73 @@ def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int,
         buffers_bytes=sum(len(unit.parameters) for unit in trained),
         whole_after_forward_bytes=_whole_bytes(exchange, kept_whole),
         whole_entering_backward_bytes=_whole_bytes(exchange, [*kept_whole, *gathered_ahead]),
-        in_sync_bytes=_staging_bytes(exchange, trained) + _whole_bytes(exchange, frozen),
+        in_sync_bytes=_staging_bytes(exchange, trained) + _whole_bytes(exchange, frozen_whole),
         sendings=_sendings(exchange, units, kept_whole),
     )
 
 
 def _pieces(trained: Sequence[Unit], rank: int, ranks: int) -> dict[str, int]:
-    """Parameter -> how many of its elements this rank updates."""
+    """Parameter's name -> how many of its elements this rank updates."""
     return {
-        one.name: end - begin
+        parameter.name: end - begin
         for unit in trained
-        for one, (begin, end) in zip(unit.parameters, _ends(unit, rank, ranks), strict=True)
+        for parameter, (begin, end) in zip(unit.parameters, _ends(unit, rank, ranks), strict=True)
     }
 
 
-def _updated(parameters: Sequence[ParameterSize], held: Mapping[str, int]) -> list[_Updated]:
-    """Those that this rank updates, of which it holds so many elements."""
-    return [_Updated(held[one.name], one.element_bytes) for one in parameters if held.get(one.name)]
+def _updated(parameters: Sequence[ParameterSize], pieces: Mapping[str, int]) -> list[_Updated]:
+    """The pieces of these parameters that this rank updates."""
+    return [
+        _Updated(pieces[parameter.name], parameter.element_bytes)
+        for parameter in parameters
+        if pieces.get(parameter.name)
+    ]
 
 
 def _gradient_shards_bytes(trained: Sequence[Unit], rank: int, ranks: int) -> int:
-    """The averages', once all are there: of units that this rank has a piece of."""
+    """The averaged gradients of the units of which this rank has a piece."""
     return _shards_bytes(
         [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
     )
 
 
 def _before_sync_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:
-    """The last unit that backward completes is the first of forward: when it is sent, those before it are shards already."""
+    """Gradients when the last unit is sent: its whole gradients, and shards of the units that were sent before."""
+    # The last unit that backward completes is the first of forward.
     at_once = exchange.strategy.most_in_flight + 1
-    on_the_way, received = trained[:at_once], trained[at_once:]
-    shards = sum(_sent_bytes(exchange, unit) // exchange.ranks for unit in on_the_way)
+    under_way, received = trained[:at_once], trained[at_once:]
+    shards = sum(_sent_bytes(exchange, unit) // exchange.ranks for unit in under_way)
     return _computed_bytes(exchange, trained[0].parameters) + shards + _shards_bytes(received, exchange.ranks)
 
 
 def _sendings(exchange: Exchange, units: Sequence[Unit], kept_whole: Sequence[Unit]) -> tuple[Sending, ...]:
-    """`kept_whole`: units of fsdp that are whole until they are sent. The next ones are being gathered beside them."""
+    """Each sending of a unit. `kept_whole`: with fsdp, units that stay whole until they are sent, while the next are gathered."""
     fully = exchange.strategy.shards_parameters
     backward = [unit for unit in reversed(units) if unit.trained]
     blocks_bytes = sum(unit.nbytes for unit in backward if unit.name != ROOT)
-    found, gone_bytes, shards_bytes = [], 0, 0
+    sendings, gone_bytes, shards_bytes = [], 0, 0
     for index, unit in enumerate(backward):
         left = backward[index + 1 :]
-        earlier = sum(_earlier_bytes(exchange, one) if fully else sum_bytes(one.parameters) for one in left)
+        earlier_bytes = sum(_earlier_bytes(exchange, later) if fully else sum_bytes(later.parameters) for later in left)
         gone_bytes += 0 if unit.name == ROOT else unit.nbytes
         shards_bytes += _sent_bytes(exchange, unit) // exchange.ranks
-        ahead = [one for one in left if one.name != ROOT][: exchange.ahead] if fully else []
-        whole = dict.fromkeys([one for one in left if one in kept_whole] + ahead)
-        found.append(
+        ahead = [later for later in left if later.name != ROOT][: exchange.ahead] if fully else []
+        whole = dict.fromkeys([later for later in left if later in kept_whole] + ahead)
+        sendings.append(
             Sending(
                 activations_share=1 - gone_bytes / blocks_bytes if blocks_bytes else 0.0,
                 gradients_bytes=_computed_bytes(exchange, unit.parameters)
                 + shards_bytes
-                + (earlier if exchange.micro_batches > 1 else 0),
+                + (earlier_bytes if exchange.micro_batches > 1 else 0),
                 communication_bytes=_staging_bytes(exchange, backward[: index + 1])
                 + _whole_bytes(exchange, list(whole)),
             )
         )
-    return tuple(found)
+    return tuple(sendings)
 
 
 def _staging_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:
-    """Buffers are shared by units of the same shapes: as many as are ever on their way together, kept until the last is there."""
+    """Staging buffers: units of the same shapes share as many as are ever under way together, until the last has arrived."""
     most: Counter[tuple[tuple[int, ...], int]] = Counter()
     for index in range(len(trained)):
         together = trained[index : index + exchange.strategy.most_in_flight + 1]
@@ -257,20 +296,20 @@ def _sent_bytes(exchange: Exchange, unit: Unit) -> int:
 
 
 def _whole_bytes(exchange: Exchange, units: Sequence[Unit]) -> int:
-    """Of units while they are gathered."""
+    """The gathered parameters of these units."""
     return sum(unit.layout.numel * exchange.compute_bytes(unit.parameters[0]) for unit in units)
 
 
 def _computed_bytes(exchange: Exchange, parameters: Sequence[ParameterSize]) -> int:
-    """Of whole gradients as autograd makes them."""
-    return sum(one.numel * exchange.compute_bytes(one) for one in parameters)
+    """Whole gradients as autograd makes them."""
+    return sum(parameter.numel * exchange.compute_bytes(parameter) for parameter in parameters)
 
 
 def _earlier_bytes(exchange: Exchange, unit: Unit) -> int:
-    """Of a unit's whole gradients that fsdp keeps of micro-batches before the last: one's as autograd made them, the sum of
-    several in the parameters' dtype."""
+    """A unit's whole gradients that fsdp keeps from micro-batches before the last."""
     if exchange.micro_batches == 1:
         return 0
+    # One micro-batch's gradients stay as autograd made them; the sum of several is in the parameters' dtype.
     return _computed_bytes(exchange, unit.parameters) if exchange.micro_batches == 2 else sum_bytes(unit.parameters)
 
 
@@ -283,19 +322,23 @@ def _shards_bytes(units: Sequence[Unit], ranks: int) -> int:
 
 
 def _copies(bucket: Bucket) -> bool:
-    return any(one.element_bytes != bucket.element_bytes for one in bucket.parameters)
+    return any(parameter.element_bytes != bucket.element_bytes for parameter in bucket.parameters)
 
 
 def _state_bytes(updated: Sequence[_Updated]) -> int:
-    return sum(_MOMENTS * one.nbytes + _STEP_BYTES for one in updated)
+    return sum(_MOMENTS * piece.nbytes + _STEP_BYTES for piece in updated)
 
 
 def _update_bytes(updated: Sequence[_Updated], adamw: str) -> int:
-    """fused and ours: none (on a GPU); foreach: the root of every second moment; loop: two tensors of a parameter's size, and the
-    last one's root."""
-    sizes = [one.nbytes for one in updated]
-    one_by_one = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
-    return {"fused": 0, "trainstep": 0, "foreach": sum(sizes), "loop": one_by_one}[adamw]
+    """The update's temporary tensors on a GPU."""
+    sizes = [piece.nbytes for piece in updated]
+    loop = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
+    return {
+        "fused": 0,
+        "trainstep": 0,
+        "foreach": sum(sizes),  # the root of every second moment
+        "loop": loop,  # two tensors of a parameter's size, and the last parameter's root
+    }[adamw]
 
 
 TERMS: Mapping[str, Callable[..., Terms]] = {
@@ -308,4 +351,4 @@ TERMS: Mapping[str, Callable[..., Terms]] = {
     "sharded_flat": _sharded_flat,
     "fsdp": _fsdp,
 }
-"""Strategy of ours (costs/strategies.py) -> its terms."""
+"""Our strategies (costs/strategies.py) -> the function of their terms."""

@@ -1,33 +1,39 @@
-"""How many bytes a rank holds at the moments of a step on several ranks, and when most: by formula, each term named.
+"""Computes by formula the bytes that a rank holds at the moments of a step, and the messages that it sends.
 
-P: bytes of parameters, T: of those that are trained, N: ranks, with AdamW and gradients averaged in their own dtype.
+    expected_memory(config, parameters, rank=0, activations_bytes=...).peak
+    expected_messages(config, parameters)            # parameters: transformer_parameters(model, precision)
 
-    way                  parameters    gradients    state      for communication
+P: bytes of parameters, T: bytes of trained parameters, N: ranks. The optimizer is AdamW, and gradients are averaged in their own
+dtype.
+
+    strategy             parameters    gradients    state         for communication
     none, naive,
-      overlapped         P             T            2 T        (copies to average in another dtype: naive two, overlapped all)
-    flat, bucketed       P             T, always    2 T        -               gradients are views of the buckets, which stay
-    sharded              P             T, always    about 2 T/N  what small parameters are packed in
-    sharded_flat         P             T/N          2 T/N      up to two units' gradients on their way
-    fsdp                 P/N           T/N          2 T/N      up to three units', and units that are whole at the time
+      overlapped         P             T            2 T           (copies to average in another dtype: naive two, overlapped all)
+    flat, bucketed       P             T, always    2 T           -   gradients are views of the buckets, which stay
+    sharded              P             T, always    about 2 T/N   the buffers in which small parameters are packed
+    sharded_flat         P             T/N          2 T/N         up to two units' gradients under way
+    fsdp                 P/N           T/N          2 T/N         up to three units', and the units gathered at the time
 
-Filling and flags are counted, and four bytes of AdamW's step counter a tensor. Not counted: what the allocator rounds up, the
-batch, buffers of the module, workspaces of libraries. Activations are given, not guessed. While backward runs, activations go and
-gradients come; ways in units hold most in between, where what a unit needs to be sent comes before what its blocks saved has paid
-for it. Of the others both ends are among the moments.
+Padding and flags are counted, and four bytes per tensor for AdamW's step counter. Not counted are what the allocator rounds up, the
+batch, the module's buffers, and workspaces of libraries. Activations are given, not estimated.
+
+While backward runs, activations go and gradients come. Strategies with units hold most in between: a unit takes its buffers
+for sending before its blocks have freed what they saved. For the other strategies, both ends of backward are among the moments.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from trainstep.config.parallel import RanksConfig
-from trainstep.costs.exchange import ParameterSize
-from trainstep.plan.communication import exchange_of
+from trainstep.costs.buckets import bytes_of_mib
+from trainstep.costs.exchange import Exchange, ParameterSize
+from trainstep.costs.gradient_sync import Message, step_messages
 from trainstep.plan.memory_terms import Terms, terms_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes at one moment. Inside the optimizer's step its state counts the update's temporary tensors too."""
+    """Bytes held at one moment. In the optimizer's step, its state includes the update's temporary tensors."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -42,44 +48,44 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedMemory:
-    """The moments of a step, in order; all but the first of a step that is not the first one."""
+    """The moments of a step, in order. All but `after_init` are of a step after the first."""
 
     after_init: Held
     """Built and wrapped, before any step: no optimizer state."""
     after_forward: Held
-    """Of the last micro-batch."""
+    """After the last micro-batch's forward."""
     entering_backward: Held
-    """With fsdp the next units are being gathered; otherwise as after forward."""
+    """As after forward; with fsdp the next units are being gathered."""
     in_backward: Held
-    """Where a unit is sent and most is held, of ways in units; of others as entering backward."""
+    """When a unit is sent and most is held, for strategies with units; for others as entering backward."""
     before_sync: Held
-    """The last gradient is there, and what synchronising it takes; no activations are left."""
+    """The last gradient is complete, with the buffers to synchronise it; no activations are left."""
     after_backward: Held
     """Gradients are synchronised."""
     in_step: Held
     """The optimizer is updating."""
     after_step: Held
-    """And gradients are dropped."""
+    """Gradients are freed."""
 
     @property
     def peak_point(self) -> str:
-        """Name of the moment that holds most; the first of equals."""
+        """Name of the moment at which most is held; of equal moments the first."""
         return max((field.name for field in fields(self)), key=lambda name: getattr(self, name).total_bytes)
 
     @property
     def peak(self) -> Held:
-        """What is held then."""
-        held: Held = getattr(self, self.peak_point)
-        return held
+        """The bytes at the peak."""
+        peak: Held = getattr(self, self.peak_point)
+        return peak
 
 
 def expected_memory(
     config: RanksConfig, parameters: Sequence[ParameterSize], *, rank: int = 0, activations_bytes: int = 0
 ) -> ExpectedMemory | None:
-    """What this rank will hold; None for torch's own ways. `parameters`: of the module before it is wrapped, in its order.
+    """What this rank will hold; None for torch's own strategies. Blocks are assumed to share a dtype and to run once.
 
-    `activations_bytes`: what forward keeps for backward, measured or estimated; copies of weights that autocast makes are part of
-    it. Blocks are taken to be alike in dtype, and run once.
+    `parameters`: of the module before it is wrapped, in its order. `activations_bytes`: what forward keeps for backward, measured
+    or estimated, with the copies of weights that autocast makes.
     """
     exchange = exchange_of(config)
     if exchange is None:
@@ -89,14 +95,14 @@ def expected_memory(
     entering = _held(
         terms, gradients=earlier, activations=activations_bytes, communication=terms.whole_entering_backward_bytes
     )
-    sending = [
+    sendings = [
         _held(
             terms,
-            gradients=one.gradients_bytes,
-            activations=round(one.activations_share * activations_bytes),
-            communication=one.communication_bytes,
+            gradients=sending.gradients_bytes,
+            activations=round(sending.activations_share * activations_bytes),
+            communication=sending.communication_bytes,
         )
-        for one in terms.sendings
+        for sending in terms.sendings
     ]
     return ExpectedMemory(
         after_init=_held(terms, state=0, communication=terms.buffers_from_start_bytes),
@@ -104,7 +110,7 @@ def expected_memory(
             terms, gradients=earlier, activations=activations_bytes, communication=terms.whole_after_forward_bytes
         ),
         entering_backward=entering,
-        in_backward=max(sending, key=lambda held: held.total_bytes, default=entering),
+        in_backward=max(sendings, key=lambda moment: moment.total_bytes, default=entering),
         before_sync=_held(terms, gradients=terms.gradients_before_sync_bytes, communication=terms.in_sync_bytes),
         after_backward=_held(terms, gradients=terms.gradients_bytes),
         in_step=_held(terms, gradients=terms.gradients_bytes, state=terms.state_bytes + terms.update_bytes),
@@ -112,20 +118,42 @@ def expected_memory(
     )
 
 
+def expected_messages(config: RanksConfig, parameters: Sequence[ParameterSize]) -> tuple[Message, ...] | None:
+    """Every message of a step; None if torch sends them. `parameters`: in the module's order."""
+    exchange = exchange_of(config)
+    return None if exchange is None else step_messages(exchange, parameters)
+
+
+def exchange_of(config: RanksConfig) -> Exchange | None:
+    """The config in the form that the formulas of costs/ take; None for torch's own strategies."""
+    run, sync, strategy = config.run, config.sync, config.sync.strategy
+    if strategy.counterpart is not None:
+        return None
+    return Exchange(
+        strategy=strategy,
+        ranks=config.ranks,
+        reduce_element_bytes=2 if sync.reduce_dtype == "bf16" else None,
+        compute_element_bytes=2 if sync.compute_dtype == "bf16" else None,
+        bucket_bytes=bytes_of_mib("bucket_mib", sync.bucket_mib),
+        first_bucket_bytes=bytes_of_mib("first_bucket_mib", sync.first_bucket_mib),
+        last_bucket_bytes=bytes_of_mib("last_bucket_mib", sync.last_bucket_mib),
+        reshard_after_forward=sync.reshard_after_forward,
+        ahead=sync.ahead,
+        micro_batches=run.accumulation,
+        clips=run.clip_grad_norm is not None,
+        scales_loss=run.precision == "fp16_autocast",
+    )
+
+
 def _held(
-    terms: Terms,
-    *,
-    gradients: int = 0,
-    state: int | None = None,
-    activations: int = 0,
-    communication: int = 0,
+    terms: Terms, *, gradients: int = 0, state: int | None = None, activations: int = 0, communication: int = 0
 ) -> Held:
-    """`gradients`, `communication`: beside what is held all the time."""
-    first_step = state == 0
+    """The bytes at a moment. `gradients` and `communication` are added to what is held all the time."""
+    before_first_step = state == 0
     return Held(
         parameters_bytes=terms.parameters_bytes,
         gradients_bytes=terms.kept_gradients_bytes + gradients,
         optimizer_state_bytes=terms.state_bytes if state is None else state,
         activations_bytes=activations,
-        communication_bytes=communication + (0 if first_step else terms.buffers_bytes),
+        communication_bytes=communication + (0 if before_first_step else terms.buffers_bytes),
     )

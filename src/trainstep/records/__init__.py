@@ -1,1 +1,1 @@
-"""What was seen: immutable records, the store that keeps them, and what is computed from them when read. No torch."""
+"""Immutable records of measured cells, the store that keeps them, and what is computed from them at read time. No torch."""

@@ -1,22 +1,29 @@
-"""Is b faster than a? A ratio with its interval, and a verdict that may be 'cannot tell'.
+"""Compare two records: a ratio of times with its interval, and a verdict that may be 'cannot tell'.
 
-The verdict: b differs when the 99 % interval of the ratio leaves 1 out and the ratio is at least the minimum effect away
-from 1. Why so:
-- Pairs. What two variants share while they take turns (drift, clocks, neighbours, slow and fast modes of the machine) is in
-  both halves of a pair and leaves their ratio. Logarithms, so that a against b mirrors b against a.
-- The median of the pairs. A few steps hit by something else do not move it, where they would drag a mean.
-- 99 %, widened as Student's interval is wider than the normal one (times sqrt(n / (n - 1)): a resample spreads too little).
-  Percentile bootstraps of a median are too narrow on few values: at 95 % and unwidened, 8 % of A/A comparisons of 20 pairs with
-  10 % noise, and 24 % of those of 3 pairs, were called different. Widened, 5 pairs and more give about 99 %. Fewer than 5 give a
-  ratio and no interval: three pairs do not say how far the next is off.
-- A minimum effect. Taking turns leaves the position in the turn: under drift the second of a pair is always later, and an
-  interval of many pairs gets narrow enough to see it. Differences that small also change with the next build or the next day.
-In 500 simulations of each noise (2 %, 10 %, Student's t2, 5 % outliers of three times, shared drift of 10 to 20 %, shared or
-independent modes 15 to 30 % apart), 20 pairs: A/A is called different in at most 2 %, 5 % is found under 2 % noise in over 98 %.
-What turns cannot see is a bias that lasts as long as a process (where its memory happened to lie: 2 % a process, say): all of a's
-turns have a's and all of b's turns have b's. So variants are run by several pairs of processes (measure/interleave.py), and where
-records say how long a process is, the pair of processes is the unit: its log ratio is the median of its turns', and the interval
-is Student's of the pairs' mean. Older records, and workloads whose processes measure many cells, have one pair of processes.
+    compare_records(before, after).verdict   # "faster", "slower" or "cannot tell", of the second record
+
+b differs from a when the 99 % interval of the ratio excludes 1 and the ratio differs from 1 by at least the minimum effect.
+The reasons for this rule:
+
+- Pairs of turns. A turn is the steps that one variant runs before the other variant runs. What both halves of a pair share
+  (drift, clocks, neighbours, slow and fast modes of the machine) cancels in their ratio. We use logarithms, so that a against b
+  mirrors b against a.
+- The median of the pairs. A few disturbed steps do not move it; they would move a mean.
+- A widened 99 % interval. A percentile bootstrap of a median is too narrow for few values: at 95 % and unwidened, it called 8 % of
+  A/A comparisons different (20 pairs, 10 % noise), and 24 % of those with 3 pairs. We widen it as Student's interval is wider than
+  the normal one, times sqrt(n / (n - 1)) because a resample spreads too little. From 5 pairs on it then covers about 99 %. Fewer
+  than 5 pairs give a ratio without an interval: three pairs do not say how far off the next pair is.
+- A minimum effect. Under drift the second half of a pair is always later, and an interval of many pairs is narrow enough to see
+  that. Differences so small also change with the next build or the next day.
+
+In 500 simulations with 20 pairs for each kind of noise (2 %, 10 %, Student's t2, 5 % outliers of three times, shared drift of 10 to
+20 %, shared or independent modes 15 to 30 % apart), at most 2 % of A/A comparisons are called different, and a difference of 5 % is
+found under 2 % noise in over 98 %.
+
+Pairs of turns cannot see a bias that lasts as long as a process, such as where its memory happens to lie (2 % a process, say): all
+turns of a share it. So variants are run by several pairs of processes (measure/harness/interleave.py), and where the records say
+how long each process ran, the pair of processes is the unit: its log ratio is the median over its pairs of turns, and the interval
+is Student's interval of the mean. Older records, and workloads that measure many cells in a process, have one pair of processes.
 """
 
 from collections.abc import Sequence
@@ -32,14 +39,13 @@ VERDICTS = ("faster", "slower", "cannot tell")
 MINIMUM_PAIRS = 5
 _LEVEL = 0.99
 _SAME_ENVIRONMENT = ("gpu", "driver", "torch", "triton", "cuda", "cpu")
-_STUDENT_OF_FOUR = 4.604
-"""The two-sided 1 % point of Student's t with 4 degrees of freedom, the fewest here, where the series for it is poor."""
+_STUDENT_4 = 4.604
+"""The two-sided 1 % point of Student's t with 4 degrees of freedom, from tables: the series of `student_point` is poor there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """b against a in one quantity of time. `ratio` is b / a, `low` to `high` its 99 % interval; None where there is none: of the
-    interval below MINIMUM_PAIRS."""
+    """b against a in one quantity of time. `ratio` is b / a, and `low` to `high` is its 99 % interval; None where unknown."""
 
     verdict: str
     """One of VERDICTS, of b."""
@@ -50,17 +56,17 @@ class Comparison:
     low: float | None = None
     high: float | None = None
     each: tuple[float, ...] = ()
-    """The pairs' ratios, where they are too few for an interval."""
+    """The ratio of each pair, where there are too few pairs for an interval."""
     n: int = 0
-    """Pairs; where nothing pairs them, the values of the side that has fewer."""
+    """Number of pairs; without pairs, the number of values on the side that has fewer."""
     paired: bool = False
     interleaving: str = "none"
-    """How they took turns: `none`, `live` (processes side by side) or `rounds` (whole processes)."""
+    """How the two were interleaved: `none`, `live` (both processes alive) or `rounds` (one whole process after the other)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matches:
-    """Records of two stores brought together by key."""
+    """Records of two stores, matched by key."""
 
     pairs: tuple[tuple[Record, Record], ...]
     only_a: tuple[Record, ...]
@@ -68,21 +74,21 @@ class Matches:
 
 
 def match_records(a: Sequence[Record], b: Sequence[Record]) -> Matches:
-    """Pair the last record of each key in a with the last of that key in b, in a's order."""
-    of_a, of_b = ({record.key: record for record in records} for records in (a, b))
+    """Pair the last record of each key in a with the last record of that key in b, in a's order."""
+    records_a, records_b = ({record.key: record for record in records} for records in (a, b))
     return Matches(
-        pairs=tuple((record, of_b[key]) for key, record in of_a.items() if key in of_b),
-        only_a=tuple(record for key, record in of_a.items() if key not in of_b),
-        only_b=tuple(record for key, record in of_b.items() if key not in of_a),
+        pairs=tuple((record, records_b[key]) for key, record in records_a.items() if key in records_b),
+        only_a=tuple(record for key, record in records_a.items() if key not in records_b),
+        only_b=tuple(record for key, record in records_b.items() if key not in records_a),
     )
 
 
 def compare_records(
     a: Record, b: Record, *, quantity: str = "step", minimum_effect: float = 0.02, allow_mixed: bool = False
 ) -> Comparison:
-    """Compare a quantity of two records; those that took turns with each other, as pairs.
+    """Compare one quantity of two records; as pairs where the records were interleaved with each other.
 
-    ValueError for unlike environments (unless `allow_mixed`), a quantity that one lacks, or units that differ.
+    ValueError for environments that differ (unless `allow_mixed`), a quantity that one record lacks, or units that differ.
     """
     for side, record in (("a", a), ("b", b)):
         if record.failure is not None:
@@ -94,22 +100,21 @@ def compare_records(
     for side, record in (("a", a), ("b", b)):
         if quantity not in record.samples:
             known = ", ".join(record.samples) or "no samples at all"
-            raise ValueError(f"{quantity}: {side} holds no such quantity; it holds {known}")
-    interleaving, turn_steps = _turns(a, b)
-    together = interleaving != "none"
-    processes = _steps(a, "process_steps"), _steps(b, "process_steps")
-    found = compare_samples(
+            raise ValueError(f"{quantity}: {side} has no such quantity; it has {known}")
+    group = a.fact("interleaving_group")
+    interleaving = str(a.fact("interleaving", "none")) if group and group == b.fact("interleaving_group") else "none"
+    paired = interleaving != "none"
+    processes = _values_per(a, quantity, "process_steps", 0), _values_per(b, quantity, "process_steps", 0)
+    comparison = compare_samples(
         a.samples[quantity],
         b.samples[quantity],
         minimum_effect=minimum_effect,
-        turn_steps=(_values_of(a, quantity, turn_steps[0]), _values_of(b, quantity, turn_steps[1])),
-        process_steps=(_values_of(a, quantity, processes[0]), _values_of(b, quantity, processes[1]))
-        if together and processes[0] and processes[1]
-        else None,
-        paired=together,
+        turn_steps=(_values_per(a, quantity, "turn_steps", 1), _values_per(b, quantity, "turn_steps", 1)),
+        process_steps=processes if paired and all(processes) else None,
+        paired=paired,
     )
-    aside = "" if together else "; not interleaved, so what changed between the runs counts too"
-    return replace(found, quantity=quantity, reason=found.reason + aside, interleaving=interleaving)
+    remark = "" if paired else "; not interleaved, so what changed between the runs counts too"
+    return replace(comparison, quantity=quantity, reason=comparison.reason + remark, interleaving=interleaving)
 
 
 def compare_samples(
@@ -121,35 +126,41 @@ def compare_samples(
     process_steps: tuple[int, int] | None = None,
     paired: bool = True,
 ) -> Comparison:
-    """Compare times: as pairs, turn i with turn i (by median; `turn_steps`: values in a turn of a and of b), or apart.
+    """Compare times: turn i of a with turn i of b, by the median of each turn; or, if not `paired`, median with median.
 
-    `process_steps`: values that each process of a and of b gave; those of several processes are compared process by process.
-    Turns only one side has are left out of pairs. ValueError for units that differ or are no time.
+    `turn_steps`: number of values in a turn of a and of b. `process_steps`: number of values that each process of a and of b gave;
+    where there are several processes, they are compared process by process. Turns that only one side has are left out.
+    ValueError for units that differ or are not a unit of time.
     """
     if a.unit != b.unit:
         raise ValueError(f"unit: {a.unit!r} against {b.unit!r} cannot be compared")
     if a.unit != "s":
-        raise ValueError(f"unit: faster and slower are said of times in s, not of {a.unit!r}")
+        raise ValueError(f"unit: only times in s can be faster or slower, not values in {a.unit!r}")
     if not minimum_effect >= 0:
         raise ValueError(f"minimum_effect: must be a share of at least 0, not {minimum_effect}")
     if min(turn_steps) < 1:
         raise ValueError(f"turn_steps: must be at least 1, not {turn_steps}")
-    values = [np.asarray(samples.values, dtype=np.float64) for samples in (a, b)]
-    if not all(np.all(np.isfinite(times) & (times > 0)) for times in values):
+    times = [np.asarray(samples.values, dtype=np.float64) for samples in (a, b)]
+    if not all(np.all(np.isfinite(values) & (values > 0)) for values in times):
         return Comparison(verdict="cannot tell", reason="some times are not positive, so there is no ratio")
-    lengths = turn_steps if paired else (1, 1)
-    logs_a, logs_b = (_log_turns(times, length) for times, length in zip(values, lengths, strict=True))
-    if (
-        paired
-        and process_steps
-        and min(len(times) // steps for times, steps in zip(values, process_steps, strict=True)) > 1
-    ):
-        return _compare_processes(values, lengths, process_steps, minimum_effect)
+    if paired and process_steps:
+        processes = min(len(values) // steps for values, steps in zip(times, process_steps, strict=True))
+        if processes > 1:
+            return _compare_processes(times, turn_steps, process_steps, minimum_effect)
+    if paired:
+        logs_a, logs_b = (_log_turns(values, steps) for values, steps in zip(times, turn_steps, strict=True))
+    else:
+        logs_a, logs_b = (np.log(values) for values in times)
     n = min(len(logs_a), len(logs_b))
     few = f"too few {'pairs' if paired else 'values'}: {n}, and at least {MINIMUM_PAIRS} are needed"
     if not n:
         return Comparison(verdict="cannot tell", reason=few, paired=paired)
-    middle, resampled = _paired(logs_a[:n], logs_b[:n]) if paired else _apart(logs_a, logs_b)
+    if paired:
+        logs = logs_b[:n] - logs_a[:n]
+        middle, resampled = float(np.median(logs)), bootstrap_medians(logs)
+    else:  # each side is resampled on its own
+        middle = float(np.median(logs_b) - np.median(logs_a))
+        resampled = bootstrap_medians(logs_b, stream=1) - bootstrap_medians(logs_a, stream=2)
     ratio = float(np.exp(middle))
     if n < MINIMUM_PAIRS:
         each = tuple(np.exp(logs_b[:n] - logs_a[:n]).tolist()) if paired else ()
@@ -159,12 +170,39 @@ def compare_samples(
     return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=paired)
 
 
+def student_point(freedom: int) -> float:
+    """The two-sided 1 % point of Student's t, by its expansion in 1 / freedom around the normal distribution's point."""
+    if freedom == MINIMUM_PAIRS - 1:
+        return _STUDENT_4
+    z = NormalDist().inv_cdf((1 + _LEVEL) / 2)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def _values_per(record: Record, quantity: str, fact: str, default: int) -> int:
+    """Number of values of a quantity in a turn or a process; the fact gives the number of values of `step` in it."""
+    length = record.fact(fact, default)
+    if not isinstance(length, int):
+        raise ValueError(f"{fact}: must be a whole number, not {length!r}")
+    steps = len(record.samples["step"].values) if "step" in record.samples else 0
+    if not length or not steps:
+        return length
+    # A window of k steps has one value of `step` but k values of each phase, so a turn holds k times as many of those. A turn of
+    # several steps may also end with a single value of another quantity.
+    return max(round(len(record.samples[quantity].values) * length / steps), 1)
+
+
 def _compare_processes(
-    values: Sequence[Floats], turn_steps: Sequence[int], process_steps: Sequence[int], minimum_effect: float
+    times: Sequence[Floats], turn_steps: Sequence[int], process_steps: Sequence[int], minimum_effect: float
 ) -> Comparison:
-    """A log ratio for each pair of processes, and Student's interval of their mean."""
+    """Compare by one log ratio for each pair of processes, with Student's interval of their mean."""
+    processes_a, processes_b = (
+        [values[start : start + steps] for start in range(0, len(values) - steps + 1, steps)]
+        for values, steps in zip(times, process_steps, strict=True)
+    )
     logs = []
-    for a, b in zip(*(_split(times, steps) for times, steps in zip(values, process_steps, strict=True)), strict=False):
+    for a, b in zip(processes_a, processes_b, strict=False):
         turns_a, turns_b = _log_turns(a, turn_steps[0]), _log_turns(b, turn_steps[1])
         turns = min(len(turns_a), len(turns_b))
         logs.append(np.median(turns_b[:turns] - turns_a[:turns]))
@@ -180,52 +218,8 @@ def _compare_processes(
     return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=True)
 
 
-def _split(values: Floats, length: int) -> list[Floats]:
-    """Runs of so many values; a shorter rest is left out."""
-    return [values[start : start + length] for start in range(0, len(values) - length + 1, length)]
-
-
-def _turns(a: Record, b: Record) -> tuple[str, tuple[int, int]]:
-    """How two records took turns with each other, and values of `step` in a turn of each; `none` where they did not.
-
-    A turn is the same steps on both sides, but a window of k steps is one value.
-    """
-    group = a.fact("interleaving_group")
-    if not group or group != b.fact("interleaving_group"):
-        return "none", (1, 1)
-    return str(a.fact("interleaving", "none")), (_steps(a, "turn_steps") or 1, _steps(b, "turn_steps") or 1)
-
-
-def _steps(record: Record, fact: str) -> int:
-    """Values of `step` in a turn or a process; 0 where the record does not say."""
-    steps = record.fact(fact, 0)
-    if not isinstance(steps, int):
-        raise ValueError(f"{fact}: must be a whole number, not {steps!r}")
-    return steps
-
-
-def _values_of(record: Record, quantity: str, turn_steps: int) -> int:
-    """A window of k steps has one `step` but k of each phase, so a turn holds k times as many of those; and a turn of several
-    steps may end with one value of another quantity."""
-    steps = len(record.samples["step"].values) if "step" in record.samples else 0
-    values = len(record.samples[quantity].values)
-    return max(round(values * turn_steps / steps), 1) if steps else turn_steps
-
-
-def _paired(logs_a: Floats, logs_b: Floats) -> tuple[float, Floats]:
-    """Median of the pairs' log ratios, and of their resamples."""
-    logs = logs_b - logs_a
-    return float(np.median(logs)), bootstrap_medians(logs)
-
-
-def _apart(logs_a: Floats, logs_b: Floats) -> tuple[float, Floats]:
-    """Log ratio of the medians, and of medians of each side resampled on its own."""
-    resampled = bootstrap_medians(logs_b, stream=1) - bootstrap_medians(logs_a, stream=2)
-    return float(np.median(logs_b) - np.median(logs_a)), resampled
-
-
 def _log_turns(values: Floats, turn_steps: int) -> Floats:
-    """The logarithm of each turn's median."""
+    """The logarithm of each turn's median. A last turn that is shorter counts too."""
     if turn_steps == 1:
         return np.log(values)
     starts = range(0, len(values), turn_steps)
@@ -240,23 +234,13 @@ def _interval(middle: float, resampled: Floats, n: int) -> tuple[float, float]:
     return float(np.exp(middle - (middle - low) * widening)), float(np.exp(middle + (high - middle) * widening))
 
 
-def student_point(freedom: int) -> float:
-    """Two-sided 1 % point of Student's t, by its expansion in 1 / freedom around the normal one."""
-    if freedom == MINIMUM_PAIRS - 1:
-        return _STUDENT_OF_FOUR
-    z = NormalDist().inv_cdf((1 + _LEVEL) / 2)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
-
-
 def _judge(ratio: float, low: float, high: float, minimum_effect: float) -> tuple[str, str]:
-    """The verdict and why."""
-    most, least = 1 + minimum_effect, 1 / (1 + minimum_effect)
-    seen = f"ratio {ratio:.3f}, 99 % interval {low:.3f} to {high:.3f}"
-    excludes_one = low > 1 or high < 1
-    if excludes_one and not least < ratio < most:
-        return "faster" if ratio < 1 else "slower", f"b's time over a's: {seen}"
-    if excludes_one or (least <= low and high <= most):
-        return "cannot tell", f"difference below the minimum effect of {minimum_effect:.1%}: {seen}"
-    return "cannot tell", f"interval too wide, with 1 inside it: {seen}"
+    """The verdict, and one sentence that gives its reason."""
+    numbers = f"ratio {ratio:.3f}, 99 % interval {low:.3f} to {high:.3f}"
+    least, most = 1 / (1 + minimum_effect), 1 + minimum_effect
+    excludes_1 = low > 1 or high < 1
+    if excludes_1 and not least < ratio < most:
+        return "faster" if ratio < 1 else "slower", f"b's time over a's: {numbers}"
+    if excludes_1 or (least <= low and high <= most):
+        return "cannot tell", f"difference below the minimum effect of {minimum_effect:.1%}: {numbers}"
+    return "cannot tell", f"interval too wide, with 1 inside it: {numbers}"

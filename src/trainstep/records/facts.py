@@ -1,33 +1,44 @@
-"""Every fact that our own workloads write, declared once: its unit, the type of its value, what it is.
+"""Every fact that trainstep's workloads write, declared once with its unit, type and meaning.
 
-    facts_of(tokens=4096, loss=loss)   # name -> Fact, with the declared units; what is None is left out
+    facts_of(tokens=4096, loss=loss)   # name -> Fact with the declared unit; None is left out
 
-A record's facts are held to this when it is read. A workload of one's own may write any others: they are shown as they are.
+Facts are checked against these declarations when a record is read. A user's workload may write other facts, which are shown
+unchanged.
+
+A declared type is `int`, `float` (which accepts whole numbers too), `str`, `bool`, `object` (anything), a union of them with
+`None`, or `list[float]`. Numbers are finite. records/tables.py declares columns with the same types.
 """
 
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
-from trainstep.records.values import is_a, type_words, value_words
+_LARGEST = sys.float_info.max
+_TYPE_WORDS = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    bool: "true or false",
+    type(None): "nothing",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A value seen once. `unit`: `s`, `bytes`, `flops`, `bytes/s`, `flop/s`, `count`, `ratio`, `Hz`, `W`, `C` or empty (words)."""
+    """One measured value. `unit`: `s`, `bytes`, `flops`, `bytes/s`, `flop/s`, `count`, `ratio`, `Hz`, `W`, `C` or empty (text)."""
 
     value: Any
     unit: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.value, Mapping | list | tuple):
-            raise ValueError(
-                f"a fact is one value, not a {type(self.value).__name__}; what has parts goes into a table"
-            )
+            raise ValueError(f"a fact is one value, not a {type(self.value).__name__}; put several values into a table")
 
 
 class FactKind(NamedTuple):
-    """A declared fact. `type`: as records/values.py reads it."""
+    """The declaration of a fact."""
 
     unit: str
     type: Any
@@ -35,145 +46,149 @@ class FactKind(NamedTuple):
 
 
 IN_EVERY_ROW: Mapping[str, FactKind] = {
-    "peak_allocated_bytes": FactKind("bytes", float, "the most that tensors held on the GPU"),
-    "peak_reserved_bytes": FactKind("bytes", float, "the most that torch's allocator had of the GPU"),
-    "driver_bytes": FactKind("bytes", float, "what the driver sees of the process"),
-    "peak_rss_bytes": FactKind("bytes", float, "the most a CPU's process had resident"),
-    "import_s": FactKind("s", float, "importing the workload"),
+    "peak_allocated_bytes": FactKind("bytes", float, "the most that tensors occupied on the GPU"),
+    "peak_reserved_bytes": FactKind("bytes", float, "the most that torch's allocator reserved on the GPU"),
+    "driver_bytes": FactKind("bytes", float, "GPU memory of the process, by the driver"),
+    "peak_rss_bytes": FactKind("bytes", float, "the most resident memory of a CPU's process"),
+    "import_s": FactKind("s", float, "time to import the workload"),
     "forked": FactKind("", bool, "the process was forked from one that had imported torch"),
-    "context_s": FactKind("s", float, "making the CUDA context"),
-    "build_s": FactKind("s", float, "building the step"),
-    "compile_s": FactKind("s", float, "compiling, so far"),
-    "compile_cache": FactKind("", str, "warm: every graph came from the cache on disk; else cold"),
-    "captured": FactKind("", str, "what one CUDA graph takes: step, forward and backward, or nothing"),
-    "capture_left_out": FactKind("", str, "why something of the step, or all of it, is in no graph"),
-    "capture_s": FactKind("s", float, "capturing the step, its warm-ups aside"),
-    "capture_pool_bytes": FactKind("bytes", float, "what the graph's memory has of the GPU"),
-    "timing": FactKind("", str, "whose clock the phases are from: cuda_events or host_clock"),
+    "context_s": FactKind("s", float, "time to create the CUDA context"),
+    "build_s": FactKind("s", float, "time to build the step"),
+    "compile_s": FactKind("s", float, "time spent on compilation so far"),
+    "compile_cache": FactKind("", str, "warm: every graph came from the cache on disk; cold: otherwise"),
+    "captured": FactKind("", str, "what one CUDA graph contains: step, forward and backward, or nothing"),
+    "capture_left_out": FactKind("", str, "why a part of the step, or all of it, is in no graph"),
+    "capture_s": FactKind("s", float, "time to capture the step, without its warm-ups"),
+    "capture_pool_bytes": FactKind("bytes", float, "GPU memory of the graph's pool"),
+    "timing": FactKind("", str, "which clock times the phases: cuda_events or host_clock"),
     "tokens": FactKind("count", int, "tokens of a step, of all ranks"),
     "parameters": FactKind("count", int, "parameters of the model"),
     "model_flops": FactKind("flops", float, "FLOPs of a step, by flops_convention"),
     "flops": FactKind("flops", float, "FLOPs of a call"),
     "bytes": FactKind("bytes", float, "bytes that a call moves"),
-    "rate": FactKind("flop/s", float, "FLOP/s of a call; bytes/s of one that copies"),
+    "rate": FactKind("flop/s", float, "FLOP/s of a call; bytes/s of a call that copies"),
     "launch_bound": FactKind("", bool, "the device waited for the host"),
-    "power_w": FactKind("W", float, "the GPU's power right behind timed work"),
-    "throttle_reasons": FactKind("", str, "why the GPU's clock was held down, seen behind timed work"),
-    "peak_bytes": FactKind("bytes", float, "the most allocated during a pass, beyond what was there"),
-    "held_bytes": FactKind("bytes", float, "what forward leaves allocated"),
+    "power_w": FactKind("W", float, "the GPU's power right after timed work"),
+    "throttle_reasons": FactKind("", str, "why the GPU's clock was lowered, read after timed work"),
+    "peak_bytes": FactKind("bytes", float, "the most allocated during a pass, beyond what was allocated before"),
+    "held_bytes": FactKind("bytes", float, "bytes that forward leaves allocated"),
     "error_output": FactKind("ratio", float, "max |x - ref| / max |ref| of the output"),
     "error_dq": FactKind("ratio", float, "max |x - ref| / max |ref| of the queries' gradient"),
     "error_dk": FactKind("ratio", float, "max |x - ref| / max |ref| of the keys' gradient"),
     "error_dv": FactKind("ratio", float, "max |x - ref| / max |ref| of the values' gradient"),
     "error_lse": FactKind("ratio", float, "max |x - ref| / max |ref| of the log-sum-exp"),
     "error_same_dtype": FactKind("ratio", float, "the output's error when the reference computes in the same dtype"),
-    "has_nan": FactKind("count", int, "1: a NaN or an infinity came out"),
+    "has_nan": FactKind("count", int, "1: the result contains a NaN or an infinity"),
     "deterministic": FactKind("count", int, "1: two runs were bitwise equal"),
     "which_ran": FactKind("", str, "the kernels or the backend that ran"),
-    "error_checked": FactKind("", str, "which part was compared, and against what"),
-    "afterwards_failed": FactKind("", str, "what could not be looked at after the timed steps, and why"),
+    "error_checked": FactKind("", str, "which part was compared, and with what"),
+    "afterwards_failed": FactKind("", str, "what could not be inspected after the timed steps, and why"),
 }
-"""Shown in the raw rows (CSV, JSON) of any workload, in this order; an instrument's row names what it shows beside them."""
-
+"""Facts that raw rows (CSV, JSON) of every workload show, in this order; config/instruments.py names further ones by workload."""
 FACTS: Mapping[str, FactKind] = {
     **IN_EVERY_ROW,
     # How the cell was run
     "command": FactKind("", str, "the command line"),
-    "defaults_from": FactKind("", str, "options that files gave, and which files"),
-    "interleaving": FactKind("", str, "how compared cells took turns: none, live or rounds"),
-    "interleaving_group": FactKind("", str, "the same for cells that took turns with each other"),
-    "turn_steps": FactKind("count", int, "values of `step` a turn"),
-    "process_steps": FactKind("count", int, "values of `step` that each of the cell's processes gave, end to end"),
-    "cpu_busy_before": FactKind("ratio", float, "share of all cores that others kept busy just before the cell"),
+    "defaults_from": FactKind("", str, "options that came from files, and which files"),
+    "interleaving": FactKind("", str, "how compared cells were interleaved: none, live or rounds"),
+    "interleaving_group": FactKind("", str, "the same for cells that were interleaved with each other"),
+    "turn_steps": FactKind("count", int, "values of `step` in a turn"),
+    "process_steps": FactKind("count", int, "values of `step` that each of the cell's processes gave, in order"),
+    "cpu_busy_before": FactKind("ratio", float, "share of all cores that other processes used just before the cell"),
     "gpu_busy_before": FactKind("ratio", float, "the GPU's utilisation just before the cell"),
-    "round": FactKind("count", int, "of a part of a cell that is not whole yet, from 0"),
-    "rounds": FactKind("count", int, "parts that a cell which is not whole yet is taken in"),
+    "round": FactKind("count", int, "index, from 0, of a part of a cell that is not complete yet"),
+    "rounds": FactKind("count", int, "number of parts of a cell that is not complete yet"),
     # A training step
-    "loss": FactKind("", float | str | None, "loss of the last step; `nan` or `inf` in words, for JSON has neither"),
-    "compiled_graphs": FactKind("count", int, "graphs that were compiled"),
-    "device_busy_s": FactKind("s", float, "the device was at work in one profiled step or pass"),
-    "reallocated_step_s": FactKind("s", float, "a step after the allocator's cache was emptied"),
-    "profiling_s": FactKind("s", float, "retired: looking at the device after the timed steps"),
+    "loss": FactKind("", float | str | None, "loss of the last step; `nan` or `inf` as text, because JSON has neither"),
+    "compiled_graphs": FactKind("count", int, "number of compiled graphs"),
+    "device_busy_s": FactKind("s", float, "time that the device worked in one profiled step or pass"),
+    "reallocated_step_s": FactKind("s", float, "time of a step right after the allocator's cache was emptied"),
+    "profiling_s": FactKind("s", float, "retired: time to inspect the device after the timed steps"),
     "flops_source": FactKind("", str, "how FLOPs were counted"),
     "flops_convention": FactKind("", str, "which FLOPs count"),
     "flops_dtype": FactKind("", str, "dtype of the matmuls whose FLOPs are counted"),
     "sm_clock_max_hz": FactKind("Hz", float, "the GPU's highest clock"),
-    "temperature_c": FactKind("C", float, "the GPU's temperature right behind timed work"),
-    "allocation_retries": FactKind("count", int, "the allocator ran out, emptied its cache and waited"),
-    "trace_file": FactKind("", str, "where the trace of one step was kept"),
-    "trace_split": FactKind("", str, "how a trace that marks no steps was split into them"),
+    "temperature_c": FactKind("C", float, "the GPU's temperature right after timed work"),
+    "allocation_retries": FactKind("count", int, "times that the allocator ran out, emptied its cache and waited"),
+    "trace_file": FactKind("", str, "file with the trace of one step"),
+    "trace_split": FactKind("", str, "how a trace that marks no steps was split into steps"),
     # Several ranks
-    "context_bytes": FactKind("bytes", float, "what the driver gave for the CUDA context"),
-    "nccl_bytes": FactKind("bytes", float, "what the driver gave while ranks met"),
+    "context_bytes": FactKind("bytes", float, "GPU memory of the CUDA context, by the driver"),
+    "nccl_bytes": FactKind("bytes", float, "GPU memory that the driver gave while the ranks connected"),
     "gpu_other_processes": FactKind(
-        "count", int, "processes of others on the GPU; of several ranks the most on any of theirs"
+        "count", int, "processes of others on the GPU; with several ranks, the most on any rank's GPU"
     ),
     "agreement": FactKind("", str, "what was checked to be equal on all ranks"),
-    "wire_bytes": FactKind("bytes", float, "what a rank sends at most in a step, by a ring"),
-    "expected_wire_bytes": FactKind("bytes", float, "what a rank sends at most in a step, by formula"),
+    "wire_bytes": FactKind("bytes", float, "the most that a rank sends in a step, with ring collectives"),
+    "expected_wire_bytes": FactKind("bytes", float, "the most that a rank sends in a step, by formula"),
     "expected_peak_bytes": FactKind("bytes", float, "the peak by formula"),
-    "expected_peak_point": FactKind("", str, "at which point of a step the peak by formula is"),
-    "communication_s": FactKind("s", float, "a message was under way in one profiled step"),
-    "waiting_s": FactKind("s", float, "a message was under way, and the last rank had not joined yet"),
-    "transfer_s": FactKind("s", float, "a message was under way, and every rank had joined"),
-    "exposed_s": FactKind("s", float, "a message was under way and nothing computed"),
-    "tail_s": FactKind("s", float, "from the end of computing to the last message of gradients"),
-    "trace_failed": FactKind("", str, "why there is nothing from a trace"),
-    "fullest_rank": FactKind("", int, "the rank that held most, whose facts the record's are"),
+    "expected_peak_point": FactKind("", str, "point of a step at which the peak by formula occurs"),
+    "communication_s": FactKind("s", float, "time in one profiled step in which a message was in flight"),
+    "waiting_s": FactKind("s", float, "time in which a message was in flight and the last rank had not joined yet"),
+    "transfer_s": FactKind("s", float, "time in which a message was in flight and every rank had joined"),
+    "exposed_s": FactKind("s", float, "time in which a message was in flight and nothing computed"),
+    "tail_s": FactKind("s", float, "time from the end of computing to the end of the last gradient message"),
+    "trace_failed": FactKind("", str, "why there is no result from a trace"),
+    "fullest_rank": FactKind("", int, "rank with the highest peak of memory, which the record's facts describe"),
     # Memory
-    "peak_requested_bytes": FactKind("bytes", float, "the most that tensors asked for, by the allocator"),
-    "timeline_peak_bytes": FactKind("bytes", float, "the most that tensors asked for, by the history of allocations"),
-    "timeline_peak_phase": FactKind("", str, "the phase of the peak by the history of allocations"),
-    "kernels_bytes": FactKind("bytes", float, "what the driver gave for loaded kernels"),
-    "allocated_residual_share": FactKind("ratio", float, "share of what is allocated, without a category"),
-    "allocated_residual_bytes": FactKind("bytes", float, "what is allocated, without a category"),
-    "driver_residual_share": FactKind("ratio", float, "share of what the driver sees, unexplained"),
-    "driver_residual_bytes": FactKind("bytes", float, "what the driver sees, unexplained"),
-    "parameter_bytes_each": FactKind("bytes", float, "bytes of weights for each parameter"),
-    "gradient_bytes_each": FactKind("bytes", float, "bytes of gradients for each parameter"),
-    "optimizer_state_bytes_each": FactKind("bytes", float, "bytes of optimizer state for each parameter"),
+    "peak_requested_bytes": FactKind("bytes", float, "the most that tensors requested, by the allocator"),
+    "timeline_peak_bytes": FactKind("bytes", float, "the most that tensors requested, by the history of allocations"),
+    "timeline_peak_phase": FactKind("", str, "phase of the peak by the history of allocations"),
+    "kernels_bytes": FactKind("bytes", float, "GPU memory that the driver gave for loaded kernels"),
+    "allocated_residual_share": FactKind("ratio", float, "share of allocated memory without a category"),
+    "allocated_residual_bytes": FactKind("bytes", float, "allocated bytes without a category"),
+    "driver_residual_share": FactKind("ratio", float, "share of the driver's figure that is unexplained"),
+    "driver_residual_bytes": FactKind("bytes", float, "bytes of the driver's figure that are unexplained"),
+    "parameter_bytes_each": FactKind("bytes", float, "bytes of weights per parameter"),
+    "gradient_bytes_each": FactKind("bytes", float, "bytes of gradients per parameter"),
+    "optimizer_state_bytes_each": FactKind("bytes", float, "bytes of optimizer state per parameter"),
     "residual_stream_bytes": FactKind("bytes", float, "one tensor of batch x context x d_model"),
-    "residual_stream": FactKind("", str, "how residual_stream_bytes is worked out"),
-    "history_full": FactKind("", bool, "the beginning of the history is lost"),
-    "process_group": FactKind("", str, "the backend of a group that the model opened, or none"),
-    "process_data_bytes": FactKind("bytes", float, "what a CPU's process had at the peak"),
-    "snapshot": FactKind("", str, "where the history was kept"),
-    "fit_of": FactKind("", str, "the field whose largest value that fits was searched"),
-    "memory_limit_bytes": FactKind("bytes", float, "what the cell's process might take"),
+    "residual_stream": FactKind("", str, "how residual_stream_bytes is computed"),
+    "history_full": FactKind("", bool, "the beginning of the allocation history is lost"),
+    "process_group": FactKind("", str, "backend of a process group that the model opened, or none"),
+    "process_data_bytes": FactKind("bytes", float, "data memory of a CPU's process at the peak"),
+    "snapshot": FactKind("", str, "file with the history of allocations"),
+    "fit_of": FactKind("", str, "the field whose largest fitting value was searched for"),
+    "memory_limit_bytes": FactKind("bytes", float, "memory limit of the cell's process"),
     # A profile
     "verdict": FactKind("", str, "what limits the step"),
-    "idle_s": FactKind("s", float, "the device had nothing to do, median of the profiled steps"),
+    "idle_s": FactKind("s", float, "idle time of the device, median of the profiled steps"),
     "kernels_s": FactKind("s", float, "device time of a step"),
-    "pieces": FactKind("count", float, "kernels and copies of a step; on a CPU ops"),
-    "launches": FactKind("count", float, "launches of a step"),
-    "profiler_slowdown": FactKind("ratio", float, "a profiled step over one that is not"),
-    "assigned_share": FactKind("ratio", float, "share of device time that has a phase"),
-    "fallback_share": FactKind("ratio", float, "share of device time that has a phase by the main thread's alone"),
-    "attention_split": FactKind("", str, "why attention's parts can or cannot be told apart"),
-    "graph_replay_s": FactKind("s", float, "a step replayed as one CUDA graph, mean"),
-    "graph_replay_kernels_s": FactKind("s", float, "kernels of the replayed phases, by the profiler"),
+    "pieces": FactKind("count", float, "kernels and copies in a step; ops on a CPU"),
+    "launches": FactKind("count", float, "kernel launches in a step"),
+    "profiler_slowdown": FactKind("ratio", float, "time of a profiled step over that of an unprofiled step"),
+    "assigned_share": FactKind("ratio", float, "share of device time that was assigned to a phase"),
+    "fallback_share": FactKind(
+        "ratio", float, "share of device time whose phase only the main thread's phase determines"
+    ),
+    "attention_split": FactKind("", str, "why attention's parts can or cannot be separated"),
+    "replayed_share": FactKind(
+        "ratio", float, "share of device time of a captured step that an eager step's order places"
+    ),
+    "graph_replay_s": FactKind("s", float, "mean time of a step replayed as one CUDA graph"),
+    "graph_replay_kernels_s": FactKind("s", float, "kernel time of the replayed phases, by the profiler"),
     "graph_replay_phases": FactKind("", str, "which phases were replayed as one CUDA graph"),
-    "graph_replay_left_out": FactKind("", str, "what the CUDA graph could not hold, and why"),
+    "graph_replay_left_out": FactKind("", str, "what the CUDA graph could not contain, and why"),
     "graph_replay_failed": FactKind("", str, "why no graph was replayed"),
     # Numerics
     "error_logits": FactKind("ratio", float, "|x - ref| / |ref| of the logits"),
     "error_loss": FactKind("ratio", float, "|x - ref| / |ref| of the loss"),
     "error_gradient_median": FactKind("ratio", float, "|x - ref| / |ref| of the parameters' gradients, median"),
     "error_gradient_max": FactKind("ratio", float, "|x - ref| / |ref| of the worst gradient"),
-    "gradients_without_error": FactKind("count", int, "parameters whose gradient is not finite or zero throughout"),
-    "reference": FactKind("", str, "the dtype that errors are held to"),
+    "gradients_without_error": FactKind("count", int, "parameters whose gradient is not finite or is all zero"),
+    "reference": FactKind("", str, "dtype of the reference that errors are relative to"),
     "reference_reason": FactKind("", str, "why the reference is not fp64"),
-    "logits_module": FactKind("", str, "the module whose output the logits are"),
-    "gradient_scale": FactKind("", float, "the loss was multiplied by it"),
+    "logits_module": FactKind("", str, "the module whose output is taken as the logits"),
+    "gradient_scale": FactKind("", float, "factor by which the loss was multiplied"),
     "settled_scale": FactKind("", float, "the largest power of two without an infinite gradient"),
     "no_effect": FactKind("", str, "why autocast changed nothing"),
     # Attention
-    "first_call_s": FactKind("s", float, "the first pass, compilation included"),
+    "first_call_s": FactKind("s", float, "time of the first pass, compilation included"),
     "inputs_bytes": FactKind("bytes", float, "bytes of q, k and v"),
     "output_bytes": FactKind("bytes", float, "bytes of the output"),
-    "scores_bytes": FactKind("bytes", float, "bytes of scores written out"),
-    "softmax_bytes": FactKind("bytes", float, "bytes of softmax written out"),
-    "gradients_bytes": FactKind("bytes", float, "bytes of what backward adds"),
+    "scores_bytes": FactKind("bytes", float, "bytes of the scores in memory"),
+    "softmax_bytes": FactKind("bytes", float, "bytes of the softmax in memory"),
+    "gradients_bytes": FactKind("bytes", float, "bytes that backward adds"),
     "lse_bytes": FactKind("bytes", float, "bytes of the log-sum-exp"),
     "needed_bytes": FactKind("bytes", float, "the least bytes that the pass needs"),
     "error_same_dtype_dq": FactKind("ratio", float, "error_dq when the reference computes in the same dtype"),
@@ -181,26 +196,26 @@ FACTS: Mapping[str, FactKind] = {
     "error_same_dtype_dv": FactKind("ratio", float, "error_dv when the reference computes in the same dtype"),
     "error_same_dtype_lse": FactKind("ratio", float, "error_lse when the reference computes in the same dtype"),
     # Tiles of attention's kernels
-    "architecture": FactKind("", str, "the GPU's architecture, as sm_90"),
-    "device_shared_bytes": FactKind("bytes", float, "shared memory that a block may have"),
-    "check_s": FactKind("s", float, "checking every tile"),
+    "architecture": FactKind("", str, "the GPU's architecture, such as sm_90"),
+    "device_shared_bytes": FactKind("bytes", float, "shared memory that a block can have"),
+    "check_s": FactKind("s", float, "time to check every tile"),
     "best": FactKind("", str, "the fastest tile"),
-    "in_use": FactKind("", str, "the tile that the table has"),
-    "in_use_record": FactKind("", str, "which measurement the table's tile rests on"),
+    "in_use": FactKind("", str, "the tile in the table"),
+    "in_use_record": FactKind("", str, "the measurement that the table's tile rests on"),
     "in_use_time": FactKind("s", float, "time of the table's tile"),
-    "tiles_tried": FactKind("count", int, "tiles tried"),
-    "error": FactKind("ratio", float, "max |x - ref| / max |ref|, of one tile"),
-    "error_ratio": FactKind("ratio", float, "the error over what is allowed"),
+    "tiles_tried": FactKind("count", int, "number of tiles tried"),
+    "error": FactKind("ratio", float, "max |x - ref| / max |ref| of one tile"),
+    "error_ratio": FactKind("ratio", float, "the error over the allowed error"),
     "wrong": FactKind("", str, "why the tile is wrong"),
-    "registers": FactKind("count", int, "registers a thread of the compiled kernel"),
-    "spilled_bytes": FactKind("bytes", float, "bytes of registers that were spilled"),
+    "registers": FactKind("count", int, "registers per thread of the compiled kernel"),
+    "spilled_bytes": FactKind("bytes", float, "bytes of spilled registers"),
     "shared_bytes": FactKind("bytes", float, "shared memory of the compiled kernel"),
     # Ceilings and collectives
     "counted": FactKind("", str, "which FLOPs or bytes count"),
-    "route": FactKind("", str, "how a peer's copy goes"),
+    "route": FactKind("", str, "path of a copy between GPUs"),
     "payload_bytes": FactKind("bytes", float, "bytes of the whole tensor"),
-    "ring_bytes": FactKind("bytes", float, "what a ring's busiest rank sends of the whole tensor"),
-    "messages": FactKind("count", int, "messages sent"),
+    "ring_bytes": FactKind("bytes", float, "bytes of the whole tensor that a ring's busiest rank sends"),
+    "messages": FactKind("count", int, "number of messages sent"),
     "message_bytes": FactKind("bytes", float, "bytes of all messages together"),
 }
 
@@ -211,8 +226,63 @@ def facts_of(**values: Any) -> dict[str, Fact]:
 
 
 def wrong_fact(name: str, value: Any) -> str | None:
-    """Why this cannot be the value of that fact, or None; of a fact that is not declared anything can."""
+    """Why this cannot be the value of that fact, or None. A fact that is not declared may have any value."""
     kind = FACTS.get(name)
     if kind is None or is_a(value, kind.type):
         return None
-    return f"cannot be {value_words(value)}: it is {type_words(kind.type)} ({kind.meaning})"
+    return f"cannot be {value_words(value)}: it must be {type_words(kind.type)} ({kind.meaning})"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that floating point can represent."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+
+
+def is_type(hint: Any) -> bool:
+    """Whether this is a type that `is_a` can check."""
+    return all(kind in _TYPE_WORDS or get_origin(kind) is list for kind in get_args(hint) or (hint,))
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether a value has a declared type."""
+    if type(value) in _classes_of(kind):
+        return type(value) not in (int, float) or bool(-_LARGEST <= value <= _LARGEST)
+    if get_origin(kind) is list:
+        return isinstance(value, list | tuple) and first_wrong(value, *get_args(kind)) is None
+    return kind is object
+
+
+def first_wrong(values: Sequence[Any], kind: Any) -> int | None:
+    """Index of the first value that does not have the declared type; None where all have it."""
+    if kind is object:
+        return None
+    classes = _classes_of(kind)
+    if set(map(type, values)) <= classes:
+        # Columns are long, so built-in functions check the whole column at the speed of C.
+        if classes.isdisjoint((int, float)):
+            return None
+        numbers = [value for value in values if value is not None and type(value) is not str]
+        if not numbers or (min(numbers) >= -_LARGEST and max(numbers) <= _LARGEST):
+            return None
+    return next((index for index, value in enumerate(values) if not is_a(value, kind)), None)
+
+
+def type_words(kind: Any) -> str:
+    """A declared type in words: `a whole number or nothing`."""
+    if get_origin(kind) is list:
+        return f"a list, each of it {type_words(*get_args(kind))}"
+    return " or ".join(_TYPE_WORDS.get(member, "a mapping") for member in get_args(kind) or (kind,))
+
+
+def value_words(value: Any) -> str:
+    """The value if it is short, else its type."""
+    if isinstance(value, str | float | bool | None) and len(ascii(value)) < 80:
+        return repr(value)
+    return f"of type {'mapping' if isinstance(value, Mapping) else type(value).__name__}"
+
+
+@functools.cache
+def _classes_of(kind: Any) -> frozenset[type]:
+    """The classes that values of a declared type have; none for a list, whose elements are checked instead."""
+    kinds = set() if get_origin(kind) is list else set(get_args(kind) or (kind,))
+    return frozenset(kinds | {int} if float in kinds else kinds)

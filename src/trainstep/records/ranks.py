@@ -1,7 +1,7 @@
-"""What each rank of a cell took and held: read from tables of its record that have a column `rank`.
+"""Read what each rank of a cell measured, from the tables of its record that have a column `rank`.
 
-`ranks` has a row a rank and quantity, raw values; those of a cell of memory (ledger, timeline...) have every rank's rows, and
-`rank_facts` every rank's facts.
+The table `ranks` has a row for each rank and quantity, with raw values. In a record of `trainstep memory`, the tables (ledger,
+timeline...) have every rank's rows, and `rank_facts` has every rank's facts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from trainstep.records.record import Record
 from trainstep.records.tables import RANK_FACTS, RANKS
 
 SLOWEST = ("step", "window_step", "time")
-"""Quantities whose samples in the record are, value by value, the slowest rank's."""
+"""Quantities where each value of the record's samples is the slowest rank's value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpread:
-    """The slowest and the fastest rank of a quantity, by median."""
+    """The slowest and the fastest rank in one quantity, by median."""
 
     slowest: int
     slowest_value: float
@@ -27,14 +27,14 @@ class RankSpread:
 
 
 def rank_values(record: Record, quantity: str) -> dict[int, Sequence[float]]:
-    """Rank -> its raw values; empty where the record has no such table or quantity."""
+    """Rank -> its raw values; empty where the record has no table `ranks` or no such quantity in it."""
     table = record.tables.get(RANKS, {})
     columns = (table.get(name, ()) for name in ("rank", "quantity", "values"))
     return {rank: values for rank, name, values in zip(*columns, strict=True) if name == quantity and values}
 
 
 def rank_spread(record: Record, quantity: str) -> RankSpread | None:
-    """Who is slowest and who is fastest; None for fewer than two ranks."""
+    """The slowest and the fastest rank; None for fewer than two ranks."""
     medians = {rank: median(values) for rank, values in rank_values(record, quantity).items()}
     if len(medians) < 2:
         return None
@@ -43,24 +43,25 @@ def rank_spread(record: Record, quantity: str) -> RankSpread | None:
 
 
 def fullest_rank(record: Record) -> int:
-    """The rank that held most at its peak, whose facts are the record's; 0 of one rank."""
+    """The rank with the highest peak of memory, which the record's own facts describe; 0 where there is one rank."""
     return int(record.fact("fullest_rank", 0))
 
 
 def table_of_rank(record: Record, name: str, rank: int | None = None) -> Mapping[str, Sequence[Any]]:
-    """A rank's part of a table, the fullest rank's by default, without the column `rank`; {} where there is no such table.
+    """The rows of one rank in a table, by default of the fullest rank, without the column `rank`.
 
-    The table as it is where there is one rank."""
+    A table without that column is returned whole; {} where the record has no such table.
+    """
     table = record.tables.get(name, {})
     if "rank" not in table:
         return table
-    chosen = fullest_rank(record) if rank is None else rank
-    places = [place for place, its in enumerate(table["rank"]) if its == chosen]
-    return {column: [values[place] for place in places] for column, values in table.items() if column != "rank"}
+    rank = fullest_rank(record) if rank is None else rank
+    rows = [row for row, row_rank in enumerate(table["rank"]) if row_rank == rank]
+    return {column: [values[row] for row in rows] for column, values in table.items() if column != "rank"}
 
 
 def facts_of_rank(record: Record, rank: int) -> dict[str, Any]:
-    """Name -> value of what that rank found; of one rank the record's own."""
+    """Fact name -> value on one rank; the record's own facts where there is no table `rank_facts`."""
     table = table_of_rank(record, RANK_FACTS, rank)
     if not table:
         return {name: fact.value for name, fact in record.facts.items()}

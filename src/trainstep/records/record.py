@@ -1,4 +1,7 @@
-"""A record: what one cell was, where it ran and what was seen, or how it failed. Immutable; raw values; units named.
+"""A record: what one cell was, where it ran, and what was measured or how it failed.
+
+Records are immutable, hold raw values and name their units. `record_to_plain` and `record_from_plain` convert them to JSON values
+and back; the second checks every value against its declaration.
 
 Format 1 (2026-11): the first.
 """
@@ -13,21 +16,20 @@ from typing import Any, TypeVar, get_args
 from trainstep.config.instruments import INSTRUMENTS
 from trainstep.config.parsing import flat_form
 from trainstep.records.facts import Fact as Fact
-from trainstep.records.facts import wrong_fact
+from trainstep.records.facts import is_a, is_number, is_type, type_words, value_words, wrong_fact
 from trainstep.records.tables import wrong_table
-from trainstep.records.values import is_a, is_number, is_type, type_words, value_words
 
 Kind = TypeVar("Kind")
 
 FORMAT = 1
 FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error", "unsupported", "divergence")
-"""`unsupported`: refused before it ran, as any run of it would be; no fault, and nothing was spoiled. `divergence`: replicas that
-should be equal are not."""
+"""`unsupported`: refused before it ran, as it always would be; this is not an error. `divergence`: replicas that should be equal
+differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Raw values of one quantity in the order they were taken; the warm-ups that preceded them apart."""
+    """Raw values of one quantity in the order of measurement, without the warm-ups that preceded them."""
 
     unit: str
     values: tuple[float, ...]
@@ -40,7 +42,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where a cell ran. None where a thing is absent (no GPU) or unknown (no git)."""
+    """Where a cell ran. None where something is absent (no GPU) or unknown (no git)."""
 
     hostname: str
     os: str
@@ -63,17 +65,17 @@ class Environment:
     driver: str | None = None
 
     def difference(self, other: "Environment", *fields: str) -> str | None:
-        """'torch 2.11.0 against 2.13.0' for the first of these fields that differs, or None."""
+        """The first of these fields that differs, as 'torch 2.11.0 against 2.13.0'; None if all are equal."""
         for name in fields:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} {mine} against {theirs}"
+            value, other_value = getattr(self, name), getattr(other, name)
+            if value != other_value:
+                return f"{name} {value} against {other_value}"
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Something that held memory when it ran out."""
+    """Something that occupied memory when memory ran out."""
 
     name: str
     bytes: int
@@ -93,20 +95,20 @@ class Failure:
     allocated_bytes: int | None = None
     capacity_bytes: int | None = None
     holders: tuple[Holder, ...] = ()
-    """What held the rest, largest first."""
+    """What occupied the rest, largest first."""
     last_lines: tuple[str, ...] = ()
     """The end of what the process printed."""
 
     def __post_init__(self) -> None:
         if self.kind not in FAILURE_KINDS:
-            raise ValueError(f"kind: {self.kind!r} is no kind of failure; known: {', '.join(FAILURE_KINDS)}")
+            raise ValueError(f"kind: {self.kind!r} is not a kind of failure; known: {', '.join(FAILURE_KINDS)}")
         for name in ("holders", "last_lines"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One cell. `tables`: name -> columns (name -> list of values)."""
+    """The record of one cell. `tables`: name -> columns (name -> list of values)."""
 
     workload: str
     key: str
@@ -138,7 +140,10 @@ def record_to_plain(record: Record) -> dict[str, Any]:
 
 
 def record_from_plain(plain: Mapping[str, Any]) -> Record:
-    """The inverse. ValueError for a newer format (named), for anything that is no record, and for what is not as declared."""
+    """The record of these JSON values: the inverse of `record_to_plain`.
+
+    ValueError for another format (named), for anything that is not a record, and for a value that contradicts its declaration.
+    """
     if not isinstance(plain, dict) or "format" not in plain:
         raise ValueError("not a record: it names no format")
     if plain["format"] != FORMAT:
@@ -147,14 +152,14 @@ def record_from_plain(plain: Mapping[str, Any]) -> Record:
     for name in ("config", "tables", "prediction"):
         value = plain.get(name, {})
         if not isinstance(value, dict) and (name != "prediction" or value is not None):
-            raise ValueError(f"not a record: its {name} is no mapping")
+            raise ValueError(f"not a record: its {name} is not a mapping")
     try:
         failure = plain.get("failure")
-        record = _built(
+        record = _build(
             Record,
             {
                 **plain,
-                "environment": _built(Environment, plain["environment"], "environment"),
+                "environment": _build(Environment, plain["environment"], "environment"),
                 "samples": {name: _samples(value, name) for name, value in plain.get("samples", {}).items()},
                 "facts": {name: _fact(value, name) for name, value in plain.get("facts", {}).items()},
                 "failure": None if failure is None else _failure(failure),
@@ -167,9 +172,31 @@ def record_from_plain(plain: Mapping[str, Any]) -> Record:
         raise ValueError(f"not a record: {error}") from None
 
 
+def _samples(plain: Mapping[str, Any], name: str) -> Samples:
+    if not all(is_number(value) for value in (*plain["values"], *plain["warmups"])):
+        raise ValueError(f"not a record: its samples of {name} are not all numbers")
+    return _build(Samples, plain, f"samples.{name}")
+
+
+def _fact(plain: Mapping[str, Any], name: str) -> Fact:
+    fact = _build(Fact, plain, f"facts.{name}")
+    number = isinstance(fact.value, int | float) and not isinstance(fact.value, bool)
+    if (fact.unit or number) and not is_number(fact.value):
+        raise ValueError(f"not a record: facts.{name}.value is not a finite number")
+    return fact
+
+
+def _failure(plain: Mapping[str, Any]) -> Failure:
+    holders = tuple(_build(Holder, holder, "failure.holders") for holder in plain.get("holders", ()))
+    lines = tuple(plain.get("last_lines", ()))
+    if not all(isinstance(line, str) for line in lines):
+        raise ValueError("not a record: failure.last_lines are not all text")
+    return _build(Failure, {**plain, "holders": holders, "last_lines": lines}, "failure")
+
+
 def _check_declared(record: Record) -> None:
-    """ValueError for what is not as it is declared: a fact, a table, a field of a known workload's config, or one of these that a
-    record of it always has and that is missing here."""
+    """ValueError for a fact, a table or a config field that contradicts its declaration, or that is missing from a record of a
+    workload whose records always have it."""
     wrong = {f"facts.{name}": wrong_fact(name, fact.value) for name, fact in record.facts.items()}
     wrong |= {f"tables.{name}": wrong_table(record.workload, name, table) for name, table in record.tables.items()}
     for where, reason in wrong.items():
@@ -181,73 +208,51 @@ def _check_declared(record: Record) -> None:
     if (field := _wrong_field(record.config, instrument.config)) is not None:
         raise ValueError(f"not a record: config.{field}")
     for part in ("config",) if record.failure else ("config", "samples", "facts", "tables"):
+        values = getattr(record, part)
         for name in instrument.always.get(part, ()):
-            held = getattr(record, part)
-            if name not in held or (part == "samples" and not held[name].values):
+            if name not in values or (part == "samples" and not values[name].values):
                 raise ValueError(f"not a record: {part}.{name} is missing")
 
 
-def _samples(plain: Mapping[str, Any], name: str) -> Samples:
-    if not all(is_number(value) for value in (*plain["values"], *plain["warmups"])):
-        raise ValueError(f"not a record: its samples of {name} are not all numbers")
-    return _built(Samples, plain, f"samples.{name}")
-
-
-def _fact(plain: Mapping[str, Any], name: str) -> Fact:
-    fact = _built(Fact, plain, f"facts.{name}")
-    number = isinstance(fact.value, int | float) and not isinstance(fact.value, bool)
-    if (fact.unit or number) and not is_number(fact.value):
-        raise ValueError(f"not a record: facts.{name}.value is no finite number")
-    return fact
-
-
-def _failure(plain: Mapping[str, Any]) -> Failure:
-    holders = tuple(_built(Holder, holder, "failure.holders") for holder in plain.get("holders", ()))
-    lines = tuple(plain.get("last_lines", ()))
-    if not all(isinstance(line, str) for line in lines):
-        raise ValueError("not a record: failure.last_lines are not all text")
-    return _built(Failure, {**plain, "holders": holders, "last_lines": lines}, "failure")
-
-
-def _built(kind: Callable[..., Kind], plain: Mapping[str, Any], where: str) -> Kind:
-    """An object of that class. ValueError naming the first text, number or switch that is not what its field holds."""
+def _build(kind: Callable[..., Kind], plain: Mapping[str, Any], where: str) -> Kind:
+    """An object of that class. ValueError names the first field whose value does not have the declared type."""
     if not isinstance(plain, Mapping):
-        raise ValueError(f"not a record: its {where} is no mapping")
+        raise ValueError(f"not a record: its {where} is not a mapping")
     if (wrong := _wrong_field(plain, kind)) is not None:
         raise ValueError(f"not a record: {where}.{wrong}")
     return kind(**plain)
 
 
 def _wrong_field(plain: Mapping[str, Any], kind: Callable[..., Any]) -> str | None:
-    """`context cannot be 'x': it is a whole number`, of the first field whose value is not what that class declares; or None."""
-    for name, (hint, inner) in _declared_fields(kind).items():
+    """The first field whose value contradicts the class, as `context cannot be 'x': it must be a whole number`; or None."""
+    for name, (hint, classes) in _declared_fields(kind).items():
         if name not in plain or is_a(plain[name], hint):
             continue
-        if not inner or not isinstance(plain[name], Mapping):
-            return f"{name} cannot be {value_words(plain[name])}: it is {type_words(hint)}"
-        if (wrong := next(filter(None, (_wrong_field(plain[name], one) for one in inner)), None)) is not None:
+        if not classes or not isinstance(plain[name], Mapping):
+            return f"{name} cannot be {value_words(plain[name])}: it must be {type_words(hint)}"
+        if (wrong := next(filter(None, (_wrong_field(plain[name], inner) for inner in classes)), None)) is not None:
             return f"{name}.{wrong}"
     return None
 
 
 @functools.cache
 def _declared_fields(kind: Callable[..., Any]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Field -> its type, and the classes of which it may be one, where it holds no plain value; without fields of any value."""
-    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    """Field -> its type, and the dataclasses among that type's alternatives. Fields whose type cannot be checked are left out."""
+    fields: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     for name, (_, declared) in flat_form(kind).items():
         hint = declared.type
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        classes = tuple(one for one in kinds if dataclasses.is_dataclass(one))
+        alternatives = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        classes = tuple(alternative for alternative in alternatives if dataclasses.is_dataclass(alternative))
         if classes or is_type(hint):
-            found[name] = (hint, classes)
-    return found
+            fields[name] = (hint, classes)
+    return fields
 
 
 def _freeze(value: Any) -> Any:
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
-                raise ValueError(f"the key {name!r} is no string, and would come back from a file as one")
+                raise ValueError(f"the key {name!r} is not a string, but a file would return a string")
         return MappingProxyType({name: _freeze(item) for name, item in value.items()})
     if isinstance(value, list | tuple):
         return tuple(_freeze(item) for item in value)

@@ -1,4 +1,10 @@
-"""Statistics of raw samples, computed when read: spread, quantiles, an interval of the median, and reasons to doubt them."""
+"""Statistics of raw samples, computed at read time: quantiles, an interval of the median, and reasons to doubt them.
+
+    summarize(record.samples["step"]).median
+    doubts(record)   # ("few samples", "drifting")
+
+Records have raw samples only, so that statistics can change without measuring again.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,31 +17,32 @@ from trainstep.records.record import Record, Samples
 
 Floats = NDArray[np.float64]
 
-FEW_SAMPLES = 5
-UNSTABLE_SPREAD = 0.05
-DRIFT_SHARE = 0.02
-OUTLIER_SAMPLES = 8
-OUTLIER_FACTOR = 2.0
-"""Standard deviations of so many interquartile ranges are no noise: a normal one is 0.74 of it, and of 8 values one set in fifty
-goes that far; of fewer the range itself is too unsure."""
-OUTLIER_SHARE = 0.02
-"""A share of the median, below which nobody minds."""
+_FEW_SAMPLES = 5
+_UNSTABLE_SPREAD = 0.05
+_DRIFT_SHARE = 0.02
 _DRIFT_Z = 2.58
-"""Two-sided 1 % point of the normal distribution: one steady run in a hundred would look like drift by its order alone."""
+"""Two-sided 1 % point of the normal distribution: by its order alone, one steady run in a hundred would look like drift."""
+_OUTLIER_SAMPLES = 8
+_OUTLIER_FACTOR = 2.0
+"""A standard deviation of this many interquartile ranges means outliers: normal noise has 0.74, and one set of 8 values in fifty
+goes that far. With fewer values the range itself is too uncertain."""
+_OUTLIER_SHARE = 0.02
+"""Outliers below this share of the median do not matter."""
 _RESAMPLES = 2000
 _BUSY = {"cores": ("cpu_busy_before", 0.25), "GPU": ("gpu_busy_before", 0.05)}
-"""Facts, and shares above which others at work are a doubt: of two cores' 20 ticks in that moment, the system takes some."""
+"""Facts, and the shares above which other processes are a doubt. The system itself takes some of the 20 ticks that two cores have
+while this is measured."""
 _HARMLESS_THROTTLING = ("application clocks",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One quantity in its samples' unit. `low`, `high`: 95 % bootstrap interval of the median."""
+    """The statistics of one quantity, in its samples' unit. `low`, `high`: 95 % bootstrap interval of the median."""
 
     n: int
     mean: float
     std: float
-    """Of the sample (divisor n - 1); 0 for a single value."""
+    """Sample standard deviation (divisor n - 1); 0 for a single value."""
     median: float
     p05: float
     p25: float
@@ -46,17 +53,17 @@ class Summary:
 
     @property
     def half_range(self) -> float:
-        """Half the interquartile range, (p75 - p25) / 2: what stands behind ± of a median."""
+        """Half the interquartile range, (p75 - p25) / 2: the number after the ± of a median."""
         return (self.p75 - self.p25) / 2
 
     @property
     def spread(self) -> float:
-        """(p75 - p25) / median: unmoved by a few outliers, unlike std / mean."""
+        """(p75 - p25) / median. A few outliers do not change it, unlike std / mean."""
         return (self.p75 - self.p25) / self.median if self.median else 0.0
 
 
 def summarize(samples: Samples) -> Summary:
-    """The statistics of the values, warm-ups left out. ValueError when there is no value."""
+    """The statistics of the values, without the warm-ups. ValueError if there is no value."""
     if not samples.values:
         raise ValueError("there are no samples to summarise")
     values = np.asarray(samples.values, dtype=np.float64)
@@ -77,7 +84,7 @@ def summarize(samples: Samples) -> Summary:
 
 
 def bootstrap_medians(values: Floats, *, stream: int = 0) -> Floats:
-    """Medians of 2000 resamples with replacement; always the same draws for one n and `stream`."""
+    """Medians of 2000 resamples with replacement. The same n and `stream` always give the same draws."""
     ordered = np.sort(values)
     lower, upper = _middle_ranks(len(ordered), stream)
     medians: Floats = (ordered[lower] + ordered[upper]) / 2
@@ -86,12 +93,12 @@ def bootstrap_medians(values: Floats, *, stream: int = 0) -> Floats:
 
 @lru_cache(maxsize=64)
 def _middle_ranks(n: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each resample, the ranks in the sorted sample of its two middle values (the same one where n is odd).
+    """For each resample, the ranks of its two middle values in the sorted sample (equal ranks where n is odd).
 
-    Drawing n values with replacement is drawing n uniforms and taking floor(n u) as ranks, so the middle of a resample comes
-    from the k-th smallest uniform, Beta(k, n - k + 1); the next one is the least of n - k uniforms above it. Two draws
-    a resample replace n draws and a sort. Half the resamples mirror the others (as likely), so that turning the values
-    round turns the interval round.
+    Drawing n values with replacement means drawing n uniforms and taking floor(n u) as ranks. So the middle of a resample comes
+    from the k-th smallest uniform, which has the distribution Beta(k, n - k + 1), and the next value is the least of n - k uniforms
+    above it. Two draws per resample replace n draws and a sort. Half of the resamples mirror the other half (they are equally
+    likely), so that reversing the order of the values reverses the interval.
     """
     draws = np.random.default_rng((20261, stream))
     k, half = (n + 1) // 2, _RESAMPLES // 2
@@ -104,64 +111,55 @@ def _middle_ranks(n: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.in
 
 
 def doubts(record: Record) -> tuple[str, ...]:
-    """Short phrases on what makes the record's step time (or the first quantity it has) doubtful; empty when nothing does."""
+    """Short phrases that say why the record's step time (or its first quantity) is doubtful; empty if it is not."""
     samples = record.samples.get("step") or next(iter(record.samples.values()), None)
-    found = _doubts_of_times(samples) if samples is not None and samples.values else []
-    reasons = [word.strip() for word in str(record.fact("throttle_reasons") or "").split(",")]
-    harmful = [word for word in reasons if word and word not in _HARMLESS_THROTTLING]
+    phrases = _doubts_about_times(samples) if samples is not None and samples.values else []
+    reasons = [reason.strip() for reason in str(record.fact("throttle_reasons") or "").split(",")]
+    harmful = [reason for reason in reasons if reason and reason not in _HARMLESS_THROTTLING]
     if harmful:
-        found.append(f"throttled ({', '.join(harmful)})")
+        phrases.append(f"throttled ({', '.join(harmful)})")
     ranks = record.config.get("ranks")
     if record.config.get("device") == "cpu" and isinstance(ranks, int) and ranks > record.environment.cores:
-        found.append("more ranks than cores")
-    found += _doubts_of_others(record)
+        phrases.append("more ranks than cores")
+    for resource, (fact, limit) in _BUSY.items():
+        share = record.fact(fact) or 0.0
+        if share > limit:
+            phrases.append(f"other processes used {share:.0%} of the {resource} before it")
+    if record.fact("gpu_other_processes"):
+        phrases.append("other processes on the GPU")
     if record.fact("capture_left_out"):
-        found.append(f"captured: {record.fact('captured')}")
+        phrases.append(f"captured: {record.fact('captured')}")
     if record.fact("launch_bound"):
-        found.append("launch-bound")
-    return tuple(found)
+        phrases.append("launch-bound")
+    return tuple(phrases)
 
 
-def _doubts_of_times(samples: Samples) -> list[str]:
-    doubted = {
-        "few samples": len(samples.values) < FEW_SAMPLES,
-        "unstable": summarize(samples).spread > UNSTABLE_SPREAD,
-        "outliers": _has_outliers(samples),
+def _doubts_about_times(samples: Samples) -> list[str]:
+    summary = summarize(samples)
+    interquartile = summary.p75 - summary.p25
+    # The quartiles do not see a few values that are far off, but these values dominate the standard deviation.
+    far = max(_OUTLIER_FACTOR * interquartile, _OUTLIER_SHARE * abs(summary.median))
+    phrases = {
+        "few samples": summary.n < _FEW_SAMPLES,
+        "unstable": summary.spread > _UNSTABLE_SPREAD,
+        "outliers": summary.n >= _OUTLIER_SAMPLES and summary.std > far,
         "drifting": _drifts(samples.values),
     }
-    return [name for name, holds in doubted.items() if holds]
-
-
-def _doubts_of_others(record: Record) -> list[str]:
-    """What others did on the machine just before the cell, and on its GPU."""
-    shares = {what: (record.fact(name) or 0.0, least) for what, (name, least) in _BUSY.items()}
-    found = [
-        f"others kept {share:.0%} of the {what} busy before it"
-        for what, (share, least) in shares.items()
-        if share > least
-    ]
-    return [*found, "others on the GPU"] if record.fact("gpu_other_processes") else found
-
-
-def _has_outliers(samples: Samples) -> bool:
-    """Whether a few values far off carry the standard deviation, which the quartiles do not see."""
-    found = summarize(samples)
-    far = max(OUTLIER_FACTOR * (found.p75 - found.p25), OUTLIER_SHARE * abs(found.median))
-    return found.n >= OUTLIER_SAMPLES and found.std > far
+    return [phrase for phrase, applies in phrases.items() if applies]
 
 
 def _drifts(values: Sequence[float]) -> bool:
-    """Whether the last third's median is over 2 % away from the first third's and values follow their order in time.
+    """Whether the median of the last third differs by over 2 % from that of the first third, and the values correlate with time.
 
-    Order: Spearman's rank correlation with time, whose standard deviation is 1 / sqrt(n - 1) where there is no trend.
-    Asking for both keeps out a trend too small to matter and a noise that happens to end high.
+    The correlation is Spearman's rank correlation; without a trend its standard deviation is 1 / sqrt(n - 1). The two conditions
+    together exclude a trend that is too small to matter and noise that happens to end high.
     """
     n = len(values)
-    if n < FEW_SAMPLES:
+    if n < _FEW_SAMPLES:
         return False
     series = np.asarray(values, dtype=np.float64)
     first, last = np.median(series[: n // 3]), np.median(series[-(n // 3) :])
-    if abs(last - first) <= DRIFT_SHARE * abs(first):
+    if abs(last - first) <= _DRIFT_SHARE * abs(first):
         return False
     ranks = np.unique(series, return_inverse=True)[1].reshape(n)
     return bool(abs(np.corrcoef(np.arange(n), ranks)[0, 1]) * np.sqrt(n - 1) > _DRIFT_Z)

@@ -1,15 +1,14 @@
-"""Every table that our own workloads write, declared once: what its rows are, its columns and the types of their values.
+"""Every table that trainstep's workloads write, declared once with its rows, its columns and their types.
 
-A record's tables are held to this when it is read: its workload's and `ranks`, which any workload of several ranks has. Other
-tables, and other columns of these, may hold anything.
+A record's tables are checked against these declarations when it is read: the tables of its workload, and `ranks`, which any
+workload with several ranks has. Other tables, and further columns of these tables, may contain anything.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainstep.records.facts import wrong_fact
-from trainstep.records.values import first_wrong, type_words, value_words
+from trainstep.records.facts import first_wrong, type_words, value_words, wrong_fact
 
 RANKS = "ranks"
 RANK_FACTS = "rank_facts"
@@ -17,9 +16,10 @@ RANK_FACTS = "rank_facts"
 
 @dataclass(frozen=True, kw_only=True)
 class TableKind:
-    """A declared table: column -> type of its values, as records/values.py reads it. A table without columns has no rows.
+    """The declaration of a table. A stored table without columns has no rows.
 
-    `optional`: columns that some records have. `others`: the type of every further column, where the names are an open set.
+    `rows`: what a row is. `columns`: column -> type (records/facts.py). `optional`: columns that only some records have. `others`:
+    type of every further column, where the names are an open set.
     """
 
     rows: str
@@ -29,11 +29,11 @@ class TableKind:
 
 
 _RANKS = TableKind(
-    rows="a rank and quantity: everyone's raw values",
+    rows="a rank and quantity: its raw values",
     columns={"rank": int, "quantity": str, "unit": str, "values": list[float]},
 )
 _RANK = {"rank": int}
-"""Of several ranks, every table of a cell of memory has it."""
+"""Where there are several ranks, every table of `trainstep memory` has this column."""
 _TIME = {"phase": str, "calls": float, "time_s": float, "share": float}
 _LINES = {
     "line": str,
@@ -49,7 +49,7 @@ _PARALLEL = {
         columns={"operation": str, "messages": int, "bytes": int, "expected_messages": int, "expected_bytes": int},
     ),
     "memory_points": TableKind(
-        rows="a rank, point of a step and line of what is held",
+        rows="a rank, point of a step and line of the ledger",
         columns={"rank": int, "point": str, "line": str, "bytes": int, "expected_bytes": int | None},
     ),
     "communication": TableKind(
@@ -58,18 +58,18 @@ _PARALLEL = {
         | {"tail_s": float},
     ),
     "buckets": TableKind(
-        rows="a message of rank 0, in order of launch; times from the beginning of the step",
+        rows="a message of rank 0, in order of launch; times count from the beginning of the step",
         columns={"name": str, "phase": str, "bytes": int | None, "launched_s": float, "started_s": float}
         | {"finished_s": float, "waiting_s": float | None, "hidden_s": float, "exposed_s": float},
     ),
 }
 _MEMORY = {
     "ledger": TableKind(
-        rows="a line of what is held, at each moment", columns=_LINES | {"peak": int | None}, optional=_RANK
+        rows="a line of the ledger: its bytes at each moment", columns=_LINES | {"peak": int | None}, optional=_RANK
     ),
-    "expected": TableKind(rows="a line of what is held, by formula", columns=_LINES, optional=_RANK),
+    "expected": TableKind(rows="a line of the ledger, by formula", columns=_LINES, optional=_RANK),
     "peaks": TableKind(
-        rows="a phase: the most that was held",
+        rows="a phase: its highest figures",
         columns={"phase": str, "requested_bytes": int, "allocated_bytes": int | None, "reserved_bytes": int | None}
         | {"driver_bytes": int | None},
         optional=_RANK,
@@ -78,13 +78,13 @@ _MEMORY = {
         rows="a layer: its activations after forward", columns={"layer": str, "bytes": int}, optional=_RANK
     ),
     "timeline": TableKind(
-        rows="a moment of the step: bytes by category, a column each",
+        rows="a moment of the step: bytes by category, one column each",
         columns={"time_s": float, "phase": str},
         optional=_RANK,
         others=int,
     ),
     "allocations": TableKind(
-        rows="allocations at the peak that are alike",
+        rows="a group of similar allocations at the peak",
         columns={"bytes": int, "count": int, "category": str, "phase": str, "layer": str, "stack": str},
         optional=_RANK,
     ),
@@ -92,7 +92,7 @@ _MEMORY = {
 }
 _PROFILE = {
     "kernels": TableKind(
-        rows="a kernel of a phase, class and span, a step",
+        rows="a kernel of a phase, class and span, per step",
         columns=_TIME
         | {"class": str, "span": str, "layers": str, "name": str, "mean_s": float, "min_s": float, "max_s": float},
         optional={"ops": str},
@@ -106,7 +106,7 @@ _PROFILE = {
         | {"flops_per_s": float | None, "bytes_per_s": float | None},
     ),
     "host": TableKind(
-        rows="a phase: the host's time and calls, a step",
+        rows="a phase: the host's time and calls per step",
         columns={"phase": str}
         | dict.fromkeys(("host_s", "device_s", "idle_s", "launch_s", "lead_s", "blocked_s"), float)
         | dict.fromkeys(("launches", "allocations", "allocation_s", "queue_full", "queue_full_s"), float),
@@ -122,8 +122,12 @@ _PROFILE = {
         | dict.fromkeys(("step_s", "busy_s", "exposed_share", "matmul_share", "overhead_share"), float),
     ),
     "alike": TableKind(
-        rows="forward and backward, where they take alike",
+        rows="forward and backward, where they take about as long",
         columns={"phase": str, "time_s": float, "pieces": float, "device_s": float},
+    ),
+    "replay": TableKind(
+        rows="a phase: the time of its kernels in an eager step, and in a replay of the captured step",
+        columns={"phase": str, "eager_s": float, "replayed_s": float},
     ),
     "stall": TableKind(
         rows="what the host did between backward and optimizer",
@@ -133,7 +137,7 @@ _PROFILE = {
 }
 _NUMERICS = {
     "dtypes": TableKind(
-        rows="a module, alike blocks in one: the dtypes of what it holds and hands on",
+        rows="a module (equal blocks share a row): the dtypes of its parameters, output and gradients",
         columns=dict.fromkeys(("module", "kind", "parameters", "output", "output_gradient", "gradient"), str),
     ),
     "gradients": TableKind(
@@ -144,7 +148,7 @@ _NUMERICS = {
         rows="a way of adding 0.01 a thousand times", columns={"how": str, "total": float, "error": float}
     ),
     "reductions": TableKind(
-        rows="a sum over the model's own numbers, in 16 bits",
+        rows="a sum over the model's numbers, in 16 bits",
         columns=dict.fromkeys(("what", "values", "numbers", "accumulator"), str)
         | dict.fromkeys(("error_median", "error_max", "overflow_share"), float | None),
     ),
@@ -171,21 +175,21 @@ TABLES: Mapping[str, Mapping[str, TableKind]] = {
     "numerics": _NUMERICS,
     "attention_tiles": _TILES,
 }
-"""Workload -> table -> what it is: two workloads may use a name for different tables."""
+"""Workload -> table name -> declaration: two workloads may use a name for different tables."""
 
 
 def table_kind(workload: str, name: str) -> TableKind | None:
-    """What that table of a record is, or None."""
+    """The declaration of that table, or None."""
     return _RANKS if name == RANKS else TABLES.get(workload, {}).get(name)
 
 
 def wrong_table(workload: str, name: str, table: Any) -> str | None:
-    """What is not as it is declared in a table of that workload's record, or None."""
+    """How a table of that workload's record contradicts its declaration, or None."""
     kind = table_kind(workload, name)
     if kind is None or table == {}:
         return None
     if not isinstance(table, Mapping) or not all(isinstance(column, Sequence) for column in table.values()):
-        return "is no mapping of columns to lists"
+        return "is not a mapping of columns to lists"
     for column, type_ in kind.columns.items():
         if column not in table:
             return f"has no column {column!r}"
@@ -203,13 +207,13 @@ def wrong_table(workload: str, name: str, table: Any) -> str | None:
 
 def _wrong_column(column: str, values: Sequence[Any], type_: Any) -> str | None:
     if isinstance(values, str):
-        return f"is no list in its column {column!r}"
-    place = first_wrong(values, type_)
-    if place is None:
+        return f"has no list in its column {column!r}"
+    row = first_wrong(values, type_)
+    if row is None:
         return None
-    return f"has {value_words(values[place])} in row {place + 1} of its column {column!r}, which is {type_words(type_)}"
+    return f"has {value_words(values[row])} in row {row + 1} of its column {column!r}; it must be {type_words(type_)}"
 
 
 def _wrong_rank_fact(table: Mapping[str, Sequence[Any]]) -> str | None:
-    wrong = (wrong_fact(name, value) for name, value in zip(table["fact"], table["value"], strict=True))
-    return next((f"holds a fact that {reason}" for reason in wrong if reason), None)
+    reasons = (wrong_fact(name, value) for name, value in zip(table["fact"], table["value"], strict=True))
+    return next((f"has a fact that {reason}" for reason in reasons if reason), None)

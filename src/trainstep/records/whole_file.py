@@ -1,14 +1,14 @@
-"""A file that is written whole or not at all: into a neighbour file first, which then takes its name.
+"""Write a file whole or not at all: the content goes into a neighbour file, which is then renamed.
 
     with whole_file(Path("table.csv")) as file:
         file.write(b"...")
 
-Every file that a verb writes goes through here, but for records, which are appended (records/store.py).
+Every file that a verb writes goes through here, except records, which are appended (records/store.py).
 
-[Note: a kill at any moment] Until the neighbour is renamed the old content stays. An error, such as a full disk, removes the
-neighbour at once. What a kill leaves has the writer's machine and process id in its name: whatever next writes into that folder,
-or checks that it can, removes it. Jobs on other nodes may be writing into the same folder, and nothing shows here whether they
-still run: what carries another machine's name goes once nobody has written to it for an hour.
+[Note: a kill at any moment] Until the neighbour is renamed, the old content stays. An error, such as a full disk, removes the
+neighbour at once. A kill leaves the neighbour behind; its name contains the writer's machine and process id, and the next write
+into that folder, or check that it is writable, removes it. Jobs on other nodes may be writing into the same folder, and we cannot
+tell whether they still run. So a neighbour from another machine is removed once nothing has been written to it for an hour.
 """
 
 import errno
@@ -27,15 +27,15 @@ from typing import BinaryIO
 _NEIGHBOUR = re.compile(r"\..*\.([0-9a-f]{8})-(\d{1,7})-[0-9a-f]{8}\.partial", re.DOTALL)
 _ABANDONED_S = 3600
 _KEPT_CHARACTERS = 50
-"""How much of a file's name its neighbour's holds: at most 200 bytes of the 255 that a name may have."""
+"""The part of a file's name that its neighbour's name repeats: at most 200 bytes of the 255 that a name may have."""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` when the block ends; if an error ends the block, `path` stays as it was.
+    """Open a file that replaces `path` when the block ends; if an error ends the block, `path` stays as it was.
 
-    Behind a symbolic link, the file that it names is replaced. Permissions stay. Missing folders are made. OSError, with `path` as
-    its file name, where the file cannot be written.
+    If `path` is a symbolic link, the file that it points to is replaced. Permissions stay. Missing folders are made. OSError, with
+    `path` as its file name, if the file cannot be written.
     """
     target = _target(path)
     neighbour = _neighbour(target)
@@ -53,29 +53,27 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             neighbour.replace(target)  # before the file is closed, and its lock with it
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # writing to an open file names none, renaming names two
+        error.filename, error.filename2 = str(path), None  # a failed write names no file, a failed rename names two
         raise
     finally:
-        with suppress(OSError):  # after an error; once renamed, it is not there
+        with suppress(OSError):  # it exists only after an error
             neighbour.unlink()
 
 
 def check_writable(path: Path) -> None:
-    """OSError if `whole_file` could not write `path`: found out by making a neighbour file, for permissions say nothing of a disk
-    that is read-only. Missing folders are made.
-    """
+    """OSError if `whole_file` could not write `path`. Missing folders are made."""
     target = _target(path)
     if _status(target) is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, "it is write-protected", str(path))
     make_folder(target.parent)
     remove_leftovers(target.parent)
     neighbour = _neighbour(target)
-    with open(neighbour, "xb"):
+    with open(neighbour, "xb"):  # permissions do not show that a disk is read-only, so try it
         neighbour.unlink()
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the neighbour files in a folder whose writers are no more. A folder that may not be listed stays as it is."""
+    """Remove the neighbour files whose writers have ended from a folder. A folder that cannot be listed stays as it is."""
     try:
         paths = list(folder.iterdir())
     except OSError:
@@ -83,17 +81,17 @@ def remove_leftovers(folder: Path) -> None:
     for path in paths:
         if match := _NEIGHBOUR.fullmatch(path.name):
             with suppress(OSError):  # another process may have removed or renamed it, or it is another user's
-                here = match[1] == _machine() and not _is_running(int(match[2]))
-                if here or time.time() - path.stat().st_mtime > _ABANDONED_S:
+                writer_ended = match[1] == _machine() and not _is_running(int(match[2]))
+                if writer_ended or time.time() - path.stat().st_mtime > _ABANDONED_S:
                     with open(path, "rb") as file:
-                        _lock(
-                            file
-                        )  # OSError while somebody writes: a container may have our name and its own process ids
+                        # A container may have this machine's name and its own process ids, so the writer may still run: then
+                        # the lock raises OSError.
+                        _lock(file)
                         path.unlink()
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it. OSError also where they are nested deeper than pathlib's recursion goes."""
+    """Make a folder and its parents. OSError also if they are nested more deeply than pathlib's recursion limit."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except RecursionError:
@@ -101,13 +99,13 @@ def make_folder(folder: Path) -> None:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Hold a file as its writer. OSError if another process does, or where the file system has no locks."""
+    """Lock a file as its writer. OSError if another process has locked it, or if the file system has no locks."""
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _target(path: Path) -> Path:
-    """The file behind symbolic links. A loop of links comes back as it is, where Path.resolve would raise RuntimeError."""
-    return Path(os.path.realpath(path))
+    """The file behind symbolic links."""
+    return Path(os.path.realpath(path))  # Path.resolve would raise RuntimeError for a loop of links
 
 
 def _neighbour(target: Path) -> Path:
@@ -123,13 +121,13 @@ def _machine() -> str:
 def _status(target: Path) -> os.stat_result | None:
     """The status of a regular file, or None if there is none. OSError for a folder, a device or a pipe."""
     try:
-        found = target.stat()
+        status = target.stat()
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(found.st_mode):
-        is_folder = stat.S_ISDIR(found.st_mode)
-        raise OSError(errno.EINVAL, "it is a folder" if is_folder else "it is no regular file", str(target))
-    return found
+    if not stat.S_ISREG(status.st_mode):
+        is_folder = stat.S_ISDIR(status.st_mode)
+        raise OSError(errno.EINVAL, "it is a folder" if is_folder else "it is not a regular file", str(target))
+    return status
 
 
 def _is_running(process: int) -> bool:
@@ -137,6 +135,6 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is another user's
+    except OSError:  # the process is another user's
         return True
     return True

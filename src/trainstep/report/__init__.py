@@ -1,1 +1,1 @@
-"""What people read, made from records alone: tables, charts, one self-contained page. No torch."""
+"""Reports for people, made from records alone and without torch: tables, charts, answers, one HTML page."""

@@ -1,7 +1,7 @@
-"use strict";
 // Draws the charts in the colours of a light or a dark page, and makes the tables sort and filter.
+"use strict";
 
-// The palette of Okabe and Ito, its darkest and its lightest exchanged where the paper is dark.
+// The palette of Okabe and Ito, with the darkest and the lightest colour exchanged on a dark page.
 const THEMES = {
   light: {
     ink: "#1b1f24", soft: "#57606a", line: "#d8dee4", paper: "#ffffff", grey: "#8a939c",
@@ -48,7 +48,7 @@ const charts = JSON.parse(document.getElementById("charts").textContent);
 const drawn = new Set();
 const PAPER_PX = 960;
 
-// What the reader chose with the button, else what the system prefers.
+// The reader's choice by the button, else the preference of the system.
 function isDark() {
   const chosen = document.documentElement.style.colorScheme;
   return chosen ? chosen === "dark" : systemDark.matches;
@@ -68,8 +68,8 @@ function redraw(number, theme, width) {
   Plotly.react(`chart-${number}`, coloured(chart.data, theme), layout, options);
 }
 
-// What is in sight is drawn first, the rest one by one while the reader reads: a page of hundreds of cells opens at once too.
-// What is folded is drawn when it is opened, since only then is it known how wide it is.
+// Visible charts are drawn first and the others one by one, so that a page of hundreds of cells opens at once too.
+// A folded chart is drawn when its fold opens, because its width is unknown before.
 function drawAll() {
   const near = new IntersectionObserver((seen) => {
     seen.filter((entry) => entry.isIntersecting).forEach((entry) => draw(Number(entry.target.id.slice("chart-".length))));
@@ -94,7 +94,7 @@ function redrawAll(theme, width) {
   charts.forEach((_, number) => { if (isOpen(number)) { drawn.add(number); redraw(number, theme, width); } });
 }
 
-// The library is most of the page's bytes: it runs once text and tables can be read.
+// The library is most of the page's bytes, so it runs after text and tables are shown.
 function start() {
   if (window.Plotly) return;
   const script = document.createElement("script");
@@ -122,7 +122,7 @@ toggle.addEventListener("click", () => {
   recolour();
 });
 
-// A link of the contents opens what is folded in its section.
+// A link in the contents opens the folds of its section.
 function unfold() {
   const more = location.hash && document.querySelector(`${location.hash} > .more`);
   if (more) more.open = true;
@@ -130,7 +130,7 @@ function unfold() {
 window.addEventListener("hashchange", unfold);
 unfold();
 
-// [rank, value]: numbers by value, then words by alphabet, then what failed or was not measured, whichever the direction.
+// [rank, value]: numbers by value, then words by alphabet; failed and missing values come last in both directions.
 function sortKey(cell) {
   if (cell.querySelector(".failed, .failure") || ["", "–"].includes(cell.textContent.trim())) return [2, ""];
   return cell.dataset.sort === undefined ? [1, cell.textContent.trim()] : [0, Number(cell.dataset.sort)];

@@ -1,36 +1,49 @@
-"""One self-contained HTML file: summary, charts, tables, failures, provenance. Its own policy forbids it to fetch anything."""
+"""Writes a report as one self-contained HTML file: answers, charts, tables, failures and provenance."""
 
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
 from plotly.offline import get_plotlyjs
 
 from trainstep.config.instruments import resolve
-from trainstep.report.all_tables import instruments_of, without_own_tables
 from trainstep.report.answers import answers
-from trainstep.report.charts import Section, chart_table
-from trainstep.report.comparison_page import comparison_sections
-from trainstep.report.folding import folded
-from trainstep.report.footnotes import footnotes
-from trainstep.report.forms import byte_words, failure_sentence, failure_word
-from trainstep.report.notes import environments, mfu_conventions, mixed_machines, notes, provenance, summary
-from trainstep.report.rows import Row, of_workload
-from trainstep.report.tables import cell_tables
-from trainstep.report.visible import visible
+from trainstep.report.kit.charts import Chart, Section, chart_table
+from trainstep.report.kit.forms import byte_words, failure_sentence, failure_word
+from trainstep.report.kit.notes import environments, mfu_conventions, mixed_machines, notes, provenance, summary
+from trainstep.report.kit.rows import Row, machine_labels, of_workload
+from trainstep.report.kit.tables import Table, cell_tables, instruments_of, without_own_tables
+from trainstep.report.kit.visible import visible
+from trainstep.report.step.comparison import comparison_sections
+
+# The parts of a page that are open fill its first screens; the others are folded under a line that names their contents.
+OPEN_PX = 6 * 900
+"""The height of the open page on a screen 1280 pixels wide."""
+_FRAME_PX = 900
+"""The height of a page's head and foot."""
+_HEADING_PX = 140
+"""The height of a section's title and of the line of its fold."""
+_PARAGRAPH_CHARACTERS, _LINE_PX = 105, 30
+_ROW_PX, _LONGEST_TABLE_PX, _AROUND_PX, _FOLDED_PX = 27, 720, 130, 50
+_MOST_FOLDED = 6
+"""More folded tables than this at the end of a section go into its fold."""
+_NAMED = 5
+"""The most charts and tables that the line of a fold names."""
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def page(rows: Sequence[Row], *, title: str | None = None, description: str | None = None) -> str:
-    """The page of these rows as text. `title` and `description`: the heading and the first paragraph, as a sweep has them."""
+    """The page of these rows as text. `title` and `description`: a sweep's heading and first paragraph."""
     noted = footnotes(rows)
     rows = noted.rows
-    found = sections(rows)
-    charts = [chart for section in found for chart in section.charts]
-    drawn = [{"data": list(chart.data), "layout": dict(chart.layout)} for chart in charts]
+    shown = sections(rows)
+    charts = [chart for section in shown for chart in section.charts]
+    figures = [{"data": list(chart.data), "layout": dict(chart.layout)} for chart in charts]
     warnings = mixed_machines(rows)
-    said_elsewhere = [*warnings, *mfu_conventions(rows)]
+    shown_elsewhere = [*warnings, *mfu_conventions(rows)]
     return (
         _environment()
         .get_template("template.html")
@@ -40,31 +53,33 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
             answers=answers(rows),
             summary=noted.shortened(summary(rows)),
             warnings=map(noted.shortened, warnings),
-            parts=folded(found),
+            parts=folded(shown),
             numbers=itertools.count(),
-            notes=[note for note in notes(rows) if note not in said_elsewhere],
+            notes=[note for note in notes(rows) if note not in shown_elsewhere],
             provenance=provenance(rows),
             environments=[(noted.marks.get(name, ""), name, facts) for name, facts in environments(rows)],
-            charts_json=script_json(drawn),
+            charts_json=script_json(figures),
             plotly_js=get_plotlyjs() if charts else "",
         )
     )
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """What the page shows, what matters most first: what compares cells, steps, each workload's sections; last the cells of
-    workloads that have sections of their own or, as ceilings, stand beside others."""
+    """The sections of the page, the most important first: comparisons, the overview of all cells, each workload's sections.
+
+    The overview comes last if workloads have sections of their own and none has `last_sections`, whose main part it would be.
+    """
     others = without_own_tables(rows)
-    shown = [(one, of_workload(rows, one.name)) for one in instruments_of(rows)]
-    charts = tuple(chart for one, mine in shown for place in one.charts for chart in resolve(place)(mine))
+    shown = [(instrument, of_workload(rows, instrument.name)) for instrument in instruments_of(rows)]
+    charts = tuple(chart for instrument, cells in shown for name in instrument.charts for chart in resolve(name)(cells))
     overview = Section(title="All cells", charts=charts, tables=tuple(cell_tables(others)))
     first, last = [], []
-    for one, mine in shown:
-        held_to = [of_workload(rows, one.held_to)] if one.held_to else []
-        first += [section for place in one.sections for section in resolve(place)(mine, *held_to)]
-        last += [section for place in one.last_sections for section in resolve(place)(mine)]
+    for instrument, cells in shown:
+        held_to = [of_workload(rows, instrument.held_to)] if instrument.held_to else []
+        first += [section for name in instrument.sections for section in resolve(name)(cells, *held_to)]
+        last += [section for name in instrument.last_sections for section in resolve(name)(cells)]
     overviews = [overview] if others or charts else []
-    ahead = any(one.last_sections for one, _ in shown) or not first  # the overview is those workloads' own page
+    ahead = any(instrument.last_sections for instrument, _ in shown) or not first
     return [*comparison_sections(rows), *(overviews if ahead else []), *first, *last, *([] if ahead else overviews)]
 
 
@@ -73,11 +88,17 @@ def title_of(rows: Sequence[Row]) -> str:
     models = list(dict.fromkeys(str(row.point.get("model")) for row in rows if "model" in row.point))
     chips = list(dict.fromkeys(row.record.environment.gpu or row.record.environment.cpu for row in rows))
     shown = instruments_of(rows)
-    beside = {one.held_to for one in shown}  # as ceilings, which have no sections
-    main = [one for one in shown if (one.sections or one.last_sections) and one.name not in beside] or shown
-    alone = main[0].title if len({row.record.workload for row in rows}) == len(shown) and len(main) == 1 else ""
+    references = {
+        instrument.held_to for instrument in shown
+    }  # ceilings or collectives, beside which another workload is shown
+    main = [
+        instrument
+        for instrument in shown
+        if (instrument.sections or instrument.last_sections) and instrument.name not in references
+    ] or shown
+    only = main[0].title if len({row.record.workload for row in rows}) == len(shown) and len(main) == 1 else ""
     named = f": {', '.join(models[:5])}{'…' if len(models) > 5 else ''}" if models else ""
-    what = (alone or ("Training step" if models else "Measurements")) + named
+    what = (only or ("Training step" if models else "Measurements")) + named
     return f"{what} on {' and '.join(chips)}" if len(chips) < 3 else f"{what} on {len(chips)} machines"
 
 
@@ -87,25 +108,112 @@ def script_json(value: Any) -> str:
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
-def _shown(value: Any) -> Any:
-    """A value of the template; text of records visible, since files of pages are shown on terminals too."""
-    return visible(value) if type(value) is str else value  # markup is ours
-
-
 def _environment() -> jinja2.Environment:
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("trainstep.report", "."),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_shown,
+        # Records' text is made visible because pages are shown on terminals too; Markup, a subclass of str, is ours.
+        finalize=lambda value: visible(value) if type(value) is str else value,
     )
-    made.filters |= {
+    environment.filters |= {
         "next": next,
         "numbers_of": chart_table,
         "bytes": byte_words,
         "failure_word": failure_word,
         "failure_sentence": failure_sentence,
     }
-    return made
+    return environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A section of the page, divided into an open and a folded part."""
+
+    title: str
+    paragraphs: tuple[str, ...]
+    charts: tuple[Chart, ...]
+    tables: tuple[Table, ...]
+    folded: Section | None
+    """The folded part, with the line of the fold as its title; None if all is open."""
+
+
+def folded(sections: Sequence[Section]) -> list[Part]:
+    """The sections, open as far as the page's first screens reach; the first chart or table is always open."""
+    left = OPEN_PX - _FRAME_PX - _HEADING_PX * len(sections)
+    parts: list[Part] = []
+    for section in sections:
+        left -= sum(_LINE_PX * -(-len(text) // _PARAGRAPH_CHARACTERS) for text in section.paragraphs)
+        paragraphs = section.paragraphs if left > 0 or not parts else ()
+        items: list[Chart | Table] = [*section.charts, *section.tables]
+        count, most = 0, len(items) - _closed_at_end(items)
+        while count < most and ((left := left - _height_px(items[count])) > 0 or not (parts or count)):
+            count += 1
+        charts, tables = section.charts[:count], section.tables[: max(0, count - len(section.charts))]
+        inside = Section(
+            title=_fold_title(items[count:]),
+            paragraphs=() if paragraphs else section.paragraphs,
+            charts=section.charts[len(charts) :],
+            tables=section.tables[len(tables) :],
+        )
+        fold = inside if inside.paragraphs or inside.charts or inside.tables else None
+        parts.append(Part(title=section.title, paragraphs=paragraphs, charts=charts, tables=tables, folded=fold))
+    return parts
+
+
+def _closed_at_end(items: Sequence[Chart | Table]) -> int:
+    """The number of closed tables at the end of a section if they are too many to read past; else 0."""
+    count = sum(1 for _ in itertools.takewhile(lambda item: isinstance(item, Table) and item.folded, items[::-1]))
+    return count if count > _MOST_FOLDED else 0
+
+
+def _height_px(item: Chart | Table) -> int:
+    """The estimated height on the page."""
+    if isinstance(item, Chart):
+        return int(item.layout["height"]) + _AROUND_PX
+    return _FOLDED_PX if item.folded else min(_ROW_PX * len(item.entries), _LONGEST_TABLE_PX) + _AROUND_PX
+
+
+def _fold_title(items: Sequence[Chart | Table]) -> str:
+    """`2 charts, 1 table: Peak memory; Time; Every cell`."""
+    kinds = [("chart", Chart), ("table", Table)]
+    numbers = [(sum(isinstance(item, kind) for item in items), name) for name, kind in kinds]
+    counts = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in numbers if count)
+    titles = "; ".join([item.title for item in items[:_NAMED]] + ["…"] * (len(items) > _NAMED))
+    return f"{counts}: {titles}" if items else "What the numbers show"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footnotes:
+    """Environments as footnotes: labels carry marks such as ¹, and the page's foot describes the environment of each mark."""
+
+    rows: list[Row]
+    """The rows with marks in place of their environments' labels."""
+    marks: dict[str, str]
+    """Label -> mark; a chip with only one environment needs no mark."""
+    _short: dict[str, str]
+
+    def shortened(self, text: str) -> str:
+        """The sentence with marks in place of environments' labels."""
+        for label in sorted(self._short, key=len, reverse=True):
+            text = text.replace(label, self._short[label])
+        return text
+
+
+def footnotes(rows: Sequence[Row]) -> Footnotes:
+    """The footnotes of these rows: labels that say more than the chip's name get a mark."""
+    labels = machine_labels([row.record.environment for row in rows])
+    chips = {
+        label: row.record.environment.gpu or row.record.environment.cpu for label, row in zip(labels, rows, strict=True)
+    }
+    marked = [label for label, chip in chips.items() if label != chip]
+    marks = {label: str(number).translate(_SUPERSCRIPTS) for number, label in enumerate(marked, 1)}
+    short = {label: chips[label] + mark for label, mark in marks.items()}
+    shown = marks if len(set(chips.values())) == 1 else short
+    noted_rows = [
+        replace(row, point={**row.point, "machine": shown[label]}) if "machine" in row.point and label in shown else row
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    return Footnotes(rows=noted_rows, marks=marks, _short=short)

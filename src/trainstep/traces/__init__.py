@@ -1,1 +1,1 @@
-"""Reading what profilers wrote: events, whose they are, their classes, and what the host was doing meanwhile. No torch."""
+"""Reads what profilers and torch's allocator wrote: events, their places and classes, what the host did meanwhile. No torch."""

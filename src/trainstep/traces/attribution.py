@@ -1,33 +1,45 @@
-"""Whose work a kernel is: its step, phase, layer and span. `Attribution(trace).of(activity)`; nothing is left over.
+"""Finds which step, phase, layer and span a kernel belongs to: `Attribution(trace).assign()` places all device work.
 
-A kernel leads by its correlation to the call that launched it. On the thread of that call stand the ops and spans open then:
+A kernel's correlation number leads to the call that launched it, and that call's time and thread to the ops and spans open then:
 
-direct    the spans themselves say it (forward, optimizer)
+direct    the open spans name the place (forward, optimizer)
 joined    autograd's thread has no spans of ours: the backward op's sequence number leads to the forward op that made it, and
-          that op's spans name the work; the phase is what was open on the main thread meanwhile
+          that op's spans name the place; the phase is what was open on the main thread meanwhile
 fallback  neither: the spans open on the main thread at that time (gradient accumulation; events lost by the profiler)
+replayed  a graph's kernels come from a single launch, so no span names their place: an eager step's order does
+
+[Note: replays] A graph holds the same kernels in the same order as the step from which it was captured. So the n-th kernel of a
+name in a replay belongs where the n-th of that name belongs in a profile of the step run eagerly. Where the two have a name
+unequally often (a library may choose another kernel while a graph is captured), it belongs where the kernel before it does. On a
+CPU a tape of operators takes the graph's place; it has copies that the eager step lacks, so fewer operators are placed by order.
 """
 
 import bisect
 import dataclasses
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainstep.config.phases import Phase
+from trainstep.config.run import Phase
 from trainstep.traces.contexts import NOTHING_OPEN, PHASES, Context, Contexts, Spans, step_number
 from trainstep.traces.kineto import Activity, Call, Range, Thread, Trace
 from trainstep.traces.nesting import nestings
 
-DIRECT, JOINED, FALLBACK = "direct", "joined", "fallback"
+DIRECT, JOINED, FALLBACK, REPLAYED = "direct", "joined", "fallback", "replayed"
 OUTSIDE = "outside phases"
-"""The phase of work that no phase holds: the batch's upload, a library's own."""
+"""The phase of work outside all phases: the batch's upload, a library's own work."""
+_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+BETWEEN = "(between ops)"
+"""The name of the time between ops, in a trace without a device."""
+_Name = tuple[str, str]
+"""An activity's kind and name."""
 _COMPILED_SPAN = "compiled"
-"""The span of compiled code, inside which ours vanish: its layer says which block, none that it is the whole model."""
+"""The span of compiled code, inside which our spans vanish. Its layer is the compiled block; None means the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where work belongs. `span`: the spans inside the layer, outermost first, `attention scores`; empty: the layer's own."""
+    """Where work belongs. `span`: the spans inside the layer, outermost first, as `attention scores`; empty if there are none."""
 
     step: int | None
     phase: str
@@ -39,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assigned:
-    """An activity (or, on a CPU, an op's own time), its place, and the call that launched it where the trace has it."""
+    """An activity (on a CPU, an op's own time), its place, and the call that launched it if the trace has it."""
 
     activity: Activity
     place: Place
@@ -47,35 +59,36 @@ class Assigned:
 
 
 class Attribution:
-    """Finds the place of anything a host thread did, and so of what it launched."""
+    """Finds the place of anything that a host thread did, and of the device work that it launched."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.nestings = nestings(trace.ranges)
         self.main = _main_thread(trace)
-        self._calls = _launches(trace)
+        # Calls that launch nothing share no correlation number with an activity.
+        self._calls = {call.correlation: call for call in trace.calls if call.correlation >= 0}
         self._forward_ops = _forward_ops(trace.ranges)
-        self._names_phases = any(one.annotation and one.name in PHASES for one in trace.ranges)
+        self._names_phases = any(span.annotation and span.name in PHASES for span in trace.ranges)
         self._contexts = {
             thread: Contexts(nesting.ranges, self._names_phases) for thread, nesting in self.nestings.items()
         }
         self._direct: dict[Context, Place] = {}
         self.named = self._names_phases or any(
-            one.annotation and step_number(one.name) is not None for one in trace.ranges
+            span.annotation and step_number(span.name) is not None for span in trace.ranges
         )
         """Whether the trace's spans name phases or steps at all."""
 
     def assign(self) -> list[Assigned]:
-        """Every device activity with its place. RuntimeError if time is lost on the way, which would be a fault of ours."""
-        found = [self._assigned(activity) for activity in self.trace.activities]
-        total = sum(activity.duration_ns for activity in self.trace.activities)
-        assigned = sum(one.activity.duration_ns for one in found if one.place.phase)
-        if len(found) != len(self.trace.activities) or assigned != total:
-            raise RuntimeError(f"{assigned} of {total} ns of device time were assigned to a phase")
-        return found
+        """Every device activity with its place. RuntimeError if device time is lost, which would be a bug here."""
+        assigned = [self._assigned(activity) for activity in self.trace.activities]
+        total_ns = sum(activity.duration_ns for activity in self.trace.activities)
+        assigned_ns = sum(piece.activity.duration_ns for piece in assigned if piece.place.phase)
+        if len(assigned) != len(self.trace.activities) or assigned_ns != total_ns:
+            raise RuntimeError(f"{assigned_ns} of {total_ns} ns of device time were assigned to a phase")
+        return assigned
 
     def place(self, thread: Thread, time_ns: int) -> Place:
-        """Whose work that thread did at that time."""
+        """The place of what this thread did at this time."""
         context = self._context(thread, time_ns)
         forward = self._forward_op(context.backward) if context.backward is not None else None
         if forward is not None:
@@ -97,22 +110,22 @@ class Attribution:
         return Assigned(activity=activity, place=place, call=call)
 
     def _joined(self, context: Context, forward: Range, time_ns: int) -> Place:
-        """The forward op's spans; where backward runs spans of its own (recomputation), those, in the same layer."""
+        """The place that the forward op's spans name, or the spans that backward itself opened, as recomputation does."""
         around = self._context(forward.thread, forward.start_ns)
         source = self._placed(around.spans, JOINED, around)
-        own = self._placed(context.spans_in_backward, JOINED, NOTHING_OPEN)
+        in_backward = self._placed(context.spans_in_backward, JOINED, NOTHING_OPEN)
         step = self._placed(context.spans.inside(self._spans_on_main(time_ns)), JOINED, context)
         return Place(
             step=step.step if step.step is not None else source.step,
             phase=step.phase if step.phase != OUTSIDE else str(Phase.BACKWARD),
-            layer=own.layer if own.layer is not None else source.layer,
-            span=own.span or source.span,
+            layer=in_backward.layer if in_backward.layer is not None else source.layer,
+            span=in_backward.span or source.span,
             compiled=source.compiled or context.compiled,
             how=JOINED,
         )
 
     def _placed(self, spans: Spans, how: str, context: Context) -> Place:
-        """From the spans around, and from the ops around where a trace of another's names no phases."""
+        """The place that the open spans name. In a trace whose spans name no phases, the open ops tell the phase."""
         phase = spans.phase
         if not phase and not self._names_phases:
             phase = _guessed_phase(context)
@@ -133,37 +146,86 @@ class Attribution:
         return self._context(self.main, time_ns).spans if self.main else NOTHING_OPEN.spans
 
     def _forward_op(self, backward: Range) -> Range | None:
-        """The last forward op before it that carries its number: earlier ones saw the number coming and made no node."""
+        """The forward op that made this backward op."""
+        # It is the last op with this number before it: earlier ops saw the number coming and made no node.
         ops = self._forward_ops.get(backward.sequence, ())
-        index = bisect.bisect_left(ops, backward.start_ns, key=lambda one: one.start_ns) - 1
+        index = bisect.bisect_left(ops, backward.start_ns, key=lambda op: op.start_ns) - 1
         return ops[index] if index >= 0 else None
 
 
 def _main_thread(trace: Trace) -> Thread | None:
-    """The thread whose spans name phases or steps, else the one with the most ranges."""
+    """The thread with the most spans that name phases or steps; if there are none, with the most ranges."""
     votes: dict[Thread, tuple[int, int]] = {}
-    for one in trace.ranges:
-        named, ranges = votes.get(one.thread, (0, 0))
-        names = one.annotation and (one.name in PHASES or step_number(one.name) is not None)
-        votes[one.thread] = (named + names, ranges + 1)
+    for span in trace.ranges:
+        named, ranges = votes.get(span.thread, (0, 0))
+        names = span.annotation and (span.name in PHASES or step_number(span.name) is not None)
+        votes[span.thread] = (named + names, ranges + 1)
     return max(votes, key=lambda thread: votes[thread]) if votes else None
 
 
-def _launches(trace: Trace) -> dict[int, Call]:
-    """Correlation -> the call. Calls that launch nothing share no number with an activity."""
-    return {call.correlation: call for call in trace.calls if call.correlation >= 0}
-
-
 def _forward_ops(ranges: Iterable[Range]) -> dict[int, list[Range]]:
-    found: dict[int, list[Range]] = {}
-    for one in ranges:
-        if one.sequence >= 0 and not one.forward_thread and not one.annotation:
-            found.setdefault(one.sequence, []).append(one)
-    return found
+    """Sequence number -> forward ops with it, in order of start."""
+    ops: dict[int, list[Range]] = {}
+    for op in ranges:
+        if op.sequence >= 0 and not op.forward_thread and not op.annotation:
+            ops.setdefault(op.sequence, []).append(op)
+    return ops
 
 
 def _guessed_phase(context: Context) -> str:
-    """For a trace whose spans name no phase: what autograd runs is backward, what it numbers is forward."""
+    """The phase by autograd's marks: what its engine runs is backward, what it numbers is forward."""
     if context.in_engine:
         return str(Phase.BACKWARD)
     return str(Phase.FORWARD) if context.numbered else ""
+
+
+def placed_by_order(assigned: Sequence[Assigned], eager: Sequence[Assigned]) -> list[Assigned]:
+    """`assigned`, with the places of replayed work taken from one eager step; other work keeps its place. [Note: replays]
+
+    Both are in order of start. Of the eager step, phases count that no span of the replays names: an optimizer outside of the
+    graph has its own. Work without a counterpart has the place of the work before it in its step, or else of the eager step's
+    first work, and counts as placed by fallback.
+    """
+    named = {event.place.phase for event in assigned if not _is_replayed(event)} - {OUTSIDE}
+    first_step = min((event.place.step for event in eager if event.place.step is not None), default=None)
+    eager = [
+        event for event in _in_launch_order(eager) if event.place.phase not in named and event.place.step == first_step
+    ]
+    places: defaultdict[_Name, list[Place]] = defaultdict(list)
+    for event in eager:
+        places[_name_of(event)].append(event.place)
+    counts = Counter((event.place.step, _name_of(event)) for event in assigned if _is_replayed(event))
+    seen: Counter[tuple[int | None, _Name]] = Counter()
+    before: dict[int | None, Place] = {}
+    placed = []
+    for event in assigned:
+        if not _is_replayed(event):
+            placed.append(event)
+            continue
+        step, name = event.place.step, _name_of(event)
+        known = places.get(name, [])
+        if name[1] != BETWEEN and len(known) == counts[step, name]:
+            place = dataclasses.replace(known[seen[step, name]], step=step, how=REPLAYED)
+            seen[step, name] += 1
+        else:  # with one more or one less, each that follows would be taken for another
+            neighbour = before.get(step) or (eager[0].place if eager else event.place)
+            place = dataclasses.replace(neighbour, step=step, how=FALLBACK)
+        before[step] = place
+        placed.append(dataclasses.replace(event, place=place))
+    return placed
+
+
+def _name_of(event: Assigned) -> _Name:
+    return event.activity.kind, event.activity.name
+
+
+def _is_replayed(event: Assigned) -> bool:
+    """Whether a graph launch (on a CPU, a tape) did this work: it is in a step, and no span of the step names its phase."""
+    if event.place.step is None or event.place.phase != OUTSIDE:
+        return False
+    return event.activity.device < 0 or (event.call is not None and event.call.name.startswith(_GRAPH_LAUNCHES))
+
+
+def _in_launch_order(events: Sequence[Assigned]) -> list[Assigned]:
+    """Streams run beside each other, so kernels may start in another order than they were launched in."""
+    return sorted(events, key=lambda event: (event.call or event.activity).start_ns)

@@ -1,37 +1,51 @@
-"""When messages between ranks were on their way, and how much of that computing hid: `read_communication(read_work(trace))`.
+"""Reads when messages between ranks were under way, and how much of that time computing hid.
+
+    communication = read_communication(read_work(trace))
 
     launched    the host asked for it
     started     its kernel began on the device, or a thread of gloo took it up
     finished    its kernel, or gloo's thread, was done
     exposed     time from start to finish during which nothing was computed; hidden is the rest
 
-Computing is any work on the device that is no message; where there is none, ops of the main thread: between them it waits, or runs
-Python. Messages that overlap count once in a step's totals. A message's time holds the wait for the last rank: `waiting_s` tells
-it from the transfer, given all ranks' starts.
+Computing is any work on the device except messages. Without a device it is ops of the main thread; between them the thread waits or
+runs Python. Messages that overlap count once in a step's totals. A message's time includes the wait for the last rank; `waiting_s`
+separates the wait from the transfer, given all ranks' starts.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from trainstep.config.phases import Phase
-from trainstep.traces.gloo import gloo_messages, main_thread_ops
-from trainstep.traces.intervals import Cover
-from trainstep.traces.kernel_classes import COMMUNICATION
-from trainstep.traces.kineto import Thread
+from trainstep.config.run import Phase
+from trainstep.traces.attribution import Attribution
+from trainstep.traces.kernel_classes import COMMUNICATION, OVERHEAD, class_of_op
+from trainstep.traces.kineto import Range, Thread, Trace
+from trainstep.traces.nesting import Cover, Nesting
 from trainstep.traces.tables import Columns, columns_of
-from trainstep.traces.work import TraceWork, Work
+from trainstep.traces.work import TraceWork
 
 _MESSAGE = re.compile(r"(?:all_reduce|reduce_scatter|all_gather|broadcast)(?: |$)")
 """Spans of parallel/collectives.py."""
-_OF_GRADIENTS = (str(Phase.BACKWARD), str(Phase.GRAD_SYNC))
+_GRADIENT_PHASES = (str(Phase.BACKWARD), str(Phase.GRAD_SYNC))
+_GLOO_RANGES = {
+    "c10d::allreduce_": "gloo:all_reduce",
+    "c10d::allreduce_coalesced_": "gloo:all_reduce",
+    "c10d::_reduce_scatter_base_": "gloo:all_reduce",  # gloo reduces the whole tensor
+    "c10d::reduce_scatter_": "gloo:reduce_scatter",
+    "c10d::_allgather_base_": "gloo:all_gather",
+    "c10d::allgather_": "gloo:all_gather",
+    "c10d::broadcast_": "gloo:broadcast",
+}
+"""Op that asks for a message -> range in which a thread of gloo sends it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageTime:
-    """`label`: its span, `all_reduce bucket 3`; without one, its kernel's or operation's name. Seconds from the trace's zero.
+    """One message, with times in seconds from the trace's zero.
 
-    `phase`: where it was launched. `payload_bytes`: None where nobody said.
+    `label`: its span, as `all_reduce bucket 3`; without a span, the name of its kernel or operation. `phase`: of its launch.
+    `payload_bytes`: None if not given to `read_communication`.
     """
 
     label: str
@@ -46,14 +60,17 @@ class MessageTime:
 
     @property
     def duration_s(self) -> float:
-        """From start to finish; exact, where the difference of two large numbers is not."""
-        return self.hidden_s + self.exposed_s
+        """Seconds from start to finish."""
+        return self.hidden_s + self.exposed_s  # exact, unlike the difference of two large numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCommunication:
-    """Of one step. `communication_s`: with at least one message on its way. `tail_s`: from the end of computing in backward to the
-    end of the last message that backward or gradient sync launched; 0 where there is none."""
+    """Totals of one step.
+
+    `communication_s`: time with at least one message under way. `tail_s`: from the end of computing in backward to the end of the
+    last message that backward or gradient sync launched; 0 if there is no such message.
+    """
 
     step: int | None
     communication_s: float
@@ -63,19 +80,19 @@ class StepCommunication:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Messages in order of launch, and each step."""
+    """All messages in order of launch, and the totals of each step."""
 
     messages: tuple[MessageTime, ...]
     steps: tuple[StepCommunication, ...]
 
     def columns(self) -> Columns:
-        """A table with a row a message."""
-        return columns_of([asdict(one) for one in self.messages])
+        """A table with one row per message."""
+        return columns_of([asdict(message) for message in self.messages])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Message:
-    """As found in the trace, in nanoseconds."""
+    """A message as the trace has it."""
 
     label: str
     step: int | None
@@ -86,57 +103,59 @@ class _Message:
 
 
 def read_communication(work: TraceWork, payload_bytes: Mapping[str, int] | None = None) -> Communication:
-    """Every message whose start and end the trace holds. `payload_bytes`: by label, as costs/gradient_sync.py says them."""
+    """Every message with its start and end in the trace. `payload_bytes`: by label, as costs/gradient_sync.py has them."""
     sizes = payload_bytes or {}
-    first = work.steps[0].number if work.steps else None
-    found = sorted(_on_device(work) if work.on_device else _on_host(work), key=lambda one: one.launched_ns)
+    messages = sorted(_on_device(work) if work.on_device else _on_host(work), key=lambda message: message.launched_ns)
     computing = _computing(work)
-    messages = tuple(_timed(one, computing, sizes.get(one.label)) for one in found)
     by_step: dict[int | None, list[_Message]] = {step.number: [] for step in work.steps}
-    for one in found:
-        by_step.setdefault(first if one.step is None else one.step, []).append(one)
-    ends = _backward_ends_ns(work)
+    first_step = work.steps[0].number if work.steps else None
+    for message in messages:
+        by_step.setdefault(first_step if message.step is None else message.step, []).append(message)
+    ends_ns = _backward_ends_ns(work)
     return Communication(
-        messages=messages,
-        steps=tuple(_of_step(number, mine, computing, ends.get(number)) for number, mine in by_step.items()),
+        messages=tuple(_timed(message, computing, sizes.get(message.label)) for message in messages),
+        steps=tuple(
+            _step_totals(number, step_messages, computing, ends_ns.get(number))
+            for number, step_messages in by_step.items()
+        ),
     )
 
 
 def waiting_s(starts: Sequence[Sequence[tuple[str, float]]]) -> list[list[float]]:
-    """For each rank, how long each of its messages waited for the last rank to start it too: last start - own start.
+    """For each rank, how long each of its messages waited for the last rank to start it: last start - own start.
 
-    `starts`: by rank, (label, start on a clock that all share) in order of launch: `Trace.zero_ns` plus a start, on one machine.
-    ValueError if ranks did not start the same messages.
+    `starts`: for each rank, (label, start on a clock that all ranks share) in order of launch. On one machine, `Trace.zero_ns` plus
+    a start is such a clock. ValueError if the ranks did not start the same messages.
     """
-    for rank, mine in enumerate(starts):
-        if [label for label, _ in mine] != [label for label, _ in starts[0]]:
+    for rank, rank_starts in enumerate(starts):
+        if [label for label, _ in rank_starts] != [label for label, _ in starts[0]]:
             raise ValueError(
                 f"starts: rank {rank} has not the messages of rank 0, in their order; record the same steps of both"
             )
-    lasts = [max(start_s for _, start_s in together) for together in zip(*starts, strict=True)]
-    return [[last - start_s for last, (_, start_s) in zip(lasts, mine, strict=True)] for mine in starts]
+    last_starts = [max(start_s for _, start_s in message) for message in zip(*starts, strict=True)]
+    return [
+        [last_s - start_s for last_s, (_, start_s) in zip(last_starts, rank_starts, strict=True)]
+        for rank_starts in starts
+    ]
 
 
 def _on_device(work: TraceWork) -> Iterator[_Message]:
-    for one in work.pieces:
-        if one.kind == COMMUNICATION:
+    for piece in work.pieces:
+        if piece.kind == COMMUNICATION:
+            call = piece.call
+            label = _span(work, call.thread, call.start_ns) if call is not None else None
             yield _Message(
-                label=_label(work, one),
-                step=one.place.step,
-                phase=one.place.phase,
-                launched_ns=one.call.start_ns if one.call is not None else one.start_ns,
-                started_ns=one.start_ns,
-                finished_ns=one.start_ns + one.duration_ns,
+                label=label or piece.name,
+                step=piece.place.step,
+                phase=piece.place.phase,
+                launched_ns=call.start_ns if call is not None else piece.start_ns,
+                started_ns=piece.start_ns,
+                finished_ns=piece.end_ns,
             )
 
 
-def _label(work: TraceWork, piece: Work) -> str:
-    found = _span(work, piece.call.thread, piece.call.start_ns) if piece.call is not None else None
-    return found or piece.name
-
-
 def _on_host(work: TraceWork) -> Iterator[_Message]:
-    for launch, run in gloo_messages(work.attribution.trace):
+    for launch, run in _gloo_messages(work.attribution.trace):
         place = work.attribution.place(launch.thread, launch.start_ns)
         yield _Message(
             label=_span(work, launch.thread, launch.start_ns) or run.name,
@@ -149,62 +168,112 @@ def _on_host(work: TraceWork) -> Iterator[_Message]:
 
 
 def _span(work: TraceWork, thread: Thread, time_ns: int) -> str | None:
-    """The innermost span of a message that is open then."""
+    """The innermost message span open at this time, if any."""
     around = work.attribution.nestings[thread].around(time_ns) if thread in work.attribution.nestings else ()
-    return next((one.name for one in around if one.annotation and _MESSAGE.match(one.name)), None)
+    return next((span.name for span in around if span.annotation and _MESSAGE.match(span.name)), None)
 
 
 def _computing(work: TraceWork) -> Cover:
     if not work.on_device:
-        return Cover(main_thread_ops(work.attribution))
-    return Cover((one.start_ns, one.start_ns + one.duration_ns) for one in work.pieces if one.kind != COMMUNICATION)
+        return Cover(_main_thread_ops(work.attribution))
+    return Cover((piece.start_ns, piece.end_ns) for piece in work.pieces if piece.kind != COMMUNICATION)
 
 
 def _backward_ends_ns(work: TraceWork) -> dict[int | None, int]:
-    """Step -> when backward's last computing ended: on the device, or with its span on the host."""
-    ends: dict[int | None, int] = {}
+    """Step -> when backward's last computing ended on the device; without a device, when its span ended."""
+    last_ends_ns: dict[int | None, int] = {}
     if work.on_device:
-        mine = [one for one in work.pieces if one.place.phase == Phase.BACKWARD and one.kind != COMMUNICATION]
-        edges = [(one.place.step, one.start_ns + one.duration_ns) for one in mine]
+        ends_by_step = [
+            (piece.place.step, piece.end_ns)
+            for piece in work.pieces
+            if piece.place.phase == Phase.BACKWARD and piece.kind != COMMUNICATION
+        ]
     else:
         attribution = work.attribution
-        edges = [
-            (attribution.place(one.thread, one.start_ns).step, one.end_ns)
-            for one in attribution.trace.ranges
-            if one.annotation and one.name == Phase.BACKWARD and one.thread == attribution.main
+        ends_by_step = [
+            (attribution.place(span.thread, span.start_ns).step, span.end_ns)
+            for span in attribution.trace.ranges
+            if span.annotation and span.name == Phase.BACKWARD and span.thread == attribution.main
         ]
-    for step, end_ns in edges:
-        number = work.steps[0].number if step is None else step
-        ends[number] = max(end_ns, ends.get(number, end_ns))
-    return ends
+    for step, end_ns in ends_by_step:
+        step_number = work.steps[0].number if step is None else step
+        last_ends_ns[step_number] = max(end_ns, last_ends_ns.get(step_number, end_ns))
+    return last_ends_ns
 
 
-def _timed(one: _Message, computing: Cover, payload_bytes: int | None) -> MessageTime:
-    hidden_ns = computing.within_ns(one.started_ns, one.finished_ns)
+def _timed(message: _Message, computing: Cover, payload_bytes: int | None) -> MessageTime:
+    hidden_ns = computing.within_ns(message.started_ns, message.finished_ns)
     return MessageTime(
-        label=one.label,
+        label=message.label,
         payload_bytes=payload_bytes,
-        step=one.step,
-        phase=one.phase,
-        launched_s=one.launched_ns / 1e9,
-        started_s=one.started_ns / 1e9,
-        finished_s=one.finished_ns / 1e9,
+        step=message.step,
+        phase=message.phase,
+        launched_s=message.launched_ns / 1e9,
+        started_s=message.started_ns / 1e9,
+        finished_s=message.finished_ns / 1e9,
         hidden_s=hidden_ns / 1e9,
-        exposed_s=(one.finished_ns - one.started_ns - hidden_ns) / 1e9,
+        exposed_s=(message.finished_ns - message.started_ns - hidden_ns) / 1e9,
     )
 
 
-def _of_step(
+def _step_totals(
     number: int | None, messages: Sequence[_Message], computing: Cover, backward_end_ns: int | None
 ) -> StepCommunication:
-    on_the_way = Cover((one.started_ns, one.finished_ns) for one in messages).merged
-    communication_ns = sum(end - start for start, end in on_the_way)
-    hidden_ns = sum(computing.within_ns(start, end) for start, end in on_the_way)
-    of_gradients = [one.finished_ns for one in messages if one.phase in _OF_GRADIENTS]
-    tail_ns = max(0, max(of_gradients) - backward_end_ns) if of_gradients and backward_end_ns is not None else 0
+    under_way = Cover((message.started_ns, message.finished_ns) for message in messages).merged
+    communication_ns = sum(end - start for start, end in under_way)
+    hidden_ns = sum(computing.within_ns(start, end) for start, end in under_way)
+    gradient_ends_ns = [message.finished_ns for message in messages if message.phase in _GRADIENT_PHASES]
+    tail_ns = max(0, max(gradient_ends_ns) - backward_end_ns) if gradient_ends_ns and backward_end_ns is not None else 0
     return StepCommunication(
         step=number,
         communication_s=communication_ns / 1e9,
         exposed_s=(communication_ns - hidden_ns) / 1e9,
         tail_s=tail_ns / 1e9,
     )
+
+
+def _gloo_messages(trace: Trace) -> list[tuple[Range, Range]]:
+    """Pairs (op that asked for a message, range of the gloo thread that sent it), in order of asking.
+
+    Messages of which the trace lacks either are left out.
+    """
+    # A thread's range does not say which message it sends. But gloo's threads take messages up in the order in which they were
+    # asked for, so the first range of a kind belongs to the first op of that kind, and so on.
+    asking: dict[str, list[Range]] = {}
+    for op in trace.ranges:  # in order of start
+        if op.name in _GLOO_RANGES:
+            asking.setdefault(_GLOO_RANGES[op.name], []).append(op)
+    pairs = []
+    paired: Counter[str] = Counter()
+    for sent in trace.ranges:
+        ops = asking.get(sent.name, [])
+        number = paired[sent.name]
+        if number < len(ops) and ops[number].start_ns <= sent.start_ns:  # else it was asked for before the recording
+            pairs.append((ops[number], sent))
+            paired[sent.name] += 1
+    return sorted(pairs, key=lambda pair: pair[0].start_ns)
+
+
+def _main_thread_ops(attribution: Attribution) -> Iterator[tuple[int, int]]:
+    """(start, end) of the time that the main thread spent computing in an op, without the time of ops inside it.
+
+    Autograd's engine does not count, because hooks that may wait run from it, nor do ops that ask for a message.
+    """
+    nesting = attribution.nestings.get(attribution.main) if attribution.main else None
+    return _own_intervals(nesting) if nesting else iter(())
+
+
+def _own_intervals(nesting: Nesting) -> Iterator[tuple[int, int]]:
+    children: dict[int, list[Range]] = {}
+    for index, parent in enumerate(nesting.parents):
+        if parent >= 0:
+            children.setdefault(parent, []).append(nesting.ranges[index])
+    computes: dict[str, bool] = {}
+    for index, op in enumerate(nesting.ranges):
+        if op.annotation or not computes.setdefault(op.name, class_of_op(op.name) not in (COMMUNICATION, OVERHEAD)):
+            continue
+        reached_ns = op.start_ns
+        for child in children.get(index, ()):
+            yield reached_ns, child.start_ns
+            reached_ns = child.end_ns
+        yield reached_ns, op.end_ns

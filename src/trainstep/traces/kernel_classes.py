@@ -1,6 +1,7 @@
-"""What kind of work a kernel or an op is, from its name: tables of patterns, tried in order; unknown is `other`, never dropped.
+"""Tells from a kernel's or op's name its class of work (`other` if unknown), and shortens names for people.
 
-Names seen: torch 2.11 on H200 (fixtures of the tests), those of cuBLAS, cuDNN, NCCL, CUTLASS, FlashAttention and Inductor.
+The patterns of a table are tried in order. They cover names seen with torch 2.11 on an H200 (the tests' fixtures) and the names of
+cuBLAS, cuDNN, NCCL, CUTLASS, FlashAttention and Inductor.
 """
 
 import re
@@ -14,8 +15,7 @@ CLASSES = (
     *(MATMUL, ATTENTION, SOFTMAX, ELEMENT_WISE, REDUCTION, NORMALISATION),
     *(OPTIMIZER, COMMUNICATION, COPIES, OVERHEAD, OTHER, IDLE),
 )
-"""In the order tables show them. `overhead`: on a CPU, time between ops (Python, autograd's engine, views); `idle`: no work."""
-
+"""In the order of tables. `overhead`: time between ops on a CPU (Python, autograd's engine, views); `idle`: no work."""
 _KERNELS = [
     (COMMUNICATION, r"nccl|nvshmem|multimem|cross_device_reduce|all_?reduce|reduce_?scatter|all_?gather|gloo|mscclpp"),
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|adamw?_kernel|FusedAdam|FusedSgd"),
@@ -61,6 +61,13 @@ _OPS = [
     ),
     (ELEMENT_WISE, r"^aten::"),
 ]
+_FUNCTOR = re.compile(
+    r"(\w+)(?:_kernel|_kernel_cuda)\(at::TensorIterator|(\w*Functor\w*|\w+_kernel_cuda|\w+_kernel_impl\w*|\w+Ops(?=<)|\w+_functor|"
+    r"\w*LogSoftMax\w*)"
+)
+_EMPTY = re.compile(r"gpu_kernel_impl\w*|[ABU]{0,2}(Binary|Unary)Functor")
+"""Wrappers that tell nothing about what is computed."""
+_LONGEST = 160
 _KERNEL_CLASSES = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _KERNELS]
 _OP_CLASSES = [(name, re.compile(pattern)) for name, pattern in _OPS]
 _INDUCTOR = re.compile(r"^triton_(poi|per|red|tem|for|split_scan|mix\w*)_fused_(.*?)(?:_\d+)?$")
@@ -69,23 +76,10 @@ _INDUCTOR_OP = re.compile(
     r"native_layer_norm_backward|native_layer_norm|[a-z]+_backward|[a-z0-9]+"
 )
 _MOVING = (
-    *(
-        "_to_copy",
-        "copy",
-        "t",
-        "clone",
-        "view",
-        "_unsafe_view",
-        "permute",
-        "transpose",
-        "select",
-        "expand",
-        "cat",
-        "stack",
-    ),
-    *("unbind", "slice", "split", "unsqueeze", "squeeze", "as_strided"),
+    *("_to_copy", "copy", "t", "clone", "view", "_unsafe_view", "permute", "transpose", "select", "expand"),
+    *("cat", "stack", "unbind", "slice", "split", "unsqueeze", "squeeze", "as_strided"),
 )
-"""Ops that only move or convert."""
+"""Ops that only move or convert values."""
 
 
 def kernel_class(activity: Activity) -> str:
@@ -95,27 +89,44 @@ def kernel_class(activity: Activity) -> str:
 
 def class_of_kernel(name: str) -> str:
     """The class of a kernel's name, demangled or not."""
-    fused = _INDUCTOR.match(name)
-    if fused:
-        return _inductor_class(fused[1], fused[2])
-    return next((found for found, pattern in _KERNEL_CLASSES if pattern.search(name)), OTHER)
+    inductor = _INDUCTOR.match(name)
+    if inductor:
+        return _inductor_class(inductor[1], inductor[2])
+    return next((kind for kind, pattern in _KERNEL_CLASSES if pattern.search(name)), OTHER)
 
 
 def class_of_op(name: str) -> str:
     """The class of an op on a CPU."""
     if name.startswith(("triton_", "cpp_fused_")):
         return class_of_kernel(name.replace("cpp_fused_", "triton_poi_fused_"))
-    return next((found for found, pattern in _OP_CLASSES if pattern.search(name)), OTHER)
+    return next((kind for kind, pattern in _OP_CLASSES if pattern.search(name)), OTHER)
 
 
 def inductor_ops(name: str) -> list[str]:
     """The ops that Inductor fused into a kernel, as its name lists them: add, mul for triton_poi_fused_add_mul_3."""
-    found = _INDUCTOR.match(name)
-    return _INDUCTOR_OP.findall(found[2]) if found else []
+    inductor = _INDUCTOR.match(name)
+    return _INDUCTOR_OP.findall(inductor[2]) if inductor else []
+
+
+def short_name(name: str) -> str:
+    """A kernel's name for people to read: `vectorized_elementwise_kernel MulFunctor`. Names without templates stay as they are.
+
+    A CUDA template demangles to a thousand characters, of which two words tell what runs.
+    """
+    flat = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
+    base = re.split(r"[<(]", flat, maxsplit=1)[0].split("::")[-1].strip()
+    if base == "Kernel2":  # CUTLASS: the kernel is the template's argument
+        inner = re.search(r"<\s*(\w+)", flat)
+        base = inner[1] if inner else base
+    if not base or flat == base or "Mem" in flat[:3]:
+        return _cut(flat)
+    words = (first.removesuffix("_kernel") or second for first, second in _FUNCTOR.findall(flat))
+    functors = [word for word in dict.fromkeys(words) if word and word != base and not _EMPTY.fullmatch(word)]
+    return _cut(" ".join([base, *functors[:1]]))
 
 
 def _inductor_class(kind: str, ops: str) -> str:
-    """poi: one element to one; per and red: reductions along a row, of which softmax and norms are known by their ops."""
+    """The class of an Inductor kernel. `poi` is pointwise, `per` and `red` are reductions; the ops tell softmax and norms apart."""
     if kind == "tem":
         return ATTENTION if "flex_attention" in ops or "attention" in ops else MATMUL
     if "adam" in ops:
@@ -125,3 +136,7 @@ def _inductor_class(kind: str, ops: str) -> str:
             return SOFTMAX
         return NORMALISATION if "norm" in ops or ("rsqrt" in ops and "mean" in ops) else REDUCTION
     return COPIES if all(word in _MOVING for word in _INDUCTOR_OP.findall(ops)) else ELEMENT_WISE
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

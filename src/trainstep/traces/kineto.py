@@ -1,7 +1,7 @@
-"""A trace as torch's profiler writes it (`export_chrome_trace`), read into small records: `read_trace(Path("trace.json.gz"))`.
+"""Reads a trace that torch's profiler wrote (`export_chrome_trace`) into small records: `read_trace(path)`.
 
 Events are decoded one by one, so that a file of 100 MB takes little more memory than its text. Times are whole nanoseconds
-since the trace's own zero: differences are exact.
+since the trace's own zero, so differences are exact.
 """
 
 import json
@@ -21,63 +21,55 @@ _PROPERTIES = re.compile(r'"deviceProperties"\s*:\s*(?=\[)')
 _ZERO = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d{1,19})(?!\d)')
 _BETWEEN = re.compile(r"[\s,]*")
 _TIME_END_NS = 2**62
-"""About 146 years; times since 1970 are below it. Sums of larger times would be no floats."""
+"""About 146 years; times since 1970 are below it. Sums of larger times would not fit a float."""
 _HOW_TO_RECORD = (
     "record one with `trainstep profile --keep-trace FOLDER`, or torch.profiler.profile(...) around the steps and "
     "export_chrome_trace"
 )
 
 Thread = tuple[int, int]
-"""Process and thread as the trace numbers them."""
+"""Process and thread number, as in the trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Activity:
-    """Work on the device. `correlation`: the runtime call that issued it; -1 where the trace does not say."""
+class Timed:
+    """Something with a name that takes time."""
+
+    name: str
+    start_ns: int
+    duration_ns: int
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity(Timed):
+    """Work on the device. `correlation`: number of the runtime call that issued it; -1 if the trace does not say."""
 
     kind: str
-    name: str
     device: int
     stream: int
-    start_ns: int
-    duration_ns: int
     correlation: int
-
-    @property
-    def end_ns(self) -> int:
-        return self.start_ns + self.duration_ns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Call(Timed):
     """A call into the CUDA runtime or driver, on the host."""
 
-    name: str
     thread: Thread
-    start_ns: int
-    duration_ns: int
     correlation: int
-
-    @property
-    def end_ns(self) -> int:
-        return self.start_ns + self.duration_ns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Range:
-    """An op (`sequence`, `forward_thread`: autograd's; -1 and 0 where absent) or an annotation, on a host thread."""
+class Range(Timed):
+    """An op or an annotation on a host thread. `sequence` and `forward_thread` are autograd's numbers; -1 and 0 if absent."""
 
-    name: str
     thread: Thread
-    start_ns: int
-    duration_ns: int
     annotation: bool = False
     sequence: int = -1
     forward_thread: int = 0
-
-    @property
-    def end_ns(self) -> int:
-        return self.start_ns + self.duration_ns
 
     @property
     def backward(self) -> bool:
@@ -87,27 +79,31 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Everything read, each list in order of start."""
+    """The events of a trace, each list in order of start."""
 
     activities: tuple[Activity, ...]
     calls: tuple[Call, ...]
     ranges: tuple[Range, ...]
     gpu: str | None = None
-    """Name of the first device, where the trace says it."""
+    """Name of the first device, if the trace says it."""
     zero_ns: int = 0
-    """The trace's zero on the machine's clock, which all its processes share; 0 where the trace does not say."""
+    """The trace's zero on the machine's clock, which all its processes share; 0 if the trace does not say."""
 
 
 def read_trace(path: Path, *, largest_bytes: int = LARGEST_BYTES) -> Trace:
     """The trace in a .json or .json.gz file of at most `largest_bytes`, unpacked.
 
-    ValueError in one sentence for what is none, is cut off or holds no event.
+    ValueError of one sentence if the file is no trace, is cut off or holds no event.
     """
-    return parse_trace(_text(path, largest_bytes), str(path))
+    try:
+        text = read_file(path, largest_bytes=largest_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is no profiler trace: byte {error.start:,} is no text; {_HOW_TO_RECORD}") from None
+    return parse_trace(text, str(path))
 
 
 def parse_trace(text: str, where: str) -> Trace:
-    """The trace in a text; `where` names it in errors."""
+    """The trace in this text; `where` names it in errors."""
     start = _LIST.search(text)
     if start is None:
         raise ValueError(f"{where}: is no profiler trace: it has no list traceEvents; {_HOW_TO_RECORD}")
@@ -135,23 +131,16 @@ def parse_trace(text: str, where: str) -> Trace:
     if not activities and not ranges:
         raise ValueError(f"{where}: the trace is empty: it holds no op and no kernel; {_HOW_TO_RECORD}")
     return Trace(
-        activities=tuple(sorted(activities, key=lambda one: one.start_ns)),
-        calls=tuple(sorted(calls, key=lambda one: one.start_ns)),
-        ranges=tuple(sorted(ranges, key=lambda one: one.start_ns)),
+        activities=tuple(sorted(activities, key=lambda event: event.start_ns)),
+        calls=tuple(sorted(calls, key=lambda event: event.start_ns)),
+        ranges=tuple(sorted(ranges, key=lambda event: event.start_ns)),
         gpu=_gpu(text, start.start()),
         zero_ns=_zero_ns(text, start.start(), end_of_events[0]),
     )
 
 
-def _text(path: Path, largest_bytes: int) -> str:
-    try:
-        return read_file(path, largest_bytes=largest_bytes).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is no profiler trace: byte {error.start:,} is no text; {_HOW_TO_RECORD}") from None
-
-
 def _events(text: str, position: int, where: str, reached: list[int]) -> Iterator[Mapping[str, Any]]:
-    """Every event of the list; `reached[0]` follows the position in the text."""
+    """Every event of the list; `reached[0]` is set to the position in the text after each."""
     decode = json.JSONDecoder().raw_decode
     between = _BETWEEN.match
     while True:
@@ -161,7 +150,7 @@ def _events(text: str, position: int, where: str, reached: list[int]) -> Iterato
             return
         try:
             event, position = decode(text, position)
-        except (ValueError, RecursionError):  # ValueError: no JSON, or a number of thousands of digits
+        except (ValueError, RecursionError):  # ValueError: not JSON, or a number with thousands of digits
             raise ValueError(
                 f"{where}: the trace is cut off or damaged at character {position:,} of {len(text):,}; record it again"
             ) from None
@@ -208,7 +197,7 @@ def _range(event: Mapping[str, Any], annotation: bool, names: dict[str, str]) ->
 
 
 def _name(event: Mapping[str, Any], names: dict[str, str]) -> str:
-    """Its name, kept once for all events that have it."""
+    """The event's name, as one object for all events that have it."""
     name = event["name"]
     if not isinstance(name, str):
         raise TypeError(f"a name is text, not {type(name).__name__}")
@@ -225,17 +214,16 @@ def _ns(microseconds: Any) -> int:
 
 
 def _duration_ns(microseconds: Any) -> int:
-    """At least 0: a range that ends before it begins is one whose clocks disagree."""
-    return max(0, _ns(microseconds))
+    return max(0, _ns(microseconds))  # a range ends before it begins if clocks disagree
 
 
 def _gpu(text: str, end: int) -> str | None:
-    """The name of the first of `deviceProperties`, which stand before the events."""
-    found = _PROPERTIES.search(text, 0, end)
-    if found is None:
+    """The name of the first device in `deviceProperties`, which stands before the events."""
+    match = _PROPERTIES.search(text, 0, end)
+    if match is None:
         return None
     try:
-        properties, _ = json.JSONDecoder().raw_decode(text, found.end())
+        properties, _ = json.JSONDecoder().raw_decode(text, match.end())
         name = properties[0]["name"]
     except (ValueError, RecursionError, LookupError, TypeError):
         return None
@@ -244,5 +232,5 @@ def _gpu(text: str, end: int) -> str | None:
 
 def _zero_ns(text: str, start: int, end: int) -> int:
     """`baseTimeNanoseconds`, which stands before the events or after them."""
-    found = _ZERO.search(text, 0, start) or _ZERO.search(text, end)
-    return int(found[1]) if found else 0
+    match = _ZERO.search(text, 0, start) or _ZERO.search(text, end)
+    return int(match[1]) if match else 0

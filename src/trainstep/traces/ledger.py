@@ -1,18 +1,22 @@
-"""Who holds the memory of a training step: every allocation in one category, no 'other', at the moments that matter.
+"""Assigns the memory of a training step to its holders: every allocation has one category, after each phase and at the peak.
 
     window = step_window(timeline)                      # from the marks that the measured process left in its history
     ledger = Ledger(timeline, window, known)
     ledger.bytes_at(window.moments["after backward"])   # category -> bytes
 
-[Note: how a category is known] Parameters, gradients, optimizer state, the batch and buffers by the addresses of their
-tensors, which the measured process notes. What is born in forward and alive at its end is an activation, of the layer whose
-span was open; what is born under the spans `head` and `loss` is logits and loss, and so is backward's tensor of the same size
-while they live. Under autocast, as many of forward's survivors as the weights have 16-bit copies, by size, are those copies.
-What outlives the step and no tensor is known for is a workspace: cuBLAS's above all; so is what a library takes to send a message.
-Anything else comes and goes within the step: a temporary (gradients of activations among them).
+[Note: how a category is known] The category of an allocation is the first that fits:
 
-Of several ranks: gradients are also the whole ones that autograd hands over and a strategy keeps a part of. Communication is what
-it kept at any mark, and what is born while it gathers, fills a buffer to send, or synchronises.
+    parameters, gradients, optimizer state, batch and buffers   by the addresses of their tensors, which the measured process notes
+    workspaces                what a library allocates while it sends a message
+    communication             what the parallel strategy kept at any mark, and what is born while it gathers, fills a buffer to
+                              send, or synchronises
+    autocast weight copies    as many of forward's survivors as the weights have 16-bit copies, matched by size
+    logits and loss           what is born under the spans `head` and `loss`, and backward's tensors of the same size beside it
+    activations               what is born in forward and alive at its end; its layer is the block's span that was open
+    workspaces                what outlives the step and belongs to no known tensor, above all cuBLAS's
+    temporaries               all else: it comes and goes within the step (gradients of activations among them)
+
+With several ranks, gradients are also the whole gradients that autograd hands over and of which a strategy keeps a part.
 """
 
 import re
@@ -20,21 +24,17 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainstep.config.phases import Phase
+from trainstep.config.run import Phase
 from trainstep.traces.memory_timeline import Allocation, Integers, MemoryTimeline
 from trainstep.traces.snapshot import Span
 
 MARK = "trainstep mark: "
-"""Name of the empty ranges that a measured process opens at `built`, `begin`, the end of each phase, and `end`."""
+"""Prefix of the empty ranges that a measured process opens at `built`, `begin`, the end of each phase, and `end`."""
 RECOMPUTE = "recompute "
-"""Name, with the block's number, of the range in which a block's forward runs again."""
+"""Prefix, before the block's number, of the range in which a block's forward is recomputed."""
 MOMENTS = ("init", "after forward", "after backward", "after step", "peak")
-AFTER = {
-    Phase.FORWARD: "after forward",
-    Phase.BACKWARD: "after backward",
-    Phase.GRAD_SYNC: "after backward",
-}
-"""The moment at which a phase ends; where gradients are synchronised, backward is over when they are."""
+AFTER = {Phase.FORWARD: "after forward", Phase.BACKWARD: "after backward", Phase.GRAD_SYNC: "after backward"}
+"""Phase -> the moment at which it ends. If gradients are synchronised, backward is over when they are."""
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -48,31 +48,31 @@ CATEGORIES = (
     "batch and buffers",
 )
 SAVED_FOR_BACKWARD = ("activations", "autocast weight copies", "logits and loss")
-"""Categories of what forward keeps for backward."""
+"""The categories that forward keeps for backward."""
 ROUNDING = "rounding"
 HELD = (*CATEGORIES, ROUNDING)
-"""The lines that add up to what the allocator gave out."""
+"""The lines whose sum is what the allocator gave out."""
 NO_LAYER = "outside layers"
 _LOGITS_SPANS = ("head", "loss")
 _BACKWARD_PHASES = (Phase.BACKWARD, Phase.GRAD_SYNC)
 _COMMUNICATION_SPANS = ("unshard ", "send gradients ", "FSDP::")
 """Spans of parallel/ and of torch's FSDP2 in which buffers are made."""
 _MESSAGE_SPANS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-"""Spans of parallel/collectives.py begin with one of them: inside, only the library that sends makes anything."""
+"""First words of the spans of parallel/collectives.py, inside which only the library that sends allocates."""
 _NO_LAYERS = (*Phase, *_COMMUNICATION_SPANS, *_MESSAGE_SPANS, "gloo:", "nccl:")
-"""How spans begin that are around or between layers; the last two are those of torch's own threads."""
+"""First words of spans around or between layers; the last two are those of torch's own threads."""
 _LAYER = re.compile(r"(^|[ .])\d+$")
 _LOGITS_SHARE = 0.2
-"""Of the largest of forward's logits: what is smaller there is a scalar or a sum by row."""
+"""Smaller than this share of the largest of forward's logits is a scalar or a sum by row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Addresses of storages: gradients as backward (and synchronising them) ended, all else as the step ended. `cast_bytes`: of
-    the copies of weights that autocast makes in one forward.
+    """Addresses of storages that the measured process noted.
 
-    Of several ranks, by the name of the mark at which they were noted: what the parallel strategy kept for `communication`,
-    and each of autograd's `whole_gradients`.
+    Gradients are from the end of backward (and of synchronising them), all else from the end of the step. `cast_bytes`: the sizes
+    of the weight copies that autocast makes in one forward. With several ranks, by the name of the mark at which they were noted:
+    what the parallel strategy kept for `communication`, and autograd's `whole_gradients`.
     """
 
     parameters: frozenset[int] = frozenset()
@@ -86,7 +86,7 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseWindow:
-    """A phase at work, from one position to another."""
+    """A phase of the step, from one position to another."""
 
     phase: str
     first: int
@@ -97,7 +97,8 @@ class PhaseWindow:
 class StepWindow:
     """The recorded step: its first and last position, its phases, and moment -> position (`peak` included).
 
-    `marks`: name of each -> position, the last one's of several micro-batches."""
+    `marks`: name -> position; with several micro-batches, the last micro-batch's.
+    """
 
     first: int
     last: int
@@ -108,23 +109,23 @@ class StepWindow:
 
     def phase_at(self, position: int) -> str:
         """The phase in which an allocation born at this position was first used."""
-        found = (one.phase for one in self.phases if one.first < position <= one.last)
-        return next(found, "before the step" if position <= self.first else "between phases")
+        names = (phase.phase for phase in self.phases if phase.first < position <= phase.last)
+        return next(names, "before the step" if position <= self.first else "between phases")
 
 
 def step_window(timeline: MemoryTimeline) -> StepWindow:
-    """The last step that its process marked. ValueError where there are no marks."""
+    """The last step that its process marked. ValueError if there are no marks."""
     spans = timeline.snapshot.spans
-    marks = {one.name.removeprefix(MARK): one.start_us for one in spans if one.name.startswith(MARK)}
+    marks = {span.name.removeprefix(MARK): span.start_us for span in spans if span.name.startswith(MARK)}
     if "begin" not in marks or "end" not in marks:
         raise ValueError(
             "the history has no marks of a step: its beginning is lost, or it was not recorded by trainstep"
         )
     first, last = timeline.position_at(marks["begin"]), timeline.position_at(marks["end"])
     phases = tuple(
-        PhaseWindow(phase=one.name, first=timeline.position_at(one.start_us), last=timeline.position_at(one.end_us))
-        for one in spans
-        if one.name in tuple(Phase) and marks["begin"] <= one.start_us <= marks["end"]
+        PhaseWindow(phase=span.name, first=timeline.position_at(span.start_us), last=timeline.position_at(span.end_us))
+        for span in spans
+        if span.name in tuple(Phase) and marks["begin"] <= span.start_us <= marks["end"]
     )
     moments = {"init": timeline.position_at(marks["built"])} if "built" in marks else {}
     for phase, moment in AFTER.items():
@@ -136,7 +137,7 @@ def step_window(timeline: MemoryTimeline) -> StepWindow:
 
 
 class Ledger:
-    """`category_of[i]` and `layer_of[i]` belong to `timeline.allocations[i]`."""
+    """The allocations by category and layer: `category_of[i]` and `layer_of[i]` belong to `timeline.allocations[i]`."""
 
     def __init__(self, timeline: MemoryTimeline, window: StepWindow, known: Known) -> None:
         self.timeline = timeline
@@ -144,51 +145,57 @@ class Ledger:
         self._known = known
         begin_us, end_us = timeline.time_us(window.first), timeline.time_us(window.last)
         self._spans = [
-            one
-            for one in timeline.snapshot.spans
-            if not one.name.startswith(MARK) and one.end_us >= begin_us and one.start_us <= end_us
+            span
+            for span in timeline.snapshot.spans
+            if not span.name.startswith(MARK) and span.end_us >= begin_us and span.start_us <= end_us
         ]
-        self.layer_of = [self._layer(one) for one in timeline.allocations]
+        self.layer_of = [self._layer(allocation) for allocation in timeline.allocations]
         self._whole_gradients = self._noted(known.whole_gradients)
         self._communication = self._noted(known.communication)
         self._cast = self._autocast_copies()
-        self._logits = self._forward_logits()
-        large = [timeline.allocations[index] for index in self._logits]
-        largest = max((one.requested_bytes for one in large), default=0)
-        self._large_logits = [one for one in large if one.requested_bytes >= _LOGITS_SHARE * largest]
-        self._large_sizes = {one.requested_bytes for one in self._large_logits}
-        self.category_of = [self._category(index, one) for index, one in enumerate(timeline.allocations)]
+        self._logits = {
+            index
+            for index, allocation in enumerate(timeline.allocations)
+            if index not in self._cast
+            and self._born_in(allocation, Phase.FORWARD)
+            and any(span.name in _LOGITS_SPANS for span in self._open_spans(allocation))
+        }
+        logits = [timeline.allocations[index] for index in self._logits]
+        least_bytes = _LOGITS_SHARE * max((allocation.requested_bytes for allocation in logits), default=0)
+        self._large_logits = [allocation for allocation in logits if allocation.requested_bytes >= least_bytes]
+        self._large_sizes = {allocation.requested_bytes for allocation in self._large_logits}
+        self.category_of = [self._category(index, allocation) for index, allocation in enumerate(timeline.allocations)]
 
     def bytes_at(self, position: int) -> dict[str, int]:
         """Category -> requested bytes held."""
-        held = dict.fromkeys(CATEGORIES, 0)
-        for one, category in zip(self.timeline.allocations, self.category_of, strict=True):
-            if one.held_at(position):
-                held[category] += one.requested_bytes
-        return held
+        sizes = dict.fromkeys(CATEGORIES, 0)
+        for allocation, category in zip(self.timeline.allocations, self.category_of, strict=True):
+            if allocation.held_at(position):
+                sizes[category] += allocation.requested_bytes
+        return sizes
 
     def rounding_at(self, position: int) -> int:
-        """Bytes that the allocator gave over those asked for."""
+        """Bytes that the allocator gave beyond those requested."""
         return int(self.timeline.allocated_bytes[position] - self.timeline.requested_bytes[position])
 
     def series(self) -> dict[str, Integers]:
         """Category -> requested bytes at every position."""
         return {
             category: self.timeline.bytes_of(
-                one for one, its in zip(self.timeline.allocations, self.category_of, strict=True) if its == category
+                self.timeline.allocations[index] for index, name in enumerate(self.category_of) if name == category
             )
             for category in CATEGORIES
         }
 
     def activations_at(self, position: int) -> dict[str, int]:
-        """Layer -> bytes of activations held, in the order of their birth."""
-        held: dict[str, int] = {}
-        for one, category, layer in zip(self.timeline.allocations, self.category_of, self.layer_of, strict=True):
-            if category == "activations" and one.held_at(position):
-                held[layer] = held.get(layer, 0) + one.requested_bytes
-        return held
+        """Layer -> bytes of activations held, layers in the order of their first allocation."""
+        sizes: dict[str, int] = {}
+        for allocation, category, layer in zip(self.timeline.allocations, self.category_of, self.layer_of, strict=True):
+            if category == "activations" and allocation.held_at(position):
+                sizes[layer] = sizes.get(layer, 0) + allocation.requested_bytes
+        return sizes
 
-    def _category(self, index: int, one: Allocation) -> str:
+    def _category(self, index: int, allocation: Allocation) -> str:
         known, end = self._known, self.window.moments["after step"]
         by_address = {
             "parameters": known.parameters,
@@ -196,111 +203,99 @@ class Ledger:
             "batch and buffers": known.inputs,
         }
         for category, addresses in by_address.items():
-            if one.address in addresses and one.held_at(end):
+            if allocation.address in addresses and allocation.held_at(end):
                 return category
         backward_end = self.window.moments.get("after backward")
-        if backward_end is not None and one.address in known.gradients and one.held_at(backward_end):
+        if backward_end is not None and allocation.address in known.gradients and allocation.held_at(backward_end):
             return "gradients"
         if index in self._whole_gradients:
             return "gradients"
-        if self._is_made_to_send(one):
+        if any(span.name.split(" ", 1)[0] in _MESSAGE_SPANS for span in self._open_spans(allocation)):
             return "workspaces"
-        if index in self._communication or self._is_born_communicating(one):
+        if index in self._communication or self._is_born_communicating(allocation):
             return "communication"
         if index in self._cast:
             return "autocast weight copies"
-        if index in self._logits or self._is_logits_gradient(one):
+        if index in self._logits or self._is_logits_gradient(allocation):
             return "logits and loss"
-        if self._outlives_forward(one) or self._outlives_recompute(one):
+        if self._outlives_forward(allocation) or self._outlives_recompute(allocation):
             return "activations"
-        return "workspaces" if one.held_at(end) else "temporaries"
+        return "workspaces" if allocation.held_at(end) else "temporaries"
 
     def _noted(self, noted: Mapping[str, Collection[int]]) -> set[int]:
-        """Allocations that had one of these addresses at its mark."""
-        at: dict[int, list[int]] = {}
-        for index, one in enumerate(self.timeline.allocations):
-            at.setdefault(one.address, []).append(index)
+        """Indices of the allocations that were held at one of these addresses at its mark."""
+        by_address: dict[int, list[int]] = {}
+        for index, allocation in enumerate(self.timeline.allocations):
+            by_address.setdefault(allocation.address, []).append(index)
         return {
             index
             for mark, addresses in noted.items()
             if mark in self.window.marks
             for address in addresses
-            for index in at.get(address, ())
+            for index in by_address.get(address, ())
             if self.timeline.allocations[index].held_at(self.window.marks[mark])
         }
 
-    def _is_made_to_send(self, one: Allocation) -> bool:
-        return any(span.name.split(" ", 1)[0] in _MESSAGE_SPANS for span in self._open_spans(one))
+    def _is_born_communicating(self, allocation: Allocation) -> bool:
+        """Whether it is born while the strategy gathers, fills a buffer to send, or synchronises gradients after backward."""
+        if self._born_in(allocation, Phase.GRAD_SYNC):
+            return True
+        return any(span.name.startswith(_COMMUNICATION_SPANS) for span in self._open_spans(allocation))
 
-    def _is_born_communicating(self, one: Allocation) -> bool:
-        """Made to gather or to send, or once backward is over and gradients are synchronised."""
-        phase = self._phase_of(one)
-        in_sync = phase is not None and phase.phase == Phase.GRAD_SYNC
-        return in_sync or any(span.name.startswith(_COMMUNICATION_SPANS) for span in self._open_spans(one))
+    def _born_in(self, allocation: Allocation, *phases: Phase) -> PhaseWindow | None:
+        """The window in which the allocation is born, if it is of one of these phases."""
+        window = next((phase for phase in self.window.phases if phase.first < allocation.born <= phase.last), None)
+        return window if window is not None and window.phase in phases else None
 
-    def _phase_of(self, one: Allocation) -> PhaseWindow | None:
-        return next((phase for phase in self.window.phases if phase.first < one.born <= phase.last), None)
+    def _outlives_forward(self, allocation: Allocation) -> bool:
+        """Whether it is born in forward and freed in a later phase of the step."""
+        forward = self._born_in(allocation, Phase.FORWARD)
+        return forward is not None and allocation.held_at(forward.last) and not allocation.held_at(self.window.last)
 
-    def _outlives_forward(self, one: Allocation) -> bool:
-        """Born in forward and let go in a later phase of the step."""
-        phase = self._phase_of(one)
-        in_forward = phase is not None and phase.phase == Phase.FORWARD
-        return in_forward and phase is not None and one.held_at(phase.last) and not one.held_at(self.window.last)
-
-    def _outlives_recompute(self, one: Allocation) -> bool:
-        """Born where backward runs a block's forward again, and alive when that is done."""
-        span = next((span for span in self._open_spans(one) if span.name.startswith(RECOMPUTE)), None)
-        phase = self._phase_of(one)
-        if span is None or phase is None or phase.phase not in _BACKWARD_PHASES:
+    def _outlives_recompute(self, allocation: Allocation) -> bool:
+        """Whether it is born where backward recomputes a block's forward, and alive when that is done."""
+        span = next((span for span in self._open_spans(allocation) if span.name.startswith(RECOMPUTE)), None)
+        if span is None or not self._born_in(allocation, *_BACKWARD_PHASES):
             return False
-        return one.held_at(self.timeline.position_at(span.end_us))
+        return allocation.held_at(self.timeline.position_at(span.end_us))
 
     def _autocast_copies(self) -> set[int]:
-        """For each forward, its survivors that match the sizes of the weights' copies, one for one."""
-        found: set[int] = set()
+        """Indices of each forward's survivors that match the sizes of the weights' copies, one allocation for each copy."""
+        copies: set[int] = set()
         for phase in self.window.phases:
             if phase.phase != Phase.FORWARD or not self._known.cast_bytes:
                 continue
             expected = Counter(self._known.cast_bytes)
             born = [
-                (index, one)
-                for index, one in enumerate(self.timeline.allocations)
-                if phase.first < one.born <= phase.last
+                (index, allocation)
+                for index, allocation in enumerate(self.timeline.allocations)
+                if phase.first < allocation.born <= phase.last
             ]
-            last_birth = max((one.born for _, one in born), default=0)
-            for index, one in born:
-                if one.held_at(last_birth) and not one.held_at(self.window.last) and expected[one.requested_bytes] > 0:
-                    expected[one.requested_bytes] -= 1
-                    found.add(index)
-        return found
+            last_birth = max((allocation.born for _, allocation in born), default=0)
+            for index, allocation in born:
+                if (
+                    allocation.held_at(last_birth)
+                    and not allocation.held_at(self.window.last)
+                    and expected[allocation.requested_bytes] > 0
+                ):
+                    expected[allocation.requested_bytes] -= 1
+                    copies.add(index)
+        return copies
 
-    def _forward_logits(self) -> set[int]:
-        found = set()
-        for index, one in enumerate(self.timeline.allocations):
-            phase = self._phase_of(one)
-            if phase is None or phase.phase != Phase.FORWARD or index in self._cast:
-                continue
-            if any(span.name in _LOGITS_SPANS for span in self._open_spans(one)):
-                found.add(index)
-        return found
-
-    def _is_logits_gradient(self, one: Allocation) -> bool:
-        phase = self._phase_of(one)
-        if phase is None or phase.phase not in _BACKWARD_PHASES:
+    def _is_logits_gradient(self, allocation: Allocation) -> bool:
+        if allocation.requested_bytes not in self._large_sizes or not self._born_in(allocation, *_BACKWARD_PHASES):
             return False
-        return one.requested_bytes in self._large_sizes and any(
-            each.held_at(one.born - 1) for each in self._large_logits
-        )
+        return any(logits.held_at(allocation.born - 1) for logits in self._large_logits)
 
-    def _open_spans(self, one: Allocation) -> list[Span]:
-        """Spans of the step open at an allocation's birth, outermost first."""
-        if one.time_us is None or not self.window.first < one.born <= self.window.last:
+    def _open_spans(self, allocation: Allocation) -> list[Span]:
+        """The step's spans open at an allocation's birth, outermost first."""
+        if allocation.time_us is None or not self.window.first < allocation.born <= self.window.last:
             return []
-        return [span for span in self._spans if span.start_us <= one.time_us <= span.end_us]
+        return [span for span in self._spans if span.start_us <= allocation.time_us <= span.end_us]
 
-    def _layer(self, one: Allocation) -> str:
-        """The span of a repeated block (`layer 3`, `model.layers.3`), else the outermost within the phase."""
-        names = [span.name for span in self._open_spans(one) if not span.name.startswith(_NO_LAYERS)]
+    def _layer(self, allocation: Allocation) -> str:
+        """The name of a repeated block's span (`layer 3`, `model.layers.3`), else of the outermost span in the phase."""
+        names = [span.name for span in self._open_spans(allocation) if not span.name.startswith(_NO_LAYERS)]
         numbered = next((name for name in names if _LAYER.search(name)), None)
         if numbered is not None:
             return numbered.replace(RECOMPUTE, "layer ") if numbered.startswith(RECOMPUTE) else numbered

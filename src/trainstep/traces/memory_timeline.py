@@ -1,18 +1,19 @@
-"""The bytes held at every moment of a snapshot's history, and each allocation with when it came and went.
+"""Computes the bytes held at every moment of a snapshot's history, and when each allocation came and went.
 
     timeline = MemoryTimeline(snapshot)
     timeline.requested_bytes.max()       # equals the allocator's own peak of requested bytes, to the byte
 
-[Note: backward] What was held when the history began is not in it. The end is known from the segments; undoing the events
-from there gives the beginning. Counting forward from zero gives a wrong peak wherever the history began late.
+[Note: backward] The history does not contain what was held when it began. The end is known from the segments; undoing the events
+from there gives the beginning. Counting forward from zero would give a wrong peak if the history began late.
 
 [Note: rounding] The allocator gives more than was asked: multiples of 512 bytes, and the rest of a block where that is too
 small to keep apart (512 bytes in the pool of small blocks, 1 MiB in the other). What each allocation got is replayed from
-the addresses: one always starts a free block, which ends at the next held address or with its segment.
+the addresses: an allocation always starts a free block, which ends at the next held address or with its segment.
 
 Positions: 0 is before the first event, p after the first p events.
 """
 
+import dataclasses
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,29 +30,29 @@ _STACK_DEPTH = 12
 _ROUND_BYTES = 512
 _LARGE_REMAINDER_BYTES = 2**20
 _SMALL_SEGMENT_BYTES = 2**21
-"""Segments of the small pool have this size, those of the other at least ten times as much."""
+"""Segments of the small pool have this size, those of the large pool at least ten times as much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """One tenancy of an address: held at positions `born` <= p < `died`."""
+    """One use of an address, held at positions `born` <= p < `died`."""
 
     address: int
     requested_bytes: int
     allocated_bytes: int
     born: int
-    """0: held when the history began."""
+    """0 if held when the history began."""
     died: int
-    """One past the last position: held at the end."""
+    """One past the last position if held at the end."""
     time_us: float | None
-    """None: before the history."""
+    """When it was allocated; None if before the history."""
     stack: tuple[Frame, ...]
 
     def held_at(self, position: int) -> bool:
         return self.born <= position < self.died
 
     def stack_words(self) -> str:
-        """Where it was born, innermost first, without the machinery of modules; or why that is not known."""
+        """Where it was allocated, innermost first, without torch's module machinery; or why that is unknown."""
         frames = [frame for frame in self.stack if frame.function not in _MACHINERY]
         if frames:
             return " < ".join(map(str, frames[:_STACK_DEPTH]))
@@ -59,7 +60,7 @@ class Allocation:
 
 
 class MemoryTimeline:
-    """`requested_bytes` and `allocated_bytes` at each position, 0 to the number of events."""
+    """The allocations, and `requested_bytes` and `allocated_bytes` at each position from 0 to the number of events."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
@@ -67,18 +68,18 @@ class MemoryTimeline:
         self.end = len(snapshot.events)
         self.allocations = tuple(_allocations(snapshot))
         self.requested_bytes = self.bytes_of(self.allocations)
-        self.allocated_bytes = self.bytes_of(self.allocations, lambda one: one.allocated_bytes)
+        self.allocated_bytes = self.bytes_of(self.allocations, lambda allocation: allocation.allocated_bytes)
 
     def bytes_of(
         self,
         allocations: Iterable[Allocation],
-        size: Callable[[Allocation], int] = lambda one: one.requested_bytes,
+        size: Callable[[Allocation], int] = lambda allocation: allocation.requested_bytes,
     ) -> Integers:
         """Bytes that these allocations hold at each position."""
         changes = np.zeros(self.end + 2, dtype=np.int64)
-        for one in allocations:
-            changes[one.born] += size(one)
-            changes[one.died] -= size(one)
+        for allocation in allocations:
+            changes[allocation.born] += size(allocation)
+            changes[allocation.died] -= size(allocation)
         return np.cumsum(changes)[:-1]
 
     def position_at(self, time_us: float) -> int:
@@ -86,78 +87,71 @@ class MemoryTimeline:
         return bisect_right(self._times_us, time_us)
 
     def time_us(self, position: int) -> float:
-        """When the position came to be."""
+        """The time of the event before the position."""
         return self._times_us[max(position - 1, 0)]
 
     def peak(self, first: int = 0, last: int | None = None) -> int:
-        """The first position between these, both included, at which most bytes were held."""
+        """The first position from `first` to `last`, both included, at which most bytes were held."""
         return first + int(np.argmax(self.requested_bytes[first : (self.end if last is None else last) + 1]))
 
     @property
     def held_before_bytes(self) -> int:
-        """Bytes held when the history began; zero if it saw everything."""
+        """Bytes held when the history began."""
         return int(self.requested_bytes[0])
 
     def thinned(self, first: int, last: int, *, points: int, keep: Sequence[int] = ()) -> list[int]:
-        """At most `points` positions between two, both kept, with the lowest and highest of each stretch and so the peak."""
+        """At most `points` positions from `first` to `last`: these, `keep`, and the lowest and highest of each stretch."""
         edges = sorted({first, last, *keep})
         if last - first + 1 <= points:
             return list(range(first, last + 1))
         chosen = set(edges)
         stretches = max(1, (points - len(edges)) // 2)
         for stretch in np.array_split(np.arange(first, last + 1), stretches):
-            held = self.requested_bytes[stretch]
-            chosen |= {int(stretch[held.argmin()]), int(stretch[held.argmax()])}
+            sizes = self.requested_bytes[stretch]
+            chosen |= {int(stretch[sizes.argmin()]), int(stretch[sizes.argmax()])}
         return sorted(chosen)
 
 
 def _allocations(snapshot: Snapshot) -> list[Allocation]:
-    """Every tenancy, in the order of birth; first those from before the history. [Note: backward]"""
+    """Every allocation, in the order of birth, beginning with those from before the history. [Note: backward]"""
     end = len(snapshot.events) + 1
     space = _Space(snapshot)
     open_: dict[int, tuple[int, Event]] = {}
-    found: list[Allocation] = []
+    allocations: list[Allocation] = []
     for index, event in enumerate(snapshot.events):
         if event.action == "alloc":
             open_[event.address] = (index, event)
             space.take(event.address, event.bytes)
         elif event.action == "free_completed":
-            taken_bytes = space.give(event.address)
+            allocated_bytes = space.give(event.address)
             started = open_.pop(event.address, None)
-            found.append(_tenancy(started, event.address, event.bytes, taken_bytes, died=index + 1))
+            allocations.append(_allocation(started, event.address, event.bytes, allocated_bytes, died=index + 1))
         else:
             space.resize(event)
     never_freed = {address: event.bytes for address, (_, event) in open_.items()}
     for address, requested_bytes in (never_freed | _held_at_end(snapshot)).items():
-        found.append(_tenancy(open_.get(address), address, requested_bytes, space.give(address), died=end))
+        allocations.append(_allocation(open_.get(address), address, requested_bytes, space.give(address), died=end))
+    # The snapshot's block may know the stack of an allocation from before the history.
     stacks = {block.address: block.stack for segment in snapshot.segments for block in segment.blocks}
     return sorted(
-        (_with_stack(one, stacks) if one.died == end and not one.stack else one for one in found),
-        key=lambda one: one.born,
+        (
+            dataclasses.replace(allocation, stack=stacks.get(allocation.address, ()))
+            if allocation.died == end and not allocation.stack
+            else allocation
+            for allocation in allocations
+        ),
+        key=lambda allocation: allocation.born,
     )
 
 
-def _with_stack(one: Allocation, stacks: dict[int, tuple[Frame, ...]]) -> Allocation:
-    """Of one from before the history, the snapshot's block may know the stack."""
-    return Allocation(
-        address=one.address,
-        requested_bytes=one.requested_bytes,
-        allocated_bytes=one.allocated_bytes,
-        born=one.born,
-        died=one.died,
-        time_us=one.time_us,
-        stack=stacks.get(one.address, ()),
-    )
-
-
-def _tenancy(
-    started: tuple[int, Event] | None, address: int, requested_bytes: int, taken_bytes: int, *, died: int
+def _allocation(
+    started: tuple[int, Event] | None, address: int, requested_bytes: int, allocated_bytes: int, *, died: int
 ) -> Allocation:
     index, event = started if started is not None else (-1, None)
     return Allocation(
         address=address,
         requested_bytes=requested_bytes,
-        allocated_bytes=max(taken_bytes, requested_bytes),
+        allocated_bytes=max(allocated_bytes, requested_bytes),
         born=index + 1,
         died=died,
         time_us=event.time_us if event else None,
@@ -177,22 +171,22 @@ def _held_at_end(snapshot: Snapshot) -> dict[int, int]:
 
 def _held_at_start(snapshot: Snapshot) -> dict[int, int]:
     """Address -> requested bytes, by undoing the events from the end. [Note: backward]"""
-    held = _held_at_end(snapshot)
+    sizes = _held_at_end(snapshot)
     for event in reversed(snapshot.events):
         if event.action == "alloc":
-            held.pop(event.address, None)
+            sizes.pop(event.address, None)
         elif event.action == "free_completed":
-            held[event.address] = event.bytes
-    return held
+            sizes[event.address] = event.bytes
+    return sizes
 
 
 class _Space:
-    """Which addresses are held, and how much each got. [Note: rounding]"""
+    """The held addresses, and how many bytes the allocator gave each. [Note: rounding]"""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        segments = {one.address: one for one in snapshot.segments if one.pool != "host"}
-        self._expandable = any(one.expandable for one in segments.values())
-        self._segments = {address: one.bytes for address, one in segments.items()}
+        segments = {segment.address: segment for segment in snapshot.segments if segment.pool != "host"}
+        self._expandable = any(segment.expandable for segment in segments.values())
+        self._segments = {address: segment.bytes for address, segment in segments.items()}
         for event in reversed(snapshot.events):
             if event.action == "segment_alloc":
                 self._segments.pop(event.address, None)
@@ -201,7 +195,7 @@ class _Space:
         self._starts = sorted(self._segments)
         self._taken: dict[int, int] = {}
         self._addresses: list[int] = []
-        known = {block.address: block for one in segments.values() for block in one.blocks if block.active}
+        known = {block.address: block for segment in segments.values() for block in segment.blocks if block.active}
         freed = {event.address for event in snapshot.events if event.action == "free_completed"}
         for address, requested_bytes in sorted(_held_at_start(snapshot).items()):
             self._hold(address, self._rounded(address, requested_bytes))
@@ -209,7 +203,7 @@ class _Space:
                 self._taken[address] = known[address].bytes
 
     def take(self, address: int, requested_bytes: int) -> None:
-        """An allocation: all of its free block, unless the rest is large enough to stay one of its own."""
+        """Give an allocation all of its free block, unless the rest is large enough to stay a block of its own."""
         size = self._rounded(address, requested_bytes)
         end = self._free_until(address)
         if end is not None:
@@ -220,14 +214,14 @@ class _Space:
         self._hold(address, size)
 
     def give(self, address: int) -> int:
-        """Free an address; the bytes it had."""
+        """Free an address and return the bytes it had."""
         place = bisect_left(self._addresses, address)
         if place < len(self._addresses) and self._addresses[place] == address:
             del self._addresses[place]
         return self._taken.pop(address, 0)
 
     def resize(self, event: Event) -> None:
-        """A segment came or went."""
+        """Add or remove a segment."""
         if event.action == "segment_alloc" and event.address not in self._segments:
             self._segments[event.address] = event.bytes
             insort(self._starts, event.address)
@@ -240,9 +234,8 @@ class _Space:
         self._taken[address] = size
 
     def _rounded(self, address: int, requested_bytes: int) -> int:
-        """As asked outside any segment: the host's allocator tells of no rounding."""
         if self._segment_of(address) is None and not self._expandable:
-            return requested_bytes
+            return requested_bytes  # the host's allocator reports no rounding
         return max(_ROUND_BYTES, -(-requested_bytes // _ROUND_BYTES) * _ROUND_BYTES)
 
     def _segment_of(self, address: int) -> int | None:

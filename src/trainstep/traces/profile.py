@@ -1,18 +1,20 @@
-"""A trace to everything a profile says: `profile_of(read_trace(path))`. Tables per step, and numbers."""
+"""Reads everything that a profile says from a trace, as tables and numbers per step: `profile_of(read_trace(path))`."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainstep.traces.attention_split import AttentionShape, attention_table
-from trainstep.traces.host_track import host_table, launch_count, stall
+from trainstep.traces.host_track import host_table, launch_count, outliers_table, stall
 from trainstep.traces.kineto import Trace
-from trainstep.traces.outliers import outliers_table
 from trainstep.traces.tables import (
     KERNELS_KEPT,
+    AttentionShape,
     Columns,
+    attention_table,
     classes_table,
     kernels_table,
     layers_table,
+    replay_table,
     spans_table,
 )
 from trainstep.traces.verdict import LAUNCH, Unprofiled, Verdict, alike_table, verdict
@@ -21,7 +23,7 @@ from trainstep.traces.work import TraceWork, read_work
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What one trace says. Lists hold a value a step, in seconds."""
+    """Everything that one trace says. Tuples have one value per step."""
 
     on_device: bool
     steps_s: tuple[float, ...]
@@ -29,19 +31,34 @@ class Profile:
     busy_s: tuple[float, ...]
     idle_s: tuple[float, ...]
     total_s: float
-    """Sum of all kernels and copies, a step: more than busy where streams overlap."""
+    """Sum of all kernels and copies, per step: more than busy if streams overlap."""
     assigned_share: float
-    """Of all device time in the trace, what the tables hold by phase: 1, or time was lost."""
+    """The share of the trace's device time that the tables hold by phase; below 1, time was lost."""
     fallback_share: float
-    """Of it, what found its place only by what the main thread was doing meanwhile."""
+    """The share of device time placed only by what the main thread was doing meanwhile."""
     pieces: float
-    """Kernels and copies (on a CPU: ops) a step."""
+    """Kernels and copies (on a CPU: ops) per step."""
     launches: float
     compiled: bool
     tables: Mapping[str, Columns]
     verdict: Verdict
     split: str
-    """How a trace that marks no steps was split into them; empty where it marks them."""
+    """How a trace that marks no steps was split into steps; empty if it marks them."""
+    replayed_share: float | None
+    """The share of device time that a graph replayed and that an eager step placed; None if nothing was replayed."""
+
+    def numbers(self) -> dict[str, str | float | None]:
+        """The facts of a record of this profile, by name (records/facts.py)."""
+        return {
+            "verdict": self.verdict.kind,
+            "idle_s": statistics.median(self.idle_s),
+            "kernels_s": self.total_s,
+            "pieces": self.pieces,
+            "launches": self.launches,
+            "assigned_share": self.assigned_share,
+            "fallback_share": self.fallback_share,
+            "replayed_share": self.replayed_share,
+        }
 
 
 def profile_of(
@@ -49,23 +66,29 @@ def profile_of(
     *,
     shape: AttentionShape | None = None,
     unprofiled: Unprofiled | None = None,
+    eager: Trace | None = None,
     kernels_kept: int = KERNELS_KEPT,
 ) -> Profile:
-    """Read a trace's pieces of work and tabulate them. `shape`: of written-out attention, for its FLOPs and bytes."""
-    work = read_work(trace)
+    """Read a trace's pieces of work and tabulate them. `shape`: of attention written out in ops, for its FLOPs and bytes.
+
+    `eager`: a trace of one such step without a graph, if the trace has replays; it tells where each piece of them belongs.
+    """
+    work = read_work(trace, eager)
     steps, times = len(work.steps), unprofiled or Unprofiled()
-    found, halted = verdict(work, times), stall(work)
+    # In a replay the host does nothing for the phases.
+    limit, host_stall = verdict(work, times), stall(work) if eager is None else None
     tables = {
         "classes": classes_table(work),
         "kernels": kernels_table(work, kernels_kept),
         "spans": spans_table(work),
         "layers": layers_table(work),
         "attention": attention_table(work, shape),
-        "host": host_table(work),
+        "host": host_table(work) if eager is None else {},
+        "replay": {} if eager is None else replay_table(work, read_work(eager)),
         "outliers": outliers_table(work),
-        "verdict": found.columns(),
-        "alike": alike_table(work, times) if found.kind == LAUNCH else {},
-        "stall": halted.columns() if halted else {},
+        "verdict": limit.columns(),
+        "alike": alike_table(work, times) if limit.kind == LAUNCH and eager is None else {},
+        "stall": host_stall.columns() if host_stall else {},
     }
     return Profile(
         on_device=work.on_device,
@@ -77,17 +100,18 @@ def profile_of(
         fallback_share=work.fallback_share,
         pieces=len(work.pieces) / steps,
         launches=launch_count(work),
-        compiled=any(one.place.compiled for one in work.pieces),
+        compiled=any(piece.place.compiled for piece in work.pieces),
         tables={name: columns for name, columns in tables.items() if columns},
-        verdict=found,
+        verdict=limit,
         split=work.split,
+        replayed_share=None if eager is None else work.replayed_ns / max(work.total_ns, 1),
     )
 
 
 def _idle_s(work: TraceWork) -> tuple[float, ...]:
     gaps = {step.number: step.after_ns for step in work.steps}
     first = min(gaps)
-    for one in work.pieces:  # a step that another thread alone names is none of the main thread's
-        step = one.place.step
-        gaps[first if step is None or step not in gaps else step] += one.gap_ns
+    for piece in work.pieces:  # a step that only another thread names is not among the steps of the main thread
+        step = piece.place.step
+        gaps[first if step is None or step not in gaps else step] += piece.gap_ns
     return tuple(gap / 1e9 for gap in gaps.values())

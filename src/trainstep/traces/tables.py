@@ -1,14 +1,16 @@
-"""Tables of a profile, as columns of plain values: kernels by phase, classes, spans and layers by phase. All times per step.
+"""Makes a profile's tables, as columns of plain values per step: kernels, classes, spans, layers and attention.
 
-Sums are exact: what a table leaves out stands in its row `rest`.
+Sums are exact: a table's row `rest` has what its other rows leave out.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trainstep.config.phases import Phase
+from trainstep.config.run import Phase
+from trainstep.costs.attention import matmuls_bytes, matmuls_flops, softmax_bytes, softmax_flops
 from trainstep.traces.attribution import OUTSIDE
-from trainstep.traces.kernel_classes import CLASSES, IDLE, inductor_ops
+from trainstep.traces.kernel_classes import CLASSES, IDLE, MATMUL, inductor_ops
 from trainstep.traces.work import TraceWork, Work
 
 Columns = dict[str, list[Any]]
@@ -16,20 +18,33 @@ PHASES = (*(str(phase) for phase in Phase), OUTSIDE)
 REST = "rest"
 _OTHERS = "{} others"
 KERNELS_KEPT = 20
-"""Rows of kernels a phase keeps in a record; the others are its row `rest`."""
+"""Rows of kernels per phase in a record; the row `rest` has the others."""
+SCORES, SOFTMAX, VALUES = "attention scores", "attention softmax", "attention values"
+_MATMULS, _SOFTMAX, _REST = "matmuls", "softmax", "mask, scale and copies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The sizes of attention in one step, all layers together. `batch_heads`: batch x heads x layers x micro-batches."""
+
+    batch_heads: int
+    positions: int
+    head_dim: int
+    matmul_element_bytes: int
+    softmax_element_bytes: int
 
 
 def kernels_table(work: TraceWork, kept: int = KERNELS_KEPT) -> Columns:
-    """Kernels of each phase by class, span and name, longest first; `share` of all device time.
+    """Kernels of each phase by class, span and name, longest first; `share` is of all device time.
 
-    With a column `ops` where Inductor made some of them: what it fused.
+    A column `ops` lists what Inductor fused, if it made any of the kernels.
     """
     rows = []
     for phase in phases_of(work.pieces):
-        groups = _grouped(_in_phase(work.pieces, phase), lambda one: (one.kind, one.place.span, one.name))
+        groups = _grouped(_in_phase(work.pieces, phase), lambda piece: (piece.kind, piece.place.span, piece.name))
         ordered = sorted(groups.items(), key=lambda item: -_sum_ns(item[1]))
         rows += [_kernel_row(work, phase, key, pieces) for key, pieces in ordered[:kept]]
-        rest = [one for _, pieces in ordered[kept:] for one in pieces]
+        rest = [piece for _, pieces in ordered[kept:] for piece in pieces]
         if rest:
             rows.append(_kernel_row(work, phase, (REST, "", _OTHERS.format(len(ordered) - kept)), rest))
     columns = columns_of(rows)
@@ -39,13 +54,13 @@ def kernels_table(work: TraceWork, kept: int = KERNELS_KEPT) -> Columns:
 
 
 def top_kernels(columns: Mapping[str, Sequence[Any]], top: int) -> Columns:
-    """A table of kernels with at most so many of each phase; the others go into the phase's row `rest`."""
+    """A table of kernels cut to `top` kernels of each phase; the phase's row `rest` gets the others."""
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     kept: list[dict[str, Any]] = []
     for phase in dict.fromkeys(row["phase"] for row in rows):
-        mine = [row for row in rows if row["phase"] == phase]
-        named = [row for row in mine if row["class"] != REST]
-        left_out = [*named[top:], *(row for row in mine if row["class"] == REST)]
+        phase_rows = [row for row in rows if row["phase"] == phase]
+        named = [row for row in phase_rows if row["class"] != REST]
+        left_out = [*named[top:], *(row for row in phase_rows if row["class"] == REST)]
         kept += named[:top]
         if left_out:
             kept.append(_merged(phase, left_out))
@@ -53,31 +68,35 @@ def top_kernels(columns: Mapping[str, Sequence[Any]], top: int) -> Columns:
 
 
 def classes_table(work: TraceWork) -> Columns:
-    """Time of each class in each phase; `share` of the phase's device time, of `idle` the part of busy and idle together."""
+    """Time of each class in each phase. `share` is of the phase's device time, for `idle` of its busy and idle time together."""
     rows = []
+    last_phase = max(work.pieces, key=lambda piece: piece.start_ns).place.phase
     for phase in phases_of(work.pieces):
-        mine = _in_phase(work.pieces, phase)
-        groups = _grouped(mine, lambda one: one.kind)
-        total_ns = _sum_ns(mine)
+        pieces = _in_phase(work.pieces, phase)
+        groups = _grouped(pieces, lambda piece: piece.kind)
+        total_ns = _sum_ns(pieces)
         rows += [_row(work, phase, {"class": kind}, groups[kind], total_ns) for kind in CLASSES if kind in groups]
-        idle_ns = sum(one.gap_ns for one in mine) + (
-            sum(step.after_ns for step in work.steps) if phase == _last(work) else 0
-        )
-        if work.on_device:
-            share = idle_ns / (idle_ns + total_ns) if idle_ns else 0.0
-            time_s = idle_ns / 1e9 / len(work.steps)
-            rows.append({"phase": phase, "class": IDLE, "calls": 0.0, "time_s": time_s, "share": share})
+        if not work.on_device:
+            continue
+        idle_ns = sum(piece.gap_ns for piece in pieces)
+        if phase == last_phase:
+            idle_ns += sum(step.after_ns for step in work.steps)
+        share = idle_ns / (idle_ns + total_ns) if idle_ns else 0.0
+        time_s = idle_ns / 1e9 / len(work.steps)
+        rows.append({"phase": phase, "class": IDLE, "calls": 0.0, "time_s": time_s, "share": share})
     return columns_of(rows)
 
 
 def spans_table(work: TraceWork) -> Columns:
-    """Time of each named span in each phase, layers together; without a name: between the spans."""
+    """Time of each named span in each phase, all layers together. `(no span)` is the time between spans."""
     rows = []
     for phase in phases_of(work.pieces):
-        mine = _in_phase(work.pieces, phase)
-        groups = _grouped(mine, lambda one: one.place.span)
+        phase_pieces = _in_phase(work.pieces, phase)
+        groups = _grouped(phase_pieces, lambda piece: piece.place.span)
         ordered = sorted(groups.items(), key=lambda item: -_sum_ns(item[1]))
-        rows += [_row(work, phase, {"span": span or "(no span)"}, pieces, _sum_ns(mine)) for span, pieces in ordered]
+        rows += [
+            _row(work, phase, {"span": span or "(no span)"}, pieces, _sum_ns(phase_pieces)) for span, pieces in ordered
+        ]
     return columns_of(rows)
 
 
@@ -85,25 +104,58 @@ def layers_table(work: TraceWork) -> Columns:
     """Time of each layer in each phase."""
     rows = []
     for phase in phases_of(work.pieces):
-        mine = _in_phase(work.pieces, phase)
-        groups = _grouped([one for one in mine if one.place.layer is not None], lambda one: one.place.layer)
-        rows += [_row(work, phase, {"layer": layer}, groups[layer], _sum_ns(mine)) for layer in sorted(groups)]
+        phase_pieces = _in_phase(work.pieces, phase)
+        groups = _grouped(
+            [piece for piece in phase_pieces if piece.place.layer is not None], lambda piece: piece.place.layer
+        )
+        rows += [_row(work, phase, {"layer": layer}, groups[layer], _sum_ns(phase_pieces)) for layer in sorted(groups)]
+    return columns_of(rows)
+
+
+def replay_table(replayed: TraceWork, eager: TraceWork) -> Columns:
+    """One row per phase: time of its kernels per step, run eagerly and replayed as a graph. Both ran the same step."""
+    rows = [
+        {
+            "phase": phase,
+            "eager_s": _sum_ns(_in_phase(eager.pieces, phase)) / 1e9 / len(eager.steps),
+            "replayed_s": _sum_ns(_in_phase(replayed.pieces, phase)) / 1e9 / len(replayed.steps),
+        }
+        for phase in phases_of([*eager.pieces, *replayed.pieces])
+    ]
+    return columns_of(rows)
+
+
+def attention_table(work: TraceWork, shape: AttentionShape | None) -> Columns:
+    """Matmuls, softmax and the rest of attention that is written out in ops, by phase: time, and with a shape FLOPs and bytes.
+
+    Empty if the trace names no spans of it. Eager only: compiled code is one kernel for several of these, and a fused attention
+    has no softmax to tell apart.
+    """
+    rows = []
+    for phase in phases_of(work.pieces):
+        inside = [
+            piece for piece in _in_phase(work.pieces, phase) if piece.place.span.endswith((SCORES, SOFTMAX, VALUES))
+        ]
+        parts: dict[str, list[Work]] = {_MATMULS: [], _SOFTMAX: [], _REST: []}
+        for piece in inside:
+            parts[_part(piece)].append(piece)
+        rows += [_attention_row(work, phase, part, pieces, shape) for part, pieces in parts.items() if inside]
     return columns_of(rows)
 
 
 def phases_of(pieces: Sequence[Work]) -> list[str]:
     """The phases present, in the order of a step."""
-    present = {one.place.phase for one in pieces}
+    present = {piece.place.phase for piece in pieces}
     return [phase for phase in PHASES if phase in present]
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Rows with the same names as columns."""
+    """The columns of rows that have the same names."""
     return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
 
 
 def layers_words(layers: Sequence[int | None]) -> str:
-    """`0-11`, `3`, `0, 2` or nothing."""
+    """Layer numbers as text: `0-11`, `3`, `0, 2` or nothing."""
     known = sorted({layer for layer in layers if layer is not None})
     if len(known) > 1 and known[-1] - known[0] == len(known) - 1:
         return f"{known[0]}-{known[-1]}"
@@ -113,12 +165,12 @@ def layers_words(layers: Sequence[int | None]) -> str:
 def _kernel_row(work: TraceWork, phase: str, key: tuple[str, str, str], pieces: Sequence[Work]) -> dict[str, Any]:
     kind, span, name = key
     steps = len(work.steps)
-    times_ns = [one.duration_ns for one in pieces]
+    times_ns = [piece.duration_ns for piece in pieces]
     return {
         "phase": phase,
         "class": kind,
         "span": span,
-        "layers": layers_words([one.place.layer for one in pieces]) if kind != REST else "",
+        "layers": layers_words([piece.place.layer for piece in pieces]) if kind != REST else "",
         "name": name,
         "ops": ", ".join(inductor_ops(name)),
         "calls": len(pieces) / steps,
@@ -131,9 +183,10 @@ def _kernel_row(work: TraceWork, phase: str, key: tuple[str, str, str], pieces: 
 
 
 def _merged(phase: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several rows of a table of kernels as one."""
+    """Several rows of a table of kernels as one row."""
     calls, time_s = sum(row["calls"] for row in rows), sum(row["time_s"] for row in rows)
-    number = sum(_other_kernels(row) for row in rows)
+    # A row `rest` says in its name how many kernels it has.
+    number = sum(int(row["name"].partition(" ")[0]) if row["class"] == REST else 1 for row in rows)
     return {
         **dict.fromkeys(rows[0], ""),
         "phase": phase,
@@ -146,10 +199,6 @@ def _merged(phase: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "min_s": min(row["min_s"] for row in rows),
         "max_s": max(row["max_s"] for row in rows),
     }
-
-
-def _other_kernels(row: Mapping[str, Any]) -> int:
-    return int(row["name"].partition(" ")[0]) if row["class"] == REST else 1
 
 
 def _row(work: TraceWork, phase: str, key: Mapping[str, Any], pieces: Sequence[Work], total_ns: int) -> dict[str, Any]:
@@ -165,18 +214,50 @@ def _row(work: TraceWork, phase: str, key: Mapping[str, Any], pieces: Sequence[W
 
 def _grouped(pieces: Sequence[Work], key: Callable[[Work], Any]) -> dict[Any, list[Work]]:
     groups: dict[Hashable, list[Work]] = {}
-    for one in pieces:
-        groups.setdefault(key(one), []).append(one)
+    for piece in pieces:
+        groups.setdefault(key(piece), []).append(piece)
     return groups
 
 
 def _in_phase(pieces: Sequence[Work], phase: str) -> list[Work]:
-    return [one for one in pieces if one.place.phase == phase]
+    return [piece for piece in pieces if piece.place.phase == phase]
 
 
 def _sum_ns(pieces: Sequence[Work]) -> int:
-    return sum(one.duration_ns for one in pieces)
+    return sum(piece.duration_ns for piece in pieces)
 
 
-def _last(work: TraceWork) -> str:
-    return max(work.pieces, key=lambda one: one.start_ns).place.phase
+def _part(piece: Work) -> str:
+    if piece.place.span.endswith(SOFTMAX):
+        return _SOFTMAX
+    return _MATMULS if piece.kind == MATMUL else _REST
+
+
+def _attention_row(
+    work: TraceWork, phase: str, part: str, pieces: Sequence[Work], shape: AttentionShape | None
+) -> dict[str, Any]:
+    time_s = _sum_ns(pieces) / 1e9 / len(work.steps)
+    flops, byte_count = _costs(phase, part, shape)
+    return {
+        "phase": phase,
+        "part": part,
+        "calls": len(pieces) / len(work.steps),
+        "time_s": time_s,
+        "flops": flops,
+        "bytes": byte_count,
+        "flops_per_s": flops / time_s if flops and time_s else None,
+        "bytes_per_s": byte_count / time_s if byte_count and time_s else None,
+    }
+
+
+def _costs(phase: str, part: str, shape: AttentionShape | None) -> tuple[int | None, int | None]:
+    """FLOPs and bytes of a part, if they are known."""
+    if shape is None or part == _REST or phase not in ("forward", "backward"):
+        return None, None
+    if part == _MATMULS:
+        sides = shape.batch_heads, shape.positions, shape.head_dim
+        return matmuls_flops(phase, *sides), matmuls_bytes(phase, *sides, shape.matmul_element_bytes)
+    return (
+        softmax_flops(phase, shape.batch_heads, shape.positions),
+        softmax_bytes(phase, shape.batch_heads, shape.positions, shape.softmax_element_bytes),
+    )

@@ -1,53 +1,67 @@
-"""What limits a step, in one word with the numbers it rests on, from a profile and the unprofiled times beside it.
+"""Decides what limits a step, from its profile and the times of the same step without a profiler.
 
 communication-bound  over 30 % of the step is communication with nothing computed beside it
-launch-bound         else, the device waits for the host (launch_bound.py); on a CPU over half of the step passes between ops
+launch-bound         else, the device waits for the host (`step_limit`); on a CPU over half of the step passes between ops
 compute-bound        else, at least half of the device's time goes into matmuls and fused attention
 memory-bound         else: the rest (element-wise, softmax, norms, reductions, copies, optimizer) moves more than it computes
-near the line        a share is within a tenth of the line that decides: `kinds_of` has both verdicts
+near the line        a share is within a tenth of the threshold that decides: `kinds_of` has both verdicts
 
-The sentences made of it are report/profile_words.py's.
+[Note: the host or the device] `step_limit` is the only place of this rule, and every workload that calls something
+launch-bound uses it. As shares of the step:
+
+    the host launches for at least 95 %   launch-bound; near the line if the device works for 90 % or more
+    else the device works under 63 %      launch-bound
+    63 to 77 % (70 %, give or take 10 %)  near the line
+    more                                  limited by the device
+
+The sentences about a verdict are in report/profile/answer.py.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainstep.traces.intervals import union_ns
 from trainstep.traces.kernel_classes import ATTENTION, COMMUNICATION, MATMUL, OVERHEAD
-from trainstep.traces.launch_bound import LAUNCH_BOUND, NEAR_THE_LINE, is_near, step_limit
+from trainstep.traces.nesting import union_ns
 from trainstep.traces.tables import Columns, columns_of
 from trainstep.traces.work import TraceWork, Work
 
+LAUNCH_BOUND, NEAR_THE_LINE, DEVICE_BOUND = "launch-bound", "near the line", "device-bound"
 LAUNCH, MEMORY, COMPUTE, COMMUNICATING = LAUNCH_BOUND, "memory-bound", "compute-bound", "communication-bound"
 EXPOSED_SHARE, MATMUL_SHARE, OVERHEAD_SHARE = 0.3, 0.5, 0.5
 _ALIKE = 1.35
-"""Phases whose times differ by less than this factor take alike."""
+"""Two phases take about the same time if their times differ by less than this factor."""
+BUSY_SHARE, ENQUEUE_SHARE = 0.7, 0.95
+NEAR = 0.1
+"""A share is near a threshold if it differs by at most this much of it: the next day's clock may put it on the other side."""
+_FULL_SHARE = 0.9
+_LAUNCHING_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`kind`: one of the four or near the line, and what it rests on, a step. Device time is the profiled one: a profiler slows
-    the host, not kernels.
+    """The kind of limit (one of the four, or near the line) and the numbers it rests on, per step.
+
+    Device time is from the profile, because a profiler slows the host but not kernels.
     """
 
     kind: str
     on_device: bool
     profiled_step: bool
-    """Whether `step_s` is a profiled step's, as of a trace alone; else it is the unprofiled one beside it."""
+    """Whether `step_s` is of the profiled step, because there is no other; else it is of unprofiled steps."""
     step_s: float
     busy_s: float
     enqueue_s: float | None
-    """Host time until the last work was issued, unprofiled; None where it is not known."""
+    """Host time until the last work was issued, unprofiled; None if unknown."""
     exposed_share: float
-    """Of the step: communication with nothing computed beside it."""
+    """The share of the step in which there is communication and nothing is computed."""
     matmul_share: float
-    """Of device time: matmuls and fused attention."""
+    """The share of device time in matmuls and fused attention."""
     overhead_share: float
-    """Of a CPU's time: what passes between ops."""
+    """The share of a CPU's time that passes between ops."""
 
     def columns(self) -> Columns:
-        """As a table of one row."""
+        """The verdict as a table of one row."""
         return columns_of([dataclasses.asdict(self)])
 
 
@@ -81,9 +95,9 @@ def verdict(work: TraceWork, unprofiled: Unprofiled) -> Verdict:
 
 
 def alike_table(work: TraceWork, unprofiled: Unprofiled) -> Columns:
-    """Forward and backward where they take alike although backward computes twice as much: a row each, per step. Else empty.
+    """A row each for forward and backward if they take about the same time although backward computes twice as much; else empty.
 
-    time_s: unprofiled; pieces: of work; device_s: what they take on the device.
+    Per step: time_s without a profiler, pieces of work, and device_s, their time on the device.
     """
     times = unprofiled.phases or {}
     forward, backward = times.get("forward"), times.get("backward")
@@ -91,14 +105,14 @@ def alike_table(work: TraceWork, unprofiled: Unprofiled) -> Columns:
         return {}
     steps, rows = len(work.steps), []
     for phase in ("forward", "backward"):
-        mine = [one for one in work.pieces if one.place.phase == phase]
-        device_s = sum(one.duration_ns for one in mine) / 1e9 / steps
-        rows.append({"phase": phase, "time_s": times[phase], "pieces": len(mine) / steps, "device_s": device_s})
+        pieces = [piece for piece in work.pieces if piece.place.phase == phase]
+        device_s = sum(piece.duration_ns for piece in pieces) / 1e9 / steps
+        rows.append({"phase": phase, "time_s": times[phase], "pieces": len(pieces) / steps, "device_s": device_s})
     return columns_of(rows)
 
 
 def kinds_of(numbers: Verdict) -> tuple[str, ...]:
-    """The verdict by today's rule, whatever a record's `kind` says; both verdicts, the likelier first, near a line."""
+    """The verdict by the present rule, whatever `kind` a record stored. Near a threshold both verdicts, the likelier first."""
     share = numbers.exposed_share
     if share > EXPOSED_SHARE and not is_near(share, EXPOSED_SHARE):
         return (COMMUNICATING,)
@@ -108,8 +122,40 @@ def kinds_of(numbers: Verdict) -> tuple[str, ...]:
     return (COMMUNICATING, others[0]) if share > EXPOSED_SHARE else (others[0], COMMUNICATING)
 
 
+def step_limit(*, busy_s: float, enqueue_s: float | None, step_s: float) -> str:
+    """LAUNCH_BOUND, NEAR_THE_LINE or DEVICE_BOUND. [Note: the host or the device]
+
+    `enqueue_s`: host time until the last work was issued; None if unknown.
+    """
+    busy_share = busy_s / step_s if step_s else 1.0
+    if enqueue_s is not None and enqueue_s >= ENQUEUE_SHARE * step_s:
+        return NEAR_THE_LINE if busy_share >= _FULL_SHARE else LAUNCH_BOUND
+    if is_near(busy_share, BUSY_SHARE):
+        return NEAR_THE_LINE
+    return LAUNCH_BOUND if busy_share < BUSY_SHARE else DEVICE_BOUND
+
+
+def is_near(share: float, line: float) -> bool:
+    """Whether a share is too close to a threshold for a verdict."""
+    return abs(share - line) <= NEAR * line
+
+
+def host_launches(*, enqueue_s: float, step_s: float) -> bool:
+    """Whether the host issues work for over 90 % of the step."""
+    return enqueue_s > _LAUNCHING_SHARE * step_s
+
+
+def is_launch_bound(*, busy_s: float, enqueue_s: float, step_s: float) -> bool:
+    """Whether the host limits the work and launches nearly all the time, which is a doubt that a record notes.
+
+    The times are of one step, or of one pass of a kernel, in the same unit.
+    """
+    limit = step_limit(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s)
+    return limit == LAUNCH_BOUND and host_launches(enqueue_s=enqueue_s, step_s=step_s)
+
+
 def _kinds_of_work(numbers: Verdict) -> tuple[str, ...]:
-    """The same, communication aside."""
+    """The verdict without regard to communication."""
     share = numbers.matmul_share
     likelier, other = (COMPUTE, MEMORY) if share >= MATMUL_SHARE else (MEMORY, COMPUTE)
     work = (likelier, other) if is_near(share, MATMUL_SHARE) else (likelier,)
@@ -119,15 +165,18 @@ def _kinds_of_work(numbers: Verdict) -> tuple[str, ...]:
         limit = NEAR_THE_LINE
     else:
         limit = LAUNCH if numbers.overhead_share > OVERHEAD_SHARE else ""
-    return (LAUNCH,) if limit == LAUNCH else (LAUNCH, likelier) if limit == NEAR_THE_LINE else work
+    if limit == LAUNCH:
+        return (LAUNCH,)
+    return (LAUNCH, likelier) if limit == NEAR_THE_LINE else work
 
 
 def _exposed_ns(pieces: tuple[Work, ...]) -> int:
-    """Communication while nothing else runs: what all cover, less what computing covers."""
-    everything = [(one.start_ns, one.start_ns + one.duration_ns) for one in pieces]
-    computing = [(one.start_ns, one.start_ns + one.duration_ns) for one in pieces if one.kind != COMMUNICATION]
+    """Time in which only communication runs: what all pieces cover, less what computing covers."""
+    everything = [(piece.start_ns, piece.end_ns) for piece in pieces]
+    computing = [(piece.start_ns, piece.end_ns) for piece in pieces if piece.kind != COMMUNICATION]
     return union_ns(everything) - union_ns(computing)
 
 
 def _share(work: TraceWork, kinds: tuple[str, ...]) -> float:
-    return sum(one.duration_ns for one in work.pieces if one.kind in kinds) / work.total_ns if work.total_ns else 0.0
+    kinds_ns = sum(piece.duration_ns for piece in work.pieces if piece.kind in kinds)
+    return kinds_ns / work.total_ns if work.total_ns else 0.0

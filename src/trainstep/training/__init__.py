@@ -1,1 +1,1 @@
-"""A model and one step of it. `build.py` shows how the parts meet."""
+"""The model and one training step of it; `build.py` shows how the parts fit together."""

@@ -1,7 +1,7 @@
-"""The one place an attention's name becomes a callable (q, k, v) -> output on (B, H, S, D).
+"""The one place where an attention's name becomes a callable (q, k, v) -> output on (B, H, S, D).
 
-`attention_named` gives the model's: causal, under the span "attention". SDPA on one backend and FlexAttention are functions of
-their own, with masks and shared heads, which measure/peers.py times alone.
+`attention_named` returns the model's attention: causal, in the span "attention". SDPA on one backend and FlexAttention
+also have functions with other masks and shared key heads, which measure/attention/peers.py times alone.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _MASK_BYTES = 1 << 30
 
 
 def attention_named(name: str, context: int, device: torch.device) -> Attention:
-    """The attention of that name (RunConfig.attention) for sequences of `context` tokens."""
+    """The attention with this name (RunConfig.attention) for sequences of `context` tokens."""
     if name == "plain":
         return _plain
     if name == "trainstep":
@@ -37,7 +37,10 @@ def attention_named(name: str, context: int, device: torch.device) -> Attention:
 
 
 def sdpa_on(name: str, *, causal: bool = True, shares_keys: bool = False) -> Attention:
-    """SDPA on the one backend of that name, which raises RuntimeError for what it does not take. Masks from the top left."""
+    """SDPA on the backend with this name only. The causal mask starts at the top left.
+
+    The callable raises RuntimeError for inputs that the backend does not take.
+    """
     backend = _SDPA_BACKENDS[name]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,15 +53,15 @@ def sdpa_on(name: str, *, causal: bool = True, shares_keys: bool = False) -> Att
 def flex_attention(
     queries: int, keys: int, device: torch.device, *, causal: bool = True, offset: int = 0, shares_keys: bool = False
 ) -> Attention:
-    """FlexAttention for these lengths; under a causal mask query i sees keys 0..i + offset. Compiled on a GPU, where it is
-    meant to be. Making its block mask eagerly writes out a queries x keys matrix of bools, compiling that takes 10 s."""
-    from torch.nn.attention import flex_attention as flex  # it imports the compiler: 1.5 s
+    """FlexAttention for these lengths, compiled on a GPU; with a causal mask query i attends to keys 0..i + offset."""
+    from torch.nn.attention import flex_attention as flex  # imports the compiler, which takes 1.5 s
 
     on_gpu = device.type == "cuda"
     mask = None
     if causal:
-        written_out = queries * keys <= _MASK_BYTES or not on_gpu
-        make_mask = flex.create_block_mask if written_out else torch.compile(flex.create_block_mask, dynamic=False)
+        # Made eagerly, a block mask needs a queries x keys matrix of bools; compiling its making takes 10 s.
+        eager = queries * keys <= _MASK_BYTES or not on_gpu
+        make_mask = flex.create_block_mask if eager else torch.compile(flex.create_block_mask, dynamic=False)
         mask = make_mask(lambda _b, _h, q, k: q + offset >= k, None, None, queries, keys, device=device)
     attend = torch.compile(flex.flex_attention, dynamic=False) if on_gpu else flex.flex_attention
 
@@ -83,7 +86,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _in_span(attend: Attention) -> Attention:
-    """Ours and the reference open their own."""
+    """The attention in the span "attention", which our kernel and the reference open themselves."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with span("attention"):

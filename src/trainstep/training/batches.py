@@ -1,4 +1,7 @@
-"""Batches of tokens, a function of seed and step alone: the same step sees the same tokens under every strategy and rank count."""
+"""Makes batches of tokens from the seed and the step alone.
+
+So a step has the same tokens under every parallel strategy and on any number of ranks.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +18,7 @@ NextBatch = Callable[[int], Batch]
 
 
 def random_batches(*, vocab_size: int, batch_size: int, context: int, seed: int, device: torch.device) -> NextBatch:
-    """Tokens uniform over the vocabulary; targets are the tokens one position on."""
+    """Tokens drawn uniformly from the vocabulary; the target of a position is the next token. Both (B, S), int64."""
 
     def next_batch(step: int) -> Batch:
         generator = np.random.default_rng((seed, step))
@@ -28,7 +31,7 @@ def random_batches(*, vocab_size: int, batch_size: int, context: int, seed: int,
 def text_batches(
     text: npt.NDArray[np.uint8], *, batch_size: int, context: int, seed: int, device: torch.device
 ) -> NextBatch:
-    """Windows of a text's bytes at random places; a token is a byte. ValueError if the text is shorter than a window."""
+    """Windows of a text at random places; a token is a byte. Raises ValueError if the text is shorter than a window."""
     if len(text) < context + 1:
         raise ValueError(
             f"data: {len(text)} bytes of text are fewer than a sequence of {context} tokens and its target needs"
@@ -44,7 +47,7 @@ def text_batches(
 def read_text(data: str) -> npt.NDArray[np.uint8]:
     """The bytes of a file (memory-mapped), of a folder's text files, or of Python's standard library ('stdlib').
 
-    Folders are read in the order of their paths, up to 64 MiB. ValueError where there is nothing to read.
+    A folder's files are read in the order of their paths, up to 64 MiB. Raises ValueError if there is nothing to read.
     """
     files = text_files(data)
     try:

@@ -1,4 +1,4 @@
-"""RunConfig -> TrainStep: the whole assembly on a page."""
+"""Builds a training step from a RunConfig: model, batches, precision, optimizer, parallel strategy, capture."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,25 +10,22 @@ from torch import Tensor, nn
 
 from trainstep.config.model import ModelConfig
 from trainstep.config.run import RunConfig
-from trainstep.parallel.grad_scaler import RankedGradScaler
+from trainstep.parallel.clipping import RankedGradScaler
 from trainstep.parallel.ranks import Ranks, alone
 from trainstep.spans import span_children
 from trainstep.training.attention import attention_named
 from trainstep.training.batches import Batch, NextBatch, random_batches, read_text, text_batches
 from trainstep.training.captured import CapturedTrainStep, EventMark, unmarked
-from trainstep.training.master_weights import MasterWeights
-from trainstep.training.optimizer import adamw_named, adamw_options
+from trainstep.training.optimizer import MasterWeights, Parallel, adamw_named, adamw_options, unwrapped
 from trainstep.training.precision import precision_named
-from trainstep.training.recompute import recompute_blocks
 from trainstep.training.step import TrainStep
 from trainstep.training.transformer import Transformer
-from trainstep.training.user_model import blocks_of, build_user_model
-from trainstep.training.wrapping import Parallel, unwrapped
+from trainstep.training.user_model import blocks_of, build_user_model, recompute_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """A step and what feeds it. `module`: the model; compilation is in place, so its parameters keep their names."""
+    """A step with its model and its batches. `module`: the model, compiled in place, so its parameters keep their names."""
 
     run: RunConfig
     device: torch.device
@@ -37,22 +34,23 @@ class Assembly:
     next_batch: NextBatch
     ranks: Ranks
     captured: CapturedTrainStep | None = None
-    """The step as one graph, where the run asks for it; `step` itself never is one."""
+    """The step as one graph, if the run asks for that; `step` itself always runs without a graph."""
     seen: Any = None
-    """What `look` of build_step returned."""
+    """The return value of build_step's `look`."""
 
     def take(self, micro_batches: Sequence[Batch], mark: EventMark = unmarked) -> Tensor:
-        """One step, captured where it is to be. The last micro-batch's loss, detached."""
+        """Run one step, as a graph if the run asks for that. Returns the last micro-batch's loss, detached."""
         return self.step(micro_batches, mark) if self.captured is None else self.captured(micro_batches, mark)
 
     def complete(self) -> None:
-        """Before `step` is called itself: what a graph left to its next launch. Every rank must ask."""
+        """Do the work that a graph has left to its next launch. Call it, on every rank, before calling `step` itself."""
         if self.captured is not None:
             self.captured.complete()
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """The batches of that step, on the device. `next_batch` is asked for micro-batch number step x accumulation + i; with N
-        ranks a step has N times as many, and each rank its own, so that a step sees the same tokens on any number."""
+        """This rank's batches of a step, on the device."""
+        # Micro-batches are numbered step by step, and within a step rank by rank: so a step on N ranks has the tokens of
+        # a step of one process with N times the accumulation.
         first = (step * self.ranks.world_size + self.ranks.rank) * self.run.accumulation
         return [self.next_batch(first + index) for index in range(self.run.accumulation)]
 
@@ -60,12 +58,12 @@ class Assembly:
 def build_step(
     run: RunConfig, parallel: Parallel | None = None, *, look: Callable[[nn.Module], Any] | None = None
 ) -> Assembly:
-    """Build model, batches and optimizer on `run.device` and set torch's fp32 matmul mode to what the precision asks.
+    """Build model, batches and optimizer on `run.device`, and set torch's fp32 matmul mode to that of the precision.
 
-    `parallel`: this process is one of several ranks; its device is theirs. `look` sees the module before a parallel strategy takes
-    its parameters apart; what it returns is `seen`.
+    `parallel`: this process is one of several ranks, and its device is theirs. `look` is called with the module before a
+    parallel strategy shards its parameters; its return value becomes `seen`.
 
-    ValueError, naming the field, for what cannot be built; ImportError for a model that cannot be imported.
+    Raises ValueError, naming the field, if the step cannot be built, and ImportError if the model cannot be imported.
     """
     device = parallel.ranks.device if parallel else torch.device(run.device)
     precision = precision_named(run.precision)
@@ -78,8 +76,8 @@ def build_step(
         recompute_blocks(module, draws_random_numbers=not isinstance(run.model, ModelConfig))
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable and run.mode in ("forward_backward", "step"):
-        raise ValueError("model: none of its parameters is trained; set requires_grad, or take mode forward")
-    module = _compiled(module, run)
+        raise ValueError("model: none of its parameters is trained; set requires_grad, or use mode forward")
+    _compile(module, run)
     seen = look(module) if look else None
     options = adamw_options(run.adamw, learning_rate=run.learning_rate)
     wrap = parallel.wrap if parallel else unwrapped
@@ -87,12 +85,16 @@ def build_step(
     if precision.masters:
         optimizer_cls = partial(MasterWeights, optimizer_cls=optimizer_cls)
     wrapped = wrap(module, optimizer_cls if run.trains else None, options)
+    scaler = None
+    if precision.scales_loss and run.trains:
+        # Ranks must skip a step together.
+        scaler = RankedGradScaler(parallel.ranks) if parallel else torch.amp.GradScaler(device.type)
     step = TrainStep(
         wrapped.module,
         wrapped.optimizer,
         mode=run.mode,
         autocast=(device.type, precision.autocast) if precision.autocast else None,
-        scaler=_scaler(device, parallel) if precision.scales_loss and run.trains else None,
+        scaler=scaler,
         clip_grad_norm=run.clip_grad_norm,
         gradient_sync=wrapped.gradient_sync,
     )
@@ -123,9 +125,9 @@ def _model(run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype, *, with_buffers: bool) -> None:
-    """Weights to the precision's dtype. Our buffers, the rotary tables, stay in fp32; complex ones would lose a part."""
+    """Cast parameters to the precision's dtype; the buffers of our own model, the rotary tables, stay in fp32."""
     for tensor in (*module.parameters(), *(module.buffers() if with_buffers else ())):
-        if tensor.is_floating_point():
+        if tensor.is_floating_point():  # a cast would drop the imaginary part of a complex tensor
             tensor.data = tensor.data.to(dtype)
 
 
@@ -139,25 +141,16 @@ def _batches(run: RunConfig, vocab_size: int, device: torch.device) -> NextBatch
     )
 
 
-def _compiled(module: nn.Module, run: RunConfig) -> nn.Module:
-    """Our own model must compile whole (fullgraph); of someone else's, graph breaks are theirs to allow.
-
-    Of a block its forward alone: hooks of parallel strategies stand on the block and must not be compiled with it.
-    """
-    fullgraph = isinstance(run.model, ModelConfig)
+def _compile(module: nn.Module, run: RunConfig) -> None:
+    fullgraph = isinstance(run.model, ModelConfig)  # our own model has no graph breaks; a user's model may have some
     if run.compile == "block":
         for block in blocks_of(module):
+            # The forward alone: parallel strategies put hooks on the block, which must not be compiled with it.
             block.forward = torch.compile(block.forward, fullgraph=fullgraph)
     if run.compile == "model":
         module.compile(fullgraph=fullgraph)
-    return module
-
-
-def _scaler(device: torch.device, parallel: Parallel | None) -> torch.amp.GradScaler:
-    """Several ranks skip a step together."""
-    return RankedGradScaler(parallel.ranks) if parallel else torch.amp.GradScaler(device.type)
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Parameters, a tied one counted once."""
+    """The number of parameters; a tied parameter counts once."""
     return sum(parameter.numel() for parameter in module.parameters())

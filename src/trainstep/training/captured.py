@@ -1,14 +1,14 @@
-"""A training step captured: which part of it a graph takes, and what is left to the host.
+"""Captures a training step in a CUDA graph, whole or without its optimizer, and says what it leaves out.
 
-[Note: where the step is cut] A graph ends with everything that it began. FlatShardedOptimizer sends updated parameters while the
-next forward runs, beyond the step's end. So of its steps the update comes first in the graph of the next step:
+[Note: where the step is cut] Everything that a graph begins must end in the same graph. FlatShardedOptimizer sends updated
+parameters while the next forward runs, beyond the end of the step. So the graph of the next step begins with the update:
 
     step           forward k   backward k   reduce k   update k   gather k ...
     graph          update k-1   gather k-1   forward k   backward k   reduce k
 
-and between two graphs there is nothing on its way, only each rank's shard of the gradients, in memory of its own. An update that
-was left to the next step uses the options (learning rates, weight decay) of its own step, and is made up (`complete`) before anyone
-reads parameters or the optimizer's state, or runs the module.
+Between two graphs no message is on its way; only each rank's shard of the gradients remains, in memory of its own. A
+postponed update uses the options (learning rates, weight decay) of its own step. `complete` does it before anything reads
+parameters or the optimizer's state, or runs the module.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,37 +18,37 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainstep.capture.baked import why_not_captured
 from trainstep.capture.captured_step import CapturedStep
-from trainstep.config.phases import Phase
+from trainstep.capture.inputs import why_not_captured
+from trainstep.config.run import Phase
+from trainstep.parallel.agreement import HostAgreement
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
-from trainstep.parallel.host_agreement import HostAgreement
 from trainstep.parallel.ranks import Ranks
 from trainstep.training.step import TrainStep
 
 
 class EventMark(Protocol):
-    """Called at the end of each phase. `event`: what a graph recorded there; None: the phase ends now."""
+    """Called at the end of each phase. `event`: the event that a graph recorded there; None: the phase ends now."""
 
     def __call__(self, phase: Phase, event: torch.cuda.Event | None = None, /) -> None: ...
 
 
 def unmarked(_phase: Phase, _event: torch.cuda.Event | None = None, /) -> None:
-    """For who wants to know no phase."""
+    """An EventMark that ignores every phase."""
 
 
 class CapturedTrainStep:
-    """`step(micro_batches, mark)` as TrainStep has it, its work in one graph; the optimizer's apart where no graph can hold it.
+    """Runs `step(micro_batches, mark)` like TrainStep, but as one graph; the optimizer runs apart if no graph can hold it.
 
-    With `strict` whatever is left out is an error: ValueError for the optimizer, NotCapturable for the rest, by the step that finds
-    it. Phases of a step on a GPU are marked by the graph's own events, the same ones at every step. Several ranks whose step sends
-    messages capture together, and every rank must make one of these.
+    With `strict` it is an error to leave anything out: ValueError for the optimizer, NotCapturable for the rest, raised by
+    the step that finds it. On a GPU the phases are marked by the graph's own events, which are the same at every step.
+    Ranks whose step sends messages capture together, and every rank must construct this class.
     """
 
     def __init__(self, step: TrainStep, ranks: Ranks, *, strict: bool) -> None:
         reason = why_not_captured(step.optimizer) if step.optimizer is not None else None
         if reason and strict:
-            raise ValueError(f"capture: {reason}; or take capture auto, which captures the rest")
+            raise ValueError(f"capture: {reason}; or use capture auto, which captures the rest")
         self._step = step
         self._optimizer_left_out = reason
         self._postponing = (
@@ -65,32 +65,32 @@ class CapturedTrainStep:
         )
 
     def __call__(self, micro_batches: Sequence[Mapping[str, Any]], mark: EventMark = unmarked) -> Tensor:
-        """One step. Returns the last micro-batch's loss, detached."""
+        """Run one step. Returns the last micro-batch's loss, detached."""
         with self._postponing.step() if self._postponing else nullcontext():
-            loss: Tensor = self._captured(self._given(micro_batches), mark)
+            loss: Tensor = self._captured(self._inputs(micro_batches), mark)
         if self._optimizer_left_out:
             self._step.update(mark)
         return loss
 
     def complete(self) -> None:
-        """Do what was left to the next step. Where messages are sent, every rank must ask."""
+        """Do the update that was postponed to the next step. If the step sends messages, every rank must call this."""
         if self._postponing:
             self._postponing.complete()
 
     def is_settled(self, micro_batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the next step of such batches is what all further ones will be: a graph's, or never one."""
-        return self._captured.why_not is not None or self._captured.is_captured(self._given(micro_batches))
+        """Whether all further steps of such batches run like the next step: as a graph launch, or never as a graph."""
+        return self._captured.why_not is not None or self._captured.is_captured(self._inputs(micro_batches))
 
     @property
     def what(self) -> str:
-        """What a graph takes: step, forward and backward, or nothing."""
+        """The part of the step that the graph holds: `step`, `forward and backward`, or `nothing`."""
         if self._captured.why_not is not None:
             return "nothing"
         return "forward and backward" if self._optimizer_left_out else "step"
 
     @property
     def left_out(self) -> str | None:
-        """Why something runs as it is; None where nothing does."""
+        """Why a part of the step runs outside the graph; None if no part does."""
         return self._captured.why_not or self._optimizer_left_out
 
     @property
@@ -99,29 +99,30 @@ class CapturedTrainStep:
         return self._captured.capture_s
 
     def pool_bytes(self) -> int:
-        """The device's memory that belongs to the graph."""
+        """Bytes of the device's memory that belong to the graph."""
         return self._captured.pool_bytes()
 
-    def _given(self, micro_batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What a graph is captured for: with an update to come first, and without, they are two."""
+    def _inputs(self, micro_batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The inputs of the graph. Steps with and without a postponed update differ here, and so have a graph each."""
         update_first = self._postponing is not None and self._postponing.is_pending
         return {"micro_batches": [dict(batch) for batch in micro_batches], "update_first": update_first}
 
-    def _graphed(self, given: Mapping[str, Any]) -> Tensor:
+    def _graphed(self, inputs: Mapping[str, Any]) -> Tensor:
         with self._recording():
-            if given["update_first"]:
+            if inputs["update_first"]:
                 self._step.update(self._mark)
             whole = self._postponing is None and not self._optimizer_left_out
             part = self._step if whole else self._step.compute
-            loss = part(given["micro_batches"], self._mark)
+            loss = part(inputs["micro_batches"], self._mark)
             if self._postponing is not None:
                 self._postponing.join()
             return loss
 
     def _recording(self) -> AbstractContextManager[None]:
-        """Around a step that is captured: a strategy asks no other rank in it."""
+        """The context of a step that is captured, in which a parallel strategy sends no questions to other ranks."""
         recorded: Callable[[], AbstractContextManager[None]] = nullcontext
-        if self._captured.is_recording:  # torch's own strategies have no such thing
+        if self._captured.is_recording:
+            # torch's own strategies have no method `recorded`.
             recorded = getattr(self._step.gradient_sync, "recorded", nullcontext)
         return recorded()
 
@@ -130,7 +131,7 @@ class CapturedTrainStep:
 
 
 class _Postponing:
-    """The update of a step's gradients, left to the next step. [Note: where the step is cut]"""
+    """Postpones the optimizer's update to the next step. [Note: where the step is cut]"""
 
     def __init__(self, step: TrainStep) -> None:
         optimizer = step.optimizer
@@ -139,20 +140,21 @@ class _Postponing:
         self._step = step
         self._groups = optimizer.param_groups
         self._options: list[dict[str, Any]] = []
-        """Each group's when the step ran whose update is pending."""
+        """The options of each group at the step whose update is pending."""
         self._in_step = False
         self._sync = optimizer.gradient_sync
         self._sync.keep_shards()
         self._sync.postponed = self.complete
         complete = torch.compiler.disable(lambda *_: self.complete())
-        step.module.register_forward_pre_hook(complete, prepend=True)  # before those that wait for parameters
+        step.module.register_forward_pre_hook(complete, prepend=True)  # before the hooks that wait for parameters
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step, which begins with the update that is pending and leaves its own."""
+        """The context of a step, which begins with the pending update and leaves its own update pending."""
         now = _options_of(self._groups)
         if not self.is_pending:
-            self._sync.wait_for_parameters()  # a step as it is may have sent some, for which a graph does not wait
+            # A step outside a graph may have sent parameters, and a graph does not wait for these.
+            self._sync.wait_for_parameters()
         self._in_step = True
         try:
             with self._with_options(self._options if self.is_pending else now):
@@ -162,7 +164,7 @@ class _Postponing:
         self._options, self.is_pending = now, True
 
     def join(self) -> None:
-        """At a step's end: nothing is on its way, not even to a block that the step did not use."""
+        """Wait, at a step's end, for every message, even to a block that the step did not use."""
         self._sync.wait_for_parameters()
 
     def complete(self) -> None:
@@ -189,5 +191,5 @@ def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _set_options(groups: Sequence[dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
-    for group, its in zip(groups, options, strict=True):
-        group.update(its)
+    for group, group_options in zip(groups, options, strict=True):
+        group.update(group_options)

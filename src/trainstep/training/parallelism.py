@@ -1,4 +1,4 @@
-"""A strategy's name becomes a wrapper and an optimizer: one constructor each of the rows in costs/strategies.py."""
+"""Maps a parallel strategy's name to its wrapper and optimizer: a constructor for each row of costs/strategies.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainstep.config.sync import SyncConfig
-from trainstep.parallel.ddp_bucketed import BucketedDDP
-from trainstep.parallel.ddp_flat import FlatDDP
-from trainstep.parallel.ddp_naive import NaiveDDP
-from trainstep.parallel.ddp_overlapped import OverlappedDDP
+from trainstep.config.parallel import SyncConfig
+from trainstep.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.fsdp import FSDP
 from trainstep.parallel.gradient_sync import GradientSync
@@ -20,12 +17,12 @@ from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.sharded_flat import ShardedGradients
 from trainstep.parallel.sharded_optimizer import ShardedOptimizer
 from trainstep.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero
-from trainstep.training.wrapping import OptimizerClass, Parallel, Wrapped, optimizer_over, unwrapped
+from trainstep.training.optimizer import OptimizerClass, Parallel, Wrapped, optimizer_over, unwrapped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a constructor is asked for. `strategy_options`: those that its row names, and `most_in_flight` if it has one."""
+    """The arguments of a constructor. `strategy_options`: the options in the strategy's row, and its `most_in_flight`."""
 
     ranks: Ranks
     strategy_options: Mapping[str, Any]
@@ -39,7 +36,7 @@ _DTYPES = {"own": None, "bf16": torch.bfloat16}
 
 
 def parallel(ranks: Ranks, config: SyncConfig) -> Parallel:
-    """These ranks, with the parallel strategy that the config names. Parameters become those of rank 0, save with sync none."""
+    """These ranks with the config's parallel strategy. All ranks get rank 0's parameters, except with sync none."""
     values = {option: getattr(config, option) for option in config.strategy.options}
     strategy_options = {option: _DTYPES.get(value, value) for option, value in values.items()}
     if config.strategy.most_in_flight:
@@ -58,30 +55,26 @@ def parallel(ranks: Ranks, config: SyncConfig) -> Parallel:
     return Parallel(ranks=ranks, wrap=wrap)
 
 
-def _alone(asked: Request) -> Wrapped:
-    return unwrapped(asked.module, asked.optimizer_cls, asked.optimizer_options)
-
-
 def _wrapper_then_optimizer(wrapper: Callable[..., GradientSync], shard: OptimizerClass | None = None) -> Constructor:
-    """`wrapper(module, ranks, **strategy_options)`, then the optimizer, whose state `shard` spreads over ranks."""
+    """Constructs `wrapper(module, ranks, **strategy_options)`, then the optimizer; `shard` spreads its state over ranks."""
 
-    def construct(asked: Request) -> Wrapped:
-        sync = wrapper(asked.module, asked.ranks, **asked.strategy_options)
-        optimizer_cls = asked.optimizer_cls
+    def construct(request: Request) -> Wrapped:
+        sync = wrapper(request.module, request.ranks, **request.strategy_options)
+        optimizer_cls = request.optimizer_cls
         if optimizer_cls is not None and shard is not None:
-            optimizer_cls = partial(shard, optimizer_cls=optimizer_cls, ranks=asked.ranks)
-        optimizer = optimizer_over(asked.module, optimizer_cls, asked.optimizer_options)
+            optimizer_cls = partial(shard, optimizer_cls=optimizer_cls, ranks=request.ranks)
+        optimizer = optimizer_over(request.module, optimizer_cls, request.optimizer_options)
         return Wrapped(module=sync.module, gradient_sync=sync, optimizer=optimizer)
 
     return construct
 
 
-def _sharded_flat(asked: Request) -> Wrapped:
-    """The optimizer makes its wrapper."""
-    module, ranks, own = asked.module, asked.ranks, asked.strategy_options
-    if asked.optimizer_cls is None:
-        return Wrapped(module=module, gradient_sync=ShardedGradients(module, ranks, **own), optimizer=None)
-    flat = FlatShardedOptimizer(module, asked.optimizer_cls, ranks=ranks, **own, **asked.optimizer_options)
+def _sharded_flat(request: Request) -> Wrapped:
+    module, ranks, options = request.module, request.ranks, request.strategy_options
+    if request.optimizer_cls is None:
+        return Wrapped(module=module, gradient_sync=ShardedGradients(module, ranks, **options), optimizer=None)
+    # This optimizer constructs its own wrapper.
+    flat = FlatShardedOptimizer(module, request.optimizer_cls, ranks=ranks, **options, **request.optimizer_options)
     return Wrapped(module=module, gradient_sync=flat.gradient_sync, optimizer=flat)
 
 
@@ -90,15 +83,20 @@ def _torch_ddp(module: nn.Module, ranks: Ranks, *, bucket_mib: float | None) -> 
 
 
 def _torch_fsdp2(
-    module: nn.Module, ranks: Ranks, *, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, **own: Any
+    module: nn.Module,
+    ranks: Ranks,
+    *,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    **options: Any,
 ) -> GradientSync:
-    """Gradients are averaged in fp32 unless asked otherwise: torch's would be what it computes in."""
+    # torch would average gradients in the dtype in which it computes; like ours, this averages in fp32 by default.
     averaged_in = torch.float32 if compute_dtype and reduce_dtype is None else reduce_dtype
-    return TorchFSDP2(module, ranks, param_dtype=compute_dtype, reduce_dtype=averaged_in, **own)
+    return TorchFSDP2(module, ranks, param_dtype=compute_dtype, reduce_dtype=averaged_in, **options)
 
 
 CONSTRUCTORS: Mapping[str, Constructor] = {
-    "none": _alone,
+    "none": lambda request: unwrapped(request.module, request.optimizer_cls, request.optimizer_options),
     "naive": _wrapper_then_optimizer(NaiveDDP),
     "flat": _wrapper_then_optimizer(FlatDDP),
     "overlapped": _wrapper_then_optimizer(OverlappedDDP),
@@ -110,4 +108,4 @@ CONSTRUCTORS: Mapping[str, Constructor] = {
     "torch_zero": _wrapper_then_optimizer(_torch_ddp, torch_zero),
     "torch_fsdp2": _wrapper_then_optimizer(_torch_fsdp2),
 }
-"""Strategy -> what makes its wrapper and optimizer."""
+"""Strategy -> the function that constructs its wrapper and optimizer."""

@@ -1,4 +1,4 @@
-"""What a precision's name means: dtypes of weights and of compute, loss scaling, and the mode of fp32 matmuls."""
+"""Maps a precision's name to the dtypes of weights and compute, loss scaling, and the mode of fp32 matmuls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import torch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""What tensors' dtypes are called in configs."""
+"""The names of dtypes in configs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """`weights`: dtype of parameters and optimizer state. `autocast`: dtype matmuls are cast to, or None.
+    """How a step computes.
 
-    `matmul`: torch's float32 matmul precision, 'highest' (IEEE) or 'high' (TF32). `scales_loss`: GradScaler, for fp16's range.
-    `masters`: the optimizer keeps fp32 weights, and the model their rounding.
+    `weights`: dtype of parameters and optimizer state. `autocast`: dtype to which matmuls are cast, or None. `matmul`:
+    torch's float32 matmul precision, 'highest' (IEEE) or 'high' (TF32). `scales_loss`: the loss is scaled by a
+    GradScaler, for fp16's range. `masters`: the optimizer keeps fp32 weights, and the model their rounding.
     """
 
     weights: torch.dtype = torch.float32
@@ -36,13 +37,13 @@ _PRECISIONS = {
 
 
 def precision_named(name: str) -> Precision:
-    """The precision of that name (RunConfig.precision)."""
+    """The precision with this name (RunConfig.precision)."""
     return _PRECISIONS[name]
 
 
 @contextmanager
 def float32_matmuls(precision: str) -> Iterator[None]:
-    """fp32 multiplied as 'highest' (IEEE) or 'high' (TF32) says, and afterwards as before: a process measures several cells."""
+    """Set the mode of fp32 matmuls, 'highest' (IEEE) or 'high' (TF32), and restore it for the process's next cell."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

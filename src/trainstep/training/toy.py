@@ -1,4 +1,6 @@
-"""The toy on which autocast is usually explained: two linear layers with a LayerNorm between. Use it as a model of one's own.
+"""A toy model, on which autocast is often explained: two linear layers with a LayerNorm between them.
+
+It is also an example of a user's own model: name it as `trainstep.training.toy:build`.
 
 B batch, S positions, C channels in, K classes out.
 """
@@ -15,7 +17,7 @@ _CHANNELS, _WIDTH, _CLASSES = 20, 10, 5
 
 
 class Toy(nn.Module):
-    """fc1, relu, LayerNorm, fc2, no biases; `forward(x, targets)` returns the mean cross-entropy."""
+    """fc1, relu, LayerNorm, fc2, without biases; `forward(x_BSC, targets_BS)` returns the mean cross-entropy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +32,7 @@ class Toy(nn.Module):
 
 
 def build(run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:
-    """The toy and batches of normal vectors in the dtype of its weights, a function of seed and step."""
+    """The toy, and batches of normal vectors in the dtype of its weights, made from seed and step."""
     with device:
         toy = Toy()
     dtype = precision_named(run.precision).weights

@@ -1,16 +1,16 @@
-"""The model: a pre-norm decoder with RMSNorm, RoPE, causal multi-head attention, SwiGLU and an untied head.
+"""The built-in model: a pre-norm decoder with RMSNorm, RoPE, causal multi-head attention, SwiGLU and an untied head.
 
-Shapes: B batch, S positions, C d_model, H heads, D head width, V vocabulary. No biases anywhere.
+Shapes: B batch, S positions, C d_model, H heads, D head width, V vocabulary. No layer has a bias.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from trainstep.config.model import ModelConfig
 from trainstep.ops import reference
 from trainstep.spans import span
 from trainstep.training.attention import Attention
-from trainstep.training.loss import next_token_loss
 
 _INIT_STD = 0.02
 
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal attention: one projection to q, k and v, one back."""
+    """Causal multi-head attention with one projection to q, k and v, and one projection back."""
 
     def __init__(self, config: ModelConfig, attention: Attention) -> None:
         super().__init__()
@@ -80,9 +80,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`forward(tokens, targets)`, both (B, S) int64 -> the mean next-token loss, a scalar in fp32.
+    """The model: `forward(tokens, targets)`, both (B, S) int64, returns the mean next-token loss, a scalar in fp32.
 
-    Construct it under `with torch.device(...)`: the weights are made there, normal with standard deviation 0.02.
+    Construct it under `with torch.device(...)`, where its weights are made: normal with standard deviation 0.02.
     """
 
     cos: Tensor
@@ -113,3 +113,10 @@ class Transformer(nn.Module):
         with span("head"):
             logits_BSV = self.head(x_BSC)
         return next_token_loss(logits_BSV, targets)
+
+
+def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """The mean of -log softmax(logits)[target] over all positions, in fp32 (fp64 for fp64 logits)."""
+    with span("loss"):
+        wide = torch.promote_types(logits_BSV.dtype, torch.float32)
+        return cross_entropy(logits_BSV.to(wide).flatten(0, 1), targets_BS.flatten())

@@ -1,4 +1,4 @@
-"""The tiled algorithm against the reference, small tiles and large, and its gradients by finite differences."""
+"""The tiled algorithm is as accurate as the reference with small and large tiles; its gradients agree with finite differences."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from trainstep.ops.flash_attention.algorithm import Mask, flash_attention_tiled
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch):
-    """So that short sequences have full, cut and hidden tiles."""
+    """Make tiles so small that short sequences have full, cut and hidden ones."""
     for name in ("forward", "backward"):
         monkeypatch.setattr(algorithm, name, partial(getattr(algorithm, name), block_q=16, block_k=32))
 
@@ -41,7 +41,7 @@ def test_gradcheck(alignment: str):
 
 @pytest.mark.usefixtures("small_tiles")
 def test_hidden_tiles_are_not_visited():
-    """Keys that no query of a tile sees are not read: NaN there does no harm, and would anywhere else."""
+    """Keys that no query of a tile sees are not read, so NaN in them does not reach the output."""
     q, k, v, _ = Case(queries=64, keys=128, head_dim=8).tensors()
     k[:, :, 64:], v[:, :, 64:] = float("nan"), float("nan")
     o, lse = flash_attention_tiled(q, k, v, causal=True)
@@ -49,7 +49,7 @@ def test_hidden_tiles_are_not_visited():
     assert lse.isfinite().all()
 
 
-def test_which_tiles_a_mask_cuts():
+def test_a_mask_gives_the_keys_that_a_tile_sees():
     mask = Mask(causal=True, offset=-8)
     assert mask.keys_seen(0, 8, 100) == (0, 0)
     assert mask.keys_seen(8, 24, 100) == (1, 16)

@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not there, and fit them: shared memory within each one's limit, registers without great spills.
+"""Kernels compile for GPUs that are not here, and fit them: within each one's shared memory, and with few spilled registers.
 
 A covering set of what the table offers, each value at least once an architecture; compiled in processes of their own, without
 the interpreter, by the installed triton and by the oldest that pyproject.toml allows, which `make oldest-triton` puts into a folder
@@ -20,7 +20,7 @@ import pytest
 
 from kernel_compiler import SHARED_MEMORY_BYTES
 from sources import ROOT
-from trainstep.ops.flash_attention.tiles import (
+from trainstep.ops.flash_attention.portable.tiles import (
     UNTUNED,
     Arithmetic,
     KernelPass,
@@ -37,7 +37,7 @@ VARIANTS = [  # element, arithmetic, head width, causal, ragged
     ("fp16", HALF, 256, False, True),
     ("bf16", HALF, 80, True, True),
     ("fp32", TF32, 128, False, False),
-    ("fp32", [TF32X3, IEEE], 32, True, True),  # in turn
+    ("fp32", [TF32X3, IEEE], 32, True, True),  # one or the other
 ]
 PARTS_VARIANTS = {
     80: {KernelPass.FORWARD: [(64, True, False)]},
@@ -49,23 +49,22 @@ PARTS_VARIANTS = {
         KernelPass.QUERY_GRADIENTS: [(64, False, True), (128, True, False), (256, False, False)],
     },
 }
-"""Of the kernels that take parts split beforehand, every row for Hopper, elsewhere one: head width, causal, ragged."""
+"""Shapes (head width, causal, ragged) for kernels that take parts split beforehand: all on Hopper, elsewhere one."""
 PROLOGUE = {80: "split_peaks_kernel", 89: "split_parts_kernel", 90: "split_parts_kernel", 100: "split_peaks_kernel"}
-"""Of the two kernels that make parts, by architecture."""
+"""Which of the two kernels that make parts is compiled, by architecture."""
 KERNELS = {
     KernelPass.FORWARD: ("forward", "forward_kernel", "RAGGED_K"),
     KernelPass.KEY_GRADIENTS: ("backward", "key_gradients_kernel", "RAGGED_Q"),
     KernelPass.QUERY_GRADIENTS: ("backward", "query_gradients_kernel", "RAGGED_K"),
 }
 PARTS_KERNELS = {
-    pass_: (f"split_{module}", f"split_{kernel}", ragged_name)
-    for pass_, (module, kernel, ragged_name) in KERNELS.items()
+    pass_: (module, f"split_{kernel}", ragged_name) for pass_, (module, kernel, ragged_name) in KERNELS.items()
 }
 GRADIENTS = ("fp32", "bf16", "bf16", "fp16")
-"""Of AdamW's update, by architecture."""
+"""The dtype of gradients for which AdamW's update is compiled, one for each architecture."""
 MOST = 96
 SPILLED_BYTES = 4096
-"""A thread's; more means that a tile is far too large, unless it was measured and won with its spills."""
+"""The most bytes that a thread may spill. More means that a tile is far too large, unless it was measured to be the fastest."""
 MEASURED_SPILLED_BYTES = 8192
 PROCESSES = 2
 
@@ -95,7 +94,7 @@ def request(architecture: int, pass_: KernelPass, element: str, arithmetic: Arit
     if pass_ is KernelPass.KEY_GRADIENTS:
         constants["HEADS_PER_KEY_HEAD"] = 4 if ragged else 1
     return {
-        "module": f"trainstep.ops.flash_attention.{module}",
+        "module": f"trainstep.ops.flash_attention.{'split' if of_parts else 'portable'}.{module}",
         "kernel": kernel,
         "constants": constants,
         "types": types_of_parts(config, padded(head_dim)) if of_parts else {},
@@ -117,7 +116,7 @@ def types_of_parts(config: TileConfig, width: int) -> dict[str, str]:
 
 def prologue_request(architecture: int, kernel: str) -> dict[str, Any]:
     return {
-        "module": "trainstep.ops.flash_attention.split_prologue",
+        "module": "trainstep.ops.flash_attention.split.parts",
         "kernel": kernel,
         "constants": {"HEAD_DIM": 80, "BLOCK_D": 128, "BLOCK": 32, "BACKWARD": True},
         "types": {"query_parts_ptr": "*fp16", "key_parts_ptr": "*fp16", "peaks_ptr": "*i32"},
@@ -126,14 +125,14 @@ def prologue_request(architecture: int, kernel: str) -> dict[str, Any]:
         "num_warps": 4,
         "num_stages": 1,
         "most_spilled_bytes": 0,
-        # 32 x 128 elements by 128 threads, 16 bytes at a time: of four tensors; of o too, and of four tensors' two parts
+        # 32 x 128 elements by 128 threads, 16 bytes at a time, for four tensors; else for o too, and for four tensors' two parts
         "least_vector_accesses": 4 * 8 if kernel == "split_peaks_kernel" else 5 * 8 + 4 * 2 * 4,
     }
 
 
 def delta_request(architecture: int) -> dict[str, Any]:
     return {
-        "module": "trainstep.ops.flash_attention.backward",
+        "module": "trainstep.ops.flash_attention.portable.backward",
         "kernel": "delta_kernel",
         "constants": {"HEAD_DIM": 80, "BLOCK_D": 128, "BLOCK_Q": 64},
         "element": "bf16",
@@ -145,7 +144,7 @@ def delta_request(architecture: int) -> dict[str, Any]:
 
 
 def adamw_request(architecture: int, gradient: str) -> dict[str, Any]:
-    """Not attention, but compiled along with it."""
+    """A request for AdamW's kernel, which is compiled here although it is not attention."""
     numbers = dict.fromkeys(("lr", "eps", "weight_decay"), "fp32")
     pointers = {"addresses_ptr": "*i64", "chunks_ptr": "*i32", "gradient_ptr": f"*{gradient}"}
     betas = {"BETA1": 0.9, "BETA2": 0.999, "LOG2_BETA1": -0.152, "LOG2_BETA2": -0.00144}
@@ -160,7 +159,7 @@ def adamw_request(architecture: int, gradient: str) -> dict[str, Any]:
         "num_warps": 8,
         "num_stages": 3,
         "most_spilled_bytes": 0,
-        # Of a full chunk: 4096 elements by 256 threads, 16 bytes at a time; the gradient's, then those of three tensors
+        # For a full chunk: 4096 elements by 256 threads, 16 bytes at a time; the gradient's, then those of three tensors
         "least_vector_accesses": (4 if gradient == "fp32" else 2) + 3 * 2 * 4,
     }
 
@@ -168,17 +167,17 @@ def adamw_request(architecture: int, gradient: str) -> dict[str, Any]:
 def covering_set() -> list[dict[str, Any]]:
     requests = [delta_request(architecture) for architecture in SHARED_MEMORY_BYTES]
     requests += map(adamw_request, SHARED_MEMORY_BYTES, GRADIENTS)
-    for turn, architecture in enumerate(SHARED_MEMORY_BYTES):
-        for pass_turn, pass_ in enumerate(KernelPass):
+    for index, architecture in enumerate(SHARED_MEMORY_BYTES):
+        for pass_index, pass_ in enumerate(KernelPass):
             for element, arithmetic, *shape in VARIANTS:
                 if isinstance(arithmetic, list):
-                    arithmetic = arithmetic[(turn + pass_turn) % 2]
+                    arithmetic = arithmetic[(index + pass_index) % 2]
                 requests.append(request(architecture, pass_, element, arithmetic, *shape))
     return requests
 
 
 def parts_set() -> list[dict[str, Any]]:
-    """The kernels of FP16X3, and those that make parts."""
+    """Requests for the kernels of FP16X3, and for those that make parts."""
     requests = [
         request(architecture, pass_, "fp32", FP16X3, *shape)
         for architecture, passes in PARTS_VARIANTS.items()
@@ -201,7 +200,7 @@ def every_variant() -> list[dict[str, Any]]:
 
 
 def compile_all(requests: list[dict[str, Any]], cache: Path, triton_folder: str = "") -> list[dict[str, Any]]:
-    """A result a request, by the triton in that folder or else the installed one."""
+    """Compile by the triton in that folder, or else the installed one; one result for each request."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
     if triton_folder:
@@ -209,7 +208,7 @@ def compile_all(requests: list[dict[str, Any]], cache: Path, triton_folder: str 
     compiler = Path(__file__).parents[2] / "kernel_compiler.py"
 
     def run(share: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, str(compiler)],
             input=json.dumps(share),
             env=environment,
@@ -217,8 +216,8 @@ def compile_all(requests: list[dict[str, Any]], cache: Path, triton_folder: str 
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        assert process.returncode == 0, process.stderr[-3000:]
+        return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
     with ThreadPoolExecutor(PROCESSES) as pool:
         shares = list(pool.map(run, [requests[i::PROCESSES] for i in range(PROCESSES)]))
@@ -227,14 +226,14 @@ def compile_all(requests: list[dict[str, Any]], cache: Path, triton_folder: str 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_covering_set(tmp_path: Path, record_property: Any):
+def test_a_covering_set_compiles_and_fits(tmp_path: Path, record_property: Any):
     triton = pytest.importorskip("triton")
     check_covering_set(tmp_path, record_property, triton.__version__)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_covering_set_with_the_oldest_triton(tmp_path: Path, record_property: Any):
+def test_a_covering_set_compiles_with_the_oldest_triton(tmp_path: Path, record_property: Any):
     folder = os.environ.get("TRAINSTEP_OLDEST_TRITON")
     if not folder:
         refuse = pytest.fail if os.environ.get("TRAINSTEP_REQUIRE_OLDEST_TRITON") == "1" else pytest.skip
@@ -261,24 +260,24 @@ def complaints_about(result: dict[str, Any]) -> list[str]:
     name = name_of(result)
     if "error" in result:
         return [f"{name}: {result['error']}"]
-    found = []
+    complaints = []
     if result["shared_bytes"] > SHARED_MEMORY_BYTES[result["architecture"]]:
-        found.append(f"{name}: {result['shared_bytes']} bytes of shared memory")
+        complaints.append(f"{name}: {result['shared_bytes']} bytes of shared memory")
     if result["spilled_bytes"] > result["most_spilled_bytes"]:
-        found.append(f"{name}: {result['spilled_bytes']} bytes spilled")
+        complaints.append(f"{name}: {result['spilled_bytes']} bytes spilled")
     if result["vector_accesses"] < result.get("least_vector_accesses", 0):
-        found.append(f"{name}: only {result['vector_accesses']} vector accesses")
+        complaints.append(f"{name}: only {result['vector_accesses']} vector accesses")
     if result["running_sums"] and result.get("sums_run_on") is False:
-        found.append(f"{name}: {result['running_sums']} sums go on within the products from tile to tile")
+        complaints.append(f"{name}: {result['running_sums']} sums go on within the products from tile to tile")
     if result.get("sums_run_on") and not result["running_sums"]:
-        found.append(f"{name}: no sum that goes on from tile to tile was found, where there is one")
+        complaints.append(f"{name}: no sum that goes on from tile to tile was found, where there is one")
     if result["architecture"] == 90 and any("C75" in warning for warning in result["warnings"]):
-        found.append(f"{name}: {result['warnings']}")
-    return found
+        complaints.append(f"{name}: {result['warnings']}")
+    return complaints
 
 
 def main() -> None:
-    """Lines `ok` or what is wrong, a variant each; exit status 1 if anything is."""
+    """Print a line for each variant, `ok` or what is wrong; exit with status 1 if anything is wrong."""
     wrong = 0
     with tempfile.TemporaryDirectory() as cache:
         requests = every_variant()

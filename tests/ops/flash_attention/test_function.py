@@ -1,4 +1,4 @@
-"""The public function on the CPU: what it accepts and refuses, and that torch knows it as an operator."""
+"""The public function on the CPU: accuracy, layouts, what it refuses, and its operator in torch."""
 
 from collections.abc import Callable
 
@@ -40,22 +40,22 @@ LAYOUTS = {
     "BSHD": ({"strided": "fused"}, lambda x: x.transpose(1, 2), {"layout": "BSHD"}),
     "BSD": ({"heads": 1, "key_heads": 1, "queries": 9}, lambda x: x.squeeze(1), {"scale": 0.3}),
 }
-"""What cases are changed by, how their tensors are given, and what flash_attention is told."""
+"""By layout: changes to the case, the view of its tensors that is given, and options of flash_attention."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_backward_function_in_every_layout(layout: str):
-    """Bit for bit what autograd gives, laid out as autograd lays it out; contiguous or not, with the log-sum-exp as returned."""
-    changes, given, options = LAYOUTS[layout]
-    q, k, v = (given(x.detach()).requires_grad_() for x in qkv(**changes))
+    """Gradients and their strides are autograd's to the bit, whether inputs are contiguous or not."""
+    changes, view, options = LAYOUTS[layout]
+    q, k, v = (view(x.detach()).requires_grad_() for x in qkv(**changes))
     o, lse = flash_attention(q, k, v, is_causal=True, return_lse=True, **options)
-    assert lse.shape == (q.shape[:2] if layout == "BSD" else given(q).shape[:3])
+    assert lse.shape == (q.shape[:2] if layout == "BSD" else view(q).shape[:3])
     do = torch.randn(*o.shape, 2)[..., 0]
     with torch.no_grad():
-        ours = flash_attention_backward(do, q, k, v, o, lse.mT.clone().mT, True, **options)
-    for dx, wanted in zip(ours, torch.autograd.grad(o, [q, k, v], do), strict=True):
-        assert torch.equal(dx, wanted)
-        assert dx.stride() == wanted.stride()
+        gradients = flash_attention_backward(do, q, k, v, o, lse.mT.clone().mT, True, **options)
+    for dx, expected in zip(gradients, torch.autograd.grad(o, [q, k, v], do), strict=True):
+        assert torch.equal(dx, expected)
+        assert dx.stride() == expected.stride()
 
 
 def test_the_backward_function_under_autocast():
@@ -66,13 +66,13 @@ def test_the_backward_function_under_autocast():
     assert {dx.dtype for dx in gradients} == {torch.bfloat16}
 
 
-def test_the_backward_function_compiles_whole():
+def test_the_backward_function_compiles_as_one_graph():
     arguments = [x.detach() for x in qkv()]
     o, lse = flash_attention(*arguments, return_lse=True)
     arguments = [torch.ones_like(o), *arguments, o, lse]
     compiled = torch.compile(flash_attention_backward, fullgraph=True, backend="aot_eager")
-    for ours, wanted in zip(compiled(*arguments), flash_attention_backward(*arguments), strict=True):
-        assert torch.equal(ours, wanted)
+    for gradient, expected in zip(compiled(*arguments), flash_attention_backward(*arguments), strict=True):
+        assert torch.equal(gradient, expected)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,9 @@ def test_the_backward_function_compiles_whole():
         ("q", lambda x: x[..., :4], "in batch and head width"),
     ],
 )
-def test_what_the_backward_function_refuses(name: str, change: Callable[[Tensor], Tensor], word: str):
+def test_the_backward_function_refuses_tensors_that_do_not_fit(
+    name: str, change: Callable[[Tensor], Tensor], word: str
+):
     q, k, v = (x.detach() for x in qkv())
     o, lse = flash_attention(q, k, v, return_lse=True)
     tensors = {"do": o, "q": q, "k": k, "v": v, "o": o, "lse": lse}
@@ -95,8 +97,8 @@ def test_what_the_backward_function_refuses(name: str, change: Callable[[Tensor]
         flash_attention_backward(**tensors | {name: change(tensors[name])})
 
 
-def test_what_the_backward_function_refuses_besides():
-    """A gradient without the dimension of one head, and options as flash_attention refuses them."""
+def test_the_backward_function_refuses_missing_heads_and_bad_options():
+    """A gradient without the dimension of its only head, and options that flash_attention refuses too."""
     q, k, v = (x.detach() for x in qkv(heads=1, key_heads=1))
     o, lse = flash_attention(q, k, v, return_lse=True)
     with pytest.raises(ValueError, match="must be q's"):
@@ -107,28 +109,28 @@ def test_what_the_backward_function_refuses_besides():
 
 
 @pytest.mark.parametrize("layout", ["BHSD", "BSD"])
-def test_what_is_kept_can_be_looked_at(layout: str):
-    """q, k, v, the output and, the only one of its shape, the log-sum-exp; shaped as what was given and as what came back."""
-    changes, given, options = LAYOUTS[layout]
-    tensors = [given(x.detach()).requires_grad_() for x in qkv(**changes)]
+def test_saved_tensors_are_the_inputs_and_outputs(layout: str):
+    """q, k, v and the output in their own shapes, and the log-sum-exp, the only tensor of its shape."""
+    changes, view, options = LAYOUTS[layout]
+    tensors = [view(x.detach()).requires_grad_() for x in qkv(**changes)]
     o, lse = flash_attention(*tensors, is_causal=True, return_lse=True, **options)
-    kept = o.grad_fn.saved_tensors
-    assert all(torch.equal(x, y) for x, y in zip(kept, (*tensors, o, lse), strict=True))
-    assert [x.shape for x in kept].count(o.shape[:-1]) == 1
-    o.add_(1.0)  # no view of anything
+    saved = o.grad_fn.saved_tensors
+    assert all(torch.equal(x, y) for x, y in zip(saved, (*tensors, o, lse), strict=True))
+    assert [x.shape for x in saved].count(o.shape[:-1]) == 1
+    o.add_(1.0)  # it is not a view
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_called_as_torch(causal: bool):
+def test_calls_with_torchs_arguments_give_torchs_result(causal: bool):
     q, k, v = qkv(key_heads=2)
-    ours, theirs = (
+    output, expected = (
         attend(q, k, v, None, 0.0, causal, scale=0.2, enable_gqa=True)
         for attend in (flash_attention, scaled_dot_product_attention)
     )
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(output, expected)
 
 
-def test_layouts():
+def test_layouts_give_the_same_result():
     q, k, v = qkv(key_heads=2)
     o, lse = flash_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True)
     moved = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -146,14 +148,14 @@ def test_cpu_tensors_have_one_arithmetic():
     assert torch.equal(flash_attention(q, k, v, fp32_precision="fp16x3"), flash_attention(q, k, v))
 
 
-def test_last_stride():
+def test_a_last_stride_above_1_gives_the_same_result():
     q, k, v = qkv()
-    apart = [torch.stack((x, x), dim=-1)[..., 0] for x in (q, k, v)]
-    assert apart[0].stride(-1) == 2
-    assert torch.equal(flash_attention(*apart), flash_attention(q, k, v))
+    strided = [torch.stack((x, x), dim=-1)[..., 0] for x in (q, k, v)]
+    assert strided[0].stride(-1) == 2
+    assert torch.equal(flash_attention(*strided), flash_attention(q, k, v))
 
 
-def test_autocast():
+def test_autocast_computes_in_its_dtype():
     q, k, v = qkv()
     with torch.autocast("cpu", torch.bfloat16):
         o = flash_attention(q, k, v)
@@ -179,7 +181,7 @@ def test_lse_carries_no_gradient():
         ({"scale": -1.0}, "negate q"),
     ],
 )
-def test_refused_options(changes: dict[str, object], word: str):
+def test_unsupported_options_are_refused(changes: dict[str, object], word: str):
     with pytest.raises(ValueError, match=word):
         flash_attention(*qkv(), **changes)  # type: ignore[arg-type]
 
@@ -197,51 +199,52 @@ def test_refused_options(changes: dict[str, object], word: str):
         ([(2, 1, 9, 16), (2, 9, 16), (2, 9, 16)], "dimensions"),
     ],
 )
-def test_refused_shapes(shapes: list[tuple[int, ...]], word: str):
+def test_wrong_shapes_are_refused(shapes: list[tuple[int, ...]], word: str):
     with pytest.raises(ValueError, match=word):
         flash_attention(*(torch.randn(shape) for shape in shapes))
 
 
-def test_refused_mixtures():
+def test_mixed_dtypes_are_refused():
     q, k, v = qkv()
     with pytest.raises(ValueError, match="make them alike"):
         flash_attention(q, k.half(), v)
 
 
-def test_opcheck():
+def test_the_operator_passes_opcheck():
     for alignment in (False, True):
         arguments = (*qkv(key_heads=2, queries=9, strided="fused"), 0.25, True, alignment, None, None)
         torch.library.opcheck(torch.ops.trainstep.flash_attention.default, arguments)
 
 
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
-def test_compiles_whole(layout: str):
+def test_the_function_compiles_as_one_graph(layout: str):
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attention(q.sin(), k, v, is_causal=True, enable_gqa=True, layout=layout).square().sum()
 
     q, k, v = qkv()
-    expected = torch.autograd.grad(loss(q, k, v), [q, k, v])
+    eager_gradients = torch.autograd.grad(loss(q, k, v), [q, k, v])
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for ours, wanted in zip(torch.autograd.grad(compiled(q, k, v), [q, k, v]), expected, strict=True):
-        torch.testing.assert_close(ours, wanted)
+    gradients = torch.autograd.grad(compiled(q, k, v), [q, k, v])
+    for gradient, expected in zip(gradients, eager_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected)
 
 
-def test_double_backward_says_so():
+def test_double_backward_is_refused():
     q, k, v = qkv()
     (dq,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
 
 
-def test_under_checkpointing():
+def test_checkpointing_gives_the_same_gradients():
     q, k, v = qkv()
-    plain = torch.autograd.grad(flash_attention(q, k, v, is_causal=True).square().sum(), [q, k, v])
+    expected = torch.autograd.grad(flash_attention(q, k, v, is_causal=True).square().sum(), [q, k, v])
     o = checkpoint(lambda *x: flash_attention(*x, is_causal=True), q, k, v, use_reentrant=False)
-    again = torch.autograd.grad(o.square().sum(), [q, k, v])
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    recomputed = torch.autograd.grad(o.square().sum(), [q, k, v])
+    assert all(torch.equal(a, b) for a, b in zip(expected, recomputed, strict=True))
 
 
-def test_flops():
+def test_torchs_flop_counter_counts_both_passes():
     q, k, v = qkv(key_heads=2)
     with FlopCounterMode(display=False) as counter:
         flash_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
@@ -249,8 +252,8 @@ def test_flops():
     assert counter.get_total_flops() == forward + 2.5 * forward
 
 
-def test_precision_follows_torch():
-    """What the kernels would be asked for, without a GPU to ask."""
+def test_matmul_precision_follows_torchs_setting():
+    """The precision that the kernels would be launched with."""
     before = torch.get_float32_matmul_precision()
     try:
         for setting, precision in (("high", "tf32"), ("medium", "tf32"), ("highest", "ieee")):
@@ -262,29 +265,29 @@ def test_precision_follows_torch():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [True, False])
-def test_whoever_listens_hears_the_operator(training: bool):
-    """Eager calls go past the dispatcher to the kernels, but not past a FLOP counter or a profiler; the result is the same."""
+def test_counters_and_profilers_see_the_operator(training: bool):
+    """Eager calls skip the dispatcher, except under a FLOP counter or a profiler; the result is the same."""
     q, k, v = (x.detach().cuda().requires_grad_(training) for x in qkv())
 
     def step() -> list[Tensor]:
         o = flash_attention(q, k, v, is_causal=True)
         return [o, *torch.autograd.grad(o.square().sum(), [q, k, v])] if training else [o]  # type: ignore[list-item, union-attr]
 
-    alone = step()
+    direct = step()
     with FlopCounterMode(display=False) as counter:
         counted = step()
     forward = 2 * 2 * 4 * 20 * 20 * 16
     assert counter.get_total_flops() == forward * (3.5 if training else 1)
     with torch.profiler.profile() as profile:
         profiled = step()
-    seen = {event.key for event in profile.key_averages()}
-    assert "trainstep::flash_attention" in seen
-    assert not training or "trainstep::flash_attention_backward" in seen
-    for ours, other, another in zip(alone, counted, profiled, strict=True):
-        assert torch.equal(ours, other)
-        assert torch.equal(ours, another)
+    names = {event.key for event in profile.key_averages()}
+    assert "trainstep::flash_attention" in names
+    assert not training or "trainstep::flash_attention_backward" in names
+    for expected, from_counter, from_profiler in zip(direct, counted, profiled, strict=True):
+        assert torch.equal(expected, from_counter)
+        assert torch.equal(expected, from_profiler)
 
 
-def test_meta_tensors_have_shapes():
+def test_meta_tensors_have_the_outputs_shape():
     q = torch.empty(2, 3, 5, 16, device="meta")
     assert flash_attention(q, q, q).shape == q.shape

@@ -1,4 +1,4 @@
-"""`attn_implementation="trainstep"` in a small Llama made from a config: the same losses and gradients, and nothing ignored."""
+"""`attn_implementation="trainstep"` in a small Llama: losses and gradients are right, and unsupported inputs are refused."""
 
 import os
 from typing import Any
@@ -51,41 +51,44 @@ def loss_and_gradients(model: Any, **inputs: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1, "head_dim": 40}])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_step_of_llama(dtype: torch.dtype, changes: dict[str, int], is_causal: bool):
-    ours, eager = (
+def test_a_step_of_llama_is_as_accurate_as_eager(dtype: torch.dtype, changes: dict[str, int], is_causal: bool):
+    results, eager = (
         loss_and_gradients(llama(name, dtype, **changes), is_causal=is_causal) for name in ("trainstep", "eager")
     )
-    # the same weights; norms and the softmax stay in fp32 there, which transformers hard-codes
+    # the same weights; transformers always computes norms and the softmax in fp32
     exact = loss_and_gradients(llama("eager", dtype, **changes).double(), is_causal=is_causal)
-    for name, result in ours.items():
+    for name, result in results.items():
         assert_as_accurate_as(result, eager[name], exact[name], name)
 
 
 def test_a_mask_of_ones_changes_nothing():
-    plain = loss_and_gradients(llama("trainstep"))
+    unmasked = loss_and_gradients(llama("trainstep"))
     masked = loss_and_gradients(llama("trainstep"), attention_mask=torch.ones(2, TOKENS, dtype=torch.int64))
-    assert all(torch.equal(plain[name], masked[name]) for name in plain)
+    assert all(torch.equal(unmasked[name], masked[name]) for name in unmasked)
 
 
-def test_gradient_checkpointing():
+def test_gradient_checkpointing_changes_nothing():
     model = llama("trainstep")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    plain, again = loss_and_gradients(llama("trainstep")), loss_and_gradients(model)
-    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    expected, recomputed = loss_and_gradients(llama("trainstep")), loss_and_gradients(model)
+    assert all(torch.equal(expected[name], recomputed[name]) for name in expected)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_compiles_whole(use_cache: bool):
+def test_a_model_compiles_as_one_graph(use_cache: bool):
     torch.compiler.reset()
     model = llama("trainstep")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    ours, plain = loss_and_gradients(compiled, use_cache=use_cache), loss_and_gradients(llama("trainstep"))
-    for mine, expected in zip(ours.values(), plain.values(), strict=True):
-        torch.testing.assert_close(mine, expected)
+    compiled_results, results = (
+        loss_and_gradients(compiled, use_cache=use_cache),
+        loss_and_gradients(llama("trainstep")),
+    )
+    for result, expected in zip(compiled_results.values(), results.values(), strict=True):
+        torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_packing_is_seen_when_compiled(use_cache: bool):
+def test_packing_is_refused_in_a_compiled_model_too(use_cache: bool):
     torch.compiler.reset()
     compiled = torch.compile(llama("trainstep"), fullgraph=True, backend="aot_eager")
     positions = torch.cat((torch.arange(9), torch.arange(TOKENS - 9))).expand(2, -1)
@@ -94,21 +97,21 @@ def test_packing_is_seen_when_compiled(use_cache: bool):
 
 
 @torch.no_grad()
-def test_after_cached_tokens():
-    """Several queries at once behind a cache, then one."""
+def test_logits_after_cached_tokens_are_the_same():
+    """Several queries at once after cached tokens, then one query."""
     model = llama("trainstep").eval()
     tokens = batch()
-    whole = model(tokens).logits
+    uncached = model(tokens).logits
     cache = None
     pieces = []
-    for begin, end in ((0, 10), (10, 16), (16, 17), (17, TOKENS)):
-        out = model(tokens[:, begin:end], past_key_values=cache, attention_mask=torch.ones(2, end), use_cache=True)
+    for start, end in ((0, 10), (10, 16), (16, 17), (17, TOKENS)):
+        out = model(tokens[:, start:end], past_key_values=cache, attention_mask=torch.ones(2, end), use_cache=True)
         cache = out.past_key_values
         pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), uncached)
 
 
-def test_a_model_in_use_can_switch():
+def test_a_model_can_switch_to_trainstep():
     model = llama("sdpa").eval()
     before = model(batch()).logits
     model.set_attn_implementation("trainstep")
@@ -139,7 +142,7 @@ def test_padding_is_refused(side: str, training: bool):
         ({"output_attentions": True}, "output_attentions"),
     ],
 )
-def test_what_would_change_the_result_is_refused(inputs: dict[str, Any], word: str):
+def test_inputs_that_would_change_the_result_are_refused(inputs: dict[str, Any], word: str):
     with pytest.raises(ValueError, match=word):
         llama("trainstep")(batch(), **inputs)
 
@@ -151,15 +154,15 @@ def test_dropout_is_refused_in_training_only():
     model.eval()(batch())
 
 
-def test_sliding_window():
-    """One that a sequence fills is refused; a wider one changes nothing."""
+def test_a_sliding_window_shorter_than_the_sequence_is_refused():
+    """A wider window changes nothing."""
     config = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY}
 
     def logits(attention: str, window: int) -> Tensor:
         torch.manual_seed(0)
-        made = transformers.MistralConfig(**config, sliding_window=window, attn_implementation=attention)
-        return transformers.MistralForCausalLM(made)(batch()).logits  # type: ignore[no-any-return]
+        mistral_config = transformers.MistralConfig(**config, sliding_window=window, attn_implementation=attention)
+        return transformers.MistralForCausalLM(mistral_config)(batch()).logits  # type: ignore[no-any-return]
 
     torch.testing.assert_close(logits("trainstep", TOKENS + 1), logits("eager", TOKENS + 1))
     with pytest.raises(ValueError, match="window"):

@@ -1,4 +1,4 @@
-"""The Triton kernels: on a GPU through the public function; in Triton's interpreter, without one, straight from their launchers.
+"""The Triton kernels: on a GPU through the public function, and in Triton's interpreter directly from their launchers.
 
 test_interpreter.py runs this file with TRITON_INTERPRET=1 in a process of its own; by itself, without a GPU, it skips.
 """
@@ -28,7 +28,7 @@ def test_small_random_shapes(seed: int):
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_backward_function(monkeypatch: pytest.MonkeyPatch, heads: int, dtype: torch.dtype):
-    """The public functions with all that is between them and the kernels: a head of its own, (B, S, D), and shared keys."""
+    """The public functions with all code between them and the kernels, for one head (B, S, D) and for shared key heads."""
     if INTERPRETED:
         monkeypatch.setattr(function, "_forward_below_autograd", function._forward_cuda)
         monkeypatch.setattr(function, "_backward_below_autograd", function._backward_cuda)
@@ -55,7 +55,7 @@ def test_three_tf32_products(seed: int):
 
 @pytest.mark.gpu
 def test_a_long_sequence():
-    """Tiles and scheduling as in use: every tile full but the diagonal's, heads sharing keys."""
+    """A usual shape: every tile but the diagonal's is full, and heads share keys."""
     for head_dim in (64, 80, 128):
         case = Case(heads=4, key_heads=2, queries=4096, keys=4096, head_dim=head_dim, dtype=torch.bfloat16)
         check(attend, case, device=DEVICE)
@@ -129,8 +129,8 @@ def test_every_bit_repeats():
 
 
 @pytest.mark.gpu
-def test_as_the_algorithm():
-    """Kernel and readable algorithm on one problem, differences in rounding alone."""
+def test_kernels_agree_with_the_tiled_algorithm():
+    """Kernel and readable algorithm on the same problem differ only by rounding."""
     q, k, v, _ = inputs(dtype=torch.float32, queries=300, keys=300, head_dim=64)
     on_gpu, _ = attend(q, k, v, causal=True)
     on_cpu = flash_attention(q.cpu(), k.cpu(), v.cpu(), is_causal=True, enable_gqa=True)
@@ -143,8 +143,8 @@ def test_given_tiles():
     leaves = [x.requires_grad_() for x in (q, k, v)]
     tiles = Tiles(forward=SMALL, key_gradients=SMALL, query_gradients=SMALL)
     o = flash_attention(*leaves, is_causal=True, enable_gqa=True, tiles=tiles)
-    wanted, _ = attend(*leaves, causal=True)
-    torch.testing.assert_close(o, wanted, atol=2e-3, rtol=2e-3)
+    expected, _ = attend(*leaves, causal=True)
+    torch.testing.assert_close(o, expected, atol=2e-3, rtol=2e-3)
     torch.autograd.grad(o, leaves, do)
 
 
@@ -160,7 +160,7 @@ def test_in_a_cuda_graph():
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        wanted = [x.clone() for x in step()]
+        expected = [x.clone() for x in step()]
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -168,13 +168,13 @@ def test_in_a_cuda_graph():
     for x in captured:
         x.detach().zero_()
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
 @pytest.mark.gpu
 def test_on_another_stream():
     q, k, v, _ = inputs(queries=512, keys=512)
-    wanted, _ = attend(q, k, v, causal=True)
+    expected, _ = attend(q, k, v, causal=True)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -182,7 +182,7 @@ def test_on_another_stream():
         late = q + 0  # a kernel on the default stream would read this too early
         o, _ = attend(late, k, v, causal=True)
     side.synchronize()
-    assert torch.equal(o, wanted)
+    assert torch.equal(o, expected)
 
 
 @pytest.mark.multigpu
@@ -205,8 +205,8 @@ def test_compiled_by_inductor():
         return flash_attention(q * 2, k, v, is_causal=True, enable_gqa=True)  # type: ignore[return-value]
 
     compiled = torch.compile(run, fullgraph=True)
-    ours = torch.autograd.grad(compiled(*leaves), leaves, do)
-    for a, b in zip(ours, torch.autograd.grad(run(*leaves), leaves, do), strict=True):
+    compiled_gradients = torch.autograd.grad(compiled(*leaves), leaves, do)
+    for a, b in zip(compiled_gradients, torch.autograd.grad(run(*leaves), leaves, do), strict=True):
         assert torch.equal(a, b)
 
 
@@ -219,12 +219,12 @@ def test_autocast_on_a_gpu():
 
 @pytest.mark.gpu
 def test_memory_is_linear_in_length():
-    held = []
+    memory_bytes = []
     for queries in (2048, 4096):
         q, k, v, _ = inputs(dtype=torch.bfloat16, queries=queries, keys=queries, head_dim=64)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         before = torch.cuda.memory_allocated()
         o, _ = attend(*leaves, causal=True)
-        held.append(torch.cuda.memory_allocated() - before)
+        memory_bytes.append(torch.cuda.memory_allocated() - before)
         del o
-    assert held[1] <= 2.1 * held[0]
+    assert memory_bytes[1] <= 2.1 * memory_bytes[0]

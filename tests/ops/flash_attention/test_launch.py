@@ -1,4 +1,4 @@
-"""Launching: what is kept between calls, and when the kernel has to be bound anew."""
+"""Launches of a bound kernel: the state kept between calls, and the calls for which the kernel is bound again."""
 
 import weakref
 from typing import Any
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from trainstep.ops.flash_attention.launch import BoundKernel, CallMeta, Problem, device_of, strides
-from trainstep.ops.flash_attention.tiles import Arithmetic
+from trainstep.ops.flash_attention.portable.tiles import Arithmetic
 
 knobs = pytest.importorskip("triton").knobs
 
 
 class FakeKernel:
-    """Keeps calls through Triton's own launch, those of the compiled kernel with hooks, and those that start it directly."""
+    """A kernel that keeps calls through Triton's launch, calls of the compiled kernel with hooks, and direct starts."""
 
     arg_names = ("x_ptr", "rows", "BLOCK")
     function, packed_metadata = "function", "metadata"
@@ -32,7 +32,7 @@ class FakeKernel:
 
 
 class FakeLauncher:
-    """Hands everything on, as Triton's does, which adds more."""
+    """A launcher that passes its arguments on, as Triton's does."""
 
     launch: Any
 
@@ -60,7 +60,7 @@ def test_later_calls_start_the_compiled_kernel():
     assert not kernel.hooked
 
 
-def test_a_launcher_of_another_make_is_not_passed_by():
+def test_an_unknown_launcher_is_not_bypassed():
     kernel = FakeKernel()
     kernel.run = object()
     bound = BoundKernel(kernel, 7, {"BLOCK": 64, "rows": 3}, num_warps=4)
@@ -96,7 +96,7 @@ def test_unaligned_tensors_are_bound_each_time():
 
 
 def test_parts_are_read_through_descriptors():
-    split_parts = pytest.importorskip("trainstep.ops.flash_attention.split_parts")
+    split_parts = pytest.importorskip("trainstep.ops.flash_attention.split.parts")
     kernel = FakeKernel()
     shape = (2, 2, 5, 64, 16)
     bound = split_parts.PartsKernel((shape,), (32,), kernel, 7, {"BLOCK": 64, "rows": 3}, num_warps=4)
@@ -108,11 +108,11 @@ def test_parts_are_read_through_descriptors():
     assert arguments == [x, 3, 64]
     assert (descriptor.shape, descriptor.strides, descriptor.block_shape) == ([2 * 2 * 5 * 64, 16], [16, 1], [32, 16])
     assert descriptor.base is first
-    ((*_, again, address, rows, block),) = kernel.started
-    assert again.base is second
-    assert vars(again) == {**vars(descriptor), "base": second}
+    ((*_, started_descriptor, address, rows, block),) = kernel.started
+    assert started_descriptor.base is second
+    assert vars(started_descriptor) == {**vars(descriptor), "base": second}
     assert (address, rows, block) == (x.data_ptr(), 3, 64)
-    del descriptor, again, arguments
+    del descriptor, started_descriptor, arguments
     kernel.bound.clear()
     kernel.started.clear()
     alive = weakref.ref(first)
@@ -120,18 +120,18 @@ def test_parts_are_read_through_descriptors():
     assert alive() is None
 
 
-def test_more_rows_of_parts_than_32_bits_count():
-    prologue = pytest.importorskip("trainstep.ops.flash_attention.split_prologue")
+def test_more_rows_of_parts_than_32_bits_can_count_are_refused():
+    prologue = pytest.importorskip("trainstep.ops.flash_attention.split.parts")
     shape, stride = torch.Size((1, 1, 2**29, 64)), (0, 0, 64, 1)
     with pytest.raises(ValueError, match="take tf32x3"):
         prologue.Prologue(CallMeta(shape, shape, torch.float32, torch.device("cpu"), *[stride] * 3), (2**29, 2**29))
 
 
-def test_offset():
+def test_the_offset_depends_on_the_alignment():
     assert Problem(1.0, True, False, Arithmetic.HALF).offset(3, 8) == 0
     assert Problem(1.0, True, True, Arithmetic.HALF).offset(3, 8) == 5
 
 
-def test_without_a_gpu():
+def test_a_cpu_is_any_architecture():
     assert device_of(torch.device("cpu")).architecture == "any"
     assert strides(dk=(9, 8, 7, 1)) == {"stride_dkb": 9, "stride_dkh": 8, "stride_dks": 7}

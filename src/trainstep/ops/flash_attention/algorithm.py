@@ -1,7 +1,8 @@
-"""FlashAttention-2 in readable PyTorch, on any device: Dao 2023, algorithms 1 and 2; online softmax, Milakov and Gimelshein 2018.
+"""FlashAttention-2 in readable PyTorch, on any device (Dao 2023, algorithms 1 and 2).
 
-The kernels' loops and the kernels' names, a tile at a time, so that the S x S matrix never exists. For each tile of queries,
-over the tiles of keys it sees, full ones first, then those the mask cuts:
+The online softmax is that of Milakov and Gimelshein 2018. The code has the kernels' loops and names and works a tile at a time, so
+that the S x S matrix never exists.
+For each tile of queries, over the tiles of keys that it sees, first the tiles that the mask leaves whole, then those that it cuts:
 
     scores = scale q k^T;  new_max = max(row_max, rowmax(scores));  p = exp(scores - new_max)
     row_sum = row_sum exp(row_max - new_max) + rowsum(p);  acc = acc exp(row_max - new_max) + p v
@@ -13,7 +14,7 @@ and backward, p recomputed from lse:
     dv = p^T do;  dk = scale ds^T q;  dq = scale ds k
 
 Shapes: B batch, H query heads, G key heads (H a multiple of G), S positions, D head width. Inside, query heads are (G, H / G):
-each key head meets its run of query heads by broadcasting, and k and v are never repeated.
+each key head is broadcast to its query heads, and k and v are never repeated.
 """
 
 import math
@@ -30,19 +31,19 @@ BLOCK_K = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Which keys a query sees: all, or key j <= query i + offset."""
+    """The keys that query i sees: all, or under a causal mask keys j <= i + offset."""
 
     causal: bool
     offset: int
 
     def keys_seen(self, first_q: int, end_q: int, keys: int) -> tuple[int, int]:
-        """Of a query tile: how many leading keys all its queries see, and how many any of them sees."""
+        """(leading keys that all queries first_q..end_q see, leading keys that any of them sees)."""
         if not self.causal:
             return keys, keys
         return tuple(min(max(seen + self.offset, 0), keys) for seen in (first_q + 1, end_q))  # type: ignore[return-value]
 
     def hide(self, scores: Tensor, first_q: int, first_k: int) -> Tensor:
-        """Scores of one tile, -inf where the query does not see the key."""
+        """The scores of a tile, -inf where the query does not see the key."""
         q = first_q + torch.arange(scores.shape[-2], device=scores.device)
         k = first_k + torch.arange(scores.shape[-1], device=scores.device)
         return scores.masked_fill(k[None, :] > q[:, None] + self.offset, float("-inf"))
@@ -57,7 +58,7 @@ def flash_attention_tiled(
     causal_alignment: str = "top_left",
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention's output and log-sum-exp (not differentiable), with gradients, at memory linear in S."""
+    """Attention's output, with gradients, and its log-sum-exp, without; memory is linear in S."""
     offset = k_BGSD.shape[2] - q_BHSD.shape[2] if causal_alignment == "bottom_right" else 0
     scale = scale if scale is not None else 1 / math.sqrt(q_BHSD.shape[-1])
     o, lse = _TiledAttention.apply(q_BHSD, k_BGSD, v_BGSD, Mask(causal=causal, offset=offset), scale)  # type: ignore[no-untyped-call]
@@ -90,7 +91,7 @@ def forward(
     block_q: int = BLOCK_Q,
     block_k: int = BLOCK_K,
 ) -> tuple[Tensor, Tensor]:
-    """o, laid out as q is, and lse (B, H, S) in fp32 or wider."""
+    """o, in q's layout, and lse (B, H, S) in fp32 or wider."""
     q, k, v = _by_key_head(q_BHSD, k_BGSD), k_BGSD.unsqueeze(2), v_BGSD.unsqueeze(2)
     o = torch.empty_like(q_BHSD)
     lse = q_BHSD.new_empty(q_BHSD.shape[:-1], dtype=_wide_dtype(q))
@@ -106,7 +107,7 @@ def forward(
             if masked:
                 scores = mask.hide(scores, rows.start, columns.start)
             new_max = torch.maximum(row_max, scores.amax(dim=-1))
-            finite_max = new_max.masked_fill(new_max == float("-inf"), 0.0)  # a row that has seen no key yet
+            finite_max = new_max.masked_fill(new_max == float("-inf"), 0.0)  # -inf: the row has seen no key yet
             p = torch.exp(scores - finite_max[..., None])
             shrink = torch.exp(row_max - finite_max)
             row_sum = row_sum * shrink + p.sum(dim=-1)
@@ -129,7 +130,7 @@ def backward(
     block_q: int = BLOCK_Q,
     block_k: int = BLOCK_K,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, laid out as q, k, v are. One pass: with tiles in order on one device nothing is added in a race."""
+    """dq, dk, dv, in the layouts of q, k, v. One pass: tiles run in order, so no two of them add to a gradient at once."""
     q, do, k, v = (
         _by_key_head(q_BHSD, k_BGSD),
         _by_key_head(do_BHSD, k_BGSD),
@@ -163,7 +164,7 @@ def backward(
 
 
 def _key_tiles(mask: Mask, rows: slice, keys: int, block_k: int) -> Iterator[tuple[slice, bool]]:
-    """Tiles of keys that a tile of queries sees, and whether the mask cuts them; tiles it hides whole never come."""
+    """The tiles of keys that a tile of queries sees, and whether the mask cuts them; tiles that it hides whole are left out."""
     seen_by_all, seen_by_any = mask.keys_seen(rows.start, rows.stop, keys)
     for first_k in range(0, seen_by_any, block_k):
         end_k = min(first_k + block_k, seen_by_any)

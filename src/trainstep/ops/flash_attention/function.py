@@ -1,14 +1,15 @@
-"""`flash_attention` and its backward pass: choice of kernel, and what makes them operators torch knows: autograd, compile, FLOPs.
+"""`flash_attention` and its backward pass as operators of torch: with autograd, torch.compile and FLOP counts.
 
-Registered with torch.library's Library, an implementation a dispatch key, because that costs the host less than custom_op does.
-On CUDA devices the Triton kernels run (choice.py: which), anywhere else algorithm.py. Memory kept for backward is linear in S:
-q, k, v, the output and the log-sum-exp. The gradient has no gradient of its own.
+They are registered with torch.library's Library, one implementation per dispatch key, because that costs the host less than
+custom_op does. On CUDA devices the Triton kernels run (choice.py chooses them), on other devices algorithm.py. Memory kept for
+backward is linear in S: q, k, v, the output and the log-sum-exp. There is no second derivative.
 
-flash_attention -> _forward_autograd -> _FlashAttention -> _attend -> _forward_below_autograd -> _forward_cuda, which launches
-flash_attention -> _forward_op, while torch.compile traces; the dispatcher then calls what stands at the end of the file:
-    Autograd: _forward_autograd; CUDA: _forward_cuda; other devices: _forward_anywhere (algorithm.py); Meta: _forward_fake
-_forward_below_autograd goes by _forward_op too where somebody stands between: a mode, a profiler, a subclass, a CPU.
-The backward functions are named and call each other alike.
+    flash_attention -> _forward_autograd -> _FlashAttention -> _attend -> _forward_below_autograd -> _forward_cuda, which launches
+    flash_attention -> _forward_op, while torch.compile traces; the dispatcher then calls what the end of the file registers:
+        Autograd: _forward_autograd; CUDA: _forward_cuda; other devices: _forward_anywhere (algorithm.py); Meta: _forward_fake
+
+_forward_below_autograd calls _forward_op too where the dispatcher has more to do: for a mode, a profiler, a subclass, a CPU.
+The backward functions have the same names and call each other in the same way.
 """
 
 import math
@@ -21,22 +22,28 @@ from torch.utils.flop_counter import register_flop_formula
 
 from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.ops.flash_attention import algorithm
-from trainstep.ops.flash_attention.checks import SDPA, check_results, check_scale, check_settings, check_tensors
-from trainstep.ops.flash_attention.choice import why_always_portable
+from trainstep.ops.flash_attention.choice import (
+    SDPA,
+    check_results,
+    check_scale,
+    check_settings,
+    check_tensors,
+    why_always_portable,
+)
 from trainstep.ops.flash_attention.launch import Problem
-from trainstep.ops.flash_attention.tiles import Arithmetic, Tiles
+from trainstep.ops.flash_attention.portable.tiles import Arithmetic, Tiles
 from trainstep.spans import span
 
 try:
-    from trainstep.ops.flash_attention.backward import launch_backward
-    from trainstep.ops.flash_attention.forward import launch_forward
-    from trainstep.ops.flash_attention.split_backward import launch_split_backward
-    from trainstep.ops.flash_attention.split_forward import launch_split_forward
-except ImportError:  # no triton for this platform: no GPU it could drive either
+    from trainstep.ops.flash_attention.portable.backward import launch_backward
+    from trainstep.ops.flash_attention.portable.forward import launch_forward
+    from trainstep.ops.flash_attention.split.backward import launch_split_backward
+    from trainstep.ops.flash_attention.split.forward import launch_split_forward
+except ImportError:  # there is no triton for this platform, and no GPU that it could use
     launch_backward = launch_forward = launch_split_backward = launch_split_forward = None  # type: ignore[assignment]
 try:
-    from trainstep.ops.flash_attention.hopper import launch_hopper_backward, launch_hopper_forward
-except ImportError:  # as choice.py finds too
+    from trainstep.ops.flash_attention.hopper.host import launch_hopper_backward, launch_hopper_forward
+except ImportError:  # choice.py then chooses the portable kernels
     launch_hopper_backward = launch_hopper_forward = None  # type: ignore[assignment]
 
 _SETTINGS = "float scale, bool causal, bool bottom_right, str? fp32_precision, int[]? tiles"
@@ -66,33 +73,36 @@ def flash_attention(
     return_lse: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v without the S x S matrix; called as torch's scaled_dot_product_attention is.
+    """softmax(scale q k^T) v without the S x S matrix; called like torch's scaled_dot_product_attention.
 
     q (B, H, S, D), k and v (B, G, S', D); with layout="BSHD" (B, S, H, D); or all (B, S, D). fp32, fp16, bf16; autocast applies.
     D is 8 to 256. S and S' are any; H is a multiple of G with enable_gqa. A tensor whose last stride is not 1 is copied once;
-    all others are read as they lie. The output is laid out as q is.
+    all others are read in place. The output has q's layout.
 
     is_causal: query i sees keys 0..i, as in torch; with causal_alignment="bottom_right" the last query sees all keys, and a query
-    that sees none gives 0. fp32_precision, for fp32 tensors on a GPU: "ieee", "tf32", or, by three products and with errors up to 4
-    times fp32's, "tf32x3" (of TF32 parts) and "fp16x3" (of fp16 parts that are split beforehand and scaled by head, see
-    split_parts.py: faster, and while it runs it takes as much memory again as q, k, v and in backward do); by default as torch's
-    matmuls are set. return_lse: also log(sum(exp(scores))), (B, H, S) or (B, S), in fp32; it carries no gradient. CPU tensors go
-    through algorithm.py, the same algorithm in PyTorch, in their dtype's own arithmetic.
+    that sees no key gives 0. return_lse: also returns log(sum(exp(scores))), (B, H, S) or (B, S), in fp32, without gradient. CPU
+    tensors are computed by algorithm.py, the same algorithm in PyTorch, in their dtype's own arithmetic.
 
-    Kept for the backward pass: q, k, v, o and the log-sum-exp, which `o.grad_fn.saved_tensors` shows (of BSHD tensors one view on).
+    fp32_precision, for fp32 tensors on a GPU; by default that of torch's matmuls:
+        "ieee", "tf32"
+        "tf32x3": three products of TF32 parts; errors up to 4 times those of fp32
+        "fp16x3": three products of fp16 parts, split beforehand and scaled by head (split/parts.py); the same errors, faster, and
+                  meanwhile as much memory again as q, k, v, and in backward do, take
+
+    Kept for the backward pass: q, k, v, o and the log-sum-exp; `o.grad_fn.saved_tensors` shows them (behind a view for BSHD).
     """
     check_settings(attn_mask, dropout_p, causal_alignment, layout, fp32_precision)
-    given = [_heads_first(x, layout) for x in _autocast(q, k, v)]
-    q_BHSD, k_BGSD, v_BGSD = given if q.dim() == 4 else map(_with_heads, given)
+    tensors = [_heads_first(x, layout) for x in _autocast(q, k, v)]
+    q_BHSD, k_BGSD, v_BGSD = tensors if q.dim() == 4 else map(_with_heads, tensors)
     check_tensors(q_BHSD, k_BGSD, v_BGSD, enable_gqa)
     settings = _settings(q_BHSD, scale, is_causal, causal_alignment, fp32_precision, tiles)
     with span("attention"):
-        # torch.compile has to see the operator; else its autograd half is called as the dispatcher would, at less cost
+        # torch.compile must see the operator; else we call its autograd part as the dispatcher would, at less cost
         if torch.compiler.is_compiling():
             o, lse = _forward_op(q_BHSD, k_BGSD, v_BGSD, *settings)
             o, lse = (o.squeeze(1), lse.squeeze(1)) if q.dim() == 3 else (o, lse)
         else:
-            o, lse = _forward_autograd(*given, *settings)
+            o, lse = _forward_autograd(*tensors, *settings)
     o = o.transpose(1, 2) if layout == "BSHD" and q.dim() == 4 else o
     return (o, lse) if return_lse else o
 
@@ -113,23 +123,23 @@ def flash_attention_backward(
     fp32_precision: str | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of `flash_attention`, from its output's gradient do, and from o and lse as it returned them (return_lse=True).
+    """dq, dk, dv of `flash_attention`, from its output's gradient do and the o and lse that it returned (return_lse=True).
 
         p = exp(scale q k^T - lse);  delta = rowsum(do o);  ds = p (do v^T - delta)
         dv = p^T do;  dk = scale ds^T q;  dq = scale ds k
 
-    All other arguments are those of that call, which says what they mean. do and o have q's shape, dtype and device; lse is
-    (B, H, S), or (B, S) of 3-D tensors, in fp32 (of fp64 tensors in fp64). The gradients have the shapes and dtypes of q, k and v
-    and lie as they do; they have no gradient of their own. ValueError for whatever does not fit together.
+    All other arguments are those of that call and have the same meaning. do and o have q's shape, dtype and device; lse is
+    (B, H, S), or (B, S) for 3-D tensors, in fp32 (in fp64 for fp64 tensors). The gradients have the shapes, dtypes and layouts of
+    q, k and v; they have no gradient themselves. ValueError for tensors that do not fit together.
     """
     check_settings(None, 0.0, causal_alignment, layout, fp32_precision)
-    given = [_heads_first(x, layout) for x in _autocast(do, q, k, v, o)]
-    do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD = given if q.dim() == 4 else map(_with_heads, given)
+    tensors = [_heads_first(x, layout) for x in _autocast(do, q, k, v, o)]
+    do_BHSD, q_BHSD, k_BGSD, v_BGSD, o_BHSD = tensors if q.dim() == 4 else map(_with_heads, tensors)
     check_tensors(q_BHSD, k_BGSD, v_BGSD, enable_gqa)
     check_results(q_BHSD, do_BHSD, o_BHSD, lse.unsqueeze(1) if q.dim() == 3 else lse)
     settings = _settings(q_BHSD, scale, is_causal, causal_alignment, fp32_precision, tiles)
     backward = _backward_op if torch.compiler.is_compiling() else _backward_autograd
-    gradients = _gradients(backward, *given, lse.contiguous(), *settings)
+    gradients = _gradients(backward, *tensors, lse.contiguous(), *settings)
     dq, dk, dv = (dx.transpose(1, 2) if layout == "BSHD" and dx.dim() == 4 else dx for dx in gradients)
     return dq, dk, dv
 
@@ -138,34 +148,34 @@ def _settings(
     q_BHSD: Tensor, scale: float | None, is_causal: bool, causal_alignment: str, fp32_precision: str | None,
     tiles: Tiles | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """As the operators take them."""
+    """The settings in the form of the operators' arguments."""
     scale = 1 / math.sqrt(q_BHSD.shape[-1]) if scale is None else scale
     check_scale(scale)
     return scale, is_causal, causal_alignment == "bottom_right", fp32_precision, tiles and tiles.numbers()
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As torch's own matmuls under autocast: all but fp64 in its dtype."""
+    """The tensors in the dtype of autocast, as for torch's own matmuls: all but fp64 tensors are cast."""
     device_type = tensors[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # a meta tensor has no autocast to ask for
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # autocast knows no meta device
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _heads_first(x: Tensor, layout: str) -> Tensor:
-    """(B, H, S, D) or (B, S, D), its last stride 1."""
+    """The tensor as (B, H, S, D) or (B, S, D), with last stride 1."""
     if layout == "BSHD" and x.dim() == 4:
         x = x.transpose(1, 2)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _with_heads(x: Tensor) -> Tensor:
-    """(B, 1, S, D) of (B, S, D)."""
+    """(B, S, D) as (B, 1, S, D)."""
     return x.unsqueeze(1) if x.dim() == 3 else x
 
 
-# What runs where: on CUDA the kernels, else the algorithm ----------------------------------------------------------------------
+# Implementations: the kernels on CUDA, else algorithm.py ----------------------------------------------------------------------
 
 
 def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
@@ -184,9 +194,9 @@ def _backward_cuda(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *_, tiles = settings
-    given = Tiles.of_numbers(tiles) if tiles else None
-    key_config, query_config = (given.key_gradients, given.query_gradients) if given else (None, None)
-    if do.stride(-1) != 1:  # out.sum() hands back one number, expanded
+    chosen = Tiles.of_numbers(tiles) if tiles else None
+    key_config, query_config = (chosen.key_gradients, chosen.query_gradients) if chosen else (None, None)
+    if do.stride(-1) != 1:  # the gradient of out.sum() is an expanded number
         do = do.contiguous()
     problem = _problem(q.dtype, *settings)
     with _current(q.device):
@@ -206,7 +216,8 @@ def _problem(
 
 
 def _matmul_precision() -> str:
-    """How torch multiplies fp32 on a GPU. torch.get_float32_matmul_precision raises for who has used the newer setting."""
+    """How torch multiplies fp32 matrices on a GPU."""
+    # Not by torch.get_float32_matmul_precision, which raises in programs that use the newer setting.
     setting = torch.backends.cuda.matmul.fp32_precision
     if setting == "none":
         setting = torch.backends.fp32_precision  # type: ignore[attr-defined]
@@ -214,7 +225,7 @@ def _matmul_precision() -> str:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
+    """A context in which `device` is the current device, on which Triton launches."""
     return _NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
@@ -248,7 +259,7 @@ def _backward_fake(_do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) ->
 
 
 def _forward_below_autograd(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    if _nobody_between(q, k, v):
+    if _may_skip_dispatcher(q, k, v):
         return _forward_cuda(q, k, v, *settings)
     with torch._C._AutoDispatchBelowAutograd():
         o, lse = _forward_op(q, k, v, *settings)
@@ -256,18 +267,16 @@ def _forward_below_autograd(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> 
 
 
 def _backward_below_autograd(do: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if _nobody_between(do, q, k):
+    if _may_skip_dispatcher(do, q, k):
         return _backward_cuda(do, q, k, *rest)
     with torch._C._AutoDispatchBelowAutograd():
         dq, dk, dv = _backward_op(do, q, k, *rest)
     return dq, dk, dv
 
 
-def _nobody_between(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the dispatcher, a tenth of the host's cost, would only call the CUDA implementation.
-
-    No mode is on (FLOP counter, fake tensors, selective checkpointing), no profiler that should see the operator, no subclass.
-    """
+def _may_skip_dispatcher(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the dispatcher, a tenth of the host's cost, would only call the CUDA implementation."""
+    # No subclass, no mode (FLOP counter, fake tensors, selective checkpointing), no profiler that should see the operator.
     return (
         q.is_cuda
         and launch_forward is not None
@@ -281,7 +290,7 @@ def _nobody_between(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    """Of (B, S, D) tensors (B, S, D) and (B, S): no views, so that they may be written to."""
+    """o and lse; (B, S, D) and (B, S) for (B, S, D) tensors, not as views, so that the caller may write to them."""
     if q.dim() == 4:
         return _forward_below_autograd(q, k, v, *settings)
     o, lse = _forward_below_autograd(*map(_with_heads, (q, k, v)), *settings)
@@ -291,7 +300,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Te
 def _gradients(
     backward: Any, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
-    """What `backward` computes of (B, H, S, D) tensors; of those that were (B, S, D) as such."""
+    """The result of `backward`, which takes (B, H, S, D) tensors, also for (B, S, D) tensors."""
     if q.dim() == 4:
         return backward(do, q, k, v, o, lse, *settings)  # type: ignore[no-any-return]
     gradients = backward(*map(_with_heads, (do, q, k, v, o)), lse.unsqueeze(1), *settings)
@@ -299,7 +308,7 @@ def _gradients(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Tensors are kept as they were given, with heads or without."""
+    """Saves tensors in the caller's form, with a dimension of heads or without."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -314,13 +323,14 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return None, None, None, None
-        saved = ctx.saved_tensors  # not below autograd: checkpointing runs the forward again here
-        backward = _backward_op if torch.is_grad_enabled() else _backward_below_autograd  # create_graph=True or not
+        saved = ctx.saved_tensors  # may run the forward again, for checkpointing, so not below autograd
+        # Grad is enabled with create_graph=True.
+        backward = _backward_op if torch.is_grad_enabled() else _backward_below_autograd
         return *_gradients(backward, do, *saved, *ctx.settings), None
 
 
 class _FlashAttentionBackward(torch.autograd.Function):
-    """The backward pass as something that was asked to be differentiated, which it cannot be."""
+    """The backward pass where a second derivative is asked for: raises only when that is computed."""
 
     @staticmethod
     def forward(_ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,11 +364,7 @@ def _register(name: str, *, cuda: Any, anywhere: Any, fake: Any, autograd: Any) 
 
 
 _register(
-    "flash_attention",
-    cuda=_forward_cuda,
-    anywhere=_forward_anywhere,
-    fake=_forward_fake,
-    autograd=_forward_autograd,
+    "flash_attention", cuda=_forward_cuda, anywhere=_forward_anywhere, fake=_forward_fake, autograd=_forward_autograd
 )
 _register(
     "flash_attention_backward",

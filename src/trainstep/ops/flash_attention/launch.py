@@ -1,27 +1,40 @@
-"""From tensors to a running kernel, at little host cost: what depends on shapes alone is worked out once and kept.
+"""Launches kernels at little host cost: everything that depends only on shapes is computed once and kept.
 
-Triton's own launch binds and specialises every argument on every call, about as long as a short kernel runs. Here the first call of
-a shape goes that way; later ones, with tensors aligned to 16 bytes as then, start the compiled kernel directly (starter.py).
+Triton's own launch binds and specialises every argument on every call, which takes about as long as a short kernel runs. Here only
+the first call of a shape does that; later calls, with tensors aligned to 16 bytes, start the compiled kernel directly (`starter`).
 """
 
+import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
+from itertools import chain
 from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainstep.ops.flash_attention.starter import starter
-from trainstep.ops.flash_attention.tiles import Arithmetic, KernelPass, TileProblem
+from trainstep.ops.flash_attention.portable.tiles import Arithmetic, KernelPass, TileProblem
+
+try:
+    from triton import knobs
+except ImportError:  # there is no triton for this platform, and nothing is launched
+    knobs = None
 
 PROBLEMS_KEPT = 1024
-"""Shapes whose launches are kept; the least recently used goes first."""
+"""Number of shapes whose launches are kept; the least recently used is dropped first."""
+DESCRIPTORS_KEPT, LAUNCHES_KEPT = 16_384, 4096
+"""For all kernels together, about 1 KB each; the least recently used is dropped first."""
+_UNFAMILIAR = (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError)
+"""Errors from inspecting the launcher of another version of Triton."""
+Grid = tuple[int, int, int]
 Stride = tuple[int, ...]
 
 
 class Problem(NamedTuple):
-    """What a call asks for beside its tensors."""
+    """A call's settings: everything but its tensors."""
 
     scale: float
     causal: bool
@@ -29,14 +42,14 @@ class Problem(NamedTuple):
     arithmetic: Arithmetic
 
     def offset(self, queries: int, keys: int) -> int:
-        """Under a causal mask query i sees keys 0..i + offset."""
+        """The offset of a causal mask: query i sees keys 0..i + offset."""
         return keys - queries if self.bottom_right else 0
 
 
 class CallMeta(NamedTuple):
-    """A call's tensors but for their numbers and addresses: with its Problem all that a launch depends on.
+    """Shapes, dtype, device and strides of a call's tensors: with its Problem all that a launch depends on.
 
-    v has k's shape; outputs and gradients lie as torch.empty_like lays them out.
+    v has k's shape; outputs and gradients have the layout of torch.empty_like.
     """
 
     q_shape: torch.Size
@@ -49,32 +62,31 @@ class CallMeta(NamedTuple):
     k_stride: Stride
     v_stride: Stride
     do_stride: Stride = ()
-    """Backward alone reads it, as o_stride."""
+    """Only for backward, like o_stride."""
     o_stride: Stride = ()
 
     @classmethod
     def forward(cls, q: Tensor, k: Tensor, v: Tensor) -> "CallMeta":
-        """Made at every call, so written out: a loop would cost the host as much again."""
+        # Written out, since it runs at every call: a loop would double its host time.
         return cls(q.shape, k.shape, q.dtype, q.device, q.stride(), k.stride(), v.stride())
 
     @classmethod
     def backward(cls, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> "CallMeta":
-        """As forward, and what backward alone reads."""
         return cls(q.shape, k.shape, q.dtype, q.device, q.stride(), k.stride(), v.stride(), do.stride(), o.stride())
 
     @property
     def like_q(self) -> Stride:
-        """The output's stride, and dq's."""
+        """The stride of the output and of dq."""
         return _stride_like(self.q_shape, self.q_stride)
 
     @property
     def like_k(self) -> Stride:
-        """dk's stride."""
+        """The stride of dk."""
         return _stride_like(self.k_shape, self.k_stride)
 
     @property
     def like_v(self) -> Stride:
-        """dv's stride."""
+        """The stride of dv."""
         return _stride_like(self.k_shape, self.v_stride)
 
 
@@ -84,7 +96,7 @@ def _stride_like(shape: torch.Size, stride: Stride) -> Stride:
 
 
 class Device(NamedTuple):
-    """What tile choices need to know of a GPU."""
+    """The properties of a GPU on which the choice of tiles depends."""
 
     architecture: str
     shared_memory_bytes: int
@@ -92,7 +104,7 @@ class Device(NamedTuple):
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """Of a CPU, which runs kernels in Triton's interpreter: the least any GPU has."""
+    """The properties of a GPU. For a CPU, where kernels run in Triton's interpreter: the least that any GPU has."""
     if device.type != "cuda":
         return Device("any", 65_536)
     properties = torch.cuda.get_device_properties(device)
@@ -102,12 +114,12 @@ def device_of(device: torch.device) -> Device:
 
 
 def tile_problem(pass_: KernelPass, head_dim: int, arithmetic: Arithmetic, device: torch.device) -> TileProblem:
-    """What a tile of this kernel on this device is chosen for."""
+    """The problem for which the tile of this kernel on this device is chosen."""
     return TileProblem(pass_=pass_, head_dim=head_dim, arithmetic=arithmetic, **device_of(device)._asdict())
 
 
 class BoundKernel:
-    """A kernel, its grid and every argument that is no tensor."""
+    """A kernel with its grid and every argument that is not a tensor."""
 
     def __init__(
         self, kernel: Any, programs: int, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 1
@@ -119,10 +131,10 @@ class BoundKernel:
         self._options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         self._start: Callable[..., None] | None = None
         self.compiled: Any = None
-        """Triton's compiled kernel, once it has run."""
+        """Triton's compiled kernel; None until the first launch."""
 
     def __call__(self, *tensors: Tensor, descriptors: Sequence[Any] = ()) -> None:
-        """`descriptors`, of aligned tensors, are the kernel's first arguments; Triton encodes them at each launch."""
+        """Launch. `descriptors`, of aligned tensors, are the kernel's first arguments; Triton encodes them at each launch."""
         addresses = [x.data_ptr() for x in tensors]
         aligned = not reduce(or_, addresses) % 16
         if aligned and self._start is not None:
@@ -136,3 +148,183 @@ class BoundKernel:
 def strides(**by_letter: Stride) -> dict[str, int]:
     """Arguments stride_<letter>b, h and s from (batch, head, position, 1) strides."""
     return {f"stride_{letter}{axis}": stride[i] for letter, stride in by_letter.items() for i, axis in enumerate("bhs")}
+
+
+# Direct launches, below the Python that Triton's launcher runs at each launch.
+#
+# That launcher adds values that are the same at every launch, encodes every TMA descriptor again, and passes all of it
+# to a C function. Here the arguments of the C function are recorded once; later launches call it with their stream and
+# addresses, and a descriptor is encoded once per address. So forward and backward of attention cost the host 58 us, and
+# 98 us by Triton's launcher (on a stub, docs/log.md). Triton 3.6 passes a kernel's arguments to the C function one by
+# one, 3.9 as one sequence. Where a launcher is different (another Triton, scratch memory, instrumentation), Triton
+# launches as usual.
+
+
+def hooks_listen() -> bool:
+    """Whether a hook listens to Triton's launches: direct launches would bypass it."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))  # a hook without `calls` may listen
+
+
+def starter(compiled: Any, grid: Grid, device: torch.device, constants: Sequence[Any]) -> Callable[..., None]:
+    """A function that does what compiled[grid] does, at less cost as long as no hook listens.
+
+    It takes the arguments before the constants, with addresses for tensors.
+    """
+    ordinary = compiled[grid]  # also loads the kernel, so that compiled.function exists
+    call = _recorded_call(compiled, grid)
+    if call is None:
+        return lambda *varying: ordinary(*varying, *constants)
+    launch = call.launcher(compiled.run.launch, device)
+
+    def run(*varying: Any) -> None:
+        if hooks_listen():
+            ordinary(*varying, *constants)
+        else:
+            launch((*varying, *constants))
+
+    return run
+
+
+def described_starter(
+    compiled: Any, grid: Grid, device: torch.device, descriptors: Sequence[Sequence[Any]], constants: Sequence[Any]
+) -> Callable[..., None] | None:
+    """`starter` for a kernel whose arguments are descriptors like these, of any aligned tensors, then tensors, then constants.
+
+    `descriptors`: for each tensor one or several, None for an argument that is None. The function takes all the tensors, each once;
+    no hook may listen. None where Triton's launcher has not the form that this needs.
+    """
+    call = _recorded_call(compiled, grid)
+    if call is None:
+        return None
+    try:
+        # The only way to the C function: Triton's wrapper for descriptors closes over it by this name.
+        function = inspect.getclosurevars(compiled.run.launch).nonlocals["launcher"]
+        types = [x for x in compiled.src.signature.values() if isinstance(x, str) and x.startswith("tensordesc")]
+        present = [x for x in chain.from_iterable(descriptors) if x is not None]
+        described = zip(present, types, compiled.metadata.tensordesc_meta, strict=True)
+        encoder_of = {id(x): _encoder(call, compiled, grid, x, type_, meta) for x, type_, meta in described}
+        encoders = [_together([encoder_of.get(id(x), _no_descriptor) for x in of_tensor]) for of_tensor in descriptors]
+        for encode, (descriptor, *_) in zip(encoders, descriptors, strict=True):
+            encode(descriptor.base.data_ptr())
+    except _UNFAMILIAR:
+        return None
+    launch = call.launcher(function, device)
+
+    def arguments(*addresses: int) -> tuple[Any, ...]:
+        encoded = [_kept(encode, address) for encode, address in zip(encoders, addresses, strict=False)]
+        return (*chain.from_iterable(encoded), *addresses[len(encoders) :], *constants)
+
+    def run(*tensors: Tensor) -> None:
+        launch(_all_kept(arguments, *[x.data_ptr() for x in tensors]))
+
+    return run
+
+
+# An encoder's descriptors differ only in the address, so memory that is freed and allocated again does no harm.
+@functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
+def _kept(encode: Callable[[int], tuple[Any, ...]], address: int) -> tuple[Any, ...]:
+    return encode(address)
+
+
+@functools.lru_cache(maxsize=LAUNCHES_KEPT)
+def _all_kept(arguments: Callable[..., tuple[Any, ...]], *addresses: int) -> tuple[Any, ...]:
+    return arguments(*addresses)  # a training step usually has the same addresses as the step before
+
+
+def _together(encoders: Sequence[Callable[[int], tuple[Any, ...]]]) -> Callable[[int], tuple[Any, ...]]:
+    """An encoder of all descriptors of one tensor."""
+    return lambda address: tuple(chain.from_iterable(encode(address) for encode in encoders))
+
+
+def _no_descriptor(_address: int) -> tuple[None]:
+    """The C function's arguments for a descriptor that is None."""
+    return (None,)
+
+
+def _encoder(
+    call: "_RecordedCall", compiled: Any, grid: Grid, descriptor: Any, type_: str, meta: Any
+) -> Callable[[int], tuple[Any, ...]]:
+    """A function from an address to the C function's arguments for the descriptor: an encoded map, and numbers after it."""
+    from triton.backends.nvidia.driver import wrap_handle_tensordesc  # no other GPU has descriptors of this kind
+
+    record = _recorder(compiled, grid, lambda launch: wrap_handle_tensordesc(launch, {0: type_}, [meta]))
+    template = copy.copy(descriptor)
+    template.base = None  # so that the encoder keeps no tensor alive
+
+    def encode(address: int) -> tuple[Any, ...]:
+        moved = copy.copy(template)
+        moved.base = _At(address)
+        return call.kernel_arguments(record(moved))
+
+    return encode
+
+
+class _At(NamedTuple):
+    """Stands for a tensor at this address: encoding needs no more of it."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Mark(int):
+    """A placeholder that is found again by identity; an integer, like streams and addresses."""
+
+
+_STREAM, _ARGUMENT = _Mark(), _Mark()
+
+
+class _RecordedCall(NamedTuple):
+    """The arguments of the C function: before_stream, the stream, after_stream, the kernel's arguments."""
+
+    before_stream: tuple[Any, ...]
+    after_stream: tuple[Any, ...]
+    in_one: bool
+    """Whether the kernel's arguments are one sequence."""
+
+    def kernel_arguments(self, everything: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The kernel's arguments among all of the C function's."""
+        if self.in_one:
+            return tuple(everything[-1])
+        return everything[len(self.before_stream) + 1 + len(self.after_stream) :]
+
+    def launcher(self, function: Callable[..., None], device: torch.device) -> Callable[[Sequence[Any]], None]:
+        """A function that calls the C `function` on the current stream with a kernel's arguments."""
+        before, after, stream, index = *self[:2], torch._C._cuda_getCurrentRawStream, device.index
+        if self.in_one:
+            return lambda arguments: function(*before, stream(index), *after, arguments)
+        return lambda arguments: function(*before, stream(index), *after, *arguments)
+
+
+def _recorded_call(compiled: Any, grid: Grid) -> _RecordedCall | None:
+    """The call that Triton's launcher makes; None where its form is not recognised."""
+    scratch = [getattr(compiled.run, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
+    if not hasattr(compiled.run, "launch") or any(scratch):
+        return None
+    try:
+        *rest, last = _recorder(compiled, grid)(_ARGUMENT)
+    except _UNFAMILIAR:
+        return None
+    stream = next((i for i, x in enumerate(rest) if x is _STREAM), None)
+    in_one = last is not _ARGUMENT
+    if stream is None or (in_one and not (isinstance(last, tuple | list) and len(last) == 1 and last[0] is _ARGUMENT)):
+        return None
+    return _RecordedCall(tuple(rest[:stream]), tuple(rest[stream + 1 :]), in_one)
+
+
+def _recorder(
+    compiled: Any, grid: Grid, wrap: Callable[[Callable[..., None]], Callable[..., None]] = lambda launch: launch
+) -> Callable[..., tuple[Any, ...]]:
+    """A function from a kernel's arguments to all arguments that Triton's launcher passes to the C function, without calling it."""
+    before = (*grid, _STREAM, compiled.function, compiled.packed_metadata, None, None, None)
+
+    def record(*arguments: Any) -> tuple[Any, ...]:
+        launcher, calls = copy.copy(compiled.run), []
+        launcher.launch = wrap(lambda *everything: calls.append(everything))
+        launcher(*before, *arguments)
+        (everything,) = calls  # ValueError for a launcher that does not call `launch` once
+        return everything
+
+    return record

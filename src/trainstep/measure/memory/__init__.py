@@ -1,0 +1,1 @@
+"""Measures what holds the memory of a step: the allocator's history, the ledger, memory outside the allocator."""

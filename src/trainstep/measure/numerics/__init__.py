@@ -1,0 +1,1 @@
+"""Measures what a dtype does to values and gradients, layer by layer."""

@@ -1,0 +1,1 @@
+"""Measures a step on several ranks: time, messages, memory; and collectives by themselves."""

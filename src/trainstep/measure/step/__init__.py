@@ -1,0 +1,1 @@
+"""How a training step is measured: clocks, memory, the profiler, hardware ceilings."""

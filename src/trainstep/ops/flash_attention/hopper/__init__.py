@@ -1,0 +1,1 @@
+"""Attention kernels for Hopper GPUs only, in Gluon: TMA, warpgroups, wgmma."""

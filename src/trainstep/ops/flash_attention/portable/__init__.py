@@ -1,0 +1,1 @@
+"""Attention kernels in plain Triton, for every GPU and the interpreter."""

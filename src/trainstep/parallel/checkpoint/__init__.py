@@ -1,0 +1,1 @@
+"""Checkpoints that load on any number of ranks: save and load, files, metadata."""

@@ -1,0 +1,1 @@
+"""Attention and its tiles in a report: rows, tables, charts, page, answers."""

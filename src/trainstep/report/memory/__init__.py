@@ -1,0 +1,1 @@
+"""Memory in a report: tables, page, answer, and the tables of an allocator's snapshot."""

@@ -1,0 +1,1 @@
+"""Parallel strategies and collectives in a report: tables, page, answers."""

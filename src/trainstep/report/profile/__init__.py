@@ -1,0 +1,1 @@
+"""Profiles in a report: tables, sentences, rooflines, answer, page."""

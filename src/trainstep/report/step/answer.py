@@ -1,0 +1,200 @@
+"""The answer for timed training steps: whether the host or the GPU limits them, and what should gain most.
+
+A gain is stated with the numbers of the record that it is computed from. A captured step takes at least the time for which the
+device works; 16-bit matmuls shorten the share of the step that MFU counts by the ratio of the data sheet's peaks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainstep.config.machine import machine_spec
+from trainstep.config.run import Phase
+from trainstep.records.record import Record
+from trainstep.report.kit.answer import Answer
+from trainstep.report.kit.forms import listed, percent, seconds_words, times_words
+from trainstep.report.kit.ranking import median_of
+from trainstep.report.kit.rows import Row, grouped, known_mfu, needless
+from trainstep.report.step.comparison import NOT_COMPARED
+from trainstep.report.step.warmup import swept_answer
+from trainstep.traces.verdict import DEVICE_BOUND, LAUNCH_BOUND, NEAR_THE_LINE, step_limit
+
+_WORTH = 1.1
+"""The least speed-up that is suggested."""
+_NAMED = 3
+"""The most cells named in a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimit:
+    """A timed step and what limits it. `kind` is a constant of traces/verdict.py; shares are of the unprofiled step."""
+
+    row: Row
+    name: str
+    kind: str
+    step_s: float
+    busy_s: float
+    enqueue_s: float | None
+    mfu: float | None
+
+    @property
+    def record(self) -> Record:
+        return self.row.record
+
+    @property
+    def busy_share(self) -> float:
+        # `busy_s` comes from another step, a profiled one, and may exceed this step's time.
+        return min(1.0, self.busy_s / self.step_s)
+
+
+def step_answer(rows: Sequence[Row]) -> Answer | None:
+    """The answer for these cells: what limits their steps, and the change to try; None if no step was timed."""
+    unnamed = ["warmups", *needless(rows)]
+    limits = [limit for row in rows if (limit := limit_of(row, row.label(without=unnamed)))]
+    timed = [row for row in rows if median_of(row.record, "step")]
+    if not timed:
+        return None
+    # Of the variants of the same work (precision, compile...), only the fastest needs advice.
+    by_work = grouped(limits, lambda limit: tuple(item for item in limit.row.point.items() if item[0] in NOT_COMPARED))
+    fastest = [min(variants, key=lambda limit: limit.step_s) for variants in by_work.values()]
+    suggestion = _suggestion(fastest, rows)
+    if len(limits) < len(timed):
+        phases = _phases_words(max(timed, key=lambda row: median_of(row.record, "step") or 0.0), len(timed))
+        return Answer(workload="train_step", verdict=phases, suggestion=suggestion or _profile_advice(timed[0]))
+    words = limit_sentence(limits[0]) if len(limits) == 1 else _counted_limits(limits)
+    warmups = swept_answer(rows)
+    return Answer(workload="train_step", verdict=f"{warmups} {words}" if warmups else words, suggestion=suggestion)
+
+
+def limit_of(row: Row, name: str) -> StepLimit | None:
+    """What limits the row's step; None if the record has no GPU time (on a CPU, or with phases timed one by one)."""
+    record = row.record
+    step_s, busy_s = median_of(record, "step"), record.fact("device_busy_s")
+    if not step_s or not busy_s or record.config.get("sync") == "phase":
+        return None
+    enqueue_s = median_of(record, "enqueue")
+    kind = step_limit(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s)
+    utilisation = known_mfu(record)
+    return StepLimit(
+        row=row,
+        name=name,
+        kind=kind,
+        step_s=step_s,
+        busy_s=busy_s,
+        enqueue_s=enqueue_s,
+        mfu=utilisation.share if utilisation else None,
+    )
+
+
+def limit_sentence(limit: StepLimit) -> str:
+    """`Launch-bound: the GPU works for 30.2 % of a step of 22.06 ms, the host launches for 97.0 % of it.`"""
+    launches = ""
+    if limit.enqueue_s is not None:
+        launches = f", the host launches for {percent(limit.enqueue_s / limit.step_s)} % of it"
+    works = f"the GPU works for {percent(limit.busy_share)} % of a step of {seconds_words(limit.step_s)}"
+    if limit.kind == LAUNCH_BOUND:
+        return f"Launch-bound: {works}{launches}."
+    if limit.kind == NEAR_THE_LINE:
+        return f"Near the line between launch-bound and limited by the GPU: {works}{launches}."
+    use = ""
+    if limit.mfu is not None:
+        use = f", at {percent(limit.mfu)} % of its peak in {limit.record.fact('flops_dtype')} (MFU)"
+    return f"The GPU limits the step: {works.replace('the GPU', 'it')}{use}."
+
+
+def _counted_limits(limits: Sequence[StepLimit]) -> str:
+    """The number of steps for each kind of limit, with the range of the GPU's share."""
+    words = {
+        LAUNCH_BOUND: "launch-bound",
+        NEAR_THE_LINE: "near the line between the host and the GPU",
+        DEVICE_BOUND: "limited by the GPU",
+    }
+    by_kind = grouped(sorted(limits, key=lambda limit: [*words].index(limit.kind)), lambda limit: limit.kind)
+    parts = [
+        f"{len(alike)} of {len(limits)} steps {'is' if len(alike) == 1 else 'are'} {words[kind]}{_span(alike)}"
+        for kind, alike in by_kind.items()
+    ]
+    first, *others = parts
+    rest = [part.replace(f" of {len(limits)} steps", "") for part in others]  # the first part says it
+    return f"{'; '.join([first, *rest])}."
+
+
+def _span(limits: Sequence[StepLimit]) -> str:
+    """` (small 128: the GPU works for 30.2 % of it)`; more than a few cells are not named."""
+    shares = sorted(limit.busy_share for limit in limits)
+    low, high = percent(shares[0]), percent(shares[-1])
+    named = f"{listed(limit.name for limit in limits)}: " if len(limits) <= _NAMED else ""
+    return f" ({named}the GPU works for {low if low == high else f'{low} to {high}'} % of it)"
+
+
+def _suggestion(limits: Sequence[StepLimit], rows: Sequence[Row]) -> str:
+    """The change with the largest gain over these cells; empty if no change gains enough."""
+    gains = [gain for limit in limits for gain in (_capture(limit), _sixteen_bit(limit, rows)) if gain]
+    factor, sentence = max(gains, default=(0.0, ""))
+    return sentence if factor >= _WORTH else _less_launching(limits)
+
+
+def _capture(limit: StepLimit) -> tuple[float, str] | None:
+    """The largest possible gain of a CUDA graph per step; None if the GPU limits the step or the step cannot be captured."""
+    config = limit.record.config
+    if (
+        limit.kind == DEVICE_BOUND
+        or config.get("capture", "none") != "none"
+        or config.get("adamw") in ("loop", "foreach")
+    ):
+        return None
+    factor = limit.step_s / limit.busy_s
+    return factor, (
+        f"`--capture auto` can make {limit.name} up to {times_words(factor)} as fast: from "
+        f"{seconds_words(limit.step_s)} to the {seconds_words(limit.busy_s)} that the GPU works."
+    )
+
+
+def _sixteen_bit(limit: StepLimit, rows: Sequence[Row]) -> tuple[float, str] | None:
+    """The gain of bf16 matmuls if the GPU limits an fp32 step and no cell has tried another precision; else None."""
+    spec = machine_spec(limit.record.environment.gpu)
+    precisions = {row.record.config.get("precision") for row in rows}
+    if limit.kind != DEVICE_BOUND or limit.mfu is None or spec is None or precisions != {"fp32"}:
+        return None
+    ratio = spec.peak_flops["bf16"] / spec.peak_flops["fp32"]
+    factor = 1 / (1 - limit.mfu + limit.mfu / ratio)
+    return factor, (
+        f"`--precision bf16_autocast` should make {limit.name} {times_words(factor)} as fast or more, until the host limits "
+        f"it: its matmuls are at least {percent(limit.mfu)} % of the step (MFU), and the peak in bf16 is {times_words(ratio)} "
+        f"fp32's."
+    )
+
+
+def _less_launching(limits: Sequence[StepLimit]) -> str:
+    """Advice where neither a graph nor bf16 gains: what was not captured, or work other than matmuls on the GPU."""
+    left_out = next((limit for limit in limits if limit.record.fact("capture_left_out")), None)
+    if left_out is not None:
+        return f"The graph does not contain the whole step: {left_out.record.fact('capture_left_out')}."
+    idle = [limit for limit in limits if limit.kind == DEVICE_BOUND and limit.mfu is not None and limit.mfu < 0.5]
+    if not idle:
+        return ""
+    worst = min(idle, key=lambda limit: limit.mfu or 0.0)
+    return (
+        f"At its peak the GPU would need {seconds_words(worst.step_s * (worst.mfu or 0.0))} for the matmuls of "
+        f"{worst.name}: `--compile model` fuses the other work, and `trainstep profile` shows what it is."
+    )
+
+
+def _phases_words(row: Row, cells: int) -> str:
+    """The time of a step by phase, for steps without GPU time beside them."""
+    step_s = median_of(row.record, "step") or 0.0
+    times = {str(phase): median_of(row.record, str(phase)) or 0.0 for phase in Phase}
+    phases_s = sum(times.values())  # the medians of phases need not add up to the step's median
+    largest_first = sorted(times.items(), key=lambda item: -item[1])
+    parts = [f"{name.replace('_', ' ')} {percent(time_s / phases_s)} %" for name, time_s in largest_first if time_s]
+    longest = "" if cells == 1 else f", the longest of {cells} cells"
+    shares = f": {listed(parts)}" if parts else ""
+    return f"A step of {row.label()} takes {seconds_words(step_s)}{longest}{shares}."
+
+
+def _profile_advice(row: Row) -> str:
+    model = row.point.get("model")
+    option = f" --model {model}" if model else ""
+    return (
+        f"`trainstep profile{option}` with the same options shows which kernels or operators take the time, and what limits "
+        "them."
+    )
