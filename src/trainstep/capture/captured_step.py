@@ -3,7 +3,8 @@
 [Note: the warm-ups are real steps] Before a capture, a few steps must run in which kernels are compiled and tuned,
 optimizers make their state, and libraries make their workspaces. These steps are the first calls themselves, on the
 caller's batches. So no state has to be restored afterwards, and a captured run takes the same steps as an eager run. The
-last warm-up is watched for operations that make the host wait.
+last warm-up is watched for operations that make the host wait; libraries that ask whether a graph is captured are told
+that it is (`as_if_capturing`), so that what they do then is what is watched.
 """
 
 import time
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainstep.capture.inputs import Baked, State, StaticInputs, copies, detached, on_device, shape_of
 from trainstep.capture.tape import CudaGraphs, OnMark, Tapes
-from trainstep.capture.waits import NotCapturable, Wait, compiles_nothing, graphs_compiled, place_of
+from trainstep.capture.waits import NotCapturable, Wait, as_if_capturing, compiles_nothing, graphs_compiled, place_of
 
 _MOST_COMPILING = 8
 """The number of steps after the warm-ups in which torch.compile may still compile."""
@@ -227,7 +228,7 @@ class CapturedStep:
                 self._warm[shape] = done
                 return self._run_eagerly(batch)
             compiled, state = graphs_compiled(), self._baked.state()
-            with self._recorder.watched() as waits:
+            with self._recorder.watched() as waits, as_if_capturing():
                 outputs = self._run_eagerly(batch)
         if graphs_compiled() == compiled:
             self._warm[shape] = done
@@ -276,7 +277,7 @@ class CapturedStep:
         outputs: Any = None
         self._recording = True
         try:
-            with compiles_nothing(), self._baked.rates_in_tensors():
+            with compiles_nothing(), as_if_capturing(), self._baked.rates_in_tensors():
                 launch, outputs = self._recorder.record(lambda: detached(self._run(inputs.batch)), self._on_mark)
         except BaseException as error:
             if self._recorder.takes_step:

@@ -86,6 +86,21 @@ def cuda_waits() -> Iterator[list[Wait]]:
 
 
 @contextmanager
+def as_if_capturing() -> Iterator[None]:
+    """Have `torch.cuda.is_current_stream_capturing()` answer True inside the block, on every device.
+
+    Libraries ask it before they read a value (Hugging Face's masks, SyncBatchNorm), so they compute here what they will
+    compute in a graph. `torch.cuda.graphs.is_current_stream_capturing` still answers whether a capture is under way.
+    """
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
+@contextmanager
 def host_waits() -> Iterator[list[Wait]]:
     """Collect the places at which a GPU's host would wait, in a step on a CPU, inside the block."""
     watcher = HostWatcher()

@@ -137,10 +137,14 @@ class Launch:
     def __call__(self, operands: Operands, settings: Settings) -> None:
         """Update each tensor once; nothing is written if `found_inf` is not 0."""
         device = operands.parameters[0].device
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
+        if capturing:
+            # Pinned memory freed during a capture records an event in the graph, and each later allocation of pinned
+            # memory, `.item()` included, queries that event and fails.
+            self._captured += self._tables()
         self._make_tables(operands, device, self._spare if capturing else None)
         if capturing:  # the graph reads these tables at every replay, so they must stay
-            self._captured += [self._addresses, self._chunks, self._host_addresses, self._host_chunks]
+            self._captured += self._tables()
             self._spare = None
         elif device.type == "cuda" and (self._spare is None or self._spare.shape != self._host_addresses.shape):
             self._spare = torch.empty_like(self._host_addresses, pin_memory=True)
@@ -171,6 +175,9 @@ class Launch:
                 MAY_SKIP=found_inf is not None,
                 num_warps=WARPS,
             )
+
+    def _tables(self) -> list[Tensor]:
+        return [self._addresses, self._chunks, self._host_addresses, self._host_chunks] if self._rows else []
 
     def _make_tables(self, operands: Operands, device: torch.device, spare: Tensor | None) -> None:
         rows = [

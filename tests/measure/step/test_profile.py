@@ -1,6 +1,7 @@
 """The workload `profile`: timed steps beside profiled ones, tables of the profiled steps, and findings that can be stored."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_kernels_and_idle_time_on_a_gpu_are_the_step():
     large = {"d_model": 1024, "d_ff": 4096, "heads": 16, "context": 512, "batch_size": 8, "device": "cuda", "steps": 5}
     findings = measured(**large, warmups=3)
     facts = facts_of(findings)
-    step_s = sorted(findings.samples["step"].values)[2]
+    step_s = statistics.median(findings.samples["step"].values)
     assert facts["kernels_s"] + facts["idle_s"] == pytest.approx(step_s, rel=0.2)
     assert facts["fallback_share"] == 0
     assert facts["verdict"] == "compute-bound"
@@ -124,7 +125,7 @@ def test_kernels_and_idle_time_on_a_gpu_are_the_step():
 def test_a_compiled_step_on_a_gpu_has_compiled_spans():
     findings = measured(device="cuda", compile="block", precision="bf16_autocast", warmups=3)
     assert "compiled" in findings.tables["spans"]["span"]
-    assert "eager mode only" in facts_of(findings)["attention_split"]
+    assert "only in eager mode" in facts_of(findings)["attention_split"]
 
 
 def test_every_precision_has_its_bytes_per_element():

@@ -129,6 +129,6 @@ def test_lengths_of_as_many_blocks_share_their_table():
 
 
 def test_new_lengths_in_a_graph_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="call it once with them before"):
         hopper.order_table(torch.device("cuda"), (2, 1), 3, 3, 132)

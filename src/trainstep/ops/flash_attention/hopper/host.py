@@ -190,7 +190,7 @@ def order_table(
     """
     # Kept for good, since a CUDA graph may have its address: 8,192 heads of 8,192 queries take 1.3 MiB. Lengths with the
     # same number of blocks share a table.
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing():
         raise RuntimeError(
             "flash_attention: these lengths are new in a CUDA graph: call it once with them before the graph is captured"
         )
