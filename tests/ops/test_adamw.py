@@ -172,7 +172,7 @@ def test_parts_of_a_group_may_step_separately(device: str):
         for part in (separate_parameters[:2], separate_parameters[2:]):
             separate.param_groups = [{**groups[0], "params": part}]
             separate.step()
-        tables.append([launch._addresses for launch in separate._launches.values()])
+        tables.append([launch._tables.addresses for launch in separate._launches.values()])
     assert all(torch.equal(*pair) for pair in zip(joint_parameters, separate_parameters, strict=True))
     assert len(tables[0]) == (2 if separate._has_kernel(separate_parameters[0]) else 0)
     assert all(table is kept_table for table, kept_table in zip(tables[0], tables[2], strict=True))

@@ -144,6 +144,19 @@ def test_without_an_eager_kernel_nothing_is_made_up():
     assert (event.place.phase, event.place.how) == (OUTSIDE, FALLBACK)
 
 
+def test_copies_around_a_graph_do_not_stand_for_a_phase():
+    """Autograd numbers the copy of a batch, as it numbers ops of a forward pass."""
+    copy = op("aten::copy_", 0, 4, sequence=3), *launched("Memcpy DtoD", 1, 2, 3, 9)
+    graph = call("cudaGraphLaunch", 5, 6, 7), kernel("a", 7, 10, 7), kernel("a", 10, 20, 7), kernel("b", 20, 25, 7)
+    work = read_work(trace(span("step 0", 0, 100), *copy, *graph), eager_step())
+    assert [(piece.name, piece.place.phase) for piece in work.pieces] == [
+        ("Memcpy DtoD", OUTSIDE),
+        ("a", "forward"),
+        ("a", "backward"),
+        ("b", "optimizer"),
+    ]
+
+
 def test_on_a_cpu_operators_are_placed_alike():
     eager = trace(
         *(span("step 0", 0, 100), span("forward", 0, 40), op("aten::mm", 5, 30)),

@@ -130,7 +130,10 @@ class AdamW(torch.optim.Optimizer):
         gradients = [_laid_out_like(parameter, _gradient(parameter)) for parameter in parameters]
         steps = [state["step"] for state in states]
         found_inf = _on(parameters[0].device, getattr(self, "found_inf", None))
-        torch._foreach_add_(steps, 1 if found_inf is None else (found_inf == 0).float())
+        if found_inf is None:
+            torch._foreach_add_(steps, 1)
+        else:  # a list, because with a single tensor to add the host reads its value
+            torch._foreach_add_(steps, [(found_inf == 0).to(steps[0].dtype).reshape(())] * len(steps))
         operands = Operands(
             parameters, gradients, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], steps
         )

@@ -128,32 +128,31 @@ class Launch:
     """Launches the kernel and keeps its tables on the device, for tensors that rarely move."""
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._rows: list[tuple[int, ...]] = []
+        self._tables: _Tables | None = None
+        """The tables of the last call outside of a capture; those of a captured call are filled at the graph's first launch."""
         self._spare: Tensor | None = None
         """A pinned table for addresses that change while a CUDA graph is captured, since no pinned memory may be allocated then."""
-        self._captured: list[Tensor] = []
+        self._captured: list[_Tables] = []
+        """Tables that graphs read at every launch. Freeing pinned memory inside a capture would break later allocations."""
 
     def __call__(self, operands: Operands, settings: Settings) -> None:
         """Update each tensor once; nothing is written if `found_inf` is not 0."""
         device = operands.parameters[0].device
         capturing = device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
+        tables = _tables(operands, device, self._tables, self._spare if capturing else None)
         if capturing:
-            # Pinned memory freed during a capture records an event in the graph, and each later allocation of pinned
-            # memory, `.item()` included, queries that event and fails.
-            self._captured += self._tables()
-        self._make_tables(operands, device, self._spare if capturing else None)
-        if capturing:  # the graph reads these tables at every replay, so they must stay
-            self._captured += self._tables()
+            self._captured.append(tables)
             self._spare = None
-        elif device.type == "cuda" and (self._spare is None or self._spare.shape != self._host_addresses.shape):
-            self._spare = torch.empty_like(self._host_addresses, pin_memory=True)
+        else:
+            self._tables = tables
+            if device.type == "cuda" and (self._spare is None or self._spare.shape != tables.host_addresses.shape):
+                self._spare = torch.empty_like(tables.host_addresses, pin_memory=True)
         lr, scale, found_inf = settings.lr, settings.grad_scale, settings.found_inf
         unused = operands.steps[0]
         with _current(device):
-            adamw_kernel[(self._chunks.shape[0],)](
-                self._addresses,
-                self._chunks,
+            adamw_kernel[(tables.chunks.shape[0],)](
+                tables.addresses,
+                tables.chunks,
                 operands.parameters[0],
                 operands.gradients[0],
                 operands.exp_avgs[0],
@@ -169,30 +168,40 @@ class Launch:
                 LOG2_BETA1=_log2(settings.beta1),
                 LOG2_BETA2=_log2(settings.beta2),
                 CHUNK=CHUNK,
-                ALIGNED=self._aligned,
+                ALIGNED=tables.aligned,
                 LR_ON_DEVICE=isinstance(lr, Tensor),
                 SCALED=scale is not None,
                 MAY_SKIP=found_inf is not None,
                 num_warps=WARPS,
             )
 
-    def _tables(self) -> list[Tensor]:
-        return [self._addresses, self._chunks, self._host_addresses, self._host_chunks] if self._rows else []
 
-    def _make_tables(self, operands: Operands, device: torch.device, spare: Tensor | None) -> None:
-        rows = [
-            (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()) for tensors in zip(*operands, strict=True)
-        ]
-        if rows == self._rows:
-            return
-        self._rows = rows
-        self._aligned = not any(address % _ALIGNMENT_BYTES for row in rows for address in row[:4])
-        self._host_addresses, self._addresses = _upload(torch.tensor(rows, dtype=torch.int64), device, spare)
-        sizes = [row[-1] for row in rows]
-        if sizes != self._sizes:
-            self._sizes = sizes
-            chunks = [(index, part) for index, size in enumerate(sizes) for part in range(-(-size // CHUNK))]
-            self._host_chunks, self._chunks = _upload(torch.tensor(chunks, dtype=torch.int32), device, None)
+class _Tables(NamedTuple):
+    """What the kernel reads of its tensors, on the device, and the pinned memory from which it came."""
+
+    rows: list[tuple[int, ...]]
+    """For each update the addresses of its tensors, and its number of elements."""
+    addresses: Tensor
+    chunks: Tensor
+    host_addresses: Tensor
+    host_chunks: Tensor
+    aligned: bool
+
+
+def _tables(operands: Operands, device: torch.device, before: _Tables | None, spare: Tensor | None) -> _Tables:
+    """The tables `before` if they still hold, or else new ones, which share with `before` what has not changed."""
+    rows = [(*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()) for tensors in zip(*operands, strict=True)]
+    if before is not None and rows == before.rows:
+        return before
+    host_addresses, addresses = _upload(torch.tensor(rows, dtype=torch.int64), device, spare)
+    sizes = [row[-1] for row in rows]
+    if before is not None and sizes == [row[-1] for row in before.rows]:
+        host_chunks, chunks = before.host_chunks, before.chunks
+    else:
+        places = [(index, part) for index, size in enumerate(sizes) for part in range(-(-size // CHUNK))]
+        host_chunks, chunks = _upload(torch.tensor(places, dtype=torch.int32), device, None)
+    aligned = not any(address % _ALIGNMENT_BYTES for row in rows for address in row[:4])
+    return _Tables(rows, addresses, chunks, host_addresses, host_chunks, aligned)
 
 
 def _upload(table: Tensor, device: torch.device, spare: Tensor | None) -> tuple[Tensor, Tensor]:

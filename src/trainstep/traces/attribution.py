@@ -61,8 +61,10 @@ class Assigned:
 class Attribution:
     """Finds the place of anything that a host thread did, and of the device work that it launched."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, *, guess_phases: bool = True) -> None:
+        """`guess_phases`: where no span names a phase, tell it by the open ops."""
         self.trace = trace
+        self._guess_phases = guess_phases
         self.nestings = nestings(trace.ranges)
         self.main = _main_thread(trace)
         # Calls that launch nothing share no correlation number with an activity.
@@ -127,7 +129,7 @@ class Attribution:
     def _placed(self, spans: Spans, how: str, context: Context) -> Place:
         """The place that the open spans name. In a trace whose spans name no phases, the open ops tell the phase."""
         phase = spans.phase
-        if not phase and not self._names_phases:
+        if not phase and self._guess_phases and not self._names_phases:
             phase = _guessed_phase(context)
         return Place(
             step=spans.step,

@@ -83,7 +83,8 @@ def read_work(trace: Trace, eager: Trace | None = None) -> TraceWork:
     `eager`: one step of the same work without a graph, which tells the places of what a graph replays in `trace`.
     """
     trace, split = with_steps(trace)
-    attribution = Attribution(trace)
+    # A graph's step has ops only for the copies of its batch and its outputs, which belong to no phase.
+    attribution = Attribution(trace, guess_phases=eager is None)
     on_device = bool(trace.activities)
     assigned = _assigned(attribution)
     if eager is not None:
