@@ -1,6 +1,6 @@
 """Times captured steps beside what torch.compile offers: its default mode and reduce-overhead, with torch's attention and AdamW.
 
-    python results/h200/captured_peers.py runs/captured_peers.csv      # one GPU; about two minutes
+    python results/h200/captured_peers.py runs/captured_peers.csv small medium      # one GPU; a minute or two a size
 
 All variants of a size live in one process and take turns in rounds. Raw samples go to the file: the unit `step` is one step between
 two synchronisations, `window` is a tenth of ten steps between two, `host` is the host's part of a step, `replay` of that the call
@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from trainstep import flash_attention
 from trainstep.config.parsing import build_run
 from trainstep.training.build import build_step
 
-SIZES = ("small", "medium", "large")
 OURS = {"adamw": "trainstep", "attention": "trainstep", "capture": "step"}
 TORCH = {"adamw": "fused", "attention": "sdpa", "capture": "none", "compile": "model"}
 VARIANTS = {
@@ -30,7 +30,7 @@ VARIANTS = {
     "torch.compile": TORCH,
     "torch.compile reduce-overhead": TORCH | {"compile": "none"},  # `steps_of` compiles it
 }
-ROUNDS, WINDOW, WARMUPS = 6, 10, 8
+ROUNDS, WINDOW, WARMUPS = 5, 10, 8
 Rows = list[tuple[str, str, str, float]]
 """(what is timed, variant, unit, seconds)"""
 
@@ -126,22 +126,30 @@ def short_attention(rows: Rows, shape: tuple[int, ...] = (4, 16, 256, 64)) -> No
             rows.append(("attention 4,16,256,64", name, "window", (time.perf_counter() - began) / 50))
 
 
-def main(path: str) -> None:
-    rows: Rows = []
-    short_attention(rows)
-    replays = Replays()
-    for size in SIZES:
-        steps_of(size, replays, rows)
+def main(path: str, *sizes: str) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("what", "variant", "unit", "seconds"))
-        writer.writerows((*row[:3], f"{row[3]:.9f}") for row in rows)
+        rows: Rows = []
+        short_attention(rows)
+        tell(writer, rows)
+        replays = Replays()
+        for size in sizes:
+            rows = []
+            steps_of(size, replays, rows)
+            tell(writer, rows)
+            file.flush()
+
+
+def tell(writer: Any, rows: Rows) -> None:
+    """Write the raw samples to the file, and print medians."""
+    writer.writerows((*row[:3], f"{row[3]:.9f}") for row in rows)
     for what, variant, unit in dict.fromkeys(row[:3] for row in rows):
         samples = sorted(row[3] for row in rows if row[:3] == (what, variant, unit))
         low, _, high = statistics.quantiles(samples, n=4)
         print(f"{what:24s} {variant:32s} {unit:8s} {1e3 * statistics.median(samples):9.4f} ms"
-              f" ± {5e2 * (high - low):.4f}, n = {len(samples)}")  # fmt: skip
+              f" ± {5e2 * (high - low):.4f}, n = {len(samples)}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
