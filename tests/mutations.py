@@ -113,15 +113,25 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def importing_tests(path: Path) -> list[Path]:
-    """Test files that import this file; those with its name in theirs come first."""
+    """Test files that import this file, and then those of its room; in both, those with its name in theirs come first.
+
+    The tests of a room reach a file through another: a captured step through its package, an answer through the whole report.
+    """
     module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     named = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(module.rpartition('.')[0])} import .*\b{path.stem}\b")
-    files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if named.search(file.read_text())]
-    return sorted(files, key=lambda file: path.stem not in file.stem)[:_MOST_TEST_FILES]
+    room, *deeper = path.relative_to(PACKAGE).parts
+    distances = {}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        imports = named.search(file.read_text()) is not None
+        folders = file.relative_to(ROOT / "tests").parts[:-1]
+        if imports or folders[:1] == (room,):
+            beside = len(os.path.commonprefix([folders[1:], tuple(deeper)]))
+            distances[file] = not imports, path.stem not in file.stem, -beside
+    return sorted(distances, key=distances.__getitem__)[:_MOST_TEST_FILES]
 
 
 def outcome(fault: Fault, *, shown: bool = False) -> str:
-    """`seen`, `unseen`, `too long` (seen: the fault hangs it) or `untested` where no test file imports the fault's file."""
+    """`seen`, `unseen`, `too long` (seen: the fault hangs it) or `untested` where no test file belongs to the fault's file."""
     tests = importing_tests(fault.path)
     if not tests:
         return "untested"

@@ -243,6 +243,7 @@ class CapturedStep:
         return outputs
 
     def _capture(self, shape: Hashable, batch: Any) -> Any:
+        self._baked.follow_modules()  # a warm-up may have made some
         before = [(parameter, parameter.grad) for parameter in self._baked.parameters]
         inputs = StaticInputs(batch, self.device)
         began_s = time.perf_counter()

@@ -26,7 +26,6 @@ _CONSTANTS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, to
 
 # A call asks these of every parameter and module, so without Python's bytecode: a graph of 5 ms waits for 0.1 ms of it.
 _GRADIENT_OF, _REQUIRES_GRAD_OF = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
-_PARAMETERS_OF, _BUFFERS_OF = operator.attrgetter("_parameters"), operator.attrgetter("_buffers")
 _IS_TRAINING = operator.attrgetter("training")
 
 State = dict[tuple[Any, str], Hashable]
@@ -169,17 +168,24 @@ class Baked:
             if reason := why_not_captured(optimizer):
                 raise ValueError(f"optimizer: {reason}")
             optimizer.register_load_state_dict_post_hook(self._note_load)
-        self._modules = list(module.modules()) if module is not None else []
+        self._module = module
+        self.follow_modules()
         # Cached, because every call asks for them: the ids of all parameters, and the distinct parameters.
         self._parameters: tuple[list[int], list[Tensor]] = [], []
         self._last_options = list(self._options())
+
+    def follow_modules(self) -> None:
+        """Note which modules there are, and which of them have parameters and buffers: a call looks at no others."""
+        self._modules = list(self._module.modules()) if self._module is not None else []
+        self._with_parameters = [module._parameters for module in self._modules if module._parameters]
+        self._with_buffers = [module._buffers for module in self._modules if module._buffers]
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that may get gradients in a step: the optimizer's and the module's, each once."""
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         every = [parameter for group in groups for parameter in group["params"]]
-        every += chain.from_iterable(map(dict.values, map(_PARAMETERS_OF, self._modules)))
+        every += chain.from_iterable(map(dict.values, self._with_parameters))
         ids = list(map(id, every))
         if ids != self._parameters[0]:
             distinct = {id(parameter): parameter for parameter in every if parameter is not None}
@@ -263,12 +269,13 @@ class Baked:
     def _options(self) -> Iterator[tuple[str, Any]]:
         """Everything that a graph bakes in: its name, and a value to compare."""
         parameters = self.parameters
-        every_buffer = chain.from_iterable(map(dict.values, map(_BUFFERS_OF, self._modules)))
+        every_buffer = chain.from_iterable(map(dict.values, self._with_buffers))
         buffers = [buffer for buffer in every_buffer if buffer is not None]
         yield "train() or eval() of a module", list(map(_IS_TRAINING, self._modules))
         yield "a buffer (replaced by another tensor; write into it instead)", _memory_of(buffers)
         yield "requires_grad of a parameter", list(map(_REQUIRES_GRAD_OF, parameters))
-        yield "the memory of a parameter", _memory_of(parameters)
+        yield "the parameters", self._parameters[0]
+        yield "the memory of a parameter", _addresses(parameters)
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         for index, group in enumerate(groups):
             filled = self._fill_rate(index, group)
@@ -302,11 +309,14 @@ def have_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | No
 
 def _memory_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
     """The identity of the tensors and the addresses of their memory, which is all that a graph knows of them."""
+    return list(map(id, tensors)), _addresses(tensors)
+
+
+def _addresses(tensors: list[Tensor]) -> list[int]:
     try:
-        addresses = list(map(Tensor.data_ptr, tensors))
+        return list(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # some subclasses of Tensor have no memory of their own
-        addresses = []
-    return list(map(id, tensors)), addresses
+        return []
 
 
 def why_not_captured(optimizer: torch.optim.Optimizer) -> str | None:
