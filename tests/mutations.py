@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +126,7 @@ def importing_tests(path: Path) -> list[Path]:
         imports = named.search(file.read_text()) is not None
         folders = file.relative_to(ROOT / "tests").parts[:-1]
         if imports or folders[:1] == (room,):
-            beside = len(os.path.commonprefix([folders[1:], tuple(deeper)]))
+            beside = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(folders[1:], deeper, strict=False)))
             distances[file] = not imports, path.stem not in file.stem, -beside
     return sorted(distances, key=distances.__getitem__)[:_MOST_TEST_FILES]
 

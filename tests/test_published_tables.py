@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not RECORDS.exists(), reason="a source distribut
 _NO_PUBLISHED_TABLE = {
     "attention_peers": "attention_hopper.toml has its sizes, with flash-attn-4, which that machine did not have",
     "attention_widths": "attention_hopper_widths.toml has its widths beside every implementation that runs them",
-    "captured": "a table of our own: the step as one graph, not measured yet",
+    "captured": "a table of our own: the step as one graph",
     "captured_ranks": "a table of our own: strategies as one graph, not measured yet",
     "memory_ranks": "a table of our own: each rank's memory beside the formula",
 }

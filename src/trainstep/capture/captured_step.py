@@ -167,6 +167,12 @@ class CapturedStep:
         """Whether there is a graph for batches of this shape."""
         return self._shape_of(batch) in self._graphs
 
+    def captures_next(self, batch: Any) -> bool:
+        """Whether the next call with a batch of this shape will be captured, if nothing changes before it."""
+        shape = self._shape_of(batch)
+        done = self._warm.get(shape, 0) >= self._warmups and shape not in self._graphs
+        return done and self.why_not is None and len(self._graphs) < self._most_graphs
+
     def mark(self, label: Any) -> None:
         """Mark this point of the step: the function calls it, and `on_mark(label, event)` is called at every step.
 
@@ -196,6 +202,10 @@ class CapturedStep:
     def pool_bytes(self) -> int:
         """Bytes of the device's memory that belong to the graphs: for intermediate tensors and for gradients they leave."""
         return self._recorder.pool_bytes()
+
+    def pool_unused_bytes(self) -> int:
+        """Bytes of the pool that no tensor has now: only the next launch may use them."""
+        return self._recorder.pool_bytes(unused=True)
 
     def _shape_of(self, batch: Any) -> Hashable:
         """The shape of the batch, with the modes of torch that change what runs: autograd and autocast around the call."""

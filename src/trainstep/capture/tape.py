@@ -69,7 +69,7 @@ class Tapes:
     def forget(self) -> None:
         pass
 
-    def pool_bytes(self) -> int:
+    def pool_bytes(self, *, unused: bool = False) -> int:
         return 0
 
 
@@ -263,12 +263,14 @@ class CudaGraphs:
         # A pool without graphs takes no new graph while a gradient still lies in it.
         self._pool = torch.cuda.graph_pool_handle()
 
-    def pool_bytes(self) -> int:
-        """Bytes of the device in the graphs' pool."""
-        segments = torch.cuda.memory_snapshot()
-        return sum(
-            segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._pool)
-        )
+    def pool_bytes(self, *, unused: bool = False) -> int:
+        """Bytes of the device in the graphs' pool; with `unused`, those of them that no tensor has now."""
+        segments = [
+            segment
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
+        ]
+        return sum(segment["total_size"] - (segment["allocated_size"] if unused else 0) for segment in segments)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> Any:
         # Not with torch.cuda.graph, which after a failed capture leaves the capture's stream current. `thread_local`,

@@ -46,6 +46,8 @@ class CapturedTrainStep:
     """
 
     def __init__(self, step: TrainStep, ranks: Ranks, *, strict: bool) -> None:
+        self.on_phase: Callable[[Phase], None] = unmarked
+        """Called at the end of each phase that the host runs, in the step that is being captured too, but not by a launch."""
         reason = why_not_captured(step.optimizer) if step.optimizer is not None else None
         if reason and strict:
             raise ValueError(f"capture: {reason}; or use capture auto, which captures the rest")
@@ -69,7 +71,12 @@ class CapturedTrainStep:
         with self._postponing.step() if self._postponing else nullcontext():
             loss: Tensor = self._captured(self._inputs(micro_batches), mark)
         if self._optimizer_left_out:
-            self._step.update(mark)
+
+            def marked(phase: Phase, _event: torch.cuda.Event | None = None, /) -> None:
+                self.on_phase(phase)
+                mark(phase)
+
+            self._step.update(marked)
         return loss
 
     def complete(self) -> None:
@@ -80,6 +87,10 @@ class CapturedTrainStep:
     def is_settled(self, micro_batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether all further steps of such batches run like the next step: as a graph launch, or never as a graph."""
         return self._captured.why_not is not None or self._captured.is_captured(self._inputs(micro_batches))
+
+    def captures_next(self, micro_batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the next step of such batches will be captured, if nothing changes before it."""
+        return self._captured.captures_next(self._inputs(micro_batches))
 
     @property
     def what(self) -> str:
@@ -101,6 +112,10 @@ class CapturedTrainStep:
     def pool_bytes(self) -> int:
         """Bytes of the device's memory that belong to the graph."""
         return self._captured.pool_bytes()
+
+    def pool_unused_bytes(self) -> int:
+        """Bytes of the pool that no tensor has between launches."""
+        return self._captured.pool_unused_bytes()
 
     def _inputs(self, micro_batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The inputs of the graph. Steps with and without a postponed update differ here, and so have a graph each."""
@@ -127,6 +142,7 @@ class CapturedTrainStep:
         return recorded()
 
     def _mark(self, phase: Phase, _event: torch.cuda.Event | None = None, /) -> None:
+        self.on_phase(phase)
         self._captured.mark(phase)
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from trainstep.capture.inputs import Baked
 from trainstep.config.memory import MemoryConfig, RecordedRunConfig
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.parsing import from_plain, to_plain
+from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.workload import Findings
 from trainstep.measure.memory.tables import POINTS
 from trainstep.measure.memory.workload import WORKLOAD
@@ -200,3 +202,35 @@ def test_a_field_that_the_config_has_no_use_for_is_refused():
     run = RecordedRunConfig(model=SHAPE, learning_rate=1e-3)
     with pytest.raises(ValueError, match="learning_rate: has no meaning in a MemoryConfig; leave it at"):
         MemoryConfig(run=run)
+
+
+def test_the_step_that_is_captured_is_recorded(step: Findings):
+    captured = measured(capture="step", adamw="trainstep")
+    assert value(captured, "captured") == "step"
+    assert captured.tables["peaks"]["phase"] == step.tables["peaks"]["phase"]
+    assert line(captured, "parameters") == line(step, "parameters")
+    assert line(captured, "gradients")["after backward"] == line(step, "gradients")["after backward"]
+    assert line(captured, "optimizer state")["init"] == 0
+    assert value(captured, "allocated_residual_share") == 0
+
+
+def test_a_step_that_cannot_be_captured_is_recorded_eagerly():
+    # On a CPU trainstep's AdamW asks the host whether scaled gradients are finite.
+    values = {"precision": "fp16_autocast", "adamw": "trainstep"}
+    eager, left_out = measured(**values), measured(capture="auto", **values)
+    assert value(left_out, "captured") == "nothing"
+    assert "found_inf.item()" in value(left_out, "capture_left_out")
+    for name in ("parameters", "gradients", "optimizer state", "activations", "logits and loss"):
+        assert line(left_out, name) == line(eager, name)
+    with pytest.raises(CellFailed, match="found_inf") as failed:
+        measured(capture="step", **values)
+    assert failed.value.failure.kind == "unsupported"
+
+
+def test_if_the_capture_itself_fails_the_step_behind_it_is_recorded(step: Findings, monkeypatch: pytest.MonkeyPatch):
+    reasons = iter([None, "it was the capture"])  # of the watched step, and of the captured one
+    monkeypatch.setattr(Baked, "not_again", lambda *_args, **_options: next(reasons))
+    failed = measured(capture="auto", adamw="trainstep")
+    assert "it was the capture" in value(failed, "capture_left_out")
+    assert line(failed, "activations")["after forward"] == line(step, "activations")["after forward"]
+    assert failed.tables["peaks"]["phase"] == step.tables["peaks"]["phase"]

@@ -42,6 +42,8 @@ def measured(**fields: Any) -> Record:
         {"recompute": "block"},
         {"mode": "forward_no_grad", "precision": "bf16"},
         {"compile": "model"},
+        {"capture": "step", "adamw": "trainstep"},
+        {"capture": "auto", "adamw": "loop", "precision": "bf16_autocast"},
     ],
     ids=lambda fields: " ".join(map(str, fields.values())) or "plain step",
 )
@@ -51,6 +53,16 @@ def test_the_ledger_adds_up(fields: dict[str, Any]):
     assert record.fact("allocated_residual_bytes") == 0
     assert record.fact("driver_residual_bytes") <= max(64 * MIB, 0.01 * record.fact("driver_bytes"))
     assert record.fact("allocation_retries") == 0
+
+
+def test_a_captured_step_needs_as_much_and_keeps_its_pool():
+    eager, captured = (measured(capture=capture, adamw="trainstep") for capture in ("none", "step"))
+    assert captured.fact("captured") == "step"
+    assert captured.fact("peak_allocated_bytes") <= 1.03 * eager.fact("peak_allocated_bytes")
+    ledger = captured.tables["ledger"]
+    pool_bytes = ledger[MOMENT][list(ledger["line"]).index("of that, the graph's pool")]
+    assert 0.2 * captured.fact("capture_pool_bytes") < pool_bytes <= captured.fact("capture_pool_bytes")
+    assert [*captured.tables["peaks"]["phase"]] == ["forward", "backward", "optimizer"]
 
 
 def test_a_kept_snapshot_has_the_same_peak(tmp_path: Path):

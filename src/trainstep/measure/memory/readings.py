@@ -20,6 +20,8 @@ class Reading:
     fragmented_bytes: int | None = None
     """Free bytes in segments that are partly in use."""
     driver_bytes: int | None = None
+    pool_unused_bytes: int | None = None
+    """Bytes in a graph's pool that no tensor has."""
     peak_allocated_bytes: int | None = None
     peak_requested_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -53,14 +55,21 @@ class Readings:
         self._opened = opened
         self._data_bytes: dict[str, int] = {}
 
-    def take(self, moment: str) -> None:
+    def take(self, moment: str, *, pool_unused_bytes: int | None = None) -> None:
         """Note what the allocator and the driver say now, and the peaks since the last reading."""
         opened = self._opened
         if opened.device.type == "cuda":
             reading = Reading.now(opened.device, opened.memory.driver_bytes())
+            reading = replace(reading, pool_unused_bytes=pool_unused_bytes)
             self.at[moment] = reading.with_peaks_of(self.at.get(moment))  # a phase is read in each micro-batch
         else:
             self._data_bytes[moment] = opened.memory.allocated_bytes()
+        self.reset_peaks()
+
+    def begin_step(self) -> None:
+        """Begin the recorded step: readings of an earlier step that was to be recorded are dropped."""
+        self.at = {moment: reading for moment, reading in self.at.items() if moment == "init"}
+        self._data_bytes = {moment: size for moment, size in self._data_bytes.items() if moment == "init"}
         self.reset_peaks()
 
     def reset_peaks(self) -> None:

@@ -160,6 +160,8 @@ def _allocator_lines(reading: Reading, accounted_bytes: int) -> dict[str, int | 
         return lines
     unused = reading.reserved_bytes - reading.allocated_bytes
     lines |= {"cache and fragmentation": unused, "of that, fragmentation": reading.fragmented_bytes}
+    if reading.pool_unused_bytes is not None:
+        lines["of that, the graph's pool"] = reading.pool_unused_bytes
     lines["reserved"] = reading.reserved_bytes
     return lines
 

@@ -7,6 +7,10 @@ a moment) to the largest allocations at the peak.
 Each of several ranks records its own step, and one record has them all (memory/tables.py). "After backward" is then the moment when
 gradients are synchronised too.
 
+[Note: captured steps] With `capture` the recorded step is the one in which the step is captured: a launch allocates nothing,
+and what the capture allocates is what every launch uses. Where a capture fails, the next step is recorded, which runs eagerly.
+The line "of that, the graph's pool" is memory that is free for the next launch and for nothing else.
+
 [Note: the residuals] The residuals are allocated minus the categories minus rounding, and driver minus reserved minus context and
 kernels. They are computed from the allocator's and the driver's own figures at the same moments, never set to what is left.
 """
@@ -35,6 +39,7 @@ from trainstep.measure.memory.tables import expected_tables, ledger_tables, toge
 from trainstep.measure.parallel.meeting import open_ranks, own_device, wait_for_parameters
 from trainstep.measure.parallel.memory import Storages, held_storages, state_tensors, storages_of
 from trainstep.measure.step.built_step import BuiltStep
+from trainstep.measure.step.clock import MOST_BEFORE_CAPTURE
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
@@ -177,28 +182,44 @@ class StepMemoryMeasurement:
 
     def warm_up(self) -> None:
         """Run the steps before the recorded step."""
-        with self.built.names_out_of_memory():
+        captured = self.built.assembly.captured
+        with self.built.names_out_of_memory(), self.built.names_what_is_not_captured():
             self.built.opened.stages.enter("warmup")
-            for step in range(self.config.run.warmups):
-                self._run_step(self.built.assembly.micro_batches(step))
+            for step in range(MOST_BEFORE_CAPTURE if captured else self.config.run.warmups):
+                batches = self.built.assembly.micro_batches(step)
+                if (
+                    captured
+                    and step >= self.config.run.warmups
+                    and (captured.captures_next(batches) or captured.is_settled(batches))
+                ):
+                    break
+                self._run_step(batches)
 
     def take(self, steps: int) -> None:
         """Record one step, whatever `steps` says: a second step would show nothing new."""
+        captured = self.built.assembly.captured
+        with self.built.names_out_of_memory(), self.built.names_what_is_not_captured():
+            self.built.opened.stages.enter("steps")
+            may_fail = captured is not None and captured.what != "nothing"
+            self._record_step()
+            if may_fail and captured is not None and captured.what == "nothing":
+                self._record_step()
+
+    def _record_step(self) -> None:
         opened, assembly = self.built.opened, self.built.assembly
-        with self.built.names_out_of_memory():
-            opened.stages.enter("steps")
-            batches = assembly.micro_batches(self.config.run.warmups)
-            self.holders.note_inputs(batches)
+        batches = assembly.micro_batches(self.config.run.warmups)
+        self.holders.note_inputs(batches)
+        opened.synchronize()
+        self.readings.begin_step()
+        with self.history.spans(), self.whole_gradients.listening():
+            mark("begin")
+            self._run_step(batches, self._mark_phase)
+            wait_for_parameters(assembly)
             opened.synchronize()
-            self.readings.reset_peaks()
-            with self.history.spans(), self.whole_gradients.listening():
-                mark("begin")
-                self._run_step(batches, self._mark_phase)
-                wait_for_parameters(assembly)
-                opened.synchronize()
-                mark("end")
-            self.holders.note_communication("end")
-            self.readings.take("after step")
+            mark("end")
+        self.holders.note_communication("end")
+        captured = assembly.captured
+        self.readings.take("after step", pool_unused_bytes=captured.pool_unused_bytes() if captured else None)
 
     def finish(self) -> Findings:
         """Stop recording, put every allocation into its category, and return the tables, of all ranks if there are several."""
@@ -241,10 +262,14 @@ class StepMemoryMeasurement:
         return self.built.assembly.ranks
 
     def _run_step(self, batches: list[Batch], mark_phase: Mark | None = None) -> None:
-        step = self.built.assembly.step
-        step(batches, mark_phase or (lambda _phase: self._release_sent()))
+        assembly, at_phase = self.built.assembly, mark_phase or (lambda _phase: self._release_sent())
+        if assembly.captured is None:
+            assembly.step(batches, at_phase)
+        else:
+            assembly.captured.on_phase = at_phase
+            assembly.captured(batches)
         if self.config.run.mode == "forward_backward":
-            step.clear_gradients()
+            assembly.step.clear_gradients()
 
     def _mark_phase(self, phase: Phase) -> None:
         self._release_sent()
@@ -263,6 +288,7 @@ class StepMemoryMeasurement:
         facts = {
             **self.built.opened.memory.facts(),
             **self.meeting_facts,
+            **self.built.capture_facts(),
             **facts_of(
                 parameters=sum(parameter.numel for parameter in self.weights.sizes),
                 tokens=run.tokens * self.config.ranks,

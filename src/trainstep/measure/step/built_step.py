@@ -8,16 +8,19 @@ If memory runs out in any of these, CellFailed is raised with the phase, the byt
 """
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from trainstep.capture.waits import NotCapturable
 from trainstep.measure.harness.failures import CellFailed, out_of_memory_as
 from trainstep.measure.harness.workload import Stages
 from trainstep.measure.machine.nvml import GpuState
 from trainstep.measure.step.memory_watch import MemoryWatch
+from trainstep.records.facts import Fact, facts_of
+from trainstep.records.record import Failure
 from trainstep.training.build import Assembly
 
 _STEPPING = ("warmup", "steps")
@@ -87,6 +90,26 @@ class BuiltStep:
             return self.opened.memory.holders(self.assembly.module, self.assembly.step.optimizer)
 
         return _names_out_of_memory(self.opened.memory, phase, holders)
+
+    @contextmanager
+    def names_what_is_not_captured(self) -> Iterator[None]:
+        """Turn the refusal of a step that should be captured into CellFailed with its reason."""
+        try:
+            yield
+        except NotCapturable as error:
+            raise CellFailed(Failure(kind="unsupported", phase="capture", message=str(error))) from None
+
+    def capture_facts(self) -> dict[str, Fact]:
+        """What was captured, why the rest was not, and what the capture took; none for a step that is not to be captured."""
+        captured = self.assembly.captured
+        if captured is None:
+            return {}
+        return facts_of(
+            captured=captured.what,
+            capture_left_out=captured.left_out,
+            capture_s=captured.capture_s,
+            capture_pool_bytes=captured.pool_bytes(),
+        )
 
 
 def _names_out_of_memory(

@@ -24,7 +24,7 @@ from trainstep.spans import nvtx_spans
 from trainstep.training.batches import Batch
 from trainstep.training.captured import EventMark, unmarked
 
-_MOST_BEFORE_CAPTURE = 16
+MOST_BEFORE_CAPTURE = 16
 """The most steps before a graph is captured: a few warm-ups, and the steps that torch.compile may take."""
 
 Edge = TypeVar("Edge", float, torch.cuda.Event)
@@ -186,7 +186,7 @@ class StepTimer:
     def capture(self) -> None:
         """Run untimed steps on the next batches until it is settled whether the steps that follow are graph launches."""
         captured = self._assembly.captured
-        for _ in range(_MOST_BEFORE_CAPTURE):
+        for _ in range(MOST_BEFORE_CAPTURE):
             batches = self._next_batches(1)
             # Peaks of memory count from the last of these steps. If a graph was captured, it was in this step, and the
             # allocator counts the graph's memory then and never again.

@@ -16,19 +16,18 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainstep.capture.waits import NotCapturable
 from trainstep.config.machine import matmul_dtype
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain
 from trainstep.config.run import Phase, RunConfig
 from trainstep.costs.transformer import CONVENTION, step_flops
-from trainstep.measure.harness.failures import CellFailed, try_afterwards
+from trainstep.measure.harness.failures import try_afterwards
 from trainstep.measure.harness.workload import Findings, Stage, Stages, compilation_facts
 from trainstep.measure.step.built_step import BuiltStep, open_device
 from trainstep.measure.step.clock import ReadWindow, StepTimer
 from trainstep.measure.step.device_trace import device_busy_s
 from trainstep.records.facts import Fact, facts_of
-from trainstep.records.record import Failure, Samples
+from trainstep.records.record import Samples
 from trainstep.traces.verdict import is_launch_bound
 from trainstep.training.batches import Batch
 from trainstep.training.build import Assembly, build_step, parameter_count
@@ -62,10 +61,8 @@ def warm_up(built: BuiltStep) -> "TrainStepMeasurement":
     with built.names_out_of_memory():
         if built.assembly.captured is not None:
             stages.enter("capture")
-            try:
+            with built.names_what_is_not_captured():
                 timer.capture()
-            except NotCapturable as error:
-                raise CellFailed(Failure(kind="unsupported", phase="capture", message=str(error))) from None
         stages.enter("warmup")
         for done in range(count):
             warmups.append(timer.window(1))
@@ -143,13 +140,7 @@ class TrainStepMeasurement:
             facts |= self._gpu_facts | opened.memory.facts()
             if run.compile != "none":
                 facts |= compilation_facts()
-            if (captured := assembly.captured) is not None:
-                facts |= facts_of(
-                    captured=captured.what,
-                    capture_left_out=captured.left_out,
-                    capture_s=captured.capture_s,
-                    capture_pool_bytes=captured.pool_bytes(),
-                )
+            facts |= self.built.capture_facts()
             if on_gpu:
                 self._inspect(facts, "device-busy time and a reallocated step", self._inspect_device)
             self._inspect(
