@@ -9,7 +9,8 @@ are appended to the file. `same`: two learning rates that differ in the fifth di
 second has 17 sequences in a batch for 16, that is 6.25 % more tokens and FLOPs, and about 5 % more time, because the optimizer and
 the host's part of each op do not grow with the batch. The mean ratio says how much more time it was.
 
-`--device cuda` takes a size for a GPU. Run it on a machine that does nothing else, and say so beside the numbers.
+`--device cuda` takes a size for a GPU and captures the step, since an eager step of that size varies with the host by 10 % from
+process to process. Run it on a machine that does nothing else, and say so beside the numbers.
 """
 
 import argparse
@@ -29,19 +30,20 @@ KINDS = {
     "same": ("learning_rate", "0.0003,0.00030001"),
     "slower": ("batch_size", "16,17"),
 }
-MODELS = {"cpu": ("tiny", "64"), "cuda": ("small", "256")}
+STEPS = {
+    "cpu": ("--model", "tiny", "--context", "64"),
+    "cuda": ("--model", "small", "--context", "256", "--capture", "step", "--adamw", "trainstep"),
+}
 
 
 def run(count: int, out: Path, kind: str, device: str, steps: int | None) -> None:
     """Append comparisons until the file holds `count` of this kind."""
     field, values = KINDS[kind]
-    model, context = MODELS[device]
     done = sum(found == kind for found, _, _ in pairs(out)) if out.exists() else 0
     for index in range(done, count):
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "pair.jsonl")
-            options = ["--model", model, "--device", device, "--compare", field, f"--{field.replace('_', '-')}", values]
-            options += ["--context", context]
+            options = [*STEPS[device], "--device", device, "--compare", field, f"--{field.replace('_', '-')}", values]
             options += [] if steps is None else ["--steps", str(steps)]
             command = [sys.executable, "-m", "trainstep", "bench", *options, "--out", str(part)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -86,7 +88,7 @@ def main() -> None:
     runs.add_argument("count", type=int)
     runs.add_argument("out", type=Path)
     runs.add_argument("--kind", choices=KINDS, default="same")
-    runs.add_argument("--device", choices=MODELS, default="cpu")
+    runs.add_argument("--device", choices=STEPS, default="cpu")
     runs.add_argument("--steps", type=int)
     parts.add_parser("table").add_argument("out", type=Path)
     asked = parser.parse_args()

@@ -144,6 +144,14 @@ def test_without_an_eager_kernel_nothing_is_made_up():
     assert (event.place.phase, event.place.how) == (OUTSIDE, FALLBACK)
 
 
+def test_idle_time_of_a_replay_is_between_its_first_kernel_and_its_last():
+    """Two streams: 10 to 20 and 15 to 30 are busy, 30 to 40 is idle, 40 to 50 is busy. The upload belongs to no graph."""
+    kernels = kernel("a", 10, 20, 7), kernel("a", 15, 30, 7, stream=9), kernel("b", 40, 50, 7)
+    step = trace(span("step 0", 0, 100), call("cudaGraphLaunch", 5, 6, 7), *kernels, *launched("upload", 90, 94, 96, 8))
+    assert profile_of(step, eager=eager_step()).replay_idle_share == pytest.approx(0.25)
+    assert profile_of(eager_step()).replay_idle_share is None
+
+
 def test_copies_around_a_graph_do_not_stand_for_a_phase():
     """Autograd numbers the copy of a batch, as it numbers ops of a forward pass."""
     copy = op("aten::copy_", 0, 4, sequence=3), *launched("Memcpy DtoD", 1, 2, 3, 9)

@@ -157,7 +157,7 @@ _ROWS = (
         facts=(
             *("idle_s", "kernels_s", "pieces", "launches", "profiler_slowdown", "assigned_share", "fallback_share"),
             *("graph_replay_s", "graph_replay_kernels_s", "graph_replay_phases", "graph_replay_left_out"),
-            *("graph_replay_failed", "replayed_share", "attention_split", "trace_file"),
+            *("graph_replay_failed", "replayed_share", "replay_idle_share", "attention_split", "trace_file"),
         ),
         always={"config": ("precision",)},
         compared_tables="trainstep.report.profile.tables:profile_tables",

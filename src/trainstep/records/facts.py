@@ -165,6 +165,9 @@ FACTS: Mapping[str, FactKind] = {
     "replayed_share": FactKind(
         "ratio", float, "share of device time of a captured step that an eager step's order places"
     ),
+    "replay_idle_share": FactKind(
+        "ratio", float, "idle share of the device between the first and the last kernel of a captured step's launch"
+    ),
     "graph_replay_s": FactKind("s", float, "mean time of a step replayed as one CUDA graph"),
     "graph_replay_kernels_s": FactKind("s", float, "kernel time of the replayed phases, by the profiler"),
     "graph_replay_phases": FactKind("", str, "which phases were replayed as one CUDA graph"),

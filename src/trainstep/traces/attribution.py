@@ -225,7 +225,12 @@ def _is_replayed(event: Assigned) -> bool:
     """Whether a graph launch (on a CPU, a tape) did this work: it is in a step, and no span of the step names its phase."""
     if event.place.step is None or event.place.phase != OUTSIDE:
         return False
-    return event.activity.device < 0 or (event.call is not None and event.call.name.startswith(_GRAPH_LAUNCHES))
+    return event.activity.device < 0 or launched_by_graph(event.call)
+
+
+def launched_by_graph(call: Call | None) -> bool:
+    """Whether this call launched a whole graph."""
+    return call is not None and call.name.startswith(_GRAPH_LAUNCHES)
 
 
 def _in_launch_order(events: Sequence[Assigned]) -> list[Assigned]:

@@ -4,8 +4,10 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainstep.traces.attribution import launched_by_graph
 from trainstep.traces.host_track import host_table, launch_count, outliers_table, stall
 from trainstep.traces.kineto import Trace
+from trainstep.traces.nesting import union_ns
 from trainstep.traces.tables import (
     KERNELS_KEPT,
     AttentionShape,
@@ -46,6 +48,8 @@ class Profile:
     """How a trace that marks no steps was split into steps; empty if it marks them."""
     replayed_share: float | None
     """The share of device time that a graph replayed and that an eager step placed; None if nothing was replayed."""
+    replay_idle_share: float | None
+    """The share of the time from a replay's first kernel to its last in which the device did nothing, median of the replays."""
 
     def numbers(self) -> dict[str, str | float | None]:
         """The facts of a record of this profile, by name (records/facts.py)."""
@@ -58,6 +62,7 @@ class Profile:
             "assigned_share": self.assigned_share,
             "fallback_share": self.fallback_share,
             "replayed_share": self.replayed_share,
+            "replay_idle_share": self.replay_idle_share,
         }
 
 
@@ -105,7 +110,21 @@ def profile_of(
         verdict=limit,
         split=work.split,
         replayed_share=None if eager is None else work.replayed_ns / max(work.total_ns, 1),
+        replay_idle_share=_replay_idle_share(work),
     )
+
+
+def _replay_idle_share(work: TraceWork) -> float | None:
+    """1 - busy / (last end - first start) over the kernels of one graph launch; None without a graph on a device."""
+    replays: dict[int, list[tuple[int, int]]] = {}
+    for piece in work.pieces:
+        if piece.call is not None and launched_by_graph(piece.call):
+            replays.setdefault(piece.call.correlation, []).append((piece.start_ns, piece.end_ns))
+    shares = [
+        1 - union_ns(spans) / (max(end for _, end in spans) - min(start for start, _ in spans))
+        for spans in replays.values()
+    ]
+    return statistics.median(shares) if shares else None
 
 
 def _idle_s(work: TraceWork) -> tuple[float, ...]:

@@ -28,12 +28,15 @@ from trainstep.training.step import TrainStep
 
 
 class EventMark(Protocol):
-    """Called at the end of each phase. `event`: the event that a graph recorded there; None: the phase ends now."""
+    """Called at the end of each phase. `event`: the event that a graph recorded there; None: the phase ends now.
 
-    def __call__(self, phase: Phase, event: torch.cuda.Event | None = None, /) -> None: ...
+    A captured step calls it once more with None for the phase, where its work begins on the device.
+    """
+
+    def __call__(self, phase: Phase | None, event: torch.cuda.Event | None = None, /) -> None: ...
 
 
-def unmarked(_phase: Phase, _event: torch.cuda.Event | None = None, /) -> None:
+def unmarked(_phase: Phase | None, _event: torch.cuda.Event | None = None, /) -> None:
     """An EventMark that ignores every phase."""
 
 
@@ -72,8 +75,9 @@ class CapturedTrainStep:
             loss: Tensor = self._captured(self._inputs(micro_batches), mark)
         if self._optimizer_left_out:
 
-            def marked(phase: Phase, _event: torch.cuda.Event | None = None, /) -> None:
-                self.on_phase(phase)
+            def marked(phase: Phase | None, _event: torch.cuda.Event | None = None, /) -> None:
+                if phase is not None:
+                    self.on_phase(phase)
                 mark(phase)
 
             self._step.update(marked)
@@ -124,6 +128,7 @@ class CapturedTrainStep:
 
     def _graphed(self, inputs: Mapping[str, Any]) -> Tensor:
         with self._recording():
+            self._captured.mark(None)
             if inputs["update_first"]:
                 self._step.update(self._mark)
             whole = self._postponing is None and not self._optimizer_left_out

@@ -104,6 +104,20 @@ def test_time_between_steps_belongs_to_no_phase(time: Time):
     assert window.step_s == 11.0
 
 
+def test_a_graphs_first_work_begins_its_step_anew(time: Time):
+    """The host checks and launches a graph for 10 s, in which the device has nothing to do."""
+    for each_clock, host, device in ((HostClock(), True, False), (EventClock(), True, True)):
+        each_clock.start_window()
+        each_clock.start_step()
+        time.run(10.0 * host, 10.0 * device)
+        each_clock.mark(None)
+        time.run(1.0 * host, 1.0 * device)
+        each_clock.mark(FORWARD)
+        window = each_clock.stop_window()
+        assert window.phases == ({FORWARD: 1.0},)
+        assert window.step_s >= 11.0
+
+
 def test_windows_do_not_leak_into_each_other(time: Time):
     for each_clock in (HostClock(), EventClock()):
         for seconds in (1.0, 2.0):

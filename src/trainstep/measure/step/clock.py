@@ -47,12 +47,13 @@ class Clock(Protocol):
     """Times one window at a time.
 
     Call `start_window`; for each step `start_step`, then `mark(phase)` at the end of each phase; then `stop_window`. An
-    `event` that was recorded at the phase's end stands for an event that would be recorded now.
+    `event` that was recorded at the phase's end stands for an event that would be recorded now. With None for the phase the
+    step begins here and not at `start_step`: a graph's work begins later than the host's part of its launch.
     """
 
     def start_window(self) -> None: ...
     def start_step(self) -> None: ...
-    def mark(self, phase: Phase, event: torch.cuda.Event | None = None, /) -> None: ...
+    def mark(self, phase: Phase | None, event: torch.cuda.Event | None = None, /) -> None: ...
     def stop_window(self) -> Window: ...
 
 
@@ -72,9 +73,9 @@ class HostClock:
     def start_step(self) -> None:
         self._edges.append((None, time.perf_counter()))
 
-    def mark(self, phase: Phase, event: torch.cuda.Event | None = None, /) -> None:
+    def mark(self, phase: Phase | None, event: torch.cuda.Event | None = None, /) -> None:
         self._synchronize()
-        self._edges.append((phase, time.perf_counter()))
+        _append_edge(self._edges, phase, time.perf_counter())
 
     def stop_window(self) -> Window:
         self._synchronize()
@@ -102,11 +103,11 @@ class EventClock:
     def start_step(self) -> None:
         self._record(None)
 
-    def mark(self, phase: Phase, event: torch.cuda.Event | None = None, /) -> None:
+    def mark(self, phase: Phase | None, event: torch.cuda.Event | None = None, /) -> None:
         if event is None:
             self._record(phase)
         else:
-            self._edges.append((phase, event))
+            _append_edge(self._edges, phase, event)
 
     def stop_window(self) -> Window:
         enqueued_s = time.perf_counter()
@@ -122,7 +123,7 @@ class EventClock:
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record()
         self._recorded.append(event)
-        self._edges.append((phase, event))
+        _append_edge(self._edges, phase, event)
 
 
 def clock_for(device: torch.device, sync: str | int) -> Clock:
@@ -130,6 +131,13 @@ def clock_for(device: torch.device, sync: str | int) -> Clock:
     if device.type == "cpu":
         return HostClock()
     return HostClock(torch.cuda.synchronize) if sync == "phase" else EventClock()
+
+
+def _append_edge(edges: list[tuple[Phase | None, Edge]], phase: Phase | None, edge: Edge) -> None:
+    """Append the edge; a second beginning of a step replaces the first."""
+    if phase is None and edges and edges[-1][0] is None:
+        edges.pop()
+    edges.append((phase, edge))
 
 
 def _phase_times(

@@ -10,7 +10,8 @@ tables   kernels classes spans layers attention host outliers verdict alike stal
 [Note: captured steps]
 With `capture` the profiled steps are replays, whose kernels come from one launch. One more step runs eagerly under the
 profiler, and each kernel of a replay is placed where the same one of that step belongs (traces/attribution.py). The table
-`replay` compares both, phase by phase; the fact replayed_share is the share of device time that has a counterpart.
+`replay` compares both, phase by phase; the fact replayed_share is the share of device time that has a counterpart, and
+replay_idle_share the share that is idle from a replay's first kernel to its last.
 
 [Note: graph replay]
 A CUDA graph replays a step's kernels without any work of the host between them. This checks the profile of a launch-bound

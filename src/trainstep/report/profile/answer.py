@@ -355,15 +355,17 @@ def _profiler(fact: GetFact) -> list[str]:
     """How the profiler slowed the step, how work was assigned to phases, and where the trace is."""
     paragraphs = []
     if slowdown := fact("profiler_slowdown"):
-        paragraphs.append(
-            f"A profiled step took {slowdown:.2f} times as long as an unprofiled step: the profiler slows the host, not the "
-            "kernels."
-        )
+        why = ": the profiler slows the host, not the kernels" if slowdown > 1 else ""
+        paragraphs.append(f"A profiled step took {slowdown:.2f} times as long as an unprofiled step{why}.")
     replayed, fallback, assigned = (fact(f"{name}_share") for name in ("replayed", "fallback", "assigned"))
     if replayed is not None and fallback is not None:
         paragraphs.append(
             f"{percent(replayed)} % of all device time is a graph's and has its phase by the order of an eager step; "
             f"{percent(fallback)} % has that of the work before it."
+        )
+    if idle := fact("replay_idle_share"):
+        paragraphs.append(
+            f"Between a graph's first kernel and its last the device is idle for {percent(idle)} % of the time."
         )
     elif fallback is not None and assigned is not None:
         paragraphs.append(
