@@ -30,7 +30,7 @@ KINDS = {
     "same": ("learning_rate", "0.0003,0.00030001"),
     "slower": ("batch_size", "16,17"),
 }
-STEPS = {
+OPTIONS = {
     "cpu": ("--model", "tiny", "--context", "64"),
     "cuda": ("--model", "small", "--context", "256", "--capture", "step", "--adamw", "trainstep"),
 }
@@ -43,7 +43,7 @@ def run(count: int, out: Path, kind: str, device: str, steps: int | None) -> Non
     for index in range(done, count):
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "pair.jsonl")
-            options = [*STEPS[device], "--device", device, "--compare", field, f"--{field.replace('_', '-')}", values]
+            options = [*OPTIONS[device], "--device", device, "--compare", field, f"--{field.replace('_', '-')}", values]
             options += [] if steps is None else ["--steps", str(steps)]
             command = [sys.executable, "-m", "trainstep", "bench", *options, "--out", str(part)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -88,7 +88,7 @@ def main() -> None:
     runs.add_argument("count", type=int)
     runs.add_argument("out", type=Path)
     runs.add_argument("--kind", choices=KINDS, default="same")
-    runs.add_argument("--device", choices=STEPS, default="cpu")
+    runs.add_argument("--device", choices=OPTIONS, default="cpu")
     runs.add_argument("--steps", type=int)
     parts.add_parser("table").add_argument("out", type=Path)
     asked = parser.parse_args()

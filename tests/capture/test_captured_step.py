@@ -355,3 +355,50 @@ def test_batches_and_outputs_that_are_no_tensors_are_refused(device: str):
         CapturedStep(lambda batch: batch)
     with pytest.raises(ValueError, match="function: returns a object"):
         CapturedStep(lambda _batch: object(), device=device)(batches(device, 1)[0])
+
+
+def test_a_buffer_or_parameter_that_a_module_gets_later_is_noticed(device: str):
+    trained = training(device)
+    step = trained.captured()
+    inputs = batches(device, 12)
+    losses(step, inputs[:6])
+    assert step.is_captured(inputs[0])
+    trained.module.layers[1].register_buffer("scale", torch.ones(1, device=device))
+    step(inputs[6])
+    assert not step.is_captured(inputs[0])
+    losses(step, inputs[7:])
+    trained.module.layers[1].register_parameter("shift", nn.Parameter(torch.ones(1, device=device)))
+    step(inputs[7])
+    assert not step.is_captured(inputs[0])
+
+
+def test_a_module_that_a_warm_up_makes_costs_no_second_capture(device: str):
+    trained, calls = training(device), []
+
+    def step(batch: Batch) -> Tensor:
+        if not calls:
+            trained.module.layers.append(nn.Identity())
+        calls.append(None)
+        return trained(batch)
+
+    captured = CapturedStep(step, optimizer=trained.optimizer, module=trained.module)
+    losses(captured, batches(device, 9))
+    assert len(calls) == 4  # three uncaptured calls, and one that is recorded
+
+
+class Refusing(AdamW):
+    """Asks like torch's optimizers, which raise an error if they are captured and cannot be."""
+
+    def step(self, closure: Any = None) -> Any:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not capturable")
+        return super().step(closure)
+
+
+def test_an_optimizer_is_not_told_of_a_capture_that_is_none(device: str):
+    """Its error would end the watched step, which is a real one, between backward and the update."""
+    inputs = batches(device, 8)
+    expected = losses(training(device, optimizer=AdamW), inputs)
+    step = training(device, optimizer=Refusing).captured(strict=False)
+    assert losses(step, inputs) == pytest.approx(expected, rel=1e-6)
+    assert step.is_captured(inputs[0]) == (device == "cpu")

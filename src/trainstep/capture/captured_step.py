@@ -155,8 +155,11 @@ class CapturedStep:
             return shape, None, _NEVER
         if len(self._graphs) >= self._most_graphs:
             return shape, None, _EAGER
-        done = self._warm.setdefault(shape, 0)
-        return shape, None, _CAPTURE if done >= self._warmups else _EAGER
+        self._warm.setdefault(shape, 0)
+        return shape, None, _CAPTURE if self._is_warm(shape) else _EAGER
+
+    def _is_warm(self, shape: Hashable) -> bool:
+        return self._warm.get(shape, 0) >= self._warmups
 
     @property
     def is_recording(self) -> bool:
@@ -168,10 +171,13 @@ class CapturedStep:
         return self._shape_of(batch) in self._graphs
 
     def captures_next(self, batch: Any) -> bool:
-        """Whether the next call with a batch of this shape will be captured, if nothing changes before it."""
+        """Whether the next call with a batch of this shape will be captured, if nothing changes before it.
+
+        Raises NotCapturable for a batch that no graph takes.
+        """
         shape = self._shape_of(batch)
-        done = self._warm.get(shape, 0) >= self._warmups and shape not in self._graphs
-        return done and self.why_not is None and len(self._graphs) < self._most_graphs
+        may = self.why_not is None and len(self._graphs) < self._most_graphs
+        return may and shape not in self._graphs and self._is_warm(shape)
 
     def mark(self, label: Any) -> None:
         """Mark this point of the step: the function calls it, and `on_mark(label, event)` is called at every step.
@@ -299,11 +305,12 @@ class CapturedStep:
         except BaseException as error:
             if self._recorder.takes_step:
                 raise
+            made = self._baked.not_again(state, captured=True)
             self._undo(gradients_before, state)
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
                 raise
             # Keep the error's place but not the error, which holds the capture's tensors.
-            refusal = _refusal(None, [place_of(error)])
+            refusal = _refusal(made, [place_of(error)])
         finally:
             self._recording = False
         reason = self._baked.not_again(state, captured=True)

@@ -2,9 +2,9 @@
 
 [Note: a tape] A tape is as blind as a graph: numbers that Python computed keep their values, Python is not asked again, and
 inputs are read and results written at the same addresses. So a step that a graph would get wrong also goes wrong on a
-laptop and in tests. A tape saves only the work of autograd and Python. Like a GPU's generator, it refuses random numbers
-that are drawn again from a saved state, as a checkpoint draws them. It misses what a compiled model or a user's extension
-computes, because torch's dispatcher does not call their code.
+laptop and in tests. A tape saves only the work of autograd and Python. Unlike a graph of a GPU, which repeats them, it
+refuses random numbers that are drawn again from a saved state, as a checkpoint draws them. It misses what a compiled model
+or a user's extension computes, because torch's dispatcher does not call their code.
 
 [Note: one stream] Autograd runs a backward node on the stream on which its forward ran, and accumulates a parameter's
 gradient on the stream on which the accumulating node was made. If some of these were made on the default stream, backward

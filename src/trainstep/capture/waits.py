@@ -87,13 +87,20 @@ def cuda_waits() -> Iterator[list[Wait]]:
 
 @contextmanager
 def as_if_capturing() -> Iterator[None]:
-    """Have `torch.cuda.is_current_stream_capturing()` answer True inside the block, on every device.
+    """Have `torch.cuda.is_current_stream_capturing()` answer True inside the block, on every device and in every thread.
 
     Libraries ask it before they read a value (Hugging Face's masks, SyncBatchNorm), so they compute here what they will
-    compute in a graph. `torch.cuda.graphs.is_current_stream_capturing` still answers whether a capture is under way.
+    compute in a graph. An optimizer asks in order to raise an error, which would end a real step half done: it hears the
+    truth, as does whoever asks `torch.cuda.graphs.is_current_stream_capturing`.
     """
     asked = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
+
+    def answer() -> bool:
+        if isinstance(sys._getframe(1).f_locals.get("self"), torch.optim.Optimizer):
+            return torch.cuda.is_available() and asked()
+        return True
+
+    torch.cuda.is_current_stream_capturing = answer
     try:
         yield
     finally:

@@ -124,29 +124,34 @@ class Settings(NamedTuple):
     found_inf: Tensor | None
 
 
+_MOST_CALLS_IN_A_GRAPH = 4
+"""The number of optimizer steps with other addresses that one graph may hold."""
+
+
 class Launch:
     """Launches the kernel and keeps its tables on the device, for tensors that rarely move."""
 
     def __init__(self) -> None:
         self._tables: _Tables | None = None
-        """The tables of the last call outside of a capture; those of a captured call are filled at the graph's first launch."""
-        self._spare: Tensor | None = None
-        """A pinned table for addresses that change while a CUDA graph is captured, since no pinned memory may be allocated then."""
+        """The tables of the last call outside a capture. Those of a captured call are not kept here, because nothing fills
+        them before the graph is launched."""
+        self._spares: list[Tensor] = []
+        """Pinned tables for addresses that change while a CUDA graph is captured, when no pinned memory may be allocated."""
         self._captured: list[_Tables] = []
-        """Tables that graphs read at every launch. Freeing pinned memory inside a capture would break later allocations."""
+        """Tables that graphs read at every launch; each capture adds some. They stay, because pinned memory that is freed
+        inside a capture breaks every later allocation of such memory."""
 
     def __call__(self, operands: Operands, settings: Settings) -> None:
         """Update each tensor once; nothing is written if `found_inf` is not 0."""
         device = operands.parameters[0].device
         capturing = device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
-        tables = _tables(operands, device, self._tables, self._spare if capturing else None)
+        tables = _tables(operands, device, self._tables, self._spares if capturing else None)
         if capturing:
             self._captured.append(tables)
-            self._spare = None
         else:
             self._tables = tables
-            if device.type == "cuda" and (self._spare is None or self._spare.shape != tables.host_addresses.shape):
-                self._spare = torch.empty_like(tables.host_addresses, pin_memory=True)
+            if device.type == "cuda":
+                self._refill(tables.host_addresses)
         lr, scale, found_inf = settings.lr, settings.grad_scale, settings.found_inf
         unused = operands.steps[0]
         with _current(device):
@@ -175,6 +180,13 @@ class Launch:
                 num_warps=WARPS,
             )
 
+    def _refill(self, like: Tensor) -> None:
+        """Have as many spare tables as a graph may need; unused ones are freed here, outside a capture."""
+        if self._spares and self._spares[0].shape != like.shape:
+            self._spares = []
+        missing = _MOST_CALLS_IN_A_GRAPH - len(self._spares)
+        self._spares += [torch.empty_like(like, pin_memory=True) for _ in range(missing)]
+
 
 class _Tables(NamedTuple):
     """What the kernel reads of its tensors, on the device, and the pinned memory from which it came."""
@@ -188,14 +200,25 @@ class _Tables(NamedTuple):
     aligned: bool
 
 
-def _tables(operands: Operands, device: torch.device, before: _Tables | None, spare: Tensor | None) -> _Tables:
-    """The tables `before` if they still hold, or else new ones, which share with `before` what has not changed."""
+def _tables(
+    operands: Operands, device: torch.device, before: _Tables | None, spares: list[Tensor] | None = None
+) -> _Tables:
+    """The tables `before` if they still hold, or else new ones, which share with `before` what has not changed.
+
+    `spares`: inside a capture, the pinned tables, of which one is taken; RuntimeError if there is none that fits.
+    """
     rows = [(*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()) for tensors in zip(*operands, strict=True)]
     if before is not None and rows == before.rows:
         return before
-    host_addresses, addresses = _upload(torch.tensor(rows, dtype=torch.int64), device, spare)
     sizes = [row[-1] for row in rows]
-    if before is not None and sizes == [row[-1] for row in before.rows]:
+    same_sizes = before is not None and sizes == [row[-1] for row in before.rows]
+    if spares is not None and not (spares and same_sizes):
+        raise RuntimeError(
+            "AdamW: a graph that is captured updates other parameters than the step before it, or updates them more than "
+            f"{_MOST_CALLS_IN_A_GRAPH} times; run one such step uncaptured first"
+        )
+    host_addresses, addresses = _upload(torch.tensor(rows, dtype=torch.int64), device, spares.pop() if spares else None)
+    if before is not None and same_sizes:
         host_chunks, chunks = before.host_chunks, before.chunks
     else:
         places = [(index, part) for index, size in enumerate(sizes) for part in range(-(-size // CHUNK))]
@@ -205,10 +228,10 @@ def _tables(operands: Operands, device: torch.device, before: _Tables | None, sp
 
 
 def _upload(table: Tensor, device: torch.device, spare: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The table on the host, pinned (in `spare` if it fits), and the table on the device."""
+    """The table on the host, pinned (in `spare` if there is one), and the table on the device."""
     if device.type != "cuda":
         return table, table
-    pinned = spare.copy_(table) if spare is not None and spare.shape == table.shape else table.pin_memory()
+    pinned = table.pin_memory() if spare is None else spare.copy_(table)
     return pinned, pinned.to(device, non_blocking=True)
 
 

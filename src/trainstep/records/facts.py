@@ -166,7 +166,9 @@ FACTS: Mapping[str, FactKind] = {
         "ratio", float, "share of device time of a captured step that an eager step's order places"
     ),
     "replay_idle_share": FactKind(
-        "ratio", float, "idle share of the device between the first and the last kernel of a captured step's launch"
+        "ratio",
+        float,
+        "idle share of the device from a graph launch's first kernel to its last, median of the launches",
     ),
     "graph_replay_s": FactKind("s", float, "mean time of a step replayed as one CUDA graph"),
     "graph_replay_kernels_s": FactKind("s", float, "kernel time of the replayed phases, by the profiler"),

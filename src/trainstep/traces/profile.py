@@ -115,13 +115,16 @@ def profile_of(
 
 
 def _replay_idle_share(work: TraceWork) -> float | None:
-    """1 - busy / (last end - first start) over the kernels of one graph launch; None without a graph on a device."""
+    """The share of a graph launch, from its first kernel's start to its last's end, in which the device is idle.
+
+    The median of the launches; None without a graph on a device.
+    """
     replays: dict[int, list[tuple[int, int]]] = {}
     for piece in work.pieces:
         if piece.call is not None and launched_by_graph(piece.call):
             replays.setdefault(piece.call.correlation, []).append((piece.start_ns, piece.end_ns))
     shares = [
-        1 - union_ns(spans) / (max(end for _, end in spans) - min(start for start, _ in spans))
+        1 - union_ns(spans) / max(1, max(end for _, end in spans) - min(start for start, _ in spans))
         for spans in replays.values()
     ]
     return statistics.median(shares) if shares else None

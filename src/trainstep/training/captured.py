@@ -13,6 +13,7 @@ parameters or the optimizer's state, or runs the module.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +51,7 @@ class CapturedTrainStep:
 
     def __init__(self, step: TrainStep, ranks: Ranks, *, strict: bool) -> None:
         self.on_phase: Callable[[Phase], None] = unmarked
-        """Called at the end of each phase that the host runs, in the step that is being captured too, but not by a launch."""
+        """Called at the end of each phase while Python runs it: in eager steps and in the captured step, never in a launch."""
         reason = why_not_captured(step.optimizer) if step.optimizer is not None else None
         if reason and strict:
             raise ValueError(f"capture: {reason}; or use capture auto, which captures the rest")
@@ -74,13 +75,7 @@ class CapturedTrainStep:
         with self._postponing.step() if self._postponing else nullcontext():
             loss: Tensor = self._captured(self._inputs(micro_batches), mark)
         if self._optimizer_left_out:
-
-            def marked(phase: Phase | None, _event: torch.cuda.Event | None = None, /) -> None:
-                if phase is not None:
-                    self.on_phase(phase)
-                mark(phase)
-
-            self._step.update(marked)
+            self._step.update(partial(self._mark_update, mark))
         return loss
 
     def complete(self) -> None:
@@ -145,6 +140,10 @@ class CapturedTrainStep:
             # torch's own strategies have no method `recorded`.
             recorded = getattr(self._step.gradient_sync, "recorded", nullcontext)
         return recorded()
+
+    def _mark_update(self, mark: EventMark, phase: Phase) -> None:
+        self.on_phase(phase)
+        mark(phase)
 
     def _mark(self, phase: Phase, _event: torch.cuda.Event | None = None, /) -> None:
         self.on_phase(phase)

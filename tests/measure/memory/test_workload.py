@@ -204,8 +204,9 @@ def test_a_field_that_the_config_has_no_use_for_is_refused():
         MemoryConfig(run=run)
 
 
-def test_the_step_that_is_captured_is_recorded(step: Findings):
-    captured = measured(capture="step", adamw="trainstep")
+@pytest.mark.parametrize("warmups", [1, 3, 20])
+def test_the_step_that_is_captured_is_recorded(step: Findings, warmups: int):
+    captured = measured(capture="step", adamw="trainstep", warmups=warmups)
     assert value(captured, "captured") == "step"
     assert captured.tables["peaks"]["phase"] == step.tables["peaks"]["phase"]
     assert line(captured, "parameters") == line(step, "parameters")

@@ -67,7 +67,7 @@ class Readings:
         self.reset_peaks()
 
     def begin_step(self) -> None:
-        """Begin the recorded step: readings of an earlier step that was to be recorded are dropped."""
+        """Drop the readings of a step that was recorded in vain, and count peaks anew."""
         self.at = {moment: reading for moment, reading in self.at.items() if moment == "init"}
         self._data_bytes = {moment: size for moment, size in self._data_bytes.items() if moment == "init"}
         self.reset_peaks()

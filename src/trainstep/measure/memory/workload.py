@@ -49,6 +49,7 @@ from trainstep.traces.memory_timeline import MemoryTimeline
 from trainstep.traces.snapshot import snapshot_of
 from trainstep.training.batches import Batch
 from trainstep.training.build import Assembly, build_step
+from trainstep.training.captured import CapturedTrainStep
 from trainstep.training.parallelism import parallel
 from trainstep.training.precision import precision_named
 from trainstep.training.step import Mark
@@ -163,11 +164,12 @@ class StepHolders:
         return frozenset(storages_of(tensors, self._assembly.device))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StepMemoryMeasurement:
     """One run, or one rank's part of it, with its memory recorded. Running out of memory raises CellFailed with the holders.
 
-    `outside`: what the process takes of a GPU beside the allocator. `meeting_facts`: the facts of `meet`.
+    `outside`: what the process takes of a GPU beside the allocator. `meeting_facts`: the facts of `meet`. `next_step`: the
+    number of the next step.
     """
 
     config: MemoryConfig
@@ -179,35 +181,40 @@ class StepMemoryMeasurement:
     holders: StepHolders
     outside: OutsideBytes | None
     meeting_facts: Mapping[str, Fact]
+    next_step: int = 0
 
     def warm_up(self) -> None:
-        """Run the steps before the recorded step."""
-        captured = self.built.assembly.captured
+        """Run the steps before the recorded step: as many as the config asks for, or until the next step will be captured."""
+        warmups = self.config.run.warmups
+        most = warmups if self._captured is None else max(warmups, MOST_BEFORE_CAPTURE)
         with self.built.names_out_of_memory(), self.built.names_what_is_not_captured():
             self.built.opened.stages.enter("warmup")
-            for step in range(MOST_BEFORE_CAPTURE if captured else self.config.run.warmups):
-                batches = self.built.assembly.micro_batches(step)
-                if (
-                    captured
-                    and step >= self.config.run.warmups
-                    and (captured.captures_next(batches) or captured.is_settled(batches))
-                ):
-                    break
-                self._run_step(batches)
+            while self.next_step < most and not self._records_next():
+                self._run_step(self._next_batches())
+                self.next_step += 1
 
     def take(self, steps: int) -> None:
         """Record one step, whatever `steps` says: a second step would show nothing new."""
-        captured = self.built.assembly.captured
         with self.built.names_out_of_memory(), self.built.names_what_is_not_captured():
             self.built.opened.stages.enter("steps")
-            may_fail = captured is not None and captured.what != "nothing"
+            before = self._captured_part()
             self._record_step()
-            if may_fail and captured is not None and captured.what == "nothing":
+            if (
+                before != self._captured_part() == "nothing"
+            ):  # the capture failed: the next step shows what runs instead
                 self._record_step()
 
+    def _records_next(self) -> bool:
+        """Whether the next step is captured, or no step will be and the warm-ups are done."""
+        captured, batches = self._captured, self._next_batches()
+        if captured is None:
+            return self.next_step >= self.config.run.warmups
+        if captured.captures_next(batches):
+            return True
+        return captured.is_settled(batches) and self.next_step >= self.config.run.warmups
+
     def _record_step(self) -> None:
-        opened, assembly = self.built.opened, self.built.assembly
-        batches = assembly.micro_batches(self.config.run.warmups)
+        opened, assembly, batches = self.built.opened, self.built.assembly, self._next_batches()
         self.holders.note_inputs(batches)
         opened.synchronize()
         self.readings.begin_step()
@@ -217,9 +224,20 @@ class StepMemoryMeasurement:
             wait_for_parameters(assembly)
             opened.synchronize()
             mark("end")
+        self.next_step += 1
         self.holders.note_communication("end")
-        captured = assembly.captured
+        captured = self._captured
         self.readings.take("after step", pool_unused_bytes=captured.pool_unused_bytes() if captured else None)
+
+    def _next_batches(self) -> list[Batch]:
+        return self.built.assembly.micro_batches(self.next_step)
+
+    @property
+    def _captured(self) -> CapturedTrainStep | None:
+        return self.built.assembly.captured
+
+    def _captured_part(self) -> str:
+        return self._captured.what if self._captured else "nothing"
 
     def finish(self) -> Findings:
         """Stop recording, put every allocation into its category, and return the tables, of all ranks if there are several."""
@@ -263,11 +281,11 @@ class StepMemoryMeasurement:
 
     def _run_step(self, batches: list[Batch], mark_phase: Mark | None = None) -> None:
         assembly, at_phase = self.built.assembly, mark_phase or (lambda _phase: self._release_sent())
-        if assembly.captured is None:
+        if self._captured is None:
             assembly.step(batches, at_phase)
         else:
-            assembly.captured.on_phase = at_phase
-            assembly.captured(batches)
+            self._captured.on_phase = at_phase
+            self._captured(batches)
         if self.config.run.mode == "forward_backward":
             assembly.step.clear_gradients()
 

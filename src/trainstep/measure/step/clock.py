@@ -47,8 +47,8 @@ class Clock(Protocol):
     """Times one window at a time.
 
     Call `start_window`; for each step `start_step`, then `mark(phase)` at the end of each phase; then `stop_window`. An
-    `event` that was recorded at the phase's end stands for an event that would be recorded now. With None for the phase the
-    step begins here and not at `start_step`: a graph's work begins later than the host's part of its launch.
+    `event` that was recorded at the phase's end stands for an event that would be recorded now. `mark(None, event)` moves the
+    step's beginning here: a graph's work begins later than the host's part of its launch.
     """
 
     def start_window(self) -> None: ...

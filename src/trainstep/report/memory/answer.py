@@ -30,7 +30,7 @@ def memory_answer(rows: Sequence[Row]) -> Answer | None:
     driver_bytes = row.record.fact("driver_bytes")
     needed = f" It needs {byte_words(driver_bytes)} of the GPU, by the driver." if driver_bytes else ""
     if pool_bytes := row.record.fact("capture_pool_bytes"):
-        needed += f" {byte_words(pool_bytes)} are the graph's, also between launches."
+        needed += f" The graph keeps {byte_words(pool_bytes)} of it between launches."
     peak = f"{name} holds {byte_words(size)} at the peak{most}{parts}.{needed}"
     return Answer(workload="memory", verdict=" ".join([*fits, peak]), suggestion=_saving(row.record, ledger, size))
 

@@ -363,14 +363,14 @@ def _profiler(fact: GetFact) -> list[str]:
             f"{percent(replayed)} % of all device time is a graph's and has its phase by the order of an eager step; "
             f"{percent(fallback)} % has that of the work before it."
         )
-    if idle := fact("replay_idle_share"):
-        paragraphs.append(
-            f"Between a graph's first kernel and its last the device is idle for {percent(idle)} % of the time."
-        )
     elif fallback is not None and assigned is not None:
         paragraphs.append(
             f"{percent(assigned)} % of all device time is assigned to a phase, {percent(fallback)} % only by what the "
             "main thread did at that time."
+        )
+    if idle := fact("replay_idle_share"):
+        paragraphs.append(
+            f"Between a graph's first kernel and its last the device is idle for {percent(idle)} % of the time."
         )
     if split := fact("trace_split"):
         paragraphs.append(str(split))
