@@ -120,6 +120,10 @@ def test_a_step_near_the_line_states_both_shares(busy: float, enqueue: float):
     assert f"{enqueue / 37.3:.1%}".replace("%", " %") in verdict
 
 
+def test_steps_without_gpu_times_get_the_advice_to_profile():
+    assert "trainstep profile" in answer_of(a_step("a", 22), a_step("b", 30)).suggestion
+
+
 def test_a_step_that_cannot_be_captured_gets_no_advice_to_capture_it():
     assert "--capture" not in answer_of(a_step("a", 22, busy=6.6, enqueue=21.4, config={"adamw": "loop"})).text
     captured = a_step("a", 22, busy=6.6, enqueue=21.4, config={"capture": "auto"}, facts={"capture_left_out": "a sync"})
@@ -193,6 +197,24 @@ def test_the_answer_has_the_fastest_strategy_and_its_cost_of_communication():
     assert answer.suggestion.startswith(
         "`--reduce-dtype bf16` halves the bytes of gradients: it should take up to 500.0 ms"
     )
+
+
+def test_three_combinations_get_a_sentence_and_the_rest_are_counted():
+    def of(models: str) -> str:
+        rows = [
+            replace(
+                a_strategy(sync, times, model=model, context=64, batch_size=1),
+                key=f"{sync}{model}",
+            )
+            for model in models
+            for sync, times in (("none", FASTER), ("bucketed", SLOWER))
+        ]
+        return answer_of(*rows).verdict
+
+    assert of("abc").count("2.01 s a step") == 3
+    assert "more" not in of("abc")
+    assert of("abcde").count("2.01 s a step") == 3
+    assert of("abcde").endswith("The tables have 2 more.")
 
 
 def test_a_cost_that_windows_of_steps_do_not_show_is_said_to_be_so():

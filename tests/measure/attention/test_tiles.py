@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 
 from cell_maker import import_path
+from record_maker import a_record
 from trainstep.config.attention import AttentionTilesConfig
 from trainstep.config.grid import Cell
 from trainstep.config.parsing import to_plain
+from trainstep.measure.attention.tiles import Candidate
 from trainstep.measure.harness.local import run_groups
 from trainstep.measure.harness.runner import Limits
-from trainstep.records.record import Record
+from trainstep.ops.flash_attention.portable.tiles import TileConfig
+from trainstep.records.facts import Fact
+from trainstep.records.record import Failure, Record
 
 TINY = {"head_dim": 16, "shape": "1x2x32", "rounds": 4, "workers": 1, "device": "cpu", "arithmetic": "fp16"}
 
@@ -150,3 +154,17 @@ def test_tiles_are_timed_on_a_gpu(kernel: str, tmp_path: Path):
     assert [outcome for (outcome,) in columns(record, "outcome")] == ["right"] * 4
     assert all(registers > 0 and shared > 0 for registers, shared in columns(record, "registers", "shared_bytes"))
     check_numbers(record)
+
+
+def test_a_candidate_takes_over_what_its_check_found():
+    candidates = [Candidate(tile=TileConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)) for _ in range(4)]
+    failure = Failure(kind="crash", phase="compile", message="no such layout")
+    records = (None, a_record(failure=failure), a_record(facts={"wrong": Fact(value="dq is 0.1 off")}), a_record())
+    for candidate, record in zip(candidates, records, strict=True):
+        candidate.learn(record, budget_s=30)
+    assert [(candidate.outcome, candidate.reason) for candidate in candidates] == [
+        ("not_begun", "not begun within 30 s"),
+        ("failed", "compile: no such layout"),
+        ("wrong", "dq is 0.1 off"),
+        ("right", ""),
+    ]

@@ -131,6 +131,10 @@ def test_a_wrong_request_is_refused_by_its_option(changes: dict[str, object], wo
         JobRequest(**{"partition": "debug", **changes})
 
 
+def test_one_job_at_a_time_may_be_asked_for():
+    assert JobRequest(partition="debug", at_once=1, gpus=0).at_once == 1
+
+
 def test_minutes_are_the_cells_limits_and_a_margin():
     pair = [[a_cell("a")], [a_cell("b"), a_cell("c")]]
     assert REQUEST.minutes_for(pair, Limits(timeout_s=90)) == 3 + 5

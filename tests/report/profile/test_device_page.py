@@ -10,7 +10,7 @@ from trainstep.records.record import Fact, Record
 from trainstep.report.kit.rows import rows_of
 from trainstep.report.profile.device_page import device_sections
 from trainstep.report.profile.device_words import bound_words, device_sentences
-from trainstep.report.profile.device_work import ceilings_of, work_of
+from trainstep.report.profile.device_work import ceilings_of, device_time_s, work_of
 
 MODEL = {"name": "one", "d_model": 64, "d_ff": 128, "layers": 1, "heads": 2, "vocab_size": 100}
 TOKENS = 32
@@ -84,6 +84,10 @@ def test_spans_are_summed_where_the_record_lacks_kernels():
 def test_unknown_work_is_left_out():
     assert [part.name for part in work_of(profiled(model={"function": "a:b"}))] == ["AdamW"]
     assert "AdamW" not in [part.name for part in work_of(profiled(clip_grad_norm=1.0))]
+
+
+def test_the_devices_time_has_no_idle_time_in_it():
+    assert device_time_s(profiled(matmul_s=3e-3, optimizer_s=1e-5)) == pytest.approx(3.01e-3)
 
 
 def test_ceilings_are_measured_or_from_the_data_sheet_or_none():
