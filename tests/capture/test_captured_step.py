@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.capture import CapturedStep, NotCapturable
+from trainstep.capture.waits import Pretence, as_if_capturing
 from trainstep.ops.adamw import AdamW
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -402,3 +403,50 @@ def test_an_optimizer_is_not_told_of_a_capture_that_is_none(device: str):
     step = training(device, optimizer=Refusing).captured(strict=False)
     assert losses(step, inputs) == pytest.approx(expected, rel=1e-6)
     assert step.is_captured(inputs[0]) == (device == "cpu")
+
+
+def test_what_refuses_a_capture_is_raised_once(device: str):
+    trained, errors = training(device), 0
+
+    def step(batch: Batch) -> Tensor:
+        if torch.cuda.is_available() and device == "cpu":
+            pytest.skip("on a machine with a GPU a step on the CPU asks the GPU")
+        if _asked():
+            raise RuntimeError("not in a capture")
+        return trained(batch)
+
+    captured = CapturedStep(step, optimizer=trained.optimizer, module=trained.module, strict=False)
+    for batch in batches(device, 8):
+        try:
+            captured(batch)
+        except RuntimeError:
+            errors += 1
+    assert errors == 1
+    assert "not in a capture" in (captured.why_not or "")
+
+
+def _asked() -> bool:
+    """As a library asks; torch's own function raises an error where torch is built without CUDA."""
+    ask = torch.cuda.is_current_stream_capturing
+    return ask() if isinstance(ask, Pretence) or torch.cuda.is_available() else False
+
+
+def test_pretences_that_overlap_leave_the_truth_behind(device: str):
+    truth = torch.cuda.is_current_stream_capturing
+    first, second = as_if_capturing(), as_if_capturing()
+    first.__enter__()
+    second.__enter__()
+    assert _asked()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert not _asked()
+    torch.cuda.is_current_stream_capturing = truth
+
+
+def test_a_scripted_part_of_a_module_is_captured(device: str):
+    trained = training(device)
+    trained.module.layers[3] = torch.jit.script(nn.Linear(16, 4).to(device))
+    trained.optimizer = AdamW(trained.module.parameters(), lr=0.01)
+    step = trained.captured(strict=False)
+    losses(step, batches(device))
+    assert step.is_captured(batches(device)[0]) == (step.why_not is None)

@@ -39,6 +39,7 @@ def bench(folder: Path, *arguments: object) -> tuple[int, str, str, list[Record]
     return code, out, err, Store(folder / path).read()
 
 
+@pytest.mark.slow
 def test_without_arguments_a_tiny_model_is_timed(tmp_path: Path):
     code, out, err, [record] = bench(tmp_path)
     assert code == 0

@@ -287,6 +287,18 @@ def test_memory_has_its_peak_its_largest_part_and_a_remedy():
     assert "up to 1.00 GiB, 12.5 %" in answer.suggestion, "recomputation does not lower the peak of the optimizer"
 
 
+def test_a_tape_is_not_taken_for_a_graph():
+    def on(device: str) -> Answer:
+        facts = facts_of(peak_allocated_bytes=2**30, captured="step", capture_pool_bytes=2**29)
+        config = {"model": "small", "device": device, "mode": "step", "capture": "step"}
+        ledger = {"line": ["optimizer state"], "peak": [2**29]}
+        return answer_of(a_cell("memory", "a", facts=facts, config=config, tables={"ledger": ledger}))
+
+    assert "a tape stands in for the graph" in on("cpu").verdict
+    assert on("cpu").suggestion == ""
+    assert "The graph keeps 0.50 GiB of it between launches." in on("cuda").verdict
+
+
 def test_a_trial_that_does_not_fit_is_no_failure():
     trials = [
         a_record(workload="memory", key=str(size), config={"batch_size": size}, **trial)

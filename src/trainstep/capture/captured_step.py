@@ -171,13 +171,14 @@ class CapturedStep:
         return self._shape_of(batch) in self._graphs
 
     def captures_next(self, batch: Any) -> bool:
-        """Whether the next call with a batch of this shape will be captured, if nothing changes before it.
-
-        Raises NotCapturable for a batch that no graph takes.
-        """
-        shape = self._shape_of(batch)
-        may = self.why_not is None and len(self._graphs) < self._most_graphs
-        return may and shape not in self._graphs and self._is_warm(shape)
+        """Whether the next call with a batch of this shape will be captured, if nothing changes before it."""
+        if self.why_not is not None or len(self._graphs) >= self._most_graphs:
+            return False
+        try:
+            shape = self._shape_of(batch)
+        except NotCapturable:
+            return False
+        return shape not in self._graphs and self._is_warm(shape)
 
     def mark(self, label: Any) -> None:
         """Mark this point of the step: the function calls it, and `on_mark(label, event)` is called at every step.
@@ -245,8 +246,15 @@ class CapturedStep:
                 self._warm[shape] = done
                 return self._run_eagerly(batch)
             compiled, state = graphs_compiled(), self._baked.state()
-            with self._recorder.watched() as waits, as_if_capturing():
-                outputs = self._run_eagerly(batch)
+            with self._recorder.watched() as waits, as_if_capturing() as pretence:
+                try:
+                    outputs = self._run_eagerly(batch)
+                except Exception as error:
+                    if pretence.asked and not isinstance(error, torch.OutOfMemoryError):
+                        # It may be what refuses a capture, and would be raised at every call.
+                        self._give_up(_refusal(None, [place_of(error)]), error)
+                    raise
+        self._baked.follow_modules()
         if graphs_compiled() == compiled:
             self._warm[shape] = done
             reason = self._baked.not_again(state)
@@ -354,11 +362,11 @@ class CapturedStep:
         if self._begun_again > _MOST_BEGINNINGS:
             self._give_up(NotCapturable(f"the step is not the same for {self._warmups} consecutive calls: {reason}"))
 
-    def _give_up(self, error: NotCapturable) -> None:
+    def _give_up(self, error: NotCapturable, cause: Exception | None = None) -> None:
         self.reset()
         self.why_not = str(error)
         if self._strict:
-            raise error
+            raise error from cause
 
 
 def _refusal(reason: str | None, waits: Sequence[Wait]) -> NotCapturable:

@@ -26,6 +26,7 @@ _CONSTANTS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, to
 
 # A call asks these of every parameter and module, so without Python's bytecode, which took 0.1 ms of a step of 5 ms.
 _GRADIENT_OF, _REQUIRES_GRAD_OF = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
+_VALUES_OF = operator.methodcaller("values")  # a scripted module's tables are no dicts
 _IS_TRAINING = operator.attrgetter("training")
 
 State = dict[tuple[Any, str], Hashable]
@@ -169,23 +170,29 @@ class Baked:
                 raise ValueError(f"optimizer: {reason}")
             optimizer.register_load_state_dict_post_hook(self._note_load)
         self._module = module
+        self._modules: list[nn.Module] = []
+        self._parameter_tables: list[Any] = []
+        self._buffer_tables: list[Any] = []
         # Cached, because every call asks for them: the ids of all parameters, and the distinct parameters.
         self._parameters: tuple[list[int], list[Tensor]] = [], []
+        self._last_options = list(self._options())
         self.follow_modules()
 
     def follow_modules(self) -> None:
         """Note which modules there are. That some are new since the last time counts as no change."""
-        self._modules = list(self._module.modules()) if self._module is not None else []
-        self._parameter_tables = [module._parameters for module in self._modules]
-        self._buffer_tables = [module._buffers for module in self._modules]
-        self._last_options = list(self._options())
+        modules = list(self._module.modules()) if self._module is not None else []
+        if modules != self._modules:
+            self._modules = modules
+            self._parameter_tables = [module._parameters for module in modules]
+            self._buffer_tables = [module._buffers for module in modules]
+            self._last_options = list(self._options())
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that may get gradients in a step: the optimizer's and the module's, each once."""
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         every = [parameter for group in groups for parameter in group["params"]]
-        every += chain.from_iterable(map(dict.values, self._parameter_tables))
+        every += chain.from_iterable(map(_VALUES_OF, self._parameter_tables))
         ids = list(map(id, every))
         if ids != self._parameters[0]:
             distinct = {id(parameter): parameter for parameter in every if parameter is not None}
@@ -269,7 +276,7 @@ class Baked:
     def _options(self) -> Iterator[tuple[str, Any]]:
         """Everything that a graph bakes in: its name, and a value to compare."""
         parameters = self.parameters
-        every_buffer = chain.from_iterable(map(dict.values, self._buffer_tables))
+        every_buffer = chain.from_iterable(map(_VALUES_OF, self._buffer_tables))
         buffers = [buffer for buffer in every_buffer if buffer is not None]
         yield "train() or eval() of a module", list(map(_IS_TRAINING, self._modules))
         yield "a buffer (replaced by another tensor; write into it instead)", _memory_of(buffers)

@@ -6,7 +6,7 @@ A watched step is an ordinary training step and runs to its end, so all places a
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,26 +85,39 @@ def cuda_waits() -> Iterator[list[Wait]]:
             places += distinct
 
 
+class Pretence:
+    """Answers `torch.cuda.is_current_stream_capturing()` in a step that is not captured. `asked`: whether anyone did."""
+
+    def __init__(self, truth: Callable[[], bool]) -> None:
+        self.asked = False
+        self.ended = False
+        self._truth = truth
+
+    def __call__(self) -> bool:
+        by_optimizer = isinstance(sys._getframe(1).f_locals.get("self"), torch.optim.Optimizer)
+        if self.ended or by_optimizer:
+            return torch.cuda.is_available() and self._truth()
+        self.asked = True
+        return True
+
+
 @contextmanager
-def as_if_capturing() -> Iterator[None]:
+def as_if_capturing() -> Iterator[Pretence]:
     """Have `torch.cuda.is_current_stream_capturing()` answer True inside the block, on every device and in every thread.
 
     Libraries ask it before they read a value (Hugging Face's masks, SyncBatchNorm), so they compute here what they will
     compute in a graph. An optimizer asks in order to raise an error, which would end a real step half done: it hears the
     truth, as does whoever asks `torch.cuda.graphs.is_current_stream_capturing`.
     """
-    asked = torch.cuda.is_current_stream_capturing
-
-    def answer() -> bool:
-        if isinstance(sys._getframe(1).f_locals.get("self"), torch.optim.Optimizer):
-            return torch.cuda.is_available() and asked()
-        return True
-
-    torch.cuda.is_current_stream_capturing = answer
+    truth = torch.cuda.is_current_stream_capturing
+    pretence = Pretence(truth)
+    torch.cuda.is_current_stream_capturing = pretence
     try:
-        yield
+        yield pretence
     finally:
-        torch.cuda.is_current_stream_capturing = asked
+        pretence.ended = True  # another thread's block that overlaps this one may put it back
+        if torch.cuda.is_current_stream_capturing is pretence:
+            torch.cuda.is_current_stream_capturing = truth
 
 
 @contextmanager

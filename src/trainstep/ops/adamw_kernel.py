@@ -135,8 +135,11 @@ class Launch:
         self._tables: _Tables | None = None
         """The tables of the last call outside a capture. Those of a captured call are not kept here, because nothing fills
         them before the graph is launched."""
-        self._spares: list[Tensor] = []
-        """Pinned tables for addresses that change while a CUDA graph is captured, when no pinned memory may be allocated."""
+        self._chunks: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        """Sizes of the tensors -> their chunks on the host and on the device, made outside a capture."""
+        self._spares: dict[int, list[Tensor]] = {}
+        """Number of tensors -> pinned tables for addresses that change while a CUDA graph is captured, when no pinned memory
+        may be allocated."""
         self._captured: list[_Tables] = []
         """Tables that graphs read at every launch; each capture adds some. They stay, because pinned memory that is freed
         inside a capture breaks every later allocation of such memory."""
@@ -145,13 +148,11 @@ class Launch:
         """Update each tensor once; nothing is written if `found_inf` is not 0."""
         device = operands.parameters[0].device
         capturing = device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
-        tables = _tables(operands, device, self._tables, self._spares if capturing else None)
+        tables = self._tables_of(operands, device, capturing)
         if capturing:
             self._captured.append(tables)
         else:
             self._tables = tables
-            if device.type == "cuda":
-                self._refill(tables.host_addresses)
         lr, scale, found_inf = settings.lr, settings.grad_scale, settings.found_inf
         unused = operands.steps[0]
         with _current(device):
@@ -180,12 +181,32 @@ class Launch:
                 num_warps=WARPS,
             )
 
-    def _refill(self, like: Tensor) -> None:
-        """Have as many spare tables as a graph may need; unused ones are freed here, outside a capture."""
-        if self._spares and self._spares[0].shape != like.shape:
-            self._spares = []
-        missing = _MOST_CALLS_IN_A_GRAPH - len(self._spares)
-        self._spares += [torch.empty_like(like, pin_memory=True) for _ in range(missing)]
+    def _tables_of(self, operands: Operands, device: torch.device, capturing: bool) -> "_Tables":
+        """The last tables if they still hold, or else new ones. RuntimeError if a capture needs memory that it may not make."""
+        rows = [
+            (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()) for tensors in zip(*operands, strict=True)
+        ]
+        if self._tables is not None and rows == self._tables.rows:
+            return self._tables
+        sizes = tuple(row[-1] for row in rows)
+        spares = self._spares.setdefault(len(rows), [])
+        if capturing and not (spares and sizes in self._chunks):
+            raise RuntimeError(
+                "AdamW: a graph that is captured updates other parameters than the steps before it, or updates them more than "
+                f"{_MOST_CALLS_IN_A_GRAPH} times; run one such step uncaptured first"
+            )
+        host_addresses, addresses = _upload(
+            torch.tensor(rows, dtype=torch.int64), device, spares.pop() if capturing else None
+        )
+        if sizes not in self._chunks:
+            places = [(index, part) for index, size in enumerate(sizes) for part in range(-(-size // CHUNK))]
+            self._chunks[sizes] = _upload(torch.tensor(places, dtype=torch.int32), device)
+        if device.type == "cuda" and not capturing:
+            missing = _MOST_CALLS_IN_A_GRAPH - len(spares)
+            spares += [torch.empty_like(host_addresses, pin_memory=True) for _ in range(missing)]
+        aligned = not any(address % _ALIGNMENT_BYTES for row in rows for address in row[:4])
+        host_chunks, chunks = self._chunks[sizes]
+        return _Tables(rows, addresses, chunks, host_addresses, host_chunks, aligned)
 
 
 class _Tables(NamedTuple):
@@ -200,34 +221,7 @@ class _Tables(NamedTuple):
     aligned: bool
 
 
-def _tables(
-    operands: Operands, device: torch.device, before: _Tables | None, spares: list[Tensor] | None = None
-) -> _Tables:
-    """The tables `before` if they still hold, or else new ones, which share with `before` what has not changed.
-
-    `spares`: inside a capture, the pinned tables, of which one is taken; RuntimeError if there is none that fits.
-    """
-    rows = [(*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()) for tensors in zip(*operands, strict=True)]
-    if before is not None and rows == before.rows:
-        return before
-    sizes = [row[-1] for row in rows]
-    same_sizes = before is not None and sizes == [row[-1] for row in before.rows]
-    if spares is not None and not (spares and same_sizes):
-        raise RuntimeError(
-            "AdamW: a graph that is captured updates other parameters than the step before it, or updates them more than "
-            f"{_MOST_CALLS_IN_A_GRAPH} times; run one such step uncaptured first"
-        )
-    host_addresses, addresses = _upload(torch.tensor(rows, dtype=torch.int64), device, spares.pop() if spares else None)
-    if before is not None and same_sizes:
-        host_chunks, chunks = before.host_chunks, before.chunks
-    else:
-        places = [(index, part) for index, size in enumerate(sizes) for part in range(-(-size // CHUNK))]
-        host_chunks, chunks = _upload(torch.tensor(places, dtype=torch.int32), device, None)
-    aligned = not any(address % _ALIGNMENT_BYTES for row in rows for address in row[:4])
-    return _Tables(rows, addresses, chunks, host_addresses, host_chunks, aligned)
-
-
-def _upload(table: Tensor, device: torch.device, spare: Tensor | None) -> tuple[Tensor, Tensor]:
+def _upload(table: Tensor, device: torch.device, spare: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The table on the host, pinned (in `spare` if there is one), and the table on the device."""
     if device.type != "cuda":
         return table, table

@@ -123,10 +123,10 @@ def _replay_idle_share(work: TraceWork) -> float | None:
     for piece in work.pieces:
         if piece.call is not None and launched_by_graph(piece.call):
             replays.setdefault(piece.call.correlation, []).append((piece.start_ns, piece.end_ns))
-    shares = [
-        1 - union_ns(spans) / max(1, max(end for _, end in spans) - min(start for start, _ in spans))
-        for spans in replays.values()
+    extents = [
+        (max(end for _, end in spans) - min(start for start, _ in spans), union_ns(spans)) for spans in replays.values()
     ]
+    shares = [1 - busy_ns / extent_ns for extent_ns, busy_ns in extents if extent_ns]
     return statistics.median(shares) if shares else None
 
 

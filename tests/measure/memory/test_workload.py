@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trainstep.capture.inputs import Baked
 from trainstep.config.memory import MemoryConfig, RecordedRunConfig
@@ -15,6 +16,7 @@ from trainstep.measure.harness.workload import Findings
 from trainstep.measure.memory.tables import POINTS
 from trainstep.measure.memory.workload import WORKLOAD
 from trainstep.traces.snapshot import read_snapshot
+from trainstep.training.build import Assembly
 
 SHAPE = ModelConfig(d_model=32, d_ff=64, layers=3, heads=2, vocab_size=300)
 STREAM_BYTES = 2 * 16 * 32 * 4
@@ -235,3 +237,17 @@ def test_if_the_capture_itself_fails_the_step_behind_it_is_recorded(step: Findin
     assert "it was the capture" in value(failed, "capture_left_out")
     assert line(failed, "activations")["after forward"] == line(step, "activations")["after forward"]
     assert failed.tables["peaks"]["phase"] == step.tables["peaks"]["phase"]
+
+
+def test_steps_of_ever_new_shapes_are_recorded_as_not_captured(monkeypatch: pytest.MonkeyPatch):
+    whole = Assembly.micro_batches
+
+    def cut(assembly: Assembly, step: int) -> list[dict[str, torch.Tensor]]:
+        return [{name: rows[:, : 16 - step % 16] for name, rows in batch.items()} for batch in whole(assembly, step)]
+
+    monkeypatch.setattr(Assembly, "micro_batches", cut)
+    left_out = measured(capture="auto", adamw="trainstep")
+    assert value(left_out, "captured") == "nothing"
+    assert "differ in shape" in value(left_out, "capture_left_out")
+    with pytest.raises(CellFailed, match="differ in shape"):
+        measured(capture="step", adamw="trainstep")

@@ -118,6 +118,18 @@ def test_a_graphs_first_work_begins_its_step_anew(time: Time):
         assert window.step_s >= 11.0
 
 
+def test_a_window_of_unmarked_steps_has_all_of_them(time: Time):
+    """A graph's phases are not marked in windows of several steps."""
+    for each_clock in (HostClock(), EventClock()):
+        each_clock.start_window()
+        for _ in range(4):
+            each_clock.start_step()
+            time.run(1.0, 1.0)
+        window = each_clock.stop_window()
+        assert window.step_s == pytest.approx(1.0, abs=0.2)
+        assert len(window.phases) == 4
+
+
 def test_windows_do_not_leak_into_each_other(time: Time):
     for each_clock in (HostClock(), EventClock()):
         for seconds in (1.0, 2.0):

@@ -17,7 +17,7 @@ kernels. They are computed from the allocator's and the driver's own figures at 
 
 import pickle
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from trainstep.capture.waits import NotCapturable
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain
@@ -40,6 +41,7 @@ from trainstep.measure.parallel.meeting import open_ranks, own_device, wait_for_
 from trainstep.measure.parallel.memory import Storages, held_storages, state_tensors, storages_of
 from trainstep.measure.step.built_step import BuiltStep
 from trainstep.measure.step.clock import MOST_BEFORE_CAPTURE
+from trainstep.parallel.agreement import HostAgreement
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
@@ -87,6 +89,7 @@ class StepMemoryWorkload:
             holders=StepHolders(built.assembly, whole_gradients),
             outside=outside,
             meeting_facts=meeting_facts,
+            largest=HostAgreement(ranks) if cell.ranks > 1 and built.assembly.captured is not None else int,
         )
         measurement.warm_up()
         return measurement
@@ -168,8 +171,8 @@ class StepHolders:
 class StepMemoryMeasurement:
     """One run, or one rank's part of it, with its memory recorded. Running out of memory raises CellFailed with the holders.
 
-    `outside`: what the process takes of a GPU beside the allocator. `meeting_facts`: the facts of `meet`. `next_step`: the
-    number of the next step.
+    `outside`: what the process takes of a GPU beside the allocator. `meeting_facts`: the facts of `meet`. `largest`: the
+    largest number of all ranks. `next_step`: the number of the next step. `why_not`: why no step was captured, if none came to it.
     """
 
     config: MemoryConfig
@@ -181,17 +184,27 @@ class StepMemoryMeasurement:
     holders: StepHolders
     outside: OutsideBytes | None
     meeting_facts: Mapping[str, Fact]
+    largest: Callable[[int], int]
     next_step: int = 0
+    why_not: str = ""
 
     def warm_up(self) -> None:
         """Run the steps before the recorded step: as many as the config asks for, or until the next step will be captured."""
-        warmups = self.config.run.warmups
-        most = warmups if self._captured is None else max(warmups, MOST_BEFORE_CAPTURE)
+        run, captured = self.config.run, self._captured
+        most = run.warmups if captured is None else max(run.warmups, MOST_BEFORE_CAPTURE)
         with self.built.names_out_of_memory(), self.built.names_what_is_not_captured():
             self.built.opened.stages.enter("warmup")
-            while self.next_step < most and not self._records_next():
+            ready = self._records_next()
+            while not ready and self.next_step < most:
                 self._run_step(self._next_batches())
                 self.next_step += 1
+                ready = self._records_next()
+            if captured is not None and not ready:
+                self.why_not = (
+                    f"none of {most} steps was captured: their batches, or those of other ranks, differ in shape"
+                )
+                if run.capture == "step":
+                    raise NotCapturable(self.why_not)
 
     def take(self, steps: int) -> None:
         """Record one step, whatever `steps` says: a second step would show nothing new."""
@@ -205,16 +218,17 @@ class StepMemoryMeasurement:
                 self._record_step()
 
     def _records_next(self) -> bool:
-        """Whether the next step is captured, or no step will be and the warm-ups are done."""
+        """Whether the next step is captured on every rank, or on none and the warm-ups are done."""
         captured, batches = self._captured, self._next_batches()
-        if captured is None:
-            return self.next_step >= self.config.run.warmups
-        if captured.captures_next(batches):
-            return True
-        return captured.is_settled(batches) and self.next_step >= self.config.run.warmups
+        ready = self.next_step >= self.config.run.warmups
+        if captured is not None:
+            ready = captured.captures_next(batches) or (ready and captured.is_settled(batches))
+        return not self.largest(int(not ready))
 
     def _record_step(self) -> None:
         opened, assembly, batches = self.built.opened, self.built.assembly, self._next_batches()
+        if opened.device.type == "cuda":
+            torch.cuda.empty_cache()  # of a capture that failed
         self.holders.note_inputs(batches)
         opened.synchronize()
         self.readings.begin_step()
@@ -226,8 +240,10 @@ class StepMemoryMeasurement:
             mark("end")
         self.next_step += 1
         self.holders.note_communication("end")
-        captured = self._captured
-        self.readings.take("after step", pool_unused_bytes=captured.pool_unused_bytes() if captured else None)
+        pool_bytes = (
+            self._captured.pool_unused_bytes() if self._captured and self._captured_part() != "nothing" else None
+        )
+        self.readings.take("after step", pool_unused_bytes=pool_bytes)
 
     def _next_batches(self) -> list[Batch]:
         return self.built.assembly.micro_batches(self.next_step)
@@ -237,7 +253,7 @@ class StepMemoryMeasurement:
         return self.built.assembly.captured
 
     def _captured_part(self) -> str:
-        return self._captured.what if self._captured else "nothing"
+        return self._captured.what if self._captured and not self.why_not else "nothing"
 
     def finish(self) -> Findings:
         """Stop recording, put every allocation into its category, and return the tables, of all ranks if there are several."""
@@ -306,7 +322,11 @@ class StepMemoryMeasurement:
         facts = {
             **self.built.opened.memory.facts(),
             **self.meeting_facts,
-            **self.built.capture_facts(),
+            **(
+                facts_of(captured="nothing", capture_left_out=self.why_not)
+                if self.why_not
+                else self.built.capture_facts()
+            ),
             **facts_of(
                 parameters=sum(parameter.numel for parameter in self.weights.sizes),
                 tokens=run.tokens * self.config.ranks,

@@ -108,7 +108,7 @@ class BuiltStep:
             captured=captured.what,
             capture_left_out=captured.left_out,
             capture_s=captured.capture_s,
-            capture_pool_bytes=captured.pool_bytes(),
+            capture_pool_bytes=None if captured.what == "nothing" else captured.pool_bytes(),
         )
 
 

@@ -75,7 +75,8 @@ class HostClock:
 
     def mark(self, phase: Phase | None, event: torch.cuda.Event | None = None, /) -> None:
         self._synchronize()
-        _append_edge(self._edges, phase, time.perf_counter())
+        _begin_anew(self._edges, phase)
+        self._edges.append((phase, time.perf_counter()))
 
     def stop_window(self) -> Window:
         self._synchronize()
@@ -104,10 +105,11 @@ class EventClock:
         self._record(None)
 
     def mark(self, phase: Phase | None, event: torch.cuda.Event | None = None, /) -> None:
+        _begin_anew(self._edges, phase)
         if event is None:
             self._record(phase)
         else:
-            _append_edge(self._edges, phase, event)
+            self._edges.append((phase, event))
 
     def stop_window(self) -> Window:
         enqueued_s = time.perf_counter()
@@ -123,7 +125,7 @@ class EventClock:
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record()
         self._recorded.append(event)
-        _append_edge(self._edges, phase, event)
+        self._edges.append((phase, event))
 
 
 def clock_for(device: torch.device, sync: str | int) -> Clock:
@@ -133,11 +135,10 @@ def clock_for(device: torch.device, sync: str | int) -> Clock:
     return HostClock(torch.cuda.synchronize) if sync == "phase" else EventClock()
 
 
-def _append_edge(edges: list[tuple[Phase | None, Edge]], phase: Phase | None, edge: Edge) -> None:
-    """Append the edge; a second beginning of a step replaces the first."""
+def _begin_anew(edges: list[tuple[Phase | None, Edge]], phase: Phase | None) -> None:
+    """Take back the step's first beginning, if this mark is its second."""
     if phase is None and edges and edges[-1][0] is None:
         edges.pop()
-    edges.append((phase, edge))
 
 
 def _phase_times(

@@ -11,6 +11,7 @@ from trainstep.report.memory.tables import fit_sentences, ledger_of
 from trainstep.traces.ledger import HELD
 
 Ledger = Mapping[str, int]
+_TAPE = "On a CPU a tape stands in for the graph and keeps every result: only a GPU's record tells what a captured step holds."
 _WORTH_SHARE = 0.05
 """The least share of the peak that a suggested change saves."""
 
@@ -32,6 +33,8 @@ def memory_answer(rows: Sequence[Row]) -> Answer | None:
     if pool_bytes := row.record.fact("capture_pool_bytes"):
         needed += f" The graph keeps {byte_words(pool_bytes)} of it between launches."
     peak = f"{name} holds {byte_words(size)} at the peak{most}{parts}.{needed}"
+    if row.record.fact("captured") not in (None, "nothing") and row.record.config.get("device") == "cpu":
+        return Answer(workload="memory", verdict=" ".join([*fits, peak, _TAPE]))
     return Answer(workload="memory", verdict=" ".join([*fits, peak]), suggestion=_saving(row.record, ledger, size))
 
 

@@ -368,7 +368,7 @@ def _profiler(fact: GetFact) -> list[str]:
             f"{percent(assigned)} % of all device time is assigned to a phase, {percent(fallback)} % only by what the "
             "main thread did at that time."
         )
-    if idle := fact("replay_idle_share"):
+    if (idle := fact("replay_idle_share")) is not None:
         paragraphs.append(
             f"Between a graph's first kernel and its last the device is idle for {percent(idle)} % of the time."
         )
