@@ -251,3 +251,4 @@ def test_steps_of_ever_new_shapes_are_recorded_as_not_captured(monkeypatch: pyte
     assert "differ in shape" in value(left_out, "capture_left_out")
     with pytest.raises(CellFailed, match="differ in shape"):
         measured(capture="step", adamw="trainstep")
+    assert not torch.autograd.profiler._is_profiler_enabled, "the recorder of a cell that failed is off"

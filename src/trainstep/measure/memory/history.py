@@ -37,6 +37,9 @@ class MemoryHistory(Protocol):
     def stop(self) -> tuple[dict[str, Any], CpuMemory | None]:
         """End the recording. Returns the snapshot in torch's form and, on a CPU, the allocator's own count."""
 
+    def cancel(self) -> None:
+        """End the recording of a step that failed."""
+
 
 def history_of(device: torch.device) -> MemoryHistory:
     """The recorder for the allocator of this device."""
@@ -60,8 +63,11 @@ class _CudaHistory:
 
     def stop(self) -> tuple[dict[str, Any], None]:
         document: dict[str, Any] = torch.cuda.memory._snapshot()
-        torch.cuda.memory._record_memory_history(enabled=None)
+        self.cancel()
         return document, None
+
+    def cancel(self) -> None:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class _CpuHistory:
@@ -75,6 +81,9 @@ class _CpuHistory:
 
     def spans(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def cancel(self) -> None:
+        self._profile.stop()
 
     def stop(self) -> tuple[dict[str, Any], CpuMemory]:
         self._profile.stop()

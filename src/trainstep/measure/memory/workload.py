@@ -74,24 +74,28 @@ class StepMemoryWorkload:
         opened, ranks, meeting_facts = open_ranks(cell.ranks, device, stages)
         history = history_of(device)
         history.start()
-        whole_gradients = GradientNotes()
-        built = opened.build(lambda: _build(cell, ranks, whole_gradients))
-        mark("built")
-        readings = Readings(opened)
-        readings.take("init")
-        measurement = StepMemoryMeasurement(
-            config=cell,
-            built=built,
-            weights=built.assembly.seen,
-            history=history,
-            readings=readings,
-            whole_gradients=whole_gradients,
-            holders=StepHolders(built.assembly, whole_gradients),
-            outside=outside,
-            meeting_facts=meeting_facts,
-            largest=HostAgreement(ranks) if cell.ranks > 1 and built.assembly.captured is not None else int,
-        )
-        measurement.warm_up()
+        try:
+            whole_gradients = GradientNotes()
+            built = opened.build(lambda: _build(cell, ranks, whole_gradients))
+            mark("built")
+            readings = Readings(opened)
+            readings.take("init")
+            measurement = StepMemoryMeasurement(
+                config=cell,
+                built=built,
+                weights=built.assembly.seen,
+                history=history,
+                readings=readings,
+                whole_gradients=whole_gradients,
+                holders=StepHolders(built.assembly, whole_gradients),
+                outside=outside,
+                meeting_facts=meeting_facts,
+                largest=HostAgreement(ranks) if cell.ranks > 1 and built.assembly.captured is not None else int,
+            )
+            measurement.warm_up()
+        except BaseException:
+            history.cancel()
+            raise
         return measurement
 
 
