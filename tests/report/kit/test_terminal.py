@@ -55,9 +55,11 @@ def check(text: str, tables: list[Table], width: int) -> None:
             numbers = {row[place].text for row in table.entries if column.number and not row[place].failure}
             cut = {number for number in numbers - {ABSENT} if number not in text}
             assert not cut, f"{table.title}: {column.title}"
-    shortened = sum(entry.text.count("…") for table in tables for row in table.entries for entry in row)
+    shortened = [entry.text for table in tables for row in table.entries for entry in row if "…" in entry.text]
     noted = sum(table.note.count("…") for table in tables)
-    assert text.count("…") <= shortened + noted
+    for name in sorted(set(shortened), key=len, reverse=True):  # a table in blocks repeats the names of its rows
+        text = text.replace(name, "")
+    assert text.count("…") <= len(shortened) + noted
 
 
 def check_reports(paths: list[Path]) -> None:
