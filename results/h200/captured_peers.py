@@ -7,9 +7,9 @@ two synchronisations, `window` is a tenth of ten steps between two, `host` is th
 that launches the graph. Short attention is captured, too: forward and backward as one graph of ours and of each of SDPA's backends.
 """
 
+import argparse
 import csv
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -126,15 +126,21 @@ def short_attention(rows: Rows, shape: tuple[int, ...] = (4, 16, 256, 64)) -> No
             rows.append(("attention 4,16,256,64", name, "window", (time.perf_counter() - began) / 50))
 
 
-def main(path: str, *sizes: str) -> None:
-    with open(path, "w", newline="") as file:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="CSV file for the raw samples")
+    parser.add_argument("sizes", nargs="+", choices=("small", "medium", "large"), help="the models")
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+    with open(asked.file, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("what", "variant", "unit", "seconds"))
         rows: Rows = []
         short_attention(rows)
         tell(writer, rows)
         replays = Replays()
-        for size in sizes:
+        for size in asked.sizes:
             rows = []
             steps_of(size, replays, rows)
             tell(writer, rows)
@@ -152,4 +158,4 @@ def tell(writer: Any, rows: Rows) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -118,8 +118,8 @@ GPU_SHAPE = {"layers": 2, "d_model": 128, "d_ff": 256, "heads": 4, "vocab_size":
     ],
     ids=str,
 )
-def test_a_step_captured_on_a_gpu_differs_no_more_than_two_eager_runs(values: dict[str, Any]):
-    """Over 20 steps the losses are the same to the bit, but for kernels that add in no fixed order."""
+def test_a_step_captured_on_a_gpu_differs_like_eager_runs(values: dict[str, Any]):
+    """Over 20 steps the losses are the same to the bit, or within four times what two eager runs differ by."""
 
     def trained(capture: str) -> tuple[list[float], Assembly]:
         assembly = build_step(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainstep.capture.inputs import Baked, State, StaticInputs, copies, detached, have_gradients, on_device, shape_of
+from trainstep.capture.inputs import Baked, State, StaticInputs, copies, detached, on_device, shape_of
 from trainstep.capture.tape import CudaGraphs, OnMark, Tapes
 from trainstep.capture.waits import NotCapturable, Wait, as_if_capturing, compiles_nothing, graphs_compiled, place_of
 
@@ -45,9 +45,8 @@ class _Graph:
     inputs: StaticInputs
     launch: Callable[[OnMark], None]
     outputs: Any
-    parameters: Sequence[Tensor]
-    gradients_before: Sequence[Tensor | None]
-    """Each parameter's gradient before the step: the graph writes to this tensor's memory at every launch."""
+    gradients_before: Sequence[tuple[Tensor, Tensor | None]]
+    """Each parameter with its gradient before the step: the graph writes to this tensor's memory at every launch."""
     gradients_after: Sequence[tuple[Tensor, Tensor | None]]
     """Each parameter that has another gradient after the step: the same tensor after every launch."""
 
@@ -254,7 +253,6 @@ class CapturedStep:
                         # It may be what refuses a capture, and would be raised at every call.
                         self._give_up(_refusal(None, [place_of(error)]), error)
                     raise
-        self._baked.follow_modules()
         if graphs_compiled() == compiled:
             self._warm[shape] = done
             reason = self._baked.not_again(state)
@@ -267,7 +265,6 @@ class CapturedStep:
         return outputs
 
     def _capture(self, shape: Hashable, batch: Any) -> Any:
-        self._baked.follow_modules()  # a warm-up may have made some
         before = [(parameter, parameter.grad) for parameter in self._baked.parameters]
         inputs = StaticInputs(batch, self.device)
         began_s = time.perf_counter()
@@ -284,12 +281,7 @@ class CapturedStep:
             return outputs
         after = [(parameter, parameter.grad) for parameter, gradient in before if parameter.grad is not gradient]
         self._graphs[shape] = _Graph(
-            inputs=inputs,
-            launch=launch,
-            outputs=outputs,
-            parameters=[parameter for parameter, _ in before],
-            gradients_before=[gradient for _, gradient in before],
-            gradients_after=after,
+            inputs=inputs, launch=launch, outputs=outputs, gradients_before=before, gradients_after=after
         )
         if not self._recorder.takes_step:
             launch(self._on_mark)
@@ -347,7 +339,7 @@ class CapturedStep:
 
     def _has_its_gradients(self, graph: _Graph) -> bool:
         """Whether the gradients are the tensors with which the graph was captured; if not, the graphs are dropped."""
-        if have_gradients(graph.parameters, graph.gradients_before):
+        if all(parameter.grad is gradient for parameter, gradient in graph.gradients_before):
             return True
         self._begin_again(
             "it finds other gradients than when it was captured; clear them alike before every call "

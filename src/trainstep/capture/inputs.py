@@ -10,10 +10,8 @@ Outside the capture they are the plain numbers that schedulers set and checkpoin
 would make the host wait at every step.
 """
 
-import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,11 +21,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from trainstep.capture.waits import NotCapturable
 
 _CONSTANTS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-
-# A call asks these of every parameter and module, so without Python's bytecode, which took 0.1 ms of a step of 5 ms.
-_GRADIENT_OF, _REQUIRES_GRAD_OF = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
-_VALUES_OF = operator.methodcaller("values")  # a scripted module's tables are no dicts
-_IS_TRAINING = operator.attrgetter("training")
 
 State = dict[tuple[Any, str], Hashable]
 """(parameter, name) -> what the host can change of this value in an optimizer's state."""
@@ -169,30 +162,17 @@ class Baked:
             if reason := why_not_captured(optimizer):
                 raise ValueError(f"optimizer: {reason}")
             optimizer.register_load_state_dict_post_hook(self._note_load)
-        self._module = module
-        self._modules: list[nn.Module] = []
-        self._parameter_tables: list[Any] = []
-        self._buffer_tables: list[Any] = []
+        self._modules = list(module.modules()) if module is not None else []
         # Cached, because every call asks for them: the ids of all parameters, and the distinct parameters.
         self._parameters: tuple[list[int], list[Tensor]] = [], []
         self._last_options = list(self._options())
-        self.follow_modules()
-
-    def follow_modules(self) -> None:
-        """Note which modules there are. That some are new since the last time counts as no change."""
-        modules = list(self._module.modules()) if self._module is not None else []
-        if modules != self._modules:
-            self._modules = modules
-            self._parameter_tables = [module._parameters for module in modules]
-            self._buffer_tables = [module._buffers for module in modules]
-            self._last_options = list(self._options())
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that may get gradients in a step: the optimizer's and the module's, each once."""
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         every = [parameter for group in groups for parameter in group["params"]]
-        every += chain.from_iterable(map(_VALUES_OF, self._parameter_tables))
+        every += [parameter for module in self._modules for parameter in module._parameters.values()]
         ids = list(map(id, every))
         if ids != self._parameters[0]:
             distinct = {id(parameter): parameter for parameter in every if parameter is not None}
@@ -276,13 +256,11 @@ class Baked:
     def _options(self) -> Iterator[tuple[str, Any]]:
         """Everything that a graph bakes in: its name, and a value to compare."""
         parameters = self.parameters
-        every_buffer = chain.from_iterable(map(_VALUES_OF, self._buffer_tables))
-        buffers = [buffer for buffer in every_buffer if buffer is not None]
-        yield "train() or eval() of a module", list(map(_IS_TRAINING, self._modules))
+        buffers = [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
+        yield "train() or eval() of a module", [module.training for module in self._modules]
         yield "a buffer (replaced by another tensor; write into it instead)", _memory_of(buffers)
-        yield "requires_grad of a parameter", list(map(_REQUIRES_GRAD_OF, parameters))
-        yield "the parameters", self._parameters[0]
-        yield "the memory of a parameter", _addresses(parameters)
+        yield "requires_grad of a parameter", [parameter.requires_grad for parameter in parameters]
+        yield "the memory of a parameter", _memory_of(parameters)
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         for index, group in enumerate(groups):
             filled = self._fill_rate(index, group)
@@ -309,21 +287,13 @@ class Baked:
         return True
 
 
-def have_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> bool:
-    """Whether each parameter has exactly this gradient tensor, or none."""
-    return all(map(operator.is_, map(_GRADIENT_OF, parameters), gradients))
-
-
 def _memory_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
     """The identity of the tensors and the addresses of their memory, which is all that a graph knows of them."""
-    return list(map(id, tensors)), _addresses(tensors)
-
-
-def _addresses(tensors: list[Tensor]) -> list[int]:
     try:
-        return list(map(Tensor.data_ptr, tensors))
+        addresses = list(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # some subclasses of Tensor have no memory of their own
-        return []
+        addresses = []
+    return list(map(id, tensors)), addresses
 
 
 def why_not_captured(optimizer: torch.optim.Optimizer) -> str | None:

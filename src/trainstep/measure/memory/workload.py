@@ -214,11 +214,12 @@ class StepMemoryMeasurement:
         """Record one step, whatever `steps` says: a second step would show nothing new."""
         with self.built.names_out_of_memory(), self.built.names_what_is_not_captured():
             self.built.opened.stages.enter("steps")
-            before = self._captured_part()
+            was_to_be_captured = self._is_captured
             self._record_step()
-            if (
-                before != self._captured_part() == "nothing"
-            ):  # the capture failed: the next step shows what runs instead
+            if was_to_be_captured and not self._is_captured:
+                # The capture failed: the next step shows what runs instead, without the memory of the graph that is none.
+                if self.built.opened.device.type == "cuda":
+                    torch.cuda.empty_cache()
                 self._record_step()
 
     def _records_next(self) -> bool:
@@ -231,8 +232,6 @@ class StepMemoryMeasurement:
 
     def _record_step(self) -> None:
         opened, assembly, batches = self.built.opened, self.built.assembly, self._next_batches()
-        if opened.device.type == "cuda":
-            torch.cuda.empty_cache()  # of a capture that failed
         self.holders.note_inputs(batches)
         opened.synchronize()
         self.readings.begin_step()
@@ -244,9 +243,7 @@ class StepMemoryMeasurement:
             mark("end")
         self.next_step += 1
         self.holders.note_communication("end")
-        pool_bytes = (
-            self._captured.pool_unused_bytes() if self._captured and self._captured_part() != "nothing" else None
-        )
+        pool_bytes = self._captured.pool_unused_bytes() if self._captured and self._is_captured else None
         self.readings.take("after step", pool_unused_bytes=pool_bytes)
 
     def _next_batches(self) -> list[Batch]:
@@ -256,8 +253,10 @@ class StepMemoryMeasurement:
     def _captured(self) -> CapturedTrainStep | None:
         return self.built.assembly.captured
 
-    def _captured_part(self) -> str:
-        return self._captured.what if self._captured and not self.why_not else "nothing"
+    @property
+    def _is_captured(self) -> bool:
+        """Whether the step is in a graph, or will be as far as anyone knows."""
+        return self._captured is not None and not self.why_not and self._captured.what != "nothing"
 
     def finish(self) -> Findings:
         """Stop recording, put every allocation into its category, and return the tables, of all ranks if there are several."""
