@@ -6,20 +6,22 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cell_maker import silent
 from trainstep.config.attention import DIRECTIONS, AttentionConfig
 from trainstep.config.grid import Cell, expand
 from trainstep.config.parsing import to_plain
 from trainstep.measure.attention import workload as attention_looks
-from trainstep.measure.attention.checks import random_tensors
+from trainstep.measure.attention.checks import Tensors, random_tensors
 from trainstep.measure.attention.peers import attend_named
-from trainstep.measure.attention.workload import WORKLOAD, AttentionPass, device_facts, main_kernels
+from trainstep.measure.attention.workload import WORKLOAD, AttentionPass, device_facts, kernels_chosen, main_kernels
 from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.local import run_groups
 from trainstep.measure.harness.runner import Limits
 from trainstep.measure.harness.workload import Findings, load_workload
 from trainstep.measure.step.device_trace import DeviceEvent
+from trainstep.ops.flash_attention import choice
 from trainstep.records.record import Record
 
 SMALL = {"batch": 2, "heads": 4, "key_heads": 2, "seq": 40, "head_dim": 16, "warmups": 1, "steps": 3}
@@ -286,6 +288,22 @@ def test_a_pass_is_launch_bound_where_the_device_waits_for_the_host(
         "device_busy_s": busy_s,
         "launch_bound": launch_bound,
     }
+
+
+def test_which_ran_names_the_split_kernels(monkeypatch: pytest.MonkeyPatch):
+    """function.py launches them for fp16x3, not the portable ones."""
+    monkeypatch.setattr(choice, "why_not_hopper", lambda *_: "torch.float32 is not a 16-bit dtype", raising=False)
+    with FakeTensorMode():
+        q, k, v, do = torch.empty(4, 1, 2, 64, 16, device="cuda").unbind()
+    config = AttentionConfig(device="cuda", dtype="fp32", fp32_precision="fp16x3", heads=2, seq=64, head_dim=16)
+    assert kernels_chosen(config, Tensors(q=q, k=k, v=v, do=do)) == "split kernels: fp32_precision is fp16x3"
+
+
+def test_given_tiles_rule_out_hopper():
+    with FakeTensorMode():
+        q, k, v = torch.empty(3, 1, 2, 64, 16, device="cuda", dtype=torch.bfloat16).unbind()
+    words = choice.describe_choice(q, k, v, backward=False, tiles=object())
+    assert words == "portable kernels: tiles were given, and Hopper's kernels take none"
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trainstep.config.attention import AttentionConfig
 from trainstep.measure.attention.checks import Tensors, accounting_words, check_values, counted_facts, random_tensors
-from trainstep.measure.attention.peers import attend_named, refused, why_refused
+from trainstep.measure.attention.peers import attend_named, own_settings, refused, why_refused
 from trainstep.measure.harness.failures import CellFailed, out_of_memory_as, try_afterwards
 from trainstep.measure.harness.workload import Findings, Stage, Stages
 from trainstep.measure.machine.nvml import GpuState
@@ -299,7 +299,13 @@ def kernels_chosen(config: AttentionConfig, tensors: Tensors) -> str:
     if config.implementation != "trainstep":
         return ""
     by_head = {"BHSD": lambda x: x, "BSHD": lambda x: x.transpose(1, 2), "BSD": lambda x: x.unsqueeze(1)}[config.layout]
-    return describe_choice(*map(by_head, tensors.leaves), backward=config.direction != "forward")
+    settings = own_settings(config)
+    return describe_choice(
+        *map(by_head, tensors.leaves),
+        backward=config.direction != "forward",
+        fp32_precision=settings["fp32_precision"],
+        tiles=settings["tiles"],
+    )
 
 
 def main_kernels(events: Sequence[DeviceEvent]) -> str:

@@ -1,4 +1,8 @@
-"""Says why a call takes the portable kernels and not Hopper's (function.py acts on it), and checks the arguments of a call."""
+"""Chooses a call's kernels: Hopper's where they can run, split/ for fp16x3, else the portable ones; checks the call's arguments.
+
+`why_never_hopper` gives the reasons that hold for any tensors, hopper/host.py those that depend on the tensors. function.py
+launches by both; `describe_choice` puts both into words.
+"""
 
 import math
 from typing import Any
@@ -6,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.ops.flash_attention.portable.tiles import MOST_HEAD_DIM
+from trainstep.ops.flash_attention.portable.tiles import MOST_HEAD_DIM, Arithmetic
 
 try:
     from trainstep.ops.flash_attention.hopper.host import why_not as why_not_hopper
@@ -22,10 +26,10 @@ LEAST_HEAD_DIM = 8
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 
 
-def why_always_portable(tiles: Any, *, backward: bool) -> str | None:
-    """Why a pass runs on the portable kernels for all tensors, in a few words; None if it need not. `tiles`: the caller's."""
+def why_never_hopper(tiles: Any, *, backward: bool) -> str | None:
+    """Why a pass cannot use Hopper's kernels, whatever its tensors; None if it may. `tiles`: the caller's."""
     if tiles is not None:
-        return "tiles were given, and only the portable kernels have tiles"
+        return "tiles were given, and Hopper's kernels take none"
     if not HAS_GLUON:
         return "this triton has no Gluon for Hopper"
     if backward and torch.are_deterministic_algorithms_enabled():
@@ -33,11 +37,16 @@ def why_always_portable(tiles: Any, *, backward: bool) -> str | None:
     return None
 
 
-def describe_choice(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backward: bool) -> str:
-    """The choice of kernels for these tensors, as a sentence."""
+def describe_choice(
+    q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backward: bool, fp32_precision: str | None = None,
+    tiles: Any = None,
+) -> str:  # fmt: skip
+    """The choice of kernels for these tensors, as a sentence. `fp32_precision`, `tiles`: the arguments of flash_attention."""
     if not q_BHSD.is_cuda:
         return "algorithm.py: the tensors are not on a GPU"
-    reason = why_always_portable(None, backward=backward) or why_not_hopper(q_BHSD, k_BGSD, v_BGSD)
+    if q_BHSD.dtype == torch.float32 and fp32_precision == Arithmetic.FP16X3:
+        return f"split kernels: fp32_precision is {fp32_precision}"
+    reason = why_never_hopper(tiles, backward=backward) or why_not_hopper(q_BHSD, k_BGSD, v_BGSD)
     return "Hopper kernels" if reason is None else f"portable kernels: {reason}"
 
 

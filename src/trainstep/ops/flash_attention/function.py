@@ -1,8 +1,8 @@
 """`flash_attention` and its backward pass as operators of torch: with autograd, torch.compile and FLOP counts.
 
 They are registered with torch.library's Library, one implementation per dispatch key, because that costs the host less than
-custom_op does. On CUDA devices the Triton kernels run (choice.py chooses them), on other devices algorithm.py. Memory kept for
-backward is linear in S: q, k, v, the output and the log-sum-exp. There is no second derivative.
+custom_op does. On CUDA devices the Triton kernels run that choice.py and hopper/host.py decide on, on other devices
+algorithm.py. Memory kept for backward is linear in S: q, k, v, the output and the log-sum-exp. There is no second derivative.
 
     flash_attention -> _forward_autograd -> _FlashAttention -> _attend -> _forward_below_autograd -> _forward_cuda, which launches
     flash_attention -> _forward_op, while torch.compile traces; the dispatcher then calls what the end of the file registers:
@@ -28,7 +28,7 @@ from trainstep.ops.flash_attention.choice import (
     check_scale,
     check_settings,
     check_tensors,
-    why_always_portable,
+    why_never_hopper,
 )
 from trainstep.ops.flash_attention.launch import Problem
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic, Tiles
@@ -43,7 +43,7 @@ except ImportError:  # there is no triton for this platform, and no GPU that it 
     launch_backward = launch_forward = launch_split_backward = launch_split_forward = None  # type: ignore[assignment]
 try:
     from trainstep.ops.flash_attention.hopper.host import launch_hopper_backward, launch_hopper_forward
-except ImportError:  # choice.py then chooses the portable kernels
+except ImportError:  # why_never_hopper then says so
     launch_hopper_backward = launch_hopper_forward = None  # type: ignore[assignment]
 
 _SETTINGS = "float scale, bool causal, bool bottom_right, str? fp32_precision, int[]? tiles"
@@ -182,7 +182,7 @@ def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tens
     *_, tiles = settings
     problem = _problem(q.dtype, *settings)
     with _current(q.device):
-        if why_always_portable(tiles, backward=False) is None:
+        if why_never_hopper(tiles, backward=False) is None:
             results = launch_hopper_forward(q, k, v, problem)
             if results is not None:
                 return results
@@ -200,7 +200,7 @@ def _backward_cuda(
         do = do.contiguous()
     problem = _problem(q.dtype, *settings)
     with _current(q.device):
-        if why_always_portable(tiles, backward=True) is None:
+        if why_never_hopper(tiles, backward=True) is None:
             gradients = launch_hopper_backward(do, q, k, v, o, lse, problem)
             if gradients is not None:
                 return gradients

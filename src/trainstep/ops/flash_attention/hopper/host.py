@@ -1,7 +1,7 @@
-"""The Hopper kernels' host side: says which calls they take, and launches them.
+"""The Hopper kernels' host side: says which tensors they take, and launches them.
 
-The work that depends only on shapes is done once and kept. All other calls run on the portable kernels (portable/), which
-follow the same rule of accuracy.
+The work that depends only on shapes is done once and kept. All other calls run on the kernels of split/ or portable/ (choice.py),
+which follow the same rule of accuracy.
 """
 
 import functools
@@ -54,7 +54,7 @@ MOST_PADDED_TO = 128
 """The largest number of queries in a step of backward."""
 
 
-# Which calls the kernels take ------------------------------------------------------------------------------------------------
+# Which tensors the kernels take ------------------------------------------------------------------------------------------------
 
 
 def why_not(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> str | None:
