@@ -1,4 +1,4 @@
-"""Buckets: several gradients in one flat tensor and so in one message; and FSDP's ignored parameters.
+"""A bucket: several gradients in one flat tensor, sent and averaged as one message.
 
     flat   [gradient | gradient | gradient | flags]
 
@@ -12,15 +12,14 @@ zeroed in place, not dropped, is still that view, and is not copied at all: auto
 cheaper all the same: for n bytes the copy reads n and writes n, while zeroing writes n and adding reads 2 n and writes n.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.costs import buckets
 from trainstep.parallel.collectives import DONE, Collectives, Pending
-from trainstep.parallel.flat_buffer import FlatBuffer, made_dense
+from trainstep.parallel.flat_buffer import FlatBuffer
 from trainstep.parallel.launch_order import FlagReader
 
 
@@ -40,13 +39,13 @@ class Bucket:
             self.parameters, dtype=dtype, device=self.parameters[0].device, extra=len(self.parameters)
         )
         self._flags = self._buffer.flat[-len(self.parameters) :]
-        self._copied_back = [keeps_dtype and parameter.dtype != dtype for parameter in self.parameters]
-        self._back = [index for index, copied_back in enumerate(self._copied_back) if copied_back]
+        self._keeps_own_dtype = [keeps_dtype and parameter.dtype != dtype for parameter in self.parameters]
+        """For each parameter, whether its gradient stays a tensor of its own, to which the average is copied back."""
         self._missing: list[int] = []
         self._reader: FlagReader | None = None
         self._pending: Pending = DONE
-        for parameter, copied_back in zip(self.parameters, self._copied_back, strict=True):
-            if parameter.dtype != dtype and not copied_back:
+        for parameter, keeps_own_dtype in zip(self.parameters, self._keeps_own_dtype, strict=True):
+            if parameter.dtype != dtype and not keeps_own_dtype:
                 parameter.grad_dtype = None  # any dtype: autograd's gradients stay in fp32, but the average may not
 
     @property
@@ -66,19 +65,20 @@ class Bucket:
         self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         sources: list[Tensor] = []
         destinations: list[Tensor] = []
-        for parameter, gradient, view, copied_back in zip(
-            self.parameters, gradients, views, self._copied_back, strict=True
+        for parameter, gradient, view, keeps_own_dtype in zip(
+            self.parameters, gradients, views, self._keeps_own_dtype, strict=True
         ):
             if gradient is not None and gradient is not view:
                 sources.append(gradient)
                 destinations.append(view)
-                if not copied_back:
+                if not keeps_own_dtype:
                     parameter.grad = view
         if sources:
             torch._foreach_copy_(destinations, sources)
         self._flags.fill_(1)
         if self._missing:
             torch._foreach_zero_([tensor for index in self._missing for tensor in (views[index], self._flags[index])])
+        # The reader is made here, because a bucket gets `collectives` only with its first message.
         self._reader = self._reader or FlagReader(collectives)
         self._pending = collectives.all_reduce(self._buffer.flat, reduction="average", label=self.name)
 
@@ -89,11 +89,16 @@ class Bucket:
         unused = self._reader.unused_everywhere(self._flags, self._missing) if self._reader else []
         for index in self._missing:
             parameter, view = self.parameters[index], self._buffer.views[index]
-            parameter.grad = None if index in unused else view.to(parameter.dtype) if self._copied_back[index] else view
-        back = [index for index in self._back if index not in self._missing]
-        if back:
-            gradients = [gradient for index in back if (gradient := self.parameters[index].grad) is not None]
-            torch._foreach_copy_(gradients, [self._buffer.views[index] for index in back])
+            if index in unused:
+                parameter.grad = None
+            elif self._keeps_own_dtype[index]:
+                parameter.grad = view.to(parameter.dtype)
+            else:
+                parameter.grad = view
+        kept = [index for index, keeps in enumerate(self._keeps_own_dtype) if keeps and index not in self._missing]
+        if kept:
+            gradients = [gradient for index in kept if (gradient := self.parameters[index].grad) is not None]
+            torch._foreach_copy_(gradients, [self._buffer.views[index] for index in kept])
 
 
 def make_buckets(
@@ -137,48 +142,3 @@ def plan_buckets(
         first_bucket_bytes=first_bucket_bytes,
         last_bucket_bytes=last_bucket_bytes,
     )
-
-
-class IgnoredParameters:
-    """Parameters that FSDP leaves whole on every rank; one message per dtype averages their gradients, after those of the units.
-
-    Averaged gradients are equal on all ranks to the bit, so an optimizer over `module.parameters()` keeps these parameters equal as
-    long as it updates each from its own gradient and state alone.
-
-    `ignored`: modules and parameters of the module, else ValueError. `named`: all these parameters and their names.
-    """
-
-    def __init__(self, module: nn.Module, ignored: Sequence[nn.Module | nn.Parameter]) -> None:
-        chosen: set[Tensor] = set()
-        known = set(module.parameters())
-        if isinstance(ignored, (nn.Module, Tensor)) or not isinstance(ignored, Iterable):
-            raise ValueError(f"ignored: must list modules and parameters, not be a {type(ignored).__name__}")
-        for entry in ignored:
-            if not isinstance(entry, (nn.Module, nn.Parameter)):
-                raise ValueError(f"ignored: a {type(entry).__name__} is neither a module nor a parameter")
-            parameters = set(entry.parameters()) if isinstance(entry, nn.Module) else {entry}
-            if not parameters <= known:
-                raise ValueError(f"ignored: a {type(entry).__name__} is not part of the module")
-            chosen |= parameters
-        self.named = {parameter: name for name, parameter in module.named_parameters() if parameter in chosen}
-        self.indices: list[int] = []
-        """Indices of the trained ones in FSDP's list of trained parameters."""
-
-    def take_over(self, trained: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None) -> None:
-        """Make the buckets for their gradients."""
-        for parameter in self.named:
-            parameter.data = made_dense(parameter.data)
-        self.indices = [index for index, parameter in enumerate(trained) if parameter in self.named]
-        members = [trained[index] for index in self.indices]
-        self._plan = plan_buckets(members, bucket_bytes=math.inf, dtype=reduce_dtype)
-        self.buckets = make_buckets("ignored", members, self._plan, dtype=reduce_dtype, keeps_dtype=True)
-
-    def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
-        """Start averaging. `gradients`: in the order of `indices`."""
-        for bucket, members in zip(self.buckets, self._plan, strict=True):
-            bucket.send(collectives, [gradients[member] for member in members])
-
-    def receive(self) -> None:
-        """Wait for the averages and make them the parameters' gradients. Call under no_grad."""
-        for bucket in self.buckets:
-            bucket.receive()

@@ -18,6 +18,9 @@ Which bucket size is best depends on the link: `trainstep collectives` fits its 
 The flags say which rank used which parameter: the last message of NaiveDDP and OverlappedDDP, and a part of each bucket.
 `reduce_dtype` is the dtype that gradients are sent and averaged in, by default their own. Where it is another dtype, NaiveDDP and
 OverlappedDDP cast each gradient there and back: NaiveDDP then holds one cast gradient at a time, OverlappedDDP all of them.
+
+What calls `_send` during backward stands in gradient_sync.py: autograd runs a `_Hook` for each gradient, which calls
+`HookedGradients._gradient_ready`, and that sends each message whose gradients are all there.
 """
 
 import math
@@ -108,15 +111,15 @@ class OverlappedDDP(_MessagePerGradient):
             flags=[self._usage.flags],
         )
 
-    def _send(self, turn: int) -> None:
-        index = len(self.trained_parameters) - 1 - turn
+    def _send(self, message_index: int) -> None:
+        index = len(self.trained_parameters) - 1 - message_index
         gradient = self._gradients([index])[0]
         self._used[index] = gradient is not None
         self._sent.append(self._start(index, gradient))
 
     def _finish(self) -> None:
-        for turn in self._order.rest():
-            self._send(turn)
+        for message_index in self._order.rest():
+            self._send(message_index)
         self._usage.send(self._used)
         for gradient, sent, pending in self._sent:
             self._receive(gradient, sent, pending)
@@ -140,12 +143,12 @@ class _MessagePerBucket(ReplicatedGradients):
         """The buckets."""
         return HeldTensors(buckets=[bucket.flat for bucket in self.buckets])
 
-    def _send(self, turn: int) -> None:
-        self.buckets[turn].send(self.collectives, self._gradients(self._plan[turn]))
+    def _send(self, message_index: int) -> None:
+        self.buckets[message_index].send(self.collectives, self._gradients(self._plan[message_index]))
 
     def _finish_buckets(self, unsent: Iterable[int]) -> None:
-        for turn in unsent:
-            self._send(turn)
+        for message_index in unsent:
+            self._send(message_index)
         for bucket in self.buckets:
             bucket.receive()
 

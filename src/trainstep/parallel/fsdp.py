@@ -21,23 +21,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import _IncompatibleKeys
 
-from trainstep.parallel.bucket import IgnoredParameters
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.flat_buffer import StagingPool, in_memory_order
-from trainstep.parallel.fsdp_state import checked_device, gathered_parameters, load_whole
 from trainstep.parallel.fsdp_unit import FSDPUnit, PassOrder, Placed, UnitsAt, UnitState, explain_shapes
 from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients, sent_twice
 from trainstep.parallel.launch_order import LaunchOrder, Usage
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.same_setup import names_of
 from trainstep.parallel.units import UnitsOf, chosen_units, is_single_unit, plan_units
+from trainstep.parallel.whole_parameters import (
+    IgnoredParameters,
+    checked_device,
+    gathered_parameters,
+    load_whole,
+)
 
 
 class FSDP(HookedGradients):
     """Wraps a module in place; the module is called as before, through its `__call__`.
 
     `units`: modules that are gathered as one, listed or by class (the outermost modules of it); by default each block, and the
-    parameters around the blocks (see plan_units). `ignored`: modules and parameters that stay whole (bucket.py). Between steps any
+    parameters around the blocks (see plan_units). `ignored`: modules and parameters that stay whole. Between steps any
     other parameter is this rank's piece of it, one-dimensional and perhaps empty: an element-wise optimizer over
     `module.parameters()` updates the pieces, and its state is sharded like them.
 
@@ -274,8 +278,8 @@ class FSDP(HookedGradients):
                 continue
             if self._syncing and unit not in self._sent:
                 for index in self._members_of.get(unit, []):
-                    for turn in self._order.ready(index) or []:
-                        self._send(turn)
+                    for message_index in self._order.ready(index) or []:
+                        self._send(message_index)
             unit.reshard()
             self._concluded.add(unit)
 
@@ -295,14 +299,14 @@ class FSDP(HookedGradients):
         unit = self._unit_of.get(index)
         if unit is None or self._is_awaited(unit):
             return  # another rank may use it in a block that still waits for its backward, and send it only after that
-        turns = self._order.ready(index)
-        if turns is None:
+        message_indices = self._order.ready(index)
+        if message_indices is None:
             raise sent_twice(self.names[index])
-        for turn in turns:
-            self._send(turn)
+        for message_index in message_indices:
+            self._send(message_index)
 
-    def _send(self, turn: int) -> None:
-        unit = self._trained[turn]
+    def _send(self, message_index: int) -> None:
+        unit = self._trained[message_index]
         unit.reshard()
         members = self._members_of[unit]
         self._refuse_sparse(members, unit.unsent)
@@ -315,8 +319,8 @@ class FSDP(HookedGradients):
             self._in_flight.popleft().receive_gradients()
 
     def _finish(self) -> None:
-        for turn in self._order.rest():
-            self._send(turn)
+        for message_index in self._order.rest():
+            self._send(message_index)
         self._sent.clear()
         self._concluded.clear()
         self._awaited.clear()

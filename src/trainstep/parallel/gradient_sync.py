@@ -180,14 +180,17 @@ class HookedGradients(ModuleWrapper, ABC):
 
         It runs once per parameter and step, so the host pays for it hundreds of times.
         """
-        turns = self._order.ready(index)
-        if turns is None:
+        message_indices = self._order.ready(index)
+        if message_indices is None:
             raise sent_twice(self.names[index])
-        for turn in turns:
-            self._send(turn)
+        for message_index in message_indices:
+            self._send(message_index)
 
-    def _send(self, turn: int) -> None:
-        """Start the message that is number `turn` in `_order`. Strategies that send during backward define it."""
+    def _send(self, message_index: int) -> None:
+        """Start message `message_index` of `_order`. Strategies that send during backward define it.
+
+        During backward autograd calls `_Hook`, which calls `_gradient_ready`, which calls this for each message that may go.
+        """
         raise NotImplementedError
 
     @abstractmethod

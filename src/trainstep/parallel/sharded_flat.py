@@ -196,8 +196,8 @@ class ShardedGradients(HookedGradients):
             values.update(zip(members, unit_values, strict=True))
         return [values[index] for index in range(len(self.trained_parameters))]
 
-    def _send(self, turn: int) -> None:
-        number = len(self._units) - 1 - turn
+    def _send(self, message_index: int) -> None:
+        number = len(self._units) - 1 - message_index
         unit, members = self._units[number], self._members[number]
         gradients = self._gradients(members)
         unit.send(gradients)
@@ -209,8 +209,8 @@ class ShardedGradients(HookedGradients):
             self._in_flight.popleft().receive()
 
     def _finish(self) -> None:
-        for turn in self._order.rest():
-            self._send(turn)
+        for message_index in self._order.rest():
+            self._send(message_index)
         self._usage.send(self._used)
         while self._in_flight:
             self._in_flight.popleft().receive()

@@ -1,15 +1,67 @@
-"""FSDP's state dict of whole parameters: gathers it from all ranks to save it, cuts it into pieces to load it."""
+"""FSDP's whole parameters: those that it ignores, and its state dict, which is gathered to save it and cut to load it."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainstep.parallel.bucket import make_buckets, plan_buckets
+from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.flat_buffer import made_dense
 from trainstep.parallel.fsdp_unit import FSDPUnit
 
 _EXTRA = "_extra_state"
 """torch's key for a module's own extra state."""
+
+
+class IgnoredParameters:
+    """Parameters that FSDP leaves whole on every rank; one message per dtype averages their gradients, after those of the units.
+
+    Averaged gradients are equal on all ranks to the bit, so an optimizer over `module.parameters()` keeps these parameters equal as
+    long as it updates each from its own gradient and state alone.
+
+    `ignored`: modules and parameters of the module, else ValueError. `named`: all these parameters and their names.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Sequence[nn.Module | nn.Parameter]) -> None:
+        chosen: set[Tensor] = set()
+        known = set(module.parameters())
+        if isinstance(ignored, (nn.Module, Tensor)) or not isinstance(ignored, Iterable):
+            raise ValueError(f"ignored: must list modules and parameters, not be a {type(ignored).__name__}")
+        for entry in ignored:
+            if not isinstance(entry, (nn.Module, nn.Parameter)):
+                raise ValueError(f"ignored: a {type(entry).__name__} is neither a module nor a parameter")
+            parameters = set(entry.parameters()) if isinstance(entry, nn.Module) else {entry}
+            if not parameters <= known:
+                raise ValueError(f"ignored: a {type(entry).__name__} is not part of the module")
+            chosen |= parameters
+        self.named = {parameter: name for name, parameter in module.named_parameters() if parameter in chosen}
+        self.indices: list[int] = []
+        """Indices of the trained ones in FSDP's list of trained parameters."""
+
+    def take_over(self, trained: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None) -> None:
+        """Make the buckets for their gradients."""
+        for parameter in self.named:
+            parameter.data = made_dense(parameter.data)
+        self.indices = [index for index, parameter in enumerate(trained) if parameter in self.named]
+        members = [trained[index] for index in self.indices]
+        self._plan = plan_buckets(members, bucket_bytes=math.inf, dtype=reduce_dtype)
+        self.buckets = make_buckets("ignored", members, self._plan, dtype=reduce_dtype, keeps_dtype=True)
+
+    def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
+        """Start averaging. `gradients`: in the order of `indices`."""
+        for bucket, members in zip(self.buckets, self._plan, strict=True):
+            bucket.send(collectives, [gradients[member] for member in members])
+
+    def receive(self) -> None:
+        """Wait for the averages and make them the parameters' gradients. Call under no_grad."""
+        for bucket in self.buckets:
+            bucket.receive()
+
+
+# The state dict of whole parameters.
 
 
 def checked_device(device: torch.device | str) -> torch.device:
