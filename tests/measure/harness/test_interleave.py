@@ -98,6 +98,15 @@ def test_slow_steps_are_split_over_processes(log: Path, seconds: float, steps: i
     assert [len(record.samples["step"].values) for record in records] == [5 * steps] * 2
 
 
+def test_a_step_of_a_turn_cut_short_counts_whole(log: Path, monkeypatch: pytest.MonkeyPatch):
+    """A variant with fewer steps than a turn has its seconds divided by the steps that it took."""
+    decided: list[float] = []
+    monkeypatch.setattr(_Plan, "decide_steps", lambda _plan, step_s, shared: decided.append(step_s))
+    run([*variants(log, "a", steps=40), *variants(log, "b", steps=1, seconds=0.2)])
+    assert calls_of(log, "take")[:2] == ["a 4", "b 1"]
+    assert decided[0] >= 0.2
+
+
 @pytest.mark.parametrize(("set_s", "sets"), [(0.1, 12), (5.1, 10), (6.1, 8), (8.0, 6), (600.0, 6)])
 def test_as_many_sets_of_processes_run_as_fit_into_a_minute(set_s: float, sets: int):
     """Sets come in pairs of both orders. The first set, which waits for imports, does not count."""

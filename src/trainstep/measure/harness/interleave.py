@@ -21,11 +21,11 @@ Some properties of a process last from its start to its end (where its memory li
 turns: no number of turns separates them from a difference of the variants. So several sets run, in an order that is
 reversed from set to set, and the set is the unit of the comparison (records/compare.py). There are twelve sets, or as many
 as fit into a minute, but at least six. The second set says how long a set takes, because the first may also wait until
-torch is imported. Where the machine is so noisy that 5 % would not show, up to twice as many sets run. Only the width of
-the interval decides that, never the ratio itself. So the 99 % interval holds nearly as often as it promises: in 200,000
-simulated comparisons of equal variants it left 1 out in 1.0 to 1.6 % (Stein's test of 1945, which keeps the first stage's
-variance, is exact). Each process takes all steps of the config while they take no longer than a second; else its share of
-them. Workloads whose processes measure several cells get one set, because starting a process takes longer than the steps.
+torch is imported. Where the machine is so noisy that 5 % would not show, up to twice as many sets run. The width alone
+decides on more sets, never the ratio, so the interval stays near 99 %: of 200,000 simulated comparisons of equal variants
+it excluded 1 in 1.0 to 1.6 %. (Stein's two-stage test of 1945 would be exact.) Each process takes all steps of the config
+while they take no longer than a second; else its share of them. Workloads whose processes measure several cells get one
+set, because starting a process takes longer than the steps.
 """
 
 import itertools
@@ -51,8 +51,8 @@ _FEWEST_SETS = 6
 """An even number, so that both orders are equally frequent, and one more than an interval needs."""
 _SETS_S = 60.0
 """About how many seconds all sets may take together."""
-_MOST_FURTHER_SETS, _FURTHER_SETS_S = 24, 120.0
-"""The same limits where the machine is noisy."""
+_MOST_SETS_IF_NOISY, _SETS_S_IF_NOISY = 24, 120.0
+"""The same limits for all sets, those before included, where the machine is noisy."""
 _HALF_WIDTH = 0.025
 """Half of the 99 % interval, as a log ratio, that further sets aim at: a true 5 % is then found in over 95 % of comparisons."""
 _STEPS_S = 1.0
@@ -170,19 +170,20 @@ class _Plan:
         """Decide the number of sets after the second set, which took `set_s`; do nothing after the others."""
         if self._sets_taken == 1 and self.sets is None:
             self._set_s = set_s
-            self.sets = max(min(_pairs_of_sets(_SETS_S, set_s), _MOST_SETS), _FEWEST_SETS)
+            self.sets = max(min(_even_number_of_sets(_SETS_S, set_s), _MOST_SETS), _FEWEST_SETS)
         self._sets_taken += 1
 
     def extend(self, half_width: float) -> None:
         """Decide on further sets, once, before the last set ends. `half_width`: of the widest interval so far, as a log ratio."""
         if self._set_s is not None and self.sets is not None:
             wanted = math.ceil(self.sets * (half_width / _HALF_WIDTH) ** 2 / 2) * 2
-            self.sets = max(min(wanted, _MOST_FURTHER_SETS, _pairs_of_sets(_FURTHER_SETS_S, self._set_s)), self.sets)
+            fitting = _even_number_of_sets(_SETS_S_IF_NOISY, self._set_s)
+            self.sets = max(min(wanted, _MOST_SETS_IF_NOISY, fitting), self.sets)
         self._set_s = None
 
 
-def _pairs_of_sets(seconds: float, set_s: float) -> int:
-    """The number of sets that fit, as an even number, so that both orders are equally frequent."""
+def _even_number_of_sets(seconds: float, set_s: float) -> int:
+    """The number of sets that fit, rounded down to an even number, so that both orders are equally frequent."""
     return 2 * int(seconds / set_s / 2)
 
 
@@ -226,7 +227,8 @@ class _LiveSet:
         for cell in self._cells:
             self._runs.append(CellRun(cell, self._limits, self._processes.take(cell, self._tell)))
             self._advance(self._runs[-1], "prepare")
-        step_s = [self._take(run, min(plan.turn, steps_of(run.cell))) / plan.turn for run in self.alive]
+        firsts = [(run, min(plan.turn, steps_of(run.cell))) for run in self.alive]
+        step_s = [self._take(run, steps) / steps for run, steps in firsts]
         plan.decide_steps(max(step_s, default=1.0), shared=self._shared)
         for done in range(plan.turn, max(map(plan.steps_of, self._cells)), plan.turn):
             for run in self.alive:
@@ -255,6 +257,10 @@ class _LiveSet:
         return time.monotonic() - asked_s
 
     def _advance(self, run: CellRun, do: str, **fields: int) -> None:
+        """Ask the run's process for its next action; a final answer or a lost process ends the run.
+
+        DoNotFit if it ran out of memory beside other live processes.
+        """
         others = len(self.alive) - 1
         again = False
         try:
