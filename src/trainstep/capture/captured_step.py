@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -23,13 +24,22 @@ from trainstep.capture.waits import NotCapturable, Wait, as_if_capturing, compil
 
 _MOST_COMPILING = 8
 """The number of steps after the warm-ups in which torch.compile may still compile."""
-_MOST_BEGINNINGS = 8
+_MOST_DROPS = 8
 """The number of times that graphs may be dropped without a launch in between."""
-_LAUNCH, _CAPTURE, _EAGER, _NEVER = range(4)
-"""What a call does with its step; several processes all do what the process with the largest number has to do."""
 _OTHER_PROCESS = NotCapturable("the step cannot be captured: another process says why")
 _RUNNING = ContextVar("_RUNNING", default=False)
 """Whether a captured step's function is running; another captured step that it calls becomes a part of its graph."""
+
+
+class _Action(IntEnum):
+    """What a call does with its step; several processes all do what the process with the largest number has to do."""
+
+    LAUNCH = 0
+    CAPTURE = 1
+    EAGER = 2
+    """Run eagerly: a warm-up, or a shape beyond the most graphs."""
+    NEVER = 3
+    """Run eagerly from here on: the step cannot be captured."""
 
 
 def _ignore(_label: Any, _event: torch.cuda.Event | None) -> None:
@@ -114,9 +124,9 @@ class CapturedStep:
         self._baked = Baked(optimizer, module, self.device)
         self._recorder = CudaGraphs(self.device, generators) if self.device.type == "cuda" else Tapes()
         self._graphs: dict[Hashable, _Graph] = {}
-        self._warm: dict[Hashable, int] = {}
-        """Shape -> the number of warm-ups so far."""
-        self._compiling = self._begun_again = 0
+        self._warmups_done: dict[Hashable, int] = {}
+        """Shape -> the number of its warm-ups so far."""
+        self._compiling = self._drops_since_launch = 0
         self._on_mark: OnMark = _ignore
         self._recording = False
         self._not_finite = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -126,39 +136,45 @@ class CapturedStep:
         if _RUNNING.get():
             return copies(self._run(batch))
         self._on_mark = on_mark
-        if change := self.why_not is None and self._baked.change():
+        change = None if self.why_not else self._baked.change()
+        if change:
             self._begin_again(change)
         shape, graph, proposal = self._propose(batch)
         agreed = self._agree(proposal)
-        if agreed == _LAUNCH and graph is not None:
+        if agreed == _Action.LAUNCH and graph is not None:
             return self._launch(graph, batch)
-        if agreed == _NEVER and proposal != _NEVER:
+        if agreed == _Action.NEVER and proposal != _Action.NEVER:
             self._give_up(_OTHER_PROCESS)
-        if agreed == _CAPTURE:
+        if agreed == _Action.CAPTURE:
             return self._capture(shape, batch)
-        if proposal == _EAGER and self._warm.get(shape, self._warmups) < self._warmups:
+        if proposal == _Action.EAGER and self._still_warming(shape):
             return self._warm_up(shape, batch)
         return self._run_eagerly(batch)
 
-    def _propose(self, batch: Any) -> tuple[Hashable, _Graph | None, int]:
+    def _propose(self, batch: Any) -> tuple[Hashable, _Graph | None, _Action]:
         """The batch's shape, its graph if there is one, and what this process would do with the step."""
         try:
             shape = self._shape_of(batch)
         except NotCapturable as error:
             self._give_up(error)
-            return None, None, _NEVER
+            return None, None, _Action.NEVER
         graph = self._graphs.get(shape)
         if graph is not None and self._has_its_gradients(graph):
-            return shape, graph, _LAUNCH
+            return shape, graph, _Action.LAUNCH
         if self.why_not is not None:
-            return shape, None, _NEVER
+            return shape, None, _Action.NEVER
         if len(self._graphs) >= self._most_graphs:
-            return shape, None, _EAGER
-        self._warm.setdefault(shape, 0)
-        return shape, None, _CAPTURE if self._is_warm(shape) else _EAGER
+            return shape, None, _Action.EAGER
+        self._warmups_done.setdefault(shape, 0)
+        return shape, None, _Action.CAPTURE if self._is_warm(shape) else _Action.EAGER
 
     def _is_warm(self, shape: Hashable) -> bool:
-        return self._warm.get(shape, 0) >= self._warmups
+        return self._warmups_done.get(shape, 0) >= self._warmups
+
+    def _still_warming(self, shape: Hashable) -> bool:
+        """Whether the next eager step of this shape is one of its warm-ups."""
+        # A shape that came after the most graphs has no entry: it is never captured, so it needs no warm-up.
+        return self._warmups_done.get(shape, self._warmups) < self._warmups
 
     @property
     def is_recording(self) -> bool:
@@ -199,7 +215,7 @@ class CapturedStep:
         if self._graphs:
             self._recorder.forget()
         self._graphs.clear()
-        self._warm.clear()
+        self._warmups_done.clear()
 
     def losses_not_finite(self) -> int:
         """The number of scalar outputs so far that were NaN or infinite. Waits for the device: call it every k steps."""
@@ -239,10 +255,10 @@ class CapturedStep:
 
     def _warm_up(self, shape: Hashable, batch: Any) -> Any:
         """Run a step eagerly. The last warm-up is watched; a step in which torch.compile compiled does not count as last."""
-        done = self._warm.get(shape, 0) + 1
+        done = self._warmups_done.get(shape, 0) + 1
         with self._baked.rates_in_tensors():
             if done < self._warmups:
-                self._warm[shape] = done
+                self._warmups_done[shape] = done
                 return self._run_eagerly(batch)
             compiled, state = graphs_compiled(), self._baked.state()
             with self._recorder.watched() as waits, as_if_capturing() as pretence:
@@ -254,7 +270,7 @@ class CapturedStep:
                         self._give_up(_refusal(None, [place_of(error)]), error)
                     raise
         if graphs_compiled() == compiled:
-            self._warm[shape] = done
+            self._warmups_done[shape] = done
             reason = self._baked.not_again(state)
             if waits or reason:
                 self._give_up(_refusal(reason, waits))
@@ -316,7 +332,7 @@ class CapturedStep:
         reason = self._baked.not_again(state, captured=True)
         if refusal is None and (reason or self._recorder.refused):
             refusal = _refusal(reason, self._recorder.refused)
-        if self._agree(_LAUNCH if refusal is None else _NEVER) == _NEVER and refusal is None:
+        if self._agree(_Action.LAUNCH if refusal is None else _Action.NEVER) == _Action.NEVER and refusal is None:
             refusal = _OTHER_PROCESS
         if refusal is not None and not self._recorder.takes_step:
             self._undo(gradients_before, state)
@@ -329,7 +345,7 @@ class CapturedStep:
         self._baked.drop_state_since(state)
 
     def _launch(self, graph: _Graph, batch: Any) -> Any:
-        self._begun_again = 0
+        self._drops_since_launch = 0
         graph.inputs.fill(batch)
         graph.launch(self._on_mark)
         for parameter, gradient in graph.gradients_after:
@@ -342,7 +358,7 @@ class CapturedStep:
         if all(parameter.grad is gradient for parameter, gradient in graph.gradients_before):
             return True
         self._begin_again(
-            "it finds other gradients than when it was captured; clear them alike before every call "
+            "its parameters have other gradients than at the capture; clear gradients in the same way before every call "
             "(zero_grad(set_to_none=False) where calls add up), or give micro-batches as one list"
         )
         return False
@@ -350,8 +366,8 @@ class CapturedStep:
     def _begin_again(self, reason: str) -> None:
         """Drop the graphs; a step that changes too often is never captured."""
         self.reset()
-        self._begun_again += 1
-        if self._begun_again > _MOST_BEGINNINGS:
+        self._drops_since_launch += 1
+        if self._drops_since_launch > _MOST_DROPS:
             self._give_up(NotCapturable(f"the step is not the same for {self._warmups} consecutive calls: {reason}"))
 
     def _give_up(self, error: NotCapturable, cause: Exception | None = None) -> None:
