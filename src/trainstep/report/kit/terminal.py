@@ -42,7 +42,9 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], stream: TextIO, 
         if len(shown) > 1:
             console.print(Text(one_line(table.title), style="bold"))
         for number, block in enumerate(_laid_out(table, width)):
-            console.print(*([""] if number else []), block, sep="\n")
+            if number:
+                console.print()
+            console.print(block)
         if table.note:
             console.print(Text(one_line(table.note), style="dim", overflow="fold"))
         console.print()
@@ -85,44 +87,44 @@ def _left_out(tables: Sequence[Table], shown: Sequence[Table]) -> list[str]:
 
 def _laid_out(table: Table, width: int) -> list[RichTable]:
     """The whole table if it fits; else in blocks of columns; else its rows as lists, one below the other."""
-    places = list(range(len(table.columns)))
-    if _least_width(table, places) <= width:
-        return [_block(table, places, width)]
-    naming = list(takewhile(lambda place: table.columns[place].names, places[:-1])) or [0]
-    others = places[len(naming) :]
-    naming_width = _least_width(table, naming)
-    if naming_width > _NAMES_SHARE * width or any(
-        naming_width + _least_width(table, [place]) > width for place in others
+    indices = list(range(len(table.columns)))
+    if _least_width(table, indices) <= width:
+        return [_block(table, indices, width)]
+    name_columns = list(takewhile(lambda index: table.columns[index].names, indices[:-1])) or [0]
+    others = indices[len(name_columns) :]
+    names_width = _least_width(table, name_columns)
+    if names_width > _NAMES_SHARE * width or any(
+        names_width + _least_width(table, [index]) > width for index in others
     ):
-        return [_row_as_list(table, row, naming, width) for row in table.entries]
-    blocks = [list(naming)]
-    for place in others:
-        if _least_width(table, [*blocks[-1], place]) > width:
-            blocks.append(list(naming))
-        blocks[-1].append(place)
+        return [_row_as_list(table, row, name_columns, width) for row in table.entries]
+    blocks = [list(name_columns)]
+    for index in others:
+        if _least_width(table, [*blocks[-1], index]) > width:
+            blocks.append(list(name_columns))
+        blocks[-1].append(index)
     return [_block(table, block, width) for block in blocks]
 
 
-def _block(table: Table, places: Sequence[int], width: int) -> RichTable:
+def _block(table: Table, indices: Sequence[int], width: int) -> RichTable:
     grid = RichTable(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, _GAP - 1, 0, 0))
-    for place, column_width in zip(places, _widths(table, places, width), strict=True):
-        column = table.columns[place]
+    for index, column_width in zip(indices, _widths(table, indices, width), strict=True):
+        column = table.columns[index]
         grid.add_column(_title(column), justify=column.side, width=column_width, overflow="fold")
     for row in table.entries:
-        grid.add_row(*(_cell(table.columns[place], row[place]) for place in places))
+        grid.add_row(*(_cell(table.columns[index], row[index]) for index in indices))
     return grid
 
 
-def _row_as_list(table: Table, row: Sequence[Entry], naming: Sequence[int], width: int) -> RichTable:
+def _row_as_list(table: Table, row: Sequence[Entry], name_columns: Sequence[int], width: int) -> RichTable:
     """A row as lines of a title and a value, with the columns that name the row in bold."""
     titles = [one_line(column.title) for column in table.columns]
     left = min(max(map(cell_len, titles)), width // 2)
     grid = RichTable.grid(padding=(0, _GAP, 0, 0))
     grid.add_column(width=left, overflow="fold")
     grid.add_column(width=width - left - 2 * _GAP, overflow="fold")
-    for place, (title, entry) in enumerate(zip(titles, row, strict=True)):
-        if place in naming or entry.text != ABSENT:
-            grid.add_row(Text(title, style="bold" if place in naming else ""), _cell(table.columns[place], entry))
+    for index, (title, entry) in enumerate(zip(titles, row, strict=True)):
+        if index in name_columns or entry.text != ABSENT:
+            grid.add_row(Text(title, style="bold" if index in name_columns else ""), _cell(table.columns[index], entry))
     grid.add_row("", "")
     return grid
 
@@ -144,33 +146,34 @@ def _is_whole(column: Column, entry: Entry) -> bool:
     return column.number and entry.failure is None
 
 
-def _least_width(table: Table, places: Sequence[int]) -> int:
-    return sum(_bounds(table, place)[0] + _GAP for place in places)
+def _least_width(table: Table, indices: Sequence[int]) -> int:
+    return sum(_least_and_full_width(table, index)[0] + _GAP for index in indices)
 
 
-def _widths(table: Table, places: Sequence[int], width: int) -> list[int]:
+def _widths(table: Table, indices: Sequence[int], width: int) -> list[int]:
     """The widths of these columns: the least width of each, and an even share of the remaining width for columns that wrap."""
-    bounds = [_bounds(table, place) for place in places]
+    bounds = [_least_and_full_width(table, index) for index in indices]
     left = width - sum(least + _GAP for least, _ in bounds)
     widths = [least for least, _ in bounds]
-    # The column that lacks least comes first: what it does not use goes to the columns after it.
-    order = sorted(range(len(bounds)), key=lambda index: bounds[index][1] - bounds[index][0])
-    for remaining, index in zip(range(len(order), 0, -1), order, strict=True):
-        more = min(bounds[index][1] - bounds[index][0], left // remaining)
-        widths[index] += more
+    extra = [full - least for least, full in bounds]
+    # Serve the column that needs the least extra width first; what it leaves over goes to the others.
+    order = sorted(range(len(extra)), key=extra.__getitem__)
+    for remaining, position in zip(range(len(order), 0, -1), order, strict=True):
+        more = min(extra[position], left // remaining)
+        widths[position] += more
         left -= more
     return widths
 
 
-def _bounds(table: Table, place: int) -> tuple[int, int]:
+def _least_and_full_width(table: Table, index: int) -> tuple[int, int]:
     """The least width of a column that cuts no number and no word of its title, and the width at which nothing wraps."""
-    column = table.columns[place]
+    column = table.columns[index]
     title = _title(column).plain
     least = max(map(cell_len, title.split()), default=0)
-    most = max(map(cell_len, title.split("\n")), default=0)
+    full = max(map(cell_len, title.split("\n")), default=0)
     for row in table.entries:
-        text = one_line(row[place].text)
+        text = one_line(row[index].text)
         longest = max(map(cell_len, text.split()), default=0)
-        least = max(least, cell_len(text) if _is_whole(column, row[place]) else min(longest, _TEXT_WIDTH))
-        most = max(most, cell_len(text))
-    return least, most
+        least = max(least, cell_len(text) if _is_whole(column, row[index]) else min(longest, _TEXT_WIDTH))
+        full = max(full, cell_len(text))
+    return least, full
