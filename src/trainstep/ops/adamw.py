@@ -96,16 +96,20 @@ class AdamW(torch.optim.Optimizer):
                 by_kind: dict[tuple[Any, ...], list[Tensor]] = {}
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        kind = (parameter.device, parameter.dtype, parameter.grad.dtype, self._fits_kernel(parameter))
+                        fits_kernel = self._fits_kernel(parameter, self._state_of(parameter))
+                        kind = (parameter.device, parameter.dtype, parameter.grad.dtype, fits_kernel)
                         by_kind.setdefault(kind, []).append(parameter)
                 for kind, parameters in by_kind.items():
-                    update = self._launch if kind[-1] else self._update_by_reference
-                    update((id(parameters[0]), *kind), parameters, group)
+                    *_, fits_kernel = kind
+                    if fits_kernel:
+                        # The first tensor is in the key: parts of a group may step separately, each with tables of its own.
+                        self._launch((id(parameters[0]), *kind), parameters, group)
+                    else:
+                        self._update_by_reference(parameters, group)
         return loss
 
-    def _fits_kernel(self, parameter: Tensor) -> bool:
-        """Whether the kernel can update the parameter. Makes the parameter's state."""
-        state = self._state_of(parameter)
+    def _fits_kernel(self, parameter: Tensor, state: dict[str, Any]) -> bool:
+        """Whether the kernel can update the parameter, which has this state."""
         return (
             self._has_kernel(parameter)
             and parameter.numel() > 0
@@ -117,6 +121,7 @@ class AdamW(torch.optim.Optimizer):
         return parameter.is_cuda and Launch is not None
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The parameter's state, made if it has none yet."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -125,14 +130,13 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     def _launch(self, key: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
-        # `key` has the first tensor in it: parts of a group may step separately, and each part keeps tables of its own.
         states = [self.state[parameter] for parameter in parameters]
         gradients = [_laid_out_like(parameter, _gradient(parameter)) for parameter in parameters]
         steps = [state["step"] for state in states]
         found_inf = _on(parameters[0].device, getattr(self, "found_inf", None))
         if found_inf is None:
             torch._foreach_add_(steps, 1)
-        else:  # a list, because with a single tensor to add the host reads its value
+        else:  # a list: given one tensor, `_foreach_add_` reads it on the host, which waits for the device
             torch._foreach_add_(steps, [(found_inf == 0).to(steps[0].dtype).reshape(())] * len(steps))
         operands = Operands(
             parameters, gradients, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], steps
@@ -151,7 +155,7 @@ class AdamW(torch.optim.Optimizer):
         )
         self._launches.setdefault(key, Launch())(operands, settings)
 
-    def _update_by_reference(self, _key: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _update_by_reference(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and found_inf.item():  # waits for the device; no kernel runs here
             return
