@@ -204,5 +204,5 @@ def test_lost_time_is_an_error(monkeypatch: pytest.MonkeyPatch):
 
 
 def self_without_phase(attribution: Attribution, activity: object) -> Assigned:
-    place = attribution.place(MAIN, 0)
+    place = attribution.place_at(MAIN, 0)
     return Assigned(activity=activity, place=dataclasses.replace(place, phase=""), call=None)  # type: ignore[arg-type]

@@ -89,44 +89,44 @@ class Attribution:
             raise RuntimeError(f"{assigned_ns} of {total_ns} ns of device time were assigned to a phase")
         return assigned
 
-    def place(self, thread: Thread, time_ns: int) -> Place:
+    def place_at(self, thread: Thread, time_ns: int) -> Place:
         """The place of what this thread did at this time."""
         context = self._context(thread, time_ns)
         forward = self._forward_op(context.backward) if context.backward is not None else None
         if forward is not None:
-            return self._joined(context, forward, time_ns)
+            return self._place_of_backward(context, forward, time_ns)
         if context.spans.names_step_or_phase or thread == self.main:
             if context not in self._direct:
-                self._direct[context] = self._placed(context.spans, DIRECT, context)
+                self._direct[context] = self._place_from_spans(context.spans, DIRECT, context)
             return self._direct[context]
-        place = self._placed(context.spans.inside(self._spans_on_main(time_ns)), FALLBACK, context)
+        place = self._place_from_spans(context.spans.inside(self._spans_on_main(time_ns)), FALLBACK, context)
         accumulates = not place.span and context.accumulates
         return dataclasses.replace(place, span="gradient accumulation") if accumulates else place
 
     def _assigned(self, activity: Activity) -> Assigned:
         call = self._calls.get(activity.correlation)
         if call is None:
-            place = self._placed(self._spans_on_main(activity.start_ns), FALLBACK, NOTHING_OPEN)
+            place = self._place_from_spans(self._spans_on_main(activity.start_ns), FALLBACK, NOTHING_OPEN)
         else:
-            place = self.place(call.thread, call.start_ns)
+            place = self.place_at(call.thread, call.start_ns)
         return Assigned(activity=activity, place=place, call=call)
 
-    def _joined(self, context: Context, forward: Range, time_ns: int) -> Place:
+    def _place_of_backward(self, context: Context, forward: Range, time_ns: int) -> Place:
         """The place that the forward op's spans name, or the spans that backward itself opened, as recomputation does."""
         around = self._context(forward.thread, forward.start_ns)
-        source = self._placed(around.spans, JOINED, around)
-        in_backward = self._placed(context.spans_in_backward, JOINED, NOTHING_OPEN)
-        step = self._placed(context.spans.inside(self._spans_on_main(time_ns)), JOINED, context)
+        source = self._place_from_spans(around.spans, JOINED, around)
+        in_backward = self._place_from_spans(context.spans_in_backward, JOINED, NOTHING_OPEN)
+        on_main = self._place_from_spans(context.spans.inside(self._spans_on_main(time_ns)), JOINED, context)
         return Place(
-            step=step.step if step.step is not None else source.step,
-            phase=step.phase if step.phase != OUTSIDE else str(Phase.BACKWARD),
+            step=on_main.step if on_main.step is not None else source.step,
+            phase=on_main.phase if on_main.phase != OUTSIDE else str(Phase.BACKWARD),
             layer=in_backward.layer if in_backward.layer is not None else source.layer,
             span=in_backward.span or source.span,
             compiled=source.compiled or context.compiled,
             how=JOINED,
         )
 
-    def _placed(self, spans: Spans, how: str, context: Context) -> Place:
+    def _place_from_spans(self, spans: Spans, how: str, context: Context) -> Place:
         """The place that the open spans name. In a trace whose spans name no phases, the open ops tell the phase."""
         phase = spans.phase
         if not phase and self._guess_phases and not self._names_phases:
@@ -184,8 +184,8 @@ def _guessed_phase(context: Context) -> str:
 def placed_by_order(assigned: Sequence[Assigned], eager: Sequence[Assigned]) -> list[Assigned]:
     """`assigned`, with the places of replayed work taken from one eager step; other work keeps its place. [Note: replays]
 
-    Both are in order of start. Of the eager step, phases count that no span of the replays names: an optimizer outside of the
-    graph has its own. Work without a counterpart has the place of the work before it in its step, or else of the eager step's
+    Both are in order of start. Eager work is ignored if its phase is named by a span in the replayed steps, as for an optimizer
+    outside the graph. Work without a counterpart has the place of the work before it in its step, or else of the eager step's
     first work, and counts as placed by fallback.
     """
     named = {event.place.phase for event in assigned if not _is_replayed(event)} - {OUTSIDE}
@@ -209,7 +209,7 @@ def placed_by_order(assigned: Sequence[Assigned], eager: Sequence[Assigned]) -> 
         if name[1] != BETWEEN and len(known) == counts[step, name]:
             place = dataclasses.replace(known[seen[step, name]], step=step, how=REPLAYED)
             seen[step, name] += 1
-        else:  # with one more or one less, each that follows would be taken for another
+        else:  # if the counts differ, matching by position would shift every later kernel
             neighbour = before.get(step) or (eager[0].place if eager else event.place)
             place = dataclasses.replace(neighbour, step=step, how=FALLBACK)
         before[step] = place

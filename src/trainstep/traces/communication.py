@@ -156,7 +156,7 @@ def _on_device(work: TraceWork) -> Iterator[_Message]:
 
 def _on_host(work: TraceWork) -> Iterator[_Message]:
     for launch, run in _gloo_messages(work.attribution.trace):
-        place = work.attribution.place(launch.thread, launch.start_ns)
+        place = work.attribution.place_at(launch.thread, launch.start_ns)
         yield _Message(
             label=_span(work, launch.thread, launch.start_ns) or run.name,
             step=place.step,
@@ -191,7 +191,7 @@ def _backward_ends_ns(work: TraceWork) -> dict[int | None, int]:
     else:
         attribution = work.attribution
         ends_by_step = [
-            (attribution.place(span.thread, span.start_ns).step, span.end_ns)
+            (attribution.place_at(span.thread, span.start_ns).step, span.end_ns)
             for span in attribution.trace.ranges
             if span.annotation and span.name == Phase.BACKWARD and span.thread == attribution.main
         ]

@@ -186,7 +186,7 @@ def _calls_by_phase(work: TraceWork) -> dict[str, list[Call]]:
             continue
         phase = phase_of.get(call.correlation)
         if phase is None and call.name.startswith((*_LAUNCHES, *_BLOCKING, *_ALLOCATIONS)):
-            place = work.attribution.place(call.thread, call.start_ns)
+            place = work.attribution.place_at(call.thread, call.start_ns)
             if place.step is None and work.attribution.named:
                 continue  # a call of the profiler's, or the user's between steps
             phase = place.phase
@@ -308,7 +308,7 @@ def _cause(time: _SpanTime, times: _SpanTimes, excess_ns: float, on_device: bool
 def _allocations(work: TraceWork) -> Counter[tuple[int, str, str, int | None]]:
     counts: Counter[tuple[int, str, str, int | None]] = Counter()
     for call in _calls_named(work.attribution.trace.calls, _ALLOCATIONS):
-        place = work.attribution.place(call.thread, call.start_ns)
+        place = work.attribution.place_at(call.thread, call.start_ns)
         if place.step is not None:
             counts[(place.step, *_key(place))] += 1
     return counts

@@ -126,7 +126,7 @@ def _own_times(attribution: Attribution) -> list[Assigned]:
     events = []
     for nesting in attribution.nestings.values():
         for opened, self_ns in zip(nesting.ranges, nesting.self_ns(), strict=True):
-            place = attribution.place(opened.thread, opened.start_ns)
+            place = attribution.place_at(opened.thread, opened.start_ns)
             if self_ns <= 0 or (attribution.named and place.step is None and place.phase == OUTSIDE):
                 continue
             activity = Activity(
