@@ -10,9 +10,9 @@ The reasons for this rule:
   mirrors b against a.
 - The median of the pairs. A few disturbed steps do not move it; they would move a mean.
 - A widened 99 % interval. A percentile bootstrap of a median is too narrow for few values: at 95 % and unwidened, it called 8 % of
-  A/A comparisons different (20 pairs, 10 % noise), and 24 % of those with 3 pairs. We widen it as Student's interval is wider than
-  the normal one, times sqrt(n / (n - 1)) because a resample spreads too little. From 5 pairs on it then covers about 99 %. Fewer
-  than 5 pairs give a ratio without an interval: three pairs do not say how far off the next pair is.
+  A/A comparisons different (20 pairs, 10 % noise), and 24 % of those with 3 pairs. We widen it by Student's quantile over the
+  normal one, and by sqrt(n / (n - 1)), because resamples spread less than the data. From 5 pairs on it then covers about 99 %.
+  Fewer than 5 pairs give a ratio without an interval: three pairs do not say how far off the next pair is.
 - A minimum effect. Under drift the second half of a pair is always later, and an interval of many pairs is narrow enough to see
   that. Differences so small also change with the next build or the next day.
 
@@ -21,9 +21,10 @@ In 500 simulations with 20 pairs for each kind of noise (2 %, 10 %, Student's t2
 found under 2 % noise in over 98 %.
 
 Pairs of turns cannot see a bias that lasts as long as a process, such as where its memory happens to lie (2 % a process, say): all
-turns of a share it. So variants are run by several pairs of processes (measure/harness/interleave.py), and where the records say
-how long each process ran, the pair of processes is the unit: its log ratio is the median over its pairs of turns, and the interval
-is Student's interval of the mean. Older records, and workloads that measure many cells in a process, have one pair of processes.
+turns of variant a share it. So variants are run by several pairs of processes (measure/harness/interleave.py), and where the
+records say how long each process ran, the pair of processes is the unit: its log ratio is the median over its pairs of turns, and
+the interval is Student's interval of the mean. Older records, and workloads that measure many cells in a process, have one pair of
+processes.
 """
 
 from collections.abc import Sequence
@@ -172,7 +173,7 @@ def compare_samples(
 
 def student_point(freedom: int) -> float:
     """The two-sided 1 % point of Student's t, by its expansion in 1 / freedom around the normal distribution's point."""
-    if freedom == MINIMUM_PAIRS - 1:
+    if freedom == 4:
         return _STUDENT_4
     z = NormalDist().inv_cdf((1 + _LEVEL) / 2)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
