@@ -27,7 +27,8 @@ class TrainStep:
     grad_sync  end of backward -> last gradient ready; only with `gradient_sync`
     optimizer  unscale, clip, step, zero_grad
 
-    `mode` (RunConfig.mode) names the last phase that runs. `running` is the current phase, which an error report names.
+    `mode` (RunConfig.mode) says how far a step goes: forward_no_grad and forward end after forward, forward_backward after
+    grad_sync, step after the optimizer. `running` is the current phase, which an error report names.
     The module is called as `module(**batch)` and returns a loss or an object with `.loss`. With n micro-batches each loss
     is divided by n, so the gradients are those of the mean loss.
     """
@@ -63,21 +64,20 @@ class TrainStep:
 
     def compute(self, micro_batches: Sequence[Mapping[str, Any]], mark: Mark = _unmarked) -> Tensor:
         """Run the step without the optimizer and leave the gradients. Returns the last micro-batch's loss, detached."""
-        sync = self.gradient_sync
         for number, batch in enumerate(micro_batches, start=1):
-            # Before the last micro-batch, gradients only accumulate.
-            with nullcontext() if sync is None or number == len(micro_batches) else sync.no_sync():
+            is_last = number == len(micro_batches)
+            with self._synchronizing(last=is_last):
                 self.running = Phase.FORWARD
                 loss = self._forward(batch)
                 mark(Phase.FORWARD)
-                if self.mode in ("forward_backward", "step"):
+                if self._runs_backward:
                     self.running = Phase.BACKWARD
                     self._backward(loss, len(micro_batches))
                     mark(Phase.BACKWARD)
-        if sync is not None and self.mode in ("forward_backward", "step"):
+        if self.gradient_sync is not None and self._runs_backward:
             self.running = Phase.GRAD_SYNC
             with span(Phase.GRAD_SYNC):
-                sync.finish_gradient_synchronization()
+                self.gradient_sync.finish_gradient_synchronization()
             mark(Phase.GRAD_SYNC)
         return loss.detach()
 
@@ -105,6 +105,16 @@ class TrainStep:
         """Drop the gradients of a forward_backward step, so that the next step does not add to them."""
         for parameter in self.module.parameters():
             parameter.grad = None
+
+    @property
+    def _runs_backward(self) -> bool:
+        return self.mode in ("forward_backward", "step")
+
+    def _synchronizing(self, *, last: bool) -> AbstractContextManager[None]:
+        """Inside, gradients are synchronised in the last micro-batch; before it they only add up on this rank."""
+        if last or self.gradient_sync is None:
+            return nullcontext()
+        return self.gradient_sync.no_sync()
 
     def _forward(self, batch: Mapping[str, Any]) -> Tensor:
         no_grad: AbstractContextManager[Any] = torch.no_grad() if self.mode == "forward_no_grad" else nullcontext()
