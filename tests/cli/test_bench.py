@@ -104,7 +104,7 @@ def test_a_grid_with_a_bad_cell_is_refused_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("anew", [True, False])
+@pytest.mark.parametrize("rerun", [True, False])
 @pytest.mark.parametrize(
     ("finished", "words"),
     [
@@ -113,10 +113,10 @@ def test_a_grid_with_a_bad_cell_is_refused_before_anything_runs(
         (2, "2 of 3 cells are finished and kept in {0}"),
     ],
 )
-def test_an_interrupt_says_how_many_cells_are_kept(tmp_path: Path, finished: int, words: str, anew: bool):
+def test_an_interrupt_says_how_many_cells_are_kept(tmp_path: Path, finished: int, words: str, rerun: bool):
     cells = [planted(index=index) for index in range(3)]
     store = Store(tmp_path / "records.jsonl")
-    if anew:  # records of an earlier run do not count as kept by this one
+    if rerun:  # records of an earlier run do not count as kept by this one
         for cell in cells:
             store.append(a_record(key=cell.key))
 
@@ -126,7 +126,7 @@ def test_an_interrupt_says_how_many_cells_are_kept(tmp_path: Path, finished: int
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as interrupt:
-        run_cells([[cell] for cell in cells], store, execute, here=None, anew=anew)
+        run_cells([[cell] for cell in cells], store, execute, environment=None, rerun=rerun)
     message, _, command = str(interrupt.value).partition("; to continue: ")
     assert message == words.format(store.path)
     assert command.endswith(f"--out {store.path}") == bool(finished)

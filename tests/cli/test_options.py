@@ -143,7 +143,7 @@ def test_a_budget_begins_no_group_that_would_end_after_it(
 
     store = Store(tmp_path / "records.jsonl")
     how = GridOptions(budget_minutes=minutes, quiet=True)
-    records = run_cells(groups, store, execute, here=None, how=how, anew=True)
+    records = run_cells(groups, store, execute, environment=None, options=how, rerun=True)
     assert len(records) == len(store.read()) == ran
     assert closed == [True]
 
@@ -209,5 +209,5 @@ def test_the_first_line_is_printed_before_the_first_cell_runs(tmp_path: Path, ca
         printed_first.append(capsys.readouterr().err)
         yield from ([a_record(key=cell.key)] for group in waiting for cell in group)
 
-    run_cells([[planted()]], Store(tmp_path / "r.jsonl"), execute, here=None, anew=True)
+    run_cells([[planted()]], Store(tmp_path / "r.jsonl"), execute, environment=None, rerun=True)
     assert printed_first == ["1 cell to run, about 10 s by a rough guess\n"]

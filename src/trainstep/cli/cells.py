@@ -25,10 +25,13 @@ from trainstep.report.kit.visible import one_line
 
 if TYPE_CHECKING:
     from trainstep.measure.harness.runner import Limits
+    from trainstep.report.kit.rows import Row
 
 Execute = Callable[[Sequence[Sequence[Cell]], Callable[[Cell, str], None]], Iterator[list[Record]]]
 UNFINISHED = 4
 """The exit code if the budget ended before all cells had run."""
+FAULTED = 3
+"""The exit code if a cell ended with one of `_FAULTS`."""
 _FAULTS = ("crash", "timeout", "import_error", "divergence")
 
 
@@ -36,8 +39,8 @@ def measure_grid(
     groups: Sequence[Sequence[Cell]],
     verb: str,
     bounds: "Limits",
-    how: GridOptions,
-    here: Environment,
+    options: GridOptions,
+    environment: Environment,
     *,
     compare: str | None = None,
     kept_files: str | None = None,
@@ -47,10 +50,12 @@ def measure_grid(
     With `--resume`, only cells that the store does not have are run. `kept_files`: the config field that names a folder for files
     of the cells. Returns the exit code.
     """
-    store = how.open_store(verb)
-    check_page(how.page, store.path)
-    if how.dry_run:
-        return show_cells(groups, store, here=here, how=how, anew=not how.resume, as_json=how.json)
+    store = options.open_store(verb)
+    check_page(options.page, store.path)
+    if options.dry_run:
+        return show_dry_run(
+            groups, store, environment=environment, options=options, rerun=not options.resume, as_json=options.json
+        )
     if kept_files is not None:
         check_kept([cell for group in groups for cell in group], kept_files)
     from trainstep.measure.harness.local import run_groups
@@ -58,9 +63,9 @@ def measure_grid(
     def execute(waiting: Sequence[Sequence[Cell]], tell: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
         return run_groups(waiting, bounds, tell)
 
-    records = run_cells(groups, store, execute, here=here, how=how, anew=not how.resume)
-    code = show(records, store, how.page, compare=compare, as_json=how.json, every=how.every)
-    return unfinished(groups, records, store, how) or code
+    records = run_cells(groups, store, execute, environment=environment, options=options, rerun=not options.resume)
+    code = show(records, store, options.page, compare=compare, as_json=options.json, every=options.every)
+    return unfinished(groups, records, store, options) or code
 
 
 def run_cells(
@@ -68,14 +73,14 @@ def run_cells(
     store: Store,
     execute: Execute,
     *,
-    here: Environment | None,
-    how: RunOptions = RunOptions(),
+    environment: Environment | None,
+    options: RunOptions = RunOptions(),
     retry_failed: bool = False,
-    anew: bool = False,
+    rerun: bool = False,
 ) -> list[Record]:
-    """Run the cells that the store does not have yet (or all, `anew`) until the budget is spent.
+    """Run the cells that the store does not have yet (or all, `rerun`) until the budget is spent.
 
-    Returns the records that the store then has of these cells (of those that just ran, if `anew`), in the order of the cells.
+    Returns the records that the store then has of these cells (of those that just ran, if `rerun`), in the order of the cells.
     """
     from trainstep.measure.harness.runner import with_facts
     from trainstep.measure.harness.sweep import run_sweep
@@ -84,38 +89,38 @@ def run_cells(
 
     def execute_noting_command(waiting: Sequence[Sequence[Cell]]) -> Iterator[list[Record]]:
         for records in execute(waiting, progress.tell):
-            yield [with_facts(record, command=command, defaults_from=how.defaults_from) for record in records]
+            yield [with_facts(record, command=command, defaults_from=options.defaults_from) for record in records]
 
     cells = [cell for group in groups for cell in group]
-    before = store.latest() if anew else {}
-    waiting, expected = _waiting(groups, store, anew=anew, retry_failed=retry_failed)
+    before = store.latest() if rerun else {}
+    waiting, expected = _waiting(groups, store, rerun=rerun, retry_failed=retry_failed)
     ran: set[str] = set()
-    with CellProgress(cells, expected, quiet=how.quiet) as progress:
-        steps = run_sweep(
+    with CellProgress(cells, expected, quiet=options.quiet) as progress:
+        reports = run_sweep(
             groups,
             store,
             execute_noting_command,
-            here=here,
-            allow_mixed=how.allow_mixed,
+            here=environment,
+            allow_mixed=options.allow_mixed,
             retry_failed=retry_failed,
-            anew=anew,
+            rerun=rerun,
         )
-        with interrupt_says(lambda: _kept_words(cells, store, before, how)), contextlib.closing(steps):
-            for step in steps:
-                progress.finished(step.done, step.of, step.records, whole=step.whole)
-                ran |= {record.key for record in step.records}
-                if step.whole and _is_spent(how.budget_minutes, progress.elapsed_s, len(ran), waiting):
+        with interrupt_says(lambda: _kept_words(cells, store, before, options)), contextlib.closing(reports):
+            for report in reports:
+                progress.finished(report.done, report.of, report.records, whole=report.whole)
+                ran |= {record.key for record in report.records}
+                if report.whole and _is_spent(options.budget_minutes, progress.elapsed_s, len(ran), waiting):
                     break
     latest = store.latest()
-    done = ran if anew else latest.keys()
+    done = ran if rerun else latest.keys()
     return [latest[cell.key] for cell in cells if cell.key in done]
 
 
 def _waiting(
-    groups: Sequence[Sequence[Cell]], store: Store, *, anew: bool, retry_failed: bool
+    groups: Sequence[Sequence[Cell]], store: Store, *, rerun: bool, retry_failed: bool
 ) -> tuple[Sequence[Sequence[Cell]], dict[str, ExpectedTime]]:
     """The groups that are to run, and the expected time of each of their cells by its key."""
-    waiting = groups if anew else pending(groups, store, retry_failed=retry_failed)
+    waiting = groups if rerun else pending(groups, store, retry_failed=retry_failed)
     durations = earlier_durations([store.path, RUNS])
     return waiting, {cell.key: expected_time(cell, durations) for group in waiting for cell in group}
 
@@ -129,26 +134,26 @@ def _is_spent(minutes: float | None, elapsed_s: float, ran: int, waiting: Sequen
     return elapsed_s * (1 + size / ran) > minutes * 60
 
 
-def unfinished(groups: Sequence[Sequence[Cell]], records: Sequence[Record], store: Store, how: RunOptions) -> int:
+def unfinished(groups: Sequence[Sequence[Cell]], records: Sequence[Record], store: Store, options: RunOptions) -> int:
     """If the budget left cells, say how many and how to continue. Returns the exit code: UNFINISHED, or 0 if no cell is left."""
     count = sum(map(len, groups))
-    if how.budget_minutes is None or len(records) == count:
+    if options.budget_minutes is None or len(records) == count:
         return 0
     with outliving_reader(sys.stderr):
         print(
-            f"{count - len(records)} of {count} cells are left: the budget of {how.budget_minutes:g} min is spent. To continue: "
-            f"{_continuing_command(store, how)}",
+            f"{count - len(records)} of {count} cells are left: the budget of {options.budget_minutes:g} min is spent. "
+            f"To continue: {_continuing_command(store, options)}",
             file=sys.stderr,
         )
     return UNFINISHED
 
 
-def _continuing_command(store: Store, how: RunOptions) -> str:
+def _continuing_command(store: Store, options: RunOptions) -> str:
     """The command line that runs the cells that are missing in the store: this one, with its file of records named."""
     words = sys.argv[1:]
     if words[:1] != ["sweep"] and not any(word.split("=")[0] == "--out" for word in words):
         words = [*words, "--out", str(store.path)]
-    if isinstance(how, GridOptions) and "--resume" not in words:
+    if isinstance(options, GridOptions) and "--resume" not in words:
         words = [*words, "--resume"]
     return one_line(shlex.join(["trainstep", *words]))
 
@@ -162,13 +167,17 @@ def interrupt_says(words: Callable[[], str]) -> Iterator[None]:
         raise KeyboardInterrupt(words()) from None
 
 
-def _kept_words(cells: Sequence[Cell], store: Store, before: Mapping[str, Record], how: RunOptions) -> str:
+def _kept_words(cells: Sequence[Cell], store: Store, before: Mapping[str, Record], options: RunOptions) -> str:
     """How many of the cells have a new record in the store, and the command that continues."""
     latest = store.latest()
-    count = sum(latest.get(cell.key) not in (None, before.get(cell.key)) for cell in cells)
+
+    def is_new(cell: Cell) -> bool:
+        return latest.get(cell.key) not in (None, before.get(cell.key))
+
+    count = sum(map(is_new, cells))
     if not count:
         return "no cell was finished"
-    left = f"; to continue: {_continuing_command(store, how)}" if count < len(cells) else ""
+    left = f"; to continue: {_continuing_command(store, options)}" if count < len(cells) else ""
     return f"{count} of {len(cells)} cells {'is' if count == 1 else 'are'} finished and kept in {store.path}" + left
 
 
@@ -187,16 +196,32 @@ def show(
     """Print the answers, `paragraphs`, the tables, verdicts along a compared axis, the last lines of crashed cells, and the path of
     the records; write the page, under the sweep's title and description. Returns the exit code.
     """
+    from trainstep.report.kit.rows import rows_of
+
+    rows = rows_of([(str(store.path), record) for record in records])
+    _print_report(rows, compare=compare, as_json=as_json, every=every, paragraphs=paragraphs)
+    any_fault = _print_faults(rows)
+    stream = sys.stderr if as_json else sys.stdout
+    with outliving_reader(stream):
+        print(f"records: {store.path}", file=stream, flush=True)
+    if page is not None:
+        write_page(records, store, page, title=title, description=description)
+        with outliving_reader(stream):
+            print(f"page: {page}", file=stream, flush=True)
+    return FAULTED if any_fault else 0
+
+
+def _print_report(
+    rows: "Sequence[Row]", *, compare: str | None, as_json: bool, every: bool, paragraphs: Sequence[str]
+) -> None:
+    """Print the answers, `paragraphs` and the tables, or, `as_json`, the answers and the tables as JSON."""
     from trainstep.report.answers import answers
     from trainstep.report.kit.answer import print_answers
     from trainstep.report.kit.notes import notes
-    from trainstep.report.kit.rows import rows_of
     from trainstep.report.kit.tables import all_tables
     from trainstep.report.kit.terminal import print_paragraphs, print_tables
-    from trainstep.report.kit.visible import visible
     from trainstep.report.step.comparison import comparison_tables
 
-    rows = rows_of([(str(store.path), record) for record in records])
     tables = [*all_tables(rows), *(comparison_tables(rows, compare) if compare else [])]
     row_answers = answers(rows, compare)
     with outliving_reader(sys.stdout):
@@ -209,19 +234,18 @@ def show(
             print_paragraphs([*paragraphs, ""] if paragraphs else [], sys.stdout)
             print_tables(tables, notes(rows), sys.stdout, every=every)
         sys.stdout.flush()
+
+
+def _print_faults(rows: "Sequence[Row]") -> bool:
+    """Print the last lines of each cell that ended with one of `_FAULTS`. Returns whether there is one."""
+    from trainstep.report.kit.visible import visible
+
     faults = [(row, failure) for row in rows if (failure := row.record.failure) and failure.kind in _FAULTS]
     with outliving_reader(sys.stderr):
         for row, failure in faults:
             last = (visible(line).replace("\n", " ") for line in failure.last_lines[-3:])
             print("\n    ".join([one_line(f"{row.label()}: {failure.message}"), *last]), file=sys.stderr)
-    stream = sys.stderr if as_json else sys.stdout
-    with outliving_reader(stream):
-        print(f"records: {store.path}", file=stream, flush=True)
-    if page is not None:
-        write_page(records, store, page, title=title, description=description)
-        with outliving_reader(stream):
-            print(f"page: {page}", file=stream, flush=True)
-    return 3 if faults else 0
+    return bool(faults)
 
 
 def check_page(page: Path | None, records: Path) -> None:
@@ -258,14 +282,14 @@ def write_page(
         raise ValueError(f"{error}; {store.path} has the records: trainstep report makes a page of them") from None
 
 
-def show_cells(
+def show_dry_run(
     groups: Sequence[Sequence[Cell]],
     store: Store,
     *,
-    here: Environment | None,
-    how: RunOptions,
+    environment: Environment | None,
+    options: RunOptions,
     retry_failed: bool = False,
-    anew: bool = False,
+    rerun: bool = False,
     as_json: bool = False,
     note: str = "",
 ) -> int:
@@ -273,9 +297,9 @@ def show_cells(
 
     `note`: a sentence to print beside the estimate. ValueError as `run_cells`. Returns the exit code.
     """
-    if here is not None and not how.allow_mixed and not anew:
-        check_same_place(store, here)
-    waiting, to_run = _waiting(groups, store, anew=anew, retry_failed=retry_failed)
+    if environment is not None and not options.allow_mixed and not rerun:
+        check_same_place(store, environment)
+    waiting, to_run = _waiting(groups, store, rerun=rerun, retry_failed=retry_failed)
     cells = [cell for group in groups for cell in group]
     if as_json:
         _print(json.dumps(_plain_cells(cells, to_run, store), indent=1))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 from cyclopts import Parameter
 
-from trainstep.cli.cells import check_kept, check_page, interrupt_says, measure_grid, show, show_cells
+from trainstep.cli.cells import check_kept, check_page, interrupt_says, measure_grid, show, show_dry_run
 from trainstep.cli.options import (
     TIMEOUT_S,
     GridOptions,
@@ -102,7 +102,9 @@ def memory(
         raise ValueError("budget_minutes: a search with --fit has no result before its end; leave one of them out")
     if how.dry_run:
         note = f"--fit begins at each of these; how many values of {fit} it tries is not known."
-        return show_cells(groups, store, here=here, how=how, anew=not how.resume, as_json=how.json, note=note)
+        return show_dry_run(
+            groups, store, environment=here, options=how, rerun=not how.resume, as_json=how.json, note=note
+        )
     check_kept(cells, "keep_snapshot")
     return _fit_cells(cells, fit, store, bounds, how)
 

@@ -157,20 +157,20 @@ def _run(
     top: int,
 ) -> int:
     """Run the cells under torch's profiler, then print their verdicts and tables. Returns the exit code."""
-    from trainstep.cli.cells import check_kept, check_page, run_cells, show, show_cells, unfinished, write_page
+    from trainstep.cli.cells import check_kept, check_page, run_cells, show, show_dry_run, unfinished, write_page
     from trainstep.cli.streams import outliving_reader
     from trainstep.report.kit.terminal import print_paragraphs
     from trainstep.report.profile.tables import TORCH_COLUMNS
 
     check_page(how.page, store.path)
     if how.dry_run:
-        return show_cells(groups, store, here=here, how=how, anew=not how.resume, as_json=how.json)
+        return show_dry_run(groups, store, environment=here, options=how, rerun=not how.resume, as_json=how.json)
     check_kept([cell for group in groups for cell in group], "keep_trace")
 
     def execute(waiting: Sequence[Sequence[Cell]], tell: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
         return _profiled(waiting, bounds, tell, traces)
 
-    records = run_cells(groups, store, execute, here=here, how=how, anew=not how.resume)
+    records = run_cells(groups, store, execute, environment=here, options=how, rerun=not how.resume)
     ran = [record for record in records if record.failure is None]
     code = show(_with_top(records, top), store, None, as_json=how.json, every=how.every, paragraphs=_sentences(ran))
     if how.page is not None:

@@ -111,15 +111,17 @@ def sweep(
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args, how.budget_minutes)
     here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
     check_compared(bounds, groups)
-    from trainstep.cli.cells import check_page, run_cells, show, show_cells, unfinished
+    from trainstep.cli.cells import check_page, run_cells, show, show_dry_run, unfinished
 
     store = how.store(out or RUNS / f"{config.name}.jsonl", "sweep")
     check_page(page, store.path)
     if how.dry_run:
         note = _SIDE_BY_SIDE if request else ""
-        return show_cells(groups, store, here=here, how=how, retry_failed=retry_failed, as_json=json, note=note)
+        return show_dry_run(
+            groups, store, environment=here, options=how, retry_failed=retry_failed, as_json=json, note=note
+        )
     execute = _executor(bounds, request, store, groups, retry_failed)
-    records = run_cells(groups, store, execute, here=here, how=how, retry_failed=retry_failed)
+    records = run_cells(groups, store, execute, environment=here, options=how, retry_failed=retry_failed)
     show_sweep = partial(show, compare=config.compare, title=config.title, description=config.description or None)
     code = show_sweep(records, store, page, as_json=json, every=how.every)
     return unfinished(groups, records, store, how) or code

@@ -79,19 +79,19 @@ def tune(
     if device == "cpu" and not on_cpu:
         raise ValueError(_NO_GPU)
 
-    from trainstep.cli.cells import run_cells, show_cells, unfinished
+    from trainstep.cli.cells import run_cells, show_dry_run, unfinished
     from trainstep.measure.harness.local import run_groups
 
     store = how.store(out, "tune")
     groups = groups_along(cells, None)
     if how.dry_run:
-        return show_cells(groups, store, here=here, how=how, retry_failed=retry_failed)
+        return show_dry_run(groups, store, environment=here, options=how, retry_failed=retry_failed)
     records = run_cells(
         groups,
         store,
         lambda waiting, tell: run_groups(waiting, bounds, tell),
-        here=here,
-        how=how,
+        environment=here,
+        options=how,
         retry_failed=retry_failed,
     )
     code = _show(records, cells, store, top, every=how.every)
@@ -107,6 +107,7 @@ def _cells(fields: Mapping[str, str | None]) -> list[Cell]:
 
 def _show(records: list[Record], cells: list[Cell], store: Store, top: int, *, every: bool) -> int:
     """Print the answer, each cell's ranking, the failures, the path of the records and the table's rows. Returns the exit code."""
+    from trainstep.cli.cells import FAULTED
     from trainstep.cli.streams import outliving_reader
     from trainstep.report.answers import answers
     from trainstep.report.attention.tiles import summary_table, table_rows, tile_tables
@@ -125,4 +126,4 @@ def _show(records: list[Record], cells: list[Cell], store: Store, top: int, *, e
             print(one_line(f"{row.label()}: {row.record.failure.message if row.record.failure else ''}"))
         print(f"records: {store.path}\n")
         print(table_rows(rows, record=str(store.path)), flush=True)
-    return 3 if failed or len(records) < len(cells) else 0
+    return FAULTED if failed or len(records) < len(cells) else 0

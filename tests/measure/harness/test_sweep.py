@@ -153,7 +153,7 @@ def test_code_that_changes_during_a_sweep_is_refused(store: Store):
     assert list(store.latest()) == [cell.key for cell in CELLS[:3]], (
         "the record that shows it is kept, none after it made"
     )
-    for options in ({"allow_mixed": True}, {"anew": True}):
+    for options in ({"allow_mixed": True}, {"rerun": True}):
         assert list(run_sweep(GROUPS, store, execute, here=ENVIRONMENT, **options))[-1].done == 5
 
 

@@ -61,22 +61,22 @@ def run_sweep(
     here: Environment | None,
     allow_mixed: bool = False,
     retry_failed: bool = False,
-    anew: bool = False,
+    rerun: bool = False,
 ) -> Generator[Progress, None, None]:
     """Run the pending cells and yield the progress after each stored result.
 
     `here`: where cells will run; None if only their records tell: each record must then match the store's first.
-    `anew`: measure every cell, whatever the store holds.
+    `rerun`: measure every cell, whatever the store holds.
 
     Raises ValueError, unless `allow_mixed`, if the store holds records of another GPU, torch or code, and, after a group
     is stored, if one of these changed during the sweep.
     """
     with store.locked():
-        allow_mixed = allow_mixed or anew
+        allow_mixed = allow_mixed or rerun
         if here is not None and not allow_mixed:
             check_same_place(store, here)
         first = next(_places(store.latest().values()), None)
-        waiting = [list(group) for group in groups] if anew else pending(groups, store, retry_failed=retry_failed)
+        waiting = [list(group) for group in groups] if rerun else pending(groups, store, retry_failed=retry_failed)
         total = sum(map(len, groups))
         left = {cell.key for group in waiting for cell in group}
         yield Progress(done=total - len(left), of=total, records=())
