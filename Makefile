@@ -9,6 +9,12 @@ PYTEST ?=
 # A worker a core; `make test PYTEST="-n 0 --pdb"` runs in one process
 SIDE_BY_SIDE := -n logical --dist worksteal
 
+# Tests start hundreds of processes: each would compile the sources anew if Python might not keep bytecode
+unexport PYTHONDONTWRITEBYTECODE
+
+# Workers and the cells that they start share the cores: a thread each, or they wait for each other
+test test-slow test-newest: export OMP_NUM_THREADS := 1
+
 # For test-newest: --admitted takes no release that constraints.txt does not admit yet
 NEWEST ?=
 

@@ -114,7 +114,9 @@ def install(python: Path, *, torch: str | None, reuse: bool) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
         file.write(constraints)
     quietly = [] if sys.stdout.isatty() else ["-qq"]  # on a terminal pip shows how far the download is
-    command = [python, "-m", "pip", "install", *quietly, "--disable-pip-version-check", "--constraint", file.name]
+    # Compiling all modules to bytecode would take most of the time; Python compiles those that are imported, once.
+    command = [python, "-m", "pip", "install", *quietly, "--no-compile", "--disable-pip-version-check"]
+    command += ["--constraint", file.name]
     try:
         subprocess.run([*command, "--editable", f"{ROOT}[dev]"], check=True)
     except subprocess.CalledProcessError:

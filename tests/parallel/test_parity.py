@@ -74,7 +74,7 @@ def distance_from_one_process(ranks: Ranks, strategy: str, case: Case, optimizer
     return distance(together, train_alone(case, optimizer, ranks.world_size, torch.float32))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 @pytest.mark.parametrize(
     ("strategy", "case"),
     [(strategy, case) for strategy, case in PAIRS if CASES[case].accumulation == 1 and case != "clipped"],

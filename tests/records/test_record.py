@@ -150,7 +150,8 @@ json_values = st.recursive(
     max_leaves=10,
 )
 json_scalars = json_values.filter(lambda value: not isinstance(value, list | dict))
-configs = st.dictionaries(st.text(), json_values, max_size=4)
+configs = st.dictionaries(st.text().map("any {}".format), json_values, max_size=4)
+"""No declared name, which would have a declared type: hypothesis draws words that stand in the sources, too."""
 
 
 @settings(deadline=None)
