@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from trainstep.config.parsing import fields_of
+from trainstep.config.run import RunConfig
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
@@ -186,7 +188,9 @@ def against_words(axis: str, ratios: Sequence[Ratio]) -> str:
     """The verdict along a compared axis: how the cells of each value compare with those of the axis's first value."""
     first = words(ratios[0].base.point.get(axis))
     by_value = grouped(ratios, lambda ratio: words(ratio.row.point.get(axis)))
-    verdicts = [f"{value} {counted_words(alike)}" for value, alike in by_value.items()]
+    is_option = axis in fields_of(RunConfig)  # a value alone, such as `step`, would read like another field's
+    named = {value: f"`--{axis.replace('_', '-')} {value}`" if is_option else value for value in by_value}
+    verdicts = [f"{named[value]} {counted_words(alike)}" for value, alike in by_value.items()]
     return f"Against {axis.replace('_', ' ')} {first}: {'; '.join(verdicts)}."
 
 
@@ -220,21 +224,35 @@ def counted_words(ratios: Sequence[Ratio]) -> str:
         [ratio] = ratios
         if ratio not in judged:
             return f"has no verdict ({_no_verdict_reason(ratio)})"
-        verdict = ratio.known.verdict if ratio.known else ""
-        what = "shows no difference" if verdict == "cannot tell" else f"is {verdict}"
+        word = ratio.known.word if ratio.known else ""
+        what = f"is {word}" if word in ("faster", "slower") else _unlike_words(word)
         return f"{what}: it takes {interval_words(ratio)} of the time"
     parts = []
-    for verdict, word in (("faster", "is faster"), ("slower", "is slower"), ("cannot tell", "shows no difference")):
-        alike = [ratio for ratio in ratios if _judged_as(ratio, verdict)]
-        if alike:
-            low, high = (three_digits(choose(map(_number, alike))) for choose in (min, max))
-            span = low if low == high else f"{low} to {high}"
-            parts.append(f"{word} in {len(alike)} of {len(ratios)} cells ({span} of the time)")
-    if len(judged) < len(ratios):
-        unsure = [ratio_words(ratio.ratio) for ratio in ratios if ratio not in judged and ratio.ratio is not None]
-        seen = f" ({listed(unsure, most=_NAMED)} of the time; too few pairs or too wide an interval)" if unsure else ""
-        parts.append(f"has no verdict in {len(ratios) - len(judged)}{seen}")
+    by_word = grouped(judged, lambda ratio: ratio.known.word if ratio.known else "")
+    for word in sorted(by_word, key=lambda word: ("faster", "slower", "cannot tell", word).index(word)):
+        alike = by_word[word]
+        what = f"is {word}" if word in ("faster", "slower") else _unlike_words(word)
+        low, high = (three_digits(choose(map(_number, alike))) for choose in (min, max))
+        span = low if low == high else f"{low} to {high}"
+        parts.append(f"{what} in {len(alike)} of {len(ratios)} cells ({span} of the time)")
+    unsure = grouped([ratio for ratio in ratios if ratio not in judged], no_verdict_words)
+    for reason, alike in unsure.items():
+        seen = [ratio_words(ratio.ratio) for ratio in alike if ratio.ratio is not None]
+        numbers = f"{listed(seen, most=_NAMED)} of the time; " if seen else ""
+        parts.append(f"has no verdict in {len(alike)} ({numbers}{reason})")
     return listed(parts)
+
+
+def no_verdict_words(ratio: Ratio) -> str:
+    """Why there is no verdict, in a few words: `too few pairs: 2, and at least 5 are needed`."""
+    if ratio.interval is not None:
+        return "too wide an interval"
+    return ratio.reason.split("; ", maxsplit=1)[0] or "too few samples"
+
+
+def _unlike_words(word: str) -> str:
+    """How a sentence says that there is no verdict of faster or slower: with the word that the tables have."""
+    return "cannot be told apart" if word == "cannot tell" else f"differs by {word}"
 
 
 def _judged_as(ratio: Ratio, verdict: str) -> bool:
