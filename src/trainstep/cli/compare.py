@@ -33,7 +33,7 @@ def compare(
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Compare B with A, cell by cell: before and after in ms, the ratio with its interval, faster, slower, under 2 % or cannot tell.
+    """Compare B with A, cell by cell: times in ms, the ratio with its interval, faster, slower, under 2 % or cannot tell.
 
     To compare variants of one run (precision, attention...), interleave them: trainstep bench --compare.
 

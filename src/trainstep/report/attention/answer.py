@@ -28,7 +28,8 @@ from trainstep.report.kit.ranking import (
     ranking_words,
     ratio_of,
 )
-from trainstep.report.kit.rows import Row, grouped, needless
+from trainstep.report.kit.rows import Row, grouped, host_limit, needless
+from trainstep.traces.verdict import LAUNCH_BOUND
 
 _ERRORS = ("error_output", "error_dq", "error_dk", "error_dv", "error_lse")
 _PLAIN_ERRORS = {"error_output": "error_same_dtype"} | {
@@ -265,7 +266,7 @@ def _errors(rows: Sequence[Row]) -> str:
 
 def _launches(rows: Sequence[Row]) -> str:
     """How many cells are launch-bound, and how to time their kernels alone; empty if none is."""
-    bound = [row for row in rows if row.record.fact("launch_bound")]
+    bound = [row for row in rows if host_limit(row.record) == LAUNCH_BOUND]
     if not bound:
         return ""
     return (

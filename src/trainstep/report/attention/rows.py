@@ -169,8 +169,8 @@ def _ratio_table(works: Sequence[Configuration]) -> Table:
     few = dict.fromkeys(ratio.known.reason for ratio in ratios if ratio.known and not ratio.interval)
     note = " ".join(
         [
-            "The time of trainstep over the peer's, with its 99 % interval: below 1, trainstep is faster. “?”: cannot tell; “=”: the "
-            "interval lies within 2 % of 1.",
+            "The time of trainstep over the peer's, with its 99 % interval: below 1, trainstep is faster. “?”: cannot tell; “=”: "
+            "the interval lies within 2 % of 1.",
             *(f"No ratio: {trouble}." for trouble in list(troubles)[:3]),
             *(f"No interval: {reason}." for reason in few),
         ]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.config.attention import TILE_FIELDS
-from trainstep.records.summary import doubts
 from trainstep.report.attention.rows import (
     HOST,
     NOT_THE_WORK,
@@ -51,8 +50,9 @@ from trainstep.report.kit.forms import (
     three_digits,
 )
 from trainstep.report.kit.ranking import mean_column, median_and_range, median_words
-from trainstep.report.kit.rows import Row, facts_in, grouped, quantities, words
+from trainstep.report.kit.rows import Row, doubts, facts_in, grouped, host_limit, quantities, words
 from trainstep.report.kit.tables import Column, Line, Table, doubts_column, point_columns
+from trainstep.traces.verdict import LAUNCH_BOUND
 
 _ASIDE = (
     "Where trainstep ran at several tiles, this table shows its default tiles, or the fastest if those did not run; {} more "
@@ -143,7 +143,7 @@ def cells_table(rows: Sequence[Row]) -> Table:
     note = (
         "Error: the largest absolute error over the largest magnitude of a reference in higher precision. Plain PyTorch's: the "
         "error of attention written in PyTorch in the cell's dtype. NaN: NaN or infinity. Host: time until the call returns. "
-        "Launch-bound: the device waits for the host."
+        "Launch-bound: the GPU waits for the host."
     )
     columns = [*point_columns(rows, without=_redundant_names(rows)), *_CELL, doubts_column(_doubts)]
     return Table.of("Attention: every cell", rows, columns, note=note, raw=map(_numbers, rows))
@@ -220,7 +220,7 @@ _CELL = (
             Column("deterministic", _YES_NO, "deterministic", more=True),
             Column("which ran", _WORDS, "which_ran", more=True),
             Column("host (ms)", MS_STD, median_and_range(HOST), more=True),
-            Column("launch-bound", _YES_NO, "launch_bound", more=True),
+            Column("launch-bound", _YES_NO, lambda row: host_limit(row.record) == LAUNCH_BOUND, more=True),
             Column("peak ({unit})", COLUMN_SIZE, "peak_bytes"),
             Column("held ({unit})", COLUMN_SIZE, "held_bytes", more=True),
             mean_column(TIME, "time"),

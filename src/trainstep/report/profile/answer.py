@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainstep.config.machine import machine_spec
-from trainstep.records.summary import doubts
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import listed, percent, ratio_words, seconds_words, times_words
-from trainstep.report.kit.rows import Row, grouped, needless, table_lines
+from trainstep.report.kit.rows import Row, doubts, grouped, needless, table_lines
 from trainstep.traces import host_track, verdict
 from trainstep.traces.kernel_classes import ELEMENT_WISE, IDLE, MATMUL, NORMALISATION, REDUCTION
 from trainstep.traces.verdict import BUSY_SHARE, NEAR_THE_LINE, host_launches

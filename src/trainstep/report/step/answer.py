@@ -13,10 +13,10 @@ from trainstep.records.record import Record
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import listed, percent, seconds_words, times_words
 from trainstep.report.kit.ranking import median_of
-from trainstep.report.kit.rows import Row, grouped, known_mfu, needless
+from trainstep.report.kit.rows import Row, grouped, host_limit, known_mfu, needless
 from trainstep.report.step.comparison import NOT_COMPARED
 from trainstep.report.step.warmup import swept_answer
-from trainstep.traces.verdict import DEVICE_BOUND, LAUNCH_BOUND, NEAR_THE_LINE, step_limit
+from trainstep.traces.verdict import DEVICE_BOUND, LAUNCH_BOUND, NEAR_THE_LINE
 
 _WORTH = 1.1
 """The least speed-up that is suggested."""
@@ -71,8 +71,9 @@ def limit_of(row: Row, name: str) -> StepLimit | None:
     step_s, busy_s = median_of(record, "step"), record.fact("device_busy_s")
     if not step_s or not busy_s or record.config.get("sync") == "phase":
         return None
-    enqueue_s = median_of(record, "enqueue")
-    kind = step_limit(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s)
+    enqueue_s, kind = median_of(record, "enqueue"), host_limit(record)
+    if kind is None:
+        return None
     utilisation = known_mfu(record)
     return StepLimit(
         row=row,
