@@ -19,12 +19,14 @@ from trainstep.report.kit.forms import (
     failure_word,
     listed,
     milliseconds,
+    percent,
     ratio_words,
     seconds_words,
     three_digits,
 )
-from trainstep.report.kit.rows import Row, grouped, words
+from trainstep.report.kit.rows import Row, grouped, host_limit, words
 from trainstep.report.kit.tables import Column, row_of
+from trainstep.traces.verdict import LAUNCH_BOUND
 
 _NAMED = 4
 """The most cells named in a sentence."""
@@ -226,7 +228,7 @@ def counted_words(ratios: Sequence[Ratio]) -> str:
             return f"has no verdict ({_no_verdict_reason(ratio)})"
         word = ratio.known.word if ratio.known else ""
         what = f"is {word}" if word in ("faster", "slower") else _unlike_words(word)
-        return f"{what}: it takes {interval_words(ratio)} of the time"
+        return f"{what}: it takes {interval_words(ratio)} of the time{_host_words(word, ratios)}"
     parts = []
     by_word = grouped(judged, lambda ratio: ratio.known.word if ratio.known else "")
     for word in sorted(by_word, key=lambda word: ("faster", "slower", "cannot tell", word).index(word)):
@@ -234,7 +236,7 @@ def counted_words(ratios: Sequence[Ratio]) -> str:
         what = f"is {word}" if word in ("faster", "slower") else _unlike_words(word)
         low, high = (three_digits(choose(map(_number, alike))) for choose in (min, max))
         span = low if low == high else f"{low} to {high}"
-        parts.append(f"{what} in {len(alike)} of {len(ratios)} cells ({span} of the time)")
+        parts.append(f"{what} in {len(alike)} of {len(ratios)} cells ({span} of the time{_host_words(word, alike)})")
     unsure = grouped([ratio for ratio in ratios if ratio not in judged], no_verdict_words)
     for reason, alike in unsure.items():
         seen = [ratio_words(ratio.ratio) for ratio in alike if ratio.ratio is not None]
@@ -248,6 +250,21 @@ def no_verdict_words(ratio: Ratio) -> str:
     if ratio.interval is not None:
         return "too wide an interval"
     return ratio.reason.split("; ", maxsplit=1)[0] or "too few samples"
+
+
+def _host_words(word: str, ratios: Sequence[Ratio]) -> str:
+    """`; limited by the host there: the GPU works for 30.2 % of the step`, where that may be all that makes cells slower."""
+    limited = [ratio.row.record for ratio in ratios if host_limit(ratio.row.record) == LAUNCH_BOUND]
+    if word != "slower" or not limited:
+        return ""
+    some = "there" if len(limited) == len(ratios) else f"in {len(limited)}"
+    steps = [(record.fact("device_busy_s"), median_of(record, "step")) for record in limited]
+    shares = sorted(busy_s / step_s for busy_s, step_s in steps if busy_s and step_s)
+    span = (
+        percent(shares[0]) if len(shares) == 1 else f"{percent(shares[0])} to {percent(shares[-1])}" if shares else ""
+    )
+    works = f": the GPU works for {span} % of {'the step' if len(shares) == 1 else 'each'}" if shares else ""
+    return f"; limited by the host {some}{works}"
 
 
 def _unlike_words(word: str) -> str:

@@ -266,11 +266,23 @@ def _present(values: Iterable[Any]) -> list[Any]:
 
 
 def _time(title: str, name: str) -> Column:
-    return Column(f"{title} (ms)", MS_STD, lambda line: time_of(line.value, name), optional=True, more=name in PHASES)
+    return Column(
+        f"{title.replace('_', ' ')} (ms)",
+        MS_STD,
+        lambda line: time_of(line.value, name),
+        optional=True,
+        more=name in PHASES,
+    )
 
 
 def _mean(title: str, name: str) -> Column:
-    return Column(f"{title}, mean ± std (ms)", MS_STD, lambda line: mean_of(line.value, name), optional=True, more=True)
+    return Column(
+        f"{title.replace('_', ' ')}, mean ± std (ms)",
+        MS_STD,
+        lambda line: mean_of(line.value, name),
+        optional=True,
+        more=True,
+    )
 
 
 def _other_times(lines: Sequence[Line]) -> list[Column]:

@@ -51,7 +51,7 @@ def _saving(record: Record, ledger: Ledger, size: float) -> str:
     alone = max(filter(None, (_recompute(record, ledger), _narrow(record, ledger))), default=None)
     savings = [saving for saving in (alone, _shard(record, ledger)) if saving and saving[0] >= _WORTH_SHARE * size]
     return " ".join(
-        f"{change} should save up to {byte_words(saved)}, {percent(saved / size)} % of the peak."
+        f"{change} can save at most {byte_words(saved)}, {percent(saved / size)} % of the peak."
         for saved, change in savings
     )
 

@@ -165,7 +165,7 @@ def _fewer_bytes(strategy: StrategyRow, communicating: Sequence[StrategyRow]) ->
         return ""
     cost_s = share * (median_of(strategy.record, _STEP) or 0.0)
     return (
-        f"`--reduce-dtype bf16` halves the bytes of gradients: it should take up to {seconds_words(cost_s / 2)} off "
+        f"`--reduce-dtype bf16` halves the bytes of gradients: it can take at most {seconds_words(cost_s / 2)} off "
         f"{strategy.name}, {percent(share / 2)} % of its step, which is half the cost of communication."
     )
 

@@ -13,7 +13,7 @@ from trainstep.records.record import Record
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import listed, percent, seconds_words, times_words
 from trainstep.report.kit.ranking import median_of
-from trainstep.report.kit.rows import Row, grouped, host_limit, known_mfu, needless
+from trainstep.report.kit.rows import Row, grouped, host_limit, known_mfu, needless, words
 from trainstep.report.step.comparison import NOT_COMPARED
 from trainstep.report.step.warmup import swept_answer
 from trainstep.traces.verdict import DEVICE_BOUND, LAUNCH_BOUND, NEAR_THE_LINE
@@ -49,20 +49,24 @@ class StepLimit:
 def step_answer(rows: Sequence[Row]) -> Answer | None:
     """The answer for these cells: what limits their steps, and the change to try; None if no step was timed."""
     unnamed = ["warmups", *needless(rows)]
-    limits = [limit for row in rows if (limit := limit_of(row, row.label(without=unnamed)))]
+    limits = [limit for row in rows if (limit := limit_of(row, _name(row, unnamed)))]
     timed = [row for row in rows if median_of(row.record, "step")]
     if not timed:
         return None
-    # Of the variants of the same work (precision, compile...), only the fastest needs advice.
     by_work = grouped(limits, lambda limit: tuple(item for item in limit.row.point.items() if item[0] in NOT_COMPARED))
-    fastest = [min(variants, key=lambda limit: limit.step_s) for variants in by_work.values()]
-    suggestion = _suggestion(fastest, rows)
+    suggestion = _suggestion(list(by_work.values()), rows)
     if len(limits) < len(timed):
         phases = _phases_words(max(timed, key=lambda row: median_of(row.record, "step") or 0.0), len(timed))
         return Answer(workload="train_step", verdict=phases, suggestion=suggestion or _profile_advice(timed[0]))
-    words = limit_sentence(limits[0]) if len(limits) == 1 else _counted_limits(limits)
+    limited = limit_sentence(limits[0]) if len(limits) == 1 else _counted_limits(limits)
     warmups = swept_answer(rows)
-    return Answer(workload="train_step", verdict=f"{warmups} {words}" if warmups else words, suggestion=suggestion)
+    return Answer(workload="train_step", verdict=f"{warmups} {limited}" if warmups else limited, suggestion=suggestion)
+
+
+def _name(row: Row, unnamed: Sequence[str]) -> str:
+    """The row's label; a value of --capture has its option beside it, because `step` alone reads like the mode."""
+    captured = f" --capture {words(row.point['capture'])}" if "capture" in row.point else ""
+    return f"{row.label(without=[*unnamed, 'capture'])}{captured}"
 
 
 def limit_of(row: Row, name: str) -> StepLimit | None:
@@ -104,14 +108,14 @@ def limit_sentence(limit: StepLimit) -> str:
 
 def _counted_limits(limits: Sequence[StepLimit]) -> str:
     """The number of steps for each kind of limit, with the range of the GPU's share."""
-    words = {
+    what = {
         LAUNCH_BOUND: "launch-bound",
         NEAR_THE_LINE: "near the line between the host and the GPU",
         DEVICE_BOUND: "limited by the GPU",
     }
-    by_kind = grouped(sorted(limits, key=lambda limit: [*words].index(limit.kind)), lambda limit: limit.kind)
+    by_kind = grouped(sorted(limits, key=lambda limit: [*what].index(limit.kind)), lambda limit: limit.kind)
     parts = [
-        f"{len(alike)} of {len(limits)} steps {'is' if len(alike) == 1 else 'are'} {words[kind]}{_span(alike)}"
+        f"{len(alike)} of {len(limits)} steps {'is' if len(alike) == 1 else 'are'} {what[kind]}{_span(alike)}"
         for kind, alike in by_kind.items()
     ]
     first, *others = parts
@@ -124,29 +128,53 @@ def _span(limits: Sequence[StepLimit]) -> str:
     shares = sorted(limit.busy_share for limit in limits)
     low, high = percent(shares[0]), percent(shares[-1])
     named = f"{listed(limit.name for limit in limits)}: " if len(limits) <= _NAMED else ""
-    return f" ({named}the GPU works for {low if low == high else f'{low} to {high}'} % of it)"
+    whole = "it" if len(limits) == 1 else "each"
+    return f" ({named}the GPU works for {low if low == high else f'{low} to {high}'} % of {whole})"
 
 
-def _suggestion(limits: Sequence[StepLimit], rows: Sequence[Row]) -> str:
-    """The change with the largest gain over these cells; empty if no change gains enough."""
-    gains = [gain for limit in limits for gain in (_capture(limit), _sixteen_bit(limit, rows)) if gain]
+def _suggestion(works: Sequence[Sequence[StepLimit]], rows: Sequence[Row]) -> str:
+    """The change with the largest gain over these cells; empty if no change gains enough.
+
+    `works`: variants (precision, compile...) of the same work. Only the fastest needs bf16 or a compiler; a graph may make
+    another variant the fastest.
+    """
+    fastest = [min(variants, key=lambda limit: limit.step_s) for variants in works]
+    gains = [gain for limit in fastest if (gain := _sixteen_bit(limit, rows))]
+    gains += (
+        [_capture(limits)] if (limits := [limit for variants in works for limit in _worth_capturing(variants)]) else []
+    )
     factor, sentence = max(gains, default=(0.0, ""))
-    return sentence if factor >= _WORTH else _less_launching(limits)
+    return sentence if factor >= _WORTH else _less_launching(fastest)
 
 
-def _capture(limit: StepLimit) -> tuple[float, str] | None:
-    """The largest possible gain of a CUDA graph per step; None if the GPU limits the step or the step cannot be captured."""
-    config = limit.record.config
-    if (
-        limit.kind == DEVICE_BOUND
-        or config.get("capture", "none") != "none"
-        or config.get("adamw") in ("loop", "foreach")
-    ):
-        return None
-    factor = limit.step_s / limit.busy_s
+def _worth_capturing(variants: Sequence[StepLimit]) -> list[StepLimit]:
+    """The variants of one work that the host limits and that a CUDA graph can make faster than the fastest is now.
+
+    None if one of them was captured: that one shows what a graph gains.
+    """
+    if any(limit.record.config.get("capture", "none") != "none" for limit in variants):
+        return []
+    fastest_s = min(limit.step_s for limit in variants)
+    return [
+        limit
+        for limit in variants
+        if limit.kind != DEVICE_BOUND
+        and limit.record.config.get("adamw") not in ("loop", "foreach")
+        and limit.busy_s * _WORTH <= fastest_s
+    ]
+
+
+def _capture(limits: Sequence[StepLimit]) -> tuple[float, str]:
+    """The largest possible gain of a CUDA graph per step, and the range of the others."""
+    best, *others = sorted(limits, key=lambda limit: limit.step_s / limit.busy_s, reverse=True)
+    factor, *factors = (limit.step_s / limit.busy_s for limit in (best, *others))
+    more = ""
+    if factors:
+        span = times_words(factors[0]) if len(factors) == 1 else f"{factors[-1]:.2f} to {times_words(factors[0])}"
+        more = f" {len(factors)} more can become {span} as fast."
     return factor, (
-        f"`--capture auto` can make {limit.name} up to {times_words(factor)} as fast: from "
-        f"{seconds_words(limit.step_s)} to the {seconds_words(limit.busy_s)} that the GPU works."
+        f"`--capture auto` can make {best.name} at most {times_words(factor)} as fast: from "
+        f"{seconds_words(best.step_s)} to the {seconds_words(best.busy_s)} that the GPU works.{more}"
     )
 
 
@@ -175,8 +203,9 @@ def _less_launching(limits: Sequence[StepLimit]) -> str:
         return ""
     worst = min(idle, key=lambda limit: limit.mfu or 0.0)
     return (
-        f"At its peak the GPU would need {seconds_words(worst.step_s * (worst.mfu or 0.0))} for the matmuls of "
-        f"{worst.name}: `--compile model` fuses the other work, and `trainstep profile` shows what it is."
+        f"Of {seconds_words(worst.busy_s)} of GPU work in {worst.name} the matmuls need at least "
+        f"{seconds_words(worst.step_s * (worst.mfu or 0.0))}: `--compile model` fuses the other work, and `trainstep profile` "
+        "shows what it is."
     )
 
 
