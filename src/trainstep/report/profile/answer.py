@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from trainstep.config.machine import machine_spec
 from trainstep.report.kit.answer import Answer
-from trainstep.report.kit.forms import listed, milliseconds, percent, ratio_words, seconds_words, times_words
+from trainstep.report.kit.forms import listed, ms_words, percent, ratio_words, times_words
+from trainstep.report.kit.notes import profiler_notes
 from trainstep.report.kit.rows import Row, doubts, grouped, needless, table_lines, words
 from trainstep.traces import host_track, verdict
 from trainstep.traces.kernel_classes import ELEMENT_WISE, IDLE, MATMUL, NORMALISATION, REDUCTION
@@ -163,9 +164,11 @@ def _verdict(profile: Profile) -> str:
 def _short(limit: Mapping[str, Any]) -> str:
     """`is launch-bound (the GPU works for 74.2 % of 35.32 ms)`."""
     if not limit["on_device"]:
-        return f"is {verdict_word(limit)} ({percent(1 - limit['overhead_share'])} % of {_ms(limit['step_s'])} in ops)"
+        return (
+            f"is {verdict_word(limit)} ({percent(1 - limit['overhead_share'])} % of {ms_words(limit['step_s'])} in ops)"
+        )
     busy = percent(limit["busy_s"] / (limit["step_s"] or math.inf))
-    return f"is {verdict_word(limit)} (the GPU works for {busy} % of {_ms(limit['step_s'])})"
+    return f"is {verdict_word(limit)} (the GPU works for {busy} % of {ms_words(limit['step_s'])})"
 
 
 def _captured(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
@@ -189,7 +192,7 @@ def _captured(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     return Gain(
         factor,
         f"{capture} {up_to.format(step)}{times_words(factor)} as fast: from "
-        f"{_ms(limit['step_s'])} to the {_ms(left_s)} that {why}.",
+        f"{ms_words(limit['step_s'])} to the {ms_words(left_s)} that {why}.",
     )
 
 
@@ -265,7 +268,7 @@ def sentences(tables: Mapping[str, Columns], fact: GetFact) -> list[str]:
     paragraphs += _alike(table_lines(tables.get("alike")))
     paragraphs += map(_stall, table_lines(tables.get("stall")))
     paragraphs += [str(fact("attention_split"))] if fact("attention_split") else []
-    return [*paragraphs, *_graph_replay(fact), *_profiler(fact)]
+    return [*paragraphs, *_graph_replay(fact), *profiler_notes(fact)]
 
 
 def verdict_sentence(limit: TableRow) -> str:
@@ -331,13 +334,8 @@ def _share(limit: TableRow, name: str) -> str:
     return f"{percent(limit[name] / (limit['step_s'] or math.inf))} %"
 
 
-def _ms(seconds: float) -> str:
-    """Milliseconds for a sentence, also over a second: the tables beside it have this unit."""
-    return seconds_words(seconds) if seconds < 1 else f"{milliseconds(seconds)} ms"
-
-
 def _step(limit: TableRow) -> str:
-    return f"a step of {_ms(limit['step_s'])}"
+    return f"a step of {ms_words(limit['step_s'])}"
 
 
 def _launch_reason(limit: TableRow) -> str:
@@ -346,7 +344,7 @@ def _launch_reason(limit: TableRow) -> str:
     if limit["profiled_step"]:
         return f"{reason} and waits for the rest, in part because the profiler slows the host."
     if enqueue_s is not None and host_launches(enqueue_s=enqueue_s, step_s=step_s):
-        return f"{reason} and waits for the host, which launches for {_ms(enqueue_s)}."
+        return f"{reason} and waits for the host, which launches for {ms_words(enqueue_s)}."
     return f"{reason} and waits for the rest, although the host does not launch all the time: see where it is blocked."
 
 
@@ -356,25 +354,25 @@ def _alike(rows: Sequence[TableRow]) -> list[str]:
         return []
     forward, backward = rows
     return [
-        f"Forward and backward take equally long ({_ms(forward['time_s'])} and {_ms(backward['time_s'])}) "
+        f"Forward and backward take equally long ({ms_words(forward['time_s'])} and {ms_words(backward['time_s'])}) "
         f"because each takes the time that the host needs to launch it ({forward['pieces']:,.0f} and "
-        f"{backward['pieces']:,.0f} pieces of work); on the GPU they take {_ms(forward['device_s'])} and "
-        f"{_ms(backward['device_s'])}."
+        f"{backward['pieces']:,.0f} pieces of work); on the GPU they take {ms_words(forward['device_s'])} and "
+        f"{ms_words(backward['device_s'])}."
     ]
 
 
 def _stall(stall: TableRow) -> str:
     """Why a timeline shows the host stalled between backward and optimizer, or that it does not stall."""
-    gap, behind = _ms(stall["gap_s"]), _ms(stall["behind_s"])
+    gap, behind = ms_words(stall["gap_s"]), ms_words(stall["behind_s"])
     if stall["kind"] == host_track.BLOCKED:
-        waits = _ms(stall["blocked_s"])
+        waits = ms_words(stall["blocked_s"])
         return f"Between backward and optimizer {gap} pass on the host; for {waits} of it a synchronisation blocks the host."
     if stall["kind"] == host_track.ALLOCATION:
-        allocation = _ms(stall["allocation_s"])
+        allocation = ms_words(stall["allocation_s"])
         return f"Between backward and optimizer {gap} pass on the host, {allocation} of it in cudaMalloc."
     if stall["kind"] == host_track.QUEUE_FULL:
         return (
-            f"The launch queue was full for {_ms(stall['queue_full_s'])} of the step: the host cannot run further "
+            f"The launch queue was full for {ms_words(stall['queue_full_s'])} of the step: the host cannot run further "
             f"ahead and stalls in a timeline; at the optimizer's first launch the GPU was {behind} behind."
         )
     return f"The host does not stall between backward and optimizer: {gap} pass on it, and the GPU is {behind} behind then."
@@ -389,35 +387,6 @@ def _graph_replay(fact: GetFact) -> list[str]:
         return []
     left_out = fact("graph_replay_left_out")
     return [
-        f"Kernels of {fact('graph_replay_phases')}: {_ms(kernels_s)}; replayed as one CUDA graph: "
-        f"{_ms(replay_s)} (ratio {ratio_words(kernels_s / replay_s)})." + (f" {left_out}" if left_out else "")
+        f"Kernels of {fact('graph_replay_phases')}: {ms_words(kernels_s)}; replayed as one CUDA graph: "
+        f"{ms_words(replay_s)} (ratio {ratio_words(kernels_s / replay_s)})." + (f" {left_out}" if left_out else "")
     ]
-
-
-def _profiler(fact: GetFact) -> list[str]:
-    """How the profiler slowed the step, how work was assigned to phases, and where the trace is."""
-    paragraphs = []
-    if slowdown := fact("profiler_slowdown"):
-        why = ": the profiler slows the host, not the kernels" if slowdown > 1 else ""
-        paragraphs.append(f"A profiled step took {slowdown:.2f} times as long as an unprofiled step{why}.")
-    replayed, fallback, assigned = (fact(f"{name}_share") for name in ("replayed", "fallback", "assigned"))
-    if replayed is not None and fallback is not None:
-        paragraphs.append(
-            f"{percent(replayed)} % of all device time is a graph's and has its phase by the order of an eager step; "
-            f"{percent(fallback)} % has that of the work before it."
-        )
-    elif fallback is not None and assigned is not None:
-        paragraphs.append(
-            f"{percent(assigned)} % of all device time is assigned to a phase, {percent(fallback)} % only by what the "
-            "main thread did at that time."
-        )
-    if (idle := fact("replay_idle_share")) is not None:
-        paragraphs.append(
-            f"Between a graph's first kernel and its last the GPU is idle for {percent(idle)} % of the time."
-        )
-    if split := fact("trace_split"):
-        paragraphs.append(str(split))
-    if path := fact("trace_file"):
-        read = "" if replayed is not None else ", or with --from"  # a graph's kernels alone have no phases
-        paragraphs.append(f"The trace of one step is in {path}: open it at https://ui.perfetto.dev{read}.")
-    return paragraphs

@@ -140,28 +140,26 @@ def _suggestion(works: Sequence[Sequence[StepLimit]], rows: Sequence[Row]) -> st
     """
     fastest = [min(variants, key=lambda limit: limit.step_s) for variants in works]
     gains = [gain for limit in fastest if (gain := _sixteen_bit(limit, rows))]
-    gains += (
-        [_capture(limits)] if (limits := [limit for variants in works for limit in _worth_capturing(variants)]) else []
-    )
+    limits = [limit for variants in works if (limit := _worth_capturing(variants))]
+    gains += [_capture(limits)] if limits else []
     factor, sentence = max(gains, default=(0.0, ""))
     return sentence if factor >= _WORTH else _less_launching(fastest)
 
 
-def _worth_capturing(variants: Sequence[StepLimit]) -> list[StepLimit]:
-    """The variants of one work that the host limits and that a CUDA graph can make faster than the fastest is now.
+def _worth_capturing(variants: Sequence[StepLimit]) -> StepLimit | None:
+    """Of the variants of one work that the host limits, the one that a CUDA graph can make the fastest.
 
-    None if one of them was captured: that one shows what a graph gains.
+    None if it would not be faster than the fastest is now, or if a variant was captured: that one shows what a graph gains.
     """
     if any(limit.record.config.get("capture", "none") != "none" for limit in variants):
-        return []
-    fastest_s = min(limit.step_s for limit in variants)
-    return [
+        return None
+    limited = [
         limit
         for limit in variants
-        if limit.kind != DEVICE_BOUND
-        and limit.record.config.get("adamw") not in ("loop", "foreach")
-        and limit.busy_s * _WORTH <= fastest_s
+        if limit.kind != DEVICE_BOUND and limit.record.config.get("adamw") not in ("loop", "foreach")
     ]
+    best = min(limited, key=lambda limit: limit.busy_s, default=None)
+    return best if best and best.busy_s * _WORTH <= min(limit.step_s for limit in variants) else None
 
 
 def _capture(limits: Sequence[StepLimit]) -> tuple[float, str]:
