@@ -11,7 +11,7 @@ from typing import Any
 
 from trainstep.config.parsing import fields_of
 from trainstep.config.run import RunConfig
-from trainstep.records.compare import Comparison, compare_records
+from trainstep.records.compare import MINIMUM_PAIRS, Comparison, compare_records
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
 from trainstep.report.kit.forms import (
@@ -165,9 +165,23 @@ def _unknown_words(ranking: Ranking, name: Callable[[Row], str]) -> str:
     """The cells without a verdict, and why; empty if there are none."""
     if not ranking.unknown:
         return ""
+    few = [ratio for ratio in ranking.unknown if ratio.known and ratio.known.each]
+    if few and len(few) == len(ranking.unknown):
+        pairs = {len(ratio.known.each) for ratio in few if ratio.known}
+        count = f"{max(pairs)} pair{'s' if max(pairs) > 1 else ''}"
+        first, *others = ((name(ratio.row), _each_words(ratio)) for ratio in sorted(few, key=_number))
+        each = [f"{first[0]} took {first[1]} times as long", *(" ".join(other) for other in others)]
+        return f"; no verdict from {count} (at least {MINIMUM_PAIRS} are needed): {', '.join(each)}"
     ratio = ranking.unknown[0]
     others = f" and {len(ranking.unknown) - 1} more" if len(ranking.unknown) > 1 else ""
     return f"; no verdict on {name(ratio.row)}{others} ({_no_verdict_reason(ratio)})"
+
+
+def _each_words(ratio: Ratio) -> str:
+    """The ratio of each pair, or the range of more than two: `1.13 and 1.19`."""
+    each = sorted(ratio.known.each) if ratio.known else []
+    numbers = [f"{number:.2f}" for number in each]
+    return listed(numbers) if len(numbers) < 3 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def _no_verdict_reason(ratio: Ratio) -> str:
