@@ -59,8 +59,7 @@ def compare(
     quantity
         step, forward, backward, optimizer, enqueue; by default step, or the first quantity of the cells (attention: time_s).
     minimum_effect
-        Differences below this share are neither faster nor slower: 'under 2 %' where the whole interval shows that, else
-        'cannot tell'; in JSON always 'cannot tell'.
+        Differences below this share are 'under 2 %' where the whole interval shows that, else (and in JSON) 'cannot tell'.
     allow_mixed
         Compare records even if their machines differ.
     timeout_s

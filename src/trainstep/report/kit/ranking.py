@@ -169,8 +169,8 @@ def _unknown_words(ranking: Ranking, name: Callable[[Row], str]) -> str:
     if few and len(few) == len(ranking.unknown):
         pairs = {len(ratio.known.each) for ratio in few if ratio.known}
         count = f"{max(pairs)} pair{'s' if max(pairs) > 1 else ''}"
-        first, *others = ((name(ratio.row), _each_words(ratio)) for ratio in sorted(few, key=_number))
-        each = [f"{first[0]} took {first[1]} times as long", *(" ".join(other) for other in others)]
+        least, *more = ((name(ratio.row), _each_words(ratio)) for ratio in sorted(few, key=_number))
+        each = [f"{least[0]} took {least[1]} times as long", *(" ".join(other) for other in more)]
         return f"; no verdict from {count} (at least {MINIMUM_PAIRS} are needed): {', '.join(each)}"
     ratio = ranking.unknown[0]
     others = f" and {len(ranking.unknown) - 1} more" if len(ranking.unknown) > 1 else ""
