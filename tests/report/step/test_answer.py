@@ -8,7 +8,7 @@ from trainstep.records.facts import facts_of
 from trainstep.report.answers import answers
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import ms_words
-from trainstep.report.kit.rows import rows_of
+from trainstep.report.kit.rows import doubts, rows_of
 from trainstep.report.step.comparison import comparison_tables
 
 
@@ -112,3 +112,16 @@ def test_the_answer_and_the_table_have_one_word_for_a_difference_below_the_minim
 
 def test_times_beside_a_table_in_milliseconds_stay_in_milliseconds():
     assert (ms_words(1.353), ms_words(0.0621), ms_words(2e-5)) == ("1,353 ms", "62.10 ms", "20.0 µs")
+
+
+def test_the_answer_counts_as_many_launch_bound_steps_as_the_table_marks():
+    """The stored flags are older than the rule: they would mark one step."""
+    stored = [{"launch_bound": False}, {"launch_bound": True}, {"launch_bound": False}, {"launch_bound": False}]
+    times = [(15.1, 19.3), (4.6, 8.9), (14.5, 17.0), (19.0, 9.0)]
+    cells = [
+        a_step(length, 20, busy=busy, enqueue=enqueue, facts=flags)
+        for length, (busy, enqueue), flags in zip((1, 2, 3, 4), times, stored, strict=True)
+    ]
+    assert "2 of 4 steps are launch-bound" in answer_of(cells).verdict
+    rows = rows_of([("r.jsonl", record) for record in cells])
+    assert [doubts(row.record) for row in rows] == [("launch-bound",), ("launch-bound",), ("near launch-bound",), ()]

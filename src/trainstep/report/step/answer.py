@@ -11,7 +11,7 @@ from trainstep.config.machine import machine_spec
 from trainstep.config.run import Phase
 from trainstep.records.record import Record
 from trainstep.report.kit.answer import Answer
-from trainstep.report.kit.forms import listed, percent, seconds_words, times_words
+from trainstep.report.kit.forms import listed, ms_words, percent, times_words
 from trainstep.report.kit.ranking import median_of
 from trainstep.report.kit.rows import Row, grouped, host_limit, known_mfu, needless, words
 from trainstep.report.step.comparison import NOT_COMPARED
@@ -95,7 +95,7 @@ def limit_sentence(limit: StepLimit) -> str:
     launches = ""
     if limit.enqueue_s is not None:
         launches = f", the host launches for {percent(limit.enqueue_s / limit.step_s)} % of it"
-    works = f"the GPU works for {percent(limit.busy_share)} % of a step of {seconds_words(limit.step_s)}"
+    works = f"the GPU works for {percent(limit.busy_share)} % of a step of {ms_words(limit.step_s)}"
     if limit.kind == LAUNCH_BOUND:
         return f"Launch-bound: {works}{launches}."
     if limit.kind == NEAR_THE_LINE:
@@ -172,7 +172,7 @@ def _capture(limits: Sequence[StepLimit]) -> tuple[float, str]:
         more = f" {len(factors)} more can become {span} as fast."
     return factor, (
         f"`--capture auto` can make {best.name} at most {times_words(factor)} as fast: from "
-        f"{seconds_words(best.step_s)} to the {seconds_words(best.busy_s)} that the GPU works.{more}"
+        f"{ms_words(best.step_s)} to the {ms_words(best.busy_s)} that the GPU works.{more}"
     )
 
 
@@ -201,8 +201,8 @@ def _less_launching(limits: Sequence[StepLimit]) -> str:
         return ""
     worst = min(idle, key=lambda limit: limit.mfu or 0.0)
     return (
-        f"Of {seconds_words(worst.busy_s)} of GPU work in {worst.name} the matmuls need at least "
-        f"{seconds_words(worst.step_s * (worst.mfu or 0.0))}: `--compile model` fuses the other work, and `trainstep profile` "
+        f"Of {ms_words(worst.busy_s)} of GPU work in {worst.name} the matmuls need at least "
+        f"{ms_words(worst.step_s * (worst.mfu or 0.0))}: `--compile model` fuses the other work, and `trainstep profile` "
         "shows what it is."
     )
 
@@ -216,7 +216,7 @@ def _phases_words(row: Row, cells: int) -> str:
     parts = [f"{name.replace('_', ' ')} {percent(time_s / phases_s)} %" for name, time_s in largest_first if time_s]
     longest = "" if cells == 1 else f", the longest of {cells} cells"
     shares = f": {listed(parts)}" if parts else ""
-    return f"A step of {row.label()} takes {seconds_words(step_s)}{longest}{shares}."
+    return f"A step of {row.label()} takes {ms_words(step_s)}{longest}{shares}."
 
 
 def _profile_advice(row: Row) -> str:
