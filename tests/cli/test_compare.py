@@ -63,7 +63,7 @@ def test_each_cell_gets_a_ratio_and_a_verdict(before: Path, after: Path, capsys:
     assert cells_of(lines[0]) == titles
     first, second, third = map(cells_of, lines[2:5])
     assert (first[:4], first[-1]) == (["small 128", "1,004", "502.2", "0.500"], "faster")
-    assert (second[:4], second[-1]) == (["small 256", "2,009", "2,011", "1.001"], "cannot tell")
+    assert (second[:4], second[-1]) == (["small 256", "2,009", "2,011", "1.001"], "under 2 %")
     assert third == ["small 512", "4,018", "crash", "–", "–", "cannot tell"]
     assert "small 256: difference below the minimum effect" in out
     assert "small 512: b failed: crash in steps" in out
@@ -176,7 +176,7 @@ def test_the_minimum_effect_decides_the_verdict(before: Path, tmp_path: Path, ca
     assert app.run(["compare", str(before), str(after), "--minimum-effect", "0.01"]) == 0
     assert "slower" in capsys.readouterr().out
     assert app.run(["compare", str(before), str(after), "--minimum-effect", "0.05"]) == 0
-    assert "cannot tell" in capsys.readouterr().out
+    assert "under 5 %" in capsys.readouterr().out
 
 
 def test_json_rows_hold_config_times_and_verdict(before: Path, after: Path, capsys: pytest.CaptureFixture[str]):

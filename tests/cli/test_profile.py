@@ -154,7 +154,7 @@ def test_the_page_of_a_trace_from_elsewhere_claims_nothing_about_its_machine(
     assert app.run(["profile", "--from", str(path), "--page", str(page)]) == 0
     assert capsys.readouterr().out.endswith(f"page: {page}\n")
     text = page.read_text()
-    for words in (f"Profile of {path.name}", "Launch-bound: the device works", "Kernels by phase", "NVIDIA H200"):
+    for words in (f"Profile of {path.name}", "Launch-bound: the GPU works", "Kernels by phase", "NVIDIA H200"):
         assert words in text, words
     environment = text.partition("Environment: NVIDIA H200")[2].partition("</dl>")[0]
     assert "trainstep" in environment

@@ -40,7 +40,7 @@ def test_an_export_gives_the_text_of_its_trace(folder: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert run("--from", EAGER) == 0
     assert capsys.readouterr().out == text
-    assert text.startswith("Launch-bound: the device works ")
+    assert text.startswith("Launch-bound: the GPU works ")
     assert run("--from", "eager.sqlite", "--json") == 0
     tables = {row["table"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert {"kernels", "classes", "layers", "host", "verdict", "stall"} <= tables

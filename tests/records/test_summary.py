@@ -176,20 +176,15 @@ def test_throttled_names_the_harmful_reasons_only():
     assert doubts(of_steps([1.0] * 9, mixed)) == ("throttled (power cap, hardware thermal)",)
 
 
-def test_launch_bound_is_a_doubt():
-    assert doubts(of_steps([1.0] * 9, {"launch_bound": True})) == ("launch-bound",)
-    assert doubts(of_steps([1.0] * 9, {"launch_bound": False})) == ()
-
-
 def test_doubts_are_combined_and_need_no_samples():
-    facts = {"launch_bound": True, "throttle_reasons": "sw_power_cap"}
+    facts = {"capture_left_out": "a sync", "captured": "nothing", "throttle_reasons": "sw_power_cap"}
     assert doubts(of_steps([1.0, 2.0], facts)) == (
         "few samples",
         "unstable",
         "throttled (sw_power_cap)",
-        "launch-bound",
+        "captured: nothing",
     )
-    assert doubts(a_record(samples={}, facts=as_facts(facts))) == ("throttled (sw_power_cap)", "launch-bound")
+    assert doubts(a_record(samples={}, facts=as_facts(facts))) == ("throttled (sw_power_cap)", "captured: nothing")
     assert doubts(of_steps([])) == ()
 
 

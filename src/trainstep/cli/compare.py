@@ -33,7 +33,7 @@ def compare(
     memory_limit_gib: float | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Compare B with A, cell by cell: before and after in ms, the ratio with its interval, faster, slower or cannot tell.
+    """Compare B with A, cell by cell: times in ms, the ratio with its interval, faster, slower, under 2 % or cannot tell.
 
     To compare variants of one run (precision, attention...), interleave them: trainstep bench --compare.
 
@@ -59,7 +59,7 @@ def compare(
     quantity
         step, forward, backward, optimizer, enqueue; by default step, or the first quantity of the cells (attention: time_s).
     minimum_effect
-        Differences below this share are 'cannot tell'.
+        Differences below this share are 'under 2 %' where the whole interval shows that, else (and in JSON) 'cannot tell'.
     allow_mixed
         Compare records even if their machines differ.
     timeout_s

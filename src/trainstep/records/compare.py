@@ -63,6 +63,13 @@ class Comparison:
     paired: bool = False
     interleaving: str = "none"
     """How the two were interleaved: `none`, `live` (both processes alive) or `rounds` (one whole process after the other)."""
+    within: float | None = None
+    """The minimum effect, where the whole interval lies within it: it shows that there is no difference worth a verdict."""
+
+    @property
+    def word(self) -> str:
+        """The verdict as tables and answers write it: `faster`, `slower`, `under 2 %` (a difference, if any) or `cannot tell`."""
+        return self.verdict if self.within is None else f"under {self.within * 100:.3g} %"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +175,10 @@ def compare_samples(
         return Comparison(verdict="cannot tell", reason=few, ratio=ratio, each=each, n=n, paired=paired)
     low, high = _interval(middle, resampled, n)
     verdict, reason = _judge(ratio, low, high, minimum_effect)
-    return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=paired)
+    within = _within(low, high, minimum_effect)
+    return Comparison(
+        verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=paired, within=within
+    )
 
 
 def student_point(freedom: int) -> float:
@@ -216,7 +226,8 @@ def _compare_processes(
     low, high = float(np.exp(middle - reach)), float(np.exp(middle + reach))
     verdict, reason = _judge(ratio, low, high, minimum_effect)
     reason += f", over {n} pairs of processes"
-    return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=True)
+    within = _within(low, high, minimum_effect)
+    return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=True, within=within)
 
 
 def _log_turns(values: Floats, turn_steps: int) -> Floats:
@@ -233,6 +244,11 @@ def _interval(middle: float, resampled: Floats, n: int) -> tuple[float, float]:
     widening = student_point(n - 1) / normal * (n / (n - 1)) ** 0.5
     low, high = np.quantile(resampled, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2))
     return float(np.exp(middle - (middle - low) * widening)), float(np.exp(middle + (high - middle) * widening))
+
+
+def _within(low: float, high: float, minimum_effect: float) -> float | None:
+    """The minimum effect if the interval shows that the difference is smaller; else None."""
+    return minimum_effect if 1 / (1 + minimum_effect) <= low and high <= 1 + minimum_effect else None
 
 
 def _judge(ratio: float, low: float, high: float, minimum_effect: float) -> tuple[str, str]:

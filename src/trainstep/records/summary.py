@@ -111,7 +111,10 @@ def _middle_ranks(n: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.in
 
 
 def doubts(record: Record) -> tuple[str, ...]:
-    """Short phrases that say why the record's step time (or its first quantity) is doubtful; empty if it is not."""
+    """Short phrases that say why the record's step time (or its first quantity) is doubtful; empty if it is not.
+
+    Whether the host limits the step stands in report/kit/rows.py, because that rule is of a higher layer.
+    """
     samples = record.samples.get("step") or next(iter(record.samples.values()), None)
     phrases = _doubts_about_times(samples) if samples is not None and samples.values else []
     reasons = [reason.strip() for reason in str(record.fact("throttle_reasons") or "").split(",")]
@@ -129,8 +132,6 @@ def doubts(record: Record) -> tuple[str, ...]:
         phrases.append("other processes on the GPU")
     if record.fact("capture_left_out"):
         phrases.append(f"captured: {record.fact('captured')}")
-    if record.fact("launch_bound"):
-        phrases.append("launch-bound")
     return tuple(phrases)
 
 

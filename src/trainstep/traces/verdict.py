@@ -12,6 +12,7 @@ launch-bound uses it. As shares of the step:
     the host launches for at least 95 %   launch-bound; near the line if the device works for 90 % or more
     else the device works under 63 %      launch-bound
     63 to 77 % (70 %, give or take 10 %)  near the line
+    77 to 90 %                            near the line if the host launches for 90 to 95 %; else limited by the device
     more                                  limited by the device
 
 The sentences about a verdict are in report/profile/answer.py.
@@ -130,7 +131,8 @@ def step_limit(*, busy_s: float, enqueue_s: float | None, step_s: float) -> str:
     busy_share = busy_s / step_s if step_s else 1.0
     if enqueue_s is not None and enqueue_s >= ENQUEUE_SHARE * step_s:
         return NEAR_THE_LINE if busy_share >= _FULL_SHARE else LAUNCH_BOUND
-    if is_near(busy_share, BUSY_SHARE):
+    launching = enqueue_s is not None and host_launches(enqueue_s=enqueue_s, step_s=step_s)
+    if is_near(busy_share, BUSY_SHARE) or (launching and BUSY_SHARE < busy_share < _FULL_SHARE):
         return NEAR_THE_LINE
     return LAUNCH_BOUND if busy_share < BUSY_SHARE else DEVICE_BOUND
 
@@ -146,12 +148,8 @@ def host_launches(*, enqueue_s: float, step_s: float) -> bool:
 
 
 def is_launch_bound(*, busy_s: float, enqueue_s: float, step_s: float) -> bool:
-    """Whether the host limits the work and launches nearly all the time, which is a doubt that a record notes.
-
-    The times are of one step, or of one pass of a kernel, in the same unit.
-    """
-    limit = step_limit(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s)
-    return limit == LAUNCH_BOUND and host_launches(enqueue_s=enqueue_s, step_s=step_s)
+    """Whether the host limits the work, which a record notes. The times are of one step, or of one pass of a kernel."""
+    return step_limit(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s) == LAUNCH_BOUND
 
 
 def _kinds_of_work(numbers: Verdict) -> tuple[str, ...]:

@@ -274,7 +274,7 @@ def test_a_timed_pass_on_a_gpu_starts_after_the_untimed_work_is_done(direction: 
 
 
 @pytest.mark.parametrize(
-    ("busy_s", "host_s", "launch_bound"), [(0.5, 0.95, True), (0.8, 0.94, False), (0.5, 0.5, False)]
+    ("busy_s", "host_s", "launch_bound"), [(0.5, 0.95, True), (0.8, 0.94, False), (0.5, 0.5, True), (0.7, 0.5, False)]
 )
 def test_a_pass_is_launch_bound_where_the_device_waits_for_the_host(
     busy_s: float, host_s: float, launch_bound: bool, monkeypatch: pytest.MonkeyPatch

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from record_maker import a_record
+from record_maker import a_record, seconds
 from trainstep.records.facts import facts_of
 from trainstep.records.store import Store
 from trainstep.report.kit.notes import mixed_machines, notes, summary
-from trainstep.report.kit.rows import machines, read_rows, varying
+from trainstep.report.kit.rows import doubts, host_limit, machines, quantities, read_rows, varying
 
 
 def test_points_hold_model_context_and_varying_fields(rows, precision_pair):
@@ -103,3 +103,26 @@ def test_notes_say_why_a_step_is_not_captured(rows):
     assert [note for note in notes(rows(records)) if "graph" in note] == [
         "Not in a graph: train.py:3: `loss.item()`: the host waits."
     ]
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "enqueue_s", "phrases"),
+    [
+        (0.757, 0.965, ("launch-bound",)),
+        (0.46, 0.887, ("launch-bound",)),
+        (0.73, 0.8, ("near launch-bound",)),
+        (0.9, 0.5, ()),
+    ],
+)
+def test_the_host_is_a_doubt_by_the_numbers_and_not_by_the_stored_flag(rows, busy_s, enqueue_s, phrases):
+    samples = {"step": seconds([1.0] * 9), "enqueue": seconds([enqueue_s] * 9)}
+    record = a_record(samples=samples, facts=facts_of(device_busy_s=busy_s, launch_bound=not phrases))
+    assert doubts(record) == phrases
+    [row] = rows([record])
+    assert quantities(row)["doubts"] == "; ".join(phrases)
+    assert quantities(row).get("launch_bound", phrases == ("launch-bound",)) is (phrases == ("launch-bound",))
+
+
+def test_without_times_the_stored_flag_says_what_limits_a_cell():
+    assert host_limit(a_record(facts=facts_of(launch_bound=True))) == "launch-bound"
+    assert host_limit(a_record(facts=facts_of(launch_bound=False))) is None

@@ -88,7 +88,7 @@ def test_shares_of_classes_agree_with_hand_computed_numbers():
 def test_sentences_state_verdict_stall_slowdown_and_assignment():
     record = profiled()
     texts = sentences(record.tables, record.fact)
-    assert texts[0].startswith("Launch-bound: the device works ")
+    assert texts[0].startswith("Launch-bound: the GPU works ")
     assert any(sentence.startswith("The host does not stall") for sentence in texts)
     assert any("1.50 times as long as an unprofiled step" in sentence for sentence in texts)
     assert any("100.0 % of all device time is assigned to a phase, 0.0 % only" in sentence for sentence in texts)
@@ -104,7 +104,7 @@ SHARES = {"exposed_share": 0.1, "matmul_share": 0.25, "overhead_share": 0.6}
     [
         (
             {},
-            "Launch-bound: the device works for 40.0 % of a step of 1.000 ms and waits for the host, which launches for",
+            "Launch-bound: the GPU works for 40.0 % of a step of 1.000 ms and waits for the host, which launches for",
         ),
         ({"enqueue_s": 5e-4}, "see where it is blocked"),
         ({"profiled_step": True, "enqueue_s": None}, "in part because the profiler slows the host"),
@@ -112,7 +112,7 @@ SHARES = {"exposed_share": 0.1, "matmul_share": 0.25, "overhead_share": 0.6}
         ({"exposed_share": 0.4}, "Communication-bound: 40.0 % of the step is exposed communication"),
         (
             {"busy_s": 9e-4, "enqueue_s": 5e-4, "matmul_share": 0.8},
-            "Compute-bound: the device works for 90.0 % of a step of 1.000 ms, 80.0 % of that in matmuls",
+            "Compute-bound: the GPU works for 90.0 % of a step of 1.000 ms, 80.0 % of that in matmuls",
         ),
         (
             {"on_device": False, "overhead_share": 0.3},
@@ -120,7 +120,7 @@ SHARES = {"exposed_share": 0.1, "matmul_share": 0.25, "overhead_share": 0.6}
         ),
         (
             {"busy_s": 7.4e-4, "enqueue_s": 8e-4},
-            "Near the line between launch-bound and memory-bound: the device works for 74.0 % of a step of 1.000 ms (under "
+            "Near the line between launch-bound and memory-bound: the GPU works for 74.0 % of a step of 1.000 ms (under "
             "70.0 % it waits), the host launches for 80.0 %.",
         ),
         ({"exposed_share": 0.31}, "31.0 % of the step is exposed communication, and the line is at 30.0 %."),
@@ -145,7 +145,7 @@ def test_every_verdict_states_its_reason(changes: dict[str, Any], words: str):
         ("queue full", "was full for 1.000 ms of the step"),
         (
             "none",
-            "does not stall between backward and optimizer: 0.2100 ms pass on it, and the device is 3.00 µs behind",
+            "does not stall between backward and optimizer: 0.2100 ms pass on it, and the GPU is 3.00 µs behind",
         ),
     ],
 )

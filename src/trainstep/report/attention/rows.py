@@ -169,7 +169,8 @@ def _ratio_table(works: Sequence[Configuration]) -> Table:
     few = dict.fromkeys(ratio.known.reason for ratio in ratios if ratio.known and not ratio.interval)
     note = " ".join(
         [
-            "The time of trainstep over the peer's, with its 99 % interval: below 1, trainstep is faster. “?”: cannot tell.",
+            "The time of trainstep over the peer's, with its 99 % interval: below 1, trainstep is faster. “?”: cannot tell; “=”: "
+            "the interval lies within 2 % of 1.",
             *(f"No ratio: {trouble}." for trouble in list(troubles)[:3]),
             *(f"No interval: {reason}." for reason in few),
         ]
@@ -200,7 +201,8 @@ def _ratio_column(peer: str) -> Column:
 def _ratio_words(comparison: Comparison) -> str:
     ends = [ratio_words(end) for end in (comparison.low, comparison.high) if end is not None]
     interval = f" [{', '.join(ends)}]" if ends else ""
-    return f"{ratio_words(comparison.ratio or 0.0)}{interval}{' ?' if comparison.verdict == 'cannot tell' else ''}"
+    mark = {"faster": "", "slower": "", "cannot tell": " ?"}.get(comparison.word, " =")
+    return f"{ratio_words(comparison.ratio or 0.0)}{interval}{mark}"
 
 
 _RATIO = Form(text=_ratio_words, sort=lambda comparison: comparison.ratio)
@@ -235,7 +237,9 @@ def _means_table(works: Sequence[Configuration]) -> Table:
         *(Column(name, names=True) for name in ("against", "lengths")),
         Column("configurations", COUNT),
         *(Column(name, RATIO) for name in ("time, ours / theirs", "speed, ours / theirs")),
-        *(Column(verdict, COUNT) for verdict in VERDICTS),
+        *(Column(verdict, COUNT) for verdict in ("faster", "slower")),
+        Column("under 2 %", COUNT, optional=True),
+        Column("cannot tell", COUNT),
     ]
     note = "Only configurations in which both ran. The last columns count the verdicts on single configurations."
     return Table.of("trainstep against each peer: geometric means", lines, columns, note=note)
@@ -248,11 +252,12 @@ def mean_ratio(ratios: Iterable[Ratio]) -> float:
 
 
 def _means(lengths: str, ratios: Sequence[Ratio]) -> dict[str, Any]:
-    verdicts = [ratio.known.verdict for ratio in ratios if ratio.known]
+    verdicts = [ratio.known.word for ratio in ratios if ratio.known]
     return {
         "lengths": lengths,
         "configurations": len(ratios),
         "time, ours / theirs": mean_ratio(ratios),
         "speed, ours / theirs": 1 / mean_ratio(ratios),
         **{verdict: verdicts.count(verdict) for verdict in VERDICTS},
+        "under 2 %": verdicts.count("under 2 %") or None,
     }

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.config.attention import TILE_FIELDS
-from trainstep.records.summary import doubts
 from trainstep.report.attention.rows import (
     HOST,
     NOT_THE_WORK,
@@ -51,8 +50,9 @@ from trainstep.report.kit.forms import (
     three_digits,
 )
 from trainstep.report.kit.ranking import mean_column, median_and_range, median_words
-from trainstep.report.kit.rows import Row, facts_in, grouped, quantities, words
+from trainstep.report.kit.rows import Row, doubts, facts_in, grouped, host_limit, quantities, words
 from trainstep.report.kit.tables import Column, Line, Table, doubts_column, point_columns
+from trainstep.traces.verdict import LAUNCH_BOUND
 
 _ASIDE = (
     "Where trainstep ran at several tiles, this table shows its default tiles, or the fastest if those did not run; {} more "
@@ -141,9 +141,8 @@ def _reasons(rows: Sequence[Row], most: int) -> list[str]:
 def cells_table(rows: Sequence[Row]) -> Table:
     """Every cell: time, error, NaN, determinism, the kernel that ran, the host's time, memory and doubts."""
     note = (
-        "Error: the largest absolute error over the largest magnitude of a reference in higher precision. Plain PyTorch's: the "
-        "error of attention written in PyTorch in the cell's dtype. NaN: NaN or infinity. Host: time until the call returns. "
-        "Launch-bound: the device waits for the host."
+        "Error: the largest absolute error over the largest magnitude of a reference in higher precision. Launch-bound: the GPU "
+        "waits for the host."
     )
     columns = [*point_columns(rows, without=_redundant_names(rows)), *_CELL, doubts_column(_doubts)]
     return Table.of("Attention: every cell", rows, columns, note=note, raw=map(_numbers, rows))
@@ -179,6 +178,8 @@ def _numbers(row: Row) -> dict[str, Any]:
     return {"workload": numbers.pop("workload"), **config, **numbers, **needed, "flops_per_s": flops_per_s(row)}
 
 
+_PLAIN = "Plain PyTorch's: the error of attention written in PyTorch in the cell's dtype."
+_HOST = "Host: time until the call returns."
 _WORDS = replace(TEXT, text=lambda value: shortened(words(value), _MOST_OF_A_NAME))
 _YES_NO = replace(TEXT, text=lambda value: words(bool(value)))
 """Records store a boolean, or 1 or 0."""
@@ -214,13 +215,13 @@ _CELL = (
         for column in (
             _RATE,
             Column("error of output", ERROR, "error_output"),
-            Column("plain PyTorch's error", ERROR, "error_same_dtype", more=True),
+            Column("plain PyTorch's error", ERROR, "error_same_dtype", more=True, note=_PLAIN),
             *(Column(f"error of {name}", ERROR, f"error_{name}", more=True) for name in ("dq", "dk", "dv", "lse")),
-            Column("NaN", _YES_NO, "has_nan", more=True),
+            Column("NaN", _YES_NO, "has_nan", more=True, note="NaN: NaN or infinity."),
             Column("deterministic", _YES_NO, "deterministic", more=True),
             Column("which ran", _WORDS, "which_ran", more=True),
-            Column("host (ms)", MS_STD, median_and_range(HOST), more=True),
-            Column("launch-bound", _YES_NO, "launch_bound", more=True),
+            Column("host (ms)", MS_STD, median_and_range(HOST), more=True, note=_HOST),
+            Column("launch-bound", _YES_NO, lambda row: host_limit(row.record) == LAUNCH_BOUND, more=True),
             Column("peak ({unit})", COLUMN_SIZE, "peak_bytes"),
             Column("held ({unit})", COLUMN_SIZE, "held_bytes", more=True),
             mean_column(TIME, "time"),

@@ -51,6 +51,11 @@ def seconds_words(seconds: float) -> str:
     return f"{milliseconds(seconds)} ms" if abs(seconds) >= 1e-4 else f"{three_digits(seconds * 1e6)} µs"
 
 
+def ms_words(seconds: float) -> str:
+    """`62.10 ms`, also over a second, for a sentence beside a table in milliseconds; `18.5 µs` for very short times."""
+    return seconds_words(seconds) if abs(seconds) < 1 else f"{milliseconds(seconds)} ms"
+
+
 def times_words(ratio: float) -> str:
     """`11.6 times`, for a sentence."""
     return f"{ratio:.2f} times" if ratio < 10 else f"{ratio:,.0f} times"

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainstep import __version__
@@ -14,7 +14,7 @@ from trainstep.config.model import size_names
 from trainstep.config.parsing import build_run, fields_of, to_plain
 from trainstep.config.run import RunConfig
 from trainstep.records.record import FORMAT, Environment
-from trainstep.report.kit.forms import failure_word, gibibytes, listed, rate_words
+from trainstep.report.kit.forms import failure_word, gibibytes, listed, percent, rate_words
 from trainstep.report.kit.rows import Row, flat_config, known_mfu, machines, of_workload, words
 from trainstep.report.kit.visible import one_line
 
@@ -76,6 +76,35 @@ def mfu_conventions(rows: Sequence[Row]) -> list[str]:
     gpus = {record.environment.gpu for record in flops if record.config.get("device") == "cuda"} - {None}
     unknown = [gpu for gpu in sorted(filter(None, gpus)) if not machine_spec(gpu)]
     return [*sentences, *(f"No MFU for {gpu}: trainstep does not know its peak." for gpu in unknown)]
+
+
+def profiler_notes(fact: Callable[[str], Any]) -> list[str]:
+    """How the profiler slowed the step, how work was assigned to phases, and where the trace is."""
+    paragraphs = []
+    if slowdown := fact("profiler_slowdown"):
+        why = ": the profiler slows the host, not the kernels" if slowdown > 1 else ""
+        paragraphs.append(f"A profiled step took {slowdown:.2f} times as long as an unprofiled step{why}.")
+    replayed, fallback, assigned = (fact(f"{name}_share") for name in ("replayed", "fallback", "assigned"))
+    if replayed is not None and fallback is not None:
+        paragraphs.append(
+            f"{percent(replayed)} % of all device time is a graph's and has its phase by the order of an eager step; "
+            f"{percent(fallback)} % has that of the work before it."
+        )
+    elif fallback is not None and assigned is not None:
+        paragraphs.append(
+            f"{percent(assigned)} % of all device time is assigned to a phase, {percent(fallback)} % only by what the "
+            "main thread did at that time."
+        )
+    if (idle := fact("replay_idle_share")) is not None:
+        paragraphs.append(
+            f"Between a graph's first kernel and its last the GPU is idle for {percent(idle)} % of the time."
+        )
+    if split := fact("trace_split"):
+        paragraphs.append(str(split))
+    if path := fact("trace_file"):
+        read = "" if replayed is not None else ", or with --from"  # a graph's kernels alone have no phases
+        paragraphs.append(f"The trace of one step is in {path}: open it at https://ui.perfetto.dev{read}.")
+    return paragraphs
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from trainstep.records.compare import Comparison, compare_records
+from trainstep.config.parsing import fields_of
+from trainstep.config.run import RunConfig
+from trainstep.records.compare import MINIMUM_PAIRS, Comparison, compare_records
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
 from trainstep.report.kit.forms import (
@@ -17,12 +19,14 @@ from trainstep.report.kit.forms import (
     failure_word,
     listed,
     milliseconds,
+    percent,
     ratio_words,
     seconds_words,
     three_digits,
 )
-from trainstep.report.kit.rows import Row, grouped, words
+from trainstep.report.kit.rows import Row, grouped, host_limit, words
 from trainstep.report.kit.tables import Column, row_of
+from trainstep.traces.verdict import LAUNCH_BOUND
 
 _NAMED = 4
 """The most cells named in a sentence."""
@@ -161,9 +165,23 @@ def _unknown_words(ranking: Ranking, name: Callable[[Row], str]) -> str:
     """The cells without a verdict, and why; empty if there are none."""
     if not ranking.unknown:
         return ""
+    few = [ratio for ratio in ranking.unknown if ratio.known and ratio.known.each]
+    if few and len(few) == len(ranking.unknown):
+        pairs = {len(ratio.known.each) for ratio in few if ratio.known}
+        count = f"{max(pairs)} pair{'s' if max(pairs) > 1 else ''}"
+        least, *more = ((name(ratio.row), _each_words(ratio)) for ratio in sorted(few, key=_number))
+        each = [f"{least[0]} took {least[1]} times as long", *(" ".join(other) for other in more)]
+        return f"; no verdict from {count} (at least {MINIMUM_PAIRS} are needed): {', '.join(each)}"
     ratio = ranking.unknown[0]
     others = f" and {len(ranking.unknown) - 1} more" if len(ranking.unknown) > 1 else ""
     return f"; no verdict on {name(ratio.row)}{others} ({_no_verdict_reason(ratio)})"
+
+
+def _each_words(ratio: Ratio) -> str:
+    """The ratio of each pair, or the range of more than two: `1.13 and 1.19`."""
+    each = sorted(ratio.known.each) if ratio.known else []
+    numbers = [f"{number:.2f}" for number in each]
+    return listed(numbers) if len(numbers) < 3 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def _no_verdict_reason(ratio: Ratio) -> str:
@@ -186,7 +204,9 @@ def against_words(axis: str, ratios: Sequence[Ratio]) -> str:
     """The verdict along a compared axis: how the cells of each value compare with those of the axis's first value."""
     first = words(ratios[0].base.point.get(axis))
     by_value = grouped(ratios, lambda ratio: words(ratio.row.point.get(axis)))
-    verdicts = [f"{value} {counted_words(alike)}" for value, alike in by_value.items()]
+    is_option = axis in fields_of(RunConfig)  # a value alone, such as `step`, would read like another field's
+    named = {value: f"`--{axis.replace('_', '-')} {value}`" if is_option else value for value in by_value}
+    verdicts = [f"{named[value]} {counted_words(alike)}" for value, alike in by_value.items()]
     return f"Against {axis.replace('_', ' ')} {first}: {'; '.join(verdicts)}."
 
 
@@ -220,21 +240,50 @@ def counted_words(ratios: Sequence[Ratio]) -> str:
         [ratio] = ratios
         if ratio not in judged:
             return f"has no verdict ({_no_verdict_reason(ratio)})"
-        verdict = ratio.known.verdict if ratio.known else ""
-        what = "shows no difference" if verdict == "cannot tell" else f"is {verdict}"
-        return f"{what}: it takes {interval_words(ratio)} of the time"
+        word = ratio.known.word if ratio.known else ""
+        what = f"is {word}" if word in ("faster", "slower") else _unlike_words(word)
+        return f"{what}: it takes {interval_words(ratio)} of the time{_host_words(word, ratios)}"
     parts = []
-    for verdict, word in (("faster", "is faster"), ("slower", "is slower"), ("cannot tell", "shows no difference")):
-        alike = [ratio for ratio in ratios if _judged_as(ratio, verdict)]
-        if alike:
-            low, high = (three_digits(choose(map(_number, alike))) for choose in (min, max))
-            span = low if low == high else f"{low} to {high}"
-            parts.append(f"{word} in {len(alike)} of {len(ratios)} cells ({span} of the time)")
-    if len(judged) < len(ratios):
-        unsure = [ratio_words(ratio.ratio) for ratio in ratios if ratio not in judged and ratio.ratio is not None]
-        seen = f" ({listed(unsure, most=_NAMED)} of the time; too few pairs or too wide an interval)" if unsure else ""
-        parts.append(f"has no verdict in {len(ratios) - len(judged)}{seen}")
+    by_word = grouped(judged, lambda ratio: ratio.known.word if ratio.known else "")
+    for word in sorted(by_word, key=lambda word: ("faster", "slower", "cannot tell", word).index(word)):
+        alike = by_word[word]
+        what = f"is {word}" if word in ("faster", "slower") else _unlike_words(word)
+        low, high = (three_digits(choose(map(_number, alike))) for choose in (min, max))
+        span = low if low == high else f"{low} to {high}"
+        parts.append(f"{what} in {len(alike)} of {len(ratios)} cells ({span} of the time{_host_words(word, alike)})")
+    unsure = grouped([ratio for ratio in ratios if ratio not in judged], no_verdict_words)
+    for reason, alike in unsure.items():
+        seen = [ratio_words(ratio.ratio) for ratio in alike if ratio.ratio is not None]
+        numbers = f"{listed(seen, most=_NAMED)} of the time; " if seen else ""
+        parts.append(f"has no verdict in {len(alike)} ({numbers}{reason})")
     return listed(parts)
+
+
+def no_verdict_words(ratio: Ratio) -> str:
+    """Why there is no verdict, in a few words: `too few pairs: 2, and at least 5 are needed`."""
+    if ratio.interval is not None:
+        return "too wide an interval"
+    return ratio.reason.split("; ", maxsplit=1)[0] or "too few samples"
+
+
+def _host_words(word: str, ratios: Sequence[Ratio]) -> str:
+    """`; limited by the host there: the GPU works for 30.2 % of the step`, where that may be all that makes cells slower."""
+    limited = [ratio.row.record for ratio in ratios if host_limit(ratio.row.record) == LAUNCH_BOUND]
+    if word != "slower" or not limited:
+        return ""
+    some = "there" if len(limited) == len(ratios) else f"in {len(limited)}"
+    steps = [(record.fact("device_busy_s"), median_of(record, "step")) for record in limited]
+    shares = sorted(busy_s / step_s for busy_s, step_s in steps if busy_s and step_s)
+    span = (
+        percent(shares[0]) if len(shares) == 1 else f"{percent(shares[0])} to {percent(shares[-1])}" if shares else ""
+    )
+    works = f": the GPU works for {span} % of {'the step' if len(shares) == 1 else 'each'}" if shares else ""
+    return f"; limited by the host {some}{works}"
+
+
+def _unlike_words(word: str) -> str:
+    """How a sentence says that there is no verdict of faster or slower: with the word that the tables have."""
+    return "cannot be told apart" if word == "cannot tell" else f"differs by {word}"
 
 
 def _judged_as(ratio: Ratio, verdict: str) -> bool:

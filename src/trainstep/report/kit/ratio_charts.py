@@ -56,7 +56,7 @@ def whiskers(ratios: Sequence[Ratio]) -> dict[str, Any]:
 
 
 def hollow(symbol: str, ratio: Ratio) -> str:
-    """The mark's symbol, as an outline if the verdict is `cannot tell`."""
+    """The mark's symbol, as an outline if the verdict is neither faster nor slower."""
     filled = symbol.removesuffix("-open")
     return f"{filled}-open" if ratio.comparison is None or ratio.comparison.verdict == "cannot tell" else filled
 
@@ -132,4 +132,4 @@ def _hover(ratio: Ratio) -> str:
         spread = f" (99 % interval {low} to {high})"
     elif comparison.each:
         spread = f" (of pairs {listed(map(ratio_words, comparison.each))})"
-    return lines_of(name, f"{ratio_words(comparison.ratio)}{spread}", comparison.verdict, label(comparison.reason))
+    return lines_of(name, f"{ratio_words(comparison.ratio)}{spread}", comparison.word, label(comparison.reason))

@@ -7,17 +7,20 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 from trainstep.config.instruments import INSTRUMENTS
 from trainstep.config.model import ModelConfig
 from trainstep.config.run import Phase
+from trainstep.records import summary as record_summary
 from trainstep.records.derive import Mfu, mfu, model_flops_per_s, tokens_per_s
 from trainstep.records.facts import FACTS, IN_EVERY_ROW
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import Store
-from trainstep.records.summary import doubts, summarize
+from trainstep.records.summary import summarize
 from trainstep.report.kit.visible import one_line
+from trainstep.traces.verdict import LAUNCH_BOUND, NEAR_THE_LINE, step_limit
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -199,12 +202,43 @@ def quantities(row: Row) -> dict[str, Any]:
         derived, errors = _derived(record)
         numbers |= _times(record) | derived | facts_in(record, IN_EVERY_ROW)
         numbers |= facts_in(record, _beside(record, numbers))
+        if "launch_bound" in numbers:
+            numbers["launch_bound"] = host_limit(record) == LAUNCH_BOUND  # by the present rule, as the doubts beside it
         numbers["doubts"] = "; ".join([*doubts(record), *errors])
     numbers |= _failure(record)
     machine = ("gpu", "cpu", "torch", "hostname")
     numbers |= {name: getattr(record.environment, name) for name in machine if name not in row.point}
     source = {"started_at": record.started_at, "key": record.key, "record_file": row.file}
     return {**numbers, "commit": record.environment.commit, **source}
+
+
+def doubts(record: Record) -> tuple[str, ...]:
+    """Short phrases that say why the record's time is doubtful, also where it is the host's time; empty if it is not."""
+    phrase = {LAUNCH_BOUND: LAUNCH_BOUND, NEAR_THE_LINE: "near launch-bound"}.get(host_limit(record) or "")
+    return (*record_summary.doubts(record), *([phrase] if phrase else []))
+
+
+def host_limit(record: Record) -> str | None:
+    """What limits the cell's step or call, by `step_limit` from its medians; without them, by the flag that the record stored.
+
+    None if neither is known: on a CPU, or where each phase was synchronised. Every answer, table and raw row asks here.
+    """
+    if record.config.get("sync") == "phase" or record.failure is not None:
+        return None
+    profiled = next((line for line in table_lines(record.tables.get("verdict")) if line["on_device"]), None)
+    if profiled:
+        return step_limit(**{name: profiled[name] for name in ("busy_s", "enqueue_s", "step_s")})
+    busy_s = record.fact("device_busy_s")
+    step_s, enqueue_s = (_median_of(record, names) for names in (("step", "time_s"), ("enqueue", "host_s")))
+    if busy_s and step_s:
+        return step_limit(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s)
+    return LAUNCH_BOUND if record.fact("launch_bound") else None
+
+
+def _median_of(record: Record, names: Sequence[str]) -> float | None:
+    """The median of the first of these quantities that was timed."""
+    timed = (record.samples[name].values for name in names if name in record.samples)
+    return next((median(values) for values in timed if values), None)
 
 
 def known_mfu(record: Record) -> Mfu | None:
@@ -236,10 +270,10 @@ def shown_facts(record: Record) -> dict[str, Any]:
 def time_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
     """(median, half the interquartile range) of a quantity of time in seconds; None if it was not measured, and no range for
     a single value."""
-    median = numbers.get(f"{name}_median_s")
-    if median is None or numbers.get(f"{name}_samples_count") == 1:
-        return None if median is None else (median, None)
-    return median, (numbers[f"{name}_p75_s"] - numbers[f"{name}_p25_s"]) / 2
+    middle = numbers.get(f"{name}_median_s")
+    if middle is None or numbers.get(f"{name}_samples_count") == 1:
+        return None if middle is None else (middle, None)
+    return middle, (numbers[f"{name}_p75_s"] - numbers[f"{name}_p25_s"]) / 2
 
 
 def mean_of(numbers: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:

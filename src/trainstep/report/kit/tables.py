@@ -75,6 +75,8 @@ class Column:
     _: KW_ONLY
     help: str = ""
     """What the column means, shown on the page when the pointer is over its title."""
+    note: str = ""
+    """A sentence in the table's note, only where the column is shown."""
     optional: bool = False
     """Left out if no row has a value."""
     failed: Callable[[Record], str] | None = _word
@@ -163,17 +165,21 @@ class Table:
             columns=tuple(titled),
             entries=tuple(tuple(values[place] for values in entries) for place in range(len(lines))),
             raw=tuple(raw),
-            note=note.replace(_UNIT, shared.name),
+            note=" ".join(filter(None, [note, *(column.note for column in titled)])).replace(_UNIT, shared.name),
             folded=folded,
         )
 
     def brief(self) -> "Table":
-        """The table without the columns that only --all shows."""
+        """The table without the columns that only --all shows, and without their notes."""
         places = [place for place, column in enumerate(self.columns) if not column.more]
+        note = self.note
+        for hidden in (column.note for column in self.columns if column.more and column.note):
+            note = note.replace(hidden, "").replace("  ", " ").strip()
         return replace(
             self,
             columns=tuple(self.columns[place] for place in places),
             entries=tuple(tuple(row[place] for place in places) for row in self.entries),
+            note=note,
         )
 
 
@@ -266,11 +272,23 @@ def _present(values: Iterable[Any]) -> list[Any]:
 
 
 def _time(title: str, name: str) -> Column:
-    return Column(f"{title} (ms)", MS_STD, lambda line: time_of(line.value, name), optional=True, more=name in PHASES)
+    return Column(
+        f"{title.replace('_', ' ')} (ms)",
+        MS_STD,
+        lambda line: time_of(line.value, name),
+        optional=True,
+        more=name in PHASES,
+    )
 
 
 def _mean(title: str, name: str) -> Column:
-    return Column(f"{title}, mean ± std (ms)", MS_STD, lambda line: mean_of(line.value, name), optional=True, more=True)
+    return Column(
+        f"{title.replace('_', ' ')}, mean ± std (ms)",
+        MS_STD,
+        lambda line: mean_of(line.value, name),
+        optional=True,
+        more=True,
+    )
 
 
 def _other_times(lines: Sequence[Line]) -> list[Column]:

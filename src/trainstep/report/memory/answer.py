@@ -29,9 +29,10 @@ def memory_answer(rows: Sequence[Row]) -> Answer | None:
     part, part_bytes = max(ledger.items(), key=lambda item: item[1], default=("", 0))
     parts = f": {percent(part_bytes / size)} % {part} ({byte_words(part_bytes)})" if part_bytes else ""
     driver_bytes = row.record.fact("driver_bytes")
-    needed = f" It needs {byte_words(driver_bytes)} of the GPU, by the driver." if driver_bytes else ""
+    needed = f" The driver counts {byte_words(driver_bytes)}." if driver_bytes else ""
     if pool_bytes := row.record.fact("capture_pool_bytes"):
-        needed += f" The graph keeps {byte_words(pool_bytes)} of it between launches."
+        graph = f"Of the {byte_words(driver_bytes)}, the graph" if driver_bytes else "The graph"
+        needed += f" {graph} keeps {byte_words(pool_bytes)} between launches."
     peak = f"{name} holds {byte_words(size)} at the peak{most}{parts}.{needed}"
     if row.record.fact("captured") not in (None, "nothing") and row.record.config.get("device") == "cpu":
         return Answer(workload="memory", verdict=" ".join([*fits, peak, _TAPE]))
@@ -51,7 +52,7 @@ def _saving(record: Record, ledger: Ledger, size: float) -> str:
     alone = max(filter(None, (_recompute(record, ledger), _narrow(record, ledger))), default=None)
     savings = [saving for saving in (alone, _shard(record, ledger)) if saving and saving[0] >= _WORTH_SHARE * size]
     return " ".join(
-        f"{change} should save up to {byte_words(saved)}, {percent(saved / size)} % of the peak."
+        f"{change} can save at most {byte_words(saved)}, {percent(saved / size)} % of the peak."
         for saved, change in savings
     )
 

@@ -38,6 +38,15 @@ _SIZES = {
     "resident": "peak_rss_bytes",
 }
 """Column -> fact of a rank; a fact that no rank has gets no column."""
+_SIZE_NOTES = {
+    "allocated": "Allocated: memory that the allocator gave tensors.",
+    "reserved": "Reserved: memory that it took from the driver.",
+    "driver": "Driver: what nvidia-smi would show for this process.",
+    "resident": "Resident: memory of the process on the host.",
+}
+"""Column of the table of cells -> its sentence in the note."""
+_POOL, _POOL_BELONGS_TO = "of that, the graph's pool", "reserved"
+"""A line of the ledger that older records store at the end, and the line that it is part of."""
 _COMPARED = ("parameters", "gradients", "optimizer state", "communication")
 _RANKS_NOTE = (
     "{unit}. The peak of each rank. By formula: the largest of the moments that plan/peak_memory.py computes from the model's "
@@ -80,12 +89,7 @@ def cell_tables(row: Row, *, allocations: int = _SHOWN_ALLOCATIONS) -> list[Tabl
 def peaks_table(rows: Sequence[Row]) -> Table:
     """The peaks of each cell, their unexplained share, and the bytes per parameter."""
     columns = [*point_columns(rows), *_PEAKS, doubts_column(lambda row: doubts(row.record))]
-    note = (
-        "{unit}. Allocated: memory that the allocator gave tensors. Reserved: memory that it took from the driver. Driver: "
-        "what nvidia-smi would show for this process. Unexplained: the larger share of allocated, or of the driver's number, "
-        "without a category."
-    )
-    return Table.of("Memory of a step", rows, columns, note=note, raw=map(_raw, rows))
+    return Table.of("Memory of a step", rows, columns, note="{unit}.", raw=map(_raw, rows))
 
 
 def fit_table(rows: Sequence[Row]) -> Table:
@@ -171,6 +175,10 @@ def ledger_table(row: Row, rank: int | None = None) -> Table:
         for line in table_lines(table_of_rank(row.record, "ledger", rank))
         if any(line[moment] for moment in MOMENTS) or line["line"] not in HELD
     ]
+    pool = [line for line in lines if line["line"] == _POOL]
+    lines = [line for line in lines if line not in pool]
+    place = next((place for place, line in enumerate(lines, 1) if line["line"] == _POOL_BELONGS_TO), len(lines))
+    lines[place:place] = pool
     columns = [Column("", TEXT, "line"), *(Column(moment, _EXACT, optional=True) for moment in MOMENTS)]
     title, note = f"Ledger{rank_words(row.record, rank)}", " ".join([_LEDGER_NOTE, *_without_lines(row.record)])
     return Table.of(title, lines, columns, note=note, folded=rank is not None)
@@ -249,8 +257,14 @@ _EACH = Form(text=lambda parts: f"{' + '.join(f'{part:.3g}' for part in parts)} 
 """`4 + 4 + 8 = 16`"""
 _EXACT = Form(text=lambda size: f"{size:,} B" if abs(size) < 100_000 else byte_words(size))
 _PEAKS = (
-    *(Column(name, ROUGH_SIZE, _SIZES[name]) for name in ("allocated", "reserved", "driver", "resident")),
-    Column("unexplained (%)", PERCENT, _unexplained, more=True),
+    *(Column(name, ROUGH_SIZE, _SIZES[name], optional=True, note=note) for name, note in _SIZE_NOTES.items()),
+    Column(
+        "unexplained (%)",
+        PERCENT,
+        _unexplained,
+        more=True,
+        note="Unexplained: the larger share of allocated, or of the driver's number, without a category.",
+    ),
     Column("bytes per parameter", _EACH, _each, more=True),
     Column("peaks in", TEXT, "timeline_peak_phase"),
 )

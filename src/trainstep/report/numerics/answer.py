@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import in_percent, listed, seconds_words, three_digits
 from trainstep.report.kit.ranking import interval_words, is_judged, ratio_of
-from trainstep.report.kit.rows import PROVENANCE, Row
+from trainstep.report.kit.rows import PROVENANCE, Row, host_limit
 from trainstep.report.numerics.tables import (
     fp32_of,
     gradient_error,
@@ -14,6 +14,7 @@ from trainstep.report.numerics.tables import (
     precision_of,
     share_words,
 )
+from trainstep.traces.verdict import LAUNCH_BOUND
 
 _LESS_WORK = 0.9
 """A precision is worth a larger model if the GPU works at most this share of fp32's time."""
@@ -79,7 +80,11 @@ def _work_words(group: Sequence[Row]) -> str:
     """What the GPU works in each precision, where the host limits a step and so its time says little; else empty."""
     busy = [(precision_of(row), row.record.fact("device_busy_s")) for row in group]
     fp32_s = next((busy_s for name, busy_s in busy if name == "fp32"), None)
-    if not any(row.record.fact("launch_bound") for row in group) or not fp32_s or not all(busy_s for _, busy_s in busy):
+    if (
+        not any(host_limit(row.record) == LAUNCH_BOUND for row in group)
+        or not fp32_s
+        or not all(busy_s for _, busy_s in busy)
+    ):
         return ""
     if min(busy_s for _, busy_s in busy) > _LESS_WORK * fp32_s:
         return ""

@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from trainstep.config.machine import machine_spec
-from trainstep.costs.strategies import YARDSTICK, strategy_named
+from trainstep.costs.strategies import YARDSTICK, Part, strategy_named
+from trainstep.records.compare import MINIMUM_PAIRS
 from trainstep.records.derive import bandwidth
 from trainstep.records.record import Record
 from trainstep.report.kit.answer import Answer
@@ -57,7 +58,9 @@ def parallel_answer(rows: Sequence[Row]) -> Answer | None:
         words = ranking_words(ranking, per=" a step", name=lambda row: strategies_by_row[id(row)].name)  # noqa: B023
         prefix = f"{place}: " if len(by_place) > 1 else ""
         verdicts.append(f"{prefix}{words}{_cost(first)}")
-        suggestions.append(_next_try(ranking, first, communicating, strategies_by_row))
+        suggestions.append(
+            " ".join(filter(None, (_more_pairs(ranking), _next_try(ranking, first, communicating, strategies_by_row))))
+        )
     if not verdicts:
         return None
     more = [f"The tables have {len(verdicts) - _PLACES} more."] if len(verdicts) > _PLACES else []
@@ -66,6 +69,12 @@ def parallel_answer(rows: Sequence[Row]) -> Answer | None:
         verdict=" ".join([*verdicts[:_PLACES], *more]),
         suggestion=next(filter(None, suggestions), ""),
     )
+
+
+def _more_pairs(ranking: Ranking) -> str:
+    """What settles a ranking with too few pairs; empty if it has enough."""
+    few = [ratio for ratio in ranking.unknown if ratio.known and ratio.known.paired and ratio.known.n < MINIMUM_PAIRS]
+    return f"Repeat with `--rounds {MINIMUM_PAIRS}` for a verdict." if few else ""
 
 
 def _cost(strategy: StrategyRow) -> str:
@@ -81,8 +90,9 @@ def _cost(strategy: StrategyRow) -> str:
     if exposed_s is None or not in_flight_s or strategy.sync == YARDSTICK:
         return ""
     waits = f" ({seconds_words(waiting_s)} of it waiting for the slowest rank)" if waiting_s else ""
+    rank = f" on rank {times['rank']:.0f}, which waits least" if times.get("rank") is not None else ""
     return (
-        f" In one profiled step of {strategy.name}, messages were in flight for {seconds_words(in_flight_s)}{waits}; "
+        f" In one profiled step of {strategy.name}{rank}, messages were in flight for {seconds_words(in_flight_s)}{waits}; "
         f"{seconds_words(exposed_s)} was exposed, with no computation at the same time."
     )
 
@@ -146,10 +156,12 @@ def _captured(strategy: StrategyRow, communicating: Sequence[StrategyRow]) -> st
     left_s = max(busy_s, messages.get("transfer_s") or 0.0)
     exposed_s = messages.get("exposed_s") or 0.0
     as_now = step_s / (busy_s + exposed_s)
+    # A strategy that shards the optimizer updates fewer parameters than the rank without messages: that is no bound for it.
+    most = "about" if Part.OPTIMIZER_STATE in strategy_named(strategy.sync).shards else "at most"
     exposed = f", or {times_words(as_now)} if messages stay as exposed as now" if exposed_s and as_now > 1 else ""
     return (
         f"The host limits {strategy.name}, launching for {percent(enqueue_s / step_s)} % of its step: `--capture auto` can make "
-        f"it up to {times_words(step_s / left_s)} as fast{exposed}, because the GPU of a rank without messages works for "
+        f"it {most} {times_words(step_s / left_s)} as fast{exposed}, because the GPU of a rank without messages works for "
         f"{seconds_words(busy_s)}."
     )
 
@@ -165,7 +177,7 @@ def _fewer_bytes(strategy: StrategyRow, communicating: Sequence[StrategyRow]) ->
         return ""
     cost_s = share * (median_of(strategy.record, _STEP) or 0.0)
     return (
-        f"`--reduce-dtype bf16` halves the bytes of gradients: it should take up to {seconds_words(cost_s / 2)} off "
+        f"`--reduce-dtype bf16` halves the bytes of gradients: it can take at most {seconds_words(cost_s / 2)} off "
         f"{strategy.name}, {percent(share / 2)} % of its step, which is half the cost of communication."
     )
 

@@ -11,10 +11,9 @@ from trainstep.config.parallel import STRATEGY_FIELDS, USED_BY, needless
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.derive import tokens_per_s
 from trainstep.records.record import Record
-from trainstep.records.summary import doubts
 from trainstep.report.kit.forms import ABSENT, COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, beside, ratio_words
 from trainstep.report.kit.ranking import Ratio, mean_column, median_and_range, median_of, ratio_of
-from trainstep.report.kit.rows import Row, flat_config, quantities, shown_facts, table_lines, words
+from trainstep.report.kit.rows import Row, doubts, flat_config, quantities, shown_facts, table_lines, words
 from trainstep.report.kit.tables import Column, Entry, Line, Table, doubts_column, point_columns, rank_columns, row_of
 
 _DETAILED = 2
@@ -36,11 +35,12 @@ _DRIVER = (
     "the rest: kernels loaded since."
 )
 _STEPS = (
-    "Median ± half the interquartile range of the slowest rank. Window: several steps timed together without synchronisation "
-    "between them, so that work which a strategy leaves for the next step counts. Ratio: to sync "
-    f"{YARDSTICK}, whose ranks do not communicate, from interleaved pairs (so it can differ from the quotient of the "
-    "medians), with its 99 % interval or, with too few pairs, the ratio of each pair; a doubt names strategies that were not "
-    "interleaved. Peak: {unit}, of rank 0."
+    f"Median ± half the interquartile range of the slowest rank. Ratio: to sync {YARDSTICK}, whose ranks do not communicate, "
+    "from interleaved pairs (so it can differ from the quotient of the medians), with its 99 % interval or, with too few pairs, "
+    "the ratio of each pair; a doubt names strategies that were not interleaved. Peak: {unit}, of rank 0."
+)
+_WINDOW = (
+    "Window: several steps timed with no synchronisation between them, so that work left for the next step counts."
 )
 _COMMUNICATION = (
     "Of one profiled step; step times are of steps without a profiler. Sent: bytes of tensors; on the wire: the most that a "
@@ -50,6 +50,7 @@ _COMMUNICATION = (
     "Longer than none: the difference of the medians, which is the cost to the whole step and includes kernels that messages "
     "slow down."
 )
+_BELOW_0 = "Below 0: within the noise, unless the interval of the ratio excludes 1."
 _BOTH = ("", "expected_")
 """Prefixes of column names in the record's table: counted, and by formula."""
 Held = dict[str, dict[str, tuple[int, int | None]]]
@@ -137,7 +138,7 @@ def steps_table(strategies: Sequence[StrategyRow]) -> Table:
     columns = [
         *name_columns(strategies),
         *_time_columns("step", "step (ms)", "ratio", "99 % interval"),
-        *(replace(column, more=True) for column in windows),
+        *(replace(column, more=True, note=_WINDOW if place == 0 else "") for place, column in enumerate(windows)),
         *rank_columns("step"),
         Column("tokens/s", WHOLE, lambda strategy: tokens_per_s(strategy.record), more=True),
         Column(
@@ -157,6 +158,7 @@ def communication_table(strategies: Sequence[StrategyRow]) -> list[Table]:
     shown = [
         strategy for strategy in strategies if strategy.record.failure is None and strategy.record.config["ranks"] > 1
     ]
+    below_0 = _BELOW_0 if any((strategy.longer_s("step") or 0.0) < 0 for strategy in shown) else ""
     columns = [
         *name_columns(shown),
         Column("messages", beside(COUNT), lambda strategy: _totals(strategy, "messages")),
@@ -164,7 +166,7 @@ def communication_table(strategies: Sequence[StrategyRow]) -> list[Table]:
         Column("on the wire ({unit})", beside(SIZE), _on_the_wire, more=True),
         *(_message_time(name, more=name != "exposed") for name in _MESSAGE_TIMES),
         Column("hidden (%)", PERCENT, _hidden),
-        Column("step longer than none (ms)", MS, lambda strategy: strategy.longer_s("step")),
+        Column("step longer than none (ms)", MS, lambda strategy: strategy.longer_s("step"), note=below_0),
         Column("window longer than none (ms)", MS, lambda strategy: strategy.longer_s("window_step"), more=True),
     ]
     return [Table.of("Communication of a step", shown, columns, note=_COMMUNICATION)] if shown else []

@@ -9,18 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainstep.config.machine import machine_spec
-from trainstep.records.summary import doubts
 from trainstep.report.kit.answer import Answer
-from trainstep.report.kit.forms import listed, percent, ratio_words, seconds_words, times_words
-from trainstep.report.kit.rows import Row, grouped, needless, table_lines
+from trainstep.report.kit.forms import listed, ms_words, percent, ratio_words, times_words
+from trainstep.report.kit.notes import profiler_notes
+from trainstep.report.kit.rows import Row, doubts, grouped, needless, table_lines, words
 from trainstep.traces import host_track, verdict
 from trainstep.traces.kernel_classes import ELEMENT_WISE, IDLE, MATMUL, NORMALISATION, REDUCTION
-from trainstep.traces.verdict import BUSY_SHARE, NEAR_THE_LINE, host_launches
+from trainstep.traces.verdict import BUSY_SHARE, ENQUEUE_SHARE, NEAR_THE_LINE, host_launches
 
 _FUSED = (ELEMENT_WISE, REDUCTION, NORMALISATION)
 """Classes of work that a compiler fuses."""
 _NAMED = 3
 """The most cells that get a clause each."""
+_MODES = {"step": 2, "forward_backward": 1}
+"""How much of training a mode is: advice for a whole step comes before advice for a part of it."""
 _WORTH = 1.05
 """The least speed-up that is suggested."""
 Columns = Mapping[str, Sequence[Any]]
@@ -82,19 +84,54 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
     limits = [(row, profile.limit) for row, profile in profiles if profile.limit]
     counts = Counter(verdict_word(limit) for _, limit in limits)
     kinds = listed(f"{count} {'is' if count == 1 else 'are'} {kind}" for kind, count in counts.most_common())
+    waiting = [(row, limit) for row, limit in limits if verdict_word(limit) == verdict.LAUNCH and limit["on_device"]]
+    if len(limits) > _NAMED and waiting:
+        return Answer(
+            workload="profile",
+            verdict=f"Of {len(limits)} steps, {kinds}. {_waiting_words(waiting, unnamed)}",
+            suggestion=_best_words(gains, unnamed),
+        )
     clauses = [f"{row.label(without=unnamed)} {_short(limit)}" for row, limit in limits[:_NAMED]]
     more = f"; {len(limits) - _NAMED} more" if len(limits) > _NAMED else ""
+    return Answer(
+        workload="profile",
+        verdict=f"Of {len(limits)} steps, {kinds}: {'; '.join(clauses)}{more}.",
+        suggestion=_best_words(gains, unnamed),
+    )
+
+
+def _waiting_words(waiting: Sequence[tuple[Row, TableRow]], unnamed: Sequence[str]) -> str:
+    """`The host limits small 128 (forward_no_grad and step) and 2 more: the GPU works for 35.9 to 72.4 % of each.`"""
+    by_place = grouped(waiting, lambda pair: pair[0].label(without=[*unnamed, "mode"]))
+    named = list(by_place.items())[:_NAMED]
+    places = [
+        f"{place} ({listed(words(row.point['mode']) for row, _ in alike)})" if "mode" in alike[0][0].point else place
+        for place, alike in named
+    ]
+    left = len(waiting) - sum(len(alike) for _, alike in named)
+    shares = sorted(limit["busy_s"] / (limit["step_s"] or math.inf) for _, limit in waiting)
+    span = (
+        f"{percent(shares[0])} to {percent(shares[-1])} % of each"
+        if len(shares) > 1
+        else f"{percent(shares[0])} % of it"
+    )
+    return f"The host limits {listed([*places, *([f'{left} more'] if left else [])])}: the GPU works for {span}."
+
+
+def _best_words(gains: Sequence[tuple[Gain, Row, Profile]], unnamed: Sequence[str]) -> str:
+    """For two kinds of verdict the change that should gain most: of a whole training step, before passes without an optimizer."""
+
+    def rank(gained: tuple[Gain, Row, Profile]) -> tuple[int, float]:
+        gain, row, _ = gained
+        return _MODES.get(row.record.config.get("mode", "step"), 0), gain.factor
+
     by_kind = grouped(gains, lambda gained: verdict_word(gained[2].limit or {})).values()
-    best = [max(alike, key=lambda gained: gained[0].factor) for alike in by_kind]
+    best = [max(alike, key=rank) for alike in by_kind]
     suggestions = []
     for gain, row, _ in best[:2]:
         doubt = " (whose step is unstable)" if "unstable" in doubts(row.record) else ""
         suggestions.append(f"{row.label(without=unnamed)}{doubt}: {gain.sentence}")
-    return Answer(
-        workload="profile",
-        verdict=f"Of {len(limits)} steps, {kinds}: {'; '.join(clauses)}{more}.",
-        suggestion=" ".join(suggestions),
-    )
+    return " ".join(suggestions)
 
 
 def trace_answer(tables: Mapping[str, Columns], fact: GetFact) -> list[Answer]:
@@ -125,11 +162,13 @@ def _verdict(profile: Profile) -> str:
 
 
 def _short(limit: Mapping[str, Any]) -> str:
-    """`is launch-bound (the device works for 74.2 % of 35.32 ms)`."""
+    """`is launch-bound (the GPU works for 74.2 % of 35.32 ms)`."""
     if not limit["on_device"]:
-        return f"is {verdict_word(limit)} ({percent(1 - limit['overhead_share'])} % of {seconds_words(limit['step_s'])} in ops)"
+        return (
+            f"is {verdict_word(limit)} ({percent(1 - limit['overhead_share'])} % of {ms_words(limit['step_s'])} in ops)"
+        )
     busy = percent(limit["busy_s"] / (limit["step_s"] or math.inf))
-    return f"is {verdict_word(limit)} (the device works for {busy} % of {seconds_words(limit['step_s'])})"
+    return f"is {verdict_word(limit)} (the GPU works for {busy} % of {ms_words(limit['step_s'])})"
 
 
 def _captured(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
@@ -146,14 +185,14 @@ def _captured(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     whole = replay_s and not profile.fact("graph_replay_left_out")
     left_s = replay_s if whole else limit["busy_s"]
     factor = limit["step_s"] / left_s if left_s else 0.0
-    why = "its replay as a CUDA graph took" if whole else "the device works"
-    up_to = "should make {} " if whole else "can make {} up to "
+    why = "its replay as a CUDA graph took" if whole else "the GPU works"
+    up_to = "should make {} " if whole else "can make {} at most "
     step = "the profiled step" if limit["profiled_step"] else "the step"
     capture = "`trainstep bench --capture auto`" if profile.is_ours else "Capturing the step as one CUDA graph"
     return Gain(
         factor,
         f"{capture} {up_to.format(step)}{times_words(factor)} as fast: from "
-        f"{seconds_words(limit['step_s'])} to the {seconds_words(left_s)} that {why}.",
+        f"{ms_words(limit['step_s'])} to the {ms_words(left_s)} that {why}.",
     )
 
 
@@ -166,7 +205,7 @@ def _sixteen_bit(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     factor = 1 / (1 - share * (1 - 1 / ratio))
     return Gain(
         factor,
-        f"`--precision bf16_autocast` should make it up to {times_words(factor)} as fast: fp32's matmuls are {percent(share)} "
+        f"`--precision bf16_autocast` can make it at most {times_words(factor)} as fast: fp32's matmuls are {percent(share)} "
         f"% of the step and do not use the tensor cores, whose peak in bf16 is {times_words(ratio)} fp32's.",
     )
 
@@ -179,7 +218,7 @@ def _fused_attention(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
         return None
     return Gain(
         1 / (1 - share),
-        f"`--attention sdpa` should make it up to {times_words(1 / (1 - share))} as fast: softmax, mask, scale and copies of "
+        f"`--attention sdpa` can make it at most {times_words(1 / (1 - share))} as fast: softmax, mask, scale and copies of "
         f"plain attention take {percent(share)} % of the step.",
     )
 
@@ -196,7 +235,7 @@ def _fused_rest(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     option = "`--compile model`" if profile.is_ours else "`torch.compile`"
     return Gain(
         factor,
-        f"{option} should make it up to {times_words(factor)} as fast: element-wise work, norms and reductions, which it "
+        f"{option} can make it at most {times_words(factor)} as fast: element-wise work, norms and reductions, which it "
         f"fuses, take {percent(share)} % of the step.",
     )
 
@@ -229,11 +268,11 @@ def sentences(tables: Mapping[str, Columns], fact: GetFact) -> list[str]:
     paragraphs += _alike(table_lines(tables.get("alike")))
     paragraphs += map(_stall, table_lines(tables.get("stall")))
     paragraphs += [str(fact("attention_split"))] if fact("attention_split") else []
-    return [*paragraphs, *_graph_replay(fact), *_profiler(fact)]
+    return [*paragraphs, *_graph_replay(fact), *profiler_notes(fact)]
 
 
 def verdict_sentence(limit: TableRow) -> str:
-    """`Launch-bound: the device works ...`, by the current rule from the numbers of a verdict."""
+    """`Launch-bound: the GPU works ...`, by the current rule from the numbers of a verdict."""
     kinds = verdict_kinds(limit)
     what = kinds[0].capitalize() if len(kinds) == 1 else f"Near the line between {' and '.join(kinds)}"
     return f"{what}: {verdict_reason(limit)}"
@@ -261,7 +300,7 @@ def verdict_reason(limit: TableRow) -> str:
     if limit["on_device"]:
         if kind == verdict.LAUNCH:
             return _launch_reason(limit)
-        busy = f"the device works for {_share(limit, 'busy_s')} of {_step(limit)}"
+        busy = f"the GPU works for {_share(limit, 'busy_s')} of {_step(limit)}"
     else:
         overhead = limit["overhead_share"]
         if kind == verdict.LAUNCH:
@@ -284,7 +323,9 @@ def _near_reason(limit: TableRow, kinds: Sequence[str]) -> str:
         share, line, what = limit["overhead_share"], verdict.OVERHEAD_SHARE, "of the step passes between ops"
     else:
         launches = f", the host launches for {_share(limit, 'enqueue_s')}" if limit["enqueue_s"] else ""
-        works = f"the device works for {_share(limit, 'busy_s')} of {_step(limit)}"
+        works = f"the GPU works for {_share(limit, 'busy_s')} of {_step(limit)}"
+        if not verdict.is_near(limit["busy_s"] / (limit["step_s"] or math.inf), BUSY_SHARE):
+            return f"{works}{launches} (from {percent(ENQUEUE_SHARE)} % on the host is the limit)."
         return f"{works} (under {percent(BUSY_SHARE)} % it waits){launches}."
     return f"{percent(share)} % {what}, and the line is at {percent(line)} %."
 
@@ -294,16 +335,16 @@ def _share(limit: TableRow, name: str) -> str:
 
 
 def _step(limit: TableRow) -> str:
-    return f"a step of {seconds_words(limit['step_s'])}"
+    return f"a step of {ms_words(limit['step_s'])}"
 
 
 def _launch_reason(limit: TableRow) -> str:
     step_s, enqueue_s = limit["step_s"], limit["enqueue_s"]
-    reason = f"the device works for {_share(limit, 'busy_s')} of {_step(limit)}"
+    reason = f"the GPU works for {_share(limit, 'busy_s')} of {_step(limit)}"
     if limit["profiled_step"]:
         return f"{reason} and waits for the rest, in part because the profiler slows the host."
     if enqueue_s is not None and host_launches(enqueue_s=enqueue_s, step_s=step_s):
-        return f"{reason} and waits for the host, which launches for {seconds_words(enqueue_s)}."
+        return f"{reason} and waits for the host, which launches for {ms_words(enqueue_s)}."
     return f"{reason} and waits for the rest, although the host does not launch all the time: see where it is blocked."
 
 
@@ -313,28 +354,28 @@ def _alike(rows: Sequence[TableRow]) -> list[str]:
         return []
     forward, backward = rows
     return [
-        f"Forward and backward take equally long ({seconds_words(forward['time_s'])} and {seconds_words(backward['time_s'])}) "
+        f"Forward and backward take equally long ({ms_words(forward['time_s'])} and {ms_words(backward['time_s'])}) "
         f"because each takes the time that the host needs to launch it ({forward['pieces']:,.0f} and "
-        f"{backward['pieces']:,.0f} pieces of work); on the device they take {seconds_words(forward['device_s'])} and "
-        f"{seconds_words(backward['device_s'])}."
+        f"{backward['pieces']:,.0f} pieces of work); on the GPU they take {ms_words(forward['device_s'])} and "
+        f"{ms_words(backward['device_s'])}."
     ]
 
 
 def _stall(stall: TableRow) -> str:
     """Why a timeline shows the host stalled between backward and optimizer, or that it does not stall."""
-    gap, behind = seconds_words(stall["gap_s"]), seconds_words(stall["behind_s"])
+    gap, behind = ms_words(stall["gap_s"]), ms_words(stall["behind_s"])
     if stall["kind"] == host_track.BLOCKED:
-        waits = seconds_words(stall["blocked_s"])
+        waits = ms_words(stall["blocked_s"])
         return f"Between backward and optimizer {gap} pass on the host; for {waits} of it a synchronisation blocks the host."
     if stall["kind"] == host_track.ALLOCATION:
-        allocation = seconds_words(stall["allocation_s"])
+        allocation = ms_words(stall["allocation_s"])
         return f"Between backward and optimizer {gap} pass on the host, {allocation} of it in cudaMalloc."
     if stall["kind"] == host_track.QUEUE_FULL:
         return (
-            f"The launch queue was full for {seconds_words(stall['queue_full_s'])} of the step: the host cannot run further "
-            f"ahead and stalls in a timeline; at the optimizer's first launch the device was {behind} behind."
+            f"The launch queue was full for {ms_words(stall['queue_full_s'])} of the step: the host cannot run further "
+            f"ahead and stalls in a timeline; at the optimizer's first launch the GPU was {behind} behind."
         )
-    return f"The host does not stall between backward and optimizer: {gap} pass on it, and the device is {behind} behind then."
+    return f"The host does not stall between backward and optimizer: {gap} pass on it, and the GPU is {behind} behind then."
 
 
 def _graph_replay(fact: GetFact) -> list[str]:
@@ -346,35 +387,6 @@ def _graph_replay(fact: GetFact) -> list[str]:
         return []
     left_out = fact("graph_replay_left_out")
     return [
-        f"Kernels of {fact('graph_replay_phases')}: {seconds_words(kernels_s)}; replayed as one CUDA graph: "
-        f"{seconds_words(replay_s)} (ratio {ratio_words(kernels_s / replay_s)})." + (f" {left_out}" if left_out else "")
+        f"Kernels of {fact('graph_replay_phases')}: {ms_words(kernels_s)}; replayed as one CUDA graph: "
+        f"{ms_words(replay_s)} (ratio {ratio_words(kernels_s / replay_s)})." + (f" {left_out}" if left_out else "")
     ]
-
-
-def _profiler(fact: GetFact) -> list[str]:
-    """How the profiler slowed the step, how work was assigned to phases, and where the trace is."""
-    paragraphs = []
-    if slowdown := fact("profiler_slowdown"):
-        why = ": the profiler slows the host, not the kernels" if slowdown > 1 else ""
-        paragraphs.append(f"A profiled step took {slowdown:.2f} times as long as an unprofiled step{why}.")
-    replayed, fallback, assigned = (fact(f"{name}_share") for name in ("replayed", "fallback", "assigned"))
-    if replayed is not None and fallback is not None:
-        paragraphs.append(
-            f"{percent(replayed)} % of all device time is a graph's and has its phase by the order of an eager step; "
-            f"{percent(fallback)} % has that of the work before it."
-        )
-    elif fallback is not None and assigned is not None:
-        paragraphs.append(
-            f"{percent(assigned)} % of all device time is assigned to a phase, {percent(fallback)} % only by what the "
-            "main thread did at that time."
-        )
-    if (idle := fact("replay_idle_share")) is not None:
-        paragraphs.append(
-            f"Between a graph's first kernel and its last the device is idle for {percent(idle)} % of the time."
-        )
-    if split := fact("trace_split"):
-        paragraphs.append(str(split))
-    if path := fact("trace_file"):
-        read = "" if replayed is not None else ", or with --from"  # a graph's kernels alone have no phases
-        paragraphs.append(f"The trace of one step is in {path}: open it at https://ui.perfetto.dev{read}.")
-    return paragraphs

@@ -94,7 +94,7 @@ def phases_by_class(row: Row) -> Chart:
                 for phase, time_s in zip(phases, seconds, strict=True)
             ]
             panels.add(0, _class_bar(name, phases, [in_ms(time_s or 0.0) for time_s in seconds], hover))
-    caption = "Kernels and copies of a profiled step by class; idle: the device was idle before work of that phase."
+    caption = "Kernels and copies of a profiled step by class; idle: the GPU was idle before work of that phase."
     return panels.chart(f"{row.label()}: Time by phase and class", caption, barmode="stack", bargap=0.5)
 
 
@@ -143,7 +143,7 @@ def shares_chart(rows: Sequence[Row]) -> Chart | None:
                 drawn = [(row, by_class.get(name, 0.0)) for row, by_class in shares]
                 hover = [lines_of(label(row.label()), f"{name}: {percent(share)} %") for row, share in drawn]
                 panels.add(panel, _class_bar(name, x, [in_percent(share) for _, share in drawn], hover))
-    caption = "Classes of kernels as shares of the device's busy time, so that modes can be compared."
+    caption = "Classes of kernels as shares of the GPU's busy time, so that modes can be compared."
     return panels.chart("How classes share the time", caption, barmode="stack", bargap=0.25)
 
 

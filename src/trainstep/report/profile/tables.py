@@ -44,7 +44,7 @@ _ORDER = {
     "layers": "Layers by phase",
     "outliers": "Outliers among the profiled steps",
     "verdict": "What the verdict rests on",
-    "alike": "Forward and backward, on the host and on the device",
+    "alike": "Forward and backward, on the host and on the GPU",
     "stall": "Between backward and optimizer",
     "replay": "The replayed step beside an eager one",
 }
@@ -54,7 +54,7 @@ _WHOLE_ONLY = ("layers", "verdict", "alike", "stall")
 _OUTLIERS_SHOWN = 3
 HELP = {
     "phase": "forward, backward, grad_sync, optimizer, or outside phases, such as the upload of the batch",
-    "class": "kind of work, by the kernel's name; idle: the device was idle before work of this phase",
+    "class": "kind of work, by the kernel's name; idle: the GPU was idle before work of this phase",
     "span": "the named range of the model's code that the work belongs to; a backward kernel has its forward op's",
     "layers": "the layers in whose spans it ran",
     "name": "the kernel's name without template arguments (on a CPU: the op's name)",
@@ -66,10 +66,10 @@ HELP = {
     "max_s": "time of the longest call",
     "host_s": "time of the phase on the host's main thread (torch's CPU total of its range)",
     "device_s": "time of the phase's kernels and copies (torch's CUDA total)",
-    "idle_s": "time for which the device was idle before work of this phase",
+    "idle_s": "time for which the GPU was idle before work of this phase",
     "launches": "kernel launches per step",
     "launch_s": "host time in launch calls",
-    "lead_s": "median time from a launch on the host to the kernel's start: if it is long, the device is the limit; if it is "
+    "lead_s": "median time from a launch on the host to the kernel's start: if it is long, the GPU is the limit; if it is "
     "microseconds, the host is",
     "blocked_s": "host time in cudaDeviceSynchronize, cudaStreamSynchronize and cudaEventSynchronize",
     "allocations": "calls of cudaMalloc and cudaFree per step",
@@ -90,7 +90,7 @@ HELP = {
     "on_device": "yes: kernels on a GPU; no: ops on a CPU",
     "profiled_step": "whether the time is a profiled step's, because no step was timed without the profiler",
     "step_s": "time of the step",
-    "busy_s": "time for which the device worked",
+    "busy_s": "time for which the GPU worked",
     "enqueue_s": "host time until the last work was issued, without the profiler",
     "exposed_share": "share of the step: communication without computation at the same time",
     "matmul_share": "share of device time: matmuls and fused attention",
@@ -99,7 +99,7 @@ HELP = {
     "gap_s": "host time from backward's return to the optimizer's first launch",
     "eager_s": "time of the phase's kernels in one step without a graph",
     "replayed_s": "time of the phase's kernels in a replay, per step; each is placed where the same one of the eager step belongs",
-    "behind_s": "how far the device was behind the host at that launch",
+    "behind_s": "how far the GPU was behind the host at that launch",
 }
 TORCH_COLUMNS = (
     "torch's table of the same trace has other names: Self CPU is an op's time on the host without the ops that it calls, and "
@@ -235,7 +235,7 @@ _VERDICT = (
         "busy (ms)",
         MS,
         lambda row: quantities(row).get("busy_median_s"),
-        help="time for which the device worked in a profiled step: a profiler slows the host, not the kernels",
+        help="time for which the GPU worked in a profiled step: a profiler slows the host, not the kernels",
     ),
     Column(
         "kernels", WHOLE, lambda row: row.record.fact("pieces", 0), help="kernels and copies of a step; on a CPU ops"

@@ -11,12 +11,12 @@ from trainstep.config.machine import machine_spec
 from trainstep.config.run import Phase
 from trainstep.records.record import Record
 from trainstep.report.kit.answer import Answer
-from trainstep.report.kit.forms import listed, percent, seconds_words, times_words
+from trainstep.report.kit.forms import listed, ms_words, percent, times_words
 from trainstep.report.kit.ranking import median_of
-from trainstep.report.kit.rows import Row, grouped, known_mfu, needless
+from trainstep.report.kit.rows import Row, grouped, host_limit, known_mfu, needless, words
 from trainstep.report.step.comparison import NOT_COMPARED
 from trainstep.report.step.warmup import swept_answer
-from trainstep.traces.verdict import DEVICE_BOUND, LAUNCH_BOUND, NEAR_THE_LINE, step_limit
+from trainstep.traces.verdict import DEVICE_BOUND, LAUNCH_BOUND, NEAR_THE_LINE
 
 _WORTH = 1.1
 """The least speed-up that is suggested."""
@@ -49,20 +49,24 @@ class StepLimit:
 def step_answer(rows: Sequence[Row]) -> Answer | None:
     """The answer for these cells: what limits their steps, and the change to try; None if no step was timed."""
     unnamed = ["warmups", *needless(rows)]
-    limits = [limit for row in rows if (limit := limit_of(row, row.label(without=unnamed)))]
+    limits = [limit for row in rows if (limit := limit_of(row, _name(row, unnamed)))]
     timed = [row for row in rows if median_of(row.record, "step")]
     if not timed:
         return None
-    # Of the variants of the same work (precision, compile...), only the fastest needs advice.
     by_work = grouped(limits, lambda limit: tuple(item for item in limit.row.point.items() if item[0] in NOT_COMPARED))
-    fastest = [min(variants, key=lambda limit: limit.step_s) for variants in by_work.values()]
-    suggestion = _suggestion(fastest, rows)
+    suggestion = _suggestion(list(by_work.values()), rows)
     if len(limits) < len(timed):
         phases = _phases_words(max(timed, key=lambda row: median_of(row.record, "step") or 0.0), len(timed))
         return Answer(workload="train_step", verdict=phases, suggestion=suggestion or _profile_advice(timed[0]))
-    words = limit_sentence(limits[0]) if len(limits) == 1 else _counted_limits(limits)
+    limited = limit_sentence(limits[0]) if len(limits) == 1 else _counted_limits(limits)
     warmups = swept_answer(rows)
-    return Answer(workload="train_step", verdict=f"{warmups} {words}" if warmups else words, suggestion=suggestion)
+    return Answer(workload="train_step", verdict=f"{warmups} {limited}" if warmups else limited, suggestion=suggestion)
+
+
+def _name(row: Row, unnamed: Sequence[str]) -> str:
+    """The row's label; a value of --capture has its option beside it, because `step` alone reads like the mode."""
+    captured = f" --capture {words(row.point['capture'])}" if "capture" in row.point else ""
+    return f"{row.label(without=[*unnamed, 'capture'])}{captured}"
 
 
 def limit_of(row: Row, name: str) -> StepLimit | None:
@@ -71,8 +75,9 @@ def limit_of(row: Row, name: str) -> StepLimit | None:
     step_s, busy_s = median_of(record, "step"), record.fact("device_busy_s")
     if not step_s or not busy_s or record.config.get("sync") == "phase":
         return None
-    enqueue_s = median_of(record, "enqueue")
-    kind = step_limit(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s)
+    enqueue_s, kind = median_of(record, "enqueue"), host_limit(record)
+    if kind is None:
+        return None
     utilisation = known_mfu(record)
     return StepLimit(
         row=row,
@@ -90,7 +95,7 @@ def limit_sentence(limit: StepLimit) -> str:
     launches = ""
     if limit.enqueue_s is not None:
         launches = f", the host launches for {percent(limit.enqueue_s / limit.step_s)} % of it"
-    works = f"the GPU works for {percent(limit.busy_share)} % of a step of {seconds_words(limit.step_s)}"
+    works = f"the GPU works for {percent(limit.busy_share)} % of a step of {ms_words(limit.step_s)}"
     if limit.kind == LAUNCH_BOUND:
         return f"Launch-bound: {works}{launches}."
     if limit.kind == NEAR_THE_LINE:
@@ -103,14 +108,14 @@ def limit_sentence(limit: StepLimit) -> str:
 
 def _counted_limits(limits: Sequence[StepLimit]) -> str:
     """The number of steps for each kind of limit, with the range of the GPU's share."""
-    words = {
+    what = {
         LAUNCH_BOUND: "launch-bound",
         NEAR_THE_LINE: "near the line between the host and the GPU",
         DEVICE_BOUND: "limited by the GPU",
     }
-    by_kind = grouped(sorted(limits, key=lambda limit: [*words].index(limit.kind)), lambda limit: limit.kind)
+    by_kind = grouped(sorted(limits, key=lambda limit: [*what].index(limit.kind)), lambda limit: limit.kind)
     parts = [
-        f"{len(alike)} of {len(limits)} steps {'is' if len(alike) == 1 else 'are'} {words[kind]}{_span(alike)}"
+        f"{len(alike)} of {len(limits)} steps {'is' if len(alike) == 1 else 'are'} {what[kind]}{_span(alike)}"
         for kind, alike in by_kind.items()
     ]
     first, *others = parts
@@ -123,29 +128,51 @@ def _span(limits: Sequence[StepLimit]) -> str:
     shares = sorted(limit.busy_share for limit in limits)
     low, high = percent(shares[0]), percent(shares[-1])
     named = f"{listed(limit.name for limit in limits)}: " if len(limits) <= _NAMED else ""
-    return f" ({named}the GPU works for {low if low == high else f'{low} to {high}'} % of it)"
+    whole = "it" if len(limits) == 1 else "each"
+    return f" ({named}the GPU works for {low if low == high else f'{low} to {high}'} % of {whole})"
 
 
-def _suggestion(limits: Sequence[StepLimit], rows: Sequence[Row]) -> str:
-    """The change with the largest gain over these cells; empty if no change gains enough."""
-    gains = [gain for limit in limits for gain in (_capture(limit), _sixteen_bit(limit, rows)) if gain]
+def _suggestion(works: Sequence[Sequence[StepLimit]], rows: Sequence[Row]) -> str:
+    """The change with the largest gain over these cells; empty if no change gains enough.
+
+    `works`: variants (precision, compile...) of the same work. Only the fastest needs bf16 or a compiler; a graph may make
+    another variant the fastest.
+    """
+    fastest = [min(variants, key=lambda limit: limit.step_s) for variants in works]
+    gains = [gain for limit in fastest if (gain := _sixteen_bit(limit, rows))]
+    limits = [limit for variants in works if (limit := _worth_capturing(variants))]
+    gains += [_capture(limits)] if limits else []
     factor, sentence = max(gains, default=(0.0, ""))
-    return sentence if factor >= _WORTH else _less_launching(limits)
+    return sentence if factor >= _WORTH else _less_launching(fastest)
 
 
-def _capture(limit: StepLimit) -> tuple[float, str] | None:
-    """The largest possible gain of a CUDA graph per step; None if the GPU limits the step or the step cannot be captured."""
-    config = limit.record.config
-    if (
-        limit.kind == DEVICE_BOUND
-        or config.get("capture", "none") != "none"
-        or config.get("adamw") in ("loop", "foreach")
-    ):
+def _worth_capturing(variants: Sequence[StepLimit]) -> StepLimit | None:
+    """Of the variants of one work that the host limits, the one that a CUDA graph can make the fastest.
+
+    None if it would not be faster than the fastest is now, or if a variant was captured: that one shows what a graph gains.
+    """
+    if any(limit.record.config.get("capture", "none") != "none" for limit in variants):
         return None
-    factor = limit.step_s / limit.busy_s
+    limited = [
+        limit
+        for limit in variants
+        if limit.kind != DEVICE_BOUND and limit.record.config.get("adamw") not in ("loop", "foreach")
+    ]
+    best = min(limited, key=lambda limit: limit.busy_s, default=None)
+    return best if best and best.busy_s * _WORTH <= min(limit.step_s for limit in variants) else None
+
+
+def _capture(limits: Sequence[StepLimit]) -> tuple[float, str]:
+    """The largest possible gain of a CUDA graph per step, and the range of the others."""
+    best, *others = sorted(limits, key=lambda limit: limit.step_s / limit.busy_s, reverse=True)
+    factor, *factors = (limit.step_s / limit.busy_s for limit in (best, *others))
+    more = ""
+    if factors:
+        span = times_words(factors[0]) if len(factors) == 1 else f"{factors[-1]:.2f} to {times_words(factors[0])}"
+        more = f" {len(factors)} more can become {span} as fast."
     return factor, (
-        f"`--capture auto` can make {limit.name} up to {times_words(factor)} as fast: from "
-        f"{seconds_words(limit.step_s)} to the {seconds_words(limit.busy_s)} that the GPU works."
+        f"`--capture auto` can make {best.name} at most {times_words(factor)} as fast: from "
+        f"{ms_words(best.step_s)} to the {ms_words(best.busy_s)} that the GPU works.{more}"
     )
 
 
@@ -174,8 +201,9 @@ def _less_launching(limits: Sequence[StepLimit]) -> str:
         return ""
     worst = min(idle, key=lambda limit: limit.mfu or 0.0)
     return (
-        f"At its peak the GPU would need {seconds_words(worst.step_s * (worst.mfu or 0.0))} for the matmuls of "
-        f"{worst.name}: `--compile model` fuses the other work, and `trainstep profile` shows what it is."
+        f"Of {ms_words(worst.busy_s)} of GPU work in {worst.name} the matmuls need at least "
+        f"{ms_words(worst.step_s * (worst.mfu or 0.0))}: `--compile model` fuses the other work, and `trainstep profile` "
+        "shows what it is."
     )
 
 
@@ -188,7 +216,7 @@ def _phases_words(row: Row, cells: int) -> str:
     parts = [f"{name.replace('_', ' ')} {percent(time_s / phases_s)} %" for name, time_s in largest_first if time_s]
     longest = "" if cells == 1 else f", the longest of {cells} cells"
     shares = f": {listed(parts)}" if parts else ""
-    return f"A step of {row.label()} takes {seconds_words(step_s)}{longest}{shares}."
+    return f"A step of {row.label()} takes {ms_words(step_s)}{longest}{shares}."
 
 
 def _profile_advice(row: Row) -> str:

@@ -68,7 +68,7 @@ def changes_table(changes: Sequence[Change], quantity: str) -> Table:
     after = Column("after (ms)", MS, lambda change: _time(change, change.after), failed=None)
     ratio = Column("ratio", RATIO, lambda change: change.comparison.ratio, failed=None)
     interval = Column("99 % interval", get=_interval, failed=None)
-    verdict = Column("verdict", get=lambda change: change.comparison.verdict, failed=None)
+    verdict = Column("verdict", get=lambda change: change.comparison.word, failed=None)
     return Table.of(f"Medians of {quantity}", changes, [cells, before, after, ratio, interval, verdict])
 
 

@@ -49,7 +49,7 @@ def _ratios(axis: str, rows: Sequence[Row]) -> list[Ratio]:
 
 def _comparison_section(axis: str, ratios: Sequence[Ratio]) -> Section:
     first = ratios[0].base.point.get(axis)
-    verdicts = [ratio.comparison.verdict for ratio in ratios if ratio.comparison]
+    verdicts = [ratio.comparison.word for ratio in ratios if ratio.comparison]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
     name, chart = axis.replace("_", " "), _ratio_chart(axis, ratios)
     sentence = f"Against {name} {words(first)}, of {len(ratios)} comparisons of the total step: {counts or 'none could be made'}."
@@ -92,7 +92,7 @@ def _ratio_table(axis: str, ratios: Sequence[Ratio]) -> Table:
         _compared("to", RATIO, lambda ratio: ratio.interval and ratio.interval[2]),
         _compared(f"{timed} (ms)", MS_STD, lambda ratio: _time(ratio.row), more=True),
         _compared("was (ms)", MS_STD, lambda ratio: _time(ratio.base), more=True),
-        Column("verdict", TEXT, lambda ratio: ratio.known.verdict if ratio.known else "cannot tell", failed=None),
+        Column("verdict", TEXT, lambda ratio: ratio.known.word if ratio.known else "cannot tell", failed=None),
         Column("why (a: compared against, b: this cell)", TEXT, _why, failed=None, more=True),
     ]
     title = f"{timed.capitalize()} against {axis.replace('_', ' ')} {words(ratios[0].base.point.get(axis))}"
