@@ -1,5 +1,6 @@
 """Messages by formula are as worked out by hand, and those that every parallel strategy sends on gloo, name by name."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +11,7 @@ from torch import nn
 
 from parallel_strategies import BF16_STRATEGIES, SMALL_MIB, STRATEGIES, layers
 from parallel_training import OPTIMIZERS, Case, batches, built, loss_of
+from quick import slow_unless
 from ranks import run_ranks
 from trainstep.config.parallel import OURS
 from trainstep.costs.exchange import Exchange, ParameterSize
@@ -112,14 +114,20 @@ CASES = {
     "unused somewhere": Case(unused="somewhere"),
     "accumulated and clipped": Case(accumulation=3, clip=1.0),
 }
+QUICK = ("unused somewhere", "accumulated and clipped")
+"""Cases that send all that the others send; the others are slow tests."""
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("strategy", OPTIONS)
-def test_a_step_sends_what_the_formula_says(strategy: str, case: Case):
-    exchange = exchanging(ranks=3, micro_batches=case.accumulation, clips=case.clip is not None, **OPTIONS[strategy])
-    expected = step_messages(exchange, sizes(case, strategy))
-    for steps in run_ranks(3, sent, strategy, case, torch.float32):
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    slow_unless(lambda strategy, case: case in QUICK, itertools.product(OPTIONS, CASES)),
+)
+def test_a_step_sends_what_the_formula_says(strategy: str, case: str):
+    training = CASES[case]
+    clips = training.clip is not None
+    exchange = exchanging(ranks=3, micro_batches=training.accumulation, clips=clips, **OPTIONS[strategy])
+    expected = step_messages(exchange, sizes(training, strategy))
+    for steps in run_ranks(3, sent, strategy, training, torch.float32):
         for spans, counted in steps:
             assert spans == Counter(message.span for message in expected)
             assert counted == totals(expected)

@@ -24,7 +24,7 @@ print(sorted({"torch", "pandas", "plotly", "jinja2"} & set(sys.modules)), file=s
 def test_a_table_written_to_a_pipe_has_no_colours(store, end_to_end, capsys):
     report([store(end_to_end)])
     printed = capsys.readouterr().out
-    assert printed.startswith("A step of 2.7B 256 takes 1.10 s")
+    assert printed.startswith("A step of 2.7B 256 takes 1,100 ms")
     assert "200.0" in printed
     assert "OOM" in printed
     assert "\x1b" not in printed

@@ -1,5 +1,6 @@
 """Every parallel strategy, captured, has the same losses and weights, whatever happens between steps, and ranks agree."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quick import slow_unless
 from ranks import RankFailed, run_ranks
 from trainstep.config.parallel import OURS, SyncConfig
 from trainstep.ops.adamw import AdamW
@@ -16,6 +18,8 @@ from trainstep.training.parallelism import parallel
 from trainstep.training.step import TrainStep
 
 SENDING = [name for name in OURS if name != "none"]
+QUICK = ("bucketed", "sharded_flat", "fsdp")
+"""Strategies that `make test` takes with every case; the others with the plain one alone."""
 WIDTH, CLASSES, STEPS = 8, 5, 10
 
 
@@ -117,8 +121,10 @@ def assert_same(captured_results: list[dict[str, Any]], plain_results: list[dict
         assert all(torch.equal(*pair) for pair in zip(captured["weights"], plain["weights"], strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("strategy", SENDING)
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    slow_unless(lambda strategy, case: strategy in QUICK or case == "plain", itertools.product(SENDING, CASES)),
+)
 def test_a_captured_strategy_has_the_same_losses_and_weights(strategy: str, case: str):
     captured = run_ranks(2, trained, strategy, CASES[case], True)
     assert_same(captured, run_ranks(2, trained, strategy, CASES[case], False))
@@ -159,7 +165,7 @@ def losses_as_use_changes(ranks: Ranks, strategy: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["naive", "bucketed", "sharded_flat", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_unless(QUICK.__contains__, ["naive", "bucketed", "sharded_flat", "fsdp"]))
 def test_a_layer_unused_in_the_captured_step_is_an_error(strategy: str):
     with pytest.raises(RankFailed, match="other parameters go unused"):
         run_ranks(2, losses_as_use_changes, strategy)
