@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python -m
 PYTEST ?=
 
-# A worker a core; `make test PYTEST="-n 0 --pdb"` runs in one process
+# As many workers as tests/conftest.py says; `make test PYTEST="-n 0 --pdb"` runs in one process
 SIDE_BY_SIDE := -n logical --dist worksteal
 
 # Tests start hundreds of processes: each would compile the sources anew if Python might not keep bytecode

@@ -1,12 +1,14 @@
 """Fixtures for all tests: GPU tests are skipped without a GPU, children receive signals, and Slurm and bad input have fixtures."""
 
 import functools
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from quick import mark_sampled_families
 from slurm_cluster import slurm_cluster, slurm_daemons
 
 __all__ = ["slurm_cluster", "slurm_daemons"]
@@ -41,6 +43,17 @@ def _children_take_signals() -> Iterator[None]:
 
 def _do_nothing(_number: int, _frame: object) -> None:
     pass
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores, because workers wait for the processes that they start."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_sampled_families(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

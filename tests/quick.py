@@ -1,15 +1,65 @@
-"""Parameters of a test of which the quick ones run with `make test`, and all with `make test-slow`."""
+"""Which tests of a large family run with `make test`; the others run with `make test-slow`.
 
-from collections.abc import Callable, Iterable
+A family is a test function with its parameters. Where some parameters stand for the others, the test marks the rest with
+`slow_unless`. Where none does, SAMPLED says how many of the family are taken, evenly spaced.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+SAMPLED: Mapping[str, int] = {
+    "cli/test_profile_nsys.py::test_bad_input_is_refused_in_one_sentence": 5,
+    "cli/test_profile_nsys.py::test_a_failure_of_nsys_is_one_sentence": 2,
+    "measure/attention/test_tiles.py::test_the_check_sees_what_is_wrong": 1,
+    "measure/harness/test_fork_server.py::test_a_killed_server_takes_its_cells_along": 1,
+    "measure/memory/test_tables_ranks.py::test_options_of_a_step_are_accounted_for": 2,
+    "measure/memory/test_workload.py::test_every_mode_and_option_is_accounted_for": 4,
+    "measure/memory/test_workload.py::test_the_step_that_is_captured_is_recorded": 1,
+    "measure/parallel/test_workload.py::test_a_captured_cell_says_what_was_captured_and_has_no_trace": 2,
+    "measure/parallel/test_workload.py::test_every_strategy_is_timed_counted_and_traced": 2,
+    "measure/parallel/test_workload.py::test_fsdp_may_compute_in_bf16": 1,
+    "ops/flash_attention/hopper/test_kernels.py::test_cases": 6,
+    "ops/flash_attention/hopper/test_kernels.py::test_cases_of_two_parts": 5,
+    "ops/flash_attention/test_hugging_face.py::test_a_model_compiles_as_one_graph": 1,
+    "ops/flash_attention/test_hugging_face.py::test_packing_is_refused_in_a_compiled_model_too": 1,
+    "parallel/checkpoint/test_save_load.py::test_training_resumes_on_another_number_of_ranks": 2,
+    "parallel/test_gradient_sync.py::test_wrapped_objects_that_a_program_drops_are_freed": 5,
+    "parallel/test_module_wrapper.py::test_a_wrapper_trains_and_has_the_modules_state": 6,
+    "parallel/test_parity.py::test_reducing_in_bf16_is_as_good_as_rounding_gradients": 6,
+    "parallel/test_sharded_optimizer.py::test_resumed_training_equals_uninterrupted_training": 3,
+    "plan/test_peak_memory.py::test_tensors_of_a_real_step_have_the_formulas_bytes": 14,
+    "report/test_answers.py::test_every_format_begins_with_the_answer": 4,
+    "report/test_partial_records.py::test_a_record_without_one_of_its_parts_is_refused_or_reported": 4,
+    "report/test_report_verb.py::test_text_that_cannot_be_encoded_breaks_no_report": 2,
+    "traces/test_communication.py::test_a_trace_has_the_messages_of_the_formula": 4,
+    "traces/test_profile.py::test_time_is_linear_in_events": 2,
+    "traces/test_snapshot.py::test_files_that_take_all_memory_or_crash_are_refused": 1,
+    "traces/test_snapshot.py::test_hostile_pickles_end_in_a_sentence": 7,
+}
+"""Family, by its path under tests/ -> how many of it `make test` runs."""
+
 
 def slow_unless(is_quick: Callable[..., bool], values: Iterable[Any]) -> list[Any]:
-    """Each value, marked slow unless it is quick; of a tuple `is_quick` gets the items."""
+    """Each value as a parameter, marked slow unless it is quick; of a tuple `is_quick` gets the items."""
     params = []
     for value in values:
         items = value if isinstance(value, tuple) else (value,)
         params.append(pytest.param(*items, marks=() if is_quick(*items) else pytest.mark.slow))
     return params
+
+
+def mark_sampled_families(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow what SAMPLED does not take. Tests with a mark of their own (slow, gpu) do not count."""
+    families = defaultdict(list)
+    for item in items:
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if name in SAMPLED and not any(item.get_closest_marker(mark) for mark in ("slow", "gpu", "multigpu")):
+            families[name].append(item)
+    for name, family in families.items():
+        taken, size = SAMPLED[name], len(family)
+        for index, item in enumerate(family):
+            if index * taken // size == (index - 1) * taken // size:
+                item.add_marker(pytest.mark.slow)

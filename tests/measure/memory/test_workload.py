@@ -239,6 +239,7 @@ def test_if_the_capture_itself_fails_the_step_behind_it_is_recorded(step: Findin
     assert failed.tables["peaks"]["phase"] == step.tables["peaks"]["phase"]
 
 
+@pytest.mark.slow
 def test_steps_of_ever_new_shapes_are_recorded_as_not_captured(monkeypatch: pytest.MonkeyPatch):
     whole = Assembly.micro_batches
 

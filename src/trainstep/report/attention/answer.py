@@ -217,7 +217,7 @@ def _host_words(slower: Sequence[Ratio]) -> str:
         return ""
     some = "there" if len(slower) == 1 else f"in {len(host)} of these {len(slower)}"
     ours_s, theirs_s = min(host, key=lambda pair: pair[0] / pair[1])
-    most = "" if len(host) == 1 else "at most "
+    most = "" if len(host) == 1 else "for instance "
     return (
         f"The GPU works less for trainstep {some} ({most}{seconds_words(ours_s)} of the call for "
         f"{seconds_words(theirs_s)}): the difference is the host's."
