@@ -3,12 +3,12 @@
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from quick import mark_sampled_families
+from quick import mark_family
 from slurm_cluster import slurm_cluster, slurm_daemons
 
 __all__ = ["slurm_cluster", "slurm_daemons"]
@@ -51,9 +51,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_sampled_families(items)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, object, object]:
+    """Sample a large family where all of it is at hand: before `-k`, `--lf` or the ids of single tests choose from it."""
+    made = yield
+    if isinstance(made, list) and all(isinstance(item, pytest.Item) for item in made):
+        mark_family(made)
+    return made
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

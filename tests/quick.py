@@ -4,7 +4,6 @@ A family is a test function with its parameters. Where some parameters stand for
 `slow_unless`. Where none does, SAMPLED says how many of the family are taken, evenly spaced.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ SAMPLED: Mapping[str, int] = {
     "parallel/checkpoint/test_save_load.py::test_training_resumes_on_another_number_of_ranks": 2,
     "parallel/test_gradient_sync.py::test_wrapped_objects_that_a_program_drops_are_freed": 5,
     "parallel/test_module_wrapper.py::test_a_wrapper_trains_and_has_the_modules_state": 6,
-    "parallel/test_parity.py::test_reducing_in_bf16_is_as_good_as_rounding_gradients": 6,
+    "parallel/test_parity.py::test_reducing_in_bf16_is_as_good_as_rounding_gradients": 7,
     "parallel/test_sharded_optimizer.py::test_resumed_training_equals_uninterrupted_training": 3,
     "plan/test_peak_memory.py::test_tensors_of_a_real_step_have_the_formulas_bytes": 14,
     "report/test_answers.py::test_every_format_begins_with_the_answer": 4,
@@ -51,15 +50,11 @@ def slow_unless(is_quick: Callable[..., bool], values: Iterable[Any]) -> list[An
     return params
 
 
-def mark_sampled_families(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow what SAMPLED does not take. Tests with a mark of their own (slow, gpu) do not count."""
-    families = defaultdict(list)
-    for item in items:
-        name = item.nodeid.partition("[")[0].removeprefix("tests/")
-        if name in SAMPLED and not any(item.get_closest_marker(mark) for mark in ("slow", "gpu", "multigpu")):
-            families[name].append(item)
-    for name, family in families.items():
-        taken, size = SAMPLED[name], len(family)
+def mark_family(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow what SAMPLED does not take of a family, given whole. Tests that are slow or need a GPU anyway do not count."""
+    taken = SAMPLED.get(items[0].nodeid.partition("[")[0].removeprefix("tests/")) if items else None
+    if taken is not None:
+        family = [item for item in items if not any(map(item.get_closest_marker, ("slow", "gpu", "multigpu")))]
         for index, item in enumerate(family):
-            if index * taken // size == (index - 1) * taken // size:
+            if index * taken // len(family) == (index - 1) * taken // len(family):
                 item.add_marker(pytest.mark.slow)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quick import SAMPLED, mark_sampled_families, slow_unless
+from quick import SAMPLED, mark_family, slow_unless
 from sources import ROOT
 
 
@@ -29,7 +29,7 @@ class Item:
 def test_a_sample_is_spread_evenly(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(SAMPLED, "traces/test_profile.py::test_time_is_linear_in_events", 2)
     items = [Item(number, {"gpu"} if number == 1 else set()) for number in range(7)]
-    mark_sampled_families(items)
+    mark_family(items)
     assert [number for number, item in enumerate(items) if not item.marks] == [0, 4]
     assert items[1].marks == {"gpu"}
 

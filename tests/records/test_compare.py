@@ -416,3 +416,8 @@ def test_process_steps_that_are_no_number_are_refused():
         compare_records(
             of_processes([0.0]), of_steps([1] * 6, facts=interleaved() | {"process_steps": Fact(value="x")})
         )
+
+
+def test_a_difference_of_exactly_the_minimum_effect_has_one_word():
+    compared = compare_samples(Samples(unit="s", values=[1.0] * 20), Samples(unit="s", values=[1.02] * 20))
+    assert (compared.verdict, compared.word) in {("slower", "slower"), ("cannot tell", "under 2 %")}

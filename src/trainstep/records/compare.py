@@ -175,7 +175,7 @@ def compare_samples(
         return Comparison(verdict="cannot tell", reason=few, ratio=ratio, each=each, n=n, paired=paired)
     low, high = _interval(middle, resampled, n)
     verdict, reason = _judge(ratio, low, high, minimum_effect)
-    within = _within(low, high, minimum_effect)
+    within = _within(low, high, minimum_effect) if verdict == "cannot tell" else None
     return Comparison(
         verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=paired, within=within
     )
@@ -226,7 +226,7 @@ def _compare_processes(
     low, high = float(np.exp(middle - reach)), float(np.exp(middle + reach))
     verdict, reason = _judge(ratio, low, high, minimum_effect)
     reason += f", over {n} pairs of processes"
-    within = _within(low, high, minimum_effect)
+    within = _within(low, high, minimum_effect) if verdict == "cannot tell" else None
     return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=True, within=within)
 
 

@@ -1,6 +1,7 @@
 """Attention's answer: both passes are weighed, and what else than the kernels makes a call longer is said."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from record_maker import a_record, seconds
@@ -99,3 +100,36 @@ def test_a_single_peer_is_named_and_each_state_has_the_word_of_the_tables():
     assert "of sdpa's in the geometric mean" in verdict
     alike = answer_of([a_call("sdpa", "forward", 1.0, group="g"), a_call("trainstep", "forward", 1.005, group="g")])
     assert alike.verdict.startswith("trainstep differs by under 2 % from sdpa: 1.005 (99 % interval")
+
+
+WRONG = {"error_dq": 0.5, "error_same_dtype_dq": 0.001}
+
+
+def test_a_wrong_or_nan_result_is_no_peer():
+    ours = a_call("trainstep", "backward", 2.0)
+    for facts in (WRONG, {"has_nan": 1}):
+        verdict = answer_of([a_call("sdpa", "backward", 1.0, facts=facts), ours]).verdict
+        assert "Results of sdpa are wrong in 1 and not compared there" in verdict
+        assert "Fastest: sdpa" not in verdict
+        assert "faster" not in verdict
+
+
+def test_a_small_error_in_fp32_is_not_wrong():
+    long_sum = {"error_dq": 4e-6, "error_same_dtype_dq": 3e-7}
+    cells = [a_call("sdpa", "backward", 1.0, facts=long_sum), a_call("trainstep", "backward", 1.1)]
+    assert "wrong" not in answer_of(cells).verdict
+
+
+def test_a_peer_whose_other_pass_is_wrong_is_not_advised():
+    cells = [a_call("sdpa", "forward", 1.0), a_call("sdpa", "backward", 1.0, facts=WRONG)]
+    answer = answer_of([*cells, a_call("trainstep", "forward", 1.5), a_call("trainstep", "backward", 2.0)])
+    assert "Take sdpa" not in answer.suggestion
+
+
+def test_a_pass_without_a_verdict_makes_up_for_nothing():
+    backward = [a_call(name, "backward", factor) for name, factor in (("sdpa", 1.0), ("trainstep", 1.4))]
+    few = [replace(cell, samples={"time_s": seconds(cell.samples["time_s"].values[:3])}) for cell in backward]
+    forward = [a_call(name, "forward", factor) for name, factor in (("sdpa", 1.0), ("trainstep", 1.4))]
+    suggestion = answer_of([*forward, *few]).suggestion
+    assert suggestion.startswith("Take sdpa where trainstep is slower")
+    assert "alone" not in suggestion

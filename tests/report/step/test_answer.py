@@ -52,7 +52,7 @@ def test_the_largest_gain_of_a_capture_is_named_also_of_a_variant_that_is_slower
     suggestion = answer_of([*precisions(128, 20, 22, 6.6), *precisions(256, 40, 24, 9)]).suggestion
     assert suggestion == (
         "`--capture auto` can make small 128 bf16 at most 3.33 times as fast: from 22.00 ms to the 6.600 ms that the GPU works. "
-        "1 more can become 2.67 times as fast."
+        "1 more can become at most 2.67 times as fast."
     )
 
 

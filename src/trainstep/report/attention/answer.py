@@ -38,6 +38,8 @@ _PLAIN_ERRORS = {"error_output": "error_same_dtype"} | {
 """An implementation's error -> that of plain PyTorch in the same dtype."""
 _WRONG = 10
 """How many times plain PyTorch's error a result may have before it counts as wrong, not as less accurate."""
+_LEAST_WRONG = 1e-3
+"""The least error of a wrong result: long sums in fp32 have over ten times the error of short ones, and are right."""
 _HOW_TIMED = ("steps", "warmups")
 _UNNAMED = ("implementation", *_HOW_TIMED)
 _WORTH = 1.02
@@ -50,12 +52,14 @@ def attention_answer(rows: Sequence[Row]) -> Answer | None:
     # In each configuration, the peer with the least median.
     right = [[ratio for ratio in work.ratios.values() if not _is_wrong(ratio.base)] for work in works]
     best = [min(ratios, key=lambda ratio: median_s(ratio.base) or 0.0) for ratios in right if ratios]
+    wrong = [row for row in rows if _is_wrong(row)]
     if best:
-        wrong = [ratio.base for work in works for ratio in work.ratios.values() if _is_wrong(ratio.base)]
         verdict = f"{_against_best(best, works)}{_apart_words(best)}{_wrong_words(wrong)}"
         suggestion = _where_slower(best, works)
     else:
-        verdict, suggestion = _without_peers(rows, works), ""
+        trusted = [row for row in rows if row not in wrong]
+        verdict = f"{_without_peers(trusted, configurations(trusted))}{_wrong_words(wrong)}".strip()
+        suggestion = ""
     if not verdict:
         return None
     return Answer(
@@ -66,10 +70,10 @@ def attention_answer(rows: Sequence[Row]) -> Answer | None:
 
 
 def _is_wrong(row: Row) -> bool:
-    """Whether an error is far over that of plain PyTorch in the same dtype: a fast wrong result is no peer."""
+    """Whether a result is NaN or its error far over that of plain PyTorch in the same dtype: a fast wrong result is no peer."""
     fact = row.record.fact
-    return any(
-        (fact(name) or 0.0) > _WRONG * plain
+    return bool(fact("has_nan")) or any(
+        (fact(name) or 0.0) > max(_WRONG * plain, _LEAST_WRONG)
         for name, plain_name in _PLAIN_ERRORS.items()
         if (plain := fact(plain_name)) is not None
     )
@@ -79,7 +83,8 @@ def _wrong_words(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     names = listed(dict.fromkeys(implementation(row) for row in rows))
-    return f" Results of {names} are wrong in {len(rows)} and not compared there: errors over {_WRONG} times plain PyTorch's."
+    reason = f"NaN, or errors over {_WRONG} times plain PyTorch's"
+    return f" Results of {names} are wrong in {len(rows)} and not compared there: {reason}."
 
 
 def _apart_words(best: Sequence[Ratio]) -> str:
@@ -132,10 +137,12 @@ def _where_slower(best: Sequence[Ratio], works: Sequence[Configuration]) -> str:
 
     Empty if they are slower nowhere.
     """
-    slower = [ratio for ratio in best if _is_slower(ratio)]
+    slower = [ratio for ratio in best if _is_slower(ratio) and not _is_wrong_elsewhere(ratio, works)]
     whole = {id(ratio): _over_both(ratio, works) for ratio in slower}
-    advised = [ratio for ratio in slower if (over := whole[id(ratio)]) is None or _is_slower(over)]
-    alone = [(ratio, over) for ratio in slower if (over := whole[id(ratio)]) is not None and not _is_slower(over)]
+    alone = [
+        (ratio, over) for ratio in slower if (over := whole[id(ratio)]) and is_judged(over) and not _is_slower(over)
+    ]
+    advised = [ratio for ratio in slower if not any(ratio is other for other, _ in alone)]
     sentences = [_take(advised, whole, best)] if advised else []
     if alone:
         ratio, over = max(alone, key=lambda pair: pair[0].ratio or 0.0)
@@ -160,13 +167,20 @@ def _take(slower: Sequence[Ratio], whole: Mapping[int, Ratio | None], best: Sequ
     if len(best) > 1:
         name, peer = worst.row.label(without=unnamed, named=True), implementation(worst.base)
         most = f", {'by most ' if len(slower) > 1 else ''}at {name}: {peer} is {times_words(worst.ratio or 1.0)} as fast there"
-    if over is not None and over.row is not worst.row:
+    if over is not None and is_judged(over) and over.row is not worst.row:
         most += f", and {times_words(over.ratio or 1.0)} over forward and backward"
     return f"Take {peers} where trainstep is slower{most}."
 
 
 def _is_slower(ratio: Ratio) -> bool:
     return is_judged(ratio) and ratio.known is not None and ratio.known.verdict == "slower"
+
+
+def _is_wrong_elsewhere(ratio: Ratio, works: Sequence[Configuration]) -> bool:
+    """Whether the peer's result is wrong in another pass of the same shape: training needs both passes."""
+    shape, peer = ratio.row.rest("implementation", "direction"), implementation(ratio.base)
+    passes = (work.cells[peer] for work in works if peer in work.cells)
+    return any(_is_wrong(row) for row in passes if row.rest("implementation", "direction") == shape)
 
 
 def _over_both(ratio: Ratio, works: Sequence[Configuration]) -> Ratio | None:
@@ -200,8 +214,6 @@ def _both_words(over: Ratio) -> str:
     """`forward and backward together take 2.40 ms for 2.68, so keep it for training`."""
     ours, theirs = (median_s(row) or 0.0 for row in (over.row, over.base))
     together = f"forward and backward together take {seconds_words(ours)} for {seconds_words(theirs)}"
-    if not is_judged(over):
-        return f"{together}, without a verdict ({no_verdict_words(over)})"
     word = over.known.word if over.known else ""
     if word == "faster":
         return f"{together}, a ratio of {interval_words(over)}, so keep trainstep for training"

@@ -204,7 +204,9 @@ def against_words(axis: str, ratios: Sequence[Ratio]) -> str:
     """The verdict along a compared axis: how the cells of each value compare with those of the axis's first value."""
     first = words(ratios[0].base.point.get(axis))
     by_value = grouped(ratios, lambda ratio: words(ratio.row.point.get(axis)))
-    is_option = axis in fields_of(RunConfig)  # a value alone, such as `step`, would read like another field's
+    # A value alone, such as `step`, would read like another field's. Switches take no value.
+    field = fields_of(RunConfig).get(axis)
+    is_option = field is not None and not isinstance(field.default, bool)
     named = {value: f"`--{axis.replace('_', '-')} {value}`" if is_option else value for value in by_value}
     verdicts = [f"{named[value]} {counted_words(alike)}" for value, alike in by_value.items()]
     return f"Against {axis.replace('_', ' ')} {first}: {'; '.join(verdicts)}."

@@ -169,7 +169,7 @@ def _capture(limits: Sequence[StepLimit]) -> tuple[float, str]:
     more = ""
     if factors:
         span = times_words(factors[0]) if len(factors) == 1 else f"{factors[-1]:.2f} to {times_words(factors[0])}"
-        more = f" {len(factors)} more can become {span} as fast."
+        more = f" {len(factors)} more can become at most {span} as fast."
     return factor, (
         f"`--capture auto` can make {best.name} at most {times_words(factor)} as fast: from "
         f"{ms_words(best.step_s)} to the {ms_words(best.busy_s)} that the GPU works.{more}"
