@@ -27,6 +27,7 @@ SAMPLED: Mapping[str, int] = {
     "parallel/checkpoint/test_save_load.py::test_training_resumes_on_another_number_of_ranks": 2,
     "parallel/test_gradient_sync.py::test_wrapped_objects_that_a_program_drops_are_freed": 5,
     "parallel/test_module_wrapper.py::test_a_wrapper_trains_and_has_the_modules_state": 6,
+    "parallel/test_parity.py::test_two_ranks_train_as_one_process_to_the_bit": 41,
     "parallel/test_parity.py::test_reducing_in_bf16_is_as_good_as_rounding_gradients": 7,
     "parallel/test_sharded_optimizer.py::test_resumed_training_equals_uninterrupted_training": 3,
     "plan/test_peak_memory.py::test_tensors_of_a_real_step_have_the_formulas_bytes": 14,
@@ -37,6 +38,7 @@ SAMPLED: Mapping[str, int] = {
     "traces/test_profile.py::test_time_is_linear_in_events": 2,
     "traces/test_snapshot.py::test_files_that_take_all_memory_or_crash_are_refused": 1,
     "traces/test_snapshot.py::test_hostile_pickles_end_in_a_sentence": 7,
+    "training/test_captured_ranks.py::test_a_captured_strategy_has_the_same_losses_and_weights": 17,
 }
 """Family, by its path under tests/ -> how many of it `make test` runs."""
 

@@ -18,6 +18,7 @@ def test_damaged_checkpoints_are_refused(torch_process: TorchProcess):
     check(Checkpoints(torch_process), 3)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_by_the_others(torch_process: TorchProcess):
     check(RankKills(torch_process), 2, seed=7)
 

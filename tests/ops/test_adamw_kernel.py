@@ -8,6 +8,7 @@ from interpreter import in_the_interpreter
 TESTS = "tests/ops/test_adamw.py"
 
 
+@pytest.mark.slow
 def test_a_few_tests_pass_in_the_interpreter():
     few = (
         "test_moments_as_accurate_as_torch",
