@@ -46,9 +46,12 @@ def _do_nothing(_number: int, _frame: object) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
-def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than cores, because workers wait for the processes that they start."""
-    return (os.cpu_count() or 1) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker a core, and for the fast tests one more, because those often wait for the processes that they start.
+
+    With one more the slow tests ran a Slurm job out of its time: compilers and browsers beside it leave no core free.
+    """
+    return (os.cpu_count() or 1) + ("not slow" in config.option.markexpr)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,7 @@ def test_two_nodes_get_their_gpus(slurm_cluster: SlurmCluster):
     assert sorted(output.splitlines()) == [f"{node} 0,1" for node in NODES]
 
 
+@pytest.mark.timeout(300)
 def test_submitit_runs_a_job(slurm_cluster: SlurmCluster, tmp_path: Path):
     executor = submitit.AutoExecutor(folder=tmp_path, cluster="slurm")
     executor.update_parameters(slurm_partition=slurm_cluster.partition, timeout_min=1, cpus_per_task=1)
