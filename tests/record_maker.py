@@ -38,3 +38,14 @@ def a_record(**changes: Any) -> Record:
         "samples": {"step": seconds([1, 1, 1])},
     }
     return Record(**{**given, **changes})
+
+
+COMMUNICATION_BY_RANK = {
+    "rank": [0, 1],
+    "communication_s": [0.9, 0.3],
+    "waiting_s": [0.7, 0.1],
+    "transfer_s": [0.2, 0.2],
+    "exposed_s": [0.8, 0.1],
+    "tail_s": [0.0, 0.0],
+}
+"""A profiled step's communication in which rank 0 came first and waited for rank 1."""

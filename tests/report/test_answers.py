@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from record_maker import ENVIRONMENT, a_record, seconds
+from record_maker import COMMUNICATION_BY_RANK, ENVIRONMENT, a_record, seconds
 from sources import ROOT
 from trainstep.cli.report import report
 from trainstep.records.facts import facts_of
@@ -251,15 +251,7 @@ def test_without_none_the_trace_gives_exposed_communication():
         "in flight for 500.0 ms; 200.0 ms was exposed, with no computation"
         in answer_of(a_strategy("bucketed", FASTER)).verdict
     )
-    of_ranks = {
-        "rank": [0, 1],
-        "communication_s": [0.9, 0.3],
-        "waiting_s": [0.7, 0.1],
-        "transfer_s": [0.2, 0.2],
-        "exposed_s": [0.8, 0.1],
-        "tail_s": [0.0, 0.0],
-    }
-    late = answer_of(a_strategy("bucketed", FASTER, tables={"communication": of_ranks})).verdict
+    late = answer_of(a_strategy("bucketed", FASTER, tables={"communication": COMMUNICATION_BY_RANK})).verdict
     assert "in flight for 300.0 ms (100.0 ms of it waiting for the slowest rank); 100.0 ms was exposed" in late, (
         "of the rank that waits least"
     )

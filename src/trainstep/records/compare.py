@@ -174,8 +174,7 @@ def compare_samples(
         each = tuple(np.exp(logs_b[:n] - logs_a[:n]).tolist()) if paired else ()
         return Comparison(verdict="cannot tell", reason=few, ratio=ratio, each=each, n=n, paired=paired)
     low, high = _interval(middle, resampled, n)
-    verdict, reason = _judge(ratio, low, high, minimum_effect)
-    within = _within(low, high, minimum_effect) if verdict == "cannot tell" else None
+    verdict, reason, within = _judge(ratio, low, high, minimum_effect)
     return Comparison(
         verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=paired, within=within
     )
@@ -224,9 +223,8 @@ def _compare_processes(
         return Comparison(verdict="cannot tell", reason=few, ratio=ratio, n=n, paired=True)
     reach = student_point(n - 1) * float(np.std(logs, ddof=1)) / n**0.5
     low, high = float(np.exp(middle - reach)), float(np.exp(middle + reach))
-    verdict, reason = _judge(ratio, low, high, minimum_effect)
+    verdict, reason, within = _judge(ratio, low, high, minimum_effect)
     reason += f", over {n} pairs of processes"
-    within = _within(low, high, minimum_effect) if verdict == "cannot tell" else None
     return Comparison(verdict=verdict, reason=reason, ratio=ratio, low=low, high=high, n=n, paired=True, within=within)
 
 
@@ -246,18 +244,14 @@ def _interval(middle: float, resampled: Floats, n: int) -> tuple[float, float]:
     return float(np.exp(middle - (middle - low) * widening)), float(np.exp(middle + (high - middle) * widening))
 
 
-def _within(low: float, high: float, minimum_effect: float) -> float | None:
-    """The minimum effect if the interval shows that the difference is smaller; else None."""
-    return minimum_effect if 1 / (1 + minimum_effect) <= low and high <= 1 + minimum_effect else None
-
-
-def _judge(ratio: float, low: float, high: float, minimum_effect: float) -> tuple[str, str]:
-    """The verdict, and one sentence that gives its reason."""
+def _judge(ratio: float, low: float, high: float, minimum_effect: float) -> tuple[str, str, float | None]:
+    """The verdict, one sentence that gives its reason, and the minimum effect if the whole interval lies within it."""
     numbers = f"ratio {ratio:.3f}, 99 % interval {low:.3f} to {high:.3f}"
     least, most = 1 / (1 + minimum_effect), 1 + minimum_effect
     excludes_1 = low > 1 or high < 1
+    within = minimum_effect if least <= low and high <= most else None
     if excludes_1 and not least < ratio < most:
-        return "faster" if ratio < 1 else "slower", f"b's time over a's: {numbers}"
-    if excludes_1 or (least <= low and high <= most):
-        return "cannot tell", f"difference below the minimum effect of {minimum_effect:.1%}: {numbers}"
-    return "cannot tell", f"interval too wide, with 1 inside it: {numbers}"
+        return "faster" if ratio < 1 else "slower", f"b's time over a's: {numbers}", None
+    if excludes_1 or within is not None:
+        return "cannot tell", f"difference below the minimum effect of {minimum_effect:.1%}: {numbers}", within
+    return "cannot tell", f"interval too wide, with 1 inside it: {numbers}", None

@@ -3,21 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from record_maker import a_record, seconds
+from record_maker import COMMUNICATION_BY_RANK, a_record, seconds
 from trainstep.records.facts import facts_of
 from trainstep.report.answers import answers
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.rows import rows_of
 from trainstep.report.parallel.tables import parallel_tables
-
-OF_RANKS = {
-    "rank": [0, 1],
-    "communication_s": [0.9, 0.3],
-    "waiting_s": [0.7, 0.1],
-    "transfer_s": [0.2, 0.2],
-    "exposed_s": [0.8, 0.1],
-    "tail_s": [0.0, 0.0],
-}
 
 
 def a_strategy(sync: str, times: Sequence[float], **tables: Any) -> Any:
@@ -53,7 +44,7 @@ def test_every_strategy_without_a_verdict_has_its_ratio_in_each_pair_and_the_nex
 
 
 def test_the_rank_whose_communication_is_quoted_is_named():
-    verdict = answer_of(a_strategy("bucketed", [1.0] * 5, communication=OF_RANKS)).verdict
+    verdict = answer_of(a_strategy("bucketed", [1.0] * 5, communication=COMMUNICATION_BY_RANK)).verdict
     assert (
         "In one profiled step of bucketed on rank 1, which waits least, messages were in flight for 300.0 ms" in verdict
     )

@@ -147,7 +147,7 @@ def _suggestion(works: Sequence[Sequence[StepLimit]], rows: Sequence[Row]) -> st
 
 
 def _worth_capturing(variants: Sequence[StepLimit]) -> StepLimit | None:
-    """Of the variants of one work that the host limits, the one that a CUDA graph can make the fastest.
+    """The variant of one work that a CUDA graph can make the fastest, among those that the host limits.
 
     None if it would not be faster than the fastest is now, or if a variant was captured: that one shows what a graph gains.
     """
