@@ -6,6 +6,7 @@ no column is declared twice; a value that is not there is absent, and a cell tha
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
@@ -263,10 +264,10 @@ def compiled_model(rows: Sequence[Row]) -> Iterable[Line]:
         }
 
 
-def flash(rows: Sequence[Row]) -> Iterable[Line]:
-    """One line per length: forward and backward of plain attention and of ours, in bf16, and how many times as fast ours is."""
+def flash(rows: Sequence[Row], dtype: str) -> Iterable[Line]:
+    """One line per length: forward and backward of plain attention and of ours in a dtype, and how many times as fast ours is."""
     lengths = (1024, 4096, 8192, 16384, 32768, 65536)
-    cells = where(rows, dtype="bf16", direction="both", seq=lengths)
+    cells = where(rows, dtype=dtype, direction="both", seq=lengths)
     for seq, length_rows in sorted(grouped(cells, lambda row: config_of(row, "seq")).items()):
         by = {
             (config_of(row, "implementation"), config_of(row, "head_dim")): median(row, "time_s") for row in length_rows
@@ -362,7 +363,8 @@ TABLES: Mapping[str, Shown] = {
     "plain_memory": Shown(plain_memory, ["h200/attention"]),
     "compiled_attention": Shown(compiled_attention, ["h200/attention"]),
     "compiled_model": Shown(compiled_model, ["h200/compile"]),
-    "flash": Shown(flash, ["h200/flash"]),
+    "flash": Shown(partial(flash, dtype="bf16"), ["h200/flash"]),
+    "flash_fp32": Shown(partial(flash, dtype="fp32"), ["h200/flash"]),
     "all_reduce": Shown(all_reduce, ["h200/all_reduce", "h200/all_reduce_four", "cpu/all_reduce"]),
     "synchronised": Shown(synchronised, ["h200/ddp_medium_replicated", "h200/ddp_medium"]),
     "sharded": Shown(sharded, ["h200/sharded_optimizer"]),

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 SAMPLED: Mapping[str, int] = {
-    "cli/test_profile_nsys.py::test_bad_input_is_refused_in_one_sentence": 5,
+    "cli/test_attention.py::test_both_names_run_the_same_implementation": 1,
     "cli/test_profile_nsys.py::test_a_failure_of_nsys_is_one_sentence": 2,
+    "cli/test_profile_nsys.py::test_bad_input_is_refused_in_one_sentence": 5,
     "measure/attention/test_tiles.py::test_the_check_sees_what_is_wrong": 1,
+    "measure/harness/test_connection.py::test_grandchildren_die_with_a_lost_cell": 3,
     "measure/harness/test_fork_server.py::test_a_killed_server_takes_its_cells_along": 1,
+    "measure/harness/test_fork_server.py::test_the_failure_says_how_a_forked_cell_died": 3,
+    "measure/harness/test_interleave.py::test_a_lost_variant_leaves_the_others_running": 3,
+    "measure/harness/test_rank_connection.py::test_an_error_of_one_rank_names_the_rank": 2,
+    "measure/harness/test_rank_connection.py::test_the_death_of_one_rank_names_the_rank": 2,
+    "measure/memory/test_tables_ranks.py::test_categories_are_the_formulas_to_the_byte": 2,
     "measure/memory/test_tables_ranks.py::test_options_of_a_step_are_accounted_for": 2,
     "measure/memory/test_workload.py::test_every_mode_and_option_is_accounted_for": 4,
     "measure/memory/test_workload.py::test_the_step_that_is_captured_is_recorded": 1,
@@ -25,11 +32,15 @@ SAMPLED: Mapping[str, int] = {
     "ops/flash_attention/test_hugging_face.py::test_a_model_compiles_as_one_graph": 1,
     "ops/flash_attention/test_hugging_face.py::test_packing_is_refused_in_a_compiled_model_too": 1,
     "parallel/checkpoint/test_save_load.py::test_training_resumes_on_another_number_of_ranks": 2,
-    "parallel/test_gradient_sync.py::test_wrapped_objects_that_a_program_drops_are_freed": 5,
+    "parallel/liveness/test_watch.py::test_a_clean_end_prints_nothing": 1,
+    "parallel/liveness/test_watch.py::test_a_killed_rank_is_named": 2,
+    "parallel/test_fsdp.py::test_blocks_may_be_compiled_or_checkpointed": 1,
+    "parallel/test_gradient_sync.py::test_wrapped_objects_that_a_program_drops_are_freed": 3,
+    "parallel/test_held_tensors.py::test_a_strategy_reports_all_tensors_that_it_holds": 2,
     "parallel/test_module_wrapper.py::test_a_wrapper_trains_and_has_the_modules_state": 6,
-    "parallel/test_parity.py::test_two_ranks_train_as_one_process_to_the_bit": 41,
     "parallel/test_parity.py::test_reducing_in_bf16_is_as_good_as_rounding_gradients": 7,
-    "parallel/test_sharded_optimizer.py::test_resumed_training_equals_uninterrupted_training": 3,
+    "parallel/test_parity.py::test_two_ranks_train_as_one_process_to_the_bit": 41,
+    "parallel/test_sharded_optimizer.py::test_resumed_training_equals_uninterrupted_training": 2,
     "plan/test_peak_memory.py::test_tensors_of_a_real_step_have_the_formulas_bytes": 14,
     "report/test_answers.py::test_every_format_begins_with_the_answer": 4,
     "report/test_partial_records.py::test_a_record_without_one_of_its_parts_is_refused_or_reported": 4,
@@ -38,7 +49,7 @@ SAMPLED: Mapping[str, int] = {
     "traces/test_profile.py::test_time_is_linear_in_events": 2,
     "traces/test_snapshot.py::test_files_that_take_all_memory_or_crash_are_refused": 1,
     "traces/test_snapshot.py::test_hostile_pickles_end_in_a_sentence": 7,
-    "training/test_captured_ranks.py::test_a_captured_strategy_has_the_same_losses_and_weights": 17,
+    "training/test_captured_ranks.py::test_a_captured_strategy_has_the_same_losses_and_weights": 11,
 }
 """Family, by its path under tests/ -> how many of it `make test` runs."""
 

@@ -33,9 +33,6 @@ _NOT_YET_WHOLE = {
     "all_reduce": "3 of 42 cells: NCCL between two GPUs, of other sizes; four GPUs and gloo stand in other files",
     "buckets": "0 of 11 cells: model medium, 20 steps, without torch's DDP",
     "ddp": "0 of 49 cells: ddp_xl*.jsonl and ddp_medium*.jsonl have some, with other steps, warm-ups and windows",
-    "flash": "312 of 600 cells: every cell of bf16, 12 of 300 of fp32",
-    "numerics": "0 of 24 cells: toy and small were measured with 3 warm-ups",
-    "profile": "58 of 60 cells: 2.7B at 1,024 tokens, forward_backward and step, were cut off by the machine's time",
     "sharded_optimizer": "0 of 12 cells: model medium, 20 steps, without torch's ZeRO and FSDP",
 }
 """Sweeps whose record in results/h200 lacks cells: how many it has, and why. A complete sweep must leave this list."""

@@ -12,7 +12,7 @@ from trainstep.report.kit.frames import csv, json_text, latex, markdown
 from trainstep.report.kit.rows import Row, rows_of
 from trainstep.report.kit.tables import Table, all_tables
 from trainstep.report.numerics.page import cost_chart, error_chart, numerics_sections
-from trainstep.report.numerics.tables import numerics_tables, share_words, trade_sentences
+from trainstep.report.numerics.tables import numerics_tables, share_words
 from trainstep.report.page import page, sections, title_of
 
 DTYPES = {
@@ -101,14 +101,6 @@ def test_each_precision_has_its_error_and_cost(two_rows: list[Row]):
     assert second["error of gradients, worst"] == "1.0e-02"
     assert second["error of loss"] == "0"
     assert second["reference"] == "fp64"
-
-
-def test_a_sentence_states_time_and_error(two_rows: list[Row]):
-    [sentence] = trade_sentences(two_rows)
-    assert (
-        "fp16_autocast: 0.500 of fp32's time; gradients have an error of 0.1 % in the median, 1,000 times fp32's error"
-        in sentence
-    )
 
 
 def test_dtypes_have_a_column_for_each_precision(two_rows: list[Row]):

@@ -28,7 +28,6 @@ from trainstep.report.numerics.tables import (
     precision_of,
     range_tables,
     sum_tables,
-    trade_sentences,
     worst_table,
 )
 
@@ -40,7 +39,6 @@ def numerics_sections(rows: Sequence[Row]) -> list[Section]:
     errors = dataclasses.replace(errors_table(rows), title="Numbers of the charts")
     error_and_cost = Section(
         title="Numerics: error and cost",
-        paragraphs=tuple(trade_sentences(rows)),
         charts=tuple(filter(None, (error_chart(rows), cost_chart(rows)))),
         tables=tuple(filled(errors, worst_table(rows))),
     )

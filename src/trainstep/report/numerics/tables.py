@@ -1,10 +1,9 @@
 """The tables of `trainstep numerics` with their explanations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from trainstep.report.kit.forms import COUNT, DIGITS, ERROR, MS_STD, TEXT, Form, percent, three_digits
+from trainstep.report.kit.forms import COUNT, DIGITS, ERROR, MS_STD, TEXT, Form, percent
 from trainstep.report.kit.ranking import (
     mean_column,
     median_and_range,
@@ -35,9 +34,7 @@ _SUMS = (
 
 def numerics_tables(rows: Sequence[Row]) -> list[Table]:
     """All tables that these records fill."""
-    errors = errors_table(rows)
-    errors = replace(errors, note=" ".join([errors.note, *trade_sentences(rows)]))
-    return filled(errors, worst_table(rows), *dtype_tables(rows), *range_tables(rows), *sum_tables(rows))
+    return filled(errors_table(rows), worst_table(rows), *dtype_tables(rows), *range_tables(rows), *sum_tables(rows))
 
 
 def errors_table(rows: Sequence[Row]) -> Table:
@@ -61,24 +58,6 @@ def errors_table(rows: Sequence[Row]) -> Table:
         "the optimizer; its ratio is of medians."
     )
     return Table.of("Error and cost of each precision", ordered, columns, raw=map(_raw, ordered), note=note)
-
-
-def trade_sentences(rows: Sequence[Row]) -> list[str]:
-    """The time and the error of each precision against fp32 on the same model."""
-    sentences = []
-    for name, group in groups_of(rows).items():
-        fp32 = fp32_of(group)
-        for row in group:
-            time, error = _over(median_step_s, row, fp32), gradient_error(row)
-            if row is fp32 or time is None or error is None:
-                continue
-            ratio = _over(gradient_error, row, fp32)
-            against = f", {ratio:,.0f} times fp32's error" if ratio else ""
-            sentences.append(
-                f"{name}, {precision_of(row)}: {three_digits(time)} of fp32's time; gradients have an error of "
-                f"{share_words(error)} % in the median{against}."
-            )
-    return sentences
 
 
 def worst_table(rows: Sequence[Row]) -> Table:
