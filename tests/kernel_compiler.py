@@ -20,7 +20,7 @@ SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
 
 def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     """Compile one kernel. The request has module, kernel, constants, element (bf16...), architecture (90...), num_warps,
-    num_stages, and the `types` of arguments that their names do not determine."""
+    num_stages, the `types` of arguments that their names do not determine, and `aligned`: integers that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -34,7 +34,9 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     aligned = {
         (position,): [["tt.divisibility", 16]]
         for position, name in enumerate(kernel.arg_names)
-        if name.endswith("_ptr") or name.startswith("stride") or name in ("queries", "keys")
+        if name.endswith("_ptr")
+        or name.startswith("stride")
+        or name in ("queries", "keys", *request.get("aligned", ()))
     }
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, aligned),

@@ -84,16 +84,47 @@ def rotary_tables(positions: int, head_dim: int, theta: float, device: torch.dev
     return angles.cos().float(), angles.sin().float()
 
 
-def rotary(x_BHSD: Tensor, cos_SD2: Tensor, sin_SD2: Tensor) -> Tensor:
-    """Rotate each adjacent pair (x_2i, x_2i+1) by its angle; computed in fp32 or wider, in x's dtype."""
-    even, odd = _wide(x_BHSD).unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((even * cos_SD2 - odd * sin_SD2, even * sin_SD2 + odd * cos_SD2), dim=-1)
-    return rotated.flatten(-2).to(x_BHSD.dtype)
+def rotary(x_BHSD: Tensor, cos_SD2: Tensor, sin_SD2: Tensor, *, interleaved: bool = True) -> Tensor:
+    """Rotate each pair by its angle, computed in fp32 or wider, in x's dtype.
+
+    Interleaved, a pair is adjacent, (x_2i, x_2i+1), as in the paper; else (x_i, x_(i + D/2)), as in Hugging Face's Llama.
+    """
+    wide = _wide(x_BHSD)
+    a, b = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, dim=-1)
+    rotated = (a * cos_SD2 - b * sin_SD2, a * sin_SD2 + b * cos_SD2)
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return joined.to(x_BHSD.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020)."""
     return torch.nn.functional.silu(gate) * up
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight_VC: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross-entropy of logits z = hidden W^T, in fp32 or wider, averaged or summed over targets that are not `ignore_index`.
+
+    lse - (1 - smoothing) z[target] - smoothing mean(z) + z_loss lse^2, with lse = log(sum(exp(z))) (Szegedy 2016, section 7; the
+    last term: Chowdhery 2022, section 5).
+    """
+    z = _wide(torch.nn.functional.linear(hidden, weight_VC)).flatten(0, -2)
+    labels = targets.flatten()
+    counts = labels != ignore_index
+    lse = torch.logsumexp(z, dim=-1)
+    losses = lse - (1 - label_smoothing) * z.gather(-1, labels.where(counts, 0).unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:  # else 0 * mean(z), which is NaN where a logit is -inf
+        losses = losses - label_smoothing * z.mean(dim=-1)
+    total = (losses + z_loss * lse.square()).masked_fill(~counts, 0.0).sum()
+    return total / counts.sum() if reduction == "mean" else total
 
 
 def adamw_(

@@ -6,20 +6,15 @@ of its own: TRAINSTEP_OLDEST_TRITON names it. `make compile-all` runs this file:
 """
 
 import itertools
-import json
-import os
-import re
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kernel_checks import check_compiled, compile_all, complaints_about, name_of, oldest_triton
 from kernel_compiler import SHARED_MEMORY_BYTES
-from sources import ROOT
 from trainstep.ops.flash_attention.portable.tiles import (
     UNTUNED,
     Arithmetic,
@@ -66,7 +61,6 @@ MOST = 96
 SPILLED_BYTES = 4096
 """The most bytes that a thread may spill. More means that a tile is far too large, unless it was measured to be the fastest."""
 MEASURED_SPILLED_BYTES = 8192
-PROCESSES = 2
 
 
 def request(architecture: int, pass_: KernelPass, element: str, arithmetic: Arithmetic, *shape: Any) -> dict[str, Any]:
@@ -199,31 +193,6 @@ def every_variant() -> list[dict[str, Any]]:
     return [*map(delta_request, SHARED_MEMORY_BYTES), *prologues, *updates, *requests]
 
 
-def compile_all(requests: list[dict[str, Any]], cache: Path, triton_folder: str = "") -> list[dict[str, Any]]:
-    """Compile by the triton in that folder, or else the installed one; one result for each request."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
-    environment.pop("TRITON_INTERPRET", None)
-    if triton_folder:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (triton_folder, environment.get("PYTHONPATH"))))
-    compiler = Path(__file__).parents[2] / "kernel_compiler.py"
-
-    def run(share: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        process = subprocess.run(
-            [sys.executable, str(compiler)],
-            input=json.dumps(share),
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert process.returncode == 0, process.stderr[-3000:]
-        return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        shares = list(pool.map(run, [requests[i::PROCESSES] for i in range(PROCESSES)]))
-    return [result for share in shares for result in share]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_covering_set_compiles_and_fits(tmp_path: Path, record_property: Any):
@@ -234,46 +203,13 @@ def test_a_covering_set_compiles_and_fits(tmp_path: Path, record_property: Any):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_covering_set_compiles_with_the_oldest_triton(tmp_path: Path, record_property: Any):
-    folder = os.environ.get("TRAINSTEP_OLDEST_TRITON")
-    if not folder:
-        refuse = pytest.fail if os.environ.get("TRAINSTEP_REQUIRE_OLDEST_TRITON") == "1" else pytest.skip
-        refuse("needs TRAINSTEP_OLDEST_TRITON: make oldest-triton")
-    (version,) = re.findall(r'"triton>=([\d.]+);', (ROOT / "pyproject.toml").read_text())
-    check_covering_set(tmp_path, record_property, f"{version}.0", str(Path(folder).resolve()))
+    check_covering_set(tmp_path, record_property, *oldest_triton())
 
 
 def check_covering_set(cache: Path, record_property: Any, version: str, triton_folder: str = "") -> None:
     requests = [*covering_set(), *parts_set()]
     assert len(requests) <= MOST
-    results = compile_all(requests, cache, triton_folder)
-    assert len(results) == len(requests)
-    record_property("compiled", json.dumps(results))
-    assert not [complaint for result in results for complaint in complaints_about(result)]
-    assert {result["triton"] for result in results} == {version}
-
-
-def name_of(result: dict[str, Any]) -> str:
-    return f"{result['kernel']} {result['element']} {result['constants']} sm_{result['architecture']}"
-
-
-def complaints_about(result: dict[str, Any]) -> list[str]:
-    name = name_of(result)
-    if "error" in result:
-        return [f"{name}: {result['error']}"]
-    complaints = []
-    if result["shared_bytes"] > SHARED_MEMORY_BYTES[result["architecture"]]:
-        complaints.append(f"{name}: {result['shared_bytes']} bytes of shared memory")
-    if result["spilled_bytes"] > result["most_spilled_bytes"]:
-        complaints.append(f"{name}: {result['spilled_bytes']} bytes spilled")
-    if result["vector_accesses"] < result.get("least_vector_accesses", 0):
-        complaints.append(f"{name}: only {result['vector_accesses']} vector accesses")
-    if result["running_sums"] and result.get("sums_run_on") is False:
-        complaints.append(f"{name}: {result['running_sums']} sums go on within the products from tile to tile")
-    if result.get("sums_run_on") and not result["running_sums"]:
-        complaints.append(f"{name}: no sum that goes on from tile to tile was found, where there is one")
-    if result["architecture"] == 90 and any("C75" in warning for warning in result["warnings"]):
-        complaints.append(f"{name}: {result['warnings']}")
-    return complaints
+    check_compiled(requests, cache, record_property, version, triton_folder)
 
 
 def main() -> None:

@@ -133,3 +133,17 @@ def test_a_pass_without_a_verdict_makes_up_for_nothing():
     suggestion = answer_of([*forward, *few]).suggestion
     assert suggestion.startswith("Take sdpa where trainstep is slower")
     assert "alone" not in suggestion
+
+
+def test_what_all_slower_configurations_share_is_named():
+    records = [
+        a_call(name, "forward", factor, dtype=dtype, seq=seq)
+        for seq in (64, 128)
+        for dtype, ours in (("fp32", 1.5), ("bf16", 0.5))
+        for name, factor in (("sdpa", 1.0), ("trainstep", ours))
+    ]
+    assert (
+        "trainstep is faster in 2 (all with dtype bf16) and slower in 2 (all with dtype fp32)"
+        in answer_of(records).verdict
+    )
+    assert "(all with" not in answer_of(records[:4]).verdict, "of single configurations there is nothing to share"

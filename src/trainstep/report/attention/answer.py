@@ -28,7 +28,7 @@ from trainstep.report.kit.ranking import (
     ranking_words,
     ratio_of,
 )
-from trainstep.report.kit.rows import Row, grouped, host_limit, needless
+from trainstep.report.kit.rows import PROVENANCE, Row, grouped, host_limit, needless
 from trainstep.traces.verdict import LAUNCH_BOUND
 
 _ERRORS = ("error_output", "error_dq", "error_dk", "error_dv", "error_lse")
@@ -105,7 +105,9 @@ def _against_best(best: Sequence[Ratio], works: Sequence[Configuration]) -> str:
     unsure = {"cannot tell": by_word.pop("cannot tell")} if "cannot tell" in by_word else {}
     verdicts = sorted(by_word, key=lambda word: ("faster", "slower", word).index(word))
     counts = [
-        f"{word if word in ('faster', 'slower') else f'apart by {word}'} in {len(by_word[word])}" for word in verdicts
+        f"{word if word in ('faster', 'slower') else f'apart by {word}'} in {len(by_word[word])}"
+        f"{_shared_words(by_word[word], best)}"
+        for word in verdicts
     ]
     parts = [f"trainstep is {listed(counts)}"] if counts else []
     parts += [f"cannot tell in {len(alike)}" for alike in unsure.values()]
@@ -118,6 +120,19 @@ def _against_best(best: Sequence[Ratio], works: Sequence[Configuration]) -> str:
     unmet = f" ({len(works) - len(best)} more have no peer)" if len(works) > len(best) else ""
     peer = f"the fastest peer of each of {len(best)}" if several else f"{next(iter(peers))} in {len(best)}"
     return f"Against {peer} configurations, {'; '.join(parts)}{unmet}."
+
+
+def _shared_words(ratios: Sequence[Ratio], among: Sequence[Ratio]) -> str:
+    """` (all with dtype fp32)`: the values that all of several configurations share and not all others have; mostly empty."""
+    points = [ratio.row.point for ratio in ratios]
+    shared = [
+        f"{name} {value}"
+        for name, value in points[0].items()
+        if name not in (*_UNNAMED, *PROVENANCE)
+        and all(point.get(name) == value for point in points)
+        and any(ratio.row.point.get(name) != value for ratio in among)
+    ]
+    return f" (all with {listed(shared)})" if shared and len(ratios) > 1 else ""
 
 
 def _against_one(ratio: Ratio, among: str) -> str:

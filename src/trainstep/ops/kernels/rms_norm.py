@@ -1,0 +1,110 @@
+"""Kernels of RMSNorm, with the addition of a residual where there is one.
+
+Forward: a program normalises a tile of whole rows. Backward: a program goes through many tiles and sums the gradient of the
+weight over its rows in registers; the sums of all programs, a row of a table each, are then added in a fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainstep.ops.operators import on_device
+
+WIDEST = 16_384
+"""The widest row that a program holds in registers, with 32 warps."""
+_TILE = 4096
+"""Elements of a tile, if rows are not longer: 16 each for 256 threads."""
+_PROGRAMS_PER_SM = 4
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, inverse_rms_ptr, rows, width, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """y = h inverse_rms weight, h = x + residual as stored in `sum`, or x without ADD. Everything between is in fp32."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    mask = (row < rows) & (column < width)
+    place = row * width + column
+    h = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        added = h + tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        rounded = added.to(sum_ptr.dtype.element_ty)  # what backward reads is what is normalised
+        tl.store(sum_ptr + place, rounded, mask=mask)
+        h = rounded.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(h * h, axis=1, keep_dims=True) / width + eps)
+    tl.store(inverse_rms_ptr + row, inverse_rms, mask=row < rows)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, (h * inverse_rms * weight).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    dy_ptr, dsum_ptr, h_ptr, weight_ptr, inverse_rms_ptr, dh_ptr, dweight_ptr, rows, width,
+    ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """With n = h inverse_rms: dh = inverse_rms (weight dy - n mean(weight dy n)), plus `dsum` with ADD; dweight = sum of dy n."""
+    program = tl.program_id(0)
+    column = tl.arange(0, WIDTH)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    dweight = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & (column < width)
+        place = row.to(tl.int64) * width + column
+        inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
+        n = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32) * inverse_rms
+        dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        dn = dy * weight
+        dh = inverse_rms * (dn - n * (tl.sum(dn * n, axis=1, keep_dims=True) / width))
+        if ADD:
+            dh += tl.load(dsum_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dh_ptr + place, dh.to(dh_ptr.dtype.element_ty), mask=mask)
+        dweight += dy * n
+    place = program.to(tl.int64) * width + column
+    tl.store(dweight_ptr + place, tl.sum(dweight, axis=0, keep_dims=True), mask=column < width)
+
+
+def launch_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y in `dtype`, h (x itself without a residual) and 1 / rms (rows,) in fp32, of (rows, C) tensors without gaps."""
+    rows, width = x.shape
+    h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    y, inverse_rms = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+    tile_rows, tile_width, warps = _tile(width)
+    with on_device(x.device):
+        rms_norm_kernel[(max(1, triton.cdiv(rows, tile_rows)),)](
+            x, x if residual is None else residual, weight, h, y, inverse_rms, rows, width, eps,
+            ADD=residual is not None, ROWS=tile_rows, WIDTH=tile_width, num_warps=warps,
+        )  # fmt: skip
+    return y, h, inverse_rms
+
+
+def launch_rms_norm_backward(
+    dy: Tensor, dsum: Tensor | None, h: Tensor, weight: Tensor, inverse_rms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dh in h's dtype and dweight in the weight's, of (rows, C) tensors without gaps."""
+    rows, width = h.shape
+    dh = torch.empty_like(h)
+    tile_rows, tile_width, warps = _tile(width)
+    programs = max(1, min(triton.cdiv(rows, tile_rows), _PROGRAMS_PER_SM * _processors(h.device)))
+    dweight = h.new_empty(programs, width, dtype=torch.float32)
+    with on_device(h.device):
+        rms_norm_backward_kernel[(programs,)](
+            dy, dy if dsum is None else dsum, h, weight, inverse_rms, dh, dweight, rows, width,
+            ADD=dsum is not None, ROWS=tile_rows, WIDTH=tile_width, num_warps=warps,
+        )  # fmt: skip
+    return dh, dweight.sum(0).to(weight.dtype)
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps: short rows share a tile, and a longer row has more threads."""
+    columns = triton.next_power_of_2(width)
+    return max(1, _TILE // columns), columns, min(32, max(8, columns // 512))
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

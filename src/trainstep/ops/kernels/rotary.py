@@ -1,0 +1,134 @@
+"""The kernel of rotary position embedding, which also splits a joint projection into q, k and v, and joins their gradients.
+
+A program takes one position of one batch element, in one of q, k and v, with all its heads: it rotates those of q and k and copies
+those of v. Source and target are given by their strides, so that one kernel splits, joins and rotates without either.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainstep.ops.operators import on_device
+
+_TILE = 2048
+"""Elements of the heads that a program rotates at once."""
+_WARPS = 4
+
+
+@triton.jit
+def _rotate(
+    source_ptr, target_ptr, cos, sin, heads, source_stride, target_stride,
+    INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """(a, b) -> (a cos - b sin, a sin + b cos) for each pair of each head: neighbours, or elements half a head apart."""
+    pair = tl.arange(0, HALF)[None, :]
+    element = tl.arange(0, 2 * HALF)[None, :]
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)[:, None]
+        source, target = source_ptr + head * source_stride, target_ptr + head * target_stride
+        if INTERLEAVED:  # whole heads are loaded and stored, so that neighbouring threads have neighbouring elements
+            mask = (head < heads) & (element < HEAD_DIM)
+            x = tl.load(source + element, mask=mask, other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(x, [HEADS, HALF, 2]))
+            rotated = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), [HEADS, 2 * HALF])
+            tl.store(target + element, rotated.to(target_ptr.dtype.element_ty), mask=mask)
+        else:
+            mask = (head < heads) & (pair < HEAD_DIM // 2)
+            a = tl.load(source + pair, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(source + HEAD_DIM // 2 + pair, mask=mask, other=0.0).to(tl.float32)
+            tl.store(target + pair, (a * cos - b * sin).to(target_ptr.dtype.element_ty), mask=mask)
+            tl.store(target + HEAD_DIM // 2 + pair, (a * sin + b * cos).to(target_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _copy(
+    source_ptr, target_ptr, heads, source_stride, target_stride,
+    HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    element = tl.arange(0, 2 * HALF)[None, :]
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)[:, None]
+        mask = (head < heads) & (element < HEAD_DIM)
+        x = tl.load(source_ptr + head * source_stride + element, mask=mask)
+        tl.store(target_ptr + head * target_stride + element, x, mask=mask)
+
+
+@triton.jit
+def rotary_kernel(
+    q_ptr, k_ptr, v_ptr, q_target_ptr, k_target_ptr, v_target_ptr, cos_ptr, sin_ptr,
+    positions, heads, key_heads,
+    q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
+    q_target_batch, q_target_position, q_target_head, k_target_batch, k_target_position, k_target_head,
+    v_target_batch, v_target_position, v_target_head, table_batch, table_position,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """`x_batch`, `x_position`, `x_head`: the strides of x. INVERSE rotates back, which is the gradient."""
+    batch = (tl.program_id(0) // positions).to(tl.int64)
+    position = (tl.program_id(0) % positions).to(tl.int64)
+    if tl.program_id(1) == 2:
+        _copy(
+            v_ptr + batch * v_batch + position * v_position,
+            v_target_ptr + batch * v_target_batch + position * v_target_position,
+            key_heads, v_head, v_target_head, HEAD_DIM, HEADS, HALF,
+        )  # fmt: skip
+    else:
+        pair = tl.arange(0, HALF)[None, :]
+        place = batch * table_batch + position * table_position + pair
+        cos = tl.load(cos_ptr + place, mask=pair < HEAD_DIM // 2, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + place, mask=pair < HEAD_DIM // 2, other=0.0).to(tl.float32)
+        if INVERSE:
+            sin = -sin
+        if tl.program_id(1) == 0:
+            _rotate(
+                q_ptr + batch * q_batch + position * q_position,
+                q_target_ptr + batch * q_target_batch + position * q_target_position,
+                cos, sin, heads, q_head, q_target_head, INTERLEAVED, HEAD_DIM, HEADS, HALF,
+            )  # fmt: skip
+        else:
+            _rotate(
+                k_ptr + batch * k_batch + position * k_position,
+                k_target_ptr + batch * k_target_batch + position * k_target_position,
+                cos, sin, key_heads, k_head, k_target_head, INTERLEAVED, HEAD_DIM, HEADS, HALF,
+            )  # fmt: skip
+
+
+def launch_rotary(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool,
+    inverse: bool,
+) -> None:
+    """Write q and k rotated, and v if it is given, from sources to targets, all (B, H, S, D) with last stride 1.
+
+    cos and sin: (S, D / 2), or (B, S, D / 2) if they differ by batch element, without gaps.
+    """
+    batch, heads, positions, width = sources[0].shape
+    if batch * positions == 0 or width == 0:
+        return
+    pairs = [*zip(sources, targets, strict=True)]
+    (q, q_target), (k, k_target), (v, v_target) = (*pairs, pairs[1]) if len(pairs) == 2 else pairs
+    half = triton.next_power_of_2(width // 2)
+    strides = [x.stride(axis) for x in (q, k, v, q_target, k_target, v_target) for axis in (0, 2, 1)]
+    with on_device(q.device):
+        rotary_kernel[(batch * positions, len(pairs))](
+            q, k, v, q_target, k_target, v_target, cos, sin, positions, heads, k.shape[1],
+            *strides, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2),
+            INTERLEAVED=interleaved, INVERSE=inverse, HEAD_DIM=width, HEADS=max(1, _TILE // (2 * half)), HALF=half,
+            num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def empty_heads(like: Tensor, batch: int, heads: int, positions: int, width: int) -> Tensor:
+    """An uninitialised (B, H, S, D) tensor that lies in memory as (B, S, H, D), as projections make and take it."""
+    return like.new_empty(batch, positions, heads, width, dtype=like.dtype).transpose(1, 2)
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """The tensor, or a copy of it, with last stride 1."""
+    return x if x.stride(-1) == 1 else x.contiguous(memory_format=torch.contiguous_format)

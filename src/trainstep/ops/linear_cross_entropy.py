@@ -1,0 +1,284 @@
+"""`linear_cross_entropy`: the head's matmul and the cross-entropy behind it, by chunks of tokens, so that logits never exist whole.
+
+    z = x W^T;  lse = log(sum(exp(z)));  per token  lse - (1 - smoothing) z[target] - smoothing mean(z) + z_loss lse^2
+
+With gradients in forward, each chunk's logits are replaced by their gradient dz and give dx = dz W and their part of dW = dz^T x at
+once: three matmuls in all, and one chunk of logits in memory. Backward then only multiplies by the loss's gradient, and does
+nothing where that is 1. Without, forward keeps lse, 4 bytes a token, and backward computes the logits again: a fourth matmul, but
+no dW is held between forward and backward.
+
+dW is summed over chunks in `sum_dtype`: in fp32, which needs 4 bytes per element of W while it runs, or in W's dtype, which rounds
+after each chunk. With a single chunk the matmul sums all of it.
+"""
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from trainstep.costs.element_wise import linear_cross_entropy_flops
+from trainstep.ops import reference
+from trainstep.ops.operators import autocast_dtype, define, has_kernel, rows_of
+from trainstep.spans import span
+
+with suppress(ImportError):  # there is no triton for this platform; has_kernel then says so
+    from trainstep.ops.kernels.cross_entropy import launch_cross_entropy, launch_scale
+
+_LOGITS_BYTES = 2**28
+"""Bytes of the logits of a chunk, unless the caller chooses its tokens."""
+_CHUNK_MULTIPLE = 256
+"""Chunks have a multiple of these tokens, for full tiles in the matmuls."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    gradients_in_forward: bool = True,
+    chunk_tokens: int | None = None,
+    sum_dtype: torch.dtype | None = torch.float32,
+) -> Tensor:
+    """The mean or sum of the loss over tokens whose target is not `ignore_index`: a scalar in fp32.
+
+    hidden (..., C) and weight (V, C) in one dtype of fp32, bf16 and fp16, or of different ones under autocast, which applies;
+    targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's. `chunk_tokens`: by default as many as have 256 MiB
+    of logits. A target out of range gives NaN. Where no token counts, the mean is NaN, as torch's.
+
+    On a CPU and in fp64 ops/reference.py runs, with whole logits. ValueError for shapes and settings that do not fit; RuntimeError
+    for a second backward pass with gradients in forward, whose memory the first has reused.
+    """
+    _check(hidden, weight, targets, label_smoothing, reduction, chunk_tokens, sum_dtype)
+    dtype = autocast_dtype(hidden)
+    if dtype is not None:
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with span("head"):
+        if not has_kernel(hidden, weight):
+            return reference.linear_cross_entropy(
+                hidden,
+                weight,
+                targets,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                reduction=reduction,
+            )
+        tokens = chunk_tokens or chunk_of(weight.shape[0], hidden.element_size())
+        wanted = [torch.is_grad_enabled() and x.requires_grad and gradients_in_forward for x in (hidden, weight)]
+        loss: Tensor = _linear_cross_entropy(
+            hidden, weight, targets, ignore_index, label_smoothing, z_loss, reduction == "mean", tokens, sum_dtype or weight.dtype,
+            *wanted,
+        )[0]  # fmt: skip
+        return loss
+
+
+class LinearCrossEntropy(nn.Module):
+    """`linear_cross_entropy` with its weight: `head(hidden, targets)` gives the loss; `head.logits(hidden)` the logits.
+
+    Options are those of the function. Loads the state_dict of a torch.nn.Linear without bias.
+    """
+
+    def __init__(self, d_model: int, vocab_size: int, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        nn.init.normal_(self.weight, std=d_model**-0.5)
+        self.options = options
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, self.weight, targets, **self.options)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """x W^T, (..., V), whole."""
+        return nn.functional.linear(hidden, self.weight)
+
+
+def chunk_of(vocabulary: int, element_bytes: int) -> int:
+    """Tokens of a chunk by default."""
+    tokens = _LOGITS_BYTES // (vocabulary * element_bytes)
+    return max(1, tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, reduction: str, chunk_tokens: int | None,
+    sum_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight: must be (V, {hidden.shape[-1]}) for hidden states of that width, but has the shape {tuple(weight.shape)}"
+        )
+    if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets: must be int64 of the shape {tuple(hidden.shape[:-1])}, but are {targets.dtype} of {tuple(targets.shape)}"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction: {reduction!r} is not known; known: mean, sum")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: must be from 0 to 1, but is {label_smoothing}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens: must be at least 1, but is {chunk_tokens}")
+    if sum_dtype not in (None, torch.float32):
+        raise ValueError(f"sum_dtype: must be torch.float32, or None for the weight's, but is {sum_dtype}")
+
+
+class _Work(NamedTuple):
+    """The arguments of both operators that describe the loss and how it is computed."""
+
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    mean: bool
+    chunk: int
+    sum_dtype: torch.dtype
+
+
+_SETTINGS = "int ignore_index, float smoothing, float z_loss, bool mean, int chunk, ScalarType sum_dtype"
+
+
+def _run(hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *work, wants_hidden, wants_weight = settings
+    rows, labels = rows_of(hidden), targets.flatten()
+    losses, lse = (rows.new_empty(len(rows), dtype=torch.float32) for _ in range(2))
+    scale = _scale(labels, _Work(*work))
+    dhidden, dweight = _by_chunks(
+        rows, weight, labels, losses, lse, scale, _Work(*work), wants_hidden, wants_weight, has_lse=False
+    )
+    return losses.sum() * scale, lse, dhidden.view(hidden.shape if wants_hidden else 0), dweight
+
+
+def _run_backward(
+    dloss: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    *work, wants_hidden, wants_weight = settings
+    labels = targets.flatten()
+    scale = _scale(labels, _Work(*work)) * dloss
+    dhidden, dweight = _by_chunks(
+        rows_of(hidden), weight, labels, lse, lse, scale, _Work(*work), wants_hidden, wants_weight, has_lse=True
+    )
+    return dhidden.view(hidden.shape if wants_hidden else 0), dweight
+
+
+def _scale(labels: Tensor, work: _Work) -> Tensor:
+    """1 / the number of tokens that count, or 1 for a sum: fp32 (), on the device."""
+    if not work.mean:
+        return torch.ones((), dtype=torch.float32, device=labels.device)
+    return (labels != work.ignore_index).sum().float().reciprocal()
+
+
+def _by_chunks(
+    rows: Tensor, weight: Tensor, labels: Tensor, losses: Tensor, lse: Tensor, scale: Tensor, work: _Work,
+    wants_hidden: bool, wants_weight: bool, *, has_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fill in losses and lse, and return dx and dW; those that are not wanted have no element."""
+    gradient = wants_hidden or wants_weight
+    dhidden = torch.empty_like(rows) if wants_hidden else rows.new_empty(0)
+    whole = weight.dtype if len(rows) <= work.chunk else work.sum_dtype
+    dweight = weight.new_zeros(weight.shape if wants_weight else 0, dtype=whole)
+    logits = rows.new_empty(min(work.chunk, len(rows)), weight.shape[0])
+    for first in range(0, len(rows), work.chunk):
+        part = slice(first, first + work.chunk)
+        x = rows[part]
+        z = torch.mm(x, weight.T, out=logits[: len(x)])
+        launch_cross_entropy(
+            z, labels[part], losses[part], lse[part], scale, ignore_index=work.ignore_index, smoothing=work.smoothing,
+            z_loss=work.z_loss, has_lse=has_lse, gradient=gradient,
+        )  # fmt: skip
+        if wants_hidden:
+            torch.mm(z, weight, out=dhidden[part])
+        if wants_weight:
+            _add_product(dweight, z.T, x)
+    return dhidden, dweight.to(weight.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, multiplied in their dtype and summed in the total's."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # torch has no such product on a CPU
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, wants_hidden, wants_weight = settings
+    loss, lse = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((), targets.shape.numel()))
+    return loss, lse, *_fake_gradients(hidden, weight, wants_hidden, wants_weight)
+
+
+def _fake_backward(
+    _dloss: Tensor, hidden: Tensor, weight: Tensor, _targets: Tensor, _lse: Tensor, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    return _fake_gradients(hidden, weight, *settings[-2:])
+
+
+def _fake_gradients(hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool) -> tuple[Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape if wants_hidden else 0),
+        weight.new_empty(weight.shape if wants_weight else 0),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, targets, *settings = inputs
+    _, lse, dhidden, dweight = output
+    ctx.mark_non_differentiable(lse, dhidden, dweight)
+    ctx.in_forward = settings[-2] or settings[-1]
+    ctx.settings = settings[:-2]
+    ctx.is_spent = False
+    ctx.save_for_backward(*((dhidden, dweight) if ctx.in_forward else (hidden, weight, targets, lse)))
+
+
+def _backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    nothing = [None] * (1 + len(ctx.settings) + 2)
+    if not ctx.in_forward:
+        gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.settings, *ctx.needs_input_grad[:2])
+        return *(x if x.numel() else None for x in gradients), *nothing
+    if ctx.is_spent:
+        raise RuntimeError(
+            "linear_cross_entropy: a second backward pass needs gradients_in_forward=False, because the first has changed the "
+            "gradients in place"
+        )
+    # A compiled graph changes nothing that it was given.
+    compiling = torch.compiler.is_compiling()
+    ctx.is_spent = not compiling
+    factor = dloss.float()
+    scaled = [x * factor.to(x.dtype) if compiling else _scaled(x, factor) for x in ctx.saved_tensors]
+    return *(x if x.numel() else None for x in scaled), *nothing
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    launch_scale(x, factor)
+    return x
+
+
+_linear_cross_entropy = define(
+    f"linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, {_SETTINGS}, bool hidden_gradient, bool weight_gradient) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+    save=_save,
+    backward=_backward,
+)
+_linear_cross_entropy_backward = define(
+    f"linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor targets, Tensor lse, {_SETTINGS}, "
+    "bool hidden_gradient, bool weight_gradient) -> (Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
+
+
+@register_flop_formula(torch.ops.trainstep.linear_cross_entropy)
+def _flops(hidden: torch.Size, weight: torch.Size, *rest: Any, **_: Any) -> int:
+    logits = linear_cross_entropy_flops(hidden[:-1].numel(), hidden[-1], weight[0], backward=False)
+    return logits * (1 + sum(map(bool, rest[-2:])))
+
+
+@register_flop_formula(torch.ops.trainstep.linear_cross_entropy_backward)
+def _backward_flops(_dloss: torch.Size, hidden: torch.Size, weight: torch.Size, *rest: Any, **_: Any) -> int:
+    return _flops(hidden, weight, *rest)

@@ -1,0 +1,65 @@
+"""Defines our operators with torch.library, so that autograd, torch.compile and modes such as FLOP counters see them.
+
+An operator here launches Triton kernels on any device that has_kernel admits. The public functions of an op ask has_kernel
+first and take ops/reference.py, with torch's own autograd, where there is no kernel.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+except ImportError:  # there is no triton for this platform, and no GPU that it could use
+    triton = None
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_library = torch.library.Library("trainstep", "FRAGMENT")
+
+
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """The operator `trainstep::NAME` of a schema `NAME(Tensor x, ...) -> ...`.
+
+    `run` computes it and returns new tensors, `fake` gives their shapes, dtypes and strides. With `backward(ctx, *gradients)`
+    it has a gradient, for which `save(ctx, inputs, output)` keeps what it needs.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"trainstep::{name}", fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(f"trainstep::{name}", backward, setup_context=save, lib=_library)
+    return getattr(torch.ops.trainstep, name).default
+
+
+def has_kernel(*tensors: Tensor) -> bool:
+    """Whether Triton kernels can take these tensors: on a CUDA device, in fp32, bf16 or fp16."""
+    return triton is not None and all(x.is_cuda and x.dtype in KERNEL_DTYPES for x in tensors)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which `device` is the current device, on which Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts the operands of a matmul with x; None where it casts nothing."""
+    device_type = x.device.type
+    if device_type == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """(..., C) as (rows, C) without gaps: a view where x has none, else a copy."""
+    return x.reshape(-1, x.shape[-1]).contiguous()

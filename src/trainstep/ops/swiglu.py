@@ -1,0 +1,140 @@
+"""`swiglu` and `swiglu_linear`: the activation of SwiGLU (Shazeer 2020) on a joint gate and up, alone or with the matmul behind it.
+
+    y = gate sigmoid(gate) up        gate, up = the halves of one matmul's output
+    z = y W^T                        W: the projection down
+
+`swiglu_linear` keeps gate and up for backward and not y, which is a third of what the MLP would keep: backward computes y again in
+the pass that computes the gradients of gate and up.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from trainstep.ops import reference
+from trainstep.ops.operators import autocast_dtype, define, has_kernel, rows_of
+from trainstep.spans import span
+
+with suppress(ImportError):  # there is no triton for this platform; has_kernel then says so
+    from trainstep.ops.kernels.swiglu import launch_swiglu, launch_swiglu_backward
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) up, (..., F), of gate and up (..., 2 F), gate first, in fp32, bf16 or fp16; computed in fp32, rounded once.
+
+    On a CPU and in fp64 ops/reference.py runs. ValueError for an odd last dimension.
+    """
+    _check(gate_up)
+    if not has_kernel(gate_up):
+        return reference.swiglu(*gate_up.chunk(2, dim=-1))
+    result: Tensor = _swiglu(gate_up)
+    return result
+
+
+def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """swiglu(gate_up) W^T, (..., C), with W (C, F); autocast applies. Backward recomputes swiglu(gate_up).
+
+    ValueError for shapes that do not fit together.
+    """
+    _check(gate_up)
+    if weight.dim() != 2 or 2 * weight.shape[1] != gate_up.shape[-1]:
+        raise ValueError(
+            f"weight: must be (C, {gate_up.shape[-1] // 2}) for gate and up of {gate_up.shape[-1]} together, but has the shape "
+            f"{tuple(weight.shape)}"
+        )
+    dtype = autocast_dtype(gate_up)
+    if dtype is not None:
+        gate_up, weight = gate_up.to(dtype), weight.to(dtype)
+    result: Tensor = _SwiGLULinear.apply(gate_up, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class SwiGLU(nn.Module):
+    """z = swiglu(x U^T) W^T with U = [gate; up] (2 F, C) and W (C, F), without biases.
+
+    Loads the state_dict of a module with gate, up and down, as trainstep's Transformer has them.
+    """
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+        self.register_load_state_dict_pre_hook(_join_gate_and_up)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with span("mlp"):
+            return swiglu_linear(self.gate_up(x), self.down.weight)
+
+
+def _join_gate_and_up(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    names = [f"{prefix}{part}.weight" for part in ("gate", "up")]
+    if all(name in state for name in names):
+        state[f"{prefix}gate_up.weight"] = torch.cat([state.pop(name) for name in names])
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    """Its matmuls are torch's, outside of our operators, so that FLOP counters, profilers and compilers see them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        return linear(swiglu(gate_up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate_up, weight = ctx.saved_tensors
+        dgate_up, y = _gradients(dz @ weight, gate_up)
+        dweight = dz.flatten(0, -2).T @ y.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return dgate_up, dweight
+
+
+def _check(gate_up: Tensor) -> None:
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up: its last dimension must be even, but is {gate_up.shape[-1]}")
+
+
+def _gradients(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of gate and up, and y once more."""
+    if has_kernel(gate_up):
+        dgate_up, y = _swiglu_backward(dy, gate_up)
+        return dgate_up, y
+    with torch.enable_grad():
+        leaf = gate_up.detach().requires_grad_()
+        y = reference.swiglu(*leaf.chunk(2, dim=-1))
+    (dgate_up,) = torch.autograd.grad(y, leaf, dy)
+    return dgate_up, y.detach()
+
+
+def _run(gate_up: Tensor) -> Tensor:
+    return launch_swiglu(rows_of(gate_up)).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _run_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    dgate_up, y = launch_swiglu_backward(rows_of(dy), rows_of(gate_up))
+    return dgate_up.view(gate_up.shape), y.view(dy.shape)
+
+
+def _fake(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _fake_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy: Tensor) -> Tensor:
+    dgate_up: Tensor = _swiglu_backward(dy, *ctx.saved_tensors)[0]
+    return dgate_up
+
+
+_swiglu = define("swiglu(Tensor gate_up) -> Tensor", _run, _fake, save=_save, backward=_backward)
+_swiglu_backward = define(
+    "swiglu_backward(Tensor dy, Tensor gate_up) -> (Tensor, Tensor)", _run_backward, _fake_backward
+)

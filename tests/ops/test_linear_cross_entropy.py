@@ -1,0 +1,180 @@
+"""The head with its loss is as accurate as the reference, in chunks. test_fused_ops.py runs this file in Triton's interpreter."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from numerics import assert_as_accurate_as
+from op_check import DEVICES, DTYPES, INTERPRETED, check, interpret, normal
+from trainstep.ops import linear_cross_entropy as module
+from trainstep.ops import reference
+from trainstep.ops.linear_cross_entropy import LinearCrossEntropy, chunk_of, linear_cross_entropy
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.2, "z_loss": 1e-3, "reduction": "sum"},
+]
+ONLY_KERNELS = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter, or on a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, module)
+
+
+def operands(tokens: int, vocabulary: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = normal(tokens, 24, dtype=dtype, device=device)
+    weight = normal(vocabulary, 24, seed=1, dtype=dtype, device=device)
+    targets = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(2)).to(device)
+    targets[1::5] = -100
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [4, 100])
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(case) or "plain")
+def test_loss_and_gradients_are_as_accurate_as_the_reference(
+    case: dict[str, Any], dtype: torch.dtype, in_forward: bool, chunk: int, device: str
+):
+    hidden, weight, targets = operands(17, 50, dtype, device)
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        options = {"gradients_in_forward": in_forward, "chunk_tokens": chunk}
+        return linear_cross_entropy(hidden, weight, targets, **case, **options)
+
+    check(
+        ours, lambda hidden, weight: reference.linear_cross_entropy(hidden, weight, targets, **case), [hidden, weight]
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_vocabulary_of_several_tiles(device: str):
+    hidden, weight, targets = operands(6, 20_001, torch.float32, device)
+    hidden *= 0.1  # so that no single probability counts, whose logit a matmul rounds in one way or another
+    targets[0] = 20_000
+    check(
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, targets),
+        lambda hidden, weight: reference.linear_cross_entropy(hidden, weight, targets),
+        [hidden, weight],
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_chunks_are_summed_without_their_rounding(dtype: torch.dtype, device: str):
+    """By fp32 sums the gradient of W is rounded once, whatever the number of chunks."""
+    hidden, weight, targets = operands(200, 30, dtype, device)
+    ours, same, exact = (
+        gradient_of_weight(loss, *(x.to(kind) for x in (hidden, weight)), targets)
+        for loss, kind in (
+            (lambda *x: linear_cross_entropy(*x, chunk_tokens=2), dtype),
+            (reference.linear_cross_entropy, dtype),
+            (reference.linear_cross_entropy, torch.float64),
+        )
+    )
+    assert_as_accurate_as(ours, same, exact, "dW")
+
+
+def gradient_of_weight(loss: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    weight = weight.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(hidden, weight, targets), weight)
+    return gradient
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_torchs_cross_entropy_agrees(device: str):
+    hidden, weight, targets = operands(17, 50, torch.float32, device)
+    for options in ({}, {"label_smoothing": 0.1}):
+        expected = cross_entropy(hidden @ weight.T, targets, **options)
+        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, **options), expected)
+    targets[:] = -100
+    assert linear_cross_entropy(hidden, weight, targets).isnan()
+    assert linear_cross_entropy(hidden, weight, targets, reduction="sum") == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("trained", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_only_what_needs_a_gradient_gets_one(trained: tuple[bool, bool], in_forward: bool, device: str):
+    hidden, weight, targets = operands(9, 30, torch.float32, device)
+    leaves = [x.requires_grad_(needed) for x, needed in zip((hidden, weight), trained, strict=True)]
+    loss = linear_cross_entropy(*leaves, targets, gradients_in_forward=in_forward, chunk_tokens=4)
+    assert loss.requires_grad == any(trained)
+    if any(trained):
+        (3 * loss).backward()
+        again = [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
+        (3 * reference.linear_cross_entropy(*again, targets)).backward()
+        for leaf, other in zip(leaves, again, strict=True):
+            assert (leaf.grad is None) == (other.grad is None)
+            if other.grad is not None:
+                torch.testing.assert_close(leaf.grad, other.grad)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
+def test_gradients_of_forward_are_spent_once(device: str):
+    hidden, weight, targets = operands(9, 30, torch.float32, device)
+    loss = linear_cross_entropy(hidden.requires_grad_(), weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="gradients_in_forward=False"):
+        loss.backward()
+    again = linear_cross_entropy(hidden, weight, targets, gradients_in_forward=False)
+    first, second = (torch.autograd.grad(again, hidden, retain_graph=True)[0] for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
+def test_a_target_out_of_range_gives_nan(device: str):
+    hidden, weight, targets = operands(9, 30, torch.float32, device)
+    targets[3] = 30
+    assert linear_cross_entropy(hidden, weight, targets).isnan()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_of_minus_infinity_are_allowed(device: str):
+    hidden, weight, targets = operands(9, 30, torch.float32, device)
+    weight[7], targets[targets == 7] = float("-inf"), 8
+    hidden = hidden.abs()
+    expected = cross_entropy(hidden @ weight.T, targets)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets), expected)
+
+
+def test_the_module_is_a_head_without_bias():
+    head, linear = LinearCrossEntropy(24, 30, label_smoothing=0.1), torch.nn.Linear(24, 30, bias=False)
+    head.load_state_dict(linear.state_dict())
+    hidden, _, targets = operands(9, 30, torch.float32, "cpu")
+    torch.testing.assert_close(head.logits(hidden), linear(hidden))
+    torch.testing.assert_close(head(hidden, targets), cross_entropy(linear(hidden), targets, label_smoothing=0.1))
+
+
+def test_chunks_have_256_mib_of_logits_and_full_tiles():
+    assert chunk_of(151_936, 2) == 768
+    assert chunk_of(10_000, 2) == 13_312
+    assert chunk_of(10**9, 4) == 256, "at least one tile"
+    assert math.isclose(768 * 151_936 * 2 / 2**28, 0.87, rel_tol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weight": torch.ones(50, 23)}, r"weight: must be \(V, 24\)"),
+        ({"targets": torch.ones(16, dtype=torch.int64)}, r"targets: must be int64 of the shape \(17,\)"),
+        ({"targets": torch.ones(17, dtype=torch.int32)}, "targets: must be int64"),
+        ({"reduction": "none"}, "reduction: 'none' is not known"),
+        ({"label_smoothing": 1.5}, "label_smoothing: must be from 0 to 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens: must be at least 1"),
+        ({"sum_dtype": torch.float16}, "sum_dtype: must be torch.float32, or None"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], words: str):
+    hidden, weight, targets = operands(17, 50, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=words):
+        linear_cross_entropy(**{"hidden": hidden, "weight": weight, "targets": targets, **changes})
