@@ -51,6 +51,11 @@ def test_recorded_names_have_their_class(path: Path):
         ("hopper_gradients_kernel", "attention"),
         ("split_key_gradients_kernel", "attention"),
         ("split_parts_kernel", "attention"),
+        ("rms_norm_backward_kernel", "normalisation"),
+        ("rotary_kernel", "element-wise"),
+        ("swiglu_backward_kernel", "element-wise"),
+        ("cross_entropy_kernel", "softmax"),
+        ("scale_kernel", "element-wise"),
         ("triton_tem_fused_mm_3", "matmul"),
         ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_64x3_tn", "matmul"),
         ("void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4>(...)", "matmul"),
@@ -75,6 +80,8 @@ def test_copies_and_memsets_are_copies(kind: str):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("trainstep::add_rms_norm", "normalisation"),
+        ("trainstep::rotary_split", "element-wise"),
         ("aten::mm", "matmul"),
         ("aten::addmm", "matmul"),
         ("aten::_softmax", "softmax"),

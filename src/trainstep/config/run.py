@@ -10,6 +10,7 @@ from trainstep.config.model import ModelConfig, UserModel
 MODES = ("forward", "forward_no_grad", "forward_backward", "step")
 PRECISIONS = ("fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "bf16_master")
 ATTENTIONS = ("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "trainstep")
+OPS = ("plain", "fused")
 COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused", "trainstep")
 RECOMPUTES = ("none", "block")
@@ -47,6 +48,9 @@ class RunConfig:
         PRECISIONS,
     )
     attention: str = described("attention of the built-in model", "sdpa", ATTENTIONS)
+    ops: str = described(
+        "the built-in model's norms, rotation, SwiGLU and loss: plain PyTorch, or fused kernels", "plain", OPS
+    )
     compile: str = described("what torch.compile wraps", "none", COMPILES)
     recompute: str = described("part whose activations backward recomputes instead of keeping them", "none", RECOMPUTES)
     capture: str = described(
@@ -85,6 +89,10 @@ class RunConfig:
         self._check_capture()
         if self.data != "random" and isinstance(self.model, ModelConfig) and self.model.vocab_size < 256:
             raise ValueError(f"vocab_size: text is read as bytes and needs at least 256, not {self.model.vocab_size}")
+        if self.ops != "plain" and isinstance(self.model, UserModel):
+            raise ValueError(
+                "ops: a model of your own brings its own ops; leave ops at plain, and use trainstep.ops in it"
+            )
         if self.data != "random" and isinstance(self.model, UserModel):
             raise ValueError("data: a model of your own brings its own batches; leave data at random")
 

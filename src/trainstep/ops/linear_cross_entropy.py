@@ -86,8 +86,7 @@ class LinearCrossEntropy(nn.Module):
 
     def __init__(self, d_model: int, vocab_size: int, **options: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
-        nn.init.normal_(self.weight, std=d_model**-0.5)
+        self.weight = nn.Linear(d_model, vocab_size, bias=False).weight
         self.options = options
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -101,6 +101,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, in fp32 or wider: dy up s (1 + gate (1 - s)) and dy gate s, with s = sigmoid(gate)."""
+    wide_dy, wide_gate = _wide(dy), _wide(gate)
+    s = torch.sigmoid(wide_gate)
+    dgate, dup = wide_dy * _wide(up) * s * (1 + wide_gate * (1 - s)), wide_dy * wide_gate * s
+    return dgate.to(gate.dtype), dup.to(up.dtype)
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight_VC: Tensor,

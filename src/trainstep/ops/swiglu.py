@@ -60,7 +60,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
+        with torch.device("meta"):
+            self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
+        parts = [nn.Linear(d_model, d_ff, bias=False).weight.data for _ in ("gate", "up")]  # drawn as two matrices
+        self.gate_up.weight = nn.Parameter(torch.cat(parts))
         self.down = nn.Linear(d_ff, d_model, bias=False)
         self.register_load_state_dict_pre_hook(_join_gate_and_up)  # type: ignore[no-untyped-call]
 
@@ -101,11 +104,8 @@ def _gradients(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     if has_kernel(gate_up):
         dgate_up, y = _swiglu_backward(dy, gate_up)
         return dgate_up, y
-    with torch.enable_grad():
-        leaf = gate_up.detach().requires_grad_()
-        y = reference.swiglu(*leaf.chunk(2, dim=-1))
-    (dgate_up,) = torch.autograd.grad(y, leaf, dy)
-    return dgate_up, y.detach()
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.cat(reference.swiglu_backward(dy, gate, up), dim=-1), reference.swiglu(gate, up)
 
 
 def _run(gate_up: Tensor) -> Tensor:

@@ -87,16 +87,18 @@ def weight_bytes(precision: str) -> int:
     return _WEIGHT_BYTES[precision]
 
 
-def transformer_parameters(model: ModelConfig, precision: str) -> tuple[ParameterSize, ...]:
-    """The built-in model's parameters in the module's order. Each block is a unit; embedding, last norm and head are another."""
+def transformer_parameters(model: ModelConfig, precision: str, ops: str = "plain") -> tuple[ParameterSize, ...]:
+    """The built-in model's parameters in the module's order; fused, gate and up are one.
+
+    Each block is a unit; embedding, last norm and head are another.
+    """
     d, d_ff, element_bytes = model.d_model, model.d_ff, weight_bytes(precision)
     in_block = {
         "attention_norm": d,
         "attention.qkv": 3 * d * d,
         "attention.out": d * d,
         "mlp_norm": d,
-        "mlp.gate": d * d_ff,
-        "mlp.up": d * d_ff,
+        **({"mlp.gate_up": 2 * d * d_ff} if ops == "fused" else {"mlp.gate": d * d_ff, "mlp.up": d * d_ff}),
         "mlp.down": d_ff * d,
     }
     blocks = [

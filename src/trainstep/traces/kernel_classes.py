@@ -25,7 +25,7 @@ _KERNELS = [
         r"flex_attention|mha_|_attn_(fwd|bwd)|^(forward|key_gradients|query_gradients|gradients|delta|hopper_[a-z]+)_kernel$|"
         r"^split_(peaks|parts|forward|key_gradients|query_gradients)_kernel$",
     ),
-    (SOFTMAX, r"softmax"),
+    (SOFTMAX, r"softmax|cross_entropy_kernel"),
     (
         MATMUL,
         r"gemm|gemv|nvjet|cutlass|xmma|splitKreduce|cublas|wgmma|^triton_(tem|mm)_|_matmul|dot_kernel|convolve|wgrad|"
@@ -37,7 +37,7 @@ _KERNELS = [
     (
         ELEMENT_WISE,
         r"elementwise|Functor|silu|gelu|relu|dropout|distribution_|triu_tril|gather|scatter|index|embedding|fill|where|"
-        r"rotary|swiglu|arange",
+        r"rotary|swiglu|arange|^scale_kernel$",
     ),
 ]
 _OPS = [
@@ -51,6 +51,8 @@ _OPS = [
     ),
     (NORMALISATION, r"layer_norm|rms_norm|batch_norm|group_norm"),
     (COPIES, r"::(copy_|_to_copy|clone|contiguous|cat|stack|_local_scalar_dense)$"),
+    (NORMALISATION, r"^trainstep::(add_)?rms_norm"),
+    (ELEMENT_WISE, r"^trainstep::(rotary|swiglu)"),
     (REDUCTION, r"::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|logsumexp|nll_loss\w*|cumsum|any|all|var\w*)$"),
     (
         OVERHEAD,

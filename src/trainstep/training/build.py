@@ -16,6 +16,7 @@ from trainstep.spans import span_children
 from trainstep.training.attention import attention_named
 from trainstep.training.batches import Batch, NextBatch, random_batches, read_text, text_batches
 from trainstep.training.captured import CapturedTrainStep, EventMark, unmarked
+from trainstep.training.fused_transformer import FusedTransformer
 from trainstep.training.optimizer import MasterWeights, Parallel, adamw_named, adamw_options, unwrapped
 from trainstep.training.precision import precision_named
 from trainstep.training.step import TrainStep
@@ -119,8 +120,9 @@ def _model(run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:
             span_children(module)
         return module.to(device), next_batch
     attention = attention_named(run.attention, run.context, device)
+    model_cls = FusedTransformer if run.ops == "fused" else Transformer
     with device:
-        transformer = Transformer(run.model, attention=attention, context=run.context)
+        transformer = model_cls(run.model, attention=attention, context=run.context)
     return transformer, _batches(run, run.model.vocab_size, device)
 
 

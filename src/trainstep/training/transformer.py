@@ -12,7 +12,7 @@ from trainstep.ops import reference
 from trainstep.spans import span
 from trainstep.training.attention import Attention
 
-_INIT_STD = 0.02
+INIT_STD = 0.02
 
 
 class RMSNorm(nn.Module):
@@ -94,13 +94,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        device = self.embedding.weight.device
-        cos, sin = reference.rotary_tables(context, config.head_dim, config.rope_theta, device)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        register_rotary_tables(self, config, context)
         for parameter in self.parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=_INIT_STD)
+                nn.init.normal_(parameter, std=INIT_STD)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with span("embedding"):
@@ -113,6 +110,14 @@ class Transformer(nn.Module):
         with span("head"):
             logits_BSV = self.head(x_BSC)
         return next_token_loss(logits_BSV, targets)
+
+
+def register_rotary_tables(model: nn.Module, config: ModelConfig, context: int) -> None:
+    """Give a model the buffers `cos` and `sin`, (S, D / 2) in fp32, on the device of its parameters."""
+    device = next(model.parameters()).device
+    cos, sin = reference.rotary_tables(context, config.head_dim, config.rope_theta, device)
+    model.register_buffer("cos", cos, persistent=False)
+    model.register_buffer("sin", sin, persistent=False)
 
 
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

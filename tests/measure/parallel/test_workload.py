@@ -13,6 +13,7 @@ import pytest
 
 from cell_maker import silent
 from parallel_cells import SMALL, failure_of, measured
+from quick import slow_unless
 from ranks import run_ranks
 from trainstep.config.grid import Cell
 from trainstep.config.parallel import OURS, PEERS
@@ -72,10 +73,14 @@ def check_memory(findings: Findings, sync: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sync", [pytest.param(sync, marks=() if sync in FAST else pytest.mark.slow) for sync in (*OURS, *PEERS)]
+    ("sync", "ops"),
+    [
+        *slow_unless(lambda sync, _ops: sync in FAST, [(sync, "plain") for sync in (*OURS, *PEERS)]),
+        *slow_unless(lambda *_: False, [(sync, "fused") for sync in FAST]),
+    ],
 )
-def test_every_strategy_is_timed_counted_and_traced(sync: str):
-    every_rank = run_ranks(2, measured, {"sync": sync, "steps": 4, "bucket_mib": 0.01}, (3, 1))
+def test_every_strategy_is_timed_counted_and_traced(sync: str, ops: str):
+    every_rank = run_ranks(2, measured, {"sync": sync, "ops": ops, "steps": 4, "bucket_mib": 0.01}, (3, 1))
     for findings in every_rank:
         assert {name: len(samples.values) for name, samples in findings.samples.items() if name != "grad_sync"} == {
             **dict.fromkeys(("step", "forward", "backward", "optimizer"), 4),
