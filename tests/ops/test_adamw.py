@@ -76,6 +76,24 @@ def test_parameters_are_as_accurate_as_torchs(device: str):
             assert_as_accurate_as(parameter.detach(), expected.detach(), exact_parameter.detach(), f"parameter {index}")
 
 
+def test_an_update_writes_rounded_copies(device: str):
+    """A copy of each parameter but the last, in 16 bits and, for one of them, another layout."""
+    parameters = parameters_of([*contents(), normal(6, 10)], device)
+    copies = {parameter: torch.zeros_like(parameter, dtype=torch.float16) for parameter in parameters[:-1]}
+    copies[parameters[3]] = torch.zeros(13, 7, dtype=torch.float16, device=device).T
+    optimizer, alone = OURS(parameters, **OPTIONS), parameters_of([*contents(), normal(6, 10)], device)
+    optimizer.rounded = dict(copies)
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, steps=3)
+    run(OURS(alone, **OPTIONS), steps=3)
+    for index, (parameter, other) in enumerate(zip(parameters, alone, strict=True)):
+        if index != 3:  # its copy's layout leaves it to the reference
+            torch.testing.assert_close(parameter, other, rtol=0, atol=0)
+    for index, (parameter, rounded) in enumerate(copies.items()):
+        if index > 2:  # the first had no gradient in a step each
+            torch.testing.assert_close(rounded, parameter.detach().half(), rtol=0, atol=0)
+
+
 def test_moments_as_accurate_as_torch(device: str):
     kinds = [(OURS, torch.float32), (torch.optim.AdamW, torch.float32), (torch.optim.AdamW, torch.float64)]
     states = []

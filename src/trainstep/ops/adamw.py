@@ -56,6 +56,8 @@ class AdamW(torch.optim.Optimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas: must be at least 0 and below 1, but are {betas}")
         self._launches: dict[tuple[Any, ...], Launch] = {}
+        self.rounded: dict[Tensor, Tensor] = {}
+        """Parameter -> a tensor of another dtype and the same shape and layout, to which each update rounds the parameter."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"fused": True})  # tells torch's AdamW how to continue with this state
 
@@ -71,6 +73,7 @@ class AdamW(torch.optim.Optimizer):
         """Also takes the state of torch's AdamW. ValueError for an option that this optimizer does not have."""
         super().__setstate__(state)
         self._launches = {}
+        self.__dict__.setdefault("rounded", {})  # a copied optimizer has none yet
         for group in self.param_groups:
             for name in _TORCH_ONLY:
                 if group.pop(name, False):
@@ -97,7 +100,8 @@ class AdamW(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         fits_kernel = self._fits_kernel(parameter, self._state_of(parameter))
-                        kind = (parameter.device, parameter.dtype, parameter.grad.dtype, fits_kernel)
+                        rounded_dtype = self.rounded.get(parameter, parameter).dtype
+                        kind = (parameter.device, parameter.dtype, parameter.grad.dtype, rounded_dtype, fits_kernel)
                         by_kind.setdefault(kind, []).append(parameter)
                 for kind, parameters in by_kind.items():
                     *_, fits_kernel = kind
@@ -115,6 +119,7 @@ class AdamW(torch.optim.Optimizer):
             and parameter.numel() > 0
             and parameter.dtype in _KERNEL_DTYPES
             and state["exp_avg"].stride() == parameter.stride()
+            and self.rounded.get(parameter, parameter).stride() == parameter.stride()
         )
 
     def _has_kernel(self, parameter: Tensor) -> bool:
@@ -139,7 +144,12 @@ class AdamW(torch.optim.Optimizer):
         else:  # a list: given one tensor, `_foreach_add_` reads it on the host, which waits for the device
             torch._foreach_add_(steps, [(found_inf == 0).to(steps[0].dtype).reshape(())] * len(steps))
         operands = Operands(
-            parameters, gradients, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], steps
+            parameters,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [self.rounded.get(parameter, parameter) for parameter in parameters],
+            steps,
         )
         beta1, beta2 = group["betas"]
         lr, scale, device = group["lr"], getattr(self, "grad_scale", None), parameters[0].device
@@ -175,6 +185,8 @@ class AdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
             )
+            if parameter in self.rounded:
+                self.rounded[parameter].copy_(parameter)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ A program updates a chunk of one tensor. It reads from two tables on the device 
 gradient and moments are:
 
     chunks     (tensor, number of the chunk in it)        made again when sizes change
-    addresses  (parameter, gradient, exp_avg, exp_avg_sq, step, elements) of each tensor
+    addresses  (parameter, gradient, exp_avg, exp_avg_sq, rounded, step, elements) of each tensor
                                                           made again when a tensor moves, as gradients do that are dropped each step
 
-A new table costs a copy of at most 48 bytes per tensor and step, which the host does not wait for.
+A new table costs a copy of at most 56 bytes per tensor and step, which the host does not wait for.
 """
 
 import math
@@ -22,15 +22,16 @@ from torch import Tensor
 CHUNK = 4096
 """Elements per program: it reads and writes 112 KiB in fp32, enough to hide the reading of the tables."""
 WARPS = 8
-_ADDRESSES: tl.constexpr = tl.constexpr(6)
+_ADDRESSES: tl.constexpr = tl.constexpr(7)
 """Numbers in a row of the table of addresses."""
 _ALIGNMENT_BYTES = 16
 
 
 @triton.jit
 def _update(
-    parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, first, elements, decay_rate, step_size, root_correction2, eps, scale,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
+    parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, rounded_ptr,
+    first, elements, decay_rate, step_size, root_correction2, eps, scale,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, CHUNK: tl.constexpr, ROUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk, in fp32. `decay_rate`: lr weight_decay. `step_size`: lr / (1 - beta1^step). `scale`: the gradient's."""
     index = first + tl.arange(0, CHUNK)
@@ -44,6 +45,8 @@ def _update(
     denominator = tl.div_rn(tl.sqrt_rn(v), root_correction2) + eps
     p = p - (decay_rate * p + step_size * tl.div_rn(m, denominator))  # rounded once; p (1 - decay_rate) loses digits
     tl.store(parameter_ptr + index, p.to(parameter_ptr.dtype.element_ty), mask=mask)
+    if ROUNDED:
+        tl.store(rounded_ptr + index, p.to(rounded_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_ptr + index, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq_ptr + index, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
@@ -59,12 +62,12 @@ def _pointer(address_ptr, like_ptr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def adamw_kernel(
-    addresses_ptr, chunks_ptr, parameter_ptr, gradient_ptr, moment_ptr, step_ptr, lr_ptr, scale_ptr, found_inf_ptr,
+    addresses_ptr, chunks_ptr, parameter_ptr, gradient_ptr, moment_ptr, rounded_ptr, step_ptr, lr_ptr, scale_ptr, found_inf_ptr,
     lr, eps, weight_decay,
     BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr, CHUNK: tl.constexpr,
-    ALIGNED: tl.constexpr, LR_ON_DEVICE: tl.constexpr, SCALED: tl.constexpr, MAY_SKIP: tl.constexpr,
+    ROUNDED: tl.constexpr, ALIGNED: tl.constexpr, LR_ON_DEVICE: tl.constexpr, SCALED: tl.constexpr, MAY_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """`parameter_ptr`, `gradient_ptr`, `moment_ptr` and `step_ptr` only give their types to the addresses in the table."""
+    """The pointers from `parameter_ptr` to `step_ptr` only give their types to the addresses in the table."""
     tensor = tl.load(chunks_ptr + 2 * tl.program_id(0))
     first = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     row = addresses_ptr + tensor * _ADDRESSES
@@ -72,8 +75,9 @@ def adamw_kernel(
     gradient = _pointer(row + 1, gradient_ptr, ALIGNED)
     exp_avg = _pointer(row + 2, moment_ptr, ALIGNED)
     exp_avg_sq = _pointer(row + 3, moment_ptr, ALIGNED)
-    step = tl.load(_pointer(row + 4, step_ptr, False)).to(tl.float64)  # in fp32, 1 - 0.999^1 would keep four digits
-    elements = tl.load(row + 5)
+    rounded = _pointer(row + 4, rounded_ptr, ALIGNED) if ROUNDED else parameter
+    step = tl.load(_pointer(row + 5, step_ptr, False)).to(tl.float64)  # in fp32, 1 - 0.999^1 would keep four digits
+    elements = tl.load(row + 6)
     if MAY_SKIP:
         elements = tl.where(tl.load(found_inf_ptr) == 0, elements, 0)
     if LR_ON_DEVICE:
@@ -88,26 +92,28 @@ def adamw_kernel(
     root_correction2 = tl.sqrt_rn(correction2)
     if first + CHUNK <= elements:
         _update(
-            parameter, gradient, exp_avg, exp_avg_sq, first, elements, decay_rate, step_size, root_correction2, eps, scale,
-            BETA1, BETA2, CHUNK, False,
+            parameter, gradient, exp_avg, exp_avg_sq, rounded, first, elements, decay_rate, step_size, root_correction2, eps, scale,
+            BETA1, BETA2, CHUNK, ROUNDED, False,
         )  # fmt: skip
     else:
         _update(
-            parameter, gradient, exp_avg, exp_avg_sq, first, elements, decay_rate, step_size, root_correction2, eps, scale,
-            BETA1, BETA2, CHUNK, True,
+            parameter, gradient, exp_avg, exp_avg_sq, rounded, first, elements, decay_rate, step_size, root_correction2, eps, scale,
+            BETA1, BETA2, CHUNK, ROUNDED, True,
         )  # fmt: skip
 
 
 class Operands(NamedTuple):
     """Tensors of one device, with one dtype per field (`exp_avgs` and `exp_avg_sqs` have the same).
 
-    The parameter, gradient and moments of an update have the same memory layout.
+    The parameter, gradient, moments and rounded copy of an update have the same memory layout.
     """
 
     parameters: list[Tensor]
     gradients: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
+    rounded: list[Tensor]
+    """What receives each updated parameter in another dtype; the parameters themselves where nothing does."""
     steps: list[Tensor]
     """Number of updates, with this update: fp32, ()."""
 
@@ -162,6 +168,7 @@ class Launch:
                 operands.parameters[0],
                 operands.gradients[0],
                 operands.exp_avgs[0],
+                operands.rounded[0],
                 operands.steps[0],
                 lr if isinstance(lr, Tensor) else unused,
                 unused if scale is None else scale,
@@ -174,6 +181,7 @@ class Launch:
                 LOG2_BETA1=_log2(settings.beta1),
                 LOG2_BETA2=_log2(settings.beta2),
                 CHUNK=CHUNK,
+                ROUNDED=operands.rounded[0] is not operands.parameters[0],
                 ALIGNED=tables.aligned,
                 LR_ON_DEVICE=isinstance(lr, Tensor),
                 SCALED=scale is not None,
@@ -204,7 +212,7 @@ class Launch:
         if device.type == "cuda" and not capturing:
             missing = _MOST_CALLS_IN_A_GRAPH - len(spares)
             spares += [torch.empty_like(host_addresses, pin_memory=True) for _ in range(missing)]
-        aligned = not any(address % _ALIGNMENT_BYTES for row in rows for address in row[:4])
+        aligned = not any(address % _ALIGNMENT_BYTES for row in rows for address in row[:5])
         host_chunks, chunks = self._chunks[sizes]
         return _Tables(rows, addresses, chunks, host_addresses, host_chunks, aligned)
 

@@ -88,11 +88,11 @@ class MasterWeights(torch.optim.Optimizer):
     """Runs `optimizer_cls(params, **options)` on fp32 copies and rounds them into `params` after each step.
 
     [Note: master weights] Groups and their options belong to this optimizer: schedulers change them here. Gradients have
-    the parameters' dtype; trainstep's AdamW takes them as they are, and for other classes `step` copies each gradient to
-    fp32 (4 bytes per parameter more, while it runs). A value that is copied into a parameter between steps, from a
-    checkpoint for example, also becomes its master's. The state of a parameter holds `master` beside what the class
-    keeps; `state_dict` has both, and `load_state_dict` gives the parameters their masters' values. Raises ValueError for
-    a parameter that is not fp16 or bf16.
+    the parameters' dtype; trainstep's AdamW takes them as they are and writes the parameters in the same pass; for other
+    classes `step` copies each gradient to fp32 (4 bytes per parameter more, while it runs) and rounds the masters
+    afterwards. A value that is copied into a parameter between steps, from a checkpoint for example, also becomes its
+    master's. The state of a parameter holds `master` beside what the class keeps; `state_dict` has both, and
+    `load_state_dict` gives the parameters their masters' values. Raises ValueError for a parameter that is not fp16 or bf16.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class MasterWeights(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         self._inner = optimizer_cls(groups, **options)
+        self._round_in_update()
         self._take_options()
         self._show_state()
 
@@ -124,6 +125,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._versions[parameter] = parameter._version
         if hasattr(self, "_inner"):
             self._inner.add_param_group({**param_group, "params": [self._masters[parameter] for parameter in added]})
+            self._round_in_update()
             self._take_options()
             self._show_state()
 
@@ -140,17 +142,16 @@ class MasterWeights(torch.optim.Optimizer):
             if parameter._version != self._versions[parameter]:  # the parameter was changed after the last step
                 master.copy_(parameter)
         updated = [parameter for parameter in self._masters if parameter.grad is not None]
-        takes_narrow = isinstance(self._inner, AdamW)
         for parameter in updated:
             gradient = parameter.grad
             assert gradient is not None
             self._masters[parameter].grad_dtype = None  # allows a gradient narrower than its fp32 master
-            self._masters[parameter].grad = gradient if takes_narrow else gradient.float()
+            self._masters[parameter].grad = gradient if self._rounds else gradient.float()
         self._inner.step()
         masters: list[Tensor] = [self._masters[parameter] for parameter in updated]
         for tensor in masters:
             tensor.grad = None
-        if updated:
+        if updated and not self._rounds:
             torch._foreach_copy_(updated, masters)
         self._versions = {parameter: parameter._version for parameter in self._masters}
         if len(self._inner.state) != self._shown:
@@ -189,8 +190,18 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._round_in_update()
         # The versions of copied parameters start again at zero.
         self._versions = {parameter: parameter._version for parameter in self._masters}
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether the inner optimizer is ours: it takes narrow gradients, and its update writes the parameters too."""
+        return isinstance(self._inner, AdamW)
+
+    def _round_in_update(self) -> None:
+        if isinstance(self._inner, AdamW):
+            self._inner.rounded = {master: parameter for parameter, master in self._masters.items()}
 
     def _take_options(self) -> None:
         """Copy the options of the inner groups, with the class's defaults, into this optimizer's groups."""

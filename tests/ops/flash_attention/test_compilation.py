@@ -140,9 +140,9 @@ def delta_request(architecture: int) -> dict[str, Any]:
 def adamw_request(architecture: int, gradient: str) -> dict[str, Any]:
     """A request for AdamW's kernel, which is compiled here although it is not attention."""
     numbers = dict.fromkeys(("lr", "eps", "weight_decay"), "fp32")
-    pointers = {"addresses_ptr": "*i64", "chunks_ptr": "*i32", "gradient_ptr": f"*{gradient}"}
+    pointers = {"addresses_ptr": "*i64", "chunks_ptr": "*i32", "gradient_ptr": f"*{gradient}", "rounded_ptr": "*bf16"}
     betas = {"BETA1": 0.9, "BETA2": 0.999, "LOG2_BETA1": -0.152, "LOG2_BETA2": -0.00144}
-    switches = dict.fromkeys(("ALIGNED", "LR_ON_DEVICE", "SCALED", "MAY_SKIP"), True)
+    switches = dict.fromkeys(("ROUNDED", "ALIGNED", "LR_ON_DEVICE", "SCALED", "MAY_SKIP"), True)
     return {
         "module": "trainstep.ops.adamw_kernel",
         "kernel": "adamw_kernel",
@@ -153,8 +153,8 @@ def adamw_request(architecture: int, gradient: str) -> dict[str, Any]:
         "num_warps": 8,
         "num_stages": 3,
         "most_spilled_bytes": 0,
-        # For a full chunk: 4096 elements by 256 threads, 16 bytes at a time; the gradient's, then those of three tensors
-        "least_vector_accesses": (4 if gradient == "fp32" else 2) + 3 * 2 * 4,
+        # For a full chunk: 4096 elements by 256 threads, 16 bytes at a time: gradient, rounded copy, and three tensors twice
+        "least_vector_accesses": (4 if gradient == "fp32" else 2) + 2 + 3 * 2 * 4,
     }
 
 
