@@ -43,6 +43,14 @@ def test_with_the_matmul_behind_it(shape: tuple[int, ...], dtype: torch.dtype, d
     check(swiglu_linear, lambda gate_up, weight: expected(gate_up) @ weight.T, [gate_up, weight])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_and_up_may_be_two_tensors(dtype: torch.dtype, device: str):
+    gate, up = (4 * normal(2, 9, 80, seed=seed, dtype=dtype, device=device) for seed in (0, 1))
+    check(swiglu, reference.swiglu, [gate, up])
+    check(lambda gate, up: swiglu(gate.mT, up.mT), lambda gate, up: reference.swiglu(gate.mT, up.mT), [gate, up])
+
+
 def test_a_view_with_gaps_is_taken():
     check(lambda x: swiglu(x.mT), lambda x: expected(x.mT), [normal(3, 20, 7)])
 
@@ -88,6 +96,7 @@ def test_the_module_loads_separate_gate_and_up():
     ("call", "words"),
     [
         (lambda: swiglu(torch.ones(2, 5)), "gate_up: its last dimension must be even, but is 5"),
+        (lambda: swiglu(torch.ones(2, 5), torch.ones(2, 4)), r"up: must have gate's shape and dtype, \(2, 5\)"),
         (lambda: swiglu_linear(torch.ones(2, 6), torch.ones(4, 2)), r"weight: must be \(C, 3\)"),
     ],
 )

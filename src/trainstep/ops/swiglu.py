@@ -22,16 +22,20 @@ with suppress(ImportError):  # there is no triton for this platform; has_kernel 
     from trainstep.ops.kernels.swiglu import launch_swiglu, launch_swiglu_backward
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) up, (..., F), of gate and up (..., 2 F), gate first, in fp32, bf16 or fp16; computed in fp32, rounded once.
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) up, (..., F), of gate and up (..., F), or of one tensor (..., 2 F) with gate in front of up.
 
-    On a CPU and in fp64 ops/reference.py runs. ValueError for an odd last dimension.
+    fp32, bf16 or fp16, computed in fp32 and rounded once. On a CPU and in fp64 ops/reference.py runs. ValueError for shapes and
+    dtypes that do not fit together.
     """
-    _check(gate_up)
-    if not has_kernel(gate_up):
-        return reference.swiglu(*gate_up.chunk(2, dim=-1))
-    result: Tensor = _swiglu(gate_up)
-    return result
+    if up is None:
+        _check(gate)
+        return _swiglu(gate) if has_kernel(gate) else reference.swiglu(*gate.chunk(2, dim=-1))  # type: ignore[no-any-return]
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"up: must have gate's shape and dtype, {tuple(gate.shape)} and {gate.dtype}, but has {tuple(up.shape)} and {up.dtype}"
+        )
+    return _swiglu_pair(gate, up) if has_kernel(gate, up) else reference.swiglu(gate, up)  # type: ignore[no-any-return]
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
@@ -109,12 +113,26 @@ def _gradients(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run(gate_up: Tensor) -> Tensor:
-    return launch_swiglu(rows_of(gate_up)).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    return launch_swiglu(*rows_of(gate_up).chunk(2, dim=-1)).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 def _run_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    dgate_up, y = launch_swiglu_backward(rows_of(dy), rows_of(gate_up))
+    rows, dy_rows = rows_of(gate_up), rows_of(dy)
+    dgate_up, y = torch.empty_like(rows), torch.empty_like(dy_rows)
+    (gate, up), (dgate, dup) = rows.chunk(2, dim=-1), dgate_up.chunk(2, dim=-1)
+    launch_swiglu_backward(dy_rows, gate, up, dgate, dup, y)
     return dgate_up.view(gate_up.shape), y.view(dy.shape)
+
+
+def _run_pair(gate: Tensor, up: Tensor) -> Tensor:
+    return launch_swiglu(rows_of(gate), rows_of(up)).view(gate.shape)
+
+
+def _run_pair_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    gate_rows, up_rows = rows_of(gate), rows_of(up)
+    dgate, dup = torch.empty_like(gate_rows), torch.empty_like(up_rows)
+    launch_swiglu_backward(rows_of(dy), gate_rows, up_rows, dgate, dup, None)
+    return dgate.view(gate.shape), dup.view(up.shape)
 
 
 def _fake(gate_up: Tensor) -> Tensor:
@@ -123,6 +141,14 @@ def _fake(gate_up: Tensor) -> Tensor:
 
 def _fake_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)
+
+
+def _fake_pair(gate: Tensor, _up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def _fake_pair_backward(_dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -134,7 +160,20 @@ def _backward(ctx: Any, dy: Tensor) -> Tensor:
     return dgate_up
 
 
+def _backward_pair(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup = _swiglu_pair_backward(dy, *ctx.saved_tensors)
+    return dgate, dup
+
+
 _swiglu = define("swiglu(Tensor gate_up) -> Tensor", _run, _fake, save=_save, backward=_backward)
 _swiglu_backward = define(
     "swiglu_backward(Tensor dy, Tensor gate_up) -> (Tensor, Tensor)", _run_backward, _fake_backward
+)
+_swiglu_pair = define(
+    "swiglu_pair(Tensor gate, Tensor up) -> Tensor", _run_pair, _fake_pair, save=_save, backward=_backward_pair
+)
+_swiglu_pair_backward = define(
+    "swiglu_pair_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    _run_pair_backward,
+    _fake_pair_backward,
 )

@@ -1,6 +1,5 @@
-"""Kernels of SwiGLU's element-wise part, on gate and up side by side in one tensor, as one matmul makes them."""
+"""Kernels of SwiGLU's element-wise part. Gate and up may lie side by side in one tensor, as one matmul makes them."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,53 +12,60 @@ _WARPS = 4
 
 
 @triton.jit
-def swiglu_kernel(gate_up_ptr, y_ptr, width, BLOCK: tl.constexpr):
-    """y = gate sigmoid(gate) up, in fp32, rounded once."""
+def swiglu_kernel(gate_ptr, up_ptr, y_ptr, width, row_stride, BLOCK: tl.constexpr):
+    """y = gate sigmoid(gate) up, in fp32, rounded once. `row_stride`: of gate and of up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    gate = tl.load(gate_up_ptr + 2 * row * width + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + (2 * row + 1) * width + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
     tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def swiglu_backward_kernel(dy_ptr, gate_up_ptr, dgate_up_ptr, y_ptr, width, BLOCK: tl.constexpr):
-    """With s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s; and y, for the next weight's gradient."""
+def swiglu_backward_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, width, row_stride, BLOCK: tl.constexpr, WRITE_Y: tl.constexpr
+):  # fmt: skip
+    """With s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s; and y with WRITE_Y.
+
+    `row_stride`: of gate, up and their gradients.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    gate_place, up_place = 2 * row * width + column, (2 * row + 1) * width + column
-    gate = tl.load(gate_up_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + up_place, mask=mask, other=0.0).to(tl.float32)
+    place = row * row_stride + column
+    gate = tl.load(gate_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + place, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
     s = tl.sigmoid(gate)
     silu = gate * s
-    tl.store(
-        dgate_up_ptr + gate_place, (dy * up * s * (1 + gate * (1 - s))).to(dgate_up_ptr.dtype.element_ty), mask=mask
-    )
-    tl.store(dgate_up_ptr + up_place, (dy * silu).to(dgate_up_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptr + row * width + column, (silu * up).to(y_ptr.dtype.element_ty), mask=mask)
+    dgate = dy * up * s * (1 + gate * (1 - s))
+    tl.store(dgate_ptr + place, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + place, (dy * silu).to(dup_ptr.dtype.element_ty), mask=mask)
+    if WRITE_Y:
+        tl.store(y_ptr + row * width + column, (silu * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_swiglu(gate_up: Tensor) -> Tensor:
-    """y (rows, F) of gate and up (rows, 2 F) without gaps."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    y = gate_up.new_empty(rows, width)
+def launch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """y (rows, F) of gate and up (rows, F), which have the same row stride and last stride 1."""
+    y = gate.new_empty(gate.shape)
     if y.numel():
         with on_device(y.device):
-            swiglu_kernel[(rows, triton.cdiv(width, _BLOCK))](gate_up, y, width, BLOCK=_BLOCK, num_warps=_WARPS)
+            swiglu_kernel[_grid(y)](gate, up, y, y.shape[1], gate.stride(0), BLOCK=_BLOCK, num_warps=_WARPS)
     return y
 
 
-def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of gate and up, (rows, 2 F), and y, (rows, F), without gaps."""
-    rows, width = dy.shape
-    dgate_up, y = torch.empty_like(gate_up), gate_up.new_empty(rows, width)
-    if y.numel():
-        with on_device(y.device):
-            swiglu_backward_kernel[(rows, triton.cdiv(width, _BLOCK))](
-                dy, gate_up, dgate_up, y, width, BLOCK=_BLOCK, num_warps=_WARPS
-            )
-    return dgate_up, y
+def launch_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None) -> None:
+    """Write the gradients of gate and up, with their strides, and into y, if it is given, the result of forward."""
+    if dy.numel():
+        with on_device(dy.device):
+            swiglu_backward_kernel[_grid(dy)](
+                dy, gate, up, dgate, dup, dy if y is None else y, dy.shape[1], gate.stride(0),
+                BLOCK=_BLOCK, WRITE_Y=y is not None, num_warps=_WARPS,
+            )  # fmt: skip
+
+
+def _grid(y: Tensor) -> tuple[int, int]:
+    rows, width = y.shape
+    return rows, triton.cdiv(width, _BLOCK)
