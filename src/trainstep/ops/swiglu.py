@@ -30,12 +30,12 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """
     if up is None:
         _check(gate)
-        return _swiglu(gate) if has_kernel(gate) else reference.swiglu(*gate.chunk(2, dim=-1))  # type: ignore[no-any-return]
+        return _swiglu(gate) if has_kernel(gate) else reference.swiglu(*gate.chunk(2, dim=-1))
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"up: must have gate's shape and dtype, {tuple(gate.shape)} and {gate.dtype}, but has {tuple(up.shape)} and {up.dtype}"
         )
-    return _swiglu_pair(gate, up) if has_kernel(gate, up) else reference.swiglu(gate, up)  # type: ignore[no-any-return]
+    return _swiglu_pair(gate, up) if has_kernel(gate, up) else reference.swiglu(gate, up)
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,108 @@
+"""Gives a Hugging Face Llama the fused ops: `patch(model)` replaces its norms, its MLPs' activation, its rotation and its loss.
+
+    from trainstep.ops import hugging_face_llama
+    from trainstep.ops.flash_attention import hugging_face
+    hugging_face.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="trainstep")
+    hugging_face_llama.patch(model)
+
+Weights, their names and the mathematics stay. While the model trains and is given labels, its output has no logits, because they
+never exist whole; in evaluation and without labels it has them. Needs `pip install trainstep[hf]`; tested with transformers 5.5
+and 5.23.
+"""
+
+from types import MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trainstep.ops.linear_cross_entropy import linear_cross_entropy
+from trainstep.ops.rms_norm import rms_norm
+from trainstep.ops.rotary import rotary
+from trainstep.ops.swiglu import swiglu
+
+_IGNORED = -100
+"""The label of tokens that do not count, in transformers."""
+
+
+def patch(model: Any) -> None:
+    """Change a LlamaForCausalLM in place; a second call changes nothing more.
+
+    The rotation is a function of transformers' module, so it changes for every Llama of the process. ValueError for another model,
+    and for an activation other than SiLU.
+    """
+    # Imported here: transformers takes seconds to import, and is an extra of this package.
+    from transformers.models.llama import modeling_llama
+
+    if not isinstance(model, modeling_llama.LlamaForCausalLM):
+        raise ValueError(f"model: must be a LlamaForCausalLM, but is a {type(model).__name__}")
+    if model.config.hidden_act != "silu":
+        raise ValueError(f"model: its activation must be silu, but is {model.config.hidden_act}")
+    replaced = {
+        modeling_llama.LlamaRMSNorm: _norm,
+        modeling_llama.LlamaMLP: _mlp,
+        modeling_llama.LlamaForCausalLM: _loss,
+    }
+    for module in model.modules():
+        if type(module) in replaced:
+            module.forward = MethodType(replaced[type(module)], module)
+    _replace_rotation(modeling_llama)
+
+
+def _replace_rotation(modeling_llama: ModuleType) -> None:
+    vars(modeling_llama)["apply_rotary_pos_emb"] = _rotate
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    result: Tensor = rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    return result
+
+
+def _mlp(self: Any, x: Tensor) -> Tensor:
+    result: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    return result
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """As transformers' apply_rotary_pos_emb: cos and sin (B or 1, S, D), each half alike; heads are where `unsqueeze_dim` says."""
+    tables = [table[..., : table.shape[-1] // 2] for table in (cos, sin)]
+    cos, sin = (table[0] if table.shape[0] == 1 else table for table in tables)
+    if unsqueeze_dim == 1:
+        return rotary(q, k, cos, sin, interleaved=False)
+    q, k = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=False)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _loss(self: Any, *inputs: Any, labels: Tensor | None = None, **options: Any) -> Any:
+    """LlamaForCausalLM.forward, which leaves out the logits where it may."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast  # see patch
+
+    keeps_all = isinstance(keep := options.get("logits_to_keep", 0), int) and keep == 0
+    if labels is None or not self.training or not keeps_all:
+        return type(self).forward(self, *inputs, labels=labels, **options)
+    options.pop("logits_to_keep", None)
+    loss_options = {
+        name: options.pop(name, None) for name in ("num_items_in_batch", "shift_labels", "ignore_index", "return_dict")
+    }
+    outputs = self.model(*inputs, **options)
+    ignored = _IGNORED if loss_options["ignore_index"] is None else loss_options["ignore_index"]
+    targets = loss_options["shift_labels"]
+    if targets is None:  # a token's target is the next token, and the last has none
+        targets = pad(labels, (0, 1), value=ignored)[..., 1:]
+    tokens = loss_options["num_items_in_batch"]
+    loss = linear_cross_entropy(
+        outputs.last_hidden_state,
+        self.lm_head.weight,
+        targets.to(outputs.last_hidden_state.device),
+        ignore_index=ignored,
+        reduction="mean" if tokens is None else "sum",
+    )
+    result = CausalLMOutputWithPast(
+        loss=loss if tokens is None else loss / torch.as_tensor(tokens, device=loss.device),
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+    return result if loss_options["return_dict"] is not False else result.to_tuple()
