@@ -1,14 +1,19 @@
 """The ops beside attention run with their kernels in Triton's interpreter, and their kernels compile for GPUs that are not here."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from interpreter import in_the_interpreter
 from kernel_checks import check_compiled, oldest_triton
 from kernel_compiler import SHARED_MEMORY_BYTES
+from op_check import INTERPRETED, normal
+from trainstep.ops import linear_cross_entropy, reference, rms_norm, rotary, swiglu
 
 FILES = {"rms_norm": 30, "rotary": 35, "swiglu": 25, "linear_cross_entropy": 80}
 """File of tests -> the least number of them that pass in the interpreter."""
@@ -36,10 +41,41 @@ def test_a_few_cases_pass_in_the_interpreter():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_operators_pass_torchs_checks_in_the_interpreter():
+    assert in_the_interpreter("tests/ops/test_fused_ops.py", "-k", "finds_no_fault") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FILES)
 def test_all_cases_pass_in_the_interpreter(name: str):
     assert in_the_interpreter(f"tests/ops/test_{name}.py") >= FILES[name]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, from the test above")
+def test_torch_finds_no_fault_in_the_operators():
+    """Schemas, gradients, fake tensors, and the same results traced by the compiler's front with dynamic shapes."""
+    for operator, arguments in operator_cases():
+        torch.library.opcheck(operator, arguments)
+
+
+def operator_cases() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def leaf(*shape: int, seed: int = 0) -> Tensor:
+        return normal(*shape, seed=seed).requires_grad_()
+
+    cos, sin = reference.rotary_tables(5, 16, 1e4, torch.device("cpu"))
+    x, weight = leaf(2, 3, 40), leaf(40, seed=1)
+    yield rms_norm._rms_norm, (x, weight, 1e-5, torch.float16)
+    yield rms_norm._add_rms_norm, (x, leaf(2, 3, 40, seed=2), weight, 1e-5, torch.float32)
+    yield rotary._rotary, (leaf(2, 3, 5, 16), leaf(2, 1, 5, 16, seed=1), cos, sin, True, False)
+    yield rotary._rotary_split, (leaf(2, 5, 80), cos, sin, 3, 1, False)
+    yield swiglu._swiglu, (leaf(3, 8),)
+    yield swiglu._swiglu_pair, (leaf(3, 8), leaf(3, 8, seed=1))
+    targets = torch.tensor([1, 2, -100, 4, 0, 3])
+    for wanted in itertools.product((True, False), repeat=2):
+        settings = (-100, 0.1, 1e-3, True, 4, torch.float32, *wanted)
+        yield linear_cross_entropy._linear_cross_entropy, (leaf(6, 8), leaf(30, 8, seed=1), targets, *settings)
 
 
 def requests() -> Iterator[dict[str, Any]]:

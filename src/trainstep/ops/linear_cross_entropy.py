@@ -243,11 +243,10 @@ def _backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
             "linear_cross_entropy: a second backward pass needs gradients_in_forward=False, because the first has changed the "
             "gradients in place"
         )
-    # A compiled graph changes nothing that it was given.
-    compiling = torch.compiler.is_compiling()
-    ctx.is_spent = not compiling
-    factor = dloss.float()
-    scaled = [x * factor.to(x.dtype) if compiling else _scaled(x, factor) for x in ctx.saved_tensors]
+    factor, gradients = dloss.float(), ctx.saved_tensors
+    # A graph that a compiler traces, with tensors of its own or in a mode, may not change what forward gave it.
+    ctx.is_spent = type(dloss) is Tensor and not torch._C._len_torch_dispatch_stack()
+    scaled = [_scaled(x, factor) if ctx.is_spent else (x * factor).to(x.dtype) for x in gradients]
     return *(x if x.numel() else None for x in scaled), *nothing
 
 

@@ -106,7 +106,7 @@ def _check(gate_up: Tensor) -> None:
 def _gradients(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of gate and up, and y once more."""
     if has_kernel(gate_up):
-        dgate_up, y = _swiglu_backward(dy, gate_up)
+        dgate_up, y = _swiglu_backward(dy, gate_up, True)
         return dgate_up, y
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.cat(reference.swiglu_backward(dy, gate, up), dim=-1), reference.swiglu(gate, up)
@@ -116,12 +116,12 @@ def _run(gate_up: Tensor) -> Tensor:
     return launch_swiglu(*rows_of(gate_up).chunk(2, dim=-1)).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _run_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def _run_backward(dy: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
     rows, dy_rows = rows_of(gate_up), rows_of(dy)
-    dgate_up, y = torch.empty_like(rows), torch.empty_like(dy_rows)
+    dgate_up, y = torch.empty_like(rows), torch.empty_like(dy_rows) if again else None
     (gate, up), (dgate, dup) = rows.chunk(2, dim=-1), dgate_up.chunk(2, dim=-1)
     launch_swiglu_backward(dy_rows, gate, up, dgate, dup, y)
-    return dgate_up.view(gate_up.shape), y.view(dy.shape)
+    return dgate_up.view(gate_up.shape), dy.new_empty(0) if y is None else y.view(dy.shape)
 
 
 def _run_pair(gate: Tensor, up: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ def _fake(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _fake_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)
+def _fake_backward(dy: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), dy.new_empty(dy.shape if again else 0)
 
 
 def _fake_pair(gate: Tensor, _up: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> Tensor:
-    dgate_up: Tensor = _swiglu_backward(dy, *ctx.saved_tensors)[0]
+    dgate_up: Tensor = _swiglu_backward(dy, *ctx.saved_tensors, False)[0]
     return dgate_up
 
 
@@ -167,7 +167,7 @@ def _backward_pair(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
 
 _swiglu = define("swiglu(Tensor gate_up) -> Tensor", _run, _fake, save=_save, backward=_backward)
 _swiglu_backward = define(
-    "swiglu_backward(Tensor dy, Tensor gate_up) -> (Tensor, Tensor)", _run_backward, _fake_backward
+    "swiglu_backward(Tensor dy, Tensor gate_up, bool again) -> (Tensor, Tensor)", _run_backward, _fake_backward
 )
 _swiglu_pair = define(
     "swiglu_pair(Tensor gate, Tensor up) -> Tensor", _run_pair, _fake_pair, save=_save, backward=_backward_pair
