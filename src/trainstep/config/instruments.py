@@ -52,6 +52,8 @@ class Instrument:
     """Make sections of the page; with `held_to`, they take that workload's rows too."""
     held_to: str = ""
     """The workload whose measurements explain this workload's, where a page has both."""
+    tables_held_to: bool = False
+    """Whether `tables` take the rows of `held_to` too."""
     last_sections: tuple[str, ...] = ()
     """Make sections of the page that follow the comparisons of cells."""
     summary: str = ""
@@ -124,6 +126,7 @@ _ROWS = (
         tables="trainstep.report.op.tables:op_tables",
         sections=("trainstep.report.op.page:op_sections",),
         held_to="ceiling",
+        tables_held_to=True,
         own_words=frozenset({"ratios"}),
     ),
     Instrument(
