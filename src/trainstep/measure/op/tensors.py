@@ -1,6 +1,6 @@
 """Makes the tensors of an op: random normal inputs in the layout that a model gives them, and the gradients of its outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,36 +40,45 @@ def random_tensors(config: OpConfig, device: torch.device) -> Tensors:
         return torch.randn(shape, dtype=DTYPES[config.dtype], device=device, generator=generator)
 
     if config.op in UPDATES:
-        count = sizes["parameters"]
-        parameter, gradient, exp_avg = normal(count), normal(count), normal(count).mul_(0.1)
-        exp_avg_sq = normal(count).mul_(0.3).square_()
-        state = {"parameter": parameter, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        updates = torch.tensor(float(_UPDATES_BEFORE + 1), device=device)
-        return Tensors(leaves=state, constants={"step": updates}, gradients=())
-
-    tokens, constants = sizes["tokens"], {}
+        return _update_tensors(sizes["parameters"], normal, device)
     if config.op == "rotary":
-        # As projections give them: in memory (B, S, heads, D), with one batch.
-        heads = {"q": sizes["heads"], "k": sizes["key_heads"]}
-        shape = (1, tokens, sizes["head_dim"])
-        leaves, gradients = (
-            [normal(*shape[:2], count, shape[2]).transpose(1, 2) for count in heads.values()] for _ in range(2)
-        )
-        named = dict(zip(heads, leaves, strict=True))
-        constants = dict(zip(("cos", "sin"), rotary_tables(tokens, shape[2], _THETA, device), strict=True))
-    else:
-        width = sizes["width"]
-        named = {"x": normal(tokens, 2 * width if config.op == "swiglu" else width)}
-        if config.op == "add_rms_norm":
-            named["residual"] = normal(tokens, width)
-        if config.op == "linear_cross_entropy":
-            vocabulary = sizes["vocabulary"]
-            named["weight"] = normal(vocabulary, width).mul_(width**-0.5)
-            constants = {"targets": torch.randint(vocabulary, (tokens,), device=device, generator=generator)}
-            gradients = [torch.ones((), device=device)]
-        else:
-            if config.op != "swiglu":
-                named["weight"] = normal(width)
-            gradients = [normal(tokens, width) for _ in range(2 if config.op == "add_rms_norm" else 1)]
-    leaves_by_name = {name: x.requires_grad_() for name, x in named.items()}
-    return Tensors(leaves=leaves_by_name, constants=constants, gradients=tuple(gradients))
+        return _rotary_tensors(sizes, normal, device)
+    tokens, width = sizes["tokens"], sizes["width"]
+    if config.op == "linear_cross_entropy":
+        vocabulary = sizes["vocabulary"]
+        inputs = {"x": normal(tokens, width), "weight": normal(vocabulary, width).mul_(width**-0.5)}
+        targets = torch.randint(vocabulary, (tokens,), device=device, generator=generator)
+        return _with_gradients(inputs, {"targets": targets}, torch.ones((), device=device))
+    if config.op == "swiglu":
+        return _with_gradients({"x": normal(tokens, 2 * width)}, {}, normal(tokens, width))
+    inputs = {"x": normal(tokens, width)}
+    if config.op == "add_rms_norm":
+        inputs["residual"] = normal(tokens, width)
+    outputs = len(inputs)  # with a residual also the sum
+    inputs["weight"] = normal(width)
+    return _with_gradients(inputs, {}, *(normal(tokens, width) for _ in range(outputs)))
+
+
+def _with_gradients(inputs: Mapping[str, Tensor], constants: Mapping[str, Tensor], *gradients: Tensor) -> Tensors:
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    return Tensors(leaves=leaves, constants=constants, gradients=gradients)
+
+
+def _rotary_tensors(sizes: Mapping[str, int], normal: Callable[..., Tensor], device: torch.device) -> Tensors:
+    """As projections give them: in memory (B, S, heads, D), with one batch."""
+    tokens, head_dim = sizes["tokens"], sizes["head_dim"]
+    heads = (sizes["heads"], sizes["key_heads"])
+    q, k, dq, dk = (normal(1, tokens, count, head_dim).transpose(1, 2) for count in (*heads, *heads))
+    cos, sin = rotary_tables(tokens, head_dim, _THETA, device)
+    return _with_gradients({"q": q, "k": k}, {"cos": cos, "sin": sin}, dq, dk)
+
+
+def _update_tensors(count: int, normal: Callable[..., Tensor], device: torch.device) -> Tensors:
+    state = {
+        "parameter": normal(count),
+        "gradient": normal(count),
+        "exp_avg": normal(count).mul_(0.1),
+        "exp_avg_sq": normal(count).mul_(0.3).square_(),
+    }
+    step = torch.tensor(float(_UPDATES_BEFORE + 1), device=device)
+    return Tensors(leaves=state, constants={"step": step}, gradients=())

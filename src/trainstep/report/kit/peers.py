@@ -32,7 +32,7 @@ class Configuration:
     """Any of its rows, with a point reduced to the names of the work."""
     cells: Mapping[str, Row]
     left_aside: int
-    """The number of rows of the same work and implementation at other tiles."""
+    """The number of further rows of the same work and implementation, for instance at other tiles."""
 
     @cached_property
     def against(self) -> Mapping[str, Ratio]:
