@@ -34,7 +34,7 @@ PAGES = [
 DATED = {ROOT / "docs" / "log.md"}
 """Pages with dated entries, whose commands stay as they were."""
 LANGUAGES = {"python", "sh", "toml", "json", "text"}
-WORKLOADS = {verb: verb for verb in ("attention", "profile", "numerics", "memory", "parallel")}
+WORKLOADS = {verb: verb for verb in ("attention", "op", "profile", "numerics", "memory", "parallel")}
 WORKLOADS |= {"bench": "train_step", "collectives": "collective"}
 """Verb -> the workload whose config has its options as fields."""
 TOOLS = ROOT / "build" / "docs-tools"

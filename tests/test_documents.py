@@ -32,7 +32,7 @@ NAMED_FILE = re.compile(r"(?<![\w/.<*-])((?:\w+/)*\w+\.(?:py|toml))\b(?![\w/])")
 EXAMPLES = {"FILE.toml", "train.py", "my_model.py", "trainstep.toml"}
 """Names of files of a user, which the repository does not have."""
 COMMAND = re.compile(r"`(trainstep [^`\n]+)`")
-RUNNING = {"bench", "attention", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune"}
+RUNNING = {"bench", "attention", "op", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune"}
 NOT_WHOLE = re.compile(r"[A-Z]{4,}|\.\.\.|--help|package\.module")
 """A command with a placeholder, or one that only shows help."""
 

@@ -29,8 +29,27 @@ LAYERS = {
     "reading": 0,
 }
 ROOMS = {
-    "measure": {"machine": 0, "harness": 1, "step": 2, "attention": 3, "numerics": 3, "parallel": 3, "memory": 4},
-    "report": {"kit": 0, "step": 1, "attention": 2, "memory": 2, "numerics": 2, "parallel": 2, "profile": 2, "": 3},
+    "measure": {
+        "machine": 0,
+        "harness": 1,
+        "step": 2,
+        "attention": 3,
+        "numerics": 3,
+        "op": 3,
+        "parallel": 3,
+        "memory": 4,
+    },
+    "report": {
+        "kit": 0,
+        "step": 1,
+        "attention": 2,
+        "memory": 2,
+        "numerics": 2,
+        "op": 2,
+        "parallel": 2,
+        "profile": 2,
+        "": 3,
+    },
 }
 """Part -> its rooms with their levels; "" is the part's own folder. A module imports from lower rooms or its own."""
 STANDALONE = {"ops", "parallel", "capture"}

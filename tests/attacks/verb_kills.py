@@ -33,6 +33,7 @@ COMMANDS = {
     "profile": "--device cpu --model tiny --context 16,32 --steps 2 --keep-trace kept",
     "numerics": "--device cpu --model toy --precision fp32,bf16",
     "attention": "--device cpu --seq 16,32 --implementation plain,trainstep --steps 2",
+    "op": "rms_norm,swiglu --device cpu --implementation eager,trainstep --steps 2",
     "collectives": "--backend gloo --ranks 2 --mib 0.01,0.1,0.2",
     "tune": "--device cpu --shape 1x1x32,1x1x16 --arithmetic ieee --head-dim 16 --kernel forward --candidates 16x16x2x1,32x32x2x1",
 }

@@ -73,7 +73,7 @@ def test_packages_are_peers_where_they_are_installed(installed: list[str], monke
             raise PackageNotFoundError(package)
         return "1.0"
 
-    monkeypatch.setattr("trainstep.cli.attention.version", version_of)
+    monkeypatch.setattr("trainstep.cli.options.version", version_of)
     peers = [name for name in runnable({"dtype": ["bf16"]}, "cuda") if name.startswith("flash_attn")]
     assert peers == [package.replace("-", "_") for package in installed]
 

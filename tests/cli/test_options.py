@@ -19,7 +19,7 @@ from trainstep.records.record import Record
 from trainstep.records.store import Store
 
 SWEEP = '[grid]\nworkload = "workloads:SLEEP"\ndevice = "cpu"\nindex = [0, 1, 2]\n'
-VERBS = ("bench", "attention", "profile", "numerics", "memory", "parallel", "collectives")
+VERBS = ("bench", "attention", "op", "profile", "numerics", "memory", "parallel", "collectives")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_dry_run_says_what_would_run_and_writes_no_file(
     first, *lines = printed.out.splitlines()
     assert " to run, about " in first
     assert first.split()[0] == str(len([line for line in lines if line.startswith("  ")]))
-    guess = f" of {2 if verb in ('attention', 'collectives') else 10} s for each"
+    guess = f" of {2 if verb in ('attention', 'op', 'collectives') else 10} s for each"
     assert f"a rough guess{'' if first.startswith('1 cell ') else guess}" in first
     assert lines[-1].endswith("(nothing was run)")
     assert printed.err == ""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _VERBS = {
     "bench": "Time the step of one model, or of a grid of models.",
     "attention": "Find which attention is fastest here, and whether it is right.",
+    "op": "Find how fast one other op is here (norm, rotary, SwiGLU, loss, AdamW), and whether it is right.",
     "profile": "Show where the time of a step goes, by kernel and phase, and what limits it.",
     "numerics": "Show the error that each precision causes in a model, beside its cost.",
     "memory": "Show where the memory of a step goes, when it peaks, and what fits.",
@@ -38,7 +39,7 @@ _VERBS = {
     "compare": "Did it get faster? Compare two files of records, cell by cell.",
     "doctor": "Show this machine, what it can do, and what is missing.",
 }
-_RUNNING = ("bench", "attention", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
+_RUNNING = ("bench", "attention", "op", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
 """The verbs that run cells."""
 _COMPLETION = "Let the Tab key complete verbs and options, in bash, zsh or fish."
 _LONG_RUNS = "Check a long run first: `trainstep {0} --dry-run`. Limit its time: `trainstep {0} --budget-minutes 30`."

@@ -2,10 +2,9 @@
 
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from trainstep.cli.options import GridOptions, check_cells, limits, this_machine, with_fields
+from trainstep.cli.options import GridOptions, check_cells, is_installed, limits, this_machine, with_fields
 from trainstep.config.attention import IMPLEMENTATIONS, PACKAGES, TILE_FIELDS, AttentionConfig
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.parsing import build_config
@@ -88,7 +87,7 @@ def runnable(grid: Mapping[str, list[Any]], device: str) -> list[str]:
     """Implementations that can run at least one of the grid's dtypes here; only trainstep if the grid sets its tiles."""
     if any(name in grid for name in TILE_FIELDS):
         return ["trainstep"]
-    absent = [name for name, package in PACKAGES.items() if not _is_installed(package)]
+    absent = [name for name, package in PACKAGES.items() if not is_installed(package)]
     left_out = [*absent, *(_SLOW_TO_COMPILE if device == "cpu" else ())]
     return [
         name
@@ -99,12 +98,3 @@ def runnable(grid: Mapping[str, list[Any]], device: str) -> list[str]:
             for dtype in grid.get("dtype", ["fp32"])
         )
     ]
-
-
-def _is_installed(package: str) -> bool:
-    # Metadata, because two packages share the module flash_attn, and importing either loads torch.
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True

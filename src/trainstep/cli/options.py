@@ -9,6 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -124,6 +125,8 @@ class GridOptions(RunOptions):
 def with_fields(config_class: type, defaults: Defaults = MappingProxyType({})) -> Callable[[Verb], Verb]:
     """Replace a verb's **fields by a text option for each field of the config, including those of its model's shape.
 
+    A field that the verb has as a parameter of its own is left to the verb.
+
     The help shows `defaults`.
     """
     return lambda verb: _with_fields(verb, config_class, defaults)
@@ -149,6 +152,7 @@ def _with_fields(verb: Verb, config_class: type, defaults: Defaults) -> Verb:
             ],
         )
         for name, field in fields_of(config_class).items()
+        if name not in signature.parameters
     ]
     verb.__signature__ = signature.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
     verb.__annotations__.update({option.name: option.annotation for option in options})
@@ -240,6 +244,16 @@ def check_file_alone(kind: str, options: Mapping[str, object]) -> None:
     name = next((name for name, value in options.items() if value is not None and value is not False), None)
     if name is not None:
         raise ValueError(f"from: {kind} is read, nothing runs: {name} would have no effect; leave it out")
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package with this name is installed."""
+    # Metadata, because two packages share the module flash_attn, and importing either loads torch.
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def check_positive(limits: Mapping[str, float | None]) -> None:

@@ -16,6 +16,7 @@ from trainstep.config.attention import AttentionConfig, AttentionTilesConfig
 from trainstep.config.collective import CeilingConfig, CollectiveConfig
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.numerics import NumericsConfig
+from trainstep.config.op import OpConfig
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
@@ -51,6 +52,8 @@ class Instrument:
     """Make sections of the page; with `held_to`, they take that workload's rows too."""
     held_to: str = ""
     """The workload whose measurements explain this workload's, where a page has both."""
+    tables_held_to: bool = False
+    """Whether `tables` take the rows of `held_to` too."""
     last_sections: tuple[str, ...] = ()
     """Make sections of the page that follow the comparisons of cells."""
     summary: str = ""
@@ -111,6 +114,20 @@ _ROWS = (
         always={"config": ("kernel", "arithmetic", "head_dim", "mask", "shape"), "facts": ("best", "in_use", "rate")},
         compared_tables="trainstep.report.attention.tiles:tuning_tables",
         sections=("trainstep.report.attention.tiles:tile_sections",),
+    ),
+    Instrument(
+        name="op",
+        title="Ops",
+        config=OpConfig,
+        measured="trainstep.measure.op.workload:WORKLOAD",
+        verb="op",
+        answer="trainstep.report.op.answer:op_answer",
+        always={"config": ("op", "implementation", "direction", "dtype", "device")},
+        tables="trainstep.report.op.tables:op_tables",
+        sections=("trainstep.report.op.page:op_sections",),
+        held_to="ceiling",
+        tables_held_to=True,
+        own_words=frozenset({"ratios"}),
     ),
     Instrument(
         name="ceiling",

@@ -21,7 +21,7 @@ ROUGH_S: Mapping[str, float] = {"cpu": 10.0, "cuda": 20.0}
 """Device -> seconds of an unknown cell: a process, torch's import, a build and some steps of a small model."""
 ROUGH_SHARED_S = 2.0
 """Seconds of an unknown cell of a workload whose cells share a process."""
-_SHARE_A_PROCESS = ("attention", "ceiling", "collective")
+_SHARE_A_PROCESS = ("attention", "op", "ceiling", "collective")
 SAME, LIKE, ROUGH = "the same cell", "cells like it", "a rough guess"
 # Limits of what is read: an estimate is not worth more time.
 _MOST_FILES = 30

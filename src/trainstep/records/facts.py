@@ -200,6 +200,15 @@ FACTS: Mapping[str, FactKind] = {
     "error_same_dtype_dk": FactKind("ratio", float, "error_dk when the reference computes in the same dtype"),
     "error_same_dtype_dv": FactKind("ratio", float, "error_dv when the reference computes in the same dtype"),
     "error_same_dtype_lse": FactKind("ratio", float, "error_lse when the reference computes in the same dtype"),
+    # One op
+    "error_dx": FactKind("ratio", float, "max |x - ref| / max |ref| of the input's gradient"),
+    "error_same_dtype_dx": FactKind("ratio", float, "error_dx when the reference computes in the same dtype"),
+    "error_dresidual": FactKind("ratio", float, "max |x - ref| / max |ref| of the residual's gradient"),
+    "error_same_dtype_dresidual": FactKind(
+        "ratio", float, "error_dresidual when the reference computes in the same dtype"
+    ),
+    "error_dweight": FactKind("ratio", float, "max |x - ref| / max |ref| of the weight's gradient"),
+    "error_same_dtype_dweight": FactKind("ratio", float, "error_dweight when the reference computes in the same dtype"),
     # Tiles of attention's kernels
     "architecture": FactKind("", str, "the GPU's architecture, such as sm_90"),
     "device_shared_bytes": FactKind("bytes", float, "shared memory that a block can have"),

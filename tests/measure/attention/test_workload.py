@@ -12,15 +12,13 @@ from cell_maker import silent
 from trainstep.config.attention import DIRECTIONS, AttentionConfig
 from trainstep.config.grid import Cell, expand
 from trainstep.config.parsing import to_plain
-from trainstep.measure.attention import workload as attention_looks
 from trainstep.measure.attention.checks import Tensors, random_tensors
 from trainstep.measure.attention.peers import attend_named
-from trainstep.measure.attention.workload import WORKLOAD, AttentionPass, device_facts, kernels_chosen, main_kernels
+from trainstep.measure.attention.workload import WORKLOAD, AttentionPass, kernels_chosen
 from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.local import run_groups
 from trainstep.measure.harness.runner import Limits
 from trainstep.measure.harness.workload import Findings, load_workload
-from trainstep.measure.step.device_trace import DeviceEvent
 from trainstep.ops.flash_attention import choice
 from trainstep.records.record import Record
 
@@ -155,19 +153,6 @@ def test_a_failure_afterwards_loses_no_sample(monkeypatch: pytest.MonkeyPatch):
     assert len(findings.samples["time_s"].values) == 3
 
 
-def test_main_kernels_are_the_longest_by_their_short_names():
-    events = [
-        DeviceEvent("void at::native::softmax<float, 4>(int)", 0, 50),
-        DeviceEvent("forward_kernel", 50, 500),
-        DeviceEvent("void at::native::softmax<float, 8>(int)", 500, 520),
-        DeviceEvent("a", 520, 530),
-        DeviceEvent("b", 530, 531),
-    ]
-    assert main_kernels(events) == "forward_kernel, at::native::softmax, a"
-    cutlass_event = DeviceEvent("kernel_cutlass_kernel_flash_fwd_sm90ForwardSm90_object_at__tensor0000o1_None_0", 0, 9)
-    assert main_kernels([cutlass_event]) == "kernel_cutlass_kernel_flash_fwd_sm90ForwardSm90"
-
-
 def run(grid: dict[str, list[Any]], **limits: Any) -> list[Record]:
     """Run each cell in real processes, as the command line does."""
     cells = expand({"workload": ["attention"], **grid}, {**SMALL, "device": "cpu"})
@@ -271,23 +256,6 @@ def test_a_timed_pass_on_a_gpu_starts_after_the_untimed_work_is_done(direction: 
     untimed = ["forward"] if direction == "backward" else []
     timed = {"forward": ["forward"], "backward": ["backward"], "both": ["forward", "backward"]}[direction]
     assert log == [*untimed, "fill the cache", "synchronize", "event", *timed, "event", "wait for it"]
-
-
-@pytest.mark.parametrize(
-    ("busy_s", "host_s", "launch_bound"), [(0.5, 0.95, True), (0.8, 0.94, False), (0.5, 0.5, True), (0.7, 0.5, False)]
-)
-def test_a_pass_is_launch_bound_where_the_device_waits_for_the_host(
-    busy_s: float, host_s: float, launch_bound: bool, monkeypatch: pytest.MonkeyPatch
-):
-    events = [DeviceEvent("kernel", 0, round(busy_s * 1e9)), DeviceEvent("another", 0, 10)]
-    monkeypatch.setattr(attention_looks, "device_events", lambda run, before: events)
-    config = AttentionConfig(device="cuda", dtype="bf16")
-    facts = device_facts(config, lambda output: (), before=lambda: None, times=[(1.0, host_s), (1.0, host_s)])
-    assert {name: fact.value for name, fact in facts.items()} == {
-        "which_ran": "kernel, another",
-        "device_busy_s": busy_s,
-        "launch_bound": launch_bound,
-    }
 
 
 def test_which_ran_names_the_split_kernels(monkeypatch: pytest.MonkeyPatch):

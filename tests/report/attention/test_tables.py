@@ -13,9 +13,10 @@ from attention_records import OURS, attention, lengths, tiles
 from trainstep.cli.report import report
 from trainstep.records.record import Failure, Record
 from trainstep.records.store import Store
-from trainstep.report.attention.rows import configurations, failure_cell
+from trainstep.report.attention.rows import configurations
 from trainstep.report.kit import frames
 from trainstep.report.kit.forms import three_digits
+from trainstep.report.kit.peers import failure_cell
 from trainstep.report.kit.tables import Table, all_tables
 from trainstep.report.kit.terminal import plain
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from trainstep.config.attention import AttentionConfig
 from trainstep.costs.attention import AttentionSizes, attention_backward_flops, attention_bytes, attention_flops
 from trainstep.measure.attention.peers import as_BHSD, own_settings
+from trainstep.measure.step.lone_pass import relative_error
 from trainstep.ops import reference
 from trainstep.ops.flash_attention import flash_attention
 from trainstep.records.facts import Fact, facts_of
@@ -80,10 +81,10 @@ def check_values(config: AttentionConfig, tensors: Tensors, attend: Attention) -
     exact = reference_values(config, tensors, chosen, wide)
     same_dtype = reference_values(config, tensors, chosen, tensors.q.dtype)
     for name, value in slices.items():
-        facts |= _error_fact(f"error_{name}", value, exact[name])
+        facts |= facts_of(**{f"error_{name}": relative_error(value, exact[name])})
     for name in slices:
         fact_name = "error_same_dtype" if name == "output" else f"error_same_dtype_{name}"
-        facts |= _error_fact(fact_name, same_dtype[name], exact[name])
+        facts |= facts_of(**{fact_name: relative_error(same_dtype[name], exact[name])})
     total = config.batch * config.group_heads
     facts |= facts_of(error_checked=f"{len(chosen)} of {total} key heads against {str(wide).partition('.')[2]}")
     return facts
@@ -197,14 +198,3 @@ def _slice(config: AttentionConfig, x_BHSD: Tensor, chosen: list[int]) -> Tensor
     """The chosen key heads' part: (chosen, query heads per key head, S, D), or (chosen, 1, S, D) for keys and values."""
     batch, heads, *rest = x_BHSD.shape
     return x_BHSD.detach().reshape(batch * config.group_heads, heads // config.group_heads, *rest)[chosen]
-
-
-def _error_fact(name: str, value: Tensor, exact: Tensor) -> dict[str, Fact]:
-    """max |x - ref| / max |ref| over the finite values of the reference. Empty if this is not finite, which `has_nan` tells."""
-    finite = torch.isfinite(exact)  # a query that sees no key has a log-sum-exp of -inf
-    exact, value = exact[finite], value[finite].to(exact.dtype)
-    if not exact.numel():
-        return {}
-    largest = exact.abs().max().item()
-    error = (value - exact).abs().max().item() / (largest or 1.0)
-    return facts_of(**{name: error}) if error < float("inf") else {}

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from trainstep.config.attention import PACKAGES, TILE_FIELDS, AttentionConfig
-from trainstep.measure.harness.failures import CellFailed
+from trainstep.measure.harness.failures import refused
 from trainstep.ops import reference
 from trainstep.ops.flash_attention import Tiles, flash_attention
 from trainstep.ops.flash_attention.launch import tile_problem
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic, KernelPass, TileConfig, choose_row, why_illegal
-from trainstep.records.record import Failure
 from trainstep.training.attention import Attention, flex_attention, sdpa_on
 
 _MODULES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
@@ -54,11 +53,6 @@ def attend_named(config: AttentionConfig) -> Attention:
 def as_BHSD(x: Tensor, layout: str) -> Tensor:
     """A view with heads second, from any layout."""
     return x.unsqueeze(1) if layout == "BSD" else x.transpose(1, 2) if layout == "BSHD" else x
-
-
-def refused(message: str, kind: str = "unsupported") -> CellFailed:
-    """The failure of a cell that cannot run."""
-    return CellFailed(Failure(kind=kind, phase="build", message=" ".join(message.split())))
 
 
 def why_refused(config: AttentionConfig, error: Exception, warnings: Sequence[str]) -> str | None:

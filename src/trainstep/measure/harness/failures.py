@@ -28,6 +28,11 @@ class CellFailed(Exception):
         self.facts = facts or {}
 
 
+def refused(message: str, kind: str = "unsupported") -> CellFailed:
+    """The failure of a cell that cannot run."""
+    return CellFailed(Failure(kind=kind, phase="build", message=" ".join(message.split())))
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device or the host ran out of memory, or that caused this error (inside a compiler, for example)."""
     text = str(error)

@@ -1,258 +1,28 @@
 """The answers for attention: our kernels against the fastest peers, and the tiles in use against the best tiles."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from statistics import median
 
-from trainstep.records.record import Samples
-from trainstep.report.attention.rows import (
-    OURS,
-    TIME,
-    Configuration,
-    configurations,
-    flops_per_s,
-    implementation,
-    implementations,
-    mean_ratio,
-    median_s,
-)
+from trainstep.report.attention.rows import configurations, flops_per_s, implementations
 from trainstep.report.kit.answer import Answer
-from trainstep.report.kit.forms import listed, percent, rate_words, ratio_words, seconds_words, times_words
-from trainstep.report.kit.ranking import (
-    Ratio,
-    against_words,
-    interval_words,
-    is_judged,
-    no_verdict_words,
-    ranking_of,
-    ranking_words,
-    ratio_of,
-)
-from trainstep.report.kit.rows import PROVENANCE, Row, grouped, host_limit, needless
-from trainstep.traces.verdict import LAUNCH_BOUND
+from trainstep.report.kit.forms import percent, rate_words
+from trainstep.report.kit.peer_answer import HOW_TIMED, peer_answer
+from trainstep.report.kit.peers import TIME, implementation
+from trainstep.report.kit.ranking import against_words, ranking_of, ranking_words, ratio_of
+from trainstep.report.kit.rows import Row, needless
 
-_ERRORS = ("error_output", "error_dq", "error_dk", "error_dv", "error_lse")
-_PLAIN_ERRORS = {"error_output": "error_same_dtype"} | {
-    f"error_{name}": f"error_same_dtype_{name}" for name in ("dq", "dk", "dv", "lse")
-}
-"""An implementation's error -> that of plain PyTorch in the same dtype."""
-_WRONG = 10
-"""How many times plain PyTorch's error a result may have before it counts as wrong, not as less accurate."""
-_LEAST_WRONG = 1e-3
-"""The least error of a wrong result: long sums in fp32 have over ten times the error of short ones, and are right."""
-_HOW_TIMED = ("steps", "warmups")
-_UNNAMED = ("implementation", *_HOW_TIMED)
 _WORTH = 1.02
 """The least speed-up at which a tile counts as faster than the tile in use: the minimum effect of `compare`."""
 
 
 def attention_answer(rows: Sequence[Row]) -> Answer | None:
     """Our kernels against the fastest peer of each configuration, or without peers the best rate; then the largest errors."""
-    works = configurations(rows)
-    # In each configuration, the peer with the least median.
-    right = [[ratio for ratio in work.ratios.values() if not _is_wrong(ratio.base)] for work in works]
-    best = [min(ratios, key=lambda ratio: median_s(ratio.base) or 0.0) for ratios in right if ratios]
-    wrong = [row for row in rows if _is_wrong(row)]
-    if best:
-        verdict = f"{_against_best(best, works)}{_apart_words(best)}{_wrong_words(wrong)}"
-        suggestion = _where_slower(best, works)
-    else:
-        trusted = [row for row in rows if row not in wrong]
-        verdict = f"{_without_peers(trusted, configurations(trusted))}{_wrong_words(wrong)}".strip()
-        suggestion = ""
-    if not verdict:
-        return None
-    return Answer(
-        workload="attention",
-        verdict=" ".join(filter(None, (verdict, _errors(rows)))),
-        suggestion=suggestion or _launches(rows),
-    )
+    return peer_answer("attention", rows, configurations(rows), _without_peers)
 
 
-def _is_wrong(row: Row) -> bool:
-    """Whether a result is NaN or its error far over that of plain PyTorch in the same dtype: a fast wrong result is no peer."""
-    fact = row.record.fact
-    return bool(fact("has_nan")) or any(
-        (fact(name) or 0.0) > max(_WRONG * plain, _LEAST_WRONG)
-        for name, plain_name in _PLAIN_ERRORS.items()
-        if (plain := fact(plain_name)) is not None
-    )
-
-
-def _wrong_words(rows: Sequence[Row]) -> str:
-    if not rows:
-        return ""
-    names = listed(dict.fromkeys(implementation(row) for row in rows))
-    reason = f"NaN, or errors over {_WRONG} times plain PyTorch's"
-    return f" Results of {names} are wrong in {len(rows)} and not compared there: {reason}."
-
-
-def _apart_words(best: Sequence[Ratio]) -> str:
-    """A sentence if compared cells were not interleaved: what changed between two processes is part of their ratio."""
-    apart = [ratio for ratio in best if ratio.known and ratio.known.interleaving == "none"]
-    some = f" in {len(apart)}" if len(apart) < len(best) else ""
-    return f" Not interleaved{some}: one process after the other." if apart else ""
-
-
-def _against_best(best: Sequence[Ratio], works: Sequence[Configuration]) -> str:
-    """`Against sdpa_cudnn in 20 configurations, trainstep is faster in 12 and slower in 8; ...`"""
-    judged = [ratio for ratio in best if is_judged(ratio)]
-    peers = {implementation(ratio.base) for ratio in best}
-    several = len({name for work in works for name in work.ratios}) > 1
-    if len(best) == 1:
-        return _against_one(best[0], ", the fastest peer" if several else "")
-    by_word = grouped(judged, lambda ratio: ratio.known.word if ratio.known else "")
-    unsure = {"cannot tell": by_word.pop("cannot tell")} if "cannot tell" in by_word else {}
-    verdicts = sorted(by_word, key=lambda word: ("faster", "slower", word).index(word))
-    counts = [
-        f"{word if word in ('faster', 'slower') else f'apart by {word}'} in {len(by_word[word])}"
-        f"{_shared_words(by_word[word], best)}"
-        for word in verdicts
-    ]
-    parts = [f"trainstep is {listed(counts)}"] if counts else []
-    parts += [f"cannot tell in {len(alike)}" for alike in unsure.values()]
-    for reason, alike in grouped([ratio for ratio in best if ratio not in judged], no_verdict_words).items():
-        parts.append(f"no verdict in {len(alike)} ({reason})")
-    if judged:
-        over = f" over the {len(judged)} with a verdict" if len(judged) < len(best) else ""
-        theirs = "theirs" if len(peers) > 1 else f"{next(iter(peers))}'s"
-        parts.append(f"its time is {ratio_words(mean_ratio(judged))} of {theirs} in the geometric mean{over}")
-    unmet = f" ({len(works) - len(best)} more have no peer)" if len(works) > len(best) else ""
-    peer = f"the fastest peer of each of {len(best)}" if several else f"{next(iter(peers))} in {len(best)}"
-    return f"Against {peer} configurations, {'; '.join(parts)}{unmet}."
-
-
-def _shared_words(ratios: Sequence[Ratio], among: Sequence[Ratio]) -> str:
-    """` (all with dtype fp32)`: the values that all of several configurations share and not all others have; mostly empty."""
-    points = [ratio.row.point for ratio in ratios]
-    shared = [
-        f"{name} {value}"
-        for name, value in points[0].items()
-        if name not in (*_UNNAMED, *PROVENANCE)
-        and all(point.get(name) == value for point in points)
-        and any(ratio.row.point.get(name) != value for ratio in among)
-    ]
-    return f" (all with {listed(shared)})" if shared and len(ratios) > 1 else ""
-
-
-def _against_one(ratio: Ratio, among: str) -> str:
-    """The verdict on a single configuration. `among`: words behind the peer's name."""
-    peer = f"{implementation(ratio.base)}{among}"
-    if not is_judged(ratio):
-        return f"No verdict on trainstep against {peer}: {ratio.reason}."
-    word = ratio.known.word if ratio.known else ""
-    if word == "cannot tell":
-        return f"Cannot tell trainstep from {peer}: it takes {interval_words(ratio)} of its time."
-    what = f"is {word} than" if word in ("faster", "slower") else f"differs by {word} from"
-    return f"trainstep {what} {peer}: {interval_words(ratio)} of its time."
-
-
-def _where_slower(best: Sequence[Ratio], works: Sequence[Configuration]) -> str:
-    """The peers to use where our kernels are slower over all that training runs, and where they are slower in one pass alone.
-
-    Empty if they are slower nowhere.
-    """
-    slower = [ratio for ratio in best if _is_slower(ratio) and not _is_wrong_elsewhere(ratio, works)]
-    whole = {id(ratio): _over_both(ratio, works) for ratio in slower}
-    alone = [
-        (ratio, over) for ratio in slower if (over := whole[id(ratio)]) and is_judged(over) and not _is_slower(over)
-    ]
-    advised = [ratio for ratio in slower if not any(ratio is other for other, _ in alone)]
-    sentences = [_take(advised, whole, best)] if advised else []
-    if alone:
-        ratio, over = max(alone, key=lambda pair: pair[0].ratio or 0.0)
-        unnamed = [*_UNNAMED, "direction", *needless([ratio.row for ratio in best])]
-        one_pass, peer = ratio.row.record.config["direction"], implementation(ratio.base)
-        sentences.append(
-            f"At {ratio.row.label(without=unnamed, named=True)} trainstep is slower in {one_pass} alone "
-            f"({ratio_words(ratio.ratio or 0.0)} of {peer}'s time): {_both_words(over)}."
-        )
-        if len(alone) > 1:
-            sentences.append(f"{len(alone) - 1} more {'is' if len(alone) == 2 else 'are'} slower in one pass alone.")
-    return " ".join(filter(None, [*sentences, _host_words(slower)]))
-
-
-def _take(slower: Sequence[Ratio], whole: Mapping[int, Ratio | None], best: Sequence[Ratio]) -> str:
-    """`Take sdpa where trainstep is slower, by most at seq 64: sdpa is 1.32 times as fast there.`"""
-    worst = max(slower, key=lambda ratio: ratio.ratio or 0.0)
-    over = whole[id(worst)]
-    unnamed = [*_UNNAMED, *needless([ratio.row for ratio in best])]
-    peers = listed(dict.fromkeys(implementation(ratio.base) for ratio in slower))
-    most = f": {times_words(worst.ratio or 1.0)} as fast"
-    if len(best) > 1:
-        name, peer = worst.row.label(without=unnamed, named=True), implementation(worst.base)
-        most = f", {'by most ' if len(slower) > 1 else ''}at {name}: {peer} is {times_words(worst.ratio or 1.0)} as fast there"
-    if over is not None and is_judged(over) and over.row is not worst.row:
-        most += f", and {times_words(over.ratio or 1.0)} over forward and backward"
-    return f"Take {peers} where trainstep is slower{most}."
-
-
-def _is_slower(ratio: Ratio) -> bool:
-    return is_judged(ratio) and ratio.known is not None and ratio.known.verdict == "slower"
-
-
-def _is_wrong_elsewhere(ratio: Ratio, works: Sequence[Configuration]) -> bool:
-    """Whether the peer's result is wrong in another pass of the same shape: training needs both passes."""
-    shape, peer = ratio.row.rest("implementation", "direction"), implementation(ratio.base)
-    passes = (work.cells[peer] for work in works if peer in work.cells)
-    return any(_is_wrong(row) for row in passes if row.rest("implementation", "direction") == shape)
-
-
-def _over_both(ratio: Ratio, works: Sequence[Configuration]) -> Ratio | None:
-    """Our time over the peer's for forward and backward of the same shape; None if the record does not have both passes.
-
-    Without a cell that timed both together, call i of forward and call i of backward count as one.
-    """
-    own = next(work for work in works if work.cells.get(OURS) is ratio.row)
-    shape, peer = own.row.rest("direction"), implementation(ratio.base)
-    passes = {
-        str(work.cells[OURS].record.config.get("direction")): work.cells
-        for work in works
-        if work.row.rest("direction") == shape and peer in work.ratios and not _is_wrong(work.cells[peer])
-    }
-    if "both" in passes:
-        return ratio_of(passes["both"][peer], passes["both"][OURS], TIME)
-    if not {"forward", "backward"} <= passes.keys():
-        return None
-    theirs, ours = ([passes[one][name] for one in ("forward", "backward")] for name in (peer, OURS))
-    return ratio_of(_added(theirs), _added(ours), TIME)
-
-
-def _added(rows: Sequence[Row]) -> Row:
-    """A row whose calls take the time of a call of each of these rows."""
-    times = zip(*(row.record.samples[TIME].values for row in rows), strict=False)
-    samples = {TIME: Samples(unit="s", values=tuple(map(sum, times)))}
-    return replace(rows[0], record=replace(rows[0].record, samples=samples))
-
-
-def _both_words(over: Ratio) -> str:
-    """`forward and backward together take 2.40 ms for 2.68, so keep it for training`."""
-    ours, theirs = (median_s(row) or 0.0 for row in (over.row, over.base))
-    together = f"forward and backward together take {seconds_words(ours)} for {seconds_words(theirs)}"
-    word = over.known.word if over.known else ""
-    if word == "faster":
-        return f"{together}, a ratio of {interval_words(over)}, so keep trainstep for training"
-    unlike = "which cannot be told apart" if word == "cannot tell" else f"a difference of {word}"
-    return f"{together}, {unlike}: ratio {interval_words(over)}"
-
-
-def _host_words(slower: Sequence[Ratio]) -> str:
-    """Where a call of ours takes longer although the GPU works less for it; empty if that is nowhere."""
-    busy = [(ratio, *(row.record.fact("device_busy_s") for row in (ratio.row, ratio.base))) for ratio in slower]
-    host = [(ours_s, theirs_s) for _, ours_s, theirs_s in busy if ours_s and theirs_s and ours_s < theirs_s]
-    if not host:
-        return ""
-    some = "there" if len(slower) == 1 else f"in {len(host)} of these {len(slower)}"
-    ours_s, theirs_s = min(host, key=lambda pair: pair[0] / pair[1])
-    most = "" if len(host) == 1 else "for instance "
-    return (
-        f"The GPU works less for trainstep {some} ({most}{seconds_words(ours_s)} of the call for "
-        f"{seconds_words(theirs_s)}): the difference is the host's."
-    )
-
-
-def _without_peers(rows: Sequence[Row], works: Sequence[Configuration]) -> str:
+def _without_peers(rows: Sequence[Row]) -> str:
     """All implementations against the first one, the ranking of a single configuration, or the best and the least rate."""
+    works = configurations(rows)
     names = list(dict.fromkeys(name for work in works for name in implementations(work.cells)))
     if len(works) > 1 and len(names) > 1:
         base = names[0]
@@ -268,38 +38,9 @@ def _without_peers(rows: Sequence[Row], works: Sequence[Configuration]) -> str:
     if not rated:
         return ""
     (high, fastest), (low, slowest) = (choose(rated, key=lambda pair: pair[0]) for choose in (max, min))
-    unnamed = [*_HOW_TIMED, *needless(rows)]
+    unnamed = [*HOW_TIMED, *needless(rows)]
     best, least = (row.label(without=unnamed, named=True) for row in (fastest, slowest))
     return f"The best rate is {rate_words(high, 'flop/s')} ({best}), the least {rate_words(low, 'flop/s')} ({least})."
-
-
-def _errors(rows: Sequence[Row]) -> str:
-    """The largest error of our kernels, and of the worst peer, against a reference in higher precision."""
-    errors: dict[str, float] = {}
-    for row in rows:
-        row_errors = [error for name in _ERRORS if (error := row.record.fact(name)) is not None]
-        if row_errors:
-            name = implementation(row)
-            errors[name] = max([errors.get(name, 0.0), *row_errors])
-    if not errors:
-        return ""
-    ours, others = errors.pop(OURS, None), errors
-    peer = max(others, key=lambda name: others[name], default="")
-    if ours is None:
-        return f"Largest error against the reference: {others[peer]:.1e} of {peer}."
-    worst = f"{peer}'s is {others[peer]:.1e}" if others else ""
-    return f"Largest error against the reference: {ours:.1e}{f'; {worst}' if worst else ''}."
-
-
-def _launches(rows: Sequence[Row]) -> str:
-    """How many cells are launch-bound, and how to time their kernels alone; empty if none is."""
-    bound = [row for row in rows if host_limit(row.record) == LAUNCH_BOUND]
-    if not bound:
-        return ""
-    return (
-        f"{len(bound)} of {len(rows)} cells are launch-bound, so they show the host's time; in a captured step "
-        "(`trainstep bench --capture auto`) only the kernels' time counts."
-    )
 
 
 def tiles_answer(rows: Sequence[Row]) -> Answer | None:
@@ -312,7 +53,7 @@ def tiles_answer(rows: Sequence[Row]) -> Answer | None:
     if not gains:
         return Answer(workload="attention_tiles", verdict=verdict)
     gain, row = max(gains, key=lambda pair: pair[0])
-    name = row.label(without=[*_HOW_TIMED, *needless(rows)], named=True)
+    name = row.label(without=[*HOW_TIMED, *needless(rows)], named=True)
     saved, middle = (percent(1 - 1 / times) for times in (gain, median(gain for gain, _ in gains)))
     return Answer(
         workload="attention_tiles",

@@ -5,18 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trainstep.report.attention.charts import MAXIMUM_GROUPS, attention_charts, groups_left_out, ratio_charts
-from trainstep.report.attention.rows import (
-    OURS,
-    Configuration,
-    configurations,
-    implementation,
-    implementations,
-    mean_ratio,
-    ratio_tables,
-)
+from trainstep.report.attention.rows import configurations, implementations, ratio_tables
 from trainstep.report.attention.tables import accounting_tables, cells_table, side_by_side, tile_chart, tile_tables
 from trainstep.report.kit.charts import Section
 from trainstep.report.kit.forms import times_words
+from trainstep.report.kit.peers import OURS, Configuration, implementation, mean_ratio
 from trainstep.report.kit.rows import Row
 
 

@@ -4,25 +4,17 @@ Our kernels' time by tile is also a heat map over query and key tiles; a tile th
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.attention import TILE_FIELDS
 from trainstep.report.attention.rows import (
-    HOST,
     NOT_THE_WORK,
-    OURS,
-    TIME,
-    Configuration,
-    by_work,
     chosen,
     configuration_names,
     configurations,
-    failure_cell,
-    failure_reason,
     flops_per_s,
     implementations,
-    median_s,
     ratio_tables,
 )
 from trainstep.report.kit.charts import (
@@ -36,23 +28,19 @@ from trainstep.report.kit.charts import (
     short_labels,
 )
 from trainstep.report.kit.forms import (
-    ABSENT,
-    COLUMN_SIZE,
     ERROR,
     MS,
-    MS_STD,
     SIZE,
-    TEXT,
     Form,
     failure_sentence,
     milliseconds,
-    shortened,
     three_digits,
 )
-from trainstep.report.kit.ranking import mean_column, median_and_range, median_words
-from trainstep.report.kit.rows import Row, doubts, facts_in, grouped, host_limit, quantities, words
+from trainstep.report.kit.pass_columns import TIME_COLUMN, cell_columns, pass_doubts
+from trainstep.report.kit.peers import OURS, TIME, Configuration, by_work, failure_cell, failure_reason, median_s
+from trainstep.report.kit.ranking import median_words
+from trainstep.report.kit.rows import Row, facts_in, grouped, quantities, words
 from trainstep.report.kit.tables import Column, Line, Table, doubts_column, point_columns
-from trainstep.traces.verdict import LAUNCH_BOUND
 
 _ASIDE = (
     "Where trainstep ran at several tiles, this table shows its default tiles, or the fastest if those did not run; {} more "
@@ -60,7 +48,6 @@ _ASIDE = (
 )
 _REASONS = 6
 _ACCOUNTED = ("inputs", "scores", "softmax", "lse", "output", "gradients", "needed")
-_MOST_OF_A_NAME = 60
 _TILE_REASONS = 4
 Side = int | str
 """The number of queries or keys of a tile, or `rule`: chosen by the length."""
@@ -144,7 +131,7 @@ def cells_table(rows: Sequence[Row]) -> Table:
         "Error: the largest absolute error over the largest magnitude of a reference in higher precision. Launch-bound: the GPU "
         "waits for the host."
     )
-    columns = [*point_columns(rows, without=_redundant_names(rows)), *_CELL, doubts_column(_doubts)]
+    columns = [*point_columns(rows, without=_redundant_names(rows)), *_CELL, doubts_column(pass_doubts)]
     return Table.of("Attention: every cell", rows, columns, note=note, raw=map(_numbers, rows))
 
 
@@ -161,14 +148,6 @@ def _redundant_names(rows: Sequence[Row]) -> set[str]:
     return {name for row in rows for name in row.point} - {*configuration_names(rows), *NOT_THE_WORK}
 
 
-def _doubts(row: Row) -> str:
-    """Reasons to doubt the result, checks that failed, and reasons to doubt the time."""
-    failed = row.record.fact("afterwards_failed")
-    reasons = ["NaN or infinity"] if row.record.fact("has_nan") else []
-    reasons += [f"not measured: {words(failed)}"] if failed else []
-    return "; ".join([*reasons, *doubts(row.record)])
-
-
 def _numbers(row: Row) -> dict[str, Any]:
     """The row for programs: the whole config, the quantities, and the memory accounting even of a failed cell."""
     record = row.record
@@ -179,18 +158,7 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 
 _PLAIN = "Plain PyTorch's: the error of attention written in PyTorch in the cell's dtype."
-_HOST = "Host: time until the call returns."
-_WORDS = replace(TEXT, text=lambda value: shortened(words(value), _MOST_OF_A_NAME))
-_YES_NO = replace(TEXT, text=lambda value: words(bool(value)))
-"""Records store a boolean, or 1 or 0."""
 _TERA = Form(text=lambda rate: three_digits(rate / 1e12))
-_TIME = Column(
-    "time (ms)",
-    MS_STD,
-    median_and_range(TIME),
-    help="Median ± half the interquartile range of a call.",
-    failed=failure_cell,
-)
 _RATE = Column(
     "TFLOP/s",
     _TERA,
@@ -199,7 +167,7 @@ _RATE = Column(
     failed=failure_cell,
 )
 _SIDE_BY_SIDE = (
-    _TIME,
+    TIME_COLUMN,
     _RATE,
     Column("peak memory ({unit})", SIZE, "peak_bytes", failed=failure_cell),
     Column("memory held before backward ({unit})", SIZE, "held_bytes", failed=failure_cell),
@@ -208,25 +176,13 @@ _ACCOUNT = (
     *(Column(f"{part} ({{unit}})", SIZE, f"{part}_bytes", optional=True, failed=None) for part in _ACCOUNTED),
     Column("peak measured ({unit})", SIZE, "peak_bytes", failed=failure_cell),
 )
-_CELL = (
-    replace(_TIME, help=""),  # a failed row shows its failure only in this column, and the reason in the last
-    *(
-        replace(column, help="", optional=True, failed=lambda _: ABSENT)
-        for column in (
-            _RATE,
-            Column("error of output", ERROR, "error_output"),
-            Column("plain PyTorch's error", ERROR, "error_same_dtype", more=True, note=_PLAIN),
-            *(Column(f"error of {name}", ERROR, f"error_{name}", more=True) for name in ("dq", "dk", "dv", "lse")),
-            Column("NaN", _YES_NO, "has_nan", more=True, note="NaN: NaN or infinity."),
-            Column("deterministic", _YES_NO, "deterministic", more=True),
-            Column("which ran", _WORDS, "which_ran", more=True),
-            Column("host (ms)", MS_STD, median_and_range(HOST), more=True, note=_HOST),
-            Column("launch-bound", _YES_NO, lambda row: host_limit(row.record) == LAUNCH_BOUND, more=True),
-            Column("peak ({unit})", COLUMN_SIZE, "peak_bytes"),
-            Column("held ({unit})", COLUMN_SIZE, "held_bytes", more=True),
-            mean_column(TIME, "time"),
-        )
+_CELL = cell_columns(
+    (_RATE,),
+    (
+        Column("error of output", ERROR, "error_output"),
+        Column("plain PyTorch's error", ERROR, "error_same_dtype", more=True, note=_PLAIN),
     ),
+    ("dq", "dk", "dv", "lse"),
 )
 
 

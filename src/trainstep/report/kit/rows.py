@@ -147,7 +147,7 @@ def _points(pairs: Sequence[tuple[str, Record]]) -> list[dict[str, Any]]:
     """Model, context, and every field that varies; the machine if it varies; host, file and time only where points are equal
     without them."""
     configs = [flat_config(record) for _, record in pairs]
-    kept = [name for name in ALWAYS if any(name in config for config in configs)]
+    kept = [name for name in ALWAYS if any(config.get(name) is not None for config in configs)]
     names = dict.fromkeys(name for config in configs for name in config)
     kept += [name for name in names if name not in kept and _varies(name, configs)]
     points = [{name: config.get(name) for name in kept} for config in configs]

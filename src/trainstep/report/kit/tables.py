@@ -227,7 +227,8 @@ def all_tables(rows: Sequence[Row], *, compared: bool = True) -> list[Table]:
     tables = cell_tables(without_own_tables(rows))
     for instrument in instruments_of(rows):
         function = (instrument.compared_tables if compared else "") or instrument.tables
-        tables += resolve(function)(of_workload(rows, instrument.name)) if function else []
+        held_to = [of_workload(rows, instrument.held_to)] if instrument.tables_held_to else []
+        tables += resolve(function)(of_workload(rows, instrument.name), *held_to) if function else []
     return tables
 
 

@@ -1,0 +1,1 @@
+"""Ops beside attention in a report: rows, tables, page, answer."""
