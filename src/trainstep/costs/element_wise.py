@@ -16,9 +16,9 @@ def rotary_bytes(tokens: int, heads: int, key_heads: int, head_dim: int, element
     return 2 * tokens * (heads + 2 * key_heads) * head_dim * element_bytes
 
 
-def swiglu_bytes(rows: int, width: int, element_bytes: int, *, backward: bool = False) -> int:
-    """Forward: gate and up in, y out. Backward: dy, gate and up in; their gradients, and y once more, out."""
-    return (6 if backward else 3) * rows * width * element_bytes
+def swiglu_bytes(rows: int, width: int, element_bytes: int, *, backward: bool = False, again: bool = False) -> int:
+    """Forward: gate and up in, y out. Backward: dy, gate and up in, their gradients out; with `again` y too."""
+    return (5 + again if backward else 3) * rows * width * element_bytes
 
 
 def linear_cross_entropy_flops(tokens: int, width: int, vocabulary: int, *, backward: bool = True) -> int:

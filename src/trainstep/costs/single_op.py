@@ -44,7 +44,5 @@ def _pass_bytes(op: str, sizes: Mapping[str, int], element_bytes: int, *, backwa
         return rotary_bytes(sizes["tokens"], heads, 0, sizes["head_dim"], element_bytes)
     rows, width = sizes["tokens"], sizes["width"]
     if op == "swiglu":
-        # By itself, backward need not write y again: dy, gate and up in, and their gradients out.
-        again = rows * width * element_bytes if backward else 0
-        return swiglu_bytes(rows, width, element_bytes, backward=backward) - again
+        return swiglu_bytes(rows, width, element_bytes, backward=backward)
     return rms_norm_bytes(rows, width, element_bytes, residual=op == "add_rms_norm", backward=backward)
