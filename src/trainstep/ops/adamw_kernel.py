@@ -11,13 +11,14 @@ A new table costs a copy of at most 56 bytes per tensor and step, which the host
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from trainstep.ops.operators import on_device
 
 CHUNK = 4096
 """Elements per program: it reads and writes 112 KiB in fp32, enough to hide the reading of the tables."""
@@ -161,7 +162,7 @@ class Launch:
             self._tables = tables
         lr, scale, found_inf = settings.lr, settings.grad_scale, settings.found_inf
         unused = operands.steps[0]
-        with _current(device):
+        with on_device(device):
             adamw_kernel[(tables.chunks.shape[0],)](
                 tables.addresses,
                 tables.chunks,
@@ -239,8 +240,3 @@ def _upload(table: Tensor, device: torch.device, spare: Tensor | None = None) ->
 
 def _log2(beta: float) -> float:
     return math.log2(beta) if beta > 0 else -math.inf
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which `device` is the current device, on which Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

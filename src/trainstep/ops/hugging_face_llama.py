@@ -11,7 +11,7 @@ never exist whole; in evaluation and without labels it has them. Needs `pip inst
 and 5.23.
 """
 
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -48,10 +48,6 @@ def patch(model: Any) -> None:
     for module in model.modules():
         if type(module) in replaced:
             module.forward = MethodType(replaced[type(module)], module)
-    _replace_rotation(modeling_llama)
-
-
-def _replace_rotation(modeling_llama: ModuleType) -> None:
     vars(modeling_llama)["apply_rotary_pos_emb"] = _rotate
 
 

@@ -16,18 +16,11 @@ from trainstep.ops.rotary import rotary_split
 from trainstep.ops.swiglu import SwiGLU
 from trainstep.spans import span
 from trainstep.training.attention import Attention
-from trainstep.training.transformer import INIT_STD, register_rotary_tables
+from trainstep.training.transformer import INIT_STD, SelfAttention, register_rotary_tables
 
 
-class FusedSelfAttention(nn.Module):
-    """SelfAttention of transformer.py whose rotation also splits the joint projection."""
-
-    def __init__(self, config: ModelConfig, attention: Attention) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.attention = attention
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+class FusedSelfAttention(SelfAttention):
+    """SelfAttention whose rotation also splits the joint projection."""
 
     def forward(self, x_BSC: Tensor, cos_SD2: Tensor, sin_SD2: Tensor) -> Tensor:
         with span("attention projections"):

@@ -1,11 +1,26 @@
 """A pass by itself: the kernels that ran are named, it is launch-bound where the device waits, and its error is relative."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from trainstep.measure.step import lone_pass
 from trainstep.measure.step.device_trace import DeviceEvent
 from trainstep.measure.step.lone_pass import LonePass, device_facts, held_bytes, main_kernels, relative_error
+
+
+class NoPass(LonePass):
+    """A pass that does nothing, on whose device events are made up."""
+
+    def before(self) -> None:
+        return None
+
+    def run(self, prepared: object) -> None:
+        return None
+
+    def why_refused(self, error: Exception, warned: Sequence[str]) -> str | None:
+        return None
 
 
 def test_main_kernels_are_the_longest_by_their_short_names():
@@ -29,7 +44,7 @@ def test_a_pass_is_launch_bound_where_the_device_waits_for_the_host(
 ):
     events = [DeviceEvent("kernel", 0, round(busy_s * 1e9)), DeviceEvent("another", 0, 10)]
     monkeypatch.setattr(lone_pass, "device_events", lambda run, before: events)
-    facts = device_facts(LonePass(device=torch.device("cuda")), [(1.0, host_s), (1.0, host_s)])
+    facts = device_facts(NoPass(device=torch.device("cuda")), [(1.0, host_s), (1.0, host_s)])
     assert {name: fact.value for name, fact in facts.items()} == {
         "which_ran": "kernel, another",
         "device_busy_s": busy_s,

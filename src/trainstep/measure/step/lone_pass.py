@@ -11,6 +11,7 @@ facts    first_call_s with compilation; held_bytes kept from forward for backwar
 import gc
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,23 +39,23 @@ _KERNELS_NAMED, _NAME_LENGTH = 3, 80
 
 
 @dataclass(frozen=True, kw_only=True)
-class LonePass:
+class LonePass(ABC):
     """The pass that is timed. `cold_cache`: a tensor that is written before each pass to fill the L2 cache."""
 
     device: torch.device
     cold_cache: Tensor | None = None
 
+    @abstractmethod
     def before(self) -> Any:
         """Run the untimed part, and return what `run` takes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, prepared: Any) -> object:
         """Run the timed part on what `before` returned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def why_refused(self, error: Exception, warned: Sequence[str]) -> str | None:
         """A sentence if the first call's error is a refusal of the case; None if it is a fault. `warned`: that call's warnings."""
-        raise NotImplementedError
 
     def time_s(self) -> tuple[float, float]:
         """Time one pass: seconds on the device, and on the host until it was issued."""
