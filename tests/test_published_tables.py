@@ -24,7 +24,7 @@ _NO_PUBLISHED_TABLE = {
     "attention_peers": "attention_hopper.toml has its sizes, with flash-attn-4, which that machine did not have",
     "attention_widths": "attention_hopper_widths.toml has its widths beside every implementation that runs them",
     "captured": "a table of our own: the step as one graph",
-    "captured_ranks": "a table of our own: strategies as one graph, not measured yet",
+    "captured_ranks": "a table of our own: strategies as one graph, measured in part",
     "ops": "a table of our own: ops beside attention against other packages, not measured yet",
     "copy_ceiling": "what the ops are compared with, not measured yet",
     "memory_ranks": "a table of our own: each rank's memory beside the formula",
@@ -32,10 +32,8 @@ _NO_PUBLISHED_TABLE = {
 """Sweeps that mirror no published table, or whose table another sweep has."""
 
 _NOT_YET_WHOLE = {
-    "all_reduce": "3 of 42 cells: NCCL between two GPUs, of other sizes; four GPUs and gloo stand in other files",
     "buckets": "0 of 11 cells: model medium, 20 steps, without torch's DDP",
     "ddp": "0 of 49 cells: ddp_xl*.jsonl and ddp_medium*.jsonl have some, with other steps, warm-ups and windows",
-    "sharded_optimizer": "0 of 12 cells: model medium, 20 steps, without torch's ZeRO and FSDP",
 }
 """Sweeps whose record in results/h200 lacks cells: how many it has, and why. A complete sweep must leave this list."""
 
