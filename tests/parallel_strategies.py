@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from trainstep.parallel.fsdp import FSDP
 from trainstep.parallel.gradient_sync import GradientSync
@@ -139,6 +140,21 @@ BF16_STRATEGIES: dict[str, Start] = {
     ),
     "fsdp bf16": fsdp(layers, reduce_dtype=torch.bfloat16),
     "sharded_flat bf16": sharded_flat(layers, reduce_dtype=torch.bfloat16),
+}
+
+SMALL_COPIES = CopyEngines(inbox_bytes=3072, least_bytes=64)
+"""Copies of all but the smallest messages, in many chunks."""
+
+COPIES_STRATEGIES: dict[str, Start] = {
+    "flat copies": replicated(lambda model, ranks: FlatDDP(model, ranks, transport=SMALL_COPIES)),
+    "bucketed copies": replicated(
+        lambda model, ranks: BucketedDDP(model, ranks, bucket_mib=SMALL_MIB, transport=SMALL_COPIES)
+    ),
+    "bucketed bf16 copies": replicated(
+        lambda model, ranks: BucketedDDP(model, ranks, reduce_dtype=torch.bfloat16, transport=SMALL_COPIES)
+    ),
+    "sharded_flat copies": sharded_flat(layers, transport=SMALL_COPIES),
+    "fsdp copies": fsdp(layers, transport=SMALL_COPIES),
 }
 
 TORCH_STRATEGIES: dict[str, Start] = {

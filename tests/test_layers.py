@@ -180,13 +180,13 @@ def is_torch_free(module: str) -> bool:
 
 
 def triton_modules() -> set[str]:
-    """Modules of ops that import triton, directly or by another of them; only these may fail to import on macOS."""
+    """Modules of ops and parallel that import triton, directly or by another of them; only these may fail to import on macOS."""
     needing: set[str] = set()
     while True:
         modules_found = {
             module
             for module, path in MODULES.items()
-            if own_part(module) == "ops" and _needs_any({"triton", *needing}, imports(path.read_text()))
+            if own_part(module) in ("ops", "parallel") and _needs_any({"triton", *needing}, imports(path.read_text()))
         }
         if modules_found == needing:
             return needing

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel_strategies import SMALL_COPIES
 from quick import slow_unless
 from ranks import RankFailed, run_ranks
 from trainstep.config.parallel import OURS, SyncConfig
 from trainstep.ops.adamw import AdamW
+from trainstep.parallel.gradient_sync import HookedGradients
 from trainstep.parallel.ranks import Ranks
 from trainstep.training.captured import CapturedTrainStep
 from trainstep.training.parallelism import parallel
@@ -21,6 +23,7 @@ SENDING = [name for name in OURS if name != "none"]
 QUICK = ("bucketed", "sharded_flat", "fsdp")
 """Strategies that `make test` takes with every case; the others with the plain one alone."""
 WIDTH, CLASSES, STEPS = 8, 5, 10
+MANY_STEPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,37 +76,45 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x + self.side(x) if self.uses_side else x), targets)
 
 
-def batch(case: Case, step: int, rank: int, index: int) -> dict[str, Tensor]:
+def batch(case: Case, step: int, rank: int, index: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
     smaller = case.odd_batch and rank == 1 and (step == 6 or step >= 10)
     rows = 3 if smaller else 6
-    return {name: torch.randint(CLASSES, (rows,), generator=generator) for name in ("tokens", "targets")}
+    return {name: torch.randint(CLASSES, (rows,), generator=generator).to(device) for name in ("tokens", "targets")}
 
 
-def trained(ranks: Ranks, strategy: str, case: Case, captured: bool, strict: bool = True) -> dict[str, Any]:
+def wrapped_model(ranks: Ranks, strategy: str, case: Case, copies: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+    """The gradient sync around a new model, and its optimizer. `copies`: all messages but the smallest go by copies."""
     torch.manual_seed(ranks.rank)
-    config = SyncConfig(name=strategy)
-    wrapped = parallel(ranks, config).wrap(Model(case, ranks.rank), AdamW, {"lr": 1e-2, "weight_decay": 0.1})
-    sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
-    assert sync is not None
-    assert optimizer is not None
-    step = TrainStep(wrapped.module, optimizer, clip_grad_norm=case.clip, gradient_sync=sync)
+    model = Model(case, ranks.rank).to(ranks.device)
+    wrapped = parallel(ranks, SyncConfig(name=strategy)).wrap(model, AdamW, {"lr": 1e-2, "weight_decay": 0.1})
+    assert isinstance(wrapped.gradient_sync, HookedGradients)
+    assert wrapped.optimizer is not None
+    wrapped.gradient_sync.collectives.send_by(SMALL_COPIES if copies else None)
+    return wrapped.gradient_sync, wrapped.optimizer
+
+
+def trained(
+    ranks: Ranks, strategy: str, case: Case, captured: bool, strict: bool = True, copies: bool = False
+) -> dict[str, Any]:
+    sync, optimizer = wrapped_model(ranks, strategy, case, copies)
+    step = TrainStep(sync.module, optimizer, clip_grad_norm=case.clip, gradient_sync=sync)
     take = CapturedTrainStep(step, ranks, strict=strict) if captured else step
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
     losses, evaluations, launched = [], [], 0
     for number in range(STEPS + 8 * (case.odd_batch or case.evaluate)):
-        batches = [batch(case, number, ranks.rank, index) for index in range(case.accumulation)]
+        batches = [batch(case, number, ranks.rank, index, ranks.device) for index in range(case.accumulation)]
         launched += isinstance(take, CapturedTrainStep) and take.is_settled(batches)
         losses.append(take(batches).item())
         if case.schedule:
             scheduler.step()
         if case.evaluate and number % 3 == 2:
             with torch.no_grad():
-                evaluations.append(sync.module(**batch(case, 99, ranks.rank, 0)).item())
+                evaluations.append(sync.module(**batch(case, 99, ranks.rank, 0, ranks.device)).item())
             evaluations += [float(value.double().sum()) for value in sync.state_dict().values()]
         if case.reload and number == 6:
             optimizer.load_state_dict(optimizer.state_dict())
-    weights = [value.clone() for value in sync.state_dict().values()]
+    weights = [value.cpu() for value in sync.state_dict().values()]
     left_out = take.left_out if isinstance(take, CapturedTrainStep) else None
     return {
         "losses": losses,
@@ -137,6 +148,43 @@ def test_a_captured_strategy_has_the_same_losses_and_weights(strategy: str, case
 def test_four_captured_ranks_have_the_same_losses_and_weights(strategy: str, case: str):
     captured = run_ranks(4, trained, strategy, CASES[case], True)
     assert_same(captured, run_ranks(4, trained, strategy, CASES[case], False))
+
+
+@pytest.mark.parametrize("case", ["plain", "unused somewhere"])
+@pytest.mark.parametrize("strategy", ["flat", "bucketed", "sharded_flat", "fsdp"])
+def test_messages_by_copies_change_nothing(strategy: str, case: str):
+    captured = run_ranks(2, trained, strategy, CASES[case], True, True, True)
+    assert_same(captured, run_ranks(2, trained, strategy, CASES[case], False))
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    [(strategy, case) for strategy, case in itertools.product(SENDING, CASES) if strategy in QUICK or case == "plain"],
+)
+def test_a_strategy_captured_on_gpus_has_the_same_losses_and_weights(strategy: str, case: str, copies: bool):
+    captured = run_ranks(2, trained, strategy, CASES[case], True, True, copies, backend="nccl")
+    assert_same(captured, run_ranks(2, trained, strategy, CASES[case], False, backend="nccl"))
+    assert all(result["launched"] > 2 for result in captured)
+
+
+def weights_after_many_steps(ranks: Ranks, strategy: str, copies: bool) -> tuple[list[Tensor], str | None]:
+    sync, optimizer = wrapped_model(ranks, strategy, Case(), copies)
+    take = CapturedTrainStep(TrainStep(sync.module, optimizer, gradient_sync=sync), ranks, strict=True)
+    for number in range(MANY_STEPS):
+        take([batch(Case(), number, ranks.rank, 0, ranks.device)])
+    return [value.cpu() for value in sync.state_dict().values()], take.left_out
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("strategy", SENDING)
+def test_ranks_do_not_drift_apart_in_a_thousand_launches(strategy: str, copies: bool):
+    (first, left_out), (second, _) = run_ranks(2, weights_after_many_steps, strategy, copies, backend="nccl")
+    assert left_out is None
+    assert all(torch.isfinite(value).all() for value in first)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded_flat", "fsdp"])

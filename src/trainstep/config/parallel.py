@@ -55,6 +55,15 @@ class SyncConfig:
         f"free a block's parameters after its forward ({_users('reshard_after_forward')})", True
     )
     ahead: int = described(f"number of blocks gathered in advance by {_users('ahead')}, 0 to 2", 1)
+    transport: str = described(
+        "how large messages travel; library: by NCCL or gloo; copies: by the GPUs' copy engines into each other's memory, between "
+        f"ranks of one machine ({_users('transport')})",
+        "library",
+        ("library", "copies"),
+    )
+    inbox_mib: int = described(
+        "MiB of each rank's memory for messages that arrive by copies, besides what torch allocates", 512
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -64,6 +73,7 @@ class SyncConfig:
                 continue
             if not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < math.inf:
                 raise ValueError(f"{name}: must be a positive number of MiB, not {size!r}")
+        check_integer(self, "inbox_mib", at_least=1)
         if self.ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {self.ahead!r}")
         if not self.keeps_gradient_dtype and (self.reduce_dtype == "own" or not self._takes("keeps_gradient_dtype")):
@@ -78,6 +88,11 @@ class SyncConfig:
             )
         if self.reduce_dtype != "own" and self.strategy.communicates and not self._takes("reduce_dtype"):
             raise ValueError(f"reduce_dtype: {self.name} averages gradients in their own dtype; leave it at own")
+
+        if self.transport != "library" and self.strategy.communicates and not self._takes("transport"):
+            raise ValueError(
+                f"transport: {self.name} sends by the library; leave it at library, or take {_users('transport')}"
+            )
 
     @property
     def strategy(self) -> Strategy:

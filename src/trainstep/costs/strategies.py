@@ -67,7 +67,15 @@ class Strategy:
         return Part.PARAMETERS in self.shards
 
 
-_BUCKET_OPTIONS = ("bucket_mib", "first_bucket_mib", "last_bucket_mib", "reduce_dtype", "keeps_gradient_dtype")
+_BUCKET_OPTIONS = (
+    "bucket_mib",
+    "first_bucket_mib",
+    "last_bucket_mib",
+    "reduce_dtype",
+    "keeps_gradient_dtype",
+    "transport",
+    "inbox_mib",
+)
 _STATE = frozenset((Part.OPTIMIZER_STATE,))
 _ALL = frozenset(Part)
 
@@ -83,7 +91,7 @@ STRATEGIES = (
         name="flat",
         meaning="gradients averaged (DDP)",
         sends=(MessageKind.GRADIENTS_AT_ONCE,),
-        options=("reduce_dtype", "keeps_gradient_dtype"),
+        options=("reduce_dtype", "keeps_gradient_dtype", "transport", "inbox_mib"),
     ),
     Strategy(
         name="overlapped",
@@ -115,7 +123,7 @@ STRATEGIES = (
         overlaps=True,
         in_units=True,
         most_in_flight=1,  # a unit is several blocks
-        options=("bucket_mib", "reduce_dtype"),
+        options=("bucket_mib", "reduce_dtype", "transport", "inbox_mib"),
     ),
     Strategy(
         name="fsdp",
@@ -125,7 +133,7 @@ STRATEGIES = (
         overlaps=True,
         in_units=True,
         most_in_flight=2,  # a unit is one block
-        options=("reduce_dtype", "compute_dtype", "reshard_after_forward", "ahead"),
+        options=("reduce_dtype", "compute_dtype", "reshard_after_forward", "ahead", "transport", "inbox_mib"),
     ),
     Strategy(name="torch_ddp", meaning="torch's own", counterpart="bucketed", overlaps=True, options=("bucket_mib",)),
     Strategy(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
     from trainstep.parallel.checkpoint.save_load import load_checkpoint, save_checkpoint
     from trainstep.parallel.clipping import RankedGradScaler
+    from trainstep.parallel.copies.messages import CopyEngines
     from trainstep.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
     from trainstep.parallel.ddp import BucketedDDP as DDP
     from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
@@ -41,6 +42,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "BucketedDDP",
+    "CopyEngines",
     "FlatDDP",
     "FlatShardedOptimizer",
     "GradientSync",
@@ -68,6 +70,7 @@ _NAMES_OF = {
     "agreement": ("ReplicasDisagree", "check_agreement"),
     "checkpoint.save_load": ("load_checkpoint", "save_checkpoint"),
     "clipping": ("RankedGradScaler",),
+    "copies.messages": ("CopyEngines",),
     "ddp": ("BucketedDDP", "FlatDDP", "NaiveDDP", "OverlappedDDP"),
     "flat_optimizer": ("FlatShardedOptimizer",),
     "fsdp": ("FSDP",),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.parallel.copies.messages import CopyEngines, PeerCopies
 from trainstep.parallel.liveness.standstill import Progress
 from trainstep.parallel.ranks import Ranks
 from trainstep.spans import span
@@ -68,12 +69,20 @@ class Collectives:
         # The watch compares the calls of all ranks, so it is not told those of a subgroup.
         watch = ranks.watch if ranks.group is dist.group.WORLD else None
         self._progress = Progress() if watch is None else watch.progress
+        self._copies: PeerCopies | None = None
+
+    def send_by(self, transport: CopyEngines | None) -> None:
+        """From now on, send large messages by copies (copies/messages.py); None: by NCCL or gloo. Every rank must call this."""
+        several = self.ranks.group is not None and self.ranks.world_size > 1
+        self._copies = PeerCopies(self.ranks, transport, self.gather_texts) if transport and several else None
 
     def all_reduce(self, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
         """Every rank's tensor becomes the `sum`, `average` or `maximum` of all ranks' tensors."""
         if self.ranks.group is None:
             return DONE
         with self._counted("all_reduce", tensor, label):
+            if (copies := self._copies_for(tensor, reduction)) is not None:
+                return copies.all_reduce(tensor, reduction)
             return _ALL_REDUCE(tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True)
 
     def reduce_scatter(self, shard: Tensor, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
@@ -85,6 +94,8 @@ class Collectives:
             _copy_unless_same(shard, tensor)
             return DONE
         with self._counted("reduce_scatter", tensor, label):
+            if (copies := self._copies_for(tensor, reduction)) is not None:
+                return copies.reduce_scatter(shard, tensor, reduction)
             return _REDUCE_SCATTER(shard, tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True)
 
     def all_gather(self, tensor: Tensor, shard: Tensor, *, label: str = "") -> Pending:
@@ -93,6 +104,8 @@ class Collectives:
             _copy_unless_same(tensor, shard)
             return DONE
         with self._counted("all_gather", tensor, label):
+            if (copies := self._copies_for(tensor)) is not None:
+                return copies.all_gather(tensor, shard)
             return _ALL_GATHER(tensor, shard, group=self.ranks.group, async_op=True)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, label: str = "") -> Pending:
@@ -124,6 +137,12 @@ class Collectives:
     def count_step(self) -> None:
         """Count a step whose gradients are synchronised, so that the watch can say in which step a rank is."""
         self._progress.steps += 1
+
+    def _copies_for(self, tensor: Tensor, reduction: str = "sum") -> PeerCopies | None:
+        """What copies this message; None if the library sends it. A CPU's tape holds the library's messages only."""
+        if self._copies is None or (self.recorded and tensor.device.type == "cpu"):
+            return None
+        return self._copies if self._copies.takes(tensor, reduction) else None
 
     def _counted(self, operation: str, tensor: Tensor, label: str) -> AbstractContextManager[Any]:
         """Count the message; returns the span to start it in."""

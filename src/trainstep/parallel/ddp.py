@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from trainstep.costs.buckets import bytes_of_mib
 from trainstep.parallel.bucket import make_buckets, plan_buckets
 from trainstep.parallel.collectives import Pending
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.gradient_sync import HeldTensors, ReplicatedGradients
 from trainstep.parallel.launch_order import LaunchOrder, Usage
 from trainstep.parallel.ranks import Ranks
@@ -154,7 +155,10 @@ class _MessagePerBucket(ReplicatedGradients):
 
 
 class FlatDDP(_MessagePerBucket):
-    """Averages all gradients of a dtype at once, after backward. `reduce_dtype`, `keeps_gradient_dtype`: as in BucketedDDP."""
+    """Averages all gradients of a dtype at once, after backward.
+
+    `reduce_dtype`, `keeps_gradient_dtype`, `transport`: as in BucketedDDP.
+    """
 
     def __init__(
         self,
@@ -163,9 +167,10 @@ class FlatDDP(_MessagePerBucket):
         *,
         reduce_dtype: torch.dtype | None = None,
         keeps_gradient_dtype: bool = True,
+        transport: CopyEngines | None = None,
     ) -> None:
         options = {"reduce_dtype": reduce_dtype, "keeps_gradient_dtype": keeps_gradient_dtype}
-        super().__init__(module, ranks, options=options)
+        super().__init__(module, ranks, options=options, transport=transport)
         plan = plan_buckets(self.trained_parameters, bucket_bytes=math.inf, dtype=reduce_dtype)
         self._make_buckets("flat", plan, reduce_dtype, keeps_gradient_dtype)
 
@@ -191,6 +196,9 @@ class BucketedDDP(_MessagePerBucket):
     gradients are views of the buckets in `reduce_dtype`: clipping here takes such gradients, and so must the optimizer
     (trainstep's AdamW does, torch's do not).
 
+    `transport`: `CopyEngines()` copies large messages into the other GPUs' memory, where NCCL would send them by kernels
+    (copies/messages.py).
+
     Buckets go out in one order: a full bucket waits for those before it. [Note: the same messages on every rank]
     """
 
@@ -205,6 +213,7 @@ class BucketedDDP(_MessagePerBucket):
         reduce_dtype: torch.dtype | None = None,
         keeps_gradient_dtype: bool = True,
         bucket_cap_mb: float | None = None,
+        transport: CopyEngines | None = None,
     ) -> None:
         if bucket_cap_mb is not None:
             if bucket_mib is not None:
@@ -216,7 +225,7 @@ class BucketedDDP(_MessagePerBucket):
             bytes_of_mib(name, size_mib) for name, size_mib in sizes_mib.items()
         )
         dtypes = {"reduce_dtype": reduce_dtype, "keeps_gradient_dtype": keeps_gradient_dtype}
-        super().__init__(module, ranks, options={**sizes_mib, **dtypes})
+        super().__init__(module, ranks, options={**sizes_mib, **dtypes}, transport=transport)
         plan = plan_buckets(
             self.trained_parameters,
             bucket_bytes=bucket_bytes,

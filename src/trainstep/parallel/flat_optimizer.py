@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
 from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_tensors, names_of, options_of_groups
 from trainstep.parallel.sharded_flat import ShardedGradients
@@ -30,7 +31,7 @@ class FlatShardedOptimizer(Optimizer):
 
     `param_groups` are those of the inner optimizer, so schedulers and hyperparameters work as on that. Its tensors are pieces: clip
     by `gradient_sync.clip_grad_norm_`, not by torch's function, which would see only this rank's part of the norm.
-    `units`, `bucket_mib`, `reduce_dtype`, `most_in_flight`: as in ShardedGradients.
+    `units`, `bucket_mib`, `reduce_dtype`, `most_in_flight`, `transport`: as in ShardedGradients.
 
     A unit is sent to the other ranks while the next unit's pieces are updated, if the inner optimizer counts its steps tensor by
     tensor: the element-wise classes of torch.optim, and classes with `counts_steps_by_tensor = True` in their body. It then steps
@@ -50,6 +51,7 @@ class FlatShardedOptimizer(Optimizer):
         bucket_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
         most_in_flight: int = 1,
+        transport: CopyEngines | None = None,
         element_wise: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -70,13 +72,20 @@ class FlatShardedOptimizer(Optimizer):
             "units": names_of(module, units),
             "bucket_mib": bucket_mib,
             "reduce_dtype": reduce_dtype,
+            "transport": transport,
             **kwargs,
             **options_of_groups(chosen),
             **{f"group {number}: parameters": members for number, members in enumerate(self._members)},
         }
         check_same_setup(type(self).__name__, named_tensors(module), Collectives(ranks), options=options)
         self.gradient_sync = ShardedGradients(
-            module, ranks, units=units, bucket_mib=bucket_mib, reduce_dtype=reduce_dtype, most_in_flight=most_in_flight
+            module,
+            ranks,
+            units=units,
+            bucket_mib=bucket_mib,
+            reduce_dtype=reduce_dtype,
+            most_in_flight=most_in_flight,
+            transport=transport,
         )
         pieces = self.gradient_sync.pieces
         inner = optimizer_cls(

@@ -22,6 +22,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import _IncompatibleKeys
 
 from trainstep.parallel.clipping import clip_gradients_
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.flat_buffer import StagingPool, in_memory_order
 from trainstep.parallel.fsdp_unit import FSDPUnit, PassOrder, Placed, UnitsAt, UnitState, explain_shapes
 from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients, sent_twice
@@ -48,8 +49,9 @@ class FSDP(HookedGradients):
     `compute_dtype`: dtype of gathered parameters and so of the computation; the pieces and the update keep the parameters' own.
     `reduce_dtype`: dtype in which gradients are averaged. `reshard_after_forward` False: units are gathered once per step.
     `ahead`: number of modules whose units are gathered before they are needed, 0 to 2. `most_in_flight`: number of units whose
-    gradients may be reduced at the same time. Every rank must run the same units in the same order; parameters within a unit may go
-    unused. Blocks may be compiled by `block.forward = torch.compile(block.forward)`: the hooks stay outside.
+    gradients may be reduced at the same time. `transport`: as in BucketedDDP. Every rank must run the same units in the same
+    order; parameters within a unit may go unused. Blocks may be compiled by `block.forward = torch.compile(block.forward)`: the
+    hooks stay outside.
 
     A parameter is whole only inside its unit's forward and backward. A module that reads a parameter of another unit without
     calling that unit's `forward` sees a piece (an error about shapes says so in a note), and a `detach()`ed parameter kept for
@@ -70,11 +72,11 @@ class FSDP(HookedGradients):
         reshard_after_forward: bool = True,
         ahead: int = 1,
         most_in_flight: int = 2,
+        transport: CopyEngines | None = None,
     ) -> None:
         if ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {ahead!r}")
-        units = chosen_units(module, units)
-        ignored_parameters = IgnoredParameters(module, ignored)
+        units, ignored_parameters = chosen_units(module, units), IgnoredParameters(module, ignored)
         options = {
             "units": names_of(module, units),
             "ignored": list(ignored_parameters.named.values()),
@@ -83,7 +85,7 @@ class FSDP(HookedGradients):
             "reshard_after_forward": reshard_after_forward,
             "ahead": ahead,
         }
-        super().__init__(module, ranks, options=options)
+        super().__init__(module, ranks, options=options, transport=transport)
         self._reshard_after_forward = reshard_after_forward
         self._ignored = ignored_parameters
         self._ignored.take_over(self.trained_parameters, reduce_dtype)

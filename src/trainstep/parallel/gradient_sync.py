@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import Collectives, Traffic
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.module_wrapper import ModuleWrapper
 from trainstep.parallel.ranks import Ranks, ranks_around
@@ -93,9 +94,10 @@ class GradientSync(Protocol):
 class HookedGradients(ModuleWrapper, ABC):
     """Base of all strategies of ours: hooks that tell when a gradient is ready, and the checks around them.
 
-    `ranks`: by default the ranks of torch's default process group, on the module's device. At the start ranks compare what they
-    wrap, and how (`options`: what must be equal on all ranks): ValueError on every rank where they differ. Then every parameter and
-    buffer becomes that of rank 0. Tied parameters count once, frozen parameters are left alone.
+    `ranks`: by default the ranks of torch's default process group, on the module's device. `transport`: sends large messages by
+    copies between the GPUs of one machine (copies/messages.py), by default through NCCL or gloo. At the start ranks compare what
+    they wrap, and how (`options`: what must be equal on all ranks): ValueError on every rank where they differ. Then every
+    parameter and buffer becomes that of rank 0. Tied parameters count once, frozen parameters are left alone.
     Raises ValueError
     - at the start for a parameter on another device than the ranks', or one that is synchronised already;
     - at `finish_gradient_synchronization` for a parameter that was added, replaced or unfrozen since, by name;
@@ -106,7 +108,12 @@ class HookedGradients(ModuleWrapper, ABC):
     """The order of the messages, in strategies that send during backward."""
 
     def __init__(
-        self, module: nn.Module, ranks: Ranks | None = None, *, options: Mapping[str, Any] | None = None
+        self,
+        module: nn.Module,
+        ranks: Ranks | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        transport: CopyEngines | None = None,
     ) -> None:
         super().__init__(module)
         if ranks is not None and not isinstance(ranks, Ranks):
@@ -122,7 +129,9 @@ class HookedGradients(ModuleWrapper, ABC):
         self._syncing = True
         _check_device(module, self.ranks)
         _check_not_wrapped(module)
+        options = {**(options or {}), "transport": transport}
         check_same_setup(type(self).__name__, named_tensors(module), self.collectives, options=options)
+        self.collectives.send_by(transport)
         broadcast_state(module, self.collectives)
         self._add_parameters([named for named in module.named_parameters() if named[1].requires_grad])
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from trainstep.costs.buckets import bytes_of_mib
 from trainstep.parallel.clipping import clip_gradients_
 from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.flat_buffer import FlatBuffer, GradientShards, StagingPool
 from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients
 from trainstep.parallel.launch_order import LaunchOrder, Usage
@@ -43,7 +44,7 @@ class ShardedGradients(HookedGradients):
     A unit is a block, or neighbouring blocks that together hold at most `bucket_mib` MiB of parameters, by default a sixteenth to a
     quarter of all (costs/buckets.py); math.inf: all blocks are one unit. Larger units mean fewer messages, and more left to send
     when backward is over. `units`: other modules to cut at, as in plan_units. ValueError for a `bucket_mib` that is not positive.
-    `most_in_flight`: number of units whose gradients may be reduced at the same time.
+    `most_in_flight`: number of units whose gradients may be reduced at the same time. `transport`: as in BucketedDDP.
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
     """
@@ -57,10 +58,11 @@ class ShardedGradients(HookedGradients):
         bucket_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
         most_in_flight: int = 1,
+        transport: CopyEngines | None = None,
     ) -> None:
         most_bytes = bytes_of_mib("bucket_mib", bucket_mib)
         options = {"units": names_of(module, units), "bucket_mib": bucket_mib, "reduce_dtype": reduce_dtype}
-        super().__init__(module, ranks, options=options)
+        super().__init__(module, ranks, options=options, transport=transport)
         self._reduce_dtype = reduce_dtype
         self._staging = StagingPool(self.ranks.device)
         self._units: list[_FlatUnit] = []

@@ -3,13 +3,15 @@
     communication = read_communication(read_work(trace))
 
     launched    the host asked for it
-    started     its kernel began on the device, or a thread of gloo took it up
-    finished    its kernel, or gloo's thread, was done
+    started     its kernel or its first copy began on the device, or a thread of gloo took it up
+    finished    its kernel or its last copy, or gloo's thread, was done
     exposed     time from start to finish during which nothing was computed; hidden is the rest
 
-Computing is any work on the device except messages. Without a device it is ops of the main thread; between them the thread waits or
-runs Python. Messages that overlap count once in a step's totals. A message's time includes the wait for the last rank; `waiting_s`
-separates the wait from the transfer, given all ranks' starts.
+A message sent by copies (parallel/copies/messages.py) is all work that was issued in its span; on a CPU it is the span.
+
+Computing is any work on the device except messages. Without a device it is ops of the main thread outside of messages' spans;
+between them the thread waits or runs Python. Messages that overlap count once in a step's totals. A message's time includes the
+wait for the last rank; `waiting_s` separates the wait from the transfer, given all ranks' starts.
 """
 
 import re
@@ -23,7 +25,7 @@ from trainstep.traces.kernel_classes import COMMUNICATION, OVERHEAD, class_of_op
 from trainstep.traces.kineto import Range, Thread, Trace
 from trainstep.traces.nesting import Cover, Nesting
 from trainstep.traces.tables import Columns, columns_of
-from trainstep.traces.work import TraceWork
+from trainstep.traces.work import TraceWork, Work
 
 _MESSAGE = re.compile(r"(?:all_reduce|reduce_scatter|all_gather|broadcast)(?: |$)")
 """Spans of parallel/collectives.py."""
@@ -140,43 +142,86 @@ def waiting_s(starts: Sequence[Sequence[tuple[str, float]]]) -> list[list[float]
 
 
 def _on_device(work: TraceWork) -> Iterator[_Message]:
-    for piece in work.pieces:
-        if piece.kind == COMMUNICATION:
-            call = piece.call
-            label = _span(work, call.thread, call.start_ns) if call is not None else None
-            yield _Message(
-                label=label or piece.name,
-                step=piece.place.step,
-                phase=piece.place.phase,
-                launched_ns=call.start_ns if call is not None else piece.start_ns,
-                started_ns=piece.start_ns,
-                finished_ns=piece.end_ns,
-            )
+    for span, pieces in _pieces_of_messages(work):
+        first = pieces[0]
+        yield _Message(
+            label=span.name if span is not None else first.name,
+            step=first.place.step,
+            phase=first.place.phase,
+            launched_ns=first.call.start_ns if first.call is not None else first.start_ns,
+            started_ns=min(piece.start_ns for piece in pieces),
+            finished_ns=max(piece.end_ns for piece in pieces),
+        )
+
+
+def _pieces_of_messages(work: TraceWork) -> list[tuple[Range | None, list[Work]]]:
+    """Each message's span and pieces: NCCL's kernel, or else all that was issued in the span. NCCL's may lack a span."""
+    messages: dict[tuple[Thread, int] | int, tuple[Range | None, list[Work]]] = {}
+    for number, piece in enumerate(work.pieces):
+        call = piece.call
+        span = _span(work, call.thread, call.start_ns) if call is not None else None
+        if span is not None:
+            messages.setdefault((span.thread, span.start_ns), (span, []))[1].append(piece)
+        elif piece.kind == COMMUNICATION:
+            messages[number] = None, [piece]
+    return [
+        (span, [piece for piece in pieces if piece.kind == COMMUNICATION] or pieces)
+        for span, pieces in messages.values()
+    ]
 
 
 def _on_host(work: TraceWork) -> Iterator[_Message]:
-    for launch, run in _gloo_messages(work.attribution.trace):
-        place = work.attribution.place_at(launch.thread, launch.start_ns)
+    attribution = work.attribution
+    by_gloo: set[tuple[Thread, int]] = set()
+    for launch, run in _gloo_messages(attribution.trace):
+        place = attribution.place_at(launch.thread, launch.start_ns)
+        span = _span(work, launch.thread, launch.start_ns)
+        if span is not None:
+            by_gloo.add((span.thread, span.start_ns))
         yield _Message(
-            label=_span(work, launch.thread, launch.start_ns) or run.name,
+            label=span.name if span is not None else run.name,
             step=place.step,
             phase=place.phase,
             launched_ns=launch.start_ns,
             started_ns=run.start_ns,
             finished_ns=run.end_ns,
         )
+    asked = [op for op in attribution.trace.ranges if op.name in _GLOO_RANGES]
+    by_gloo |= {
+        (span.thread, span.start_ns) for op in asked if (span := _span(work, op.thread, op.start_ns)) is not None
+    }
+    for span in attribution.trace.ranges:
+        if _is_message(span) and (span.thread, span.start_ns) not in by_gloo:
+            place = attribution.place_at(span.thread, span.start_ns)
+            yield _Message(
+                label=span.name,
+                step=place.step,
+                phase=place.phase,
+                launched_ns=span.start_ns,
+                started_ns=span.start_ns,
+                finished_ns=span.end_ns,
+            )
 
 
-def _span(work: TraceWork, thread: Thread, time_ns: int) -> str | None:
+def _is_message(span: Range) -> bool:
+    return span.annotation and _MESSAGE.match(span.name) is not None
+
+
+def _span(work: TraceWork, thread: Thread, time_ns: int) -> Range | None:
     """The innermost message span open at this time, if any."""
     around = work.attribution.nestings[thread].around(time_ns) if thread in work.attribution.nestings else ()
-    return next((span.name for span in around if span.annotation and _MESSAGE.match(span.name)), None)
+    return next((span for span in around if _is_message(span)), None)
 
 
 def _computing(work: TraceWork) -> Cover:
     if not work.on_device:
         return Cover(_main_thread_ops(work.attribution))
-    return Cover((piece.start_ns, piece.end_ns) for piece in work.pieces if piece.kind != COMMUNICATION)
+    return Cover((piece.start_ns, piece.end_ns) for piece in _computing_pieces(work))
+
+
+def _computing_pieces(work: TraceWork) -> list[Work]:
+    sent = {id(piece) for _, pieces in _pieces_of_messages(work) for piece in pieces}
+    return [piece for piece in work.pieces if id(piece) not in sent]
 
 
 def _backward_ends_ns(work: TraceWork) -> dict[int | None, int]:
@@ -184,9 +229,7 @@ def _backward_ends_ns(work: TraceWork) -> dict[int | None, int]:
     last_ends_ns: dict[int | None, int] = {}
     if work.on_device:
         ends_by_step = [
-            (piece.place.step, piece.end_ns)
-            for piece in work.pieces
-            if piece.place.phase == Phase.BACKWARD and piece.kind != COMMUNICATION
+            (piece.place.step, piece.end_ns) for piece in _computing_pieces(work) if piece.place.phase == Phase.BACKWARD
         ]
     else:
         attribution = work.attribution
@@ -269,8 +312,15 @@ def _own_intervals(nesting: Nesting) -> Iterator[tuple[int, int]]:
         if parent >= 0:
             children.setdefault(parent, []).append(nesting.ranges[index])
     computes: dict[str, bool] = {}
+    in_message: list[bool] = []
     for index, op in enumerate(nesting.ranges):
-        if op.annotation or not computes.setdefault(op.name, class_of_op(op.name) not in (COMMUNICATION, OVERHEAD)):
+        parent = nesting.parents[index]
+        in_message.append(_is_message(op) or (parent >= 0 and in_message[parent]))
+        if (
+            in_message[index]
+            or op.annotation
+            or not computes.setdefault(op.name, class_of_op(op.name) not in (COMMUNICATION, OVERHEAD))
+        ):
             continue
         reached_ns = op.start_ns
         for child in children.get(index, ()):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainstep.config.parallel import SyncConfig
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.fsdp import FSDP
@@ -39,6 +40,9 @@ def parallel(ranks: Ranks, config: SyncConfig) -> Parallel:
     """These ranks with the config's parallel strategy. All ranks get rank 0's parameters, except with sync none."""
     values = {option: getattr(config, option) for option in config.strategy.options}
     strategy_options = {option: _DTYPES.get(value, value) for option, value in values.items()}
+    if inbox_mib := strategy_options.pop("inbox_mib", None):
+        by_copies = strategy_options["transport"] == "copies"
+        strategy_options["transport"] = CopyEngines(inbox_bytes=inbox_mib * 2**20) if by_copies else None
     if config.strategy.most_in_flight:
         strategy_options["most_in_flight"] = config.strategy.most_in_flight
 

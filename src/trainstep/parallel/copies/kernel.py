@@ -1,0 +1,33 @@
+"""The kernel that adds up what arrived in an inbox (copies/messages.py)."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_PROGRAMS = 64
+"""Programs that add up an inbox: enough to keep up with NVLink, few enough to leave most multiprocessors to the step."""
+
+
+def add_up_on_gpu(own: Tensor, slots: Tensor, into: Tensor, scale: float) -> None:
+    """As messages.add_up, on the current stream."""
+    numel = own.numel()
+    if numel:
+        blocks = triton.cdiv(numel, _BLOCK)
+        add_up_kernel[(min(blocks, _PROGRAMS),)](
+            own, slots, into, numel, slots.stride(0), scale, SLOTS=slots.shape[0], BLOCK=_BLOCK, num_warps=8
+        )
+
+
+@triton.jit
+def add_up_kernel(
+    own_ptr, slots_ptr, into_ptr, numel, slot_stride, scale, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes every `programs`-th block of the chunk."""
+    for first in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        mask = place < numel
+        total = tl.load(own_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        for slot in tl.static_range(SLOTS):
+            total += tl.load(slots_ptr + slot * slot_stride + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(into_ptr + place, (total * scale).to(into_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,133 @@
+"""Memory that the ranks of one machine write into each other's, and signals between these ranks.
+
+A rank has one block of bytes, which every other rank can address, and a signal for each pair of ranks and channel:
+
+    put_signal     sets the signal that the other rank waits for; waits while an earlier signal has not been taken
+    wait_signal    waits until the other rank has set it, and takes it
+
+On GPUs the block is torch's symmetric memory (`torch.distributed._symmetric_memory`), addresses over NVLink or PCIe; signals are
+kernels of one block, in the order of the current stream, so a CUDA graph can hold them. NVLink multicast is not used. On a CPU the
+block is a file that all ranks map, and the host waits.
+"""
+
+import os
+import secrets
+import socket
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstep.parallel.ranks import Ranks
+
+_POLL_S = 2e-5
+_WAIT_S = 600.0
+"""How long the host waits for a signal. A GPU waits without end: the watch ends the ranks of a dead one (liveness/watch.py)."""
+
+GatherTexts = Callable[[str], list[str]]
+"""Every rank's text in the order of ranks; a collective."""
+
+
+class PeerMemory(ABC):
+    """This rank's block of `bytes_` bytes, and the other ranks' blocks."""
+
+    @abstractmethod
+    def of(self, rank: int) -> Tensor:
+        """The rank's block, (bytes,) of uint8."""
+
+    @abstractmethod
+    def put_signal(self, rank: int, channel: int) -> None:
+        """Set this rank's signal to `rank`, after everything that the current stream was given before."""
+
+    @abstractmethod
+    def wait_signal(self, rank: int, channel: int) -> None:
+        """Wait for the signal of `rank` and take it, before anything that the current stream is given later."""
+
+
+def open_peer_memory(ranks: Ranks, bytes_: int, *, channels: int, gather_texts: GatherTexts) -> PeerMemory:
+    """Allocate a block on every rank and map the others'. A collective.
+
+    ValueError where ranks are on several machines, or the GPUs cannot address each other's memory.
+    """
+    machines = gather_texts(socket.gethostname())
+    if len(set(machines)) > 1:
+        raise ValueError(
+            f"transport: copies go between ranks of one machine, and these are on {len(set(machines))} "
+            f"({', '.join(sorted(set(machines))[:2])}...); take library"
+        )
+    if ranks.device.type == "cuda":
+        return _SymmetricMemory(ranks, bytes_)
+    return _MappedFiles(ranks, bytes_, channels, gather_texts)
+
+
+class _SymmetricMemory(PeerMemory):
+    def __init__(self, ranks: Ranks, bytes_: int) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        group: Any = ranks.group
+        try:
+            self._own = symmetric_memory.empty(bytes_, dtype=torch.uint8, device=ranks.device)
+            self._handle: Any = symmetric_memory.rendezvous(self._own, group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"transport: the GPUs of this machine cannot address each other's memory ({reason}); take library"
+            ) from error
+        self._blocks = [
+            self._own if rank == ranks.rank else self._handle.get_buffer(rank, (bytes_,), torch.uint8)
+            for rank in range(ranks.world_size)
+        ]
+
+    def of(self, rank: int) -> Tensor:
+        return self._blocks[rank]
+
+    def put_signal(self, rank: int, channel: int) -> None:
+        self._handle.put_signal(rank, channel)
+
+    def wait_signal(self, rank: int, channel: int) -> None:
+        self._handle.wait_signal(rank, channel)
+
+
+class _MappedFiles(PeerMemory):
+    """Signals are bytes behind each block, one for each channel and sending rank."""
+
+    def __init__(self, ranks: Ranks, bytes_: int, channels: int, gather_texts: GatherTexts) -> None:
+        shared = Path("/dev/shm")
+        folder = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+        own = folder / f"trainstep-{secrets.token_hex(8)}"
+        size = bytes_ + channels * ranks.world_size
+        descriptor = os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+            os.close(descriptor)
+            paths = gather_texts(str(own))
+            files = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
+            gather_texts("mapped")  # every rank has mapped all files: their names may go
+        finally:
+            own.unlink()
+        self._rank, self._world_size = ranks.rank, ranks.world_size
+        self._blocks = [file[:bytes_] for file in files]
+        self._signals = [file[bytes_:].numpy() for file in files]
+
+    def of(self, rank: int) -> Tensor:
+        return self._blocks[rank]
+
+    def put_signal(self, rank: int, channel: int) -> None:
+        self._turn(self._signals[rank], channel * self._world_size + self._rank, 1, rank)
+
+    def wait_signal(self, rank: int, channel: int) -> None:
+        self._turn(self._signals[self._rank], channel * self._world_size + rank, 0, rank)
+
+    def _turn(self, signals: Any, place: int, value: int, rank: int) -> None:
+        """Set a signal to `value` once it has the other value."""
+        latest_s = time.monotonic() + _WAIT_S
+        while signals[place] == value:
+            if time.monotonic() > latest_s:
+                raise TimeoutError(f"transport: rank {rank} sent no signal for {_WAIT_S:.0f} s")
+            time.sleep(_POLL_S)
+        signals[place] = value
