@@ -88,6 +88,30 @@ def test_messages_have_hidden_and_exposed_time_and_a_tail():
     assert step.tail_s == pytest.approx(45 * US)
 
 
+def test_a_message_by_copies_is_all_work_that_was_issued_in_its_span():
+    communication = a_step(
+        span("all_reduce bucket 0", 30, 50),
+        *launched("Memcpy PtoP (Device -> Device)", 32, 50, 70, 2),
+        *launched("add_up_kernel", 35, 95, 110, 3),
+        *launched("fill", 52, 110, 115, 4),
+    )
+    assert in_microseconds(communication) == [("all_reduce bucket 0", 32, 50, 110, 50, 10)]
+    assert communication.steps[0].tail_s == 0, "the last work of backward is a fill that no message issued"
+
+
+def test_a_message_by_copies_on_a_cpu_is_its_span_and_hides_nothing():
+    communication = read(
+        span("step 0", 0, 200),
+        span("backward", 5, 60),
+        op("aten::mm", 10, 30),
+        span("all_reduce bucket 0", 30, 50),
+        op("aten::copy_", 32, 48),
+        op("aten::mm", 50, 60),
+    )
+    assert in_microseconds(communication) == [("all_reduce bucket 0", 30, 30, 50, 0, 20)]
+    assert communication.steps[0].exposed_s == pytest.approx(20 * US)
+
+
 def test_messages_that_overlap_count_once_in_the_step():
     communication = a_step(
         *message("reduce_scatter blocks.1", 30, 90, 120, 2), *message("all_gather blocks.0", 41, 110, 140, 3)
