@@ -240,6 +240,17 @@ def test_scaler_skips_and_unscales(device: str):
         assert float(optimizers[0].state[parameter]["step"]) == 3
 
 
+def test_loading_a_state_keeps_the_tables_that_graphs_read(device: str):
+    """A loaded state may be the very tensors that a graph updates, so the graph is launched again, and reads its tables."""
+    parameters = parameters_of(contents()[3:5], device)
+    optimizer = OURS(parameters, **OPTIONS)
+    run(optimizer, steps=1)
+    launches = optimizer._launches
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer._launches is launches
+    run(copy.deepcopy(optimizer), steps=1)
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_the_update():
     lr = torch.tensor(1e-2, device="cuda")

@@ -72,8 +72,9 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also takes the state of torch's AdamW. ValueError for an option that this optimizer does not have."""
         super().__setstate__(state)
-        self._launches = {}
-        self.__dict__.setdefault("rounded", {})  # a copied optimizer has none yet
+        # A copied optimizer has neither yet. Loading a state keeps the launches: captured graphs read their tables.
+        self.__dict__.setdefault("_launches", {})
+        self.__dict__.setdefault("rounded", {})
         for group in self.param_groups:
             for name in _TORCH_ONLY:
                 if group.pop(name, False):
