@@ -66,22 +66,29 @@ def test_ranks_of_slurm_start_and_stop(
     assert sorted(output.splitlines()) == EXPECTED_LINES
 
 
-ON_GPUS = """
+SENDING = """
 import os, signal, sys
 import torch
 from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.process_group import start_ranks, stop_ranks
 
-ranks = start_ranks()
-assert torch.cuda.current_device() == ranks.device.index == ranks.rank
+def all_reduce():
+    collectives.all_reduce(values).wait()
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+
+ranks = start_ranks(sys.argv[1])
+if sys.argv[1] == "nccl":
+    assert torch.cuda.current_device() == ranks.device.index == ranks.rank
+collectives = Collectives(ranks)
+collectives.send_by(CopyEngines(least_bytes=1) if "copies" in sys.argv else None)
 values = torch.full((1024,), ranks.rank + 1.0, device=ranks.device)
-Collectives(ranks).all_reduce(values).wait()
-torch.cuda.synchronize()
+all_reduce()
 if "kill" in sys.argv and ranks.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if "kill" in sys.argv:
-    Collectives(ranks).all_reduce(values).wait()
-    torch.cuda.synchronize()  # hangs, as the other rank is dead
+    all_reduce()  # hangs, as the other rank is dead
 total = values[0].item()
 del values
 stop_ranks(ranks)
@@ -89,13 +96,13 @@ print(f"rank {ranks.rank}: {total}", flush=True)
 """
 
 
-def two_ranks_on_gpus(*arguments: str) -> list[tuple[int, str, str]]:
+def two_sending_ranks(*arguments: str) -> list[tuple[int, str, str]]:
     """Run two ranks; exit code, stdout and stderr of each."""
     base = {**os.environ, "PYTHONPATH": import_path(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", ON_GPUS, *arguments],
+            [sys.executable, "-c", SENDING, *arguments],
             env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -112,15 +119,23 @@ def two_ranks_on_gpus(*arguments: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.multigpu
-def test_two_ranks_on_nccl_start_and_stop():
-    results = two_ranks_on_gpus()
+@pytest.mark.parametrize("transport", ["library", "copies"])
+def test_two_ranks_on_nccl_start_and_stop(transport: str):
+    results = two_sending_ranks("nccl", transport)
     assert [(code, out) for code, out, _ in results] == [(0, f"rank {rank}: 3.0\n") for rank in range(2)], results
     assert not any("died" in err for *_, err in results)
 
 
-@pytest.mark.multigpu
-def test_a_killed_rank_on_nccl_is_named():
-    (code, out, err), (killed, *_) = two_ranks_on_gpus("kill")
+@pytest.mark.parametrize(
+    ("backend", "transport"),
+    [
+        ("gloo", "copies"),
+        pytest.param("nccl", "library", marks=pytest.mark.multigpu),
+        pytest.param("nccl", "copies", marks=pytest.mark.multigpu),
+    ],
+)
+def test_a_killed_rank_is_named_by_one_that_waits_for_its_message(backend: str, transport: str):
+    (code, out, err), (killed, *_) = two_sending_ranks(backend, transport, "kill")
     assert (code, out, killed) == (LEFT, "", -signal.SIGKILL)
     assert "trainstep: rank 1 (" in err
     assert err.rstrip().endswith("died; rank 0 leaves")
