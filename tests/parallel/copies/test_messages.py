@@ -1,5 +1,8 @@
 """Collectives by copies have the right results for any size, number of ranks and chunk, and strategies train with them."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from parallel_strategies import COPIES_STRATEGIES
 from parallel_training import Case, distance, train_alone, train_together
 from ranks import run_ranks
 from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.copies import memory
 from trainstep.parallel.copies.messages import CopyEngines, add_up
 from trainstep.parallel.ranks import Ranks
 
@@ -118,6 +122,29 @@ def too_small(ranks: Ranks) -> str:
 
 def test_an_inbox_that_is_too_small_is_refused():
     assert run_ranks(3, too_small) == ["inbox_bytes: must be at least 1024 for 3 ranks, not 100"] * 3
+
+
+def no_room(ranks: Ranks) -> str:
+    def full(_descriptor: int, _first: int, _bytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    if ranks.rank == 1:
+        memory.os = SimpleNamespace(**{**vars(os), "posix_fallocate": full})  # type: ignore[assignment]
+    try:
+        Collectives(ranks).send_by(CopyEngines())
+    except ValueError as error:
+        return str(error)
+    finally:
+        memory.os = os
+    return ""
+
+
+def test_a_rank_without_room_for_its_inbox_ends_all():
+    words = run_ranks(2, no_room)
+    assert words[0] == words[1]
+    assert words[0].endswith(
+        "has no room for an inbox of 512 MiB (No space left on device); take a smaller inbox_mib, or library"
+    )
 
 
 def test_a_sum_is_rounded_once():

@@ -104,7 +104,19 @@ class _MappedFiles(PeerMemory):
         descriptor = os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.ftruncate(descriptor, size)
+            if hasattr(
+                os, "posix_fallocate"
+            ):  # without its memory, a later write would end the process; macOS cannot tell
+                os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            problem = f"transport: {folder} has no room for an inbox of {bytes_ / 2**20:.0f} MiB ({error.strerror})"
+        else:
+            problem = ""
+        finally:
             os.close(descriptor)
+        try:
+            if any(problems := gather_texts(problem)):
+                raise ValueError(f"{next(filter(None, problems))}; take a smaller inbox_mib, or library")
             paths = gather_texts(str(own))
             files = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
             gather_texts("mapped")  # every rank has mapped all files: their names may go
