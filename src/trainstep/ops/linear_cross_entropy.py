@@ -180,8 +180,8 @@ def _by_chunks(
     """Fill in losses and lse, and return dx and dW; those that are not wanted have no element."""
     gradient = wants_hidden or wants_weight
     dhidden = torch.empty_like(rows) if wants_hidden else rows.new_empty(0)
-    whole = weight.dtype if len(rows) <= work.chunk else work.sum_dtype
-    dweight = weight.new_zeros(weight.shape if wants_weight else 0, dtype=whole)
+    total_dtype = weight.dtype if len(rows) <= work.chunk else work.sum_dtype
+    dweight = weight.new_zeros(weight.shape if wants_weight else 0, dtype=total_dtype)
     logits = rows.new_empty(min(work.chunk, len(rows)), weight.shape[0])
     for first in range(0, len(rows), work.chunk):
         part = slice(first, first + work.chunk)

@@ -55,8 +55,8 @@ def gradients_by(
     # Aliases, because one input may depend on another (tied weights, a saved output): its own graph must not be followed.
     aliases = [x.view_as(x) for x in inputs]
     wanted = [x for x in aliases if x.requires_grad]
-    found = iter(torch.autograd.grad(reference(*aliases), wanted, gradients, create_graph=True))
-    return tuple(next(found) if x.requires_grad else None for x in aliases)
+    results = iter(torch.autograd.grad(reference(*aliases), wanted, gradients, create_graph=True))
+    return tuple(next(results) if x.requires_grad else None for x in aliases)
 
 
 def has_kernel(*tensors: Tensor) -> bool:

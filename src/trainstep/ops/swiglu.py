@@ -123,9 +123,9 @@ def _run(gate_up: Tensor) -> Tensor:
     return in_shape(launch_swiglu(*rows_of(gate_up).chunk(2, dim=-1)), shape)
 
 
-def _run_backward(dy: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+def _run_backward(dy: Tensor, gate_up: Tensor, write_y: bool) -> tuple[Tensor, Tensor]:
     rows, dy_rows = rows_of(gate_up), rows_of(dy)
-    dgate_up, y = torch.empty_like(rows), torch.empty_like(dy_rows) if again else None
+    dgate_up, y = torch.empty_like(rows), torch.empty_like(dy_rows) if write_y else None
     (gate, up), (dgate, dup) = rows.chunk(2, dim=-1), dgate_up.chunk(2, dim=-1)
     launch_swiglu_backward(dy_rows, gate, up, dgate, dup, y)
     return in_shape(dgate_up, gate_up.shape), dy.new_empty(0) if y is None else in_shape(y, dy.shape)
@@ -146,8 +146,8 @@ def _fake(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _fake_backward(dy: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), dy.new_empty(dy.shape if again else 0)
+def _fake_backward(dy: Tensor, gate_up: Tensor, write_y: bool) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), dy.new_empty(dy.shape if write_y else 0)
 
 
 def _fake_pair(gate: Tensor, _up: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def _backward_pair(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
 
 _swiglu = define("swiglu(Tensor gate_up) -> Tensor", _run, _fake, save=_save, backward=_backward)
 _swiglu_backward = define(
-    "swiglu_backward(Tensor dy, Tensor gate_up, bool again) -> (Tensor, Tensor)", _run_backward, _fake_backward
+    "swiglu_backward(Tensor dy, Tensor gate_up, bool write_y) -> (Tensor, Tensor)", _run_backward, _fake_backward
 )
 _swiglu_pair = define(
     "swiglu_pair(Tensor gate, Tensor up) -> Tensor", _run_pair, _fake_pair, save=_save, backward=_backward_pair
