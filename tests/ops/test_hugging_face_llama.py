@@ -1,7 +1,9 @@
 """A patched Llama has the same losses and gradients. The last test runs this file in Triton's interpreter."""
 
 import copy
+import inspect
 import os
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +60,26 @@ def loss_and_gradients(model: Any, **options: Any) -> dict[str, Tensor]:
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     # In the dtype whose rounding it has: the loss alone is always in fp32.
     return {"loss": loss.detach().to(model.dtype), **dict(zip(dict(model.named_parameters()), gradients, strict=True))}
+
+
+def test_a_patched_model_has_the_signature_by_which_trainer_selects_columns():
+    model = llama()
+    names = list(inspect.signature(model.forward).parameters)
+    assert {"input_ids", "labels"} <= set(names)
+    hugging_face_llama.patch(model)
+    assert list(inspect.signature(model.forward).parameters) == names
+
+
+def test_a_copy_keeps_the_ops_and_a_pickle_the_weights():
+    model = llama()
+    hugging_face_llama.patch(model)
+    assert model(**inputs()).logits is None
+    assert copy.deepcopy(model)(**inputs()).logits is None
+    unpickled = pickle.loads(pickle.dumps(model))
+    assert unpickled(**inputs()).logits is not None
+    torch.testing.assert_close(unpickled(**inputs()).loss, model(**inputs()).loss)
+    hugging_face_llama.patch(unpickled)
+    assert unpickled(**inputs()).logits is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -91,6 +91,36 @@ def gradient_of_weight(loss: Any, hidden: Tensor, weight: Tensor, targets: Tenso
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("layout", ["strided", "one for all", "transposed"])
+def test_targets_in_any_layout(layout: str, in_forward: bool, device: str):
+    hidden, weight, targets = operands(12, 30, torch.float32, device)
+    if layout == "strided":
+        targets = torch.stack((targets, 29 - targets), dim=-1)[:, 0]
+    elif layout == "one for all":
+        targets = targets[:1].expand(12)
+    else:
+        hidden, targets = hidden.view(4, 3, 24), targets.view(3, 4).T
+    check(
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, targets, gradients_in_forward=in_forward),
+        lambda hidden, weight: reference.linear_cross_entropy(hidden, weight, targets),
+        [hidden, weight],
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_no_token_gives_gradients_of_zero(in_forward: bool, device: str):
+    hidden, weight, targets = (x[:0] if i != 1 else x for i, x in enumerate(operands(1, 30, torch.float32, device)))
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    loss = linear_cross_entropy(*leaves, targets, reduction="sum", gradients_in_forward=in_forward)
+    dhidden, dweight = torch.autograd.grad(loss, leaves)
+    assert loss == 0
+    assert dhidden.shape == (0, 24)
+    torch.testing.assert_close(dweight, torch.zeros_like(weight), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_torchs_cross_entropy_agrees(device: str):
     hidden, weight, targets = operands(17, 50, torch.float32, device)
     for options in ({}, {"label_smoothing": 0.1}):
@@ -168,6 +198,10 @@ def test_chunks_have_256_mib_of_logits_and_full_tiles():
         ({"weight": torch.ones(50, 23)}, r"weight: must be \(V, 24\)"),
         ({"targets": torch.ones(16, dtype=torch.int64)}, r"targets: must be int64 of the shape \(17,\)"),
         ({"targets": torch.ones(17, dtype=torch.int32)}, "targets: must be int64"),
+        (
+            {"weight": torch.ones(50, 24).bfloat16()},
+            "weight: must have the dtype torch.float32 of hidden outside autocast",
+        ),
         ({"reduction": "none"}, "reduction: 'none' is not known"),
         ({"label_smoothing": 1.5}, "label_smoothing: must be from 0 to 1"),
         ({"chunk_tokens": 0}, "chunk_tokens: must be at least 1"),

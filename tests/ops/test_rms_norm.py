@@ -68,6 +68,12 @@ def test_the_result_may_be_rounded_for_the_next_matmul(device: str):
     torch.testing.assert_close(result, rms_norm(x, weight, EPS).half(), rtol=0, atol=0)
 
 
+def test_widths_without_elements():
+    assert rms_norm(torch.ones(3, 0), torch.ones(0)).shape == (3, 0)
+    with pytest.raises(ValueError, match="x: must be"):
+        rms_norm(torch.ones(()), torch.ones(()))
+
+
 def test_the_gradient_of_an_unused_sum_is_zero():
     x, residual = (normal(5, 8, seed=seed).requires_grad_() for seed in (0, 1))
     y, _ = rms_norm(x, torch.ones(8), EPS, residual=residual)
@@ -91,7 +97,11 @@ def test_the_module_is_torchs():
 
 @pytest.mark.parametrize(
     ("weight", "residual", "words"),
-    [((7,), None, "weight: must have the shape (8,)"), ((8,), (5, 9), "residual: must have x's shape (5, 8)")],
+    [
+        ((), None, "weight: must have the shape (8,)"),
+        ((7,), None, "weight: must have the shape (8,)"),
+        ((8,), (5, 9), "residual: must have x's shape (5, 8)"),
+    ],
 )
 def test_shapes_that_do_not_fit_are_named(weight: tuple[int, ...], residual: tuple[int, ...] | None, words: str):
     with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):

@@ -94,6 +94,10 @@ def test_the_product_of_q_and_k_depends_on_their_distance_alone():
     ("call", "words"),
     [
         (lambda: rotary_split(torch.ones(1, 4, 50), *tables(4, 16, "cpu"), heads=3), "qkv: must be"),
+        (
+            lambda: rotary_split(torch.ones(1, 4, 48), *tables(4, 16, "cpu"), heads=0),
+            "heads, key_heads: must be at least 1",
+        ),
         (lambda: rotary(torch.ones(1, 2, 4, 16), torch.ones(1, 2, 5, 16), *tables(4, 16, "cpu")), "q, k: must be"),
         (lambda: rotary(torch.ones(1, 2, 4, 15), torch.ones(1, 2, 4, 15), *tables(4, 16, "cpu")), "even D"),
         (lambda: rotary(torch.ones(1, 2, 4, 16), torch.ones(1, 2, 4, 16), *tables(5, 16, "cpu")), "cos: must have"),

@@ -25,7 +25,7 @@ def expected(gate_up: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2), (17, 160), (2, 3, 96), (5, 2 * 2049), (0, 6)])
+@pytest.mark.parametrize("shape", [(1, 2), (96,), (17, 160), (2, 3, 96), (5, 2 * 2049), (0, 6)])
 def test_the_activation_is_as_accurate_as_the_reference(shape: tuple[int, ...], dtype: torch.dtype, device: str):
     gate_up = normal(*shape, dtype=dtype, device=device)
     if gate_up.numel():
@@ -36,7 +36,7 @@ def test_the_activation_is_as_accurate_as_the_reference(shape: tuple[int, ...], 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(17, 160), (2, 3, 96)])
+@pytest.mark.parametrize("shape", [(17, 160), (2, 3, 96), (96,)])
 def test_with_the_matmul_behind_it(shape: tuple[int, ...], dtype: torch.dtype, device: str):
     gate_up = normal(*shape, dtype=dtype, device=device)
     weight = normal(24, shape[-1] // 2, seed=1, dtype=dtype, device=device)
@@ -49,6 +49,10 @@ def test_gate_and_up_may_be_two_tensors(dtype: torch.dtype, device: str):
     gate, up = (4 * normal(2, 9, 80, seed=seed, dtype=dtype, device=device) for seed in (0, 1))
     check(swiglu, reference.swiglu, [gate, up])
     check(lambda gate, up: swiglu(gate.mT, up.mT), lambda gate, up: reference.swiglu(gate.mT, up.mT), [gate, up])
+
+
+def test_width_zero_gives_nothing():
+    assert swiglu(torch.ones(3, 0)).shape == (3, 0)
 
 
 def test_a_view_with_gaps_is_taken():
@@ -95,7 +99,8 @@ def test_the_module_loads_separate_gate_and_up():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: swiglu(torch.ones(2, 5)), "gate_up: its last dimension must be even, but is 5"),
+        (lambda: swiglu(torch.ones(2, 5)), r"gate_up: must be \(..., 2 F\), but has the shape \(2, 5\)"),
+        (lambda: swiglu(torch.ones(())), r"gate_up: must be \(..., 2 F\)"),
         (lambda: swiglu(torch.ones(2, 5), torch.ones(2, 4)), r"up: must have gate's shape and dtype, \(2, 5\)"),
         (lambda: swiglu_linear(torch.ones(2, 6), torch.ones(4, 2)), r"weight: must be \(C, 3\)"),
     ],

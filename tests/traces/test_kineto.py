@@ -1,5 +1,6 @@
 """Reading traces: real ones completely, broken ones refused in one sentence, large ones within time and memory."""
 
+import gc
 import gzip
 import json
 import subprocess
@@ -88,6 +89,26 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
         read_trace(tmp_path / "absent.json")
     with pytest.raises(ValueError, match="cannot be read"):
         read_trace(tmp_path)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled: bool, monkeypatch: pytest.MonkeyPatch):
+    seen: list[bool] = []
+    sort = sorted
+    monkeypatch.setattr(
+        "builtins.sorted", lambda *given, **options: [seen.append(gc.isenabled()), sort(*given, **options)][1]
+    )
+    try:
+        if not enabled:
+            gc.disable()
+        parse_trace(text_of(STEP), "t.json")
+        assert seen
+        assert not any(seen), "paused while it reads"
+        with pytest.raises(ValueError, match="cut off"):
+            parse_trace('{"traceEvents": [{', "t.json")
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 STEP = [

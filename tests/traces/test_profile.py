@@ -56,7 +56,26 @@ def odd_steps(count: int) -> list[Event]:
     return events
 
 
-@pytest.mark.parametrize("shape", [nested, after_nested, one_number, full_queue, odd_steps])
+def named(kind: str, count: int) -> list[Event]:
+    """A forward pass of as many layers, or as many spans, with a kernel each."""
+    events: list[Event] = [span("forward", 0, 20 * count)]
+    for number in range(count):
+        at = 20 * number + 2
+        events += [span(f"{kind}{number}", at, at + 15), *launched("k", at + 2, at + 6, at + 8, number)]
+    return events
+
+
+def many_layers(count: int) -> list[Event]:
+    """A layer for each kernel."""
+    return named("layer ", count)
+
+
+def many_spans(count: int) -> list[Event]:
+    """A span for each kernel."""
+    return named("part", count)
+
+
+@pytest.mark.parametrize("shape", [nested, after_nested, one_number, full_queue, odd_steps, many_layers, many_spans])
 def test_time_is_linear_in_events(shape: Callable[[int], Sequence[Event]]):
     """Eight times as many events take 8 times the processor time if it is linear, up to 64 times if it is quadratic."""
     few, many = (trace(*shape(count)) for count in (FEW, FACTOR * FEW))

@@ -7,10 +7,11 @@
     hugging_face_llama.patch(model)
 
 Weights, their names and the mathematics stay. While the model trains and is given labels, its output has no logits, because they
-never exist whole; in evaluation and without labels it has them. Needs `pip install trainstep[hf]`; tested with transformers 5.5
-and 5.23.
+never exist whole; in evaluation and without labels it has them. A copied model keeps the ops; a model that comes from a pickle has
+to be patched again. Needs `pip install trainstep[hf]`; tested with transformers 5.5 and 5.23.
 """
 
+from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -40,11 +41,13 @@ def patch(model: Any) -> None:
         raise ValueError(f"model: must be a LlamaForCausalLM, but is a {type(model).__name__}")
     if model.config.hidden_act != "silu":
         raise ValueError(f"model: its activation must be silu, but is {model.config.hidden_act}")
-    replaced = {
+    replaced: dict[Any, Any] = {
         modeling_llama.LlamaRMSNorm: _norm,
         modeling_llama.LlamaMLP: _mlp,
         modeling_llama.LlamaForCausalLM: _loss,
     }
+    for kind, forward in replaced.items():
+        update_wrapper(forward, kind.forward)  # transformers' Trainer takes the columns of its data from the signature
     for module in model.modules():
         if type(module) in replaced:
             module.forward = MethodType(replaced[type(module)], module)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from trainstep.costs.element_wise import linear_cross_entropy_flops
 from trainstep.ops import reference
-from trainstep.ops.operators import autocast_dtype, define, has_kernel, rows_of
+from trainstep.ops.operators import autocast_dtype, define, gradients_by, has_kernel, makes_a_graph, rows_of
 from trainstep.spans import span
 
 with suppress(ImportError):  # there is no triton for this platform; has_kernel then says so
@@ -52,12 +52,16 @@ def linear_cross_entropy(
     of logits. A target out of range gives NaN. Where no token counts, the mean is NaN, as torch's.
 
     On a CPU and in fp64 ops/reference.py runs, with whole logits. ValueError for shapes and settings that do not fit; RuntimeError
-    for a second backward pass with gradients in forward, whose memory the first has reused.
+    for a second backward pass with gradients in forward, whose memory the first has reused, and for create_graph=True with them.
     """
     _check(hidden, weight, targets, label_smoothing, reduction, chunk_tokens, sum_dtype)
     dtype = autocast_dtype(hidden)
     if dtype is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"weight: must have the dtype {hidden.dtype} of hidden outside autocast, but has {weight.dtype}"
+        )
     with span("head"):
         if not has_kernel(hidden, weight):
             return reference.linear_cross_entropy(
@@ -141,7 +145,7 @@ _SETTINGS = "int ignore_index, float smoothing, float z_loss, bool mean, int chu
 
 def _run(hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *work, wants_hidden, wants_weight = settings
-    rows, labels = rows_of(hidden), targets.flatten()
+    rows, labels = rows_of(hidden), targets.flatten().contiguous()
     losses, lse = (rows.new_empty(len(rows), dtype=torch.float32) for _ in range(2))
     scale = _scale(labels, _Work(*work))
     dhidden, dweight = _by_chunks(
@@ -154,7 +158,7 @@ def _run_backward(
     dloss: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor]:
     *work, wants_hidden, wants_weight = settings
-    labels = targets.flatten()
+    labels = targets.flatten().contiguous()
     scale = _scale(labels, _Work(*work)) * dloss
     dhidden, dweight = _by_chunks(
         rows_of(hidden), weight, labels, lse, lse, scale, _Work(*work), wants_hidden, wants_weight, has_lse=True
@@ -176,8 +180,8 @@ def _by_chunks(
     """Fill in losses and lse, and return dx and dW; those that are not wanted have no element."""
     gradient = wants_hidden or wants_weight
     dhidden = torch.empty_like(rows) if wants_hidden else rows.new_empty(0)
-    whole = weight.dtype if len(rows) <= work.chunk else work.sum_dtype
-    dweight = weight.new_zeros(weight.shape if wants_weight else 0, dtype=whole)
+    total_dtype = weight.dtype if len(rows) <= work.chunk else work.sum_dtype
+    dweight = weight.new_zeros(weight.shape if wants_weight else 0, dtype=total_dtype)
     logits = rows.new_empty(min(work.chunk, len(rows)), weight.shape[0])
     for first in range(0, len(rows), work.chunk):
         part = slice(first, first + work.chunk)
@@ -227,8 +231,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     hidden, weight, targets, *settings = inputs
     _, lse, dhidden, dweight = output
     ctx.mark_non_differentiable(lse, dhidden, dweight)
-    ctx.in_forward = settings[-2] or settings[-1]
-    ctx.settings = settings[:-2]
+    *ctx.settings, ctx.wants_hidden, ctx.wants_weight = settings
+    ctx.in_forward = ctx.wants_hidden or ctx.wants_weight
     ctx.is_spent = False
     ctx.save_for_backward(*((dhidden, dweight) if ctx.in_forward else (hidden, weight, targets, lse)))
 
@@ -236,8 +240,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     nothing = [None] * (1 + len(ctx.settings) + 2)
     if not ctx.in_forward:
-        gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.settings, *ctx.needs_input_grad[:2])
-        return *(x if x.numel() else None for x in gradients), *nothing
+        wanted = ctx.needs_input_grad[:2]
+        if makes_a_graph():
+            return *_gradients_with_graph(ctx, dloss), *nothing
+        gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.settings, *wanted)
+        return *(x if wants else None for x, wants in zip(gradients, wanted, strict=True)), *nothing
+    if makes_a_graph():
+        raise RuntimeError(
+            "linear_cross_entropy: create_graph=True needs gradients_in_forward=False, because gradients of forward have no graph"
+        )
     if ctx.is_spent:
         raise RuntimeError(
             "linear_cross_entropy: a second backward pass needs gradients_in_forward=False, because the first has changed the "
@@ -247,7 +258,27 @@ def _backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     # A graph that a compiler traces, with tensors of its own or in a mode, may not change what forward gave it.
     ctx.is_spent = type(dloss) is Tensor and not torch._C._len_torch_dispatch_stack()
     scaled = [_scaled(x, factor) if ctx.is_spent else (x * factor).to(x.dtype) for x in gradients]
-    return *(x if x.numel() else None for x in scaled), *nothing
+    wanted = ctx.wants_hidden, ctx.wants_weight
+    return *(x if wants else None for x, wants in zip(scaled, wanted, strict=True)), *nothing
+
+
+def _gradients_with_graph(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of hidden and weight by the reference, with whole logits."""
+    hidden, weight, targets, _ = ctx.saved_tensors
+    work = _Work(*ctx.settings)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return reference.linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            ignore_index=work.ignore_index,
+            label_smoothing=work.smoothing,
+            z_loss=work.z_loss,
+            reduction="mean" if work.mean else "sum",
+        )
+
+    return gradients_by(loss, (hidden, weight), (dloss,))
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ An operator here launches Triton kernels on any device that has_kernel admits. T
 first and take ops/reference.py, with torch's own autograd, where there is no kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,7 +31,8 @@ def define(
     """The operator `trainstep::NAME` of a schema `NAME(Tensor x, ...) -> ...`.
 
     `run` computes it and returns new tensors, `fake` gives their shapes, dtypes and strides. With `backward(ctx, *gradients)`
-    it has a gradient, for which `save(ctx, inputs, output)` keeps what it needs.
+    it has a gradient, for which `save(ctx, inputs, output)` keeps what it needs. What `backward` calls without a gradient of its
+    own has to be avoided where `makes_a_graph()`: torch would leave out the second derivative, with no more than a warning.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -40,6 +41,22 @@ def define(
     if backward is not None:
         torch.library.register_autograd(f"trainstep::{name}", backward, setup_context=save, lib=_library)
     return getattr(torch.ops.trainstep, name).default
+
+
+def makes_a_graph() -> bool:
+    """Whether the backward pass that runs is to be differentiated too, as by create_graph=True: only then autograd records it."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def gradients_by(
+    reference: Callable[..., Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs under those of the reference's outputs, with a graph; None where none is needed."""
+    # Aliases, because one input may depend on another (tied weights, a saved output): its own graph must not be followed.
+    aliases = [x.view_as(x) for x in inputs]
+    wanted = [x for x in aliases if x.requires_grad]
+    results = iter(torch.autograd.grad(reference(*aliases), wanted, gradients, create_graph=True))
+    return tuple(next(results) if x.requires_grad else None for x in aliases)
 
 
 def has_kernel(*tensors: Tensor) -> bool:
@@ -62,4 +79,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def rows_of(x: Tensor) -> Tensor:
     """(..., C) as (rows, C) without gaps: a view where x has none, else a copy."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+
+
+def in_shape(x: Tensor, shape: torch.Size) -> Tensor:
+    """A tensor without gaps in another shape. It is no view to autograd, which lets nobody change a view among outputs in place."""
+    reshaped: Tensor = torch.ops.aten._unsafe_view(x, shape)
+    return reshaped

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.ops import reference
-from trainstep.ops.operators import define, has_kernel, rows_of
+from trainstep.ops.operators import define, gradients_by, has_kernel, in_shape, makes_a_graph, rows_of
 from trainstep.spans import span
 
 try:
@@ -31,6 +31,8 @@ def rms_norm(
     wider of their dtypes; y has its dtype, or `dtype`: a matmul that would cast y anyway can have it cast here. On a CPU, in fp64
     and for C > 16,384 ops/reference.py runs. ValueError for other shapes.
     """
+    if x.dim() == 0:
+        raise ValueError("x: must be (..., C), but is a single number")
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"weight: must have the shape {tuple(x.shape[-1:])} of x's rows, but has {tuple(weight.shape)}"
@@ -38,7 +40,8 @@ def rms_norm(
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual: must have x's shape {tuple(x.shape)}, but has {tuple(residual.shape)}")
     with span("norm"):
-        if not has_kernel(x, weight, *([] if residual is None else [residual])) or x.shape[-1] > WIDEST:
+        operands = (x, weight) if residual is None else (x, weight, residual)
+        if not has_kernel(*operands) or not 0 < x.shape[-1] <= WIDEST:
             h = x if residual is None else x + residual
             y = reference.rms_norm(h, weight, eps).to(dtype or h.dtype)
             return y if residual is None else (y, h)
@@ -68,14 +71,14 @@ class RMSNorm(nn.Module):
 
 def _run(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     y, _, inverse_rms = launch_rms_norm(rows_of(x), None, weight.contiguous(), eps, dtype)
-    return y.view(x.shape), inverse_rms
+    return in_shape(y, x.shape), inverse_rms
 
 
 def _run_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, h, inverse_rms = launch_rms_norm(rows_of(x), rows_of(residual), weight.contiguous(), eps, dtype)
-    return y.view(x.shape), h.view(x.shape), inverse_rms
+    return in_shape(y, x.shape), in_shape(h, x.shape), inverse_rms
 
 
 def _run_backward(
@@ -84,7 +87,7 @@ def _run_backward(
     dh, dweight = launch_rms_norm_backward(
         rows_of(dy), None if dsum is None else rows_of(dsum), rows_of(h), weight.contiguous(), inverse_rms
     )
-    return dh.view(h.shape), dweight
+    return in_shape(dh, h.shape), dweight
 
 
 def _fake(x: Tensor, _weight: Tensor, _eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -105,28 +108,39 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, *_ = inputs
+    x, weight, ctx.eps, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _save_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, residual, weight, *_ = inputs
+    x, residual, weight, ctx.eps, _ = inputs
     _, h, inverse_rms = output
     ctx.save_for_backward(h, weight, inverse_rms)
     ctx.dtypes = x.dtype, residual.dtype
     ctx.mark_non_differentiable(inverse_rms)
 
 
+def _gradients_with_graph(h: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[Any, Any]:
+    dh, dweight = gradients_by(lambda h, weight: reference.rms_norm(h, weight, eps).to(dy.dtype), (h, weight), (dy,))
+    return dh, dweight
+
+
 def _backward(ctx: Any, dy: Tensor, _dinverse_rms: None) -> tuple[Tensor | None, ...]:
     x, weight, inverse_rms = ctx.saved_tensors
+    if makes_a_graph():
+        return *_gradients_with_graph(x, weight, ctx.eps, dy), None, None
     dx, dweight = _rms_norm_backward(dy, None, x, weight, inverse_rms)
     return dx, dweight, None, None
 
 
 def _backward_add(ctx: Any, dy: Tensor, dsum: Tensor, _dinverse_rms: None) -> tuple[Tensor | None, ...]:
     h, weight, inverse_rms = ctx.saved_tensors
-    dh, dweight = _rms_norm_backward(dy, dsum, h, weight, inverse_rms)
+    if makes_a_graph():
+        dh, dweight = _gradients_with_graph(h, weight, ctx.eps, dy)
+        dh = dh + dsum
+    else:
+        dh, dweight = _rms_norm_backward(dy, dsum, h, weight, inverse_rms)
     x_dtype, residual_dtype = ctx.dtypes
     return dh.to(x_dtype), dh.to(residual_dtype), dweight, None, None
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainstep.ops import reference
-from trainstep.ops.operators import define, has_kernel
+from trainstep.ops.operators import define, has_kernel, makes_a_graph
 from trainstep.spans import span
 
 with suppress(ImportError):  # there is no triton for this platform; has_kernel then says so
@@ -53,6 +53,8 @@ def rotary_split(
     They lie in memory as (B, S, heads, D). G is `key_heads`, by default H. Everything else is as for `rotary`.
     """
     key_heads = heads if key_heads is None else key_heads
+    if min(heads, key_heads) < 1:
+        raise ValueError(f"heads, key_heads: must be at least 1, but are {heads} and {key_heads}")
     if qkv.dim() != 3 or qkv.shape[-1] % (heads + 2 * key_heads):
         raise ValueError(
             f"qkv: must be (B, S, ({heads} + 2 * {key_heads}) D) for {heads} heads and {key_heads} key heads, but has the shape "
@@ -152,7 +154,12 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
 
 def _backward_split(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    return _rotary_join(dq, dk, dv, cos, sin, ctx.interleaved), None, None, None, None, None
+    if makes_a_graph():
+        dq, dk = _rotary(dq, dk, cos, sin, ctx.interleaved, True)
+        joint = torch.cat((dq, dk, dv), dim=1).transpose(1, 2).flatten(-2)
+    else:
+        joint = _rotary_join(dq, dk, dv, cos, sin, ctx.interleaved)
+    return joint, None, None, None, None, None
 
 
 _rotary = define(

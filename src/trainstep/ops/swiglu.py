@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from trainstep.ops import reference
-from trainstep.ops.operators import autocast_dtype, define, has_kernel, rows_of
+from trainstep.ops.operators import autocast_dtype, define, has_kernel, in_shape, makes_a_graph, rows_of
 from trainstep.spans import span
 
 with suppress(ImportError):  # there is no triton for this platform; has_kernel then says so
@@ -94,53 +94,60 @@ class _SwiGLULinear(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate_up, weight = ctx.saved_tensors
         dgate_up, y = _gradients(dz @ weight, gate_up)
-        dweight = dz.flatten(0, -2).T @ y.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return dgate_up, dweight
+        if not ctx.needs_input_grad[1]:
+            return dgate_up, None
+        dz_rows, y_rows = (torch.atleast_2d(x).flatten(0, -2) for x in (dz, y))
+        return dgate_up, dz_rows.T @ y_rows
 
 
 def _check(gate_up: Tensor) -> None:
-    if gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up: its last dimension must be even, but is {gate_up.shape[-1]}")
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up: must be (..., 2 F), but has the shape {tuple(gate_up.shape)}")
 
 
 def _gradients(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of gate and up, and y once more."""
-    if has_kernel(gate_up):
+    if has_kernel(gate_up) and not makes_a_graph():
         dgate_up, y = _swiglu_backward(dy, gate_up, True)
         return dgate_up, y
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.cat(reference.swiglu_backward(dy, gate, up), dim=-1), reference.swiglu(gate, up)
+    return _reference_backward(dy, gate_up), reference.swiglu(gate, up)
+
+
+def _reference_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.cat(reference.swiglu_backward(dy, *gate_up.chunk(2, dim=-1)), dim=-1)
 
 
 def _run(gate_up: Tensor) -> Tensor:
-    return launch_swiglu(*rows_of(gate_up).chunk(2, dim=-1)).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    return in_shape(launch_swiglu(*rows_of(gate_up).chunk(2, dim=-1)), shape)
 
 
-def _run_backward(dy: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+def _run_backward(dy: Tensor, gate_up: Tensor, write_y: bool) -> tuple[Tensor, Tensor]:
     rows, dy_rows = rows_of(gate_up), rows_of(dy)
-    dgate_up, y = torch.empty_like(rows), torch.empty_like(dy_rows) if again else None
+    dgate_up, y = torch.empty_like(rows), torch.empty_like(dy_rows) if write_y else None
     (gate, up), (dgate, dup) = rows.chunk(2, dim=-1), dgate_up.chunk(2, dim=-1)
     launch_swiglu_backward(dy_rows, gate, up, dgate, dup, y)
-    return dgate_up.view(gate_up.shape), dy.new_empty(0) if y is None else y.view(dy.shape)
+    return in_shape(dgate_up, gate_up.shape), dy.new_empty(0) if y is None else in_shape(y, dy.shape)
 
 
 def _run_pair(gate: Tensor, up: Tensor) -> Tensor:
-    return launch_swiglu(rows_of(gate), rows_of(up)).view(gate.shape)
+    return in_shape(launch_swiglu(rows_of(gate), rows_of(up)), gate.shape)
 
 
 def _run_pair_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     gate_rows, up_rows = rows_of(gate), rows_of(up)
     dgate, dup = torch.empty_like(gate_rows), torch.empty_like(up_rows)
     launch_swiglu_backward(rows_of(dy), gate_rows, up_rows, dgate, dup, None)
-    return dgate.view(gate.shape), dup.view(up.shape)
+    return in_shape(dgate, gate.shape), in_shape(dup, up.shape)
 
 
 def _fake(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _fake_backward(dy: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), dy.new_empty(dy.shape if again else 0)
+def _fake_backward(dy: Tensor, gate_up: Tensor, write_y: bool) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), dy.new_empty(dy.shape if write_y else 0)
 
 
 def _fake_pair(gate: Tensor, _up: Tensor) -> Tensor:
@@ -156,18 +163,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> Tensor:
-    dgate_up: Tensor = _swiglu_backward(dy, *ctx.saved_tensors, False)[0]
+    (gate_up,) = ctx.saved_tensors
+    if makes_a_graph():
+        return _reference_backward(dy, gate_up)
+    dgate_up: Tensor = _swiglu_backward(dy, gate_up, False)[0]
     return dgate_up
 
 
 def _backward_pair(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = _swiglu_pair_backward(dy, *ctx.saved_tensors)
+    backward = reference.swiglu_backward if makes_a_graph() else _swiglu_pair_backward
+    dgate, dup = backward(dy, *ctx.saved_tensors)
     return dgate, dup
 
 
 _swiglu = define("swiglu(Tensor gate_up) -> Tensor", _run, _fake, save=_save, backward=_backward)
 _swiglu_backward = define(
-    "swiglu_backward(Tensor dy, Tensor gate_up, bool again) -> (Tensor, Tensor)", _run_backward, _fake_backward
+    "swiglu_backward(Tensor dy, Tensor gate_up, bool write_y) -> (Tensor, Tensor)", _run_backward, _fake_backward
 )
 _swiglu_pair = define(
     "swiglu_pair(Tensor gate, Tensor up) -> Tensor", _run_pair, _fake_pair, save=_save, backward=_backward_pair

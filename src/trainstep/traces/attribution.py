@@ -74,7 +74,8 @@ class Attribution:
         self._contexts = {
             thread: Contexts(nesting.ranges, self._names_phases) for thread, nesting in self.nestings.items()
         }
-        self._direct: dict[Context, Place] = {}
+        self._places: dict[tuple[bool, Context, Context], Place] = {}
+        """Whether on the main thread, the context, and the main thread's context at that time -> their place."""
         self.named = self._names_phases or any(
             span.annotation and step_number(span.name) is not None for span in trace.ranges
         )
@@ -91,35 +92,40 @@ class Attribution:
 
     def place_at(self, thread: Thread, time_ns: int) -> Place:
         """The place of what this thread did at this time."""
-        context = self._context(thread, time_ns)
+        key = thread == self.main, self._context(thread, time_ns), self._context_on_main(time_ns)
+        place = self._places.get(key)
+        if place is None:  # ops of one range share it
+            place = self._places[key] = self._place(*key)
+        return place
+
+    def _place(self, is_main: bool, context: Context, on_main: Context) -> Place:
         forward = self._forward_op(context.backward) if context.backward is not None else None
         if forward is not None:
-            return self._place_of_backward(context, forward, time_ns)
-        if context.spans.names_step_or_phase or thread == self.main:
-            if context not in self._direct:
-                self._direct[context] = self._place_from_spans(context.spans, DIRECT, context)
-            return self._direct[context]
-        place = self._place_from_spans(context.spans.inside(self._spans_on_main(time_ns)), FALLBACK, context)
+            return self._place_of_backward(context, forward, on_main)
+        if context.spans.names_step_or_phase or is_main:
+            return self._place_from_spans(context.spans, DIRECT, context)
+        place = self._place_from_spans(context.spans.inside(on_main.spans), FALLBACK, context)
         accumulates = not place.span and context.accumulates
         return dataclasses.replace(place, span="gradient accumulation") if accumulates else place
 
     def _assigned(self, activity: Activity) -> Assigned:
         call = self._calls.get(activity.correlation)
         if call is None:
-            place = self._place_from_spans(self._spans_on_main(activity.start_ns), FALLBACK, NOTHING_OPEN)
+            spans = self._context_on_main(activity.start_ns).spans
+            place = self._place_from_spans(spans, FALLBACK, NOTHING_OPEN)
         else:
             place = self.place_at(call.thread, call.start_ns)
         return Assigned(activity=activity, place=place, call=call)
 
-    def _place_of_backward(self, context: Context, forward: Range, time_ns: int) -> Place:
+    def _place_of_backward(self, context: Context, forward: Range, on_main: Context) -> Place:
         """The place that the forward op's spans name, or the spans that backward itself opened, as recomputation does."""
         around = self._context(forward.thread, forward.start_ns)
         source = self._place_from_spans(around.spans, JOINED, around)
         in_backward = self._place_from_spans(context.spans_in_backward, JOINED, NOTHING_OPEN)
-        on_main = self._place_from_spans(context.spans.inside(self._spans_on_main(time_ns)), JOINED, context)
+        meanwhile = self._place_from_spans(context.spans.inside(on_main.spans), JOINED, context)
         return Place(
-            step=on_main.step if on_main.step is not None else source.step,
-            phase=on_main.phase if on_main.phase != OUTSIDE else str(Phase.BACKWARD),
+            step=meanwhile.step if meanwhile.step is not None else source.step,
+            phase=meanwhile.phase if meanwhile.phase != OUTSIDE else str(Phase.BACKWARD),
             layer=in_backward.layer if in_backward.layer is not None else source.layer,
             span=in_backward.span or source.span,
             compiled=source.compiled or context.compiled,
@@ -144,8 +150,8 @@ class Attribution:
         contexts = self._contexts.get(thread)
         return contexts.at(time_ns) if contexts else NOTHING_OPEN
 
-    def _spans_on_main(self, time_ns: int) -> Spans:
-        return self._context(self.main, time_ns).spans if self.main else NOTHING_OPEN.spans
+    def _context_on_main(self, time_ns: int) -> Context:
+        return self._context(self.main, time_ns) if self.main else NOTHING_OPEN
 
     def _forward_op(self, backward: Range) -> Range | None:
         """The forward op that made this backward op."""

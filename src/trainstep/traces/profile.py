@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trainstep.traces.attribution import launched_by_graph
 from trainstep.traces.host_track import host_table, launch_count, outliers_table, stall
-from trainstep.traces.kineto import Trace
+from trainstep.traces.kineto import Trace, collector_paused
 from trainstep.traces.nesting import union_ns
 from trainstep.traces.tables import (
     KERNELS_KEPT,
@@ -66,6 +66,7 @@ class Profile:
         }
 
 
+@collector_paused()
 def profile_of(
     trace: Trace,
     *,

@@ -92,11 +92,9 @@ def spans_table(work: TraceWork) -> Columns:
     rows = []
     for phase in phases_of(work.pieces):
         phase_pieces = _in_phase(work.pieces, phase)
-        groups = _grouped(phase_pieces, lambda piece: piece.place.span)
+        groups, total_ns = _grouped(phase_pieces, lambda piece: piece.place.span), _sum_ns(phase_pieces)
         ordered = sorted(groups.items(), key=lambda item: -_sum_ns(item[1]))
-        rows += [
-            _row(work, phase, {"span": span or "(no span)"}, pieces, _sum_ns(phase_pieces)) for span, pieces in ordered
-        ]
+        rows += [_row(work, phase, {"span": span or "(no span)"}, pieces, total_ns) for span, pieces in ordered]
     return columns_of(rows)
 
 
@@ -108,7 +106,8 @@ def layers_table(work: TraceWork) -> Columns:
         groups = _grouped(
             [piece for piece in phase_pieces if piece.place.layer is not None], lambda piece: piece.place.layer
         )
-        rows += [_row(work, phase, {"layer": layer}, groups[layer], _sum_ns(phase_pieces)) for layer in sorted(groups)]
+        total_ns = _sum_ns(phase_pieces)
+        rows += [_row(work, phase, {"layer": layer}, groups[layer], total_ns) for layer in sorted(groups)]
     return columns_of(rows)
 
 

@@ -20,7 +20,7 @@ from trainstep.traces.attribution import (
 )
 from trainstep.traces.contexts import step_number
 from trainstep.traces.kernel_classes import OVERHEAD, class_of_op, kernel_class, short_name
-from trainstep.traces.kineto import Activity, Call, Timed, Trace
+from trainstep.traces.kineto import Activity, Call, Timed, Trace, collector_paused
 from trainstep.traces.nesting import gaps_before, union_ns
 from trainstep.traces.repetition import with_steps
 
@@ -77,6 +77,7 @@ class TraceWork:
         return self.by_fallback_ns / self.total_ns if self.total_ns else 0.0
 
 
+@collector_paused()
 def read_work(trace: Trace, eager: Trace | None = None) -> TraceWork:
     """The pieces and steps of a trace. A trace that marks no steps is split by what repeats (repetition.py), or is one step.
 

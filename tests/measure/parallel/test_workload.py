@@ -277,7 +277,8 @@ def test_two_gpus_have_traces_and_memory(sync: str):
     assert (
         record.fact("nccl_bytes") > 0 or record.fact("gpu_other_processes") > 0
     )  # other processes' memory is in the driver's figure too
-    assert record.fact("communication_s") > record.fact("exposed_s") >= 0
+    # Not above: a slow host launches so late that nothing computes beside a message.
+    assert record.fact("communication_s") >= record.fact("exposed_s") >= 0
     table = record.tables["memory_points"]
     lines = list(zip(table["point"], table["line"], table["bytes"], table["rank"], strict=True))
     sizes = {(point, line): size for point, line, size, rank in lines if rank == 0}

@@ -1,14 +1,17 @@
 """Device-busy time is the union of intervals, as counted by brute force; on a GPU, gaps do not count."""
 
 import time
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainstep.measure.step.device_trace import device_busy_s
+from trainstep.measure.step.device_trace import device_busy_s, record_steps
 from trainstep.spans import span
+from trainstep.traces.kineto import read_trace
 from trainstep.traces.nesting import union_s
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
@@ -34,6 +37,28 @@ def test_the_union_is_that_of_brute_force(intervals: list[tuple[int, int]]):
 )
 def test_the_union_of_given_intervals_is_their_covered_time(intervals: list[tuple[int, int]], covered_ns: int):
     assert union_s(iter(intervals)) == covered_ns / 1e9
+
+
+def test_a_recording_warns_of_nothing_and_makes_no_object_per_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The torch of today does not warn; that of yesterday did, where the profiler is started."""
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        pytest.fail("torch makes its events in Python, which takes 60 us each")
+
+    monkeypatch.setattr(torch.autograd.profiler.profile, "_parse_kineto_results", refuse)
+    start = torch.profiler.profile.start
+
+    def start_as_before(profiler: torch.profiler.profile) -> None:
+        warnings.warn("Warning: Profiler clears events at the end of each cycle.Only events ...", stacklevel=2)
+        start(profiler)
+
+    monkeypatch.setattr(torch.profiler.profile, "start", start_as_before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record_steps(lambda: torch.ones(3) + 1, 2, tmp_path / "t.json", on_gpu=False)
+    names = [opened.name for opened in read_trace(tmp_path / "t.json").ranges]
+    assert [name for name in names if name.startswith("step")] == ["step 0", "step 1"]
+    assert names.count("aten::add") == 2
 
 
 @pytest.mark.gpu

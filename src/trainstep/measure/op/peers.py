@@ -37,15 +37,15 @@ def _named(implementation: str, module: str, name: str) -> Any:
     package, tested = PACKAGES[implementation]
     reason = f"it has no {name}"
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        value = getattr(importlib.import_module(module), name, None)
     except (ImportError, OSError, RuntimeError) as error:  # OSError, RuntimeError: a shared library does not load
-        found, reason = None, str(error)
-    if found is None:
+        value, reason = None, str(error)
+    if value is None:
         raise refused(
             f"implementation: {implementation} is not installed; pip install {package}=={tested} (import {module}: {reason})",
             "import_error",
         )
-    return found
+    return value
 
 
 def _liger_rms_norm() -> Function:

@@ -27,7 +27,7 @@ def _rotate(
     pair = tl.arange(0, HALF)[None, :]
     element = tl.arange(0, 2 * HALF)[None, :]
     for first in range(0, heads, HEADS):
-        head = first + tl.arange(0, HEADS)[:, None]
+        head = first + tl.arange(0, HEADS)[:, None].to(tl.int64)  # as heads may lie outermost, their places pass 2^31
         source, target = source_ptr + head * source_stride, target_ptr + head * target_stride
         if INTERLEAVED:  # whole heads are loaded and stored, so that neighbouring threads have neighbouring elements
             mask = (head < heads) & (element < HEAD_DIM)
@@ -50,7 +50,7 @@ def _copy(
 ):  # fmt: skip
     element = tl.arange(0, 2 * HALF)[None, :]
     for first in range(0, heads, HEADS):
-        head = first + tl.arange(0, HEADS)[:, None]
+        head = first + tl.arange(0, HEADS)[:, None].to(tl.int64)
         mask = (head < heads) & (element < HEAD_DIM)
         x = tl.load(source_ptr + head * source_stride + element, mask=mask)
         tl.store(target_ptr + head * target_stride + element, x, mask=mask)
@@ -126,7 +126,9 @@ def launch_rotary(
 
 def empty_heads(like: Tensor, batch: int, heads: int, positions: int, width: int) -> Tensor:
     """An uninitialised (B, H, S, D) tensor that lies in memory as (B, S, H, D), as projections make and take it."""
-    return like.new_empty(batch, positions, heads, width, dtype=like.dtype).transpose(1, 2)
+    # No transposed view: autograd lets nobody change a view among an operator's outputs in place.
+    strides = (positions * heads * width, width, heads * width, 1)
+    return like.new_empty_strided((batch, heads, positions, width), strides)
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
