@@ -10,7 +10,9 @@ second has 17 sequences in a batch for 16, that is 6.25 % more tokens and FLOPs,
 the host's part of each op do not grow with the batch. The mean ratio says how much more time it was.
 
 `--device cuda` takes a size for a GPU and captures the step, since an eager step of that size varies with the host by 10 % from
-process to process. Run it on a machine that does nothing else, and say so beside the numbers.
+process to process. `--processes 6` takes half of the time of twelve. With two GPUs run it twice at the same time, each with one
+GPU in CUDA_VISIBLE_DEVICES and a file of its own, and join the files. Run it on a machine that does nothing else, and say so
+beside the numbers.
 """
 
 import argparse
@@ -36,7 +38,7 @@ OPTIONS = {
 }
 
 
-def run(count: int, out: Path, kind: str, device: str, steps: int | None) -> None:
+def run(count: int, out: Path, kind: str, device: str, extra: list[str]) -> None:
     """Append comparisons until the file holds `count` of this kind."""
     field, values = KINDS[kind]
     done = sum(found == kind for found, _, _ in pairs(out)) if out.exists() else 0
@@ -44,8 +46,7 @@ def run(count: int, out: Path, kind: str, device: str, steps: int | None) -> Non
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "pair.jsonl")
             options = [*OPTIONS[device], "--device", device, "--compare", field, f"--{field.replace('_', '-')}", values]
-            options += [] if steps is None else ["--steps", str(steps)]
-            command = [sys.executable, "-m", "trainstep", "bench", *options, "--out", str(part)]
+            command = [sys.executable, "-m", "trainstep", "bench", *options, *extra, "--out", str(part)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             lines = part.read_text()
         with open(out, "a") as file:  # both records at once: a call that is killed leaves no half pair
@@ -90,10 +91,13 @@ def main() -> None:
     runs.add_argument("--kind", choices=KINDS, default="same")
     runs.add_argument("--device", choices=OPTIONS, default="cpu")
     runs.add_argument("--steps", type=int)
+    runs.add_argument("--processes", type=int)
     parts.add_parser("table").add_argument("out", type=Path)
     asked = parser.parse_args()
     if asked.what == "run":
-        run(asked.count, asked.out, asked.kind, asked.device, asked.steps)
+        given = {"--steps": asked.steps, "--processes": asked.processes}
+        extra = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        run(asked.count, asked.out, asked.kind, asked.device, extra)
     elif not asked.out.is_file():
         parser.error(f"out: there is no file {asked.out}")
     else:
