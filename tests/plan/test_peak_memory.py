@@ -19,7 +19,7 @@ from trainstep.parallel.units import parameter_sizes
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.peak_memory import ExpectedMemory, Held, expected_memory
 from trainstep.training.attention import attention_named
-from trainstep.training.optimizer import adamw_options
+from trainstep.training.optimizer import adamw_options, with_masters
 from trainstep.training.parallelism import parallel
 from trainstep.training.precision import precision_named
 from trainstep.training.transformer import Transformer
@@ -36,6 +36,7 @@ STRATEGY_OPTIONS = {
     "overlapped, bf16": {"sync": "overlapped", "reduce_dtype": "bf16"},
     "bucketed": {"sync": "bucketed", "bucket_mib": 6000 / MIB},
     "bucketed, bf16": {"sync": "bucketed", "bucket_mib": 6000 / MIB, "reduce_dtype": "bf16"},
+    "bucketed, fp32": {"sync": "bucketed", "bucket_mib": 6000 / MIB, "reduce_dtype": "fp32"},
     "sharded": {"sync": "sharded", "bucket_mib": 6000 / MIB},
     "sharded_flat": {"sync": "sharded_flat"},
     "sharded_flat, joined": {"sync": "sharded_flat", "bucket_mib": 1},
@@ -73,8 +74,9 @@ def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[s
     loss = model(*tokens)
     sizes: dict[str, Any] = {"activations": holdings.total_bytes() - before_bytes}
     del loss
+    optimizer_cls = with_masters(torch.optim.AdamW) if config.run.precision == "bf16_master" else torch.optim.AdamW
     wrapped = parallel(ranks, config.sync).wrap(
-        model, torch.optim.AdamW, adamw_options(config.run.adamw, learning_rate=1e-3)
+        model, optimizer_cls, adamw_options(config.run.adamw, learning_rate=1e-3)
     )
     sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
 
@@ -120,6 +122,14 @@ def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[s
 def test_tensors_of_a_real_step_have_the_formulas_bytes(strategy: str, precision: str, frozen: bool):
     config = config_of(2, precision=precision, **STRATEGY_OPTIONS[strategy])
     agree(config, frozen)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "strategy", [name for name, options in STRATEGY_OPTIONS.items() if options["sync"] != "fsdp" and "bf16" not in name]
+)
+def test_bytes_with_masters_are_the_formulas(strategy: str, frozen: bool):
+    agree(config_of(2, precision="bf16_master", **STRATEGY_OPTIONS[strategy]), frozen)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "bucketed", "sharded_flat", "fsdp", "fsdp, kept whole"])
@@ -293,6 +303,31 @@ def test_the_peak_is_16_bytes_per_parameter_in_fp32_and_8_in_bf16(precision: str
     counters = 4 * len(sizes)
     assert expected is not None
     assert expected.peak.total_bytes - counters == (8 if precision == "bf16" else 16) * MODEL.parameters
+
+
+def test_masters_are_sharded_with_the_state():
+    """By hand: of four bf16 parameters each rank has all, and of the 12 bytes of state for an element those of its half."""
+    p = P // 2
+    for sync, updated in (("bucketed", 256), ("sharded", 128), ("sharded_flat", 128)):
+        expected = masters_by_hand(sync)
+        tensors = 2 if sync == "sharded" else 4
+        assert expected.after_init.optimizer_state_bytes == 4 * updated
+        assert expected.after_step.optimizer_state_bytes == 12 * updated + 4 * tensors
+        assert expected.after_step.parameters_bytes == p
+    gradients = [masters_by_hand(sync).after_backward.gradients_bytes for sync in ("naive", "sharded_flat")]
+    assert gradients == [p, p // 2]
+    in_step = [masters_by_hand("naive", adamw=adamw).in_step.total_bytes for adamw in ("trainstep", "fused", "foreach")]
+    assert in_step == [in_step[0], in_step[0] + 4 * 256, in_step[0] + 2 * 4 * 256]
+
+
+def masters_by_hand(sync: str, **options: object) -> ExpectedMemory:
+    sizes = [
+        ParameterSize(name=f"w{number}", numel=64, element_bytes=2, unit=unit)
+        for number, unit in enumerate(["root", "blocks.0", "blocks.1", "blocks.2"])
+    ]
+    expected = expected_memory(config_of(2, sync=sync, precision="bf16_master", **options), sizes)
+    assert expected is not None
+    return expected
 
 
 def test_shards_shrink_with_ranks():

@@ -26,8 +26,9 @@ from trainstep.costs.exchange import (
 )
 from trainstep.costs.strategies import MessageKind
 
-_MOMENTS = 2  # AdamW's, each of a parameter's size and dtype
+_MOMENTS = 2  # AdamW's, each of a parameter's size and of the dtype of what is updated
 _STEP_BYTES = 4  # AdamW's step counter in fp32, one per tensor
+_MASTER_BYTES = 4  # an fp32 copy of a parameter, which is updated in its place
 _WEIGHT_BYTES = {"fp32": 4, "tf32": 4, "bf16_autocast": 4, "fp16_autocast": 4, "bf16": 2, "bf16_master": 2}
 
 
@@ -40,6 +41,48 @@ class _Updated(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.numel * self.element_bytes
+
+
+class StateBytes(NamedTuple):
+    """Bytes of an optimizer's state."""
+
+    whole: int
+    """From the first step on."""
+    from_start: int
+    """Of that, what is there before: masters."""
+    in_update: int
+    """Temporary tensors of the update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW. `adamw`: RunConfig.adamw; its implementations need different temporary tensors. `masters`: it updates fp32 copies."""
+
+    adamw: str
+    masters: bool = False
+
+    def state(self, updated: Sequence[_Updated], steps: Sequence[Sequence[_Updated]] = ()) -> StateBytes:
+        """Its state for what a rank updates, at once or in several `steps`."""
+        masters_bytes = sum(_MASTER_BYTES * piece.numel for piece in updated) if self.masters else 0
+        moments_bytes = _MOMENTS * (masters_bytes if self.masters else sum(piece.nbytes for piece in updated))
+        return StateBytes(
+            whole=masters_bytes + moments_bytes + _STEP_BYTES * len(updated),
+            from_start=masters_bytes,
+            in_update=max((self._in_update(step) for step in steps or [updated]), default=0),
+        )
+
+    def _in_update(self, updated: Sequence[_Updated]) -> int:
+        """The temporary tensors of one step on a GPU."""
+        sizes = [_MASTER_BYTES * piece.numel if self.masters else piece.nbytes for piece in updated]
+        loop = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
+        temporary_bytes = {
+            "fused": 0,
+            "trainstep": 0,
+            "foreach": sum(sizes),  # the root of every second moment
+            "loop": loop,  # two tensors of a parameter's size, and the last parameter's root
+        }[self.adamw]
+        # Only ours takes gradients narrower than what it updates.
+        return temporary_bytes + (sum(sizes) if self.masters and self.adamw != "trainstep" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +100,7 @@ class Terms:
     """Bytes on one rank. The gradients of a moment add to `kept_gradients_bytes`, its buffers to `buffers_bytes`."""
 
     parameters_bytes: int
-    state_bytes: int
-    update_bytes: int
-    """Temporary tensors of the update."""
+    state: "StateBytes"
     whole_gradients_bytes: int
     """All trained parameters' gradients as autograd makes them, which micro-batches before the last leave behind."""
     gradients_bytes: int
@@ -77,13 +118,13 @@ class Terms:
     """Only for strategies with units, in backward's order."""
 
 
-def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
-    """The terms of one rank. `adamw`: RunConfig.adamw; its implementations need different temporary tensors."""
-    return TERMS[exchange.strategy.name](exchange, parameters, rank=rank, adamw=adamw)
+def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
+    """The terms of one rank."""
+    return TERMS[exchange.strategy.name](exchange, parameters, rank=rank, optimizer=optimizer)
 
 
 def weight_bytes(precision: str) -> int:
-    """Bytes of an element of a parameter, its gradient and its optimizer state, by RunConfig.precision."""
+    """Bytes of an element of a parameter, its gradient and, without masters, its optimizer state, by RunConfig.precision."""
     return _WEIGHT_BYTES[precision]
 
 
@@ -115,7 +156,7 @@ def transformer_parameters(model: ModelConfig, precision: str, ops: str = "plain
     return (around[0], *blocks, *around[1:])
 
 
-def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
     """Gradients are averaged in place, or in copies of another dtype."""
     trained = [parameter for parameter in parameters if parameter.trained]
     copies = [
@@ -129,8 +170,7 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     gradients_bytes = sum_bytes(trained)
     return Terms(
         parameters_bytes=sum_bytes(parameters),
-        state_bytes=_state_bytes(updated),
-        update_bytes=_update_bytes(updated, adamw),
+        state=optimizer.state(updated),
         whole_gradients_bytes=gradients_bytes,
         gradients_bytes=gradients_bytes,
         gradients_before_sync_bytes=gradients_bytes,
@@ -139,7 +179,7 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     )
 
 
-def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
     """A bucket replaces its gradients once they are complete; gradients in another dtype are copied into it."""
     trained = [parameter for parameter in parameters if parameter.trained]
     buckets = buckets_of(exchange, parameters)
@@ -159,8 +199,7 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     updated = [_Updated(parameter.numel, parameter.element_bytes) for parameter in owned[rank]]
     return Terms(
         parameters_bytes=sum_bytes(parameters),
-        state_bytes=_state_bytes(updated),
-        update_bytes=_update_bytes(updated, adamw),
+        state=optimizer.state(updated),
         whole_gradients_bytes=sum_bytes(trained),
         gradients_bytes=sum_bytes(copied),
         gradients_before_sync_bytes=sum_bytes(copied) + sum_bytes(fresh),
@@ -170,7 +209,7 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     )
 
 
-def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
     """Parameters are whole, in flat units, and a rank updates flat shards unit by unit.
 
     A unit's whole gradients live until they are copied for sending; then a rank keeps its shard of the average.
@@ -181,8 +220,9 @@ def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, ra
     pieces = _pieces(trained, rank, exchange.ranks)
     return Terms(
         parameters_bytes=sum(unit.nbytes for unit in trained) + sum_bytes(frozen),
-        state_bytes=_state_bytes(_updated(parameters, pieces)),
-        update_bytes=max(_update_bytes(_updated(unit.parameters, pieces), adamw) for unit in trained),
+        state=optimizer.state(
+            _updated(parameters, pieces), steps=[_updated(unit.parameters, pieces) for unit in trained]
+        ),
         whole_gradients_bytes=sum(sum_bytes(unit.parameters) for unit in trained),
         gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
         gradients_before_sync_bytes=_before_sync_bytes(exchange, trained),
@@ -192,7 +232,7 @@ def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, ra
     )
 
 
-def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
     """Parameters are shards, gathered for a while; a rank updates all its shards at once.
 
     Gradients are as in `_sharded_flat`, but whole gradients of earlier micro-batches are kept beside them.
@@ -211,8 +251,7 @@ def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int,
     gathered_ahead = [unit for unit in units if unit.name in ahead and unit not in kept_whole]
     return Terms(
         parameters_bytes=_shards_bytes(units, exchange.ranks),
-        state_bytes=_state_bytes(updated),
-        update_bytes=_update_bytes(updated, adamw),
+        state=optimizer.state(updated),
         whole_gradients_bytes=sum(_earlier_bytes(exchange, unit) for unit in trained),
         gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
         gradients_before_sync_bytes=_earlier_bytes(exchange, trained[0]) + _before_sync_bytes(exchange, trained),
@@ -325,22 +364,6 @@ def _shards_bytes(units: Sequence[Unit], ranks: int) -> int:
 
 def _copies(bucket: Bucket) -> bool:
     return any(parameter.element_bytes != bucket.element_bytes for parameter in bucket.parameters)
-
-
-def _state_bytes(updated: Sequence[_Updated]) -> int:
-    return sum(_MOMENTS * piece.nbytes + _STEP_BYTES for piece in updated)
-
-
-def _update_bytes(updated: Sequence[_Updated], adamw: str) -> int:
-    """The update's temporary tensors on a GPU."""
-    sizes = [piece.nbytes for piece in updated]
-    loop = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
-    return {
-        "fused": 0,
-        "trainstep": 0,
-        "foreach": sum(sizes),  # the root of every second moment
-        "loop": loop,  # two tensors of a parameter's size, and the last parameter's root
-    }[adamw]
 
 
 TERMS: Mapping[str, Callable[..., Terms]] = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from trainstep.training.attention import attention_named
 from trainstep.training.batches import Batch, NextBatch, random_batches, read_text, text_batches
 from trainstep.training.captured import CapturedTrainStep, EventMark, unmarked
 from trainstep.training.fused_transformer import FusedTransformer
-from trainstep.training.optimizer import MasterWeights, Parallel, adamw_named, adamw_options, unwrapped
+from trainstep.training.optimizer import Parallel, adamw_named, adamw_options, unwrapped, with_masters
 from trainstep.training.precision import precision_named
 from trainstep.training.step import TrainStep
 from trainstep.training.transformer import Transformer
@@ -84,7 +83,7 @@ def build_step(
     wrap = parallel.wrap if parallel else unwrapped
     optimizer_cls = adamw_named(run.adamw)
     if precision.masters:
-        optimizer_cls = partial(MasterWeights, optimizer_cls=optimizer_cls)
+        optimizer_cls = with_masters(optimizer_cls)
     wrapped = wrap(module, optimizer_cls if run.trains else None, options)
     scaler = None
     if precision.scales_loss and run.trains:
