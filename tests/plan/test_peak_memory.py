@@ -14,6 +14,7 @@ from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import OURS, PEERS, ParallelConfig
 from trainstep.config.parsing import from_plain
 from trainstep.costs.exchange import ParameterSize
+from trainstep.ops.adamw import AdamW
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
 from trainstep.plan.memory_terms import transformer_parameters
@@ -23,6 +24,7 @@ from trainstep.training.optimizer import adamw_options, with_masters
 from trainstep.training.parallelism import parallel
 from trainstep.training.precision import precision_named
 from trainstep.training.transformer import Transformer
+from trainstep.training.update_in_backward import UpdateInBackward
 
 MODEL = ModelConfig(d_model=12, d_ff=20, layers=4, heads=2, vocab_size=50)
 MIB = 2**20
@@ -74,11 +76,14 @@ def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[s
     loss = model(*tokens)
     sizes: dict[str, Any] = {"activations": holdings.total_bytes() - before_bytes}
     del loss
-    optimizer_cls = with_masters(torch.optim.AdamW) if config.run.precision == "bf16_master" else torch.optim.AdamW
+    optimizer_cls = AdamW if config.run.updates_in_backward else torch.optim.AdamW
+    if config.run.precision == "bf16_master":
+        optimizer_cls = with_masters(optimizer_cls)
     wrapped = parallel(ranks, config.sync).wrap(
         model, optimizer_cls, adamw_options(config.run.adamw, learning_rate=1e-3)
     )
     sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
+    update = UpdateInBackward(wrapped.module, optimizer, sync) if config.run.updates_in_backward else None
 
     def note(moment: str, all_bytes: int | None = None) -> None:
         parameters_bytes = sum(storage_bytes(model.parameters()).values())
@@ -90,7 +95,10 @@ def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[s
             with nullcontext() if last or sync is None else sync.no_sync():
                 loss = wrapped.module(*tokens)
                 note("after_forward")
-                with sampled_at_messages(holdings) if sampled else nullcontext([]) as samples:
+                with (
+                    sampled_at_messages(holdings) if sampled else nullcontext([]) as samples,
+                    update.running() if update else nullcontext(),
+                ):
                     loss.backward()
                     del loss
                     if last and sync is not None:
@@ -102,9 +110,9 @@ def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[s
             samples.append(("all", in_sync.most_bytes))
         sizes["messages"] = [sample for sample in samples if sample[0] != "usage"]
         note("after_backward")
-        with MostHeld(holdings) if sampled else nullcontext() as most:
-            optimizer.step()
-        if sampled:
+        with MostHeld(holdings) if sampled and not update else nullcontext() as most:
+            update.finish() if update else optimizer.step()
+        if most is not None:
             note("in_step", most.most_bytes)
         optimizer.zero_grad()
         if config.sync.name == "sharded_flat":
@@ -130,6 +138,13 @@ def test_tensors_of_a_real_step_have_the_formulas_bytes(strategy: str, precision
 )
 def test_bytes_with_masters_are_the_formulas(strategy: str, frozen: bool):
     agree(config_of(2, precision="bf16_master", **STRATEGY_OPTIONS[strategy]), frozen)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("strategy", ["none", "bucketed", "bucketed, bf16", "bucketed, fp32"])
+def test_bytes_with_an_update_in_backward_are_the_formulas(strategy: str, precision: str):
+    options = {"precision": precision, "adamw": "trainstep", "update": "in_backward"}
+    agree(config_of(2, **options, **STRATEGY_OPTIONS[strategy]), frozen=strategy == "bucketed")
 
 
 @pytest.mark.parametrize("strategy", ["naive", "bucketed", "sharded_flat", "fsdp", "fsdp, kept whole"])
@@ -159,7 +174,7 @@ def agree(config: ParallelConfig, frozen: bool) -> None:
                 continue  # parameters are views of whole units then
             assert moment.parameters_bytes == parameters
             assert moment.optimizer_state_bytes == state
-        if messages and config.sync.name in ("sharded_flat", "fsdp"):
+        if messages and (config.sync.name in ("sharded_flat", "fsdp") or config.run.updates_in_backward):
             a_block_bytes = expected.after_forward.activations_bytes // MODEL.layers
             assert (
                 abs(expected.in_backward.total_bytes - max(measured_bytes for _, measured_bytes in messages))

@@ -169,7 +169,11 @@ def test_messages_by_copies_change_nothing(strategy: str, case: str):
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "case"),
-    [(strategy, case) for strategy, case in itertools.product(SENDING, CASES) if strategy in QUICK or case == "plain"],
+    [
+        (strategy, case)
+        for strategy, case in itertools.product(SENDING, CASES)
+        if (strategy in QUICK or case == "plain") and (strategy, case) != ("fsdp", "masters")
+    ],
 )
 def test_a_strategy_captured_on_gpus_has_the_same_losses_and_weights(strategy: str, case: str, copies: bool):
     captured = run_ranks(2, trained, strategy, CASES[case], True, True, copies, backend="nccl")

@@ -130,6 +130,11 @@ class RanksConfig:
                 f"precision: {sync.name} needs no masters beside its shards, which stay fp32 where compute_dtype is bf16; take "
                 "that with precision fp32"
             )
+        if run.updates_in_backward and not sync.strategy.updates_in_backward:
+            able = ", ".join(strategy.name for strategy in STRATEGIES if strategy.updates_in_backward)
+            raise ValueError(
+                f"update: {sync.name} updates after_backward alone; take that, or sync {able.replace(', ', ' or ')}"
+            )
         if not sync.keeps_gradient_dtype and run.adamw != "trainstep":
             raise ValueError(f"adamw: {run.adamw} takes gradients in the parameters' dtype alone; take trainstep")
 

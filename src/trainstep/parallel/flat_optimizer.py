@@ -8,22 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as hooks
 
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_tensors, names_of, options_of_groups
 from trainstep.parallel.sharded_flat import ShardedGradients
-
-ELEMENT_WISE = frozenset(
-    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
-"""Classes of torch.optim, and of the same name elsewhere, whose update of an element depends on no other element."""
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Attributes in which torch keeps the hooks on an optimizer's steps."""
-_HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-"""Variables in which torch keeps the hooks on the steps of all optimizers."""
+from trainstep.parallel.units import ELEMENT_WISE, groups_by_tensor, may_step_by_unit, step_unit
 
 
 class FlatShardedOptimizer(Optimizer):
@@ -112,7 +103,7 @@ class FlatShardedOptimizer(Optimizer):
         lend_scaler_attributes(self, self._inner)
         self.gradient_sync.wait_for_parameters()
         self._pass_on_changes()
-        if not _may_step_in_parts(self._inner):
+        if not may_step_by_unit(self._inner):
             loss = self._inner.step(closure)
             self.gradient_sync.gather_parameters()
             return loss
@@ -138,22 +129,14 @@ class FlatShardedOptimizer(Optimizer):
 
     def _step_by_unit(self) -> None:
         """Update a unit's pieces and send them while the next unit's are updated, so that the link does not wait for all."""
-        # The inner optimizer sees groups with one unit's pieces; the groups that everybody else sees stay as they are.
-        inner, groups = self._inner, self.param_groups
-        group_of = {piece: number for number, group in enumerate(groups) for piece in group["params"]}
+        group_of = groups_by_tensor(self._inner)
         units = self.gradient_sync.unit_pieces
         unsent = deque(range(len(units)))
         try:
             for pieces in units:
-                by_group: dict[int, list[Tensor]] = {}
-                for piece in pieces:
-                    if piece in group_of:  # the caller may have removed it
-                        by_group.setdefault(group_of[piece], []).append(piece)
-                inner.param_groups = [{**groups[number], "params": members} for number, members in by_group.items()]
-                inner.step()
+                step_unit(self._inner, pieces, group_of)
                 self.gradient_sync.gather_parameters([unsent.popleft()])
         finally:
-            inner.param_groups = groups
             self.gradient_sync.gather_parameters(unsent)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -310,14 +293,3 @@ def lend_scaler_attributes(outer: Optimizer, inner: Optimizer) -> None:
 
 def _listed(parameters: Any) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
-def _may_step_in_parts(inner: Optimizer) -> bool:
-    """Whether it may step some of its tensors now and others later: it counts steps by tensor, and no hook counts calls of step."""
-    # torch's own classes count so. Others must say it in their own body, since a subclass may add a counter.
-    kind = type(inner)
-    known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENT_WISE
-    by_tensor = known or vars(kind).get("counts_steps_by_tensor", False)
-    hooked = [getattr(inner, name, None) for name in _HOOKS] + [getattr(hooks, name, None) for name in _HOOKS_OF_ALL]
-    runs = getattr(inner, "inner", None)  # the optimizer of MasterWeights
-    return by_tensor and not any(hooked) and (runs is None or _may_step_in_parts(runs))

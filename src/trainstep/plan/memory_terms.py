@@ -7,7 +7,6 @@ fsdp.py, flat_buffer.py.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from trainstep.config.model import ModelConfig
 from trainstep.costs.exchange import (
@@ -25,69 +24,17 @@ from trainstep.costs.exchange import (
     units_sent,
 )
 from trainstep.costs.strategies import MessageKind
+from trainstep.plan.optimizer_state import Optimizer, StateBytes, Updated
 
-_MOMENTS = 2  # AdamW's, each of a parameter's size and of the dtype of what is updated
-_STEP_BYTES = 4  # AdamW's step counter in fp32, one per tensor
-_MASTER_BYTES = 4  # an fp32 copy of a parameter, which is updated in its place
 _WEIGHT_BYTES = {"fp32": 4, "tf32": 4, "bf16_autocast": 4, "fp16_autocast": 4, "bf16": 2, "bf16_master": 2}
-
-
-class _Updated(NamedTuple):
-    """A tensor, or a piece of one, that a rank updates."""
-
-    numel: int
-    element_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.element_bytes
-
-
-class StateBytes(NamedTuple):
-    """Bytes of an optimizer's state."""
-
-    whole: int
-    """From the first step on."""
-    from_start: int
-    """Of that, what is there before: masters."""
-    in_update: int
-    """Temporary tensors of the update."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """AdamW. `adamw`: RunConfig.adamw; its implementations need different temporary tensors. `masters`: it updates fp32 copies."""
-
-    adamw: str
-    masters: bool = False
-
-    def state(self, updated: Sequence[_Updated], steps: Sequence[Sequence[_Updated]] = ()) -> StateBytes:
-        """Its state for what a rank updates, at once or in several `steps`."""
-        masters_bytes = sum(_MASTER_BYTES * piece.numel for piece in updated) if self.masters else 0
-        moments_bytes = _MOMENTS * (masters_bytes if self.masters else sum(piece.nbytes for piece in updated))
-        return StateBytes(
-            whole=masters_bytes + moments_bytes + _STEP_BYTES * len(updated),
-            from_start=masters_bytes,
-            in_update=max((self._in_update(step) for step in steps or [updated]), default=0),
-        )
-
-    def _in_update(self, updated: Sequence[_Updated]) -> int:
-        """The temporary tensors of one step on a GPU."""
-        sizes = [_MASTER_BYTES * piece.numel if self.masters else piece.nbytes for piece in updated]
-        loop = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
-        temporary_bytes = {
-            "fused": 0,
-            "trainstep": 0,
-            "foreach": sum(sizes),  # the root of every second moment
-            "loop": loop,  # two tensors of a parameter's size, and the last parameter's root
-        }[self.adamw]
-        # Only ours takes gradients narrower than what it updates.
-        return temporary_bytes + (sum(sizes) if self.masters and self.adamw != "trainstep" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sending:
-    """What is held when backward sends a unit: its whole gradients, shards of units sent before, what earlier blocks saved."""
+    """What is held when backward sends a unit: its whole gradients, shards of units sent before, what earlier blocks saved.
+
+    With an update in backward the same when a part is updated, or its bucket sent.
+    """
 
     activations_share: float
     """The share of forward's activations that is left, assumed to fall as the blocks' parameters are passed."""
@@ -100,7 +47,7 @@ class Terms:
     """Bytes on one rank. The gradients of a moment add to `kept_gradients_bytes`, its buffers to `buffers_bytes`."""
 
     parameters_bytes: int
-    state: "StateBytes"
+    state: StateBytes
     whole_gradients_bytes: int
     """All trained parameters' gradients as autograd makes them, which micro-batches before the last leave behind."""
     gradients_bytes: int
@@ -114,8 +61,10 @@ class Terms:
     whole_after_forward_bytes: int = 0
     whole_entering_backward_bytes: int = 0
     in_sync_bytes: int = 0
+    after_sync_bytes: int = 0
+    """Buffers that are held until the optimizer's step."""
     sendings: tuple[Sending, ...] = ()
-    """Only for strategies with units, in backward's order."""
+    """Only for strategies with units and with an update in backward, in backward's order."""
 
 
 def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
@@ -166,7 +115,9 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     ]
     # `overlapped` keeps all copies until the end. `naive` makes one after another, each before it frees the one before.
     neighbours = max((sum(pair) for pair in zip([0, *copies], copies, strict=False)), default=0)
-    updated = [_Updated(parameter.numel, parameter.element_bytes) for parameter in trained]
+    updated = [Updated(parameter.numel, parameter.element_bytes) for parameter in trained]
+    if optimizer.in_backward:
+        return _updated_in_backward(exchange, parameters, trained, optimizer.state(updated))
     gradients_bytes = sum_bytes(trained)
     return Terms(
         parameters_bytes=sum_bytes(parameters),
@@ -196,7 +147,9 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
         for pack in packs_of(exchange, parameters_of_rank)
         if len(pack) > 1 and by_owners and exchange.ranks > 1
     )
-    updated = [_Updated(parameter.numel, parameter.element_bytes) for parameter in owned[rank]]
+    updated = [Updated(parameter.numel, parameter.element_bytes) for parameter in owned[rank]]
+    if optimizer.in_backward:
+        return _updated_in_backward(exchange, parameters, trained, optimizer.state(updated))
     return Terms(
         parameters_bytes=sum_bytes(parameters),
         state=optimizer.state(updated),
@@ -207,6 +160,53 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
         buffers_from_start_bytes=beside_gradients,
         buffers_bytes=beside_gradients + packs,
     )
+
+
+def _updated_in_backward(
+    exchange: Exchange, parameters: Sequence[ParameterSize], trained: Sequence[ParameterSize], state: StateBytes
+) -> Terms:
+    """A block's gradients, or a bucket and the one before it, live until their update; only the last bucket waits for the step."""
+    sends = exchange.strategy.communicates
+    parts: list[Sequence[ParameterSize]]
+    buckets = buckets_of(exchange, parameters) if sends else []
+    parts = [bucket.parameters for bucket in buckets] or _parts_in_backward(trained)
+    blocks_bytes = sum(parameter.nbytes for parameter in trained if parameter.unit != ROOT)
+    sendings, gone_bytes = [], 0
+    for index, part in enumerate(parts):
+        gone_bytes += sum(parameter.nbytes for parameter in part if parameter.unit != ROOT)
+        under_way = buckets[max(0, index - 1) : index + 1]
+        waiting = [
+            bucket for bucket in under_way[:-1] if _copies(bucket)
+        ]  # gradients beside the bucket that is averaged
+        sendings.append(
+            Sending(
+                activations_share=1 - gone_bytes / blocks_bytes if blocks_bytes else 0.0,
+                gradients_bytes=sum_bytes(part)
+                + sum(bucket.nbytes for bucket in under_way if not _copies(bucket))
+                + sum(sum_bytes(bucket.parameters) for bucket in waiting),
+                communication_bytes=sum(bucket.nbytes for bucket in under_way if _copies(bucket)),
+            )
+        )
+    last = buckets[-1:]
+    return Terms(
+        parameters_bytes=sum_bytes(parameters),
+        state=state,
+        whole_gradients_bytes=0,
+        gradients_bytes=sum(sum_bytes(bucket.parameters) if _copies(bucket) else bucket.nbytes for bucket in last),
+        gradients_before_sync_bytes=sendings[-1].gradients_bytes,
+        in_sync_bytes=sendings[-1].communication_bytes,
+        after_sync_bytes=sum(bucket.nbytes for bucket in last if _copies(bucket)),
+        sendings=tuple(sendings),
+    )
+
+
+def _parts_in_backward(trained: Sequence[ParameterSize]) -> list[Sequence[ParameterSize]]:
+    """What one process updates together, in backward's order: blocks, and each parameter around them."""
+    parts: dict[tuple[str, int], list[ParameterSize]] = {}
+    for parameter in reversed(trained):
+        name = parameter.name if parameter.unit == ROOT else parameter.unit
+        parts.setdefault((name, parameter.element_bytes), []).append(parameter)
+    return list(parts.values())
 
 
 def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
@@ -272,10 +272,10 @@ def _pieces(trained: Sequence[Unit], rank: int, ranks: int) -> dict[str, int]:
     }
 
 
-def _updated(parameters: Sequence[ParameterSize], pieces: Mapping[str, int]) -> list[_Updated]:
+def _updated(parameters: Sequence[ParameterSize], pieces: Mapping[str, int]) -> list[Updated]:
     """The pieces of these parameters that this rank updates."""
     return [
-        _Updated(pieces[parameter.name], parameter.element_bytes)
+        Updated(pieces[parameter.name], parameter.element_bytes)
         for parameter in parameters
         if pieces.get(parameter.name)
     ]

@@ -4,7 +4,8 @@
     expected_messages(config, parameters)            # parameters: transformer_parameters(model, precision)
 
 P: bytes of parameters, T: bytes of trained parameters, N: ranks. The optimizer is AdamW, and gradients are averaged in their own
-dtype. With bf16_master the state is 12 bytes for each element that a rank updates: 6 T, or 6 T/N.
+dtype. With bf16_master the state is 12 bytes for each element that a rank updates: 6 T, or 6 T/N. With update in_backward gradients
+are those of one block, or of two buckets.
 
     strategy             parameters    gradients    state         for communication
     none, naive,
@@ -28,7 +29,8 @@ from trainstep.config.parallel import RanksConfig
 from trainstep.costs.buckets import bytes_of_mib
 from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import Message, step_messages
-from trainstep.plan.memory_terms import Optimizer, Terms, terms_of
+from trainstep.plan.memory_terms import Terms, terms_of
+from trainstep.plan.optimizer_state import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class ExpectedMemory:
     entering_backward: Held
     """As after forward; with fsdp the next units are being gathered."""
     in_backward: Held
-    """When a unit is sent and most is held, for strategies with units; for others as entering backward."""
+    """When a unit is sent, or updated, and most is held; for strategies without units as entering backward."""
     before_sync: Held
     """The last gradient is complete, with the buffers to synchronise it; no activations are left."""
     after_backward: Held
@@ -90,7 +92,8 @@ def expected_memory(
     exchange = exchange_of(config)
     if exchange is None:
         return None
-    optimizer = Optimizer(adamw=config.run.adamw, masters=config.run.precision == "bf16_master")
+    run = config.run
+    optimizer = Optimizer(adamw=run.adamw, masters=run.precision == "bf16_master", in_backward=run.updates_in_backward)
     terms = terms_of(exchange, parameters, rank=rank, optimizer=optimizer)
     earlier = terms.whole_gradients_bytes if config.run.accumulation > 1 else 0
     entering = _held(
@@ -119,8 +122,13 @@ def expected_memory(
         entering_backward=entering,
         in_backward=max(sendings, key=lambda moment: moment.total_bytes, default=entering),
         before_sync=_held(terms, gradients=terms.gradients_before_sync_bytes, communication=terms.in_sync_bytes),
-        after_backward=_held(terms, gradients=terms.gradients_bytes),
-        in_step=_held(terms, gradients=terms.gradients_bytes, temporary=terms.state.in_update),
+        after_backward=_held(terms, gradients=terms.gradients_bytes, communication=terms.after_sync_bytes),
+        in_step=_held(
+            terms,
+            gradients=terms.gradients_bytes,
+            temporary=terms.state.in_update,
+            communication=terms.after_sync_bytes,
+        ),
         after_step=_held(terms),
     )
 

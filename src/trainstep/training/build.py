@@ -20,6 +20,7 @@ from trainstep.training.optimizer import Parallel, adamw_named, adamw_options, u
 from trainstep.training.precision import precision_named
 from trainstep.training.step import TrainStep
 from trainstep.training.transformer import Transformer
+from trainstep.training.update_in_backward import UpdateInBackward
 from trainstep.training.user_model import blocks_of, build_user_model, recompute_blocks
 
 
@@ -89,6 +90,9 @@ def build_step(
     if precision.scales_loss and run.trains:
         # Ranks must skip a step together.
         scaler = RankedGradScaler(parallel.ranks) if parallel else torch.amp.GradScaler(device.type)
+    in_backward = None
+    if run.updates_in_backward and wrapped.optimizer is not None:
+        in_backward = UpdateInBackward(wrapped.module, wrapped.optimizer, wrapped.gradient_sync)
     step = TrainStep(
         wrapped.module,
         wrapped.optimizer,
@@ -97,6 +101,7 @@ def build_step(
         scaler=scaler,
         clip_grad_norm=run.clip_grad_norm,
         gradient_sync=wrapped.gradient_sync,
+        in_backward=in_backward,
     )
     ranks = parallel.ranks if parallel else alone(device)
     captured = None if run.capture == "none" else CapturedTrainStep(step, ranks, strict=run.capture == "step")
