@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstep.ops.adamw import AdamW
 from trainstep.parallel.ranks import Ranks
+from trainstep.training.optimizer import with_masters
 
 ROWS, WIDTH, CLASSES = 6, 8, 5
 """Rows of a rank's micro-batch."""
@@ -18,6 +20,11 @@ OPTIMIZERS: dict[str, partial[torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
 }
+MASTERS: dict[str, partial[torch.optim.Optimizer]] = {
+    "masters": partial(with_masters(AdamW), lr=1e-2),
+    "masters of torch's": partial(with_masters(torch.optim.AdamW), lr=1e-2),
+}
+"""Optimizers of bf16 models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,7 @@ def train_alone(
     `reduce_dtype`: each rank's gradient is rounded to it, and so is their sum after each addition.
     """
     model = built(case).to(dtype)
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    optimizer = _optimizer_of(optimizer_name, dtype)(model.parameters())
     for ranks_batches in batches(case, world_size):
         sums: dict[nn.Parameter, Tensor] = {}
         for rank, micro_batches in enumerate(ranks_batches):
@@ -103,11 +110,31 @@ def train_alone(
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def _optimizer_of(name: str, dtype: torch.dtype) -> partial[torch.optim.Optimizer]:
+    """The optimizer; of masters that of fp32 or fp64 parameters, which need none."""
+    if name in MASTERS and dtype != torch.bfloat16:
+        return OPTIMIZERS["adamw"]
+    return {**OPTIMIZERS, **MASTERS}[name]
+
+
 def train_together(ranks: Ranks, start: Callable[..., Any], case: Case, optimizer_name: str) -> list[Tensor]:
     """Train on this rank; its parameters after the same steps. Only rank 0 begins with the right ones."""
-    model = built(case, seed=ranks.rank).to(ranks.device)
-    run = start(model, ranks, OPTIMIZERS[optimizer_name])
-    for ranks_batches in batches(case, ranks.world_size):
+    run = started(ranks, start, case, optimizer_name)
+    take_steps(ranks, run, case, range(STEPS))
+    return [parameter.cpu() for parameter in run.parameters()]
+
+
+def started(
+    ranks: Ranks, start: Callable[..., Any], case: Case, optimizer_name: str, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A strategy's Run of the model. Only rank 0 begins with the right parameters."""
+    model = built(case, seed=ranks.rank).to(ranks.device, dtype)
+    return start(model, ranks, _optimizer_of(optimizer_name, dtype))
+
+
+def take_steps(ranks: Ranks, run: Any, case: Case, numbers: range) -> None:
+    """Train on this rank for the steps with these numbers."""
+    for ranks_batches in list(batches(case, ranks.world_size))[numbers.start : numbers.stop]:
         micro_batches = [tuple(tensor.to(ranks.device) for tensor in batch) for batch in ranks_batches[ranks.rank]]
         for number, batch in enumerate(micro_batches):
             with run.sync.no_sync() if number < len(micro_batches) - 1 else nullcontext():
@@ -117,7 +144,6 @@ def train_together(ranks: Ranks, start: Callable[..., Any], case: Case, optimize
             run.sync.clip_grad_norm_(case.clip)
         run.optimizer.step()
         run.optimizer.zero_grad()
-    return [parameter.cpu() for parameter in run.parameters()]
 
 
 def distance(trained: list[Tensor], expected: list[Tensor]) -> float:

@@ -8,7 +8,7 @@ from sources import ROOT
 from trainstep.config.grid import Cell, expand, expand_all, grid_from_settings, groups_along
 from trainstep.config.memory import MemoryConfig, RecordedRunConfig
 from trainstep.config.model import size
-from trainstep.config.parallel import SYNCS, USED_BY, ParallelConfig, RankRunConfig, SyncConfig, needless
+from trainstep.config.parallel import PEERS, SYNCS, USED_BY, ParallelConfig, RankRunConfig, SyncConfig, needless
 from trainstep.config.parsing import build_config, flat_form, from_plain, to_plain
 from trainstep.config.sweep import load_sweep
 
@@ -87,10 +87,19 @@ def test_sweeps_of_strategies_expand_on_both_devices(name: str, settings: list[s
     assert {group[0].config["sync"] for group in cell_groups} == {"none"}
 
 
-def test_master_weights_are_refused_on_several_ranks():
-    with pytest.raises(ValueError, match="precision: bf16_master is for one process"):
-        build_config("parallel", {"model": "tiny", "precision": "bf16_master", "ranks": 2})
-    assert build_config("parallel", {"model": "tiny", "precision": "bf16_master", "ranks": 1, "sync": None}).run.trains
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_master_weights_are_for_strategies_that_keep_whole_parameters(sync: str, ranks: int):
+    values = {"model": "tiny", "precision": "bf16_master", "ranks": ranks, "sync": sync}
+    if ranks == 1 and sync in PEERS:
+        return
+    if sync in ("fsdp", "torch_fsdp2"):
+        with pytest.raises(
+            ValueError, match=f"precision: {sync} needs no masters beside its shards, .*; take that with"
+        ):
+            build_config("parallel", values)
+    else:
+        assert build_config("parallel", values).run.precision == "bf16_master"
 
 
 def test_a_config_is_made_of_a_run_and_a_strategy():

@@ -94,6 +94,20 @@ def test_an_update_writes_rounded_copies(device: str):
             torch.testing.assert_close(rounded, parameter.detach().half(), rtol=0, atol=0)
 
 
+def test_autograd_hears_of_an_update(device: str):
+    """A backward that needs a parameter's value before the update is refused, as with torch's own optimizers."""
+    parameter = parameters_of([normal(8)], device)[0]
+    rounded = parameter.detach().bfloat16().requires_grad_()
+    optimizer = OURS([parameter], **OPTIONS)
+    optimizer.rounded = {parameter: rounded}
+    losses = [(used * used).sum() for used in (parameter, rounded)]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_moments_as_accurate_as_torch(device: str):
     kinds = [(OURS, torch.float32), (torch.optim.AdamW, torch.float32), (torch.optim.AdamW, torch.float64)]
     states = []

@@ -14,15 +14,17 @@ from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import OURS, PEERS, ParallelConfig
 from trainstep.config.parsing import from_plain
 from trainstep.costs.exchange import ParameterSize
+from trainstep.ops.adamw import AdamW
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.peak_memory import ExpectedMemory, Held, expected_memory
 from trainstep.training.attention import attention_named
-from trainstep.training.optimizer import adamw_options
+from trainstep.training.optimizer import adamw_options, with_masters
 from trainstep.training.parallelism import parallel
 from trainstep.training.precision import precision_named
 from trainstep.training.transformer import Transformer
+from trainstep.training.update_in_backward import UpdateInBackward
 
 MODEL = ModelConfig(d_model=12, d_ff=20, layers=4, heads=2, vocab_size=50)
 MIB = 2**20
@@ -36,6 +38,7 @@ STRATEGY_OPTIONS = {
     "overlapped, bf16": {"sync": "overlapped", "reduce_dtype": "bf16"},
     "bucketed": {"sync": "bucketed", "bucket_mib": 6000 / MIB},
     "bucketed, bf16": {"sync": "bucketed", "bucket_mib": 6000 / MIB, "reduce_dtype": "bf16"},
+    "bucketed, fp32": {"sync": "bucketed", "bucket_mib": 6000 / MIB, "reduce_dtype": "fp32"},
     "sharded": {"sync": "sharded", "bucket_mib": 6000 / MIB},
     "sharded_flat": {"sync": "sharded_flat"},
     "sharded_flat, joined": {"sync": "sharded_flat", "bucket_mib": 1},
@@ -73,10 +76,14 @@ def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[s
     loss = model(*tokens)
     sizes: dict[str, Any] = {"activations": holdings.total_bytes() - before_bytes}
     del loss
+    optimizer_cls = AdamW if config.run.updates_in_backward else torch.optim.AdamW
+    if config.run.precision == "bf16_master":
+        optimizer_cls = with_masters(optimizer_cls)
     wrapped = parallel(ranks, config.sync).wrap(
-        model, torch.optim.AdamW, adamw_options(config.run.adamw, learning_rate=1e-3)
+        model, optimizer_cls, adamw_options(config.run.adamw, learning_rate=1e-3)
     )
     sync, optimizer = wrapped.gradient_sync, wrapped.optimizer
+    update = UpdateInBackward(wrapped.module, optimizer, sync) if config.run.updates_in_backward else None
 
     def note(moment: str, all_bytes: int | None = None) -> None:
         parameters_bytes = sum(storage_bytes(model.parameters()).values())
@@ -88,7 +95,10 @@ def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[s
             with nullcontext() if last or sync is None else sync.no_sync():
                 loss = wrapped.module(*tokens)
                 note("after_forward")
-                with sampled_at_messages(holdings) if sampled else nullcontext([]) as samples:
+                with (
+                    sampled_at_messages(holdings) if sampled else nullcontext([]) as samples,
+                    update.running() if update else nullcontext(),
+                ):
                     loss.backward()
                     del loss
                     if last and sync is not None:
@@ -100,9 +110,9 @@ def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[s
             samples.append(("all", in_sync.most_bytes))
         sizes["messages"] = [sample for sample in samples if sample[0] != "usage"]
         note("after_backward")
-        with MostHeld(holdings) if sampled else nullcontext() as most:
-            optimizer.step()
-        if sampled:
+        with MostHeld(holdings) if sampled and not update else nullcontext() as most:
+            update.finish() if update else optimizer.step()
+        if most is not None:
             note("in_step", most.most_bytes)
         optimizer.zero_grad()
         if config.sync.name == "sharded_flat":
@@ -120,6 +130,21 @@ def measured_bytes(ranks: Ranks, config: ParallelConfig, frozen: bool) -> dict[s
 def test_tensors_of_a_real_step_have_the_formulas_bytes(strategy: str, precision: str, frozen: bool):
     config = config_of(2, precision=precision, **STRATEGY_OPTIONS[strategy])
     agree(config, frozen)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "strategy", [name for name, options in STRATEGY_OPTIONS.items() if options["sync"] != "fsdp" and "bf16" not in name]
+)
+def test_bytes_with_masters_are_the_formulas(strategy: str, frozen: bool):
+    agree(config_of(2, precision="bf16_master", **STRATEGY_OPTIONS[strategy]), frozen)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("strategy", ["none", "bucketed", "bucketed, bf16", "bucketed, fp32"])
+def test_bytes_with_an_update_in_backward_are_the_formulas(strategy: str, precision: str):
+    options = {"precision": precision, "adamw": "trainstep", "update": "in_backward"}
+    agree(config_of(2, **options, **STRATEGY_OPTIONS[strategy]), frozen=strategy == "bucketed")
 
 
 @pytest.mark.parametrize("strategy", ["naive", "bucketed", "sharded_flat", "fsdp", "fsdp, kept whole"])
@@ -149,7 +174,7 @@ def agree(config: ParallelConfig, frozen: bool) -> None:
                 continue  # parameters are views of whole units then
             assert moment.parameters_bytes == parameters
             assert moment.optimizer_state_bytes == state
-        if messages and config.sync.name in ("sharded_flat", "fsdp"):
+        if messages and (config.sync.name in ("sharded_flat", "fsdp") or config.run.updates_in_backward):
             a_block_bytes = expected.after_forward.activations_bytes // MODEL.layers
             assert (
                 abs(expected.in_backward.total_bytes - max(measured_bytes for _, measured_bytes in messages))
@@ -293,6 +318,31 @@ def test_the_peak_is_16_bytes_per_parameter_in_fp32_and_8_in_bf16(precision: str
     counters = 4 * len(sizes)
     assert expected is not None
     assert expected.peak.total_bytes - counters == (8 if precision == "bf16" else 16) * MODEL.parameters
+
+
+def test_masters_are_sharded_with_the_state():
+    """By hand: of four bf16 parameters each rank has all, and of the 12 bytes of state for an element those of its half."""
+    p = P // 2
+    for sync, updated in (("bucketed", 256), ("sharded", 128), ("sharded_flat", 128)):
+        expected = masters_by_hand(sync)
+        tensors = 2 if sync == "sharded" else 4
+        assert expected.after_init.optimizer_state_bytes == 4 * updated
+        assert expected.after_step.optimizer_state_bytes == 12 * updated + 4 * tensors
+        assert expected.after_step.parameters_bytes == p
+    gradients = [masters_by_hand(sync).after_backward.gradients_bytes for sync in ("naive", "sharded_flat")]
+    assert gradients == [p, p // 2]
+    in_step = [masters_by_hand("naive", adamw=adamw).in_step.total_bytes for adamw in ("trainstep", "fused", "foreach")]
+    assert in_step == [in_step[0], in_step[0] + 4 * 256, in_step[0] + 2 * 4 * 256]
+
+
+def masters_by_hand(sync: str, **options: object) -> ExpectedMemory:
+    sizes = [
+        ParameterSize(name=f"w{number}", numel=64, element_bytes=2, unit=unit)
+        for number, unit in enumerate(["root", "blocks.0", "blocks.1", "blocks.2"])
+    ]
+    expected = expected_memory(config_of(2, sync=sync, precision="bf16_master", **options), sizes)
+    assert expected is not None
+    return expected
 
 
 def test_shards_shrink_with_ranks():

@@ -351,6 +351,8 @@ def test_a_compute_bound_profile_gains_from_16_bits_or_from_fusion():
     fused = answer_of(a_profile("a", precision="bf16_autocast")).suggestion
     assert fused.startswith("`--compile model` can make it at most 1.43 times as fast: element-wise work")
     assert answer_of(a_profile("a", precision="bf16_autocast", compile="model")).suggestion == ""
+    in_backward = answer_of(a_profile("a", precision="bf16_autocast", update="in_backward")).suggestion
+    assert in_backward == fused.replace("--compile model", "--compile block")
 
 
 def test_shares_on_a_cpu_are_of_the_profiled_time():

@@ -16,12 +16,13 @@ from trainstep.ops.adamw import AdamW
 from trainstep.parallel.gradient_sync import HookedGradients
 from trainstep.parallel.ranks import Ranks
 from trainstep.training.captured import CapturedTrainStep
+from trainstep.training.optimizer import with_masters
 from trainstep.training.parallelism import parallel
 from trainstep.training.step import TrainStep
 
 SENDING = [name for name in OURS if name != "none"]
 QUICK = ("bucketed", "sharded_flat", "fsdp")
-"""Strategies that `make test` takes with every case; the others with the plain one alone."""
+"""Strategies that `make test` takes with every case; the others with the plain one alone, and `sharded` with masters."""
 WIDTH, CLASSES, STEPS = 8, 5, 10
 MANY_STEPS = 1000
 
@@ -41,6 +42,8 @@ class Case:
     """`everywhere`: no rank uses a layer; `somewhere`: only rank 0 uses it."""
     odd_batch: bool = False
     """Whether rank 1 has a smaller batch at one step, and from another step on."""
+    masters: bool = False
+    """Whether weights are bf16, with fp32 masters in the optimizer."""
     reads: bool = False
     """Whether rank 1's forward reads a number from the device."""
 
@@ -54,6 +57,7 @@ CASES = {
     "unused everywhere": Case(unused="everywhere"),
     "unused somewhere": Case(unused="somewhere"),
     "other batches on one rank": Case(odd_batch=True),
+    "masters": Case(masters=True, evaluate=True, schedule=True, reload=True),
 }
 
 
@@ -86,8 +90,9 @@ def batch(case: Case, step: int, rank: int, index: int, device: torch.device | s
 def wrapped_model(ranks: Ranks, strategy: str, case: Case, copies: bool = False) -> tuple[Any, torch.optim.Optimizer]:
     """The gradient sync around a new model, and its optimizer. `copies`: all messages but the smallest go by copies."""
     torch.manual_seed(ranks.rank)
-    model = Model(case, ranks.rank).to(ranks.device)
-    wrapped = parallel(ranks, SyncConfig(name=strategy)).wrap(model, AdamW, {"lr": 1e-2, "weight_decay": 0.1})
+    model = Model(case, ranks.rank).to(ranks.device, torch.bfloat16 if case.masters else torch.float32)
+    optimizer_cls = with_masters(AdamW) if case.masters else AdamW
+    wrapped = parallel(ranks, SyncConfig(name=strategy)).wrap(model, optimizer_cls, {"lr": 1e-2, "weight_decay": 0.1})
     assert isinstance(wrapped.gradient_sync, HookedGradients)
     assert wrapped.optimizer is not None
     wrapped.gradient_sync.collectives.send_by(SMALL_COPIES if copies else None)
@@ -134,7 +139,10 @@ def assert_same(captured_results: list[dict[str, Any]], plain_results: list[dict
 
 @pytest.mark.parametrize(
     ("strategy", "case"),
-    slow_unless(lambda strategy, case: strategy in QUICK or case == "plain", itertools.product(SENDING, CASES)),
+    slow_unless(
+        lambda strategy, case: strategy in QUICK or case == "plain" or (strategy, case) == ("sharded", "masters"),
+        [pair for pair in itertools.product(SENDING, CASES) if pair != ("fsdp", "masters")],
+    ),
 )
 def test_a_captured_strategy_has_the_same_losses_and_weights(strategy: str, case: str):
     captured = run_ranks(2, trained, strategy, CASES[case], True)
@@ -161,7 +169,11 @@ def test_messages_by_copies_change_nothing(strategy: str, case: str):
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "case"),
-    [(strategy, case) for strategy, case in itertools.product(SENDING, CASES) if strategy in QUICK or case == "plain"],
+    [
+        (strategy, case)
+        for strategy, case in itertools.product(SENDING, CASES)
+        if (strategy in QUICK or case == "plain") and (strategy, case) != ("fsdp", "masters")
+    ],
 )
 def test_a_strategy_captured_on_gpus_has_the_same_losses_and_weights(strategy: str, case: str, copies: bool):
     captured = run_ranks(2, trained, strategy, CASES[case], True, True, copies, backend="nccl")

@@ -97,6 +97,27 @@ def dtypes_of_pieces(ranks: Ranks) -> set[torch.dtype]:
     return {parameter.dtype for parameter in assembly.module.parameters()}
 
 
+def losses_with_masters(ranks: Ranks, config: SyncConfig, run: RunConfig) -> list[float]:
+    assembly = build_step(run, parallel(ranks, config))
+    assert {parameter.dtype for parameter in assembly.module.parameters()} == {torch.bfloat16}
+    return [float(assembly.take(assembly.micro_batches(step))) for step in range(6)]
+
+
+@pytest.mark.parametrize("adamw", ["trainstep", "fused"])
+@pytest.mark.parametrize("sync", [sync for sync in OURS + PEERS if not strategy_named(sync).shards_parameters])
+def test_masters_are_trained_by_every_strategy_that_keeps_whole_parameters(sync: str, adamw: str):
+    """Losses of two ranks with bf16 weights are those of one process with bf16 weights and twice the micro-batches."""
+    run = run_config(precision="bf16_master", adamw=adamw, clip_grad_norm=None)
+    _, second = run_ranks(2, losses_with_masters, SyncConfig(name=sync, bucket_mib=0.02), run)
+    alone_ = build_step(replace(run, accumulation=2))
+    expected = [float(alone_.step(alone_.micro_batches(step))) for step in range(6)]
+    if sync == "none":
+        assert second[0] == expected[0]
+        assert second[1:] != expected[1:]
+    else:
+        assert second == expected
+
+
 def losses_of_bf16_gradients(ranks: Ranks) -> list[float]:
     config = SyncConfig(name="bucketed", reduce_dtype="bf16", keeps_gradient_dtype=False)
     assembly = build_step(run_config(adamw="trainstep"), parallel(ranks, config))

@@ -1,13 +1,16 @@
 """Each precision has its dtypes of weights, matmuls, loss and optimizer state; losses of fp16 are scaled."""
 
 import dataclasses
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainstep.config.model import size
-from trainstep.config.run import PRECISIONS, RunConfig
+from trainstep.config.run import OPS, PRECISIONS, RunConfig
 from trainstep.training.build import Assembly, build_step
 from trainstep.training.precision import precision_named
 from trainstep.training.step import TrainStep
@@ -72,6 +75,43 @@ def test_every_precision_learns_a_batch(precision: str):
 def test_without_an_optimizer_nothing_is_scaled(mode: str):
     assert assembled("fp16_autocast", mode=mode).step.scaler is None
     assert assembled("fp16_autocast").step.scaler is not None
+
+
+class CastsOfWeights(TorchDispatchMode):
+    """Counts, by number of dimensions, the casts of parameters to another dtype."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        self.casts: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.casts[arguments[0].dim()] += arguments[0].untyped_storage().data_ptr() in self._weights
+        return result
+
+
+def casts_of_weights(precision: str, ops: str, device: str) -> Counter[int]:
+    assembly = assembled(precision, device, ops=ops, adamw="trainstep")
+    assembly.step(assembly.micro_batches(0))
+    with CastsOfWeights(assembly.module) as counted:
+        assembly.step.compute(assembly.micro_batches(1))
+    return counted.casts
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_master_weights_leave_no_matrix_to_cast(ops: str):
+    """Autocast casts every matrix in every forward; AdamW has written bf16 already."""
+    assert casts_of_weights("bf16_autocast", ops, "cpu")[2] >= 5
+    assert casts_of_weights("bf16_master", ops, "cpu")[2] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ops", OPS)
+def test_master_weights_leave_nothing_to_cast_on_a_gpu(ops: str):
+    """There not even the norms' vectors, which the plain operators of a CPU compute with in fp32."""
+    assert casts_of_weights("bf16_master", ops, "cuda").total() == 0
 
 
 class Times(nn.Module):

@@ -40,9 +40,14 @@ class SyncConfig:
     )
     first_bucket_mib: float | None = described("MiB of the first message, if different", None)
     last_bucket_mib: float | None = described("MiB of the last message, if different", None)
-    reduce_dtype: str = described("dtype in which gradients are averaged; own: their own", "own", ("own", "bf16"))
+    reduce_dtype: str = described(
+        "dtype in which gradients are averaged; own: their own; fp32: for gradients of bf16 weights",
+        "own",
+        ("own", "bf16", "fp32"),
+    )
     keeps_gradient_dtype: bool = described(
-        "copy gradients that were averaged in bf16 back to fp32; otherwise they stay in their buckets, which adamw trainstep takes",
+        "copy gradients that were averaged in reduce_dtype back to their own; otherwise they stay in their buckets, which adamw "
+        "trainstep takes",
         True,
     )
     compute_dtype: str = described(
@@ -78,8 +83,8 @@ class SyncConfig:
             raise ValueError(f"ahead: must be 0, 1 or 2, not {self.ahead!r}")
         if not self.keeps_gradient_dtype and (self.reduce_dtype == "own" or not self._takes("keeps_gradient_dtype")):
             raise ValueError(
-                f"keeps_gradient_dtype: only gradients that {_users('keeps_gradient_dtype')} average with reduce_dtype bf16 can "
-                "stay in bf16"
+                f"keeps_gradient_dtype: only gradients that {_users('keeps_gradient_dtype')} average in another reduce_dtype "
+                "can stay in that"
             )
         if self.compute_dtype != "own" and not self._takes("compute_dtype"):
             raise ValueError(
@@ -120,12 +125,18 @@ class RanksConfig:
             )
         if self.ranks == 1 and sync.strategy.counterpart is not None:
             raise ValueError(f"ranks: {sync.name} needs several ranks; take 2 or more")
-        if (self.ranks > 1 or sync.strategy.communicates) and run.precision == "bf16_master":
+        if sync.strategy.shards_parameters and run.precision == "bf16_master":
             raise ValueError(
-                "precision: bf16_master is for one process; on several ranks take fsdp with compute_dtype bf16: weights stay fp32"
+                f"precision: {sync.name} needs no masters beside its shards, which stay fp32 where compute_dtype is bf16; take "
+                "that with precision fp32"
+            )
+        if run.updates_in_backward and not sync.strategy.updates_in_backward:
+            able = ", ".join(strategy.name for strategy in STRATEGIES if strategy.updates_in_backward)
+            raise ValueError(
+                f"update: {sync.name} updates after_backward alone; take that, or sync {able.replace(', ', ' or ')}"
             )
         if not sync.keeps_gradient_dtype and run.adamw != "trainstep":
-            raise ValueError(f"adamw: {run.adamw} refuses bf16 gradients of fp32 parameters; take trainstep")
+            raise ValueError(f"adamw: {run.adamw} takes gradients in the parameters' dtype alone; take trainstep")
 
 
 @dataclass(frozen=True, kw_only=True)

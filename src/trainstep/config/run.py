@@ -14,6 +14,7 @@ OPS = ("plain", "fused")
 COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused", "trainstep")
 RECOMPUTES = ("none", "block")
+UPDATES = ("after_backward", "in_backward")
 CAPTURES = ("none", "auto", "step")
 DEVICES = ("cpu", "cuda")
 
@@ -27,11 +28,11 @@ class Phase(StrEnum):
     FORWARD = "forward"
     """Batch on the device -> loss."""
     BACKWARD = "backward"
-    """`loss.backward()`, with any communication that it hides."""
+    """`loss.backward()`, with any communication that it hides, and with update in_backward the updates."""
     GRAD_SYNC = "grad_sync"
     """End of backward -> last gradient ready: the exposed part of communication. Absent on one process."""
     OPTIMIZER = "optimizer"
-    """Unscale, clip, step, zero_grad."""
+    """Unscale, clip, step, zero_grad; with update in_backward what is left of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,12 @@ class RunConfig:
     adamw: str = described("implementation of AdamW: torch's, or ours in one launch", "fused", ADAMWS)
     learning_rate: float = described("AdamW's learning rate", 3e-4)
     clip_grad_norm: float | None = described("clip the gradient's 2-norm to this", None)
+    update: str = described(
+        "when parameters are updated; in_backward: a block when its gradients are complete, which are freed, so that all gradients "
+        "never exist at once; needs adamw trainstep, no clipping, no accumulation",
+        "after_backward",
+        UPDATES,
+    )
     accumulation: int = described("micro-batches whose gradients are added before the optimizer's step", 1)
     data: str = described(
         "tokens: random, stdlib (Python's own sources as bytes), or a file or folder of text", "random"
@@ -84,6 +91,7 @@ class RunConfig:
             raise ValueError(f"clip_grad_norm: must be positive or none, not {self.clip_grad_norm!r}")
         if self.recompute == "block" and self.compile == "block":
             raise ValueError("recompute: a compiled block cannot be recomputed; take compile model or none")
+        self._check_update()
         self._check_sync()
         self._check_device()
         self._check_capture()
@@ -95,6 +103,24 @@ class RunConfig:
             )
         if self.data != "random" and isinstance(self.model, UserModel):
             raise ValueError("data: a model of your own brings its own batches; leave data at random")
+
+    def _check_update(self) -> None:
+        if not self.updates_in_backward:
+            return
+        remedies = {
+            f"mode {self.mode} has no update; take mode step": not self.trains,
+            f"AdamW's {self.adamw} updates all parameters at once; take adamw trainstep": self.adamw != "trainstep",
+            "clipping needs the norm of all gradients first; take clip_grad_norm none": self.clip_grad_norm is not None,
+            "gradients of micro-batches add up first; take accumulation 1": self.accumulation > 1,
+            "loss scaling looks for overflows in all gradients first; take another precision than fp16_autocast": (
+                self.precision == "fp16_autocast"
+            ),
+            "a model compiled whole completes all gradients at once; take compile block or none": self.compile
+            == "model",
+        }
+        for remedy, applies in remedies.items():
+            if applies:
+                raise ValueError(f"update: in_backward: {remedy}, or update after_backward")
 
     def _check_sync(self) -> None:
         if self.sync in ("step", "phase"):
@@ -150,3 +176,7 @@ class RunConfig:
     @property
     def trains(self) -> bool:
         return self.mode == "step"
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self.update == "in_backward"

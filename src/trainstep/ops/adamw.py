@@ -165,6 +165,10 @@ class AdamW(torch.optim.Optimizer):
             found_inf=found_inf,
         )
         self._launches.setdefault(key, Launch())(operands, settings)
+        # The kernel does not tell autograd, which must refuse to differentiate what needs the values before the update.
+        torch.autograd.graph.increment_version(
+            [*parameters, *(self.rounded[p] for p in parameters if p in self.rounded)]
+        )
 
     def _update_by_reference(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)

@@ -61,6 +61,7 @@ class Bucket:
     @torch.no_grad()
     def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
         """Copy in the gradients that are not in the bucket yet, zeros for None, and start averaging."""
+        self._buffer.take_memory()
         views = self._buffer.views
         self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         sources: list[Tensor] = []
@@ -99,6 +100,10 @@ class Bucket:
         if kept:
             gradients = [gradient for index in kept if (gradient := self.parameters[index].grad) is not None]
             torch._foreach_copy_(gradients, [self._buffer.views[index] for index in kept])
+
+    def release(self) -> None:
+        """Free the memory until the next message. Parameters must have no gradients in it."""
+        self._buffer.free_memory()
 
 
 def make_buckets(

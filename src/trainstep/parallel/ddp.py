@@ -24,13 +24,13 @@ What calls `_send` during backward stands in gradient_sync.py: autograd runs a `
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.costs.buckets import bytes_of_mib
-from trainstep.parallel.bucket import make_buckets, plan_buckets
+from trainstep.parallel.bucket import Bucket, make_buckets, plan_buckets
 from trainstep.parallel.collectives import Pending
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.gradient_sync import HeldTensors, ReplicatedGradients
@@ -235,6 +235,26 @@ class BucketedDDP(_MessagePerBucket):
         )
         self._make_buckets("bucket", plan, reduce_dtype, keeps_gradient_dtype)
         self._order = LaunchOrder(self._plan)
+        self.on_average: Callable[[Bucket], None] | None = None
+        """If set, called for each bucket but the last as soon as its average has arrived and the next bucket is sent, usually
+        during backward (training/update_in_backward.py). It may use up the gradients and `release` the bucket."""
+        self._in_flight: Bucket | None = None
+
+    def _send(self, message_index: int) -> None:
+        super()._send(message_index)
+        if self.on_average is not None:
+            before, self._in_flight = self._in_flight, self.buckets[message_index]
+            if before is not None:
+                with torch.no_grad():
+                    before.receive()
+                self.on_average(before)
 
     def _finish(self) -> None:
-        self._finish_buckets(self._order.rest())
+        if self.on_average is None:
+            self._finish_buckets(self._order.rest())
+            return
+        for message_index in self._order.rest():
+            self._send(message_index)
+        last, self._in_flight = self._in_flight, None
+        if last is not None:
+            last.receive()

@@ -8,22 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as hooks
 
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_tensors, names_of, options_of_groups
 from trainstep.parallel.sharded_flat import ShardedGradients
-
-ELEMENT_WISE = frozenset(
-    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
-"""Classes of torch.optim, and of the same name elsewhere, whose update of an element depends on no other element."""
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Attributes in which torch keeps the hooks on an optimizer's steps."""
-_HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-"""Variables in which torch keeps the hooks on the steps of all optimizers."""
+from trainstep.parallel.units import ELEMENT_WISE, groups_by_tensor, may_step_by_unit, step_unit
 
 
 class FlatShardedOptimizer(Optimizer):
@@ -100,6 +91,9 @@ class FlatShardedOptimizer(Optimizer):
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
         self._step_supports_amp_scaling = getattr(self._inner, "_step_supports_amp_scaling", False)
+        self._versions: dict[Tensor, int] = {}
+        """Whole parameter -> its version at the end of the last step."""
+        self._note_versions()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update this rank's pieces and start sending them to the other ranks; the next forward waits where it must.
@@ -108,7 +102,8 @@ class FlatShardedOptimizer(Optimizer):
         """
         lend_scaler_attributes(self, self._inner)
         self.gradient_sync.wait_for_parameters()
-        if not _may_step_in_parts(self._inner):
+        self._pass_on_changes()
+        if not may_step_by_unit(self._inner):
             loss = self._inner.step(closure)
             self.gradient_sync.gather_parameters()
             return loss
@@ -119,24 +114,29 @@ class FlatShardedOptimizer(Optimizer):
         self._step_by_unit()
         return loss
 
+    def _pass_on_changes(self) -> None:
+        """Tell an inner optimizer that keeps copies of its tensors of values that were written to whole parameters."""
+        values_changed = getattr(self._inner, "values_changed", None)
+        if values_changed is None:
+            return
+        sync = self.gradient_sync
+        pairs = zip(sync.trained_parameters, sync.pieces, strict=True)
+        values_changed([p for whole, p in pairs if p is not None and whole._version != self._versions.get(whole)])
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = {whole: whole._version for whole in self.gradient_sync.trained_parameters}
+
     def _step_by_unit(self) -> None:
         """Update a unit's pieces and send them while the next unit's are updated, so that the link does not wait for all."""
-        # The inner optimizer sees groups with one unit's pieces; the groups that everybody else sees stay as they are.
-        inner, groups = self._inner, self.param_groups
-        group_of = {piece: number for number, group in enumerate(groups) for piece in group["params"]}
+        group_of = groups_by_tensor(self._inner)
         units = self.gradient_sync.unit_pieces
         unsent = deque(range(len(units)))
         try:
             for pieces in units:
-                by_group: dict[int, list[Tensor]] = {}
-                for piece in pieces:
-                    if piece in group_of:  # the caller may have removed it
-                        by_group.setdefault(group_of[piece], []).append(piece)
-                inner.param_groups = [{**groups[number], "params": members} for number, members in by_group.items()]
-                inner.step()
+                step_unit(self._inner, pieces, group_of)
                 self.gradient_sync.gather_parameters([unsent.popleft()])
         finally:
-            inner.param_groups = groups
             self.gradient_sync.gather_parameters(unsent)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -169,12 +169,12 @@ class FlatShardedOptimizer(Optimizer):
         sync.wait_for_parameters()
         pieces = sync.pieces
         states = [dict(self.state.get(piece, {})) if piece is not None else {} for piece in pieces]
-        is_piece_of = self._agreed_keys(states)
+        dtype_of = self._agreed_keys(states)
         whole: list[dict[str, Any]] = [{} for _ in pieces]
-        for key, is_piece in is_piece_of.items():
+        for key, dtype in dtype_of.items():
             values = [state.get(key) for state in states]
-            if is_piece:
-                for index, tensor in sync.gather_piecewise(values):
+            if dtype is not None:
+                for index, tensor in sync.gather_piecewise(values, dtype):
                     whole[index][key] = tensor.clone()
             else:
                 scalars = self._scalars(values)
@@ -191,7 +191,10 @@ class FlatShardedOptimizer(Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state dict, from any number of ranks, or this rank's own shard. ValueError for another rank's shard."""
+        """Load a whole state dict, from any number of ranks, or this rank's own shard. ValueError for another rank's shard.
+
+        Where the inner optimizer loads parameters too (MasterWeights), they are sent to the other ranks: all ranks must load.
+        """
         self.gradient_sync.wait_for_parameters()
         shard = state_dict.get("shard")
         if shard is not None:
@@ -201,6 +204,9 @@ class FlatShardedOptimizer(Optimizer):
             self._inner.load_state_dict(self._cut(state_dict))
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
+        if getattr(self._inner, "loads_parameters", False):
+            self.gradient_sync.gather_parameters()
+            self._note_versions()
 
     def _check_shard(self, shard: Mapping[str, Any]) -> None:
         own_shard = self._shard()
@@ -241,17 +247,18 @@ class FlatShardedOptimizer(Optimizer):
             return sync.cut(index, value)
         return value.clone() if isinstance(value, Tensor) else value
 
-    def _agreed_keys(self, states: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-        """Keys of the state on any rank, also on a rank without pieces, and whether each is a tensor like its piece."""
-        is_piece: dict[str, bool] = {}
+    def _agreed_keys(self, states: Sequence[Mapping[str, Any]]) -> dict[str, torch.dtype | None]:
+        """Keys of the state on any rank, also one without pieces: the dtype of tensors like their pieces, None for numbers."""
+        dtype_of: dict[str, str | None] = {}
         for state in states:
             for key, value in state.items():
-                is_piece[key] = is_piece.get(key, False) or (isinstance(value, Tensor) and value.dim() > 0)
-        agreed: dict[str, bool] = {}
-        for text in self.gradient_sync.collectives.gather_texts(json.dumps(is_piece)):
-            for key, is_piece_there in json.loads(text).items():
-                agreed[key] = agreed.get(key, False) or is_piece_there
-        return dict(sorted(agreed.items()))
+                is_piece = isinstance(value, Tensor) and value.dim() > 0
+                dtype_of[key] = str(value.dtype).removeprefix("torch.") if is_piece else dtype_of.get(key)
+        agreed: dict[str, str | None] = {}
+        for text in self.gradient_sync.collectives.gather_texts(json.dumps(dtype_of)):
+            for key, dtype in json.loads(text).items():
+                agreed[key] = dtype or agreed.get(key)
+        return {key: getattr(torch, dtype) if dtype else None for key, dtype in sorted(agreed.items())}
 
     def _scalars(self, values: Sequence[Any]) -> list[Any]:
         """One value per parameter: the largest of the ranks that have a piece of it, which all agree; None if no rank has one."""
@@ -286,13 +293,3 @@ def lend_scaler_attributes(outer: Optimizer, inner: Optimizer) -> None:
 
 def _listed(parameters: Any) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
-def _may_step_in_parts(inner: Optimizer) -> bool:
-    """Whether it may step some of its tensors now and others later: it counts steps by tensor, and no hook counts calls of step."""
-    # torch's own classes count so. Others must say it in their own body, since a subclass may add a counter.
-    kind = type(inner)
-    known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENT_WISE
-    by_tensor = known or vars(kind).get("counts_steps_by_tensor", False)
-    hooked = [getattr(inner, name, None) for name in _HOOKS] + [getattr(hooks, name, None) for name in _HOOKS_OF_ALL]
-    return by_tensor and not any(hooked)

@@ -287,6 +287,9 @@ def broadcast_state(module: nn.Module, collectives: Collectives) -> None:
         message.wait()
         if content is not tensor:
             tensor.copy_(content)
+        elif not tensor.is_inference():
+            # A message does not do so by itself, and an optimizer that keeps copies of parameters must notice.
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _distinct(tensor: Tensor) -> Tensor:

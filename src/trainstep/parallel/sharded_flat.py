@@ -166,13 +166,13 @@ class ShardedGradients(HookedGradients):
             flags=[self._usage.flags],
         )
 
-    def gather_piecewise(self, values: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
+    def gather_piecewise(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """Gather values like pieces, such as an optimizer's moments: yields (index of a parameter, whole tensor in its shape).
 
-        Every rank must consume the whole iterator.
+        `dtype`: that of the values. Every rank must consume the whole iterator.
         """
         for unit, members in zip(self._units, self._members, strict=True):
-            yield from zip(members, unit.gather_values([values[index] for index in members]), strict=True)
+            yield from zip(members, unit.gather_values([values[index] for index in members], dtype), strict=True)
 
     def cut(self, index: int, whole: Tensor) -> Tensor:
         """The part of `whole`, a tensor in the shape of parameter `index`, that this rank's piece of the parameter covers."""
@@ -250,7 +250,10 @@ class _FlatUnit:
             slice(start + begin - first, start + end - first)
             for start, (begin, end) in zip(layout.starts, self.ends, strict=True)
         ]
-        self.pieces = [nn.Parameter(self._shard[place]) if place.stop > place.start else None for place in self._places]
+        # Without `.data` a piece would share the version of the flat tensor, which a gather raises; MasterWeights reads it.
+        self.pieces = [
+            nn.Parameter(self._shard[place].data) if place.stop > place.start else None for place in self._places
+        ]
         owned = [(index, self._places[index], piece) for index, piece in enumerate(self.pieces) if piece is not None]
         edges = sorted({0, self._shard.numel(), *(edge for _, place, _ in owned for edge in (place.start, place.stop))})
         self._part_sizes = [end - begin for begin, end in pairwise(edges)]
@@ -317,14 +320,14 @@ class _FlatUnit:
             self._pending = DONE
 
     @torch.no_grad()
-    def gather_values(self, values: Sequence[Tensor | None]) -> list[Tensor]:
+    def gather_values(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         gathered = FlatBuffer(
             self._weights.views,
-            dtype=self._shard.dtype,
+            dtype=dtype,
             device=self._shard.device,
             parts=self._collectives.ranks.world_size,
         )
-        shard = torch.zeros_like(self._shard)
+        shard = torch.zeros_like(self._shard, dtype=dtype)
         for value, place in zip(values, self._places, strict=True):
             if value is not None:
                 shard[place] = value

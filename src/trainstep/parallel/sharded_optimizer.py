@@ -8,6 +8,7 @@ Ranks send their state as a description (names, dtypes, shapes and plain values,
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._owners: dict[Tensor, int | None] = {}
         self._pack_below_bytes = pack_below_mib * 2**20
         self._messages: list[_Message] | None = None
+        self._loading: Mapping[Any, Any] = {}
+        """The rank's part of the state that is being loaded, by index of a parameter."""
         self._check_same(
             self.param_groups, {"optimizer_cls": optimizer_cls, "pack_below_mib": pack_below_mib, **kwargs}
         )
@@ -143,21 +146,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's own part, or a whole state dict, from any number of ranks or from an unsharded optimizer.
 
-        ValueError for the part of another rank or of another number of ranks.
+        ValueError for the part of another rank or of another number of ranks. Where the rank's own optimizer loads parameters too
+        (MasterWeights), they are sent to the other ranks: all ranks must load.
         """
-        super().load_state_dict(own_part(state_dict, self.owners, self.ranks))
+        part = own_part(state_dict, self.owners, self.ranks)
+        # The rank's own optimizer gets the state as it is: the base class would round it to the parameters' dtypes.
+        self._loading = part["state"]
+        super().load_state_dict(part | {"state": {}})
+        self._loading = {}
+        if getattr(self._local, "loads_parameters", False):
+            with torch.no_grad():
+                self._exchange()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's `load_state_dict` ends here, with the options in the groups. The state belongs to the local optimizer.
         super().__setstate__(state)
         local = self._local_optimizer()
-        owned = [parameter for group in local.param_groups for parameter in group["params"]]
-        number = {parameter: index for index, parameter in enumerate(owned)}
+        owned = {parameter for group in local.param_groups for parameter in group["params"]}
+        everywhere = [parameter for group in self.param_groups for parameter in group["params"]]
+        indices = [index for index, parameter in enumerate(everywhere) if parameter in owned]
+        number = {index: place for place, index in enumerate(indices)}
+        """Index of an owned parameter among all -> among those of the local optimizer, which have the same order."""
+        ends = list(accumulate(len(group["params"]) for group in local.param_groups))
         groups = [
-            _options(group) | {"params": [number[parameter] for parameter in local_group["params"]]}
-            for group, local_group in zip(self.param_groups, local.param_groups, strict=True)
+            _options(group) | {"params": list(range(end - len(local_group["params"]), end))}
+            for group, local_group, end in zip(self.param_groups, local.param_groups, ends, strict=True)
         ]
-        local_state = {number.get(key, key): values for key, values in self.state.items()}
+        local_state = {number.get(key, key): values for key, values in self._loading.items()}
         local.load_state_dict({"state": local_state, "param_groups": groups})
         self.state = local.state
         self._read_options()

@@ -1,15 +1,27 @@
-"""Plans the units of parameters that are gathered and reduced together: usually one unit per block.
+"""Plans the units of parameters that are gathered, reduced or updated together: usually one unit per block.
 
-One more unit has the parameters around the blocks.
+One more unit has the parameters around the blocks. `step_unit` updates one unit, so that it may be sent or its gradients be freed
+before the others are updated.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
 
 from trainstep.costs.buckets import neighbours
 from trainstep.costs.exchange import ROOT, ParameterSize, joined_name
+
+ELEMENT_WISE = frozenset(
+    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""Classes of torch.optim, and of the same name elsewhere, whose update of an element depends on no other element."""
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes in which torch keeps the hooks on an optimizer's steps."""
+_HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+"""Variables in which torch keeps the hooks on the steps of all optimizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +166,38 @@ def _outermost_members(module: nn.Module) -> list[nn.Module]:
         members = [member for member in module if next(member.parameters(), None) is not None]
         return list(dict.fromkeys(members))
     return list(dict.fromkeys(member for child in module.children() for member in _outermost_members(child)))
+
+
+# Updates of one unit.
+
+
+def may_step_by_unit(optimizer: Optimizer) -> bool:
+    """Whether it may step some of its tensors now and others later: it counts steps by tensor, and no hook counts calls of step."""
+    # torch's own classes count so. Others must say it in their own body, since a subclass may add a counter.
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENT_WISE
+    by_tensor = known or vars(kind).get("counts_steps_by_tensor", False)
+    hooked = [getattr(optimizer, name, None) for name in _HOOKS] + [
+        getattr(hooks, name, None) for name in _HOOKS_OF_ALL
+    ]
+    runs = getattr(optimizer, "inner", None)  # the optimizer of MasterWeights
+    return by_tensor and not any(hooked) and (runs is None or may_step_by_unit(runs))
+
+
+def groups_by_tensor(optimizer: Optimizer) -> dict[Tensor, int]:
+    """The number of each tensor's group."""
+    return {tensor: number for number, group in enumerate(optimizer.param_groups) for tensor in group["params"]}
+
+
+def step_unit(optimizer: Optimizer, tensors: Iterable[Tensor], group_of: Mapping[Tensor, int]) -> None:
+    """Step with these tensors alone; those without a group are left out. The groups stay as they are for everybody else."""
+    by_group: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor in group_of:  # the caller may have removed it
+            by_group.setdefault(group_of[tensor], []).append(tensor)
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**groups[number], "params": members} for number, members in by_group.items()]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups

@@ -7,7 +7,6 @@ fsdp.py, flat_buffer.py.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from trainstep.config.model import ModelConfig
 from trainstep.costs.exchange import (
@@ -25,26 +24,17 @@ from trainstep.costs.exchange import (
     units_sent,
 )
 from trainstep.costs.strategies import MessageKind
+from trainstep.plan.optimizer_state import Optimizer, StateBytes, Updated
 
-_MOMENTS = 2  # AdamW's, each of a parameter's size and dtype
-_STEP_BYTES = 4  # AdamW's step counter in fp32, one per tensor
 _WEIGHT_BYTES = {"fp32": 4, "tf32": 4, "bf16_autocast": 4, "fp16_autocast": 4, "bf16": 2, "bf16_master": 2}
-
-
-class _Updated(NamedTuple):
-    """A tensor, or a piece of one, that a rank updates."""
-
-    numel: int
-    element_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sending:
-    """What is held when backward sends a unit: its whole gradients, shards of units sent before, what earlier blocks saved."""
+    """What is held when backward sends a unit: its whole gradients, shards of units sent before, what earlier blocks saved.
+
+    With an update in backward the same when a part is updated, or its bucket sent.
+    """
 
     activations_share: float
     """The share of forward's activations that is left, assumed to fall as the blocks' parameters are passed."""
@@ -57,9 +47,7 @@ class Terms:
     """Bytes on one rank. The gradients of a moment add to `kept_gradients_bytes`, its buffers to `buffers_bytes`."""
 
     parameters_bytes: int
-    state_bytes: int
-    update_bytes: int
-    """Temporary tensors of the update."""
+    state: StateBytes
     whole_gradients_bytes: int
     """All trained parameters' gradients as autograd makes them, which micro-batches before the last leave behind."""
     gradients_bytes: int
@@ -73,17 +61,19 @@ class Terms:
     whole_after_forward_bytes: int = 0
     whole_entering_backward_bytes: int = 0
     in_sync_bytes: int = 0
+    after_sync_bytes: int = 0
+    """Buffers that are held until the optimizer's step."""
     sendings: tuple[Sending, ...] = ()
-    """Only for strategies with units, in backward's order."""
+    """Only for strategies with units and with an update in backward, in backward's order."""
 
 
-def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
-    """The terms of one rank. `adamw`: RunConfig.adamw; its implementations need different temporary tensors."""
-    return TERMS[exchange.strategy.name](exchange, parameters, rank=rank, adamw=adamw)
+def terms_of(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
+    """The terms of one rank."""
+    return TERMS[exchange.strategy.name](exchange, parameters, rank=rank, optimizer=optimizer)
 
 
 def weight_bytes(precision: str) -> int:
-    """Bytes of an element of a parameter, its gradient and its optimizer state, by RunConfig.precision."""
+    """Bytes of an element of a parameter, its gradient and, without masters, its optimizer state, by RunConfig.precision."""
     return _WEIGHT_BYTES[precision]
 
 
@@ -115,7 +105,7 @@ def transformer_parameters(model: ModelConfig, precision: str, ops: str = "plain
     return (around[0], *blocks, *around[1:])
 
 
-def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
     """Gradients are averaged in place, or in copies of another dtype."""
     trained = [parameter for parameter in parameters if parameter.trained]
     copies = [
@@ -125,12 +115,13 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     ]
     # `overlapped` keeps all copies until the end. `naive` makes one after another, each before it frees the one before.
     neighbours = max((sum(pair) for pair in zip([0, *copies], copies, strict=False)), default=0)
-    updated = [_Updated(parameter.numel, parameter.element_bytes) for parameter in trained]
+    updated = [Updated(parameter.numel, parameter.element_bytes) for parameter in trained]
+    if optimizer.in_backward:
+        return _updated_in_backward(exchange, parameters, trained, optimizer.state(updated))
     gradients_bytes = sum_bytes(trained)
     return Terms(
         parameters_bytes=sum_bytes(parameters),
-        state_bytes=_state_bytes(updated),
-        update_bytes=_update_bytes(updated, adamw),
+        state=optimizer.state(updated),
         whole_gradients_bytes=gradients_bytes,
         gradients_bytes=gradients_bytes,
         gradients_before_sync_bytes=gradients_bytes,
@@ -139,7 +130,7 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     )
 
 
-def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
     """A bucket replaces its gradients once they are complete; gradients in another dtype are copied into it."""
     trained = [parameter for parameter in parameters if parameter.trained]
     buckets = buckets_of(exchange, parameters)
@@ -156,11 +147,12 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
         for pack in packs_of(exchange, parameters_of_rank)
         if len(pack) > 1 and by_owners and exchange.ranks > 1
     )
-    updated = [_Updated(parameter.numel, parameter.element_bytes) for parameter in owned[rank]]
+    updated = [Updated(parameter.numel, parameter.element_bytes) for parameter in owned[rank]]
+    if optimizer.in_backward:
+        return _updated_in_backward(exchange, parameters, trained, optimizer.state(updated))
     return Terms(
         parameters_bytes=sum_bytes(parameters),
-        state_bytes=_state_bytes(updated),
-        update_bytes=_update_bytes(updated, adamw),
+        state=optimizer.state(updated),
         whole_gradients_bytes=sum_bytes(trained),
         gradients_bytes=sum_bytes(copied),
         gradients_before_sync_bytes=sum_bytes(copied) + sum_bytes(fresh),
@@ -170,7 +162,54 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     )
 
 
-def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+def _updated_in_backward(
+    exchange: Exchange, parameters: Sequence[ParameterSize], trained: Sequence[ParameterSize], state: StateBytes
+) -> Terms:
+    """A block's gradients, or a bucket and the one before it, live until their update; only the last bucket waits for the step."""
+    sends = exchange.strategy.communicates
+    parts: list[Sequence[ParameterSize]]
+    buckets = buckets_of(exchange, parameters) if sends else []
+    parts = [bucket.parameters for bucket in buckets] or _parts_in_backward(trained)
+    blocks_bytes = sum(parameter.nbytes for parameter in trained if parameter.unit != ROOT)
+    sendings, gone_bytes = [], 0
+    for index, part in enumerate(parts):
+        gone_bytes += sum(parameter.nbytes for parameter in part if parameter.unit != ROOT)
+        under_way = buckets[max(0, index - 1) : index + 1]
+        waiting = [
+            bucket for bucket in under_way[:-1] if _copies(bucket)
+        ]  # gradients beside the bucket that is averaged
+        sendings.append(
+            Sending(
+                activations_share=1 - gone_bytes / blocks_bytes if blocks_bytes else 0.0,
+                gradients_bytes=sum_bytes(part)
+                + sum(bucket.nbytes for bucket in under_way if not _copies(bucket))
+                + sum(sum_bytes(bucket.parameters) for bucket in waiting),
+                communication_bytes=sum(bucket.nbytes for bucket in under_way if _copies(bucket)),
+            )
+        )
+    last = buckets[-1:]
+    return Terms(
+        parameters_bytes=sum_bytes(parameters),
+        state=state,
+        whole_gradients_bytes=0,
+        gradients_bytes=sum(sum_bytes(bucket.parameters) if _copies(bucket) else bucket.nbytes for bucket in last),
+        gradients_before_sync_bytes=sendings[-1].gradients_bytes,
+        in_sync_bytes=sendings[-1].communication_bytes,
+        after_sync_bytes=sum(bucket.nbytes for bucket in last if _copies(bucket)),
+        sendings=tuple(sendings),
+    )
+
+
+def _parts_in_backward(trained: Sequence[ParameterSize]) -> list[Sequence[ParameterSize]]:
+    """What one process updates together, in backward's order: blocks, and each parameter around them."""
+    parts: dict[tuple[str, int], list[ParameterSize]] = {}
+    for parameter in reversed(trained):
+        name = parameter.name if parameter.unit == ROOT else parameter.unit
+        parts.setdefault((name, parameter.element_bytes), []).append(parameter)
+    return list(parts.values())
+
+
+def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
     """Parameters are whole, in flat units, and a rank updates flat shards unit by unit.
 
     A unit's whole gradients live until they are copied for sending; then a rank keeps its shard of the average.
@@ -181,8 +220,9 @@ def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, ra
     pieces = _pieces(trained, rank, exchange.ranks)
     return Terms(
         parameters_bytes=sum(unit.nbytes for unit in trained) + sum_bytes(frozen),
-        state_bytes=_state_bytes(_updated(parameters, pieces)),
-        update_bytes=max(_update_bytes(_updated(unit.parameters, pieces), adamw) for unit in trained),
+        state=optimizer.state(
+            _updated(parameters, pieces), steps=[_updated(unit.parameters, pieces) for unit in trained]
+        ),
         whole_gradients_bytes=sum(sum_bytes(unit.parameters) for unit in trained),
         gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
         gradients_before_sync_bytes=_before_sync_bytes(exchange, trained),
@@ -192,7 +232,7 @@ def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, ra
     )
 
 
-def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, adamw: str) -> Terms:
+def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int, optimizer: Optimizer) -> Terms:
     """Parameters are shards, gathered for a while; a rank updates all its shards at once.
 
     Gradients are as in `_sharded_flat`, but whole gradients of earlier micro-batches are kept beside them.
@@ -211,8 +251,7 @@ def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int,
     gathered_ahead = [unit for unit in units if unit.name in ahead and unit not in kept_whole]
     return Terms(
         parameters_bytes=_shards_bytes(units, exchange.ranks),
-        state_bytes=_state_bytes(updated),
-        update_bytes=_update_bytes(updated, adamw),
+        state=optimizer.state(updated),
         whole_gradients_bytes=sum(_earlier_bytes(exchange, unit) for unit in trained),
         gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
         gradients_before_sync_bytes=_earlier_bytes(exchange, trained[0]) + _before_sync_bytes(exchange, trained),
@@ -233,10 +272,10 @@ def _pieces(trained: Sequence[Unit], rank: int, ranks: int) -> dict[str, int]:
     }
 
 
-def _updated(parameters: Sequence[ParameterSize], pieces: Mapping[str, int]) -> list[_Updated]:
+def _updated(parameters: Sequence[ParameterSize], pieces: Mapping[str, int]) -> list[Updated]:
     """The pieces of these parameters that this rank updates."""
     return [
-        _Updated(pieces[parameter.name], parameter.element_bytes)
+        Updated(pieces[parameter.name], parameter.element_bytes)
         for parameter in parameters
         if pieces.get(parameter.name)
     ]
@@ -325,22 +364,6 @@ def _shards_bytes(units: Sequence[Unit], ranks: int) -> int:
 
 def _copies(bucket: Bucket) -> bool:
     return any(parameter.element_bytes != bucket.element_bytes for parameter in bucket.parameters)
-
-
-def _state_bytes(updated: Sequence[_Updated]) -> int:
-    return sum(_MOMENTS * piece.nbytes + _STEP_BYTES for piece in updated)
-
-
-def _update_bytes(updated: Sequence[_Updated], adamw: str) -> int:
-    """The update's temporary tensors on a GPU."""
-    sizes = [piece.nbytes for piece in updated]
-    loop = max((last + 2 * size for last, size in zip([0, *sizes], sizes, strict=False)), default=0)
-    return {
-        "fused": 0,
-        "trainstep": 0,
-        "foreach": sum(sizes),  # the root of every second moment
-        "loop": loop,  # two tensors of a parameter's size, and the last parameter's root
-    }[adamw]
 
 
 TERMS: Mapping[str, Callable[..., Terms]] = {

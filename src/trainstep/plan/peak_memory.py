@@ -4,7 +4,8 @@
     expected_messages(config, parameters)            # parameters: transformer_parameters(model, precision)
 
 P: bytes of parameters, T: bytes of trained parameters, N: ranks. The optimizer is AdamW, and gradients are averaged in their own
-dtype.
+dtype. With bf16_master the state is 12 bytes for each element that a rank updates: 6 T, or 6 T/N. With update in_backward gradients
+are those of one block, or of two buckets.
 
     strategy             parameters    gradients    state         for communication
     none, naive,
@@ -29,6 +30,7 @@ from trainstep.costs.buckets import bytes_of_mib
 from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import Message, step_messages
 from trainstep.plan.memory_terms import Terms, terms_of
+from trainstep.plan.optimizer_state import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +53,13 @@ class ExpectedMemory:
     """The moments of a step, in order. All but `after_init` are of a step after the first."""
 
     after_init: Held
-    """Built and wrapped, before any step: no optimizer state."""
+    """Built and wrapped, before any step: no optimizer state but masters."""
     after_forward: Held
     """After the last micro-batch's forward."""
     entering_backward: Held
     """As after forward; with fsdp the next units are being gathered."""
     in_backward: Held
-    """When a unit is sent and most is held, for strategies with units; for others as entering backward."""
+    """When a unit is sent, or updated, and most is held; for strategies without units as entering backward."""
     before_sync: Held
     """The last gradient is complete, with the buffers to synchronise it; no activations are left."""
     after_backward: Held
@@ -90,7 +92,9 @@ def expected_memory(
     exchange = exchange_of(config)
     if exchange is None:
         return None
-    terms = terms_of(exchange, parameters, rank=rank, adamw=config.run.adamw)
+    run = config.run
+    optimizer = Optimizer(adamw=run.adamw, masters=run.precision == "bf16_master", in_backward=run.updates_in_backward)
+    terms = terms_of(exchange, parameters, rank=rank, optimizer=optimizer)
     earlier = terms.whole_gradients_bytes if config.run.accumulation > 1 else 0
     entering = _held(
         terms, gradients=earlier, activations=activations_bytes, communication=terms.whole_entering_backward_bytes
@@ -105,15 +109,26 @@ def expected_memory(
         for sending in terms.sendings
     ]
     return ExpectedMemory(
-        after_init=_held(terms, state=0, communication=terms.buffers_from_start_bytes),
+        after_init=Held(
+            parameters_bytes=terms.parameters_bytes,
+            gradients_bytes=terms.kept_gradients_bytes,
+            optimizer_state_bytes=terms.state.from_start,
+            activations_bytes=0,
+            communication_bytes=terms.buffers_from_start_bytes,
+        ),
         after_forward=_held(
             terms, gradients=earlier, activations=activations_bytes, communication=terms.whole_after_forward_bytes
         ),
         entering_backward=entering,
         in_backward=max(sendings, key=lambda moment: moment.total_bytes, default=entering),
         before_sync=_held(terms, gradients=terms.gradients_before_sync_bytes, communication=terms.in_sync_bytes),
-        after_backward=_held(terms, gradients=terms.gradients_bytes),
-        in_step=_held(terms, gradients=terms.gradients_bytes, state=terms.state_bytes + terms.update_bytes),
+        after_backward=_held(terms, gradients=terms.gradients_bytes, communication=terms.after_sync_bytes),
+        in_step=_held(
+            terms,
+            gradients=terms.gradients_bytes,
+            temporary=terms.state.in_update,
+            communication=terms.after_sync_bytes,
+        ),
         after_step=_held(terms),
     )
 
@@ -132,7 +147,7 @@ def exchange_of(config: RanksConfig) -> Exchange | None:
     return Exchange(
         strategy=strategy,
         ranks=config.ranks,
-        reduce_element_bytes=2 if sync.reduce_dtype == "bf16" else None,
+        reduce_element_bytes={"own": None, "bf16": 2, "fp32": 4}[sync.reduce_dtype],
         compute_element_bytes=2 if sync.compute_dtype == "bf16" else None,
         bucket_bytes=bytes_of_mib("bucket_mib", sync.bucket_mib),
         first_bucket_bytes=bytes_of_mib("first_bucket_mib", sync.first_bucket_mib),
@@ -146,14 +161,13 @@ def exchange_of(config: RanksConfig) -> Exchange | None:
 
 
 def _held(
-    terms: Terms, *, gradients: int = 0, state: int | None = None, activations: int = 0, communication: int = 0
+    terms: Terms, *, gradients: int = 0, temporary: int = 0, activations: int = 0, communication: int = 0
 ) -> Held:
-    """The bytes at a moment. `gradients` and `communication` are added to what is held all the time."""
-    before_first_step = state == 0
+    """The bytes at a moment. `gradients`, `temporary` (of the update) and `communication` are added to what is always held."""
     return Held(
         parameters_bytes=terms.parameters_bytes,
         gradients_bytes=terms.kept_gradients_bytes + gradients,
-        optimizer_state_bytes=terms.state_bytes if state is None else state,
+        optimizer_state_bytes=terms.state.whole + temporary,
         activations_bytes=activations,
-        communication_bytes=communication + (0 if before_first_step else terms.buffers_bytes),
+        communication_bytes=terms.buffers_bytes + communication,
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from trainstep.training.attention import attention_named
 from trainstep.training.batches import Batch, NextBatch, random_batches, read_text, text_batches
 from trainstep.training.captured import CapturedTrainStep, EventMark, unmarked
 from trainstep.training.fused_transformer import FusedTransformer
-from trainstep.training.optimizer import MasterWeights, Parallel, adamw_named, adamw_options, unwrapped
+from trainstep.training.optimizer import Parallel, adamw_named, adamw_options, unwrapped, with_masters
 from trainstep.training.precision import precision_named
 from trainstep.training.step import TrainStep
 from trainstep.training.transformer import Transformer
+from trainstep.training.update_in_backward import UpdateInBackward
 from trainstep.training.user_model import blocks_of, build_user_model, recompute_blocks
 
 
@@ -84,12 +84,15 @@ def build_step(
     wrap = parallel.wrap if parallel else unwrapped
     optimizer_cls = adamw_named(run.adamw)
     if precision.masters:
-        optimizer_cls = partial(MasterWeights, optimizer_cls=optimizer_cls)
+        optimizer_cls = with_masters(optimizer_cls)
     wrapped = wrap(module, optimizer_cls if run.trains else None, options)
     scaler = None
     if precision.scales_loss and run.trains:
         # Ranks must skip a step together.
         scaler = RankedGradScaler(parallel.ranks) if parallel else torch.amp.GradScaler(device.type)
+    in_backward = None
+    if run.updates_in_backward and wrapped.optimizer is not None:
+        in_backward = UpdateInBackward(wrapped.module, wrapped.optimizer, wrapped.gradient_sync)
     step = TrainStep(
         wrapped.module,
         wrapped.optimizer,
@@ -98,6 +101,7 @@ def build_step(
         scaler=scaler,
         clip_grad_norm=run.clip_grad_norm,
         gradient_sync=wrapped.gradient_sync,
+        in_backward=in_backward,
     )
     ranks = parallel.ranks if parallel else alone(device)
     captured = None if run.capture == "none" else CapturedTrainStep(step, ranks, strict=run.capture == "step")

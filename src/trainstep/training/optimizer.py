@@ -32,6 +32,17 @@ def adamw_named(implementation: str) -> OptimizerClass:
     return AdamW if implementation == "trainstep" else torch.optim.AdamW
 
 
+def with_masters(optimizer_cls: OptimizerClass) -> OptimizerClass:
+    """Constructs MasterWeights around the class. It has the name of the class, by which a parallel strategy knows an optimizer."""
+
+    def construct(params: Iterable[Any], **options: Any) -> MasterWeights:
+        return MasterWeights(params, optimizer_cls, **options)
+
+    construct.__name__ = getattr(optimizer_cls, "__name__", str(optimizer_cls))
+    construct.__qualname__ = f"MasterWeights of {construct.__name__}"
+    return construct
+
+
 def adamw_options(implementation: str, *, learning_rate: float) -> dict[str, Any]:
     """AdamW's options (Loshchilov 2019); torch's class runs as a loop over parameters, in foreach groups, or fused."""
     if implementation == "trainstep":
@@ -91,9 +102,17 @@ class MasterWeights(torch.optim.Optimizer):
     the parameters' dtype; trainstep's AdamW takes them as they are and writes the parameters in the same pass; for other
     classes `step` copies each gradient to fp32 (4 bytes per parameter more, while it runs) and rounds the masters
     afterwards. A value that is copied into a parameter between steps, from a checkpoint for example, also becomes its
-    master's. The state of a parameter holds `master` beside what the class keeps; `state_dict` has both, and
-    `load_state_dict` gives the parameters their masters' values. Raises ValueError for a parameter that is not fp16 or bf16.
+    master's, unless it is the master's rounding. The state of a parameter holds `master` beside what the class keeps;
+    `state_dict` has both, and `load_state_dict` gives the parameters their masters' values. Raises ValueError for a
+    parameter that is not fp16 or bf16.
+
+    On several ranks a sharded optimizer makes one over what a rank owns, so masters are sharded like the rest of the state.
     """
+
+    counts_steps_by_tensor = True
+    """As far as `inner` does: FlatShardedOptimizer asks both."""
+    loads_parameters = True
+    """Tells sharded optimizers that load_state_dict changes parameters, which other ranks must then receive."""
 
     def __init__(
         self, params: Iterable[Any], optimizer_cls: Callable[..., torch.optim.Optimizer] = AdamW, **options: Any
@@ -106,7 +125,8 @@ class MasterWeights(torch.optim.Optimizer):
             {**group, "params": [self._masters[parameter] for parameter in group["params"]]}
             for group in self.param_groups
         ]
-        self._inner = optimizer_cls(groups, **options)
+        self.inner = optimizer_cls(groups, **options)
+        """The optimizer of the masters."""
         self._round_in_update()
         self._take_options()
         self._show_state()
@@ -123,40 +143,52 @@ class MasterWeights(torch.optim.Optimizer):
         for parameter in added:
             self._masters[parameter] = nn.Parameter(parameter.detach().float())
             self._versions[parameter] = parameter._version
-        if hasattr(self, "_inner"):
-            self._inner.add_param_group({**param_group, "params": [self._masters[parameter] for parameter in added]})
+        if hasattr(self, "inner"):
+            self.inner.add_param_group({**param_group, "params": [self._masters[parameter] for parameter in added]})
             self._round_in_update()
-            self._take_options()
+            self._take_options(len(self.param_groups) - 1)
             self._show_state()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters and round them into the parameters."""
+        """Update the masters and round them into the parameters.
+
+        As in any optimizer, `param_groups` may hold a part of the parameters while it runs: the others stay as they are.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update({name: value for name, value in group.items() if name != "params"})
-        for parameter, master in self._masters.items():
-            if parameter._version != self._versions[parameter]:  # the parameter was changed after the last step
-                master.copy_(parameter)
-        updated = [parameter for parameter in self._masters if parameter.grad is not None]
+        stepped = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._take_changes(stepped)
+        updated = [parameter for parameter in stepped if parameter.grad is not None]
         for parameter in updated:
             gradient = parameter.grad
             assert gradient is not None
             self._masters[parameter].grad_dtype = None  # allows a gradient narrower than its fp32 master
             self._masters[parameter].grad = gradient if self._rounds else gradient.float()
-        self._inner.step()
+        whole = self.inner.param_groups
+        self.inner.param_groups = [
+            {**group, "params": [self._masters[parameter] for parameter in group["params"]]}
+            for group in self.param_groups
+        ]
+        try:
+            self.inner.step()
+        finally:
+            self.inner.param_groups = whole
         masters: list[Tensor] = [self._masters[parameter] for parameter in updated]
         for tensor in masters:
             tensor.grad = None
         if updated and not self._rounds:
             torch._foreach_copy_(updated, masters)
-        self._versions = {parameter: parameter._version for parameter in self._masters}
-        if len(self._inner.state) != self._shown:
+        self._versions |= {parameter: parameter._version for parameter in stepped}
+        if len(self.inner.state) != self._shown:
             self._show_state()
         return loss
+
+    def values_changed(self, params: Iterable[Tensor]) -> None:
+        """Tell it of values that were written to these parameters through other tensors, which it cannot notice."""
+        self._versions |= dict.fromkeys(params, -1)
 
     def state_dict(self) -> dict[str, Any]:
         """The state by number of the parameter, and the groups with their options, as in torch's optimizers."""
@@ -172,7 +204,7 @@ class MasterWeights(torch.optim.Optimizer):
             index: {name: value for name, value in state.items() if name != MASTER}
             for index, state in state_dict["state"].items()
         }
-        self._inner.load_state_dict(
+        self.inner.load_state_dict(
             {**state_dict, "state": {index: state for index, state in inner_state.items() if state}}
         )
         with torch.no_grad():
@@ -185,7 +217,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._show_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_masters", "_versions", "_inner", "_shown")
+        names = ("_masters", "_versions", "inner", "_shown")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,19 +229,30 @@ class MasterWeights(torch.optim.Optimizer):
     @property
     def _rounds(self) -> bool:
         """Whether the inner optimizer is ours: it takes narrow gradients, and its update writes the parameters too."""
-        return isinstance(self._inner, AdamW)
+        return isinstance(self.inner, AdamW)
 
     def _round_in_update(self) -> None:
-        if isinstance(self._inner, AdamW):
-            self._inner.rounded = {master: parameter for parameter, master in self._masters.items()}
+        if isinstance(self.inner, AdamW):
+            self.inner.rounded = {master: parameter for parameter, master in self._masters.items()}
 
-    def _take_options(self) -> None:
-        """Copy the options of the inner groups, with the class's defaults, into this optimizer's groups."""
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+    def _take_changes(self, params: Iterable[Tensor]) -> None:
+        """Give masters the values that were written to their parameters since the last step.
+
+        A master of which the value is the rounding stays: so module and optimizer load from a checkpoint in either order.
+        """
+        for parameter in params:
+            if parameter._version != self._versions[parameter]:
+                master = self._masters[parameter]
+                kept = master.to(parameter.dtype) == parameter
+                master.copy_(torch.where(kept, master, parameter.to(master.dtype)))
+
+    def _take_options(self, first: int = 0) -> None:
+        """Copy the options of the inner groups from `first` on, with the class's defaults, into this optimizer's groups."""
+        for group, inner in zip(self.param_groups[first:], self.inner.param_groups[first:], strict=True):
             group.update({name: value for name, value in inner.items() if name != "params"})
 
     def _show_state(self) -> None:
         """Copy the inner optimizer's state, with the masters, into this optimizer's state."""
         for parameter, master in self._masters.items():
-            self.state[parameter] = {MASTER: master.detach(), **self._inner.state.get(master, {})}
-        self._shown = len(self._inner.state)
+            self.state[parameter] = {MASTER: master.detach(), **self.inner.state.get(master, {})}
+        self._shown = len(self.inner.state)

@@ -33,7 +33,7 @@ class Request:
 
 
 Constructor = Callable[[Request], Wrapped]
-_DTYPES = {"own": None, "bf16": torch.bfloat16}
+_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def parallel(ranks: Ranks, config: SyncConfig) -> Parallel:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trainstep.config.run import Phase
 from trainstep.parallel.gradient_sync import GradientSync
 from trainstep.spans import span
+from trainstep.training.update_in_backward import UpdateInBackward
 
 Mark = Callable[[Phase], None]
 """Called at the end of each phase."""
@@ -27,6 +28,9 @@ class TrainStep:
     grad_sync  end of backward -> last gradient ready; only with `gradient_sync`
     optimizer  unscale, clip, step, zero_grad
 
+    With `in_backward` backward, and grad_sync between two messages, also hold the updates of parameters whose gradients are final,
+    and the phase optimizer only what is left of the update.
+
     `mode` (RunConfig.mode) says how far a step goes: forward_no_grad and forward end after forward, forward_backward after
     grad_sync, step after the optimizer. `running` is the current phase, which an error report names.
     The module is called as `module(**batch)` and returns a loss or an object with `.loss`. With n micro-batches each loss
@@ -43,9 +47,12 @@ class TrainStep:
         scaler: torch.amp.GradScaler | None = None,
         clip_grad_norm: float | None = None,
         gradient_sync: GradientSync | None = None,
+        in_backward: UpdateInBackward | None = None,
     ) -> None:
         if mode == "step" and optimizer is None:
             raise ValueError("optimizer: mode step needs an optimizer")
+        if in_backward is not None and (mode != "step" or scaler is not None or clip_grad_norm is not None):
+            raise ValueError("in_backward: an update in backward is for mode step without clipping and loss scaling")
         self.module = module
         self.optimizer = optimizer
         self.mode = mode
@@ -53,6 +60,7 @@ class TrainStep:
         self.scaler = scaler
         self.clip_grad_norm = clip_grad_norm
         self.gradient_sync = gradient_sync
+        self.in_backward = in_backward
         self.running = Phase.FORWARD
 
     def __call__(self, micro_batches: Sequence[Mapping[str, Any]], mark: Mark = _unmarked) -> Tensor:
@@ -63,7 +71,18 @@ class TrainStep:
         return loss
 
     def compute(self, micro_batches: Sequence[Mapping[str, Any]], mark: Mark = _unmarked) -> Tensor:
-        """Run the step without the optimizer and leave the gradients. Returns the last micro-batch's loss, detached."""
+        """Run the step without the optimizer and leave the gradients. Returns the last micro-batch's loss, detached.
+
+        With `in_backward` only what `update` still has to do has gradients. ValueError then for several micro-batches.
+        """
+        if self.in_backward is None:
+            return self._compute(micro_batches, mark)
+        if len(micro_batches) > 1:
+            raise ValueError("micro_batches: gradients of several add up first; with in_backward give one")
+        with self.in_backward.running():
+            return self._compute(micro_batches, mark)
+
+    def _compute(self, micro_batches: Sequence[Mapping[str, Any]], mark: Mark) -> Tensor:
         for number, batch in enumerate(micro_batches, start=1):
             is_last = number == len(micro_batches)
             with self._synchronizing(last=is_last):
@@ -93,7 +112,9 @@ class TrainStep:
                     self.gradient_sync.clip_grad_norm_(self.clip_grad_norm)
                 else:
                     nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
-            if self.scaler is not None:
+            if self.in_backward is not None:
+                self.in_backward.finish()
+            elif self.scaler is not None:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             else:

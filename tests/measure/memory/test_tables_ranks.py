@@ -98,6 +98,11 @@ def test_sharded_categories_are_half_as_large():
         {"sync": "fsdp", "compute_dtype": "bf16", "accumulation": 3},
         {"sync": "sharded_flat", "precision": "bf16_autocast", "clip_grad_norm": 1.0},
         {"sync": "bucketed", "recompute": "block", "reduce_dtype": "bf16", "bucket_mib": 0.05},
+        {"sync": "bucketed", "precision": "bf16_master", "reduce_dtype": "fp32", "bucket_mib": 0.05},
+        {"sync": "sharded", "precision": "bf16_master", "adamw": "trainstep"},
+        {"sync": "sharded_flat", "precision": "bf16_master", "adamw": "trainstep"},
+        {"sync": "bucketed", "adamw": "trainstep", "update": "in_backward", "bucket_mib": 0.05},
+        {"sync": "none", "adamw": "trainstep", "update": "in_backward", "precision": "bf16_master"},
     ],
     ids=lambda values: " ".join(map(str, values.values())),
 )

@@ -11,6 +11,7 @@ from trainstep.capture.inputs import Baked
 from trainstep.config.memory import MemoryConfig, RecordedRunConfig
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.parsing import from_plain, to_plain
+from trainstep.config.run import UPDATES
 from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.workload import Findings
 from trainstep.measure.memory.tables import POINTS
@@ -111,6 +112,7 @@ def test_small_allocations_are_hidden():
         {"mode": "forward_backward", "accumulation": 2},
         {"precision": "bf16"},
         {"precision": "bf16_master", "adamw": "trainstep"},
+        {"update": "in_backward", "adamw": "trainstep"},
         {"precision": "bf16_autocast", "clip_grad_norm": 1.0},
         {"precision": "bf16_autocast", "mode": "forward_no_grad"},
         {"recompute": "block"},
@@ -140,6 +142,16 @@ def test_bytes_of_a_parameter_follow_the_precision(precision: str, each: tuple[i
     findings = measured(precision=precision)
     names = ("parameter_bytes_each", "gradient_bytes_each", "optimizer_state_bytes_each")
     assert [value(findings, name) for name in names] == pytest.approx(list(each), rel=0.01)
+
+
+def test_an_update_in_backward_never_holds_all_gradients():
+    """The largest part is the embedding or the head; after backward no gradient is left."""
+    plain, updated = (measured(adamw="trainstep", update=update) for update in UPDATES)
+    assert line(updated, "gradients")["after backward"] == 0 < line(plain, "gradients")["after backward"]
+    largest = 4 * max(SHAPE.vocab_size * SHAPE.d_model, 4 * SHAPE.d_model**2 + 3 * SHAPE.d_model * SHAPE.d_ff)
+    held = updated.tables["timeline"]["gradients"]
+    assert 0 < max(held) <= largest + 4 * 2 * SHAPE.d_model
+    assert max(plain.tables["timeline"]["gradients"]) == 4 * SHAPE.parameters
 
 
 def test_autocast_keeps_copies_of_weights():

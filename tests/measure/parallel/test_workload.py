@@ -18,6 +18,7 @@ from ranks import run_ranks
 from trainstep.config.grid import Cell
 from trainstep.config.parallel import OURS, PEERS
 from trainstep.config.parsing import build_config, to_plain
+from trainstep.costs.strategies import strategy_named
 from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.interleave import run_interleaved
 from trainstep.measure.harness.runner import Limits, open_run, run_alone
@@ -47,7 +48,7 @@ def check_counts(findings: Findings, sync: str) -> None:
     assert bool(findings.facts["wire_bytes"].value) == (sync != "none")
 
 
-def check_memory(findings: Findings, sync: str) -> None:
+def check_memory(findings: Findings, sync: str, masters: bool = False) -> None:
     """Check that at four points of both ranks every category is the formula's, to the byte."""
     lines = rows_of(findings, "memory_points")
     assert {(line["rank"], line["point"]) for line in lines} == {
@@ -56,7 +57,8 @@ def check_memory(findings: Findings, sync: str) -> None:
     sizes = {(line["point"], line["line"]): line["bytes"] for line in lines if line["rank"] == 0}
     assert sizes["after forward", "activations"] > sizes["after backward", "activations"] == 0
     assert sizes["after backward", "gradients"] > 0
-    assert sizes["after init", "optimizer state"] == 0 < sizes["after step", "optimizer state"]
+    assert (sizes["after init", "optimizer state"] > 0) == masters
+    assert sizes["after init", "optimizer state"] < sizes["after step", "optimizer state"]
     for line in lines:
         if sync in PEERS:
             assert line["expected_bytes"] is None
@@ -94,6 +96,20 @@ def test_every_strategy_is_timed_counted_and_traced(sync: str, ops: str):
         check_trace(findings, sync)
     checked = {"none": None, "fsdp": "buffers", "torch_fsdp2": "buffers"}.get(sync, "parameters and buffers")
     assert [findings.facts["agreement"].value if checked else None for findings in every_rank] == [checked] * 2
+
+
+@pytest.mark.parametrize(
+    "sync",
+    slow_unless(
+        ("bucketed", "sharded_flat").__contains__, [name for name in OURS if not strategy_named(name).shards_parameters]
+    ),
+)
+def test_masters_have_the_formulas_messages_and_memory(sync: str):
+    values = {"sync": sync, "precision": "bf16_master", "adamw": "trainstep", "bucket_mib": 0.01, "steps": 2}
+    for findings in run_ranks(2, measured, values, (2,)):
+        assert "afterwards_failed" not in findings.facts
+        check_counts(findings, sync)
+        check_memory(findings, sync, masters=True)
 
 
 def check_trace(findings: Findings, sync: str) -> None:

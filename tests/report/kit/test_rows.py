@@ -97,6 +97,13 @@ def test_notes_state_mfus_convention_peak_and_source(rows, end_to_end):
     assert "990 TFLOP/s in bf16 (NVIDIA H200 data sheet, dense)" in text
 
 
+def test_notes_say_that_backward_holds_updates(rows, end_to_end):
+    sentence = "optimizer is what is left of them"
+    assert sentence not in " ".join(notes(rows(end_to_end)))
+    updated = [dataclasses.replace(record, config={**record.config, "update": "in_backward"}) for record in end_to_end]
+    assert sentence in " ".join(notes(rows(updated)))
+
+
 def test_notes_say_why_a_step_is_not_captured(rows):
     left_out = facts_of(captured="nothing", capture_left_out="train.py:3: `loss.item()`: the host waits")
     records = [a_record(key="a", facts=left_out), a_record(key="b", facts=left_out), a_record(key="c")]

@@ -84,6 +84,7 @@ def test_spans_are_summed_where_the_record_lacks_kernels():
 def test_unknown_work_is_left_out():
     assert [part.name for part in work_of(profiled(model={"function": "a:b"}))] == ["AdamW"]
     assert "AdamW" not in [part.name for part in work_of(profiled(clip_grad_norm=1.0))]
+    assert "AdamW" not in [part.name for part in work_of(profiled(update="in_backward"))]
 
 
 def test_the_devices_time_has_no_idle_time_in_it():

@@ -116,7 +116,7 @@ def _build(config: MemoryConfig, ranks: Ranks, whole_gradients: GradientNotes) -
     autocast = precision_named(run.precision).autocast if config.sync.compute_dtype == "own" else None
 
     def look(module: nn.Module) -> _Weights:
-        if config.ranks > 1:
+        if config.ranks > 1 or run.updates_in_backward:
             whole_gradients.listen_to(module)
         cast_bytes = weight_copies(module, autocast) if autocast else ()
         return _Weights(sizes=parameter_sizes(module), cast_bytes=cast_bytes)

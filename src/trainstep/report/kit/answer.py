@@ -1,6 +1,6 @@
 """An answer (a verdict and a suggestion), and how it is written for a terminal, as plain text and in JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -23,6 +23,11 @@ class Answer:
     def text(self) -> str:
         """The verdict and the suggestion."""
         return f"{self.verdict} {self.suggestion}".strip()
+
+
+def compile_option(config: Mapping[str, Any]) -> str:
+    """What to compile: the model, or its blocks where a config refuses a model compiled whole."""
+    return "`--compile block`" if config.get("update") == "in_backward" else "`--compile model`"
 
 
 def print_answers(answers: Sequence[Answer], stream: TextIO) -> None:

@@ -39,6 +39,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
         tables_say = all(says(row.record.workload, "spread") for row in timed)
         what = "Rates" if tables_say else "Times are medians ± half the interquartile range, rates"
         sentences.append(f"{what} (tokens/s, TFLOP/s, MFU) are over the median step.")
+    if any(row.record.config.get("update") == "in_backward" for row in timed):
+        sentences.append(
+            "With update in_backward the time of backward holds the updates that run in it; optimizer is what is left of them."
+        )
     sentences += _peak_memory(rows)
     reasons = dict.fromkeys(row.record.fact("capture_left_out") for row in rows)
     sentences += [f"Not in a graph: {one_line(str(reason))}." for reason in reasons if reason is not None]

@@ -169,9 +169,9 @@ def _captured(strategy: StrategyRow, communicating: Sequence[StrategyRow]) -> st
 def _fewer_bytes(strategy: StrategyRow, communicating: Sequence[StrategyRow]) -> str:
     """The gain of averaging gradients in bf16, if communication costs enough and no record has tried it."""
     tried = any(other.record.config.get("reduce_dtype") == "bf16" for other in communicating)
-    has_option = (
-        "reduce_dtype" in strategy_named(strategy.sync).options and strategy.record.config.get("precision") != "bf16"
-    )
+    has_option = "reduce_dtype" in strategy_named(strategy.sync).options and strategy.record.config.get(
+        "precision"
+    ) not in ("bf16", "bf16_master")
     share = _cost_share(strategy)
     if tried or not has_option or share < 2 * _WORTH_SHARE:
         return ""

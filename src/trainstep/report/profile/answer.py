@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainstep.config.machine import machine_spec
-from trainstep.report.kit.answer import Answer
+from trainstep.report.kit.answer import Answer, compile_option
 from trainstep.report.kit.forms import listed, ms_words, percent, ratio_words, times_words
 from trainstep.report.kit.notes import profiler_notes
 from trainstep.report.kit.rows import Row, doubts, grouped, needless, table_lines, words
@@ -232,7 +232,7 @@ def _fused_rest(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     if not 0 < share < 1:
         return None
     factor = 1 / (1 - share)
-    option = "`--compile model`" if profile.is_ours else "`torch.compile`"
+    option = compile_option(profile.config) if profile.is_ours else "`torch.compile`"
     return Gain(
         factor,
         f"{option} can make it at most {times_words(factor)} as fast: element-wise work, norms and reductions, which it "
@@ -248,8 +248,8 @@ def _fewer_ops(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     factor = 1 / max(1 - limit["overhead_share"], 1e-3)
     return Gain(
         factor,
-        f"A larger --batch-size, or `--compile model`, needs fewer calls for the same work: at most {times_words(factor)} as "
-        "fast, if no time passed between ops.",
+        f"A larger --batch-size, or {compile_option(profile.config)}, needs fewer calls for the same work: at most "
+        f"{times_words(factor)} as fast, if no time passed between ops.",
     )
 
 

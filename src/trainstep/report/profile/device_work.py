@@ -158,12 +158,13 @@ def _fused_attention(record: Record) -> Iterator[CountedWork]:
 def _optimizer(record: Record) -> Iterator[CountedWork]:
     """AdamW: the whole phase of the optimizer."""
     parameters = record.fact("parameters")
-    # Clipping reads every gradient once more, which the formula does not count.
-    if not parameters or record.config.get("clip_grad_norm") is not None:
+    # Clipping reads every gradient once more, which the formula does not count; an update in backward is in another phase.
+    config = record.config
+    if not parameters or config.get("clip_grad_norm") is not None or config.get("update") == "in_backward":
         return
     lines = (line for line in _lines(record, "classes", "optimizer") if line["class"] not in (IDLE, OVERHEAD))
     calls, time_s = _total(lines)
-    element_bytes = 2 if record.config.get("precision") == "bf16" else 4
+    element_bytes = 2 if config.get("precision") == "bf16" else 4
     yield CountedWork(
         name="AdamW",
         kind=OPTIMIZER,

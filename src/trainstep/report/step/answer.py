@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trainstep.config.machine import machine_spec
 from trainstep.config.run import Phase
 from trainstep.records.record import Record
-from trainstep.report.kit.answer import Answer
+from trainstep.report.kit.answer import Answer, compile_option
 from trainstep.report.kit.forms import listed, ms_words, percent, times_words
 from trainstep.report.kit.ranking import median_of
 from trainstep.report.kit.rows import Row, grouped, host_limit, known_mfu, needless, words
@@ -202,8 +202,8 @@ def _less_launching(limits: Sequence[StepLimit]) -> str:
     worst = min(idle, key=lambda limit: limit.mfu or 0.0)
     return (
         f"Of {ms_words(worst.busy_s)} of GPU work in {worst.name} the matmuls need at least "
-        f"{ms_words(worst.step_s * (worst.mfu or 0.0))}: `--compile model` fuses the other work, and `trainstep profile` "
-        "shows what it is."
+        f"{ms_words(worst.step_s * (worst.mfu or 0.0))}: {compile_option(worst.record.config)} fuses the other work, and "
+        "`trainstep profile` shows what it is."
     )
 
 

@@ -1,0 +1,431 @@
+"""Updating during backward is the plain step to the bit, and gradients of only one block exist at a time."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from quick import slow_unless
+from ranks import run_ranks
+from trainstep.config.parallel import SyncConfig
+from trainstep.config.parsing import build_config, build_run
+from trainstep.config.run import UPDATES, Phase, RunConfig
+from trainstep.ops.adamw import AdamW
+from trainstep.parallel.ddp import BucketedDDP, NaiveDDP
+from trainstep.parallel.ranks import Ranks, alone
+from trainstep.parallel.units import parameter_sizes
+from trainstep.plan.peak_memory import expected_memory
+from trainstep.training.build import Assembly, build_step
+from trainstep.training.optimizer import MasterWeights
+from trainstep.training.parallelism import parallel
+from trainstep.training.step import TrainStep
+from trainstep.training.update_in_backward import UpdateInBackward
+
+SHAPE = {"layers": 3, "d_model": 16, "d_ff": 32, "heads": 2, "vocab_size": 40, "context": 8, "batch_size": 2}
+
+
+def run(**values: Any) -> RunConfig:
+    return build_run({**SHAPE, "device": "cpu", "adamw": "trainstep", "learning_rate": 1e-2, **values})
+
+
+def weights_and_state(assembly: Assembly) -> list[Tensor]:
+    assert assembly.step.optimizer is not None
+    state = assembly.step.optimizer.state_dict()["state"]
+    tensors = [parameter.detach() for parameter in assembly.module.parameters()]
+    return tensors + [value for _, values in sorted(state.items()) for value in values.values()]
+
+
+def trained(config: RunConfig, *, falling_rate: bool = False) -> tuple[list[float], list[Tensor]]:
+    assembly = build_step(config)
+    assert assembly.step.optimizer is not None
+    schedule = torch.optim.lr_scheduler.StepLR(assembly.step.optimizer, 1, gamma=0.8 if falling_rate else 1.0)
+    losses = []
+    for step in range(7):
+        losses.append(assembly.take(assembly.micro_batches(step)).item())
+        schedule.step()
+    return losses, weights_and_state(assembly)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"ops": "fused"},
+        {"precision": "bf16_autocast"},
+        {"precision": "bf16"},
+        {"precision": "bf16_master", "ops": "fused"},
+        {"recompute": "block"},
+        {"capture": "step", "precision": "bf16_master"},
+        pytest.param({"compile": "block"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_losses_weights_and_state_are_those_of_the_plain_step(values: dict[str, Any]):
+    plain_losses, plain = trained(run(**values), falling_rate=True)
+    losses, tensors = trained(run(**values, update="in_backward"), falling_rate=True)
+    assert losses == plain_losses
+    assert all(torch.equal(*pair) for pair in zip(tensors, plain, strict=True))
+
+
+@contextmanager
+def noting_updates(assembly: Assembly, note: Callable[[list[nn.Parameter]], None]) -> Iterator[None]:
+    """Calls `note` with the parameters of each update that has gradients to use."""
+    optimizer = assembly.step.optimizer
+    assert optimizer is not None
+    real = optimizer.step
+
+    def step(*arguments: Any) -> Any:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(parameter.grad is not None for parameter in parameters):
+            note(parameters)
+        return real(*arguments)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        optimizer.step = real  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+def test_only_one_blocks_gradients_exist_at_a_time(precision: str):
+    assembly = build_step(run(precision=precision, update="in_backward"))
+    assembly.step(assembly.micro_batches(0))
+    names = {parameter: name for name, parameter in assembly.module.named_parameters()}
+    updates: list[tuple[str, set[str], set[str]]] = []
+
+    def note(parameters: list[nn.Parameter]) -> None:
+        held = {names[parameter] for parameter in assembly.module.parameters() if parameter.grad is not None}
+        updates.append((str(assembly.step.running), {names[parameter] for parameter in parameters}, held))
+
+    marks: list[tuple[Phase, int]] = []
+    with noting_updates(assembly, note):
+        assembly.step(assembly.micro_batches(1), lambda phase: marks.append((phase, len(updates))))
+    assert all(updated == held for _, updated, held in updates)
+    blocks = [{name for name in names.values() if f"blocks.{layer}." in name} for layer in (2, 1, 0)]
+    assert [updated for _, updated, _ in updates] == [{"head.weight"}, {"norm.weight"}, *blocks, {"embedding.weight"}]
+    assert {phase for phase, _, _ in updates} == {"backward"}
+    assert marks == [(Phase.FORWARD, 0), (Phase.BACKWARD, 6), (Phase.OPTIMIZER, 6)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+def test_the_formula_has_the_gradients_of_the_largest_part(precision: str):
+    assembly = build_step(run(precision=precision, update="in_backward"))
+    assembly.step(assembly.micro_batches(0))
+    sizes = parameter_sizes(assembly.module)
+    values = {**SHAPE, "sync": "none", "ranks": 1, "precision": precision, "adamw": "trainstep"}
+    expected, plain = (
+        expected_memory(build_config("parallel", {**values, "update": update}), sizes) for update in reversed(UPDATES)
+    )
+    assert expected is not None
+    assert plain is not None
+    held_bytes: list[int] = []
+    with noting_updates(
+        assembly, lambda parameters: held_bytes.append(sum(parameter.grad.nbytes for parameter in parameters))
+    ):
+        assembly.step(assembly.micro_batches(1))
+    assert expected.in_backward.gradients_bytes == max(held_bytes)
+    assert expected.before_sync.gradients_bytes == held_bytes[-1]
+    assert expected.after_backward.gradients_bytes == expected.in_step.gradients_bytes == 0
+    assert plain.after_backward.gradients_bytes == sum(held_bytes)
+    assert plain.peak.total_bytes - expected.peak.total_bytes == sum(held_bytes) - max(held_bytes)
+
+
+def test_the_peak_counts_a_blocks_gradients_beside_what_is_left_of_the_activations():
+    """By hand: a root of 64 elements and two blocks of 256, in fp32; backward begins with the second block."""
+    from trainstep.costs.exchange import ParameterSize
+
+    sizes = [
+        ParameterSize(name=name, numel=numel, element_bytes=4, unit=unit)
+        for name, numel, unit in (("a", 64, "root"), ("b", 256, "blocks.0"), ("c", 256, "blocks.1"))
+    ]
+    config = build_config(
+        "parallel", {**SHAPE, "sync": "none", "ranks": 1, "adamw": "trainstep", "update": "in_backward"}
+    )
+    expected = expected_memory(config, sizes, activations_bytes=1000)
+    assert expected is not None
+    assert expected.in_backward.gradients_bytes == 4 * 256
+    assert expected.in_backward.activations_bytes == 500
+    assert expected.peak_point == "in_backward"
+    without = expected_memory(config, sizes, activations_bytes=10_000)
+    assert without is not None
+    assert without.peak_point == "after_forward"
+
+
+# Models of which not every parameter has a gradient at every step.
+
+
+class Odd(nn.Module):
+    """Blocks of two layers, of which one step leaves out a part; embedding and head are one tensor, a bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)])
+        self.head = nn.Linear(8, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[0][0].bias.requires_grad_(False)  # type: ignore[index]
+
+    def forward(self, tokens: Tensor, leave_out: bool) -> Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            x = x + torch.tanh(block[0](x) if leave_out and number == 1 else block(x))  # type: ignore[index]
+        return nn.functional.cross_entropy(self.head(x), tokens)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_what_is_left_is_updated_in_the_optimizers_phase(masters: bool):
+    results = []
+    for in_backward in (False, True):
+        model = Odd().to(torch.bfloat16 if masters else torch.float32)
+        optimizer = (MasterWeights if masters else AdamW)(
+            [{"params": model.blocks.parameters(), "lr": 1e-2}, {"params": model.embedding.parameters(), "lr": 1e-3}]
+        )
+        step = TrainStep(model, optimizer, in_backward=UpdateInBackward(model, optimizer) if in_backward else None)
+        for number in range(6):
+            step([{"tokens": torch.tensor([0, 1, 2, number % 5]), "leave_out": number % 3 == 1}])
+            assert all(parameter.grad is None for parameter in model.parameters())
+        states = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters() if parameter.requires_grad]
+        results.append([*model.parameters(), *states])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+class NeedsItsOldValue(nn.Module):
+    """Uses its second weight without a gradient in a place that backward reaches after the weight's own gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.full((3,), value)) for value in (2.0, 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.first * self.second.detach() * self.second).sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_value_that_is_still_needed_is_an_error(device: str):
+    model = NeedsItsOldValue().to(device)
+    optimizer = AdamW(model.parameters())
+    step = TrainStep(model, optimizer, in_backward=UpdateInBackward(model, optimizer))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step([{"x": torch.ones(3, device=device, requires_grad=True)}])
+
+
+class Reentrant(nn.Module):
+    """Two checkpoints of the kind that runs a backward of its own share a layer: alone, or in a block with another layer."""
+
+    def __init__(self, in_block: bool) -> None:
+        super().__init__()
+        layers = nn.ModuleDict({"shared": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+        self.blocks = nn.ModuleList([layers]) if in_block else layers
+        self._layers = [layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._layers[0]["other"](x)
+        for _ in range(2):
+            x = checkpoint(self._layers[0]["shared"], x, use_reentrant=True)
+        return x.sum()
+
+
+@pytest.mark.parametrize(("in_block", "name"), [(False, r"blocks\.shared\.(weight|bias)"), (True, r"blocks\.0")])
+def test_a_gradient_that_comes_twice_is_an_error(in_block: bool, name: str):
+    model = Reentrant(in_block)
+    optimizer = AdamW(model.parameters())
+    step = TrainStep(model, optimizer, in_backward=UpdateInBackward(model, optimizer))
+    with pytest.raises(RuntimeError, match=f"{name}: a gradient came twice in one backward"):
+        step([{"x": torch.ones(2, 4, requires_grad=True)}])
+
+
+def test_a_backward_of_somebody_else_only_adds_gradients():
+    model = Odd()
+    optimizer = AdamW(model.parameters())
+    update = UpdateInBackward(model, optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.tensor([1]), False).backward()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert model.embedding.weight.grad is not None
+    update.finish()
+    assert not torch.equal(before[0], model.embedding.weight)
+
+
+class CountsCalls(AdamW):
+    """A class of somebody else, which may count calls of `step`."""
+
+
+def test_what_cannot_be_updated_in_parts_is_refused():
+    model = Odd()
+    for optimizer in (torch.optim.LBFGS(model.parameters()), CountsCalls(model.parameters())):
+        with pytest.raises(ValueError, match=r"optimizer: .* cannot update a block alone; take trainstep's AdamW"):
+            UpdateInBackward(model, optimizer)
+    hooked = AdamW(model.parameters())
+    hooked.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="has hooks on a step"):
+        UpdateInBackward(model, hooked)
+    sync = NaiveDDP(model, alone(torch.device("cpu")))
+    with pytest.raises(ValueError, match="sync: NaiveDDP has no averages during backward; take BucketedDDP"):
+        UpdateInBackward(model, AdamW(model.parameters()), sync)
+    sync.detach()
+    optimizer = AdamW(model.parameters())
+    update = UpdateInBackward(model, optimizer)
+    with pytest.raises(ValueError, match="in_backward: an update in backward is for mode step"):
+        TrainStep(model, optimizer, clip_grad_norm=1.0, in_backward=update)
+    with pytest.raises(ValueError, match="micro_batches: gradients of several add up first"):
+        TrainStep(model, optimizer, in_backward=update)([{}, {}])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"mode": "forward_backward"}, "mode forward_backward has no update; take mode step"),
+        ({"adamw": "fused"}, "AdamW's fused updates all parameters at once; take adamw trainstep"),
+        ({"clip_grad_norm": 1.0}, "clipping needs the norm of all gradients first"),
+        ({"accumulation": 2}, "gradients of micro-batches add up first"),
+        ({"precision": "fp16_autocast"}, "loss scaling looks for overflows"),
+        ({"compile": "model"}, "a model compiled whole completes all gradients at once; take compile block or none"),
+    ],
+)
+def test_impossible_configs_are_refused(values: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=f"update: in_backward: {words}.*, or update after_backward"):
+        run(update="in_backward", **values)
+
+
+@pytest.mark.parametrize("sync", ["naive", "flat", "overlapped", "sharded", "sharded_flat", "fsdp", "torch_ddp"])
+def test_other_strategies_are_refused(sync: str):
+    values = {**SHAPE, "sync": sync, "ranks": 2, "adamw": "trainstep", "update": "in_backward"}
+    with pytest.raises(
+        ValueError, match=f"update: {sync} updates after_backward alone; take that, or sync none or bucketed"
+    ):
+        build_config("parallel", values)
+
+
+# On several ranks.
+
+
+def trained_on_ranks(ranks: Ranks, config: SyncConfig, step: RunConfig) -> tuple[list[float], list[Tensor]]:
+    assembly = build_step(step, parallel(ranks, config))
+    losses = [assembly.take(assembly.micro_batches(number)).item() for number in range(7)]
+    return losses, weights_and_state(assembly)
+
+
+BUCKETED = {
+    "fp32": ({}, {}),
+    "captured": ({"capture": "step"}, {}),
+    "masters": ({"precision": "bf16_master"}, {}),
+    "masters, averaged in fp32": ({"precision": "bf16_master"}, {"reduce_dtype": "fp32"}),
+    "averaged in bf16": ({}, {"reduce_dtype": "bf16"}),
+    "kept in bf16": ({}, {"reduce_dtype": "bf16", "keeps_gradient_dtype": False}),
+    "one bucket": ({}, {"bucket_mib": 10.0}),
+    "captured masters, recomputed": ({"precision": "bf16_master", "capture": "step", "recompute": "block"}, {}),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", slow_unless(("fp32", "masters", "averaged in bf16", "captured masters, recomputed").__contains__, BUCKETED)
+)
+def test_buckets_are_updated_behind_their_messages_as_by_the_plain_step(case: str, world_size: int):
+    values, options = BUCKETED[case]
+    config = SyncConfig(name="bucketed", **{"bucket_mib": 0.005, **options})
+    plain = run_ranks(world_size, trained_on_ranks, config, run(**values))
+    updated = run_ranks(world_size, trained_on_ranks, config, run(**values, update="in_backward"))
+    for (losses, tensors), (plain_losses, plain_tensors) in zip(updated, plain, strict=True):
+        assert losses == plain_losses
+        assert all(torch.equal(*pair) for pair in zip(tensors, plain_tensors, strict=True))
+
+
+def odd_on_ranks(ranks: Ranks, in_backward: bool) -> list[Tensor]:
+    """Weights of a model of which rank 0 leaves out a part that rank 1 uses, then both."""
+    model = Odd()
+    sync = BucketedDDP(model, ranks, bucket_mib=300 / 2**20)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    update = UpdateInBackward(model, optimizer, sync) if in_backward else None
+    step = TrainStep(model, optimizer, gradient_sync=sync, in_backward=update)
+    for number in range(6):
+        leave_out = (ranks.rank == 0 and number % 3 == 1) or number % 3 == 2
+        step([{"tokens": torch.tensor([0, 1, 2, (number + ranks.rank) % 5]), "leave_out": leave_out}])
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_unused_parameters_are_as_in_the_plain_step():
+    plain = run_ranks(2, odd_on_ranks, False)[0]
+    for weights in run_ranks(2, odd_on_ranks, True):
+        assert all(torch.equal(*pair) for pair in zip(weights, plain, strict=True))
+
+
+def buckets_held(ranks: Ranks, config: SyncConfig, step: RunConfig) -> dict[str, list[str]]:
+    """Phase -> names of the buckets that have memory at its end."""
+    assembly = build_step(step, parallel(ranks, config))
+    sync = assembly.step.gradient_sync
+    assert isinstance(sync, BucketedDDP)
+    held = {"start": [bucket.name for bucket in sync.buckets if bucket.flat.untyped_storage().nbytes()]}
+
+    def note(phase: Phase) -> None:
+        held[str(phase)] = [bucket.name for bucket in sync.buckets if bucket.flat.untyped_storage().nbytes()]
+
+    for number in range(2):
+        assembly.step(assembly.micro_batches(number), note)
+    return {**held, "all": [bucket.name for bucket in sync.buckets]}
+
+
+def test_a_bucket_has_memory_only_until_its_update():
+    config = SyncConfig(name="bucketed", bucket_mib=0.005)
+    for held in run_ranks(2, buckets_held, config, run(update="in_backward")):
+        assert len(held["all"]) > 4
+        assert held["start"] == held["forward"] == held["optimizer"] == []
+        assert held["backward"] == held["grad_sync"] == held["all"][-1:]
+
+
+# On GPUs. Attention's backward adds in any order there, so plain runs differ too.
+
+GPU_SHAPE = {"layers": 8, "d_model": 512, "d_ff": 1344, "heads": 8, "vocab_size": 1000, "context": 32, "batch_size": 1}
+"""Few tokens, so that gradients take more memory than activations."""
+
+
+def losses_and_peak(config: RunConfig, ranks: tuple[Ranks, SyncConfig] | None = None) -> tuple[list[float], int]:
+    """Losses of twelve steps, and the most bytes that were allocated in the last of them."""
+    assembly = build_step(config, parallel(*ranks) if ranks else None)
+    losses = []
+    for step in range(12):
+        torch.cuda.reset_peak_memory_stats()
+        losses.append(assembly.take(assembly.micro_batches(step)).item())
+    return losses, torch.cuda.max_memory_allocated()
+
+
+def assert_as_close_as_plain_runs(updated: list[float], plain: list[float], again: list[float]) -> None:
+    spread = max(abs(one - other) for one, other in zip(plain, again, strict=True))
+    assert max(abs(one - other) for one, other in zip(updated, plain, strict=True)) <= 4 * spread
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("ops", ["plain", "fused"])
+def test_on_a_gpu_the_losses_are_the_same_and_the_peak_lower(precision: str, ops: str):
+    """Of eight blocks' gradients one block's are left."""
+    config = build_run({**GPU_SHAPE, "device": "cuda", "adamw": "trainstep", "precision": precision, "ops": ops})
+    (plain, peak), (again, _) = losses_and_peak(config), losses_and_peak(config)
+    updated, lower_peak = losses_and_peak(replace(config, update="in_backward"))
+    assert_as_close_as_plain_runs(updated, plain, again)
+    gradients_bytes = (2 if precision == "bf16_master" else 4) * config.model.parameters  # type: ignore[union-attr]
+    assert peak - lower_peak > gradients_bytes / 2
+
+
+def on_gpus(ranks: Ranks, config: RunConfig) -> tuple[list[float], int]:
+    return losses_and_peak(config, (ranks, SyncConfig(name="bucketed", bucket_mib=8.0)))
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("capture", ["none", "step"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+def test_on_gpus_buckets_are_updated_behind_their_messages(precision: str, capture: str):
+    values = {**GPU_SHAPE, "device": "cuda", "adamw": "trainstep", "precision": precision, "capture": capture}
+    config = build_run(values)
+    (plain, peak), (again, _) = (run_ranks(2, on_gpus, config, backend="nccl")[0] for _ in range(2))
+    updated, lower_peak = run_ranks(2, on_gpus, replace(config, update="in_backward"), backend="nccl")[0]
+    assert_as_close_as_plain_runs(updated, plain, again)
+    if capture == "none":
+        assert lower_peak < peak
