@@ -72,7 +72,7 @@ def test_strategies_are_compared_with_all_their_options():
     ("name", "settings", "groups"),
     [
         ("ddp", ["model=tiny"], [11]),
-        ("ddp", ["model=medium,xl"], [11, 11, 8, 8]),
+        ("ddp", ["model=medium,xl"], [11, 8]),
         ("buckets", ["device=cpu", "model=tiny", "context=64", "compile=none", "bucket_mib=0.1,0.5,1,2"], [9]),
         ("sharded_optimizer", ["device=cpu", "model=tiny", "context=64"], [6]),
     ],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallel_strategies import SMALL_COPIES
 from quick import slow_unless
 from ranks import run_ranks
 from trainstep.config.parallel import SyncConfig
@@ -308,6 +309,9 @@ def test_other_strategies_are_refused(sync: str):
 
 def trained_on_ranks(ranks: Ranks, config: SyncConfig, step: RunConfig) -> tuple[list[float], list[Tensor]]:
     assembly = build_step(step, parallel(ranks, config))
+    if config.transport == "copies":  # the model's messages are too small for the default
+        assert isinstance(assembly.step.gradient_sync, BucketedDDP)
+        assembly.step.gradient_sync.collectives.send_by(SMALL_COPIES)
     losses = [assembly.take(assembly.micro_batches(number)).item() for number in range(7)]
     return losses, weights_and_state(assembly)
 
@@ -320,6 +324,7 @@ BUCKETED = {
     "averaged in bf16": ({}, {"reduce_dtype": "bf16"}),
     "kept in bf16": ({}, {"reduce_dtype": "bf16", "keeps_gradient_dtype": False}),
     "one bucket": ({}, {"bucket_mib": 10.0}),
+    "by copies": ({}, {"transport": "copies", "inbox_mib": 1}),
     "captured masters, recomputed": ({"precision": "bf16_master", "capture": "step", "recompute": "block"}, {}),
 }
 
