@@ -70,6 +70,7 @@ _ROWS = (
         measured="trainstep.measure.step.workload:WORKLOAD",
         verb="bench",
         answer="trainstep.report.step.answer:step_answer",
+        compared_tables="trainstep.report.step.recomputation:curve_tables",
         charts=("trainstep.report.step.phases:phases_charts",),
         last_sections=("trainstep.report.step.warmup:warmup_sections",),
         summary="trainstep.report.kit.notes:step_words",
