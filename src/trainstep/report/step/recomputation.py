@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from trainstep.records.record import Record
+from trainstep.report.kit.charts import Section
 from trainstep.report.kit.forms import COUNT, MS, ROUGH_SIZE, TEXT, byte_words, ms_words
 from trainstep.report.kit.rows import Row, table_lines
 from trainstep.report.kit.tables import Column, Line, Table, filled, point_columns
@@ -40,6 +41,13 @@ def curve_tables(rows: Sequence[Row]) -> list[Table]:
         ),
         Table.of("Recomputation: one block ({unit})", blocks, [*point_columns(blocks), *block_columns]),
     )
+
+
+def recomputation_sections(rows: Sequence[Row]) -> list[Section]:
+    """The section of a page, if a row has a budget."""
+    tables = curve_tables(rows)
+    chosen = tuple(filter(None, (chosen_sentence(row.record) for row in rows)))
+    return [Section(title="Recomputation within a budget", paragraphs=chosen, tables=tuple(tables))] if tables else []
 
 
 def chosen_sentence(record: Record) -> str:
