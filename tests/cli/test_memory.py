@@ -189,7 +189,7 @@ def test_a_full_ring_buffer_has_a_highest_value_and_no_peak(tmp_path: Path, caps
         (["--from", str(FIXTURE), "--min-share", "much"], "min_share"),
         (["--min-share", "2", "--device", "cpu"], "min_share"),
         (["--recompute", "blocks", "--device", "cpu"], "did you mean block"),
-        (["--recompute", "block", "--compile", "block", "--device", "cpu"], "recompute"),
+        (["--recompute-every", "2", "--device", "cpu"], "recompute_every: has no effect without recompute"),
         (["--fit", "layers"], "--fit"),
         (["--steps", "3"], "steps"),
         (["--sync", "fsdp", "--device", "cpu"], "sync: has no effect on one rank; add --ranks 2 or more"),

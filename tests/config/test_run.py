@@ -122,3 +122,31 @@ def test_counts_over_2_to_the_40_are_refused(field: str, value: int):
 def test_seeds_are_limited_to_those_of_torch():
     assert RunConfig(model=TINY, seed=2**63 - 1).seed == 2**63 - 1
     assert refusal(seed=2**63).startswith("seed: must be at most 9223372036854775807")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"recompute": "selectiv"}, "did you mean selective"),
+        ({"recompute_every": 2}, "recompute_every: has no effect without recompute"),
+        ({"recompute": "block", "recompute_every": 0}, "recompute_every: must be a whole number of at least 1"),
+        (
+            {"recompute": "selective", "attention": "flex", "device": "cuda", "precision": "bf16"},
+            "attention: flex compiles itself",
+        ),
+        ({"recompute_budget_gib": 0.0}, "recompute_budget_gib: must be positive or none"),
+        ({"recompute_budget_gib": 1.0, "recompute": "block"}, "recompute: is chosen by recompute_budget_gib"),
+        ({"recompute_budget_gib": 1.0, "compile": "model"}, "take compile block or none"),
+        ({"recompute_budget_gib": 1.0, "mode": "forward"}, "mode forward has no backward"),
+        ({"recompute_budget_gib": 1.0, "update": "in_backward", "adamw": "trainstep"}, "take update after_backward"),
+    ],
+    ids=str,
+)
+def test_recomputation_that_cannot_be_is_refused(fields: dict[str, Any], says: str):
+    assert says in refusal(**fields)
+
+
+def test_a_compiled_block_may_be_recomputed():
+    assert RunConfig(model=TINY, recompute="block", compile="block").recomputes
+    assert RunConfig(model=TINY, recompute_budget_gib=8.0).recomputes
+    assert not RunConfig(model=TINY).recomputes

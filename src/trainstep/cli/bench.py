@@ -29,6 +29,8 @@ def bench(
 
         trainstep bench --model small --adamw trainstep --compare capture --capture none,step
 
+        trainstep bench --model medium --recompute-budget-gib 20
+
         trainstep bench --model my_package.my_module:build --page report.html
 
     Parameters

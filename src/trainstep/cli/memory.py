@@ -58,7 +58,7 @@ def memory(
 
         trainstep memory --model 2.7B --context 128,256,512 --mode forward_no_grad,step --precision fp32,bf16_autocast
 
-        trainstep memory --model medium --recompute none,block --page report.html
+        trainstep memory --model medium --recompute none,selective,block --page report.html
 
         trainstep memory --model large --fit batch_size
 

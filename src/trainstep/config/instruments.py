@@ -70,7 +70,9 @@ _ROWS = (
         measured="trainstep.measure.step.workload:WORKLOAD",
         verb="bench",
         answer="trainstep.report.step.answer:step_answer",
+        compared_tables="trainstep.report.step.recomputation:curve_tables",
         charts=("trainstep.report.step.phases:phases_charts",),
+        sections=("trainstep.report.step.recomputation:recomputation_sections",),
         last_sections=("trainstep.report.step.warmup:warmup_sections",),
         summary="trainstep.report.kit.notes:step_words",
         own_words=frozenset({"times"}),
@@ -179,6 +181,7 @@ _ROWS = (
         always={"config": ("precision",)},
         compared_tables="trainstep.report.profile.tables:profile_tables",
         sections=("trainstep.report.profile.page:profile_sections",),
+        last_sections=("trainstep.report.step.recomputation:recomputation_sections",),
         held_to="ceiling",
     ),
     Instrument(

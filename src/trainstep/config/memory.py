@@ -31,7 +31,9 @@ class MemoryConfig(RanksConfig):
 
     ranks: int = described("processes, each with a GPU of its own where there are GPUs; 1: a step in one process", 1)
     sync: SyncConfig = part(SyncConfig(name=YARDSTICK))
-    run: RecordedRunConfig = part(without=("learning_rate", "steps", "sync", "cold_compile", "nvtx"))
+    run: RecordedRunConfig = part(
+        without=("learning_rate", "steps", "sync", "cold_compile", "nvtx", "recompute_budget_gib")
+    )
     min_share: float = described("smallest share of the peak for which an allocation is listed", 0.005)
     keep_snapshot: str | None = described(
         "folder for the snapshot's file: drag it to pytorch.org/memory_viz, or read it with --from", None

@@ -153,7 +153,7 @@ class ParallelConfig(RanksConfig):
 
     ranks: int = described("processes, each with a GPU of its own where there are GPUs", 2)
     sync: SyncConfig = part(SyncConfig())
-    run: RankRunConfig = part(without=("mode", "sync", "cold_compile", "nvtx"))
+    run: RankRunConfig = part(without=("mode", "sync", "cold_compile", "nvtx", "recompute_budget_gib"))
     window_steps: int = described(
         "steps in a window, which is timed as a whole, so that work that runs into the next step counts; all windows together have "
         "as many steps as are timed singly, and each turn has at least one window",

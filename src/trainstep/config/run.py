@@ -13,7 +13,8 @@ ATTENTIONS = ("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sd
 OPS = ("plain", "fused")
 COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused", "trainstep")
-RECOMPUTES = ("none", "block")
+RECOMPUTES = ("none", "selective", "narrow", "block")
+"""From what keeps most for backward to what keeps least: training/recompute.py says what each keeps."""
 UPDATES = ("after_backward", "in_backward")
 CAPTURES = ("none", "auto", "step")
 DEVICES = ("cpu", "cuda")
@@ -53,7 +54,17 @@ class RunConfig:
         "the built-in model's norms, rotation, SwiGLU and loss: plain PyTorch, or fused kernels", "plain", OPS
     )
     compile: str = described("what torch.compile wraps", "none", COMPILES)
-    recompute: str = described("part whose activations backward recomputes instead of keeping them", "none", RECOMPUTES)
+    recompute: str = described(
+        "what backward computes again instead of keeping it; block: a whole block; selective: all but the results of its matmuls "
+        "and of attention; narrow: also results of matmuls that are wider than their input",
+        "none",
+        RECOMPUTES,
+    )
+    recompute_every: int = described("recompute in every k-th block only", 1)
+    recompute_budget_gib: float | None = described(
+        "choose, from measured bytes and times of this model's blocks, the least recomputation whose step fits into this many GiB",
+        None,
+    )
     capture: str = described(
         "run the step as one CUDA graph: auto captures as much as possible and says what is left out; step fails if anything is",
         "none",
@@ -89,9 +100,8 @@ class RunConfig:
             raise ValueError(f"learning_rate: must be positive, not {self.learning_rate!r}")
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < math.inf:
             raise ValueError(f"clip_grad_norm: must be positive or none, not {self.clip_grad_norm!r}")
-        if self.recompute == "block" and self.compile == "block":
-            raise ValueError("recompute: a compiled block cannot be recomputed; take compile model or none")
         self._check_update()
+        self._check_recompute()
         self._check_sync()
         self._check_device()
         self._check_capture()
@@ -121,6 +131,35 @@ class RunConfig:
         for remedy, applies in remedies.items():
             if applies:
                 raise ValueError(f"update: in_backward: {remedy}, or update after_backward")
+
+    def _check_recompute(self) -> None:
+        check_positive(self, "recompute_every")
+        if self.recompute == "none" and self.recompute_every != 1:
+            raise ValueError(
+                "recompute_every: has no effect without recompute; take recompute block, selective or narrow"
+            )
+        keeps_attention = self.recompute in ("selective", "narrow") or self.recompute_budget_gib is not None
+        if keeps_attention and self.attention == "flex" and isinstance(self.model, ModelConfig):
+            raise ValueError(
+                "attention: flex compiles itself, so that its result cannot be kept apart; take another attention, or recompute "
+                "block or none"
+            )
+        if self.recompute_budget_gib is None:
+            return
+        if not 0 < self.recompute_budget_gib < math.inf:
+            raise ValueError(f"recompute_budget_gib: must be positive or none, not {self.recompute_budget_gib!r}")
+        if self.recompute != "none":
+            raise ValueError("recompute: is chosen by recompute_budget_gib; leave one of them out")
+        if self.compile == "model":
+            raise ValueError(
+                "recompute_budget_gib: chooses by block, which compile model does not know; take compile block or none"
+            )
+        if self.mode not in ("forward_backward", "step"):
+            raise ValueError(f"recompute_budget_gib: mode {self.mode} has no backward that recomputes; leave it out")
+        if self.updates_in_backward:
+            raise ValueError(
+                "recompute_budget_gib: its measured backward must not update weights; take update after_backward"
+            )
 
     def _check_sync(self) -> None:
         if self.sync in ("step", "phase"):
@@ -172,6 +211,11 @@ class RunConfig:
     def tokens(self) -> int:
         """Tokens that a whole step reads."""
         return self.batch_size * self.context * self.accumulation
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward may compute a part of forward again."""
+        return self.recompute != "none" or self.recompute_budget_gib is not None
 
     @property
     def trains(self) -> bool:

@@ -60,6 +60,12 @@ IN_EVERY_ROW: Mapping[str, FactKind] = {
     "capture_left_out": FactKind("", str, "why a part of the step, or all of it, is in no graph"),
     "capture_s": FactKind("s", float, "time to capture the step, without its warm-ups"),
     "capture_pool_bytes": FactKind("bytes", float, "GPU memory of the graph's pool"),
+    "recompute_choice": FactKind("", str, "how many blocks recompute in which mode, as chosen for the budget"),
+    "recompute_peak_bytes": FactKind("bytes", float, "the peak of the chosen recomputation, as predicted"),
+    "recompute_measured_peak_bytes": FactKind(
+        "bytes", float, "the peak of a step with it: reserved on a GPU, of tensors on a CPU; with the optimizer's state"
+    ),
+    "recompute_added_s": FactKind("s", float, "time of a step that the chosen recomputation adds, as predicted"),
     "timing": FactKind("", str, "which clock times the phases: cuda_events or host_clock"),
     "tokens": FactKind("count", int, "tokens of a step, of all ranks"),
     "parameters": FactKind("count", int, "parameters of the model"),

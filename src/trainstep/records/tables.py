@@ -168,10 +168,24 @@ _TILES = {
     ),
     "times": TableKind(rows="a sample", columns={"candidate": int, "round": int, "time_s": float}),
 }
+_RECOMPUTATION = {
+    "recompute_curve": TableKind(
+        rows="a choice of recomputation: its predicted peak and added time, and the number of blocks in each mode",
+        columns={"peak_bytes": int, "added_s": float}
+        | dict.fromkeys(("none", "selective", "narrow", "block", "chains"), int)
+        | {"chosen": bool},
+    ),
+    "recompute_blocks": TableKind(
+        rows="a kind of block in a mode: what its forward keeps, the most that its backward holds, and the time it adds",
+        columns={"kind": int, "blocks": int, "mode": str, "kept_bytes": int, "backward_bytes": int, "added_s": float},
+    ),
+}
+"""Of runs with recompute_budget_gib."""
 TABLES: Mapping[str, Mapping[str, TableKind]] = {
+    "train_step": _RECOMPUTATION,
     "parallel": _PARALLEL,
     "memory": _MEMORY,
-    "profile": _PROFILE,
+    "profile": _PROFILE | _RECOMPUTATION,
     "numerics": _NUMERICS,
     "attention_tiles": _TILES,
 }

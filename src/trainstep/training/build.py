@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from trainstep.training.captured import CapturedTrainStep, EventMark, unmarked
 from trainstep.training.fused_transformer import FusedTransformer
 from trainstep.training.optimizer import Parallel, adamw_named, adamw_options, unwrapped, with_masters
 from trainstep.training.precision import precision_named
+from trainstep.training.recompute import RecomputedForward, recomputable
 from trainstep.training.step import TrainStep
 from trainstep.training.transformer import Transformer
 from trainstep.training.update_in_backward import UpdateInBackward
-from trainstep.training.user_model import blocks_of, build_user_model, recompute_blocks
+from trainstep.training.user_model import blocks_of, build_user_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,8 @@ class Assembly:
     """The step as one graph, if the run asks for that; `step` itself always runs without a graph."""
     seen: Any = None
     """The return value of build_step's `look`."""
+    recomputed: Sequence[RecomputedForward] = ()
+    """The forward of each block, if the run recomputes; with a budget every block is recomputed until the modes are chosen."""
 
     def take(self, micro_batches: Sequence[Batch], mark: EventMark = unmarked) -> Tensor:
         """Run one step, as a graph if the run asks for that. Returns the last micro-batch's loss, detached."""
@@ -73,11 +77,10 @@ def build_step(
     module, next_batch = _model(run, device)
     _cast(module, precision.weights, with_buffers=not isinstance(run.model, ModelConfig))
     module.train(run.mode != "forward_no_grad")
-    if run.recompute == "block":
-        recompute_blocks(module, draws_random_numbers=not isinstance(run.model, ModelConfig))
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable and run.mode in ("forward_backward", "step"):
         raise ValueError("model: none of its parameters is trained; set requires_grad, or use mode forward")
+    recomputed = _recompute(module, run)
     _compile(module, run)
     seen = look(module) if look else None
     options = adamw_options(run.adamw, learning_rate=run.learning_rate)
@@ -114,6 +117,7 @@ def build_step(
         ranks=ranks,
         captured=captured,
         seen=seen,
+        recomputed=recomputed,
     )
 
 
@@ -147,14 +151,32 @@ def _batches(run: RunConfig, vocab_size: int, device: torch.device) -> NextBatch
     )
 
 
+def _recompute(module: nn.Module, run: RunConfig) -> list[RecomputedForward]:
+    """Put what recomputes around every block's forward; it compiles the blocks, if they are compiled."""
+    if not run.recomputes:
+        return []
+    blocks = recomputable(
+        module,
+        draws_random_numbers=not isinstance(run.model, ModelConfig),
+        compile=partial(torch.compile, fullgraph=_is_whole(run)) if run.compile == "block" else None,
+    )
+    for block in blocks[:: run.recompute_every]:
+        block.mode = "block" if run.recompute_budget_gib is not None else run.recompute
+    return blocks
+
+
 def _compile(module: nn.Module, run: RunConfig) -> None:
-    fullgraph = isinstance(run.model, ModelConfig)  # our own model has no graph breaks; a user's model may have some
-    if run.compile == "block":
+    if run.compile == "block" and not run.recomputes:
         for block in blocks_of(module):
             # The forward alone: parallel strategies put hooks on the block, which must not be compiled with it.
-            block.forward = torch.compile(block.forward, fullgraph=fullgraph)
+            block.forward = torch.compile(block.forward, fullgraph=_is_whole(run))
     if run.compile == "model":
-        module.compile(fullgraph=fullgraph)
+        module.compile(fullgraph=_is_whole(run))
+
+
+def _is_whole(run: RunConfig) -> bool:
+    """Whether what is compiled must be one graph: our own model has no graph breaks; a user's model may have some."""
+    return isinstance(run.model, ModelConfig)
 
 
 def parameter_count(module: nn.Module) -> int:

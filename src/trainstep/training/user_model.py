@@ -1,16 +1,13 @@
-"""Builds a user's model by the function that the config names, finds its blocks, and checkpoints activations."""
+"""Builds a user's model by the function that the config names, and finds its blocks."""
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from trainstep.config.import_path import check_not_hidden
 from trainstep.config.run import RunConfig
-from trainstep.spans import span
 from trainstep.training.batches import NextBatch
 
 
@@ -40,26 +37,3 @@ def blocks_of(module: nn.Module, *, field: str = "compile", instead: str = "comp
     if not longest:
         raise ValueError(f"{field}: block needs a model with its blocks in an nn.ModuleList; use {instead}")
     return longest
-
-
-def recompute_blocks(module: nn.Module, *, draws_random_numbers: bool = True) -> None:
-    """Checkpoint the activations of every repeated block, in a span `recompute I`.
-
-    A block keeps only its input, and its forward runs again when its backward needs the rest: one more forward in exchange
-    for memory. `draws_random_numbers`: blocks draw random numbers (dropout), so the state of the generators is kept for
-    the second forward; this takes time of the host, and no CUDA graph can hold it. Raises ValueError for a model without
-    blocks.
-    """
-    for index, block in enumerate(blocks_of(module, field="recompute", instead="none")):
-        block.forward = _checkpointed(block.forward, f"recompute {index}", draws_random_numbers)
-
-
-def _checkpointed(forward: Callable[..., Any], name: str, keeps_random_state: bool) -> Callable[..., Any]:
-    def named(*inputs: Any, **named_inputs: Any) -> Any:
-        with span(name):
-            return forward(*inputs, **named_inputs)
-
-    def checkpointed(*inputs: Any, **named_inputs: Any) -> Any:
-        return checkpoint(named, *inputs, use_reentrant=False, preserve_rng_state=keeps_random_state, **named_inputs)
-
-    return checkpointed

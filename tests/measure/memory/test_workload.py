@@ -116,6 +116,7 @@ def test_small_allocations_are_hidden():
         {"precision": "bf16_autocast", "clip_grad_norm": 1.0},
         {"precision": "bf16_autocast", "mode": "forward_no_grad"},
         {"recompute": "block"},
+        {"recompute": "selective", "precision": "bf16_autocast"},
         {"adamw": "foreach", "warmups": 2},
     ],
     ids=lambda fields: " ".join(map(str, fields.values())),

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainstep.config.model import UserModel, size
-from trainstep.config.run import MODES, RunConfig
+from trainstep.config.run import MODES, RECOMPUTES, RunConfig
 from trainstep.costs.transformer import PASSES, forward_flops
 from trainstep.measure.step.workload import flops_facts
 from trainstep.training.build import Assembly, build_step
@@ -120,3 +120,13 @@ def test_a_compiled_model_is_counted_too(users: UserModel):
     assembly.step(assembly.micro_batches(0))
     facts = flops_facts(assembly.run, lambda: assembly.step(assembly.micro_batches(0)))
     assert facts["model_flops"].value == two_matmuls("step")
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_what_backward_computes_again_does_not_count(recompute: str):
+    model = UserModel(function="recomputed_model:build")
+    assembly = assembled(model=model, recompute=recompute)
+    facts = flops_facts(assembly.run, lambda: assembly.step(assembly.micro_batches(0)), assembly.recomputed)
+    whole = assembled(model=model)
+    expected = flops_facts(whole.run, lambda: whole.step(whole.micro_batches(0)))
+    assert facts["model_flops"].value == expected["model_flops"].value

@@ -171,7 +171,7 @@ def _split_words(config: ProfileConfig, profiled: Profile) -> str:
 def _attention_shape(config: ProfileConfig) -> AttentionShape | None:
     """The shape of attention if it is plain, eager and run once per step; else None."""
     model = config.model
-    recomputes = config.recompute != "none"
+    recomputes = config.recomputes
     if not isinstance(model, ModelConfig) or config.attention != "plain" or config.compile != "none" or recomputes:
         return None
     matmul_bytes, softmax_bytes = _ELEMENT_BYTES[config.precision]

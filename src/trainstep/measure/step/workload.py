@@ -9,7 +9,8 @@ facts    the facts of every workload, and those under "A training step" in recor
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any
 
@@ -21,16 +22,19 @@ from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain
 from trainstep.config.run import Phase, RunConfig
 from trainstep.costs.transformer import CONVENTION, step_flops
-from trainstep.measure.harness.failures import try_afterwards
+from trainstep.measure.harness.failures import CellFailed, try_afterwards
 from trainstep.measure.harness.workload import Findings, Stage, Stages, compilation_facts
 from trainstep.measure.step.built_step import BuiltStep, open_device
 from trainstep.measure.step.clock import ReadWindow, StepTimer
 from trainstep.measure.step.device_trace import device_busy_s
+from trainstep.measure.step.recompute_budget import Recomputation, fit_budget
+from trainstep.plan.recomputation import BudgetTooSmall
 from trainstep.records.facts import Fact, facts_of
-from trainstep.records.record import Samples
+from trainstep.records.record import Failure, Samples
 from trainstep.traces.verdict import is_launch_bound
 from trainstep.training.batches import Batch
 from trainstep.training.build import Assembly, build_step, parameter_count
+from trainstep.training.recompute import RecomputedForward
 
 _COUNTER = "torch.utils.flop_counter"
 _COUNTER_CONVENTION = "every matmul and attention that torch's FLOP counter saw in one eager step, attention not halved"
@@ -51,10 +55,19 @@ WORKLOAD = TrainStepWorkload()
 def prepare_step(run: RunConfig, stage: Stage) -> "TrainStepMeasurement":
     """Open the device, build the step and warm it up."""
     opened = open_device(torch.device(run.device), Stages(stage))
-    return warm_up(opened.build(lambda: build_step(run)))
+    built = opened.build(lambda: build_step(run))
+    if run.recompute_budget_gib is None:
+        return warm_up(built)
+    opened.stages.enter("recompute")
+    with built.names_out_of_memory():
+        try:
+            recomputation = fit_budget(built.assembly)
+        except BudgetTooSmall as error:
+            raise CellFailed(Failure(kind="unsupported", phase="recompute", message=str(error))) from None
+    return warm_up(built, recomputation)
 
 
-def warm_up(built: BuiltStep) -> "TrainStepMeasurement":
+def warm_up(built: BuiltStep, recomputation: Recomputation | None = None) -> "TrainStepMeasurement":
     """Run the warm-up steps; their times are kept apart. Raises CellFailed if the step should be captured and cannot be."""
     timer, stages, count = StepTimer(built), built.opened.stages, built.assembly.run.warmups
     warmups = []
@@ -70,14 +83,21 @@ def warm_up(built: BuiltStep) -> "TrainStepMeasurement":
         if built.assembly.captured is None:
             built.opened.memory.start()
         stages.enter("steps")
-    return TrainStepMeasurement(built, timer, warmups)
+    return TrainStepMeasurement(built, timer, warmups, recomputation)
 
 
 class TrainStepMeasurement:
     """A run after its warm-up. If memory runs out, CellFailed is raised with the phase, the bytes and what held the rest."""
 
-    def __init__(self, built: BuiltStep, timer: StepTimer, warmups: Sequence[ReadWindow]) -> None:
+    def __init__(
+        self,
+        built: BuiltStep,
+        timer: StepTimer,
+        warmups: Sequence[ReadWindow],
+        recomputation: Recomputation | None = None,
+    ) -> None:
         self.built = built
+        self._recomputation = recomputation
         self._run = built.assembly.run
         self._timer = timer
         self._warmups = warmups
@@ -141,12 +161,16 @@ class TrainStepMeasurement:
             if run.compile != "none":
                 facts |= compilation_facts()
             facts |= self.built.capture_facts()
+            facts |= self._recomputation.facts() if self._recomputation else {}
             if on_gpu:
                 self._inspect(facts, "device-busy time and a reallocated step", self._inspect_device)
             self._inspect(
-                facts, "model FLOPs", lambda facts: facts.update(flops_facts(run, self._timer.eager_step_again))
+                facts,
+                "model FLOPs",
+                lambda facts: facts.update(flops_facts(run, self._timer.eager_step_again, assembly.recomputed)),
             )
-        return Findings(samples=self.samples(), facts=facts)
+        tables = self._recomputation.tables() if self._recomputation else {}
+        return Findings(samples=self.samples(), facts=facts, tables=tables)
 
     def finish_uninspected(self) -> Findings:
         """Return the samples alone."""
@@ -216,11 +240,13 @@ def _samples_of(
     return by_name
 
 
-def flops_facts(run: RunConfig, run_step: Callable[[], object]) -> dict[str, Fact]:
+def flops_facts(
+    run: RunConfig, run_step: Callable[[], object], recomputed: Sequence[RecomputedForward] = ()
+) -> dict[str, Fact]:
     """`model_flops` per step, with their source, their convention and the dtype of the matmuls.
 
     They are computed from shapes for the built-in model. For a user's model torch's counter counts them in one step,
-    which `run_step` runs.
+    which `run_step` runs; what its `recomputed` blocks compute again does not count.
     """
     if isinstance(run.model, ModelConfig):
         model, source, convention = run.model, "shapes", CONVENTION
@@ -238,8 +264,30 @@ def flops_facts(run: RunConfig, run_step: Callable[[], object]) -> dict[str, Fac
         source, convention = _COUNTER, _COUNTER_CONVENTION
         # Eagerly, because compiled regions hide their ops from the counter.
         with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
-            run_step()
-        flops = int(counter.get_total_flops())
+            flops = _counted_once(counter, run_step, recomputed)
     return facts_of(
         model_flops=flops, flops_source=source, flops_convention=convention, flops_dtype=matmul_dtype(run.precision)
     )
+
+
+def _counted_once(counter: FlopCounterMode, run_step: Callable[[], object], blocks: Sequence[RecomputedForward]) -> int:
+    """The FLOPs of a step without those that backward repeats."""
+    repeated = 0
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        nonlocal repeated
+        before = int(counter.get_total_flops())
+        try:
+            yield
+        finally:
+            repeated += int(counter.get_total_flops()) - before
+
+    for block in blocks:
+        block.uncompiled, block.around = True, again
+    try:
+        run_step()
+    finally:
+        for block in blocks:
+            block.uncompiled, block.around = False, nullcontext
+    return int(counter.get_total_flops()) - repeated

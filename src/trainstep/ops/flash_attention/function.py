@@ -235,14 +235,18 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 def _forward_anywhere(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bottom_right: bool, *_gpu_settings: Any
 ) -> tuple[Tensor, Tensor]:
-    return algorithm.forward(q, k, v, _mask(q, k, causal, bottom_right), scale)
+    with torch.autocast(
+        q.device.type, enabled=False
+    ):  # which the dispatcher has left behind if a mode has seen the operator
+        return algorithm.forward(q, k, v, _mask(q, k, causal, bottom_right), scale)
 
 
 def _backward_anywhere(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     scale: float, causal: bool, bottom_right: bool, *_gpu_settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return algorithm.backward(do, q, k, v, o, lse, _mask(q, k, causal, bottom_right), scale)
+    with torch.autocast(q.device.type, enabled=False):
+        return algorithm.backward(do, q, k, v, o, lse, _mask(q, k, causal, bottom_right), scale)
 
 
 def _mask(q: Tensor, k: Tensor, causal: bool, bottom_right: bool) -> algorithm.Mask:

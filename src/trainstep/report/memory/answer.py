@@ -62,7 +62,7 @@ def _recompute(record: Record, ledger: Ledger) -> tuple[float, str] | None:
     config, stream_bytes = record.config, record.fact("residual_stream_bytes")
     model = config.get("model")
     layers = int(model.get("layers") or 0) if isinstance(model, Mapping) else 0
-    if config.get("recompute") != "none" or config.get("compile") == "block" or not layers or not stream_bytes:
+    if config.get("recompute") != "none" or not layers or not stream_bytes:
         return None
     saved = ledger.get("activations", 0) * (1 - 1 / layers) - layers * stream_bytes
     # The peak cannot fall below the peak of the optimizer, which keeps no activations.

@@ -188,7 +188,8 @@ def _shape(record: Record) -> dict[str, int] | None:
 def _phases(record: Record) -> dict[str, int]:
     """Profiled phase -> the number of matmuls that it runs for each matmul of forward."""
     present = set(record.tables["classes"]["phase"])
-    recomputes = record.config.get("recompute", "none") != "none"
+    config = record.config
+    recomputes = config.get("recompute", "none") != "none" or config.get("recompute_budget_gib") is not None
     return {
         name: passes for name, passes in _PASSES.items() if name in present and not (recomputes and name == "backward")
     }

@@ -1,0 +1,86 @@
+"""Counts the bytes that tensors hold now and held at most: on a GPU by the allocator, on a CPU by the storages of operators."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(Protocol):
+    """Bytes beyond those that were there when counting began (on a GPU: all bytes)."""
+
+    def now(self) -> int: ...
+
+    def peak(self) -> int:
+        """The most since `begin_peak`."""
+
+    def begin_peak(self) -> None: ...
+
+
+@contextmanager
+def live_bytes(device: torch.device) -> Iterator[LiveBytes]:
+    """Count inside the block. Compiled code makes its tensors past the dispatcher: on a CPU run it uncompiled."""
+    if device.type == "cuda":
+        yield _Allocator(device)
+        return
+    with _Storages() as storages:
+        yield storages
+
+
+class _Allocator:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def begin_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class _Storages(TorchDispatchMode):
+    """Sums up the storages that operators return, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        """Id of a storage -> the storage and its bytes."""
+        self._now = self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, given)
+        return results
+
+    def _note(self, tensor: Tensor, given: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive or key in given:  # a view, of what was counted or was there before
+            return
+        nbytes = storage.nbytes()
+        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), nbytes
+        self._now += nbytes
+        self._peak = max(self._peak, self._now)
+
+    def _forget(self, key: int) -> None:
+        self._now -= self._alive.pop(key)[1]
+
+    def now(self) -> int:
+        return self._now
+
+    def peak(self) -> int:
+        return self._peak
+
+    def begin_peak(self) -> None:
+        self._peak = self._now
