@@ -180,8 +180,10 @@ _ROWS = (
         ),
         always={"config": ("precision",)},
         compared_tables="trainstep.report.profile.tables:profile_tables",
-        sections=("trainstep.report.profile.page:profile_sections",),
-        last_sections=("trainstep.report.step.recomputation:recomputation_sections",),
+        sections=(
+            "trainstep.report.profile.page:profile_sections",
+            "trainstep.report.step.recomputation:recomputation_sections",
+        ),
         held_to="ceiling",
     ),
     Instrument(

@@ -43,7 +43,7 @@ def curve_tables(rows: Sequence[Row]) -> list[Table]:
     )
 
 
-def recomputation_sections(rows: Sequence[Row]) -> list[Section]:
+def recomputation_sections(rows: Sequence[Row], _ceilings: Sequence[Row] = ()) -> list[Section]:
     """The section of a page, if a row has a budget."""
     tables = curve_tables(rows)
     chosen = tuple(filter(None, (chosen_sentence(row.record) for row in rows)))
