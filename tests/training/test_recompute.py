@@ -174,6 +174,28 @@ def test_a_chain_keeps_one_input_for_several_blocks():
     assert whole - chained == 6 * residual_stream
 
 
+def test_a_chain_runs_again_once_and_not_before_each_of_its_blocks():
+    forwards: list[nn.Module] = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            forwards.append(self)
+            return torch.tanh(super().forward(x))
+
+    module = nn.Module()
+    module.blocks = nn.ModuleList(Counted(4, 4) for _ in range(6))
+    for forward in (blocks := recomputable(module)):
+        forward.mode = "block"
+    chain_blocks(blocks)
+    x = torch.randn(2, 4, requires_grad=True)
+    for block in module.blocks:
+        x = block(x)
+    x.sum().backward()
+    assert (
+        len(forwards) == 6 + (6 - 1) + 6
+    )  # forward, the chain without its last block, and each block for its backward
+
+
 def test_selective_keeps_the_results_of_matmuls_and_attention_alone():
     """qkv 3 C, o and its log-sum-exp, the projection out C, gate and up 2 F, and the input C; down's result is not needed."""
     layers = [kept_and_peak(model=dataclasses.replace(SHAPE, layers=n), recompute="selective")[0] for n in (2, 3)]

@@ -1,7 +1,8 @@
 """Chains of recomputed blocks, of which only the first keeps its input: nested checkpointing, for the least memory.
 
 n blocks in chains of sqrt(n) hold 2 sqrt(n) inputs instead of n, for one more forward of all but the last block of each chain:
-before a block is computed again for its backward, the chain runs without autograd from its first block.
+before the last block is computed again for its backward, the chain runs without autograd from its first block, and what comes out
+of each block stays until the next block's backward.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ class Chain:
             return call.link(x) or x
 
         def unpack(kept: Any) -> Tensor:
-            return kept.get() if isinstance(kept, _Link) else kept
+            return kept.take() if isinstance(kept, _Link) else kept
 
         with saved_tensors_hooks(
             pack, unpack
@@ -84,8 +85,10 @@ class _Call:
         self._gpus = gpus_of(leaves)
         self._random_state = _random_state(self._gpus) if block.keeps_random_state else None
         self._outputs: list[tuple[ref[Tensor], int]] = []
+        self._sought: set[int] = set()
+        """Indices of the outputs for which there are links."""
         self._again: dict[int, Tensor] = {}
-        """Index of an output -> the output, computed again."""
+        """Index of such an output -> the output, computed again."""
 
     def link(self, x: Tensor) -> "_Link | None":
         """The link that stands for an input which is being saved, or None."""
@@ -104,22 +107,30 @@ class _Call:
         """A link to the output that this tensor is, if it has not been written to since."""
         for index, (output, version) in enumerate(self._outputs):
             if output() is x and x._version == version:
+                self._sought.add(index)
                 return _Link(self, index)
         return None
 
-    def output(self, index: int) -> Tensor:
-        """An output, which is computed again and kept until it is asked for."""
+    def take(self, index: int) -> Tensor:
+        """An output for backward, which is computed again unless `look` has done so."""
+        output = self.look(index)
+        del self._again[index]
+        return output
+
+    def look(self, index: int) -> Tensor:
+        """An output for the forward of the next block. It stays for that block's backward, which comes later."""
         if index not in self._again:
             inputs, named = tree_unflatten(
-                [x.get() if isinstance(x, _Link) else x for x in self._leaves], self._structure
+                [x.look() if isinstance(x, _Link) else x for x in self._leaves], self._structure
             )
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
                 for kind, enabled, dtype, cached in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
                 stack.enter_context(self._with_random_state())
-                self._again = dict(enumerate(outputs_of(self._block.run(*inputs, **named))))
-        return self._again.pop(index)
+                outputs = outputs_of(self._block.run(*inputs, **named))
+            self._again = {sought: outputs[sought] for sought in self._sought}
+        return self._again[index]
 
     def _with_random_state(self) -> AbstractContextManager[Any]:
         if self._random_state is None:
@@ -137,8 +148,11 @@ class _Link:
         self._call = call
         self._index = index
 
-    def get(self) -> Tensor:
-        return self._call.output(self._index)
+    def take(self) -> Tensor:
+        return self._call.take(self._index)
+
+    def look(self) -> Tensor:
+        return self._call.look(self._index)
 
 
 def outputs_of(outputs: Any) -> list[Tensor]:
