@@ -10,7 +10,8 @@ BucketedDDP a bucket takes the place of a block: it is updated when the next buc
 
 [Note: when a parameter may change] A parameter's gradient is complete once all of its uses have been differentiated, so nothing in
 the graph needs its old value any more. What uses a parameter without a gradient (`weight.detach()`) may still need it; autograd
-then raises its error about an in-place change, because every update raises the version of what it writes.
+then raises its error about an in-place change, because every update raises the version of what it writes. (Autograd does not
+check what a recomputed block gives back: there such a use of a weight must stay in an update after backward.)
 
 Updates are those of `optimizer.step()` to the bit: its groups, options and state are the same, and it steps with a part of them.
 """

@@ -112,16 +112,21 @@ def test_small_messages_and_other_reductions_go_by_the_library_and_all_are_count
         assert counted == {"all_reduce": 400 + 396}
 
 
-def too_small(ranks: Ranks) -> str:
+def refusal(ranks: Ranks, options: CopyEngines) -> str:
     try:
-        Collectives(ranks).send_by(CopyEngines(inbox_bytes=100))
+        Collectives(ranks).send_by(options)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def test_an_inbox_that_is_too_small_is_refused():
-    assert run_ranks(3, too_small) == ["inbox_bytes: must be at least 1024 for 3 ranks, not 100"] * 3
+    words = "inbox_bytes: must be at least 1024 for 3 ranks, not 100"
+    assert run_ranks(3, refusal, CopyEngines(inbox_bytes=100)) == [words] * 3
+
+
+def test_a_lane_is_needed():
+    assert run_ranks(2, refusal, CopyEngines(lanes=0)) == ["lanes: must be at least 1, not 0"] * 2
 
 
 def no_room(ranks: Ranks) -> str:

@@ -78,6 +78,8 @@ class PeerCopies:
     """The collectives of one group by copies. ValueError as open_peer_memory has it. Every rank must make it at the same place."""
 
     def __init__(self, ranks: Ranks, options: CopyEngines, gather_texts: GatherTexts) -> None:
+        if options.lanes < 1:
+            raise ValueError(f"lanes: must be at least 1, not {options.lanes}")
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._least_bytes = options.least_bytes
         others = ranks.world_size - 1
