@@ -39,7 +39,10 @@ def main() -> None:
     words = [word for word in words if word != "--admitted"]
     releases = {}
     for name, bound in re.findall(r"(?m)^([\w-]+)(<[\d.]+)$", CONSTRAINTS.read_text()):
-        offers = offered(name)
+        allowed = pip_allows(name)
+        offers = list(SpecifierSet(allowed).filter(offered(name)))
+        if not offers:
+            sys.exit(f"pip is configured to install {name}{allowed}, and the index has no such release.")
         releases[name] = newest(name, offers, bound if admitted else "")
         if releases[name] != max(offers):
             print(f"The index has {name} {max(offers)}. To test it, raise {name}{bound} in constraints.txt.")
@@ -63,6 +66,18 @@ def offered(name: str) -> list[Version]:
             f"pip cannot tell which releases of {name} there are; test-newest needs the network. pip says: {reason}"
         )
     return versions
+
+
+def pip_allows(name: str) -> str:
+    """The versions to which this machine's configuration of pip constrains a package, which `pip index` does not heed."""
+    command = [sys.executable, "-m", "pip", "config", "list", "--disable-pip-version-check"]
+    settings = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    files = [Path(file) for value in re.findall(r"(?m)constraint='(.*)'$", settings) for file in value.split()]
+    lines = "\n".join(file.read_text() for file in files if file.is_file())
+    return ",".join(
+        comparison + version
+        for comparison, version in re.findall(rf"(?m)^{re.escape(name)}\s*([<>=!~]=?)\s*([^\s;#]+)", lines)
+    )
 
 
 def newest(name: str, versions: list[Version], bound: str) -> Version:

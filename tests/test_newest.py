@@ -124,6 +124,16 @@ def test_a_missing_network_is_one_sentence(script, monkeypatch, stdout, stderr, 
         script.offered("torch")
 
 
+def test_pips_own_constraints_are_heeded(script, monkeypatch, tmp_path):
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("# a cap\ntorch<=2.14.1\ntorchvision<=0.29.1\n")
+    second.write_text("torch != 2.14.0 ; python_version > '3'\n")
+    settings = f":env:.cert='x'\nglobal.constraint='{first} {second} {tmp_path}/missing'\nglobal.find-links='y'"
+    index(script, monkeypatch, settings)
+    assert script.pip_allows("torch") == "<=2.14.1,!=2.14.0"
+    assert script.pip_allows("triton") == ""
+
+
 def test_a_bound_without_a_release_is_refused(script):
     with pytest.raises(SystemExit, match=r"constraints.txt says torch<2, but the index has torch 2.14.1 to 2.15.0"):
         script.newest("torch", [Version("2.15.0"), Version("2.14.1")], "<2")
