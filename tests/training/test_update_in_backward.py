@@ -410,7 +410,7 @@ def assert_as_close_as_plain_runs(updated: list[float], plain: list[float], agai
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 @pytest.mark.parametrize("ops", ["plain", "fused"])
 def test_on_a_gpu_the_losses_are_the_same_and_the_peak_lower(precision: str, ops: str):
-    """Of eight blocks' gradients one block's are left."""
+    """The peak has one block's gradients where it had those of eight."""
     config = build_run({**GPU_SHAPE, "device": "cuda", "adamw": "trainstep", "precision": precision, "ops": ops})
     (plain, peak), (again, _) = losses_and_peak(config), losses_and_peak(config)
     updated, lower_peak = losses_and_peak(replace(config, update="in_backward"))
