@@ -121,6 +121,9 @@ STRATEGIES: dict[str, Start] = {
             model, ranks, bucket_mib=1.0, first_bucket_mib=SMALL_MIB, last_bucket_mib=SMALL_MIB
         )
     ),
+    "bucketed_in_place": replicated(
+        lambda model, ranks: BucketedDDP(model, ranks, bucket_mib=SMALL_MIB, in_place=True)
+    ),
     "sharded": with_optimizer(small_buckets, ShardedOptimizer),
     "sharded_each": with_optimizer(small_buckets, partial(ShardedOptimizer, pack_below_mib=0)),
     "sharded_flat": sharded_flat(),
@@ -153,7 +156,13 @@ COPIES_STRATEGIES: dict[str, Start] = {
     "bucketed bf16 copies": replicated(
         lambda model, ranks: BucketedDDP(model, ranks, reduce_dtype=torch.bfloat16, transport=SMALL_COPIES)
     ),
+    "bucketed in place copies": replicated(
+        lambda model, ranks: BucketedDDP(
+            model, ranks, bucket_mib=SMALL_MIB, in_place=True, transport=SMALL_COPIES
+        )
+    ),
     "sharded_flat copies": sharded_flat(layers, transport=SMALL_COPIES),
+    "sharded_flat bf16 copies": sharded_flat(layers, reduce_dtype=torch.bfloat16, transport=SMALL_COPIES),
     "fsdp copies": fsdp(layers, transport=SMALL_COPIES),
 }
 

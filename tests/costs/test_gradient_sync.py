@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, object]] = {
         "first_bucket_bytes": SMALL_BYTES,
         "last_bucket_bytes": SMALL_BYTES,
     },
+    "bucketed_in_place": {"strategy": "bucketed", "bucket_bytes": SMALL_BYTES, "in_place": True},
     "sharded": {"strategy": "sharded", "bucket_bytes": SMALL_BYTES},
     "sharded_each": {"strategy": "sharded", "bucket_bytes": SMALL_BYTES, "pack_below_bytes": 0},
     "sharded_flat": {"strategy": "sharded_flat"},

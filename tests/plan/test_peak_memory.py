@@ -38,6 +38,7 @@ STRATEGY_OPTIONS = {
     "overlapped, bf16": {"sync": "overlapped", "reduce_dtype": "bf16"},
     "bucketed": {"sync": "bucketed", "bucket_mib": 6000 / MIB},
     "bucketed, bf16": {"sync": "bucketed", "bucket_mib": 6000 / MIB, "reduce_dtype": "bf16"},
+    "bucketed, in place": {"sync": "bucketed", "bucket_mib": 6000 / MIB, "in_place": True},
     "bucketed, fp32": {"sync": "bucketed", "bucket_mib": 6000 / MIB, "reduce_dtype": "fp32"},
     "sharded": {"sync": "sharded", "bucket_mib": 6000 / MIB},
     "sharded_flat": {"sync": "sharded_flat"},
@@ -141,7 +142,7 @@ def test_bytes_with_masters_are_the_formulas(strategy: str, frozen: bool):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
-@pytest.mark.parametrize("strategy", ["none", "bucketed", "bucketed, bf16", "bucketed, fp32"])
+@pytest.mark.parametrize("strategy", ["none", "bucketed", "bucketed, bf16", "bucketed, fp32", "bucketed, in place"])
 def test_bytes_with_an_update_in_backward_are_the_formulas(strategy: str, precision: str):
     options = {"precision": precision, "adamw": "trainstep", "update": "in_backward"}
     agree(config_of(2, **options, **STRATEGY_OPTIONS[strategy]), frozen=strategy == "bucketed")

@@ -15,7 +15,7 @@ from quick import slow_unless
 from ranks import run_ranks
 from trainstep.config.parallel import SyncConfig
 from trainstep.config.parsing import build_config, build_run
-from trainstep.config.run import UPDATES, Phase, RunConfig
+from trainstep.config.run import Phase, RunConfig
 from trainstep.ops.adamw import AdamW
 from trainstep.parallel.ddp import BucketedDDP, NaiveDDP
 from trainstep.parallel.ranks import Ranks, alone
@@ -121,7 +121,8 @@ def test_the_formula_has_the_gradients_of_the_largest_part(precision: str):
     sizes = parameter_sizes(assembly.module)
     values = {**SHAPE, "sync": "none", "ranks": 1, "precision": precision, "adamw": "trainstep"}
     expected, plain = (
-        expected_memory(build_config("parallel", {**values, "update": update}), sizes) for update in reversed(UPDATES)
+        expected_memory(build_config("parallel", {**values, "update": update}), sizes)
+        for update in ("in_backward", "after_backward")
     )
     assert expected is not None
     assert plain is not None
@@ -268,7 +269,7 @@ def test_what_cannot_be_updated_in_parts_is_refused():
     with pytest.raises(ValueError, match="has hooks on a step"):
         UpdateInBackward(model, hooked)
     sync = NaiveDDP(model, alone(torch.device("cpu")))
-    with pytest.raises(ValueError, match="sync: NaiveDDP has no averages during backward; take BucketedDDP"):
+    with pytest.raises(ValueError, match="sync: NaiveDDP has no buckets to update; take BucketedDDP"):
         UpdateInBackward(model, AdamW(model.parameters()), sync)
     sync.detach()
     optimizer = AdamW(model.parameters())
@@ -324,6 +325,9 @@ BUCKETED = {
     "averaged in bf16": ({}, {"reduce_dtype": "bf16"}),
     "kept in bf16": ({}, {"reduce_dtype": "bf16", "keeps_gradient_dtype": False}),
     "one bucket": ({}, {"bucket_mib": 10.0}),
+    "in place": ({}, {"in_place": True}),
+    "in place, captured masters": ({"precision": "bf16_master", "capture": "step"}, {"in_place": True}),
+    "in place, by copies": ({}, {"in_place": True, "transport": "copies", "inbox_mib": 1}),
     "by copies": ({}, {"transport": "copies", "inbox_mib": 1}),
     "captured masters, recomputed": ({"precision": "bf16_master", "capture": "step", "recompute": "block"}, {}),
 }

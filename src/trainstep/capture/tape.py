@@ -144,15 +144,19 @@ def _entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any)
     first_results = [
         _alias(leaf) if has_own_memory(index, leaf) else None for index, leaf in enumerate(tree_leaves(results))
     ]
+    sizes = [_storage_bytes(first) for first in first_results]
     sends = _name(func).startswith("c10d::")
     grad_enabled = torch.is_grad_enabled()  # some operators depend on it: an LSTM keeps nothing for backward without it
 
     def run_again(_on_mark: OnMark) -> None:
         with torch.set_grad_enabled(grad_enabled):
-            for first, result in zip(first_results, tree_leaves(func(*args, **kwargs)), strict=True):
+            new_results = tree_leaves(func(*args, **kwargs))
+            for first, nbytes, result in zip(first_results, sizes, new_results, strict=True):
                 if sends and hasattr(result, "wait"):  # the step's own wait for the message is not on the tape
                     result.wait()
                 elif first is not None and first is not result:
+                    if _storage_bytes(first) < nbytes:  # the step has freed it before its end
+                        first.untyped_storage().resize_(nbytes)
                     first.copy_(result)
 
     return run_again
@@ -165,6 +169,10 @@ def _alias(leaf: Any) -> Any:
 
 def _storage(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def _storage_bytes(tensor: Tensor | None) -> int:
+    return tensor.untyped_storage().nbytes() if tensor is not None and tensor.layout == torch.strided else 0
 
 
 def _name(func: Any) -> str:

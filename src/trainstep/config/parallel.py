@@ -50,6 +50,11 @@ class SyncConfig:
         "trainstep takes",
         True,
     )
+    in_place: bool = described(
+        f"average gradients where they are, a bucket as one grouped message, without copying them into a flat bucket "
+        f"({_users('in_place')})",
+        False,
+    )
     compute_dtype: str = described(
         f"dtype in which {_users('compute_dtype')} gather parameters and compute; own: their own; the optimizer always updates "
         "parameters in their own dtype",
@@ -94,6 +99,10 @@ class SyncConfig:
         if self.reduce_dtype != "own" and self.strategy.communicates and not self._takes("reduce_dtype"):
             raise ValueError(f"reduce_dtype: {self.name} averages gradients in their own dtype; leave it at own")
 
+        if self.in_place and not self._takes("in_place") and self.strategy.communicates:
+            raise ValueError(f"in_place: {self.name} has no buckets; leave it out, or take {_users('in_place')}")
+        if self.in_place and self.reduce_dtype != "own":
+            raise ValueError("in_place: reduce_dtype averages gradients in a copy; leave one of the two out")
         if self.transport != "library" and self.strategy.communicates and not self._takes("transport"):
             raise ValueError(
                 f"transport: {self.name} sends by the library; leave it at library, or take {_users('transport')}"
@@ -130,8 +139,8 @@ class RanksConfig:
                 f"precision: {sync.name} needs no masters beside its shards, which stay fp32 where compute_dtype is bf16; take "
                 "that with precision fp32"
             )
-        if run.updates_in_backward and not sync.strategy.updates_in_backward:
-            able = ", ".join(strategy.name for strategy in STRATEGIES if strategy.updates_in_backward)
+        if run.update != "after_backward" and not sync.strategy.updates_in_parts:
+            able = ", ".join(strategy.name for strategy in STRATEGIES if strategy.updates_in_parts)
             raise ValueError(
                 f"update: {sync.name} updates after_backward alone; take that, or sync {able.replace(', ', ' or ')}"
             )

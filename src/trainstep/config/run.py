@@ -15,7 +15,7 @@ COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused", "trainstep")
 RECOMPUTES = ("none", "selective", "narrow", "block")
 """From what keeps most for backward to what keeps least: training/recompute.py says what each keeps."""
-UPDATES = ("after_backward", "in_backward")
+UPDATES = ("after_backward", "in_backward", "by_bucket")
 CAPTURES = ("none", "auto", "step")
 DEVICES = ("cpu", "cuda")
 
@@ -75,7 +75,8 @@ class RunConfig:
     clip_grad_norm: float | None = described("clip the gradient's 2-norm to this", None)
     update: str = described(
         "when parameters are updated; in_backward: a block when its gradients are complete, which are freed, so that all gradients "
-        "never exist at once; needs adamw trainstep, no clipping, no accumulation",
+        "never exist at once; needs adamw trainstep, no clipping, no accumulation; by_bucket, of sync bucketed: after backward, a "
+        "bucket as soon as its average arrives, while the next is on its way; needs the same, but for accumulation",
         "after_backward",
         UPDATES,
     )
@@ -115,22 +116,25 @@ class RunConfig:
             raise ValueError("data: a model of your own brings its own batches; leave data at random")
 
     def _check_update(self) -> None:
-        if not self.updates_in_backward:
+        if self.update == "after_backward":
             return
         remedies = {
             f"mode {self.mode} has no update; take mode step": not self.trains,
             f"AdamW's {self.adamw} updates all parameters at once; take adamw trainstep": self.adamw != "trainstep",
             "clipping needs the norm of all gradients first; take clip_grad_norm none": self.clip_grad_norm is not None,
-            "gradients of micro-batches add up first; take accumulation 1": self.accumulation > 1,
+            "gradients of micro-batches add up first; take accumulation 1": (
+                self.accumulation > 1 and self.updates_in_backward
+            ),
             "loss scaling looks for overflows in all gradients first; take another precision than fp16_autocast": (
                 self.precision == "fp16_autocast"
             ),
-            "a model compiled whole completes all gradients at once; take compile block or none": self.compile
-            == "model",
+            "a model compiled whole completes all gradients at once; take compile block or none": (
+                self.compile == "model" and self.updates_in_backward
+            ),
         }
         for remedy, applies in remedies.items():
             if applies:
-                raise ValueError(f"update: in_backward: {remedy}, or update after_backward")
+                raise ValueError(f"update: {self.update}: {remedy}, or update after_backward")
 
     def _check_recompute(self) -> None:
         check_positive(self, "recompute_every")

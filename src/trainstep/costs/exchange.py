@@ -36,6 +36,7 @@ class Exchange:
     `bucket_bytes`: gradients in a bucket, or parameters in a unit of sharded_flat; None: the default of costs/buckets.py.
     `reduce_element_bytes`: bytes of an element of the gradients that are averaged; None: of the gradients' own dtype.
     `compute_element_bytes`: bytes of an element that fsdp gathers and computes with; None: of the parameters' own dtype.
+    `in_place`: a bucket's gradients are averaged where they are, not in a copy.
     `micro_batches`: number of batches whose gradients are added before they are averaged. `clips`, `scales_loss`: a small
     message combines the norms of the ranks' shards, or whether a gradient overflowed on any rank.
     """
@@ -50,6 +51,7 @@ class Exchange:
     pack_below_bytes: float = 2**20
     reshard_after_forward: bool = True
     ahead: int = 1
+    in_place: bool = False
     micro_batches: int = 1
     clips: bool = False
     scales_loss: bool = False

@@ -55,8 +55,8 @@ class Strategy:
     most_in_flight: int = 0
     """The most units whose gradients are being reduced at a time, besides the unit that is being prepared; 0: it sends no units.
     More would need more buffers, and were not faster (docs/log.md)."""
-    updates_in_backward: bool = False
-    """Whether parameters may be updated while backward goes on (RunConfig.update)."""
+    updates_in_parts: bool = False
+    """Whether parameters may be updated in backward, or bucket by bucket (RunConfig.update)."""
     options: tuple[str, ...] = ()
     """Fields of SyncConfig that it uses."""
 
@@ -75,6 +75,7 @@ _BUCKET_OPTIONS = (
     "last_bucket_mib",
     "reduce_dtype",
     "keeps_gradient_dtype",
+    "in_place",
     "transport",
     "inbox_mib",
 )
@@ -82,7 +83,7 @@ _STATE = frozenset((Part.OPTIMIZER_STATE,))
 _ALL = frozenset(Part)
 
 STRATEGIES = (
-    Strategy(name=YARDSTICK, meaning="each rank trains for itself, the yardstick", updates_in_backward=True),
+    Strategy(name=YARDSTICK, meaning="each rank trains for itself, the yardstick", updates_in_parts=True),
     Strategy(
         name="naive",
         meaning="gradients averaged (DDP)",
@@ -107,7 +108,7 @@ STRATEGIES = (
         meaning="gradients averaged (DDP)",
         sends=(MessageKind.GRADIENTS_IN_BUCKETS,),
         overlaps=True,
-        updates_in_backward=True,
+        updates_in_parts=True,
         options=_BUCKET_OPTIONS,
     ),
     Strategy(

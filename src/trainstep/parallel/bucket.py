@@ -1,4 +1,4 @@
-"""A bucket: several gradients in one flat tensor, sent and averaged as one message.
+"""A bucket: several gradients that are sent and averaged as one message, in a flat tensor or each where it is.
 
     flat   [gradient | gradient | gradient | flags]
 
@@ -10,6 +10,11 @@ Autograd makes fresh gradients. Once all gradients of a bucket are ready they ar
 from then on each parameter's gradient is its view of the bucket, and the average is not copied anywhere. A gradient that was
 zeroed in place, not dropped, is still that view, and is not copied at all: autograd added to it where it is. Dropping gradients is
 cheaper all the same: for n bytes the copy reads n and writes n, while zeroing writes n and adding reads 2 n and writes n.
+
+[Note: in place]
+BucketInPlace copies nothing: it gives the library its gradients as a group, which NCCL sends by one kernel. So it holds no memory but
+the gradients', and a GPU saves the copy's time. The host pays for each tensor of the group, and gradients must have the dtype in
+which they are averaged.
 """
 
 from collections.abc import Sequence
@@ -19,7 +24,8 @@ from torch import Tensor, nn
 
 from trainstep.costs import buckets
 from trainstep.parallel.collectives import DONE, Collectives, Pending
-from trainstep.parallel.flat_buffer import FlatBuffer
+from trainstep.parallel.copies.pieces import Pieces
+from trainstep.parallel.flat_buffer import FlatBuffer, in_memory_order, lay_out
 from trainstep.parallel.launch_order import FlagReader
 
 
@@ -106,6 +112,58 @@ class Bucket:
         self._buffer.free_memory()
 
 
+class BucketInPlace:
+    """Gradients of `parameters`, which have one dtype, averaged where autograd made them. [Note: in place]"""
+
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        self.name = name
+        self.parameters = list(parameters)
+        self._templates = [torch.empty_like(parameter, device="meta") for parameter in self.parameters]
+        layout = lay_out(self.parameters, extra=len(self.parameters))
+        self._starts = [*layout.starts, layout.numel - len(self.parameters)]
+        self._numel = layout.numel
+        self.flat = torch.empty(
+            len(self.parameters), dtype=self.parameters[0].dtype, device=self.parameters[0].device
+        )
+        """The flags."""
+        self._missing: list[int] = []
+        self._reader: FlagReader | None = None
+        self._pending: Pending = DONE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message, flags included."""
+        return self._numel * self.flat.element_size()
+
+    @torch.no_grad()
+    def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
+        """Start averaging the gradients, zeros for None."""
+        self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        sent = []
+        for parameter, template, gradient in zip(self.parameters, self._templates, gradients, strict=True):
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            elif gradient.stride() != template.stride():  # ranks must send elements in the same order
+                gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            sent.append(in_memory_order(gradient))
+        self.flat.fill_(1)
+        if self._missing:
+            torch._foreach_zero_([self.flat[index] for index in self._missing])
+        self._reader = self._reader or FlagReader(collectives)
+        pieces = Pieces(tensors=[*sent, self.flat], starts=self._starts, numel=self._numel)
+        self._pending = collectives.all_reduce_pieces(pieces, reduction="average", label=self.name)
+
+    def receive(self) -> None:
+        """Wait for the average; gradients that no rank has become None. Call under no_grad."""
+        self._pending.wait()
+        self._pending = DONE
+        for index in self._reader.unused_everywhere(self.flat, self._missing) if self._reader else []:
+            self.parameters[index].grad = None
+
+    def release(self) -> None:
+        """Nothing is held but gradients."""
+
+
 def make_buckets(
     name: str,
     parameters: Sequence[nn.Parameter],
@@ -113,8 +171,14 @@ def make_buckets(
     *,
     dtype: torch.dtype | None,
     keeps_dtype: bool,
-) -> list[Bucket]:
+    in_place: bool = False,
+) -> list[Bucket] | list[BucketInPlace]:
     """Make the buckets of a plan, called `name 0`, `name 1`...; `dtype` None: their parameters' own."""
+    if in_place:
+        return [
+            BucketInPlace(f"{name} {number}", [parameters[index] for index in indices])
+            for number, indices in enumerate(plan)
+        ]
     return [
         Bucket(
             f"{name} {number}",

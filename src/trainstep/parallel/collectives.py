@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.parallel.copies.messages import CopyEngines, PeerCopies
+from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.liveness.standstill import Progress
 from trainstep.parallel.ranks import Ranks
 from trainstep.spans import span
@@ -44,9 +45,9 @@ class Traffic:
     messages: Counter[str] = field(default_factory=Counter)
     payload_bytes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, operation: str, tensor: Tensor) -> None:
+    def add(self, operation: str, message: Tensor | Pieces) -> None:
         self.messages[operation] += 1
-        self.payload_bytes[operation] += tensor.nbytes
+        self.payload_bytes[operation] += message.nbytes
 
     def clear(self) -> None:
         """Count from zero."""
@@ -82,8 +83,20 @@ class Collectives:
             return DONE
         with self._counted("all_reduce", tensor, label):
             if (copies := self._copies_for(tensor, reduction)) is not None:
-                return copies.all_reduce(tensor, reduction)
+                return copies.all_reduce(Pieces.of([tensor.view(-1)]), reduction)
             return _ALL_REDUCE(tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True)
+
+    def all_reduce_pieces(self, pieces: Pieces, *, reduction: str = "sum", label: str = "") -> Pending:
+        """Like `all_reduce` of tensors that are one message, each of them where it is: the library is given them as a group."""
+        if self.ranks.group is None:
+            return DONE
+        with self._counted("all_reduce", pieces, label):
+            if (copies := self._copies_for(pieces, reduction)) is not None:
+                return copies.all_reduce(pieces, reduction)
+            options = dist.AllreduceCoalescedOptions()
+            options.reduceOp = _REDUCTIONS[reduction]
+            options.asyncOp = True
+            return self.ranks.group.allreduce_coalesced([*pieces.tensors], options)
 
     def reduce_scatter(self, shard: Tensor, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
         """`shard` becomes this rank's part of the reduced `tensor`, which has world_size times as many elements.
@@ -95,8 +108,21 @@ class Collectives:
             return DONE
         with self._counted("reduce_scatter", tensor, label):
             if (copies := self._copies_for(tensor, reduction)) is not None:
-                return copies.reduce_scatter(shard, tensor, reduction)
+                return copies.reduce_scatter(shard, Pieces.of([tensor.view(-1)]), reduction)
             return _REDUCE_SCATTER(shard, tensor, _REDUCTIONS[reduction], group=self.ranks.group, async_op=True)
+
+    def takes_pieces(self, pieces: Pieces, reduction: str) -> bool:
+        """Whether `reduce_scatter_pieces` can send this message: copies can, the library takes one tensor."""
+        return self.ranks.group is not None and self._copies_for(pieces, reduction) is not None
+
+    def reduce_scatter_pieces(
+        self, shard: Tensor, pieces: Pieces, *, reduction: str = "sum", label: str = ""
+    ) -> Pending:
+        """Like `reduce_scatter` of pieces that `takes_pieces`, each read where it is; zeros come between them in the shard."""
+        with self._counted("reduce_scatter", pieces, label):
+            copies = self._copies_for(pieces, reduction)
+            assert copies is not None
+            return copies.reduce_scatter(shard, pieces, reduction)
 
     def all_gather(self, tensor: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         """`tensor` becomes every rank's `shard`, one after the other. `shard` may be this rank's part of `tensor` itself."""
@@ -138,16 +164,16 @@ class Collectives:
         """Count a step whose gradients are synchronised, so that the watch can say in which step a rank is."""
         self._progress.steps += 1
 
-    def _copies_for(self, tensor: Tensor, reduction: str = "sum") -> PeerCopies | None:
+    def _copies_for(self, message: Tensor | Pieces, reduction: str = "sum") -> PeerCopies | None:
         """What copies this message; None if the library sends it. A CPU's tape holds the library's messages only."""
-        if self._copies is None or (self.recorded and tensor.device.type == "cpu"):
+        if self._copies is None or (self.recorded and self.ranks.device.type == "cpu"):
             return None
-        return self._copies if self._copies.takes(tensor, reduction) else None
+        return self._copies if self._copies.takes(message, reduction) else None
 
-    def _counted(self, operation: str, tensor: Tensor, label: str) -> AbstractContextManager[Any]:
+    def _counted(self, operation: str, message: Tensor | Pieces, label: str) -> AbstractContextManager[Any]:
         """Count the message; returns the span to start it in."""
         name = f"{operation} {label}" if label else operation
-        self.traffic.add(operation, tensor)
+        self.traffic.add(operation, message)
         self._progress.called(name)
         return span(name)
 

@@ -7,6 +7,7 @@ For n trained parameters with G bytes of gradients:
     FlatDDP         1 per dtype          after backward     2 G, when they are copied        G
     OverlappedDDP   n + 1                during backward    G                                flags
     BucketedDDP     1 per bucket         during backward    G + gradients not copied yet     G
+      in_place      1 per bucket         during backward    G                                flags
 
 NaiveDDP is the yardstick for the others: nothing is hidden behind backward.
 FlatDDP uses the link's full bandwidth and next to no host time, but hides nothing either.
@@ -24,13 +25,13 @@ What calls `_send` during backward stands in gradient_sync.py: autograd runs a `
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.costs.buckets import bytes_of_mib
-from trainstep.parallel.bucket import Bucket, make_buckets, plan_buckets
+from trainstep.parallel.bucket import Bucket, BucketInPlace, make_buckets, plan_buckets
 from trainstep.parallel.collectives import Pending
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.gradient_sync import HeldTensors, ReplicatedGradients
@@ -135,23 +136,36 @@ class _MessagePerBucket(ReplicatedGradients):
     """Averages gradients in buckets: flat tensors, of which gradients become views where they have the buckets' dtype."""
 
     def _make_buckets(
-        self, label: str, plan: list[list[int]], reduce_dtype: torch.dtype | None, keeps_dtype: bool
+        self,
+        label: str,
+        plan: list[list[int]],
+        reduce_dtype: torch.dtype | None,
+        keeps_dtype: bool,
+        in_place: bool = False,
     ) -> None:
         self._plan = plan
-        self.buckets = make_buckets(label, self.trained_parameters, plan, dtype=reduce_dtype, keeps_dtype=keeps_dtype)
+        self._in_place = in_place
+        self.buckets: Sequence[Bucket | BucketInPlace] = make_buckets(
+            label, self.trained_parameters, plan, dtype=reduce_dtype, keeps_dtype=keeps_dtype, in_place=in_place
+        )
 
     def held_tensors(self) -> HeldTensors:
-        """The buckets."""
-        return HeldTensors(buckets=[bucket.flat for bucket in self.buckets])
+        """The buckets; of those in place the flags."""
+        flats = [bucket.flat for bucket in self.buckets]
+        return HeldTensors(flags=flats) if self._in_place else HeldTensors(buckets=flats)
 
     def _send(self, message_index: int) -> None:
         self.buckets[message_index].send(self.collectives, self._gradients(self._plan[message_index]))
 
-    def _finish_buckets(self, unsent: Iterable[int]) -> None:
+    def _finish_buckets(
+        self, unsent: Iterable[int], on_average: Callable[[Bucket | BucketInPlace], None] | None = None
+    ) -> None:
         for message_index in unsent:
             self._send(message_index)
         for bucket in self.buckets:
             bucket.receive()
+            if on_average is not None:
+                on_average(bucket)
 
 
 class FlatDDP(_MessagePerBucket):
@@ -199,6 +213,9 @@ class BucketedDDP(_MessagePerBucket):
     `transport`: `CopyEngines()` copies large messages into the other GPUs' memory, where NCCL would send them by kernels
     (copies/messages.py).
 
+    `in_place`: average a bucket's gradients where autograd made them, as one grouped message, instead of copying them into a flat
+    tensor first: less memory, by all gradients, and less time on the GPU, but more on the host. ValueError with `reduce_dtype`.
+
     Buckets go out in one order: a full bucket waits for those before it. [Note: the same messages on every rank]
     """
 
@@ -214,7 +231,10 @@ class BucketedDDP(_MessagePerBucket):
         keeps_gradient_dtype: bool = True,
         bucket_cap_mb: float | None = None,
         transport: CopyEngines | None = None,
+        in_place: bool = False,
     ) -> None:
+        if in_place and reduce_dtype is not None:
+            raise ValueError("in_place: reduce_dtype averages gradients in a copy; leave one of the two out")
         if bucket_cap_mb is not None:
             if bucket_mib is not None:
                 raise ValueError("bucket_cap_mb: is torch's name for bucket_mib; give only one of the two")
@@ -224,8 +244,8 @@ class BucketedDDP(_MessagePerBucket):
         bucket_bytes, first_bucket_bytes, last_bucket_bytes = (
             bytes_of_mib(name, size_mib) for name, size_mib in sizes_mib.items()
         )
-        dtypes = {"reduce_dtype": reduce_dtype, "keeps_gradient_dtype": keeps_gradient_dtype}
-        super().__init__(module, ranks, options={**sizes_mib, **dtypes}, transport=transport)
+        how = {"reduce_dtype": reduce_dtype, "keeps_gradient_dtype": keeps_gradient_dtype, "in_place": in_place}
+        super().__init__(module, ranks, options={**sizes_mib, **how}, transport=transport)
         plan = plan_buckets(
             self.trained_parameters,
             bucket_bytes=bucket_bytes,
@@ -233,16 +253,19 @@ class BucketedDDP(_MessagePerBucket):
             last_bucket_bytes=last_bucket_bytes,
             dtype=reduce_dtype,
         )
-        self._make_buckets("bucket", plan, reduce_dtype, keeps_gradient_dtype)
+        self._make_buckets("bucket", plan, reduce_dtype, keeps_gradient_dtype, in_place)
         self._order = LaunchOrder(self._plan)
-        self.on_average: Callable[[Bucket], None] | None = None
-        """If set, called for each bucket but the last as soon as its average has arrived and the next bucket is sent, usually
-        during backward (training/update_in_backward.py). It may use up the gradients and `release` the bucket."""
-        self._in_flight: Bucket | None = None
+        self.on_average: Callable[[Bucket | BucketInPlace], None] | None = None
+        """If set, called for each bucket as soon as its average has arrived (training/update_in_backward.py). It may use up the
+        gradients and `release` the bucket."""
+        self.averages_in_backward = True
+        """Whether `on_average` is called once the next bucket is sent, usually during backward, and not for the last bucket.
+        Otherwise it is called for all buckets when all are sent, in `finish_gradient_synchronization`."""
+        self._in_flight: Bucket | BucketInPlace | None = None
 
     def _send(self, message_index: int) -> None:
         super()._send(message_index)
-        if self.on_average is not None:
+        if self.on_average is not None and self.averages_in_backward:
             before, self._in_flight = self._in_flight, self.buckets[message_index]
             if before is not None:
                 with torch.no_grad():
@@ -250,8 +273,8 @@ class BucketedDDP(_MessagePerBucket):
                 self.on_average(before)
 
     def _finish(self) -> None:
-        if self.on_average is None:
-            self._finish_buckets(self._order.rest())
+        if self.on_average is None or not self.averages_in_backward:
+            self._finish_buckets(self._order.rest(), self.on_average)
             return
         for message_index in self._order.rest():
             self._send(message_index)

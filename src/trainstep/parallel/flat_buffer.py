@@ -12,6 +12,7 @@ from torch import Tensor
 from trainstep.costs import buckets as flat_layout
 from trainstep.costs.buckets import FlatLayout
 from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.copies.pieces import Pieces
 from trainstep.spans import span
 
 
@@ -149,6 +150,9 @@ class GradientShards:
 
         whole gradients -> a staging buffer -> reduce-scatter -> shard      each rank keeps 1/N of the unit's elements
 
+    A transport that takes pieces (copies/pieces.py) reads gradients where they are, without a staging buffer, if all are there in the
+    dtype and the layout that is sent.
+
     The average is taken in `reduce_dtype` and kept in `dtype`, that of the parameters. `templates`: tensors with the gradients'
     shapes and strides; `layout`: where each lies in the flat tensor.
     """
@@ -169,44 +173,71 @@ class GradientShards:
         self._reduce_dtype = reduce_dtype or dtype
         self._collectives = collectives
         world_size = collectives.ranks.world_size
+        self._templates = templates
+        self._layout = layout
         self._shelf = staging.shelf(templates, dtype=self._reduce_dtype, parts=world_size)
         self._shard_numel = layout.numel // world_size
         self._buffer: FlatBuffer | None = None
+        self._sent: Sequence[Tensor] = ()
+        """What is being reduced: the buffer, or the gradients themselves."""
         self._reduced: Tensor | None = None
         self._into: Tensor | None = None
         self._pending: Pending = DONE
 
     @property
     def in_flight(self) -> list[Tensor]:
-        """The buffer that is being reduced and the tensor for its shard; empty between messages."""
-        return [] if self._buffer is None or self._reduced is None else [self._buffer.flat, self._reduced]
+        """What is being reduced (the buffer, or gradients), and the tensor for the shard; empty between messages."""
+        return [] if self._reduced is None else [*self._sent, self._reduced]
 
     def send(self, gradients: Sequence[Tensor | None], *, into: Tensor | None = None) -> None:
-        """Copy gradients into a buffer, zeros for None, and start reducing. The gradients may be freed at once.
+        """Start reducing gradients, zeros for None. The caller may drop them at once.
 
         `into`: the tensor for the shard, in the parameters' dtype; by default a new one.
         """
+        pieces = self._in_place(gradients)
         with span(f"send gradients {self._name}"):
-            buffer = self._shelf.borrow()
+            buffer = self._shelf.borrow() if pieces is None else None
             reduced = into
             if reduced is None or reduced.dtype != self._reduce_dtype:
-                reduced = torch.empty(self._shard_numel, dtype=self._reduce_dtype, device=buffer.flat.device)
+                device = self._collectives.ranks.device
+                reduced = torch.empty(self._shard_numel, dtype=self._reduce_dtype, device=device)
         self._into = into
-        with torch.no_grad():
-            _fill(buffer.views, gradients)
-        self._pending = self._collectives.reduce_scatter(reduced, buffer.flat, reduction="average", label=self._name)
+        send = {"reduction": "average", "label": self._name}
+        if pieces is not None:
+            self._pending = self._collectives.reduce_scatter_pieces(reduced, pieces, **send)
+            self._sent = pieces.tensors
+        elif buffer is not None:
+            with torch.no_grad():
+                _fill(buffer.views, gradients)
+            self._pending = self._collectives.reduce_scatter(reduced, buffer.flat, **send)
+            self._sent = [buffer.flat]
         self._buffer, self._reduced = buffer, reduced
+
+    def _in_place(self, gradients: Sequence[Tensor | None]) -> Pieces | None:
+        """The gradients as a message that is sent from where they are; None if they must be copied first."""
+        fitting = [
+            in_memory_order(gradient)
+            for gradient, template in zip(gradients, self._templates, strict=True)
+            if gradient is not None
+            and gradient.dtype == self._reduce_dtype
+            and gradient.stride() == template.stride()
+        ]
+        if len(fitting) < len(gradients):
+            return None
+        pieces = Pieces(tensors=fitting, starts=self._layout.starts, numel=self._layout.numel)
+        return pieces if self._collectives.takes_pieces(pieces, "average") else None
 
     def receive(self) -> Tensor | None:
         """Wait for this rank's shard of the average, in the parameters' dtype. None if nothing was sent since the last call."""
-        if self._buffer is None or self._reduced is None:
+        if self._reduced is None:
             return None
         self._pending.wait()
-        self._shelf.give_back(self._buffer)
+        if self._buffer is not None:
+            self._shelf.give_back(self._buffer)
         shard = self._reduced.to(self._dtype) if self._into is None else self._into
         if shard is self._into and shard is not self._reduced:
             shard.copy_(self._reduced)
-        self._buffer, self._reduced, self._pending = None, None, DONE
+        self._buffer, self._reduced, self._sent, self._pending = None, None, (), DONE
         return shard
 
 

@@ -150,11 +150,22 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     updated = [Updated(parameter.numel, parameter.element_bytes) for parameter in owned[rank]]
     if optimizer.in_backward:
         return _updated_in_backward(exchange, parameters, trained, optimizer.state(updated))
+    if exchange.in_place:
+        flags_bytes = _flags_bytes(buckets)
+        return Terms(
+            parameters_bytes=sum_bytes(parameters),
+            state=optimizer.state(updated),
+            whole_gradients_bytes=sum_bytes(trained),
+            gradients_bytes=0 if optimizer.by_bucket else sum_bytes(trained),
+            gradients_before_sync_bytes=sum_bytes(trained),
+            buffers_from_start_bytes=flags_bytes,
+            buffers_bytes=flags_bytes + packs,
+        )
     return Terms(
         parameters_bytes=sum_bytes(parameters),
         state=optimizer.state(updated),
         whole_gradients_bytes=sum_bytes(trained),
-        gradients_bytes=sum_bytes(copied),
+        gradients_bytes=0 if optimizer.by_bucket else sum_bytes(copied),
         gradients_before_sync_bytes=sum_bytes(copied) + sum_bytes(fresh),
         kept_gradients_bytes=in_place,
         buffers_from_start_bytes=beside_gradients,
@@ -175,6 +186,15 @@ def _updated_in_backward(
     for index, part in enumerate(parts):
         gone_bytes += sum(parameter.nbytes for parameter in part if parameter.unit != ROOT)
         under_way = buckets[max(0, index - 1) : index + 1]
+        if exchange.in_place:
+            sendings.append(
+                Sending(
+                    activations_share=1 - gone_bytes / blocks_bytes if blocks_bytes else 0.0,
+                    gradients_bytes=sum(sum_bytes(bucket.parameters) for bucket in under_way),
+                    communication_bytes=0,
+                )
+            )
+            continue
         waiting = [
             bucket for bucket in under_way[:-1] if _copies(bucket)
         ]  # gradients beside the bucket that is averaged
@@ -188,16 +208,26 @@ def _updated_in_backward(
             )
         )
     last = buckets[-1:]
+    own = [_copies(bucket) or exchange.in_place for bucket in last]
+    flags_bytes = _flags_bytes(buckets) if exchange.in_place else 0
     return Terms(
         parameters_bytes=sum_bytes(parameters),
         state=state,
         whole_gradients_bytes=0,
-        gradients_bytes=sum(sum_bytes(bucket.parameters) if _copies(bucket) else bucket.nbytes for bucket in last),
+        buffers_from_start_bytes=flags_bytes,
+        buffers_bytes=flags_bytes,
+        gradients_bytes=sum(
+            sum_bytes(bucket.parameters) if is_own else bucket.nbytes for bucket, is_own in zip(last, own, strict=True)
+        ),
         gradients_before_sync_bytes=sendings[-1].gradients_bytes,
         in_sync_bytes=sendings[-1].communication_bytes,
         after_sync_bytes=sum(bucket.nbytes for bucket in last if _copies(bucket)),
         sendings=tuple(sendings),
     )
+
+
+def _flags_bytes(buckets: Sequence[Bucket]) -> int:
+    return sum(len(bucket.parameters) * bucket.element_bytes for bucket in buckets)
 
 
 def _parts_in_backward(trained: Sequence[ParameterSize]) -> list[Sequence[ParameterSize]]:

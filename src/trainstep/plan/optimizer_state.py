@@ -35,12 +35,14 @@ class StateBytes(NamedTuple):
 class Optimizer:
     """AdamW. `adamw`: RunConfig.adamw; its implementations need different temporary tensors. `masters`: it updates fp32 copies.
 
-    `in_backward`: it updates what is complete while backward goes on (training/update_in_backward.py).
+    `in_backward`: it updates what is complete while backward goes on (training/update_in_backward.py). `by_bucket`: it updates a
+    bucket when its average arrives, before all gradients are synchronised.
     """
 
     adamw: str
     masters: bool = False
     in_backward: bool = False
+    by_bucket: bool = False
 
     def state(self, updated: Sequence[Updated], steps: Sequence[Sequence[Updated]] = ()) -> StateBytes:
         """Its state for what a rank updates, at once or in several `steps`."""

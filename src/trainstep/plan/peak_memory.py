@@ -11,6 +11,7 @@ are those of one block, or of two buckets.
     none, naive,
       overlapped         P             T            2 T           (copies to average in another dtype: naive two, overlapped all)
     flat, bucketed       P             T, always    2 T           -   gradients are views of the buckets, which stay
+      in_place           P             T            2 T           -   gradients are averaged where they are
     sharded              P             T, always    about 2 T/N   the buffers in which small parameters are packed
     sharded_flat         P             T/N          2 T/N         up to two units' gradients under way
     fsdp                 P/N           T/N          2 T/N         up to three units', and the units gathered at the time
@@ -93,7 +94,12 @@ def expected_memory(
     if exchange is None:
         return None
     run = config.run
-    optimizer = Optimizer(adamw=run.adamw, masters=run.precision == "bf16_master", in_backward=run.updates_in_backward)
+    optimizer = Optimizer(
+        adamw=run.adamw,
+        masters=run.precision == "bf16_master",
+        in_backward=run.updates_in_backward,
+        by_bucket=run.update == "by_bucket" and config.sync.strategy.communicates,
+    )
     terms = terms_of(exchange, parameters, rank=rank, optimizer=optimizer)
     earlier = terms.whole_gradients_bytes if config.run.accumulation > 1 else 0
     entering = _held(
@@ -152,6 +158,7 @@ def exchange_of(config: RanksConfig) -> Exchange | None:
         bucket_bytes=bytes_of_mib("bucket_mib", sync.bucket_mib),
         first_bucket_bytes=bytes_of_mib("first_bucket_mib", sync.first_bucket_mib),
         last_bucket_bytes=bytes_of_mib("last_bucket_mib", sync.last_bucket_mib),
+        in_place=sync.in_place,
         reshard_after_forward=sync.reshard_after_forward,
         ahead=sync.ahead,
         micro_batches=run.accumulation,

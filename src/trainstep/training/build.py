@@ -94,8 +94,11 @@ def build_step(
         # Ranks must skip a step together.
         scaler = RankedGradScaler(parallel.ranks) if parallel else torch.amp.GradScaler(device.type)
     in_backward = None
-    if run.updates_in_backward and wrapped.optimizer is not None:
-        in_backward = UpdateInBackward(wrapped.module, wrapped.optimizer, wrapped.gradient_sync)
+    by_bucket = run.update == "by_bucket" and wrapped.gradient_sync is not None
+    if (run.updates_in_backward or by_bucket) and wrapped.optimizer is not None:
+        in_backward = UpdateInBackward(
+            wrapped.module, wrapped.optimizer, wrapped.gradient_sync, by_bucket=by_bucket
+        )
     step = TrainStep(
         wrapped.module,
         wrapped.optimizer,

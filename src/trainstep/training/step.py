@@ -73,11 +73,12 @@ class TrainStep:
     def compute(self, micro_batches: Sequence[Mapping[str, Any]], mark: Mark = _unmarked) -> Tensor:
         """Run the step without the optimizer and leave the gradients. Returns the last micro-batch's loss, detached.
 
-        With `in_backward` only what `update` still has to do has gradients. ValueError then for several micro-batches.
+        With `in_backward` only what `update` still has to do has gradients. ValueError then for several micro-batches, unless it
+        updates by bucket.
         """
         if self.in_backward is None:
             return self._compute(micro_batches, mark)
-        if len(micro_batches) > 1:
+        if len(micro_batches) > 1 and not self.in_backward.by_bucket:
             raise ValueError("micro_batches: gradients of several add up first; with in_backward give one")
         with self.in_backward.running():
             return self._compute(micro_batches, mark)

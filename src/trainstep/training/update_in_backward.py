@@ -8,6 +8,10 @@
 Parameters around the blocks are updated one by one, so that the head's gradient does not wait for the embedding's. Under
 BucketedDDP a bucket takes the place of a block: it is updated when the next bucket has been sent and its own average has arrived.
 
+With `by_bucket` updates begin when backward is over and all buckets are sent: a bucket is updated as soon as its average arrives,
+while later buckets are on their way. Backward then never waits for a message, and what its messages leave exposed is hidden behind
+the update; but all gradients exist at once.
+
 [Note: when a parameter may change] A parameter's gradient is complete once all of its uses have been differentiated, so nothing in
 the graph needs its old value any more. What uses a parameter without a gradient (`weight.detach()`) may still need it; autograd
 then raises its error about an in-place change, because every update raises the version of what it writes. (Autograd does not
@@ -25,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.costs.exchange import ROOT
-from trainstep.parallel.bucket import Bucket
+from trainstep.parallel.bucket import Bucket, BucketInPlace
 from trainstep.parallel.gradient_sync import GradientSync
 from trainstep.parallel.units import groups_by_tensor, may_step_by_unit, plan_units, step_unit
 from trainstep.spans import span
@@ -34,21 +38,31 @@ from trainstep.spans import span
 class UpdateInBackward:
     """Steps `optimizer` part by part during backward. For one backward a step, without clipping and loss scaling.
 
+    `by_bucket`: not in backward, but bucket by bucket behind the messages.
+
     ValueError for an optimizer that cannot step with a part of its parameters (AdamW and MasterWeights can), and for a `sync` other
-    than BucketedDDP. RuntimeError in a backward that completes a gradient twice, as torch's reentrant checkpoints do for a
+    than BucketedDDP, which `by_bucket` needs. RuntimeError in a backward that completes a gradient twice, as torch's reentrant checkpoints do for a
     parameter that several of them use.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, sync: GradientSync | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sync: GradientSync | None = None,
+        *,
+        by_bucket: bool = False,
+    ) -> None:
         if not may_step_by_unit(optimizer):
             raise ValueError(
                 f"optimizer: {type(optimizer).__name__} may not count its steps tensor by tensor, or has hooks on a step, so it "
                 "cannot update a block alone; take trainstep's AdamW without hooks, or update after backward"
             )
-        if sync is not None and not hasattr(sync, "on_average"):
-            raise ValueError(f"sync: {type(sync).__name__} has no averages during backward; take BucketedDDP")
+        if not hasattr(sync, "on_average") and (by_bucket or sync is not None):
+            raise ValueError(f"sync: {type(sync).__name__} has no buckets to update; take BucketedDDP")
         self._optimizer = optimizer
-        self._buckets: Sequence[Bucket] = getattr(sync, "buckets", ())
+        self.by_bucket = by_bucket
+        self._buckets: Sequence[Bucket | BucketInPlace] = getattr(sync, "buckets", ())
         self._lock = Lock()  # autograd runs the hooks of each device in a thread of its own
         self._is_running = False
         self._group_of: dict[Tensor, int] = {}
@@ -58,6 +72,7 @@ class UpdateInBackward:
         """For each unit the parameters whose gradients have not come in this backward."""
         if sync is not None:
             sync.on_average = self._update_bucket
+            sync.averages_in_backward = not by_bucket
             self._release_buckets()
             return
         for plan in plan_units(module):
@@ -89,8 +104,9 @@ class UpdateInBackward:
         self._release_buckets()
 
     def _release_buckets(self) -> None:
-        for bucket in self._buckets:
-            bucket.release()
+        if not self.by_bucket:  # all of them are needed at once: to free them would only cost time
+            for bucket in self._buckets:
+                bucket.release()
 
     def gradient_ready(self, number: int, parameter: Tensor) -> None:
         """Called by autograd for each gradient of a unit."""
@@ -107,10 +123,11 @@ class UpdateInBackward:
             if not missing:
                 self._update(self._names[number], self._units[number])
 
-    def _update_bucket(self, bucket: Bucket) -> None:
+    def _update_bucket(self, bucket: Bucket | BucketInPlace) -> None:
         if self._is_running:
             self._update(bucket.name, bucket.parameters)
-            bucket.release()
+            if not self.by_bucket:
+                bucket.release()
 
     def _update(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
         """Step with these parameters alone, and free their gradients."""

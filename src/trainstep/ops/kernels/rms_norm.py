@@ -34,7 +34,8 @@ def rms_norm_kernel(
         rounded = added.to(sum_ptr.dtype.element_ty)  # what backward reads is what is normalised
         tl.store(sum_ptr + place, rounded, mask=mask)
         h = rounded.to(tl.float32)
-    inverse_rms = tl.rsqrt(tl.sum(h * h, axis=1, keep_dims=True) / width + eps)
+    # Correctly rounded: backward subtracts nearly equal numbers where a row is short.
+    inverse_rms = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(h * h, axis=1, keep_dims=True) / width + eps))
     tl.store(inverse_rms_ptr + row, inverse_rms, mask=row < rows)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(y_ptr + place, (h * inverse_rms * weight).to(y_ptr.dtype.element_ty), mask=mask)

@@ -11,7 +11,8 @@ needs none. A message is cut into N parts, one for each rank, and parts into chu
     receiver: wait for `arrived` of every sender, read the inbox, set `free`
 
 Every rank takes the same chunks in the same order. A lane is a stream with an inbox of its own; chunks take turns on the lanes, so
-one lane's copies run while the other averages. Nothing is written into a tensor of another rank except its inbox, so tensors may
+one lane's copies run while the other averages. A message may be several tensors (pieces.py), which are read and written where they
+are, each by copies of its own. Nothing is written into a tensor of another rank except its inbox, so tensors may
 come and go, and a message ends as a collective does: when its results are on this rank. Between messages every inbox is free.
 
 For n bytes each rank sends n (N-1)/N in reduce-scatter and in all-gather, as in a ring, and besides reads and writes its inbox.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from trainstep.parallel.copies.memory import GatherTexts, PeerMemory, open_peer_memory
+from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.ranks import Ranks
 
 try:
@@ -36,6 +38,10 @@ _REDUCTIONS = ("average", "sum")
 _ALIGNMENT_BYTES = 256
 _ALIGNMENT = 64
 """Parts of an all-reduce are multiples of this many elements, so that copies begin on 128 bytes."""
+
+
+Parts = Sequence[tuple[int, Tensor]]
+"""Parts of tensors, and where each begins in a chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,69 +116,81 @@ class PeerCopies:
         for lane in self._lanes:
             self._set_free(lane)
 
-    def takes(self, tensor: Tensor, reduction: str = "sum") -> bool:
-        """Whether a message of this tensor goes by copies."""
+    def takes(self, message: Tensor | Pieces, reduction: str = "sum") -> bool:
+        """Whether a message of this tensor, or of these pieces, goes by copies."""
         return (
-            tensor.nbytes >= self._least_bytes
-            and tensor.dtype in _DTYPES
+            message.nbytes >= self._least_bytes
+            and message.dtype in _DTYPES
             and reduction in _REDUCTIONS
-            and tensor.is_contiguous()
+            and (isinstance(message, Pieces) or message.is_contiguous())
         )
 
-    def all_reduce(self, tensor: Tensor, reduction: str) -> Sent:
-        """Every rank's tensor becomes the average or sum of all ranks' tensors."""
-        flat = tensor.view(-1)
-        numel = -(-flat.numel() // self._world_size)
+    def all_reduce(self, pieces: Pieces, reduction: str) -> Sent:
+        """Every rank's pieces become the average or sum of all ranks' pieces."""
+        numel = -(-pieces.numel // self._world_size)
         numel = -(-numel // _ALIGNMENT) * _ALIGNMENT
-        parts = [flat[min(rank * numel, flat.numel()) : (rank + 1) * numel] for rank in range(self._world_size)]
         message = _Message()
-        for chunk in self._chunks(numel, flat.dtype):
+        for chunk in self._chunks(numel, pieces.dtype):
             with self._next_lane(message) as lane:
-                own = parts[self._rank][chunk]
-                self._reduce(lane, [part[chunk] for part in parts], own, reduction)
-                self._gather(lane, [part[chunk] for part in parts], own)
-        return message.end([tensor])
+                parts = self._cut(pieces, numel, chunk)
+                own = parts[self._rank]
+                self._reduce(lane, parts, [part for _, part in own], reduction)
+                self._gather(lane, parts, own)
+        return message.end(pieces.tensors)
 
-    def reduce_scatter(self, shard: Tensor, tensor: Tensor, reduction: str) -> Sent:
-        """`shard` becomes this rank's part of the reduced tensor."""
-        parts, into = tensor.view(-1).chunk(self._world_size), shard.view(-1)
+    def reduce_scatter(self, shard: Tensor, pieces: Pieces, reduction: str) -> Sent:
+        """`shard` becomes this rank's part of the reduced pieces, with zeros between them."""
+        into = shard.view(-1)
         message = _Message()
         for chunk in self._chunks(into.numel(), into.dtype):
             with self._next_lane(message) as lane:
-                self._reduce(lane, [part[chunk] for part in parts], into[chunk], reduction)
-        return message.end([shard, tensor])
+                parts = self._cut(pieces, into.numel(), chunk)
+                own = parts[self._rank]
+                places = [slice(chunk.start + place, chunk.start + place + part.numel()) for place, part in own]
+                _zero_between(places, into, chunk)
+                self._reduce(lane, parts, [into[place] for place in places], reduction)
+        return message.end([shard, *pieces.tensors])
 
     def all_gather(self, tensor: Tensor, shard: Tensor) -> Sent:
         """`tensor` becomes every rank's shard, one after the other."""
-        parts, own = tensor.view(-1).chunk(self._world_size), shard.view(-1)
+        whole, own = Pieces.of([tensor.view(-1)]), shard.view(-1)
         message = _Message()
         for chunk in self._chunks(own.numel(), own.dtype):
             with self._next_lane(message) as lane:
-                self._gather(lane, [part[chunk] for part in parts], own[chunk])
+                parts = self._cut(whole, own.numel(), chunk)
+                self._gather(lane, parts, [(0, own[chunk])] if own[chunk].numel() else [])
         return message.end([shard, tensor])
 
-    def _reduce(self, lane: Lane, chunks: Sequence[Tensor], into: Tensor, reduction: str) -> None:
+    def _cut(self, pieces: Pieces, numel: int, chunk: slice) -> list[Parts]:
+        """This chunk of each rank's part of a message; a part has `numel` elements."""
+        firsts = [rank * numel for rank in range(self._world_size)]
+        return [pieces.cut(first + chunk.start, first + chunk.stop) for first in firsts]
+
+    def _reduce(self, lane: Lane, chunks: Sequence[Parts], into: Sequence[Tensor], reduction: str) -> None:
         """Send `chunks[p]` to rank p, and reduce this rank's chunk and those that arrive."""
         self._send(lane, [chunks[peer] for peer in self._peers])
         scale = 1 / self._world_size if reduction == "average" else 1.0
-        add_up(chunks[self._rank], self._slots(lane, into), into, scale)
+        for (place, own), to in zip(chunks[self._rank], into, strict=True):
+            add_up(own, self._slots(lane, own)[:, place:], to, scale)
         self._set_free(lane)
 
-    def _gather(self, lane: Lane, chunks: Sequence[Tensor], own: Tensor) -> None:
+    def _gather(self, lane: Lane, chunks: Sequence[Parts], own: Parts) -> None:
         """Send this rank's chunk to every rank; `chunks[p]` becomes that of rank p."""
         self._send(lane, [own] * len(self._peers))
-        if chunks[self._rank].data_ptr() != own.data_ptr():
-            chunks[self._rank].copy_(own)
+        for (_, to), (_, part) in zip(chunks[self._rank], own, strict=True):
+            if to.data_ptr() != part.data_ptr():
+                to.copy_(part)
         for peer in self._peers:
-            chunks[peer].copy_(self._slot(lane, self._rank, peer, chunks[peer]))
+            for place, to in chunks[peer]:
+                to.copy_(self._slot(lane, self._rank, peer, place, to))
         self._set_free(lane)
 
-    def _send(self, lane: Lane, contents: Sequence[Tensor]) -> None:
-        """Copy a tensor into each peer's inbox, and wait for theirs."""
-        for peer, content in zip(self._peers, contents, strict=True):
+    def _send(self, lane: Lane, contents: Sequence[Parts]) -> None:
+        """Copy parts into each peer's inbox, and wait for theirs."""
+        for peer, parts in zip(self._peers, contents, strict=True):
             self._memory.wait_signal(peer, lane.free)
-            if content.numel():
-                self._slot(lane, peer, self._rank, content).copy_(content)
+            for place, part in parts:
+                self._slot(lane, peer, self._rank, place, part).copy_(part)
             self._memory.put_signal(peer, lane.arrived)
         for peer in self._peers:
             self._memory.wait_signal(peer, lane.arrived)
@@ -181,9 +199,9 @@ class PeerCopies:
         for peer in self._peers:
             self._memory.put_signal(peer, lane.free)
 
-    def _slot(self, lane: Lane, owner: int, sender: int, like: Tensor) -> Tensor:
-        """The place in the owner's inbox for a chunk of this sender, in the size and dtype of `like`."""
-        first = lane.first_byte + self._slot_bytes * (sender if sender < owner else sender - 1)
+    def _slot(self, lane: Lane, owner: int, sender: int, place: int, like: Tensor) -> Tensor:
+        """Where in the owner's inbox element `place` of this sender's chunk begins, in the size and dtype of `like`."""
+        first = lane.first_byte + self._slot_bytes * (sender if sender < owner else sender - 1) + place * like.itemsize
         return self._memory.of(owner)[first : first + like.nbytes].view(like.dtype)
 
     def _slots(self, lane: Lane, like: Tensor) -> Tensor:
@@ -196,7 +214,7 @@ class PeerCopies:
         """The places of a part's chunks."""
         size = self._slot_bytes // dtype.itemsize
         for first in range(0, numel, size):
-            yield slice(first, first + size)
+            yield slice(first, min(first + size, numel))
 
     def _next_lane(self, message: "_Message") -> "_OnLane":
         lane = self._lanes[self._turn]
@@ -233,6 +251,15 @@ class _OnLane:
 
     def __exit__(self, *error: object) -> None:
         self._context.__exit__(*error)
+
+
+def _zero_between(places: Sequence[slice], shard: Tensor, chunk: slice) -> None:
+    """Zero what these places leave of the chunk: nothing arrives there, and an optimizer may read it."""
+    end = chunk.start
+    for place in [*places, slice(chunk.stop, chunk.stop)]:
+        if place.start > end:
+            shard[end : place.start].zero_()
+        end = place.stop
 
 
 def add_up(own: Tensor, slots: Tensor, into: Tensor, scale: float) -> None:
