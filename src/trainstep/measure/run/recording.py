@@ -43,6 +43,13 @@ class StepTimes:
         return values | {"garbage_collection": self.collection_s} | device
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a script ended, in words: `finished`, `exit code 3`, `interrupted`, `RuntimeError: ...`."""
+
+    words: str
+
+
 class Recording:
     """The records of one run. `first_step`: of the next record."""
 

@@ -35,7 +35,7 @@ from trainstep.measure.run.hooks import Hooks
 from trainstep.measure.run.inspection import Inspected, Inspection
 from trainstep.measure.run.modules import inside, outermost
 from trainstep.measure.run.phase_clock import PhaseClock
-from trainstep.measure.run.recording import WARMUPS, Recording, StepTimes
+from trainstep.measure.run.recording import WARMUPS, Ending, Recording, StepTimes
 from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.verdict import Unprofiled
 
@@ -61,13 +61,6 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 0:
             raise ValueError(f"inspect_every: must be a number of steps, or 0 for none, not {self.every}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a script ended, in words: `finished`, `exit code 3`, `interrupted`, `RuntimeError: ...`."""
-
-    words: str
 
 
 class Watch:
