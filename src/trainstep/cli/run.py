@@ -1,11 +1,9 @@
 """`trainstep run`: run somebody's own training script, unchanged, and show where the time of its steps goes."""
 
-import hashlib
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -19,7 +17,7 @@ from trainstep.measure.machine.environment import environment
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording
 from trainstep.measure.run.script import Ended, after_import, end_by_interrupt, find_script, run_script
-from trainstep.measure.run.show import rank_path, show_run
+from trainstep.measure.run.show import rank_path, shared_name, show_run
 from trainstep.measure.run.trackers import TensorBoard, Trackio
 from trainstep.parallel.launch import find_launch, is_launched
 from trainstep.records.record import Environment
@@ -209,13 +207,8 @@ def _rank(environ: Mapping[str, str]) -> tuple[int, int, str]:
     launch = find_launch(environ)
     if launch.world_size == 1:
         return 0, 1, ""
-    # Ranks write without asking each other, so their common name comes from the process that started them all
-    stat = Path(f"/proc/{os.getppid()}/stat")
-    started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
     names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    words = (str(os.getppid()), started, *(environ.get(name, "") for name in names))
-    digest = hashlib.sha256("\0".join(words).encode()).hexdigest()[:6]
-    return launch.rank, launch.world_size, f"{datetime.now():%Y%m%d}-{digest}"
+    return launch.rank, launch.world_size, shared_name(*(environ.get(name, "") for name in names))
 
 
 def _relative(path: Path) -> str:

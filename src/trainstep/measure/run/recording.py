@@ -50,6 +50,15 @@ class Ending:
     words: str
 
 
+def ended_by(error: BaseException) -> Ending:
+    """The ending of a script that raised an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return Ending(words="interrupted")
+    if isinstance(error, SystemExit):
+        return Ending(words=f"exit code {error.code}" if error.code else "finished")
+    return Ending(words=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": "))
+
+
 class Recording:
     """The records of one run. `first_step`: of the next record."""
 

@@ -5,13 +5,28 @@ This file imports no torch.
 """
 
 import glob
+import hashlib
+import os
 import subprocess
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
 from trainstep.config.import_path import python_command
 
 _LONGEST_S = 300.0
+
+
+def shared_name(*more: str) -> str:
+    """A name for a run that all ranks on a machine agree on without asking each other: from the process that started them.
+
+    `more`: words that tell two runs of that process apart.
+    """
+    parent = os.getppid()
+    stat = Path(f"/proc/{parent}/stat")
+    started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""  # in ticks since the machine started
+    digest = hashlib.sha256("\0".join((str(parent), started, *more)).encode()).hexdigest()
+    return f"{datetime.now():%Y%m%d}-{digest[:6]}"
 
 
 def files_of(path: Path) -> list[Path]:

@@ -72,6 +72,7 @@ class Watch:
         *,
         schedule: Schedule = Schedule(),
         modules: Sequence[torch.nn.Module] = (),
+        optimizers: Sequence[Any] = (),
         on_record: Sequence[Listener] = (),
         on_step: Listener | None = None,
     ) -> None:
@@ -80,6 +81,8 @@ class Watch:
         self.recording = recording
         self._schedule = schedule
         self._given = tuple(modules)
+        # A wrapper (accelerate's) is no optimizer that steps; the one inside is
+        self._only = {id(inner) for given in optimizers for inner in (given, getattr(given, "optimizer", None))} or None
         self._on_record, self._on_step = on_record, on_step
         self._clock = PhaseClock(on_change=self._part_begins)
         self._hooks = Hooks(self._clock, self._updated)
@@ -164,6 +167,8 @@ class Watch:
         self._guarded(lambda: self._count_update(optimizer))
 
     def _count_update(self, optimizer: Any) -> None:
+        if self._only is not None and id(optimizer) not in self._only:
+            return
         if self._closing.closes(id(optimizer)):
             self._end_step(optimizer)
         elif id(optimizer) not in self._optimizers:
