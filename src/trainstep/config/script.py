@@ -23,6 +23,8 @@ class Part(StrEnum):
     OTHER = "other"
     """All other code of the script: preparing a batch, logging, saving."""
 
+    __hash__ = str.__hash__  # an enum's own is written in Python, and hooks look parts up in every step
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptConfig:

@@ -248,6 +248,7 @@ FACTS: Mapping[str, FactKind] = {
     "graph_breaks": FactKind("count", int, "graph breaks so far"),
     "inspected_step": FactKind("count", int, "number of the inspected step"),
     "profiled_step_s": FactKind("s", float, "time of the inspected step, which its inspection makes slower"),
+    "own_profiler": FactKind("", bool, "the script started torch's profiler itself, after which no step was inspected"),
     "ending": FactKind("", str, "how the script ended; a run without it was killed, or still goes on"),
     "ending_part": FactKind("", str, "part of the step in which the script ended"),
 }

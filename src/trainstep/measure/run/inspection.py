@@ -1,7 +1,7 @@
 """Inspects one step of a script closely: under torch's profiler, with the lines at which the host waits.
 
     inspection = Inspection(step=120, on_gpu=True)
-    inspection.start()
+    inspection.start(others)            # OtherProfilers
     inspection.part_begins(part)        # for each part of the step, None outside
     findings = inspection.finish(Unprofiled(step_s=0.010))
 
@@ -9,7 +9,7 @@ The step runs as ever, but slower, so its times do not count among those of the 
 `trainstep profile` is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,21 +52,15 @@ class Inspection:
         self._part: Part | None = None
         self._profiler: profile | None = None
 
-    @staticmethod
-    def is_possible() -> bool:
-        """Whether nothing else profiles: torch has one profiler in a process."""
-        return not torch.autograd._profiler_enabled()
-
-    def start(self) -> None:
+    def start(self, others: "OtherProfilers") -> None:
         """The step begins."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._profiler = profile(activities=activities)
-        self._profiler.start()
+        others.start_own(self._profiler)
         self._stack.callback(self._waits.stop)
         self._waits.start()
         self._stack.enter_context(record_function(f"step {self._step}"))
         self._stack.callback(self._end_range)
-        self._stack.enter_context(_give_way(self))
 
     def part_begins(self, part: Part | None) -> None:
         """A part begins, or, with None, the last one ends. Forward goes on until the next part begins, with the loss."""
@@ -116,34 +110,47 @@ class Inspection:
             profiler, self._profiler = self._profiler, None
             profiler.stop()
 
-    def is_own(self, profiler: Any) -> bool:
-        """Whether this profiler of torch.autograd is the inspection's."""
-        return self._profiler is not None and self._profiler.profiler is profiler
-
     def _end_range(self) -> None:
         if self._range is not None:
             self._range.__exit__(None, None, None)
-            self._range = self._part = None
+        self._range = self._part = None
 
 
-class _give_way:  # noqa: N801  (a context manager, named as what it does)
-    """While it is open, a profiler that the script starts ends the inspection first: two at a time would be an error in the script."""
+class OtherProfilers:
+    """Notices when the script starts a profiler of its own: torch has one in a process, and a second one would be an error in it.
 
-    def __init__(self, inspection: Inspection) -> None:
-        self._inspection = inspection
+    `seen`: whether it did. `on_seen`: called just before its first. One that is prepared and not started yet, as a schedule's
+    warm-up, counts too; torch itself would not tell.
+    """
 
-    def __enter__(self) -> None:
+    def __init__(self, on_seen: Callable[[], None]) -> None:
+        self.seen = False
+        self._on_seen = on_seen
+        self._own_starts = False
+
+    def install(self) -> None:
+        """Follow every start of a profiler from now on."""
+        self.seen = torch.autograd._profiler_enabled()
         self._prepare = prepare = autograd_profile._prepare_trace
-        inspection = self._inspection
 
-        def prepare_alone(profiler: Any) -> Any:
-            if not inspection.is_own(profiler):
-                inspection.abandon()
+        def followed_prepare(profiler: Any) -> Any:
+            if not self.seen and not self._own_starts:
+                self.seen = True
+                self._on_seen()
             return prepare(profiler)
 
-        self._replacement = prepare_alone
-        autograd_profile._prepare_trace = prepare_alone  # type: ignore[method-assign]
+        self._followed = followed_prepare
+        autograd_profile._prepare_trace = followed_prepare  # type: ignore[method-assign]
 
-    def __exit__(self, *_: object) -> None:
-        if autograd_profile._prepare_trace is self._replacement:
+    def start_own(self, profiler: profile) -> None:
+        """Start a profiler of ours."""
+        self._own_starts = True
+        try:
+            profiler.start()
+        finally:
+            self._own_starts = False
+
+    def remove(self) -> None:
+        """Follow nothing any more."""
+        if autograd_profile._prepare_trace is self._followed:
             autograd_profile._prepare_trace = self._prepare  # type: ignore[method-assign]

@@ -22,6 +22,9 @@ _GAPS: Mapping[tuple[Part, Part], Part] = {
 """(part before, part after) -> part of the gap between them."""
 
 
+_NOTHING = dict.fromkeys(Part, 0)
+
+
 class PhaseClock:
     """The time of each part since the last `take()`, in nanoseconds. `on_change`: called with the part that begins, None outside."""
 
@@ -36,7 +39,7 @@ class PhaseClock:
         """The part that ended before the present gap."""
         self._last_ns = 0
         """How long the last entry of `_last` took: a batch that turns out to be for an evaluation goes there."""
-        self._spent_ns = dict.fromkeys(Part, 0)
+        self._spent_ns = _NOTHING.copy()
 
     @property
     def now(self) -> Part | None:
@@ -96,4 +99,4 @@ class PhaseClock:
 
     def _restart(self, now_ns: int) -> None:
         self._since_ns = self._began_ns = now_ns
-        self._spent_ns = dict.fromkeys(Part, 0)
+        self._spent_ns = _NOTHING.copy()

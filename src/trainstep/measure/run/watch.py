@@ -32,7 +32,7 @@ from trainstep.measure.run.closing import Closing
 from trainstep.measure.run.compilation import Compilations
 from trainstep.measure.run.device_clock import DeviceClock
 from trainstep.measure.run.hooks import Hooks
-from trainstep.measure.run.inspection import Inspected, Inspection
+from trainstep.measure.run.inspection import Inspection, OtherProfilers
 from trainstep.measure.run.modules import inside, outermost
 from trainstep.measure.run.phase_clock import PhaseClock
 from trainstep.measure.run.recording import WARMUPS, Ending, Recording, StepTimes
@@ -90,6 +90,7 @@ class Watch:
         self._compilations = Compilations()
         self._device: DeviceClock | None = None
         self._inspection: Inspection | None = None
+        self._others = OtherProfilers(self._abandon)
         self._optimizers: dict[int, Any] = {}
         """id -> weak reference, of each optimizer seen."""
         self._searches = 0
@@ -116,6 +117,7 @@ class Watch:
             raise RuntimeError(f"this process is watched already, into {other.recording.store.path}")
         gc.callbacks.append(self._collects)
         self._hooks.install()
+        self._others.install()
         if self._given:
             self._follow(self._given)
         self._clock.restart()
@@ -283,8 +285,7 @@ class Watch:
 
     def _inspect(self) -> None:
         """Inspect the step that begins now, unless the script itself profiles."""
-        if not Inspection.is_possible():
-            self._inspect_at_s = time.monotonic() + _WRITE_S
+        if self._others.seen:
             return
         started_s = time.monotonic()
         if self._device is not None:
@@ -292,7 +293,7 @@ class Watch:
             self._keep_finished()
             self._device.drop_step()
         self._inspection = Inspection(self.steps + 1, on_gpu=self._device is not None)
-        self._inspection.start()
+        self._inspection.start(self._others)
         self._watching_s += time.monotonic() - started_s
 
     def _finish(self, inspection: Inspection) -> None:
@@ -324,6 +325,7 @@ class Watch:
             optimizers=self._closing.seen or None,
             watching_s=self._watching_s,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+            own_profiler=self._others.seen or None,
             **self._compilations.facts,
         )
         self._watching_s = 0.0
@@ -348,10 +350,15 @@ class Watch:
         self._retries = retries
         return facts
 
-    def _uninstall(self) -> None:
-        if self._inspection is not None:
-            inspection, self._inspection = self._inspection, None
+    def _abandon(self) -> None:
+        """End an inspection without a result."""
+        inspection, self._inspection = self._inspection, None
+        if inspection is not None:
             inspection.abandon()
+
+    def _uninstall(self) -> None:
+        self._abandon()
+        self._others.remove()
         self._hooks.remove()
         if self._collects in gc.callbacks:
             gc.callbacks.remove(self._collects)

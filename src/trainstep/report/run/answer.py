@@ -7,7 +7,7 @@ from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import listed, ms_words, percent
 from trainstep.report.kit.notes import Configs
 from trainstep.report.kit.rows import Row
-from trainstep.report.run.runs import Run, main_runs, place_words, runs_of
+from trainstep.report.run.runs import Run, is_installed, main_runs, place_words, runs_of
 
 WORDS = {
     Part.DATA: "waiting for data",
@@ -22,6 +22,8 @@ _NAMED = 0.01
 """The least share of a part that is named."""
 _WORTH = 0.05
 """The least share of the step for which a change is suggested."""
+_ENOUGH = 10
+"""The fewest timed steps from which something is suggested: one collection of garbage is half of a short run."""
 _MOST_RUNS = 3
 
 
@@ -48,7 +50,7 @@ def verdict_of(run: Run, name: str = "") -> str:
     how_many = f"median of {count:,}" if count else "a warm-up: the run was too short for more"
     shares = [(WORDS[part], share) for part, share in run.shares() if share >= _NAMED and part is not Part.DATA]
     parts = listed(f"{words} {percent(share)} %" for words, share in shares) if shares else ""
-    waits = [f"{percent(run.share(Part.DATA))} % waits for data"] if count else []
+    waits = [f"{percent(run.share(Part.DATA))} % waits for data"] if run.share(Part.DATA) else []
     if run.exposed_share >= _NAMED:
         waits.append(f"{percent(run.exposed_share)} % for messages of other ranks (in inspected steps)")
     of_it = f"; of it {' and '.join(waits)}" if waits else ""
@@ -69,8 +71,10 @@ def ending_words(run: Run) -> str:
 
 
 def suggestion_of(run: Run) -> str:
-    """What to look at first; empty if nothing takes five per cent."""
+    """What to look at first; empty if nothing takes five per cent, or the run was too short to tell."""
     step_s = run.step_s or 0.0
+    if len(run.samples.get("step", ())) < _ENOUGH:
+        return ""
     found: list[tuple[float, str]] = []
     if (data := run.share(Part.DATA)) >= _WORTH:
         found.append(
@@ -97,11 +101,11 @@ def suggestion_of(run: Run) -> str:
     total_s = sum(run.samples.get("step", ()))
     compiling = sum(line["time_s"] for line in repeated)
     if repeated and total_s and compiling / total_s >= _WORTH:
-        line = repeated[-1]
+        line = max(repeated, key=lambda line: (not is_installed(line), line["time_s"]))
         found.append(
             (
                 compiling / total_s,
-                f"torch.compile compiled again {len(repeated)} times, {line['function']} ({place_words(line)}) last: {line['reason']}.",
+                f"torch.compile compiled again {len(repeated)} times, {line['function']} ({place_words(line)}) among them: {line['reason']}.",
             )
         )
     if run.exposed_share >= _WORTH:

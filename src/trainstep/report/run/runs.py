@@ -17,8 +17,7 @@ from trainstep.records.record import Record
 from trainstep.report.kit.rows import Row, grouped, table_lines
 
 Lines = list[dict[str, Any]]
-_TAILS = 4
-"""How many parts of a path name a file: more would push the numbers off the screen."""
+_INSTALLED = "site-packages"
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,12 @@ def main_runs(runs: Sequence[Run]) -> list[Run]:
 
 
 def place_words(line: Mapping[str, Any]) -> str:
-    """`train.py:12`, with so much of the path as names the file."""
+    """`my_project/train.py:12`: file and folder; of an installed package the path inside it."""
     parts = PurePath(str(line["file"])).parts
-    return f"{PurePath(*parts[-_TAILS:]) if len(parts) > _TAILS else line['file']}:{line['line']}"
+    start = parts.index(_INSTALLED) + 1 if _INSTALLED in parts else max(0, len(parts) - 2)
+    return f"{PurePath(*parts[start:])}:{line['line']}"
+
+
+def is_installed(line: Mapping[str, Any]) -> bool:
+    """Whether the line is of an installed package, not of the user's own code."""
+    return _INSTALLED in PurePath(str(line["file"])).parts
