@@ -53,14 +53,14 @@ def run(
 ) -> int:
     """Run your own training script, not a line changed, and show how long its steps take, where their time goes, and what waits.
 
-    Options of trainstep come before the script; everything after it is the script's own. A step ends with the update of an optimizer
-    of torch.optim. Between steps that are inspected, hooks of some microseconds a step divide its time: waiting for data, forward,
-    backward, optimizer, evaluation, and your other code. Every so often one step is inspected under torch's profiler: kernels or
-    operators, messages between ranks, and the lines at which the host waits for the GPU. Compilations, graph breaks, garbage
-    collection and the allocator's retries are noted all the time. Losses stay the same to the bit.
+    Options of trainstep come before the script; everything after it is the script's own. A step ends with the update of an
+    optimizer of torch.optim. Between steps that are inspected, hooks of some microseconds a step divide its time: waiting for
+    data, forward, backward, optimizer, evaluation, and your other code. Every so often one step is inspected under torch's
+    profiler: kernels or operators, messages between ranks, and the lines at which the host waits for the GPU. Compilations, graph
+    breaks, garbage collection and the allocator's retries are noted all the time. Losses stay the same to the bit.
 
-    Records are written every ten seconds; the answer, on standard error, and the page follow when the script ends, also by Ctrl-C, an
-    error or sys.exit. The exit code is the script's.
+    Records are written every ten seconds; the answer, on standard error, and the page follow when the script ends, also by
+    Ctrl-C, an error or sys.exit. The exit code is the script's.
 
     Examples:
 
@@ -77,8 +77,8 @@ def run(
     Parameters
     ----------
     out
-        File of records to append to; by default a new file in ./runs/ of the folder in which you start. Under torchrun rank 0 writes
-        it, and every other rank a file beside it with its number in the name.
+        File of records to append to; by default a new file in ./runs/ of the folder in which you start. Under torchrun rank 0
+        writes it, and every other rank a file beside it with its number in the name.
     page
         The page of the run; by default beside the records, as .html.
     no_page
@@ -119,9 +119,7 @@ def run(
 class _Session:
     """What `trainstep run` watches a script with, from the moment at which the script has imported torch."""
 
-    def __init__(
-        self, identity: ScriptConfig, store: Store, here: Environment, *, ours: TextIO, quiet: bool
-    ) -> None:
+    def __init__(self, identity: ScriptConfig, store: Store, here: Environment, *, ours: TextIO, quiet: bool) -> None:
         self._identity, self._store, self._environment = identity, store, here
         self._ours, self._quiet = ours, quiet or identity.rank > 0
         self._command = one_line(shlex.join(["trainstep", *sys.argv[1:]]))

@@ -93,7 +93,11 @@ class Session:
         rank, ranks = _rank()
         default = RUNS / f"run-{shared_name()}.jsonl" if ranks > 1 else new_records_path("run")
         path = Path(os.path.abspath(out or default))
-        self._page = None if page is False or rank else Path(os.path.abspath(path.with_suffix(".html") if page is True else page))
+        self._page = (
+            None
+            if page is False or rank
+            else Path(os.path.abspath(path.with_suffix(".html") if page is True else page))
+        )
         self._path, self._rank, self._quiet = path, rank, quiet or rank > 0
         identity = ScriptConfig(script=name or sys.argv[0] or "code", run=path.stem, rank=rank, ranks=ranks)
         store = Store(rank_path(path, rank))

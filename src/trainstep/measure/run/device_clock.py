@@ -4,10 +4,12 @@
     clock.end_step()          # an index: the steps so far
     clock.finished()          # the times of steps that the GPU has finished since, in order
 
-A part lasts on the device until the next of forward, backward and optimizer begins, so that it holds the idle time of the device too.
+A part lasts on the device until the next of forward, backward and optimizer begins, so that it holds the idle time of the device
+too.
 """
 
 from collections import deque
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -47,7 +49,7 @@ class DeviceClock:
         while self._waiting and self._waiting[0][-1].event.query():
             marks = self._waiting.popleft()
             times = dict.fromkeys(MARKED, 0.0)
-            for mark, following in zip(marks, marks[1:], strict=False):
+            for mark, following in pairwise(marks):
                 if mark.part is not None:
                     times[mark.part] += mark.event.elapsed_time(following.event) / 1e3
             self._free += [mark.event for mark in marks]

@@ -5,12 +5,12 @@
     hooks.follow(modules)     # once they are known (modules.py)
     hooks.remove()
 
-They tell a `PhaseClock` which part of the step begins and ends, and call `on_update` after each update of the parameters. Each costs
-about a microsecond, and none stands inside the model: a hook in every module would cost more than small modules do, and torch.compile
-would have to trace it.
+They tell a `PhaseClock` which part of the step begins and ends, and call `on_update` after each update of the parameters. Each
+costs about a microsecond, and none stands inside the model: a hook in every module would cost more than small modules do, and
+torch.compile would have to trace it.
 
-Only the thread that trains is followed: the one that installed the hooks, or the one that first updates parameters. Processes that the
-script forks (workers of a data loader) follow nothing.
+Only the thread that trains is followed: the one that installed the hooks, or the one that first updates parameters. Processes
+that the script forks (workers of a data loader) follow nothing.
 """
 
 import functools
@@ -122,7 +122,7 @@ class Hooks:
             self._on_update(optimizer)
 
     def _followed_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A gradient scaler's step, which leaves out the optimizer's if a gradient is infinite. It is a step of the script anyway."""
+        """A gradient scaler's step, which leaves out the optimizer's if a gradient is infinite, and is a step anyway."""
 
         @functools.wraps(step)
         def followed_step(scaler: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:

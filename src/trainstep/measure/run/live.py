@@ -1,8 +1,8 @@
 """A line on a terminal that says, while a script trains, how long its steps take and where their time goes.
 
-It is drawn below what the script prints, and taken away before the script prints again: on a terminal its standard output and error
-are wrapped for that. Where they are no terminal, nothing is wrapped and nothing drawn. A script that draws a line of its own (a progress
-bar) leaves the cursor inside it; ours then waits for the next line.
+It is drawn below what the script prints, and taken away before the script prints again: on a terminal its standard output and
+error are wrapped for that. Where they are no terminal, nothing is wrapped and nothing drawn. A script that draws a line of its
+own (a progress bar) leaves the cursor inside it; ours then waits for the next line.
 """
 
 import statistics

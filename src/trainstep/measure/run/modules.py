@@ -1,7 +1,7 @@
 """Finds a script's outermost modules: `outermost(parameters)`; and what to follow if nobody calls these: `inside(modules)`.
 
-They are found among all objects that Python's garbage collector knows, once the optimizer has shown which parameters are trained. So
-no hook is needed in every module, and no module's forward is slower before they are known.
+They are found among all objects that Python's garbage collector knows, once the optimizer has shown which parameters are trained.
+So no hook is needed in every module, and no module's forward is slower before they are known.
 """
 
 import gc

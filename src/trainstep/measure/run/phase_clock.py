@@ -26,7 +26,7 @@ _NOTHING = dict.fromkeys(Part, 0)
 
 
 class PhaseClock:
-    """The time of each part since the last `take()`, in nanoseconds. `on_change`: called with the part that begins, None outside."""
+    """The time of each part since the last `take()`, in ns. `on_change`: called with the part that begins, None outside."""
 
     def __init__(
         self, now_ns: Callable[[], int] = time.perf_counter_ns, on_change: Callable[[Part | None], None] | None = None

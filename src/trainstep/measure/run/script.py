@@ -1,7 +1,8 @@
 """Runs somebody's script in this process as Python itself would: `run_script(find_script(["train.py", "--lr", "1"]))`.
 
-The script is `__main__`, with its own sys.argv and sys.path, so that `if __name__ == "__main__"`, pickled classes and processes that
-start by spawn (which import `__main__` anew, without us) work as ever. What it raises is shown as Python shows it, without our frames.
+The script is `__main__`, with its own sys.argv and sys.path, so that `if __name__ == "__main__"`, pickled classes and processes
+that start by spawn (which import `__main__` anew, without us) work as ever. What it raises is shown as Python shows it, without
+our frames.
 
 This file imports no torch: the script may set variables that torch reads when it is imported. `after_import` says when it was.
 """
@@ -63,7 +64,9 @@ def find_script(words: Sequence[str]) -> Script:
             "torchrun --nproc-per-node 2 -m trainstep run train.py"
         )
     if path.is_dir():
-        raise ValueError(f"script: {name} is a folder; name the file in it, or a module: trainstep run -m package.train")
+        raise ValueError(
+            f"script: {name} is a folder; name the file in it, or a module: trainstep run -m package.train"
+        )
     try:
         source = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
@@ -86,18 +89,20 @@ def _find_module(name: str, arguments: tuple[str, ...]) -> Script:
             spec = importlib.util.find_spec(name)
             if spec is not None and spec.submodule_search_locations is not None:
                 spec = importlib.util.find_spec(f"{name}.__main__")
-            code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, importlib.abc.InspectLoader) else None
+            code = (
+                spec.loader.get_code(spec.name)
+                if spec and isinstance(spec.loader, importlib.abc.InspectLoader)
+                else None
+            )
         except (ImportError, ValueError) as error:
             raise ValueError(f"script: the module {name} cannot be imported: {error}") from None
     if spec is None or code is None:
         raise ValueError(f"script: there is no module {name} with code here; python -m {name} says why")
-    return Script(
-        name=f"-m {name}", arguments=arguments, file=spec.origin or name, code=code, spec=spec, search=folder
-    )
+    return Script(name=f"-m {name}", arguments=arguments, file=spec.origin or name, code=code, spec=spec, search=folder)
 
 
 def run_script(script: Script) -> Ended:
-    """Run the script to its end, however it ends. sys.argv, sys.path and `__main__` stay the script's: its atexit functions follow."""
+    """Run the script to its end, however it ends. sys.argv, sys.path and `__main__` stay: its atexit functions follow."""
     main = types.ModuleType("__main__")
     main.__dict__.update(
         __file__=script.file,
@@ -168,7 +173,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _first_on_path:  # noqa: N801  (a context manager, named as what it does)
+class _first_on_path:
     def __init__(self, folder: str) -> None:
         self._folder = folder
 

@@ -24,14 +24,18 @@ def shared_name(*more: str) -> str:
     """
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat")
-    started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""  # in ticks since the machine started
+    started = (
+        stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    )  # in ticks since the machine started
     digest = hashlib.sha256("\0".join((str(parent), started, *more)).encode()).hexdigest()
     return f"{datetime.now():%Y%m%d}-{digest[:6]}"
 
 
 def files_of(path: Path) -> list[Path]:
     """The records of this run: this file, then those of its other ranks that exist."""
-    beside = sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*{path.suffix}"), key=lambda file: (len(file.name), file.name))
+    beside = sorted(
+        path.parent.glob(f"{glob.escape(path.stem)}.rank*{path.suffix}"), key=lambda file: (len(file.name), file.name)
+    )
     return [path, *beside]
 
 
@@ -41,7 +45,7 @@ def rank_path(path: Path, rank: int) -> Path:
 
 
 def show_run(path: Path, page: Path | None, stream: IO[str] | None) -> str:
-    """Write the page, and the answer with its tables to the stream (None: leave them out). Returns what failed, or an empty text."""
+    """Write the page, and the answer with its tables to the stream, unless it is None. Returns what failed, or an empty text."""
     files = [str(file) for file in files_of(path)]
     commands = [] if stream is None else [python_command("trainstep", "report", *files)]
     if page is not None:
@@ -60,7 +64,9 @@ def show_run(path: Path, page: Path | None, stream: IO[str] | None) -> str:
                 other.kill()
             raise
         if process.returncode:
-            failed = next(iter(errors.strip().splitlines()), f"exit code {process.returncode}").removeprefix("trainstep: ")
+            failed = next(iter(errors.strip().splitlines()), f"exit code {process.returncode}").removeprefix(
+                "trainstep: "
+            )
         elif process is processes[0] and stream is not None:
             stream.write(text)
             stream.flush()

@@ -1,7 +1,7 @@
 """Sends the times of a watched run to experiment trackers, each an extra: TensorBoard, trackio.
 
-A tracker is called after each record, so that it gets the steps of some seconds at a time: for each, milliseconds of the step and of
-its parts, under the step's number.
+A tracker is called after each record, so that it gets the steps of some seconds at a time: for each, milliseconds of the step and
+of its parts, under the step's number.
 """
 
 import time
@@ -33,9 +33,7 @@ class TensorBoard:
             scalars = [
                 self._summary.Value(tag=f"trainstep (ms)/{name}", simple_value=value) for name, value in values.items()
             ]
-            self._writer.add_event(
-                self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars))
-            )
+            self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
         self._writer.flush()
 
     def close(self) -> None:

@@ -5,11 +5,11 @@
     waits.table()
 
 On a GPU torch's sync debug mode reports every wait. Beside it, and alone on a CPU, the methods of tensors that read a value
-(`.item()`, `float(loss)`, `if mask:`) are replaced for that step by ones that note their caller and the time they took. On a CPU nothing
-waits; they are the lines at which a GPU would.
+(`.item()`, `float(loss)`, `if mask:`) are replaced for that step by ones that note their caller and the time they took. On a CPU
+nothing waits; they are the lines at which a GPU would.
 
-[Note: no mode] A dispatch mode would see these reads too (capture/waits.py uses one), but it takes part in the step: autocast is off
-inside it, and torch.compile compiles anew under it. Here the numbers of the script must not change.
+[Note: no mode] A dispatch mode would see these reads too (capture/waits.py uses one), but it takes part in the step: autocast is
+off inside it, and torch.compile compiles anew under it. Here the numbers of the script must not change.
 """
 
 import functools
@@ -44,6 +44,7 @@ _TORCH, _OURS = (str(Path(module.__file__ or "").parent) for module in (torch, t
 _PYTHON = str(Path(warnings.__file__).parent)
 _MOST_PLACES = 100
 _MOST_FRAMES = 200
+_MOST_LINES, _LONGEST_SOURCE = 4, 200
 
 
 class Waits:
@@ -74,7 +75,7 @@ class Waits:
         return {
             "file": [file for (file, _), _ in rows],
             "line": [line for (_, line), _ in rows],
-            "source": [linecache.getline(file, line).strip()[:200] for (file, line), _ in rows],
+            "source": [_source(file, line) for (file, line), _ in rows],
             "why": [why for _, (why, _, _) in rows],
             "calls": [calls for _, (_, calls, _) in rows],
             "time_s": [seconds for _, (_, _, seconds) in rows],
@@ -144,6 +145,16 @@ class Waits:
         entry[1] += 1
         if seconds is not None:
             entry[2] = (entry[2] or 0.0) + seconds
+
+
+def _source(file: str, line: int) -> str:
+    """The statement's text, of which a line may have only the beginning: `if (`."""
+    text = linecache.getline(file, line).strip()
+    for following in range(line + 1, line + _MOST_LINES):
+        if not text.endswith(("(", "[", "{", ",", "\\", " and", " or")):
+            break
+        text = f"{text.removesuffix(chr(92))} {linecache.getline(file, following).strip()}"
+    return text[:_LONGEST_SOURCE]
 
 
 def _place(frame: FrameType | None) -> tuple[str, int] | None:

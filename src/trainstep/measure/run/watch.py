@@ -5,12 +5,12 @@
     ...                    # the script trains
     watch.stop(Ending(words="finished"))
 
-Outside of inspected steps a step costs a dozen hooks of a microsecond each (hooks.py) and what `_end_step` does. An error in here never
-reaches the script: the watch then ends itself, and `trouble` says why.
+Outside of inspected steps a step costs a dozen hooks of a microsecond each (hooks.py) and what `_end_step` does. An error in here
+never reaches the script: the watch then ends itself, and `trouble` says why.
 
-[Note: how often] An inspected step is slower, and reading its trace takes the script's time, from tenths of a second to seconds. The next
-one is therefore due when all of that is one per cent of the time since. Records are written every ten seconds, later after every 2 % of
-the run, so that a run of a day has some hundreds.
+[Note: how often] An inspected step is slower, and reading its trace takes the script's time, from tenths of a second to seconds.
+The next one is therefore due when all of that is one per cent of the time since. Records are written every ten seconds, later
+after every 2 % of the run, so that a run of a day has some hundreds.
 """
 
 import gc
@@ -161,7 +161,9 @@ class Watch:
                 "no optimizer made a step in this process, which started others: only the first process is watched; start each "
                 "rank by torchrun: torchrun --nproc-per-node 2 -m trainstep run SCRIPT"
             )
-        return "the script imported torch, but no optimizer made a step and no backward ran, so there is no step to time"
+        return (
+            "the script imported torch, but no optimizer made a step and no backward ran, so there is no step to time"
+        )
 
     # What hooks call
 

@@ -56,7 +56,11 @@ def verdict_of(run: Run, name: str = "") -> str:
     of_it = f"; of it {' and '.join(waits)}" if waits else ""
     step = f"The step {name}" if name else "Your step"
     sentence = f"{step} takes {ms_words(run.step_s or 0.0)} ({how_many}){of_it}. "
-    return f"{sentence}{parts[:1].upper()}{parts[1:]}.{ending_words(run)}" if parts else f"{sentence.rstrip()}{ending_words(run)}"
+    return (
+        f"{sentence}{parts[:1].upper()}{parts[1:]}.{ending_words(run)}"
+        if parts
+        else f"{sentence.rstrip()}{ending_words(run)}"
+    )
 
 
 def ending_words(run: Run) -> str:
@@ -121,7 +125,10 @@ def suggestion_of(run: Run) -> str:
 def _wait_words(run: Run) -> str:
     wait = run.waits[0]
     source = f" `{wait['source']}`" if wait["source"] and "`" not in wait["source"] else ""
-    more = f", and {len(run.waits) - 1} more lines like it" if len(run.waits) > 1 else ""
+    others = len(run.waits) - 1
+    more = (
+        f", and so {'does' if others == 1 else 'do'} {others} more line{'' if others == 1 else 's'}" if others else ""
+    )
     if run.on_gpu:
         return (
             f"{place_words(wait)}{source} makes the host wait for the GPU, {ms_words(wait['time_s'])} a step{more}: read values "

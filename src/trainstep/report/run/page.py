@@ -56,7 +56,9 @@ def _paragraphs(run: Run) -> list[str]:
     """What was watched, and what watching took."""
     kept, early = len(run.samples.get("step", ())), len(run.warmups)
     inspected = sum(row.record.fact("inspected_step") is not None for row in run.rows)
-    sentence = f"{run.steps:,} steps: {early} warm-up{'s' if early != 1 else ''}, {inspected} inspected, {kept:,} timed."
+    sentence = (
+        f"{run.steps:,} steps: {early} warm-up{'s' if early != 1 else ''}, {inspected} inspected, {kept:,} timed."
+    )
     optimizers, backwards = run.latest("optimizers") or 1, run.total("backward_passes")
     if optimizers > 1:
         sentence += f" {optimizers} optimizers make a step, which ends with the last of the rarest."
@@ -64,9 +66,8 @@ def _paragraphs(run: Run) -> list[str]:
         sentence += f" Backward runs {backwards / run.steps:.1f} times a step."
     watching_s, total_s = run.total("watching_s"), sum(row.record.duration_s for row in run.rows)
     if watching_s and total_s:
-        sentence += (
-            f" Inspecting and writing took {seconds_words(watching_s)} beside the steps, {percent(watching_s / total_s)} % of the time."
-        )
+        sentence += f" Inspecting and writing took {seconds_words(watching_s)} beside the steps, {percent(watching_s / total_s)} %
+        of the time."
     return [sentence]
 
 

@@ -45,7 +45,7 @@ class Run:
 
     @property
     def on_gpu(self) -> bool:
-        return self.last.config["device"] == "cuda"
+        return bool(self.last.config["device"] == "cuda")
 
     @cached_property
     def samples(self) -> dict[str, tuple[float, ...]]:
@@ -59,7 +59,9 @@ class Run:
     @cached_property
     def warmups(self) -> tuple[float, ...]:
         """The times of the warm-up steps."""
-        return tuple(value for row in self.rows if "step" in row.record.samples for value in row.record.samples["step"].warmups)
+        return tuple(
+            value for row in self.rows if "step" in row.record.samples for value in row.record.samples["step"].warmups
+        )
 
     @property
     def steps(self) -> int:
@@ -83,7 +85,7 @@ class Run:
 
     def total(self, fact: str) -> float:
         """The sum of a fact over the records."""
-        return sum(row.record.fact(fact, 0) for row in self.rows)
+        return float(sum(row.record.fact(fact, 0) for row in self.rows))
 
     def latest(self, fact: str) -> Any:
         """The fact's value in the last record that has it; None without one."""
@@ -97,7 +99,7 @@ class Run:
 
     @property
     def exposed_share(self) -> float:
-        """The share of an inspected step in which there were messages and nothing was computed; the median of the inspected steps."""
+        """The share of an inspected step in which messages were under way and nothing was computed; the median of these steps."""
         shares = [
             record.fact("exposed_s", 0.0) / record.fact("profiled_step_s")
             for record in self.inspected
@@ -112,7 +114,9 @@ class Run:
         places: dict[tuple[str, int], dict[str, Any]] = {}
         for record in counted:
             for line in table_lines(record.tables.get("waits")):
-                place = places.setdefault((line["file"], line["line"]), {**line, "calls": 0.0, "time_s": 0.0, "steps": 0})
+                place = places.setdefault(
+                    (line["file"], line["line"]), {**line, "calls": 0.0, "time_s": 0.0, "steps": 0}
+                )
                 place["calls"] += line["calls"] / len(counted)
                 place["time_s"] += (line["time_s"] or 0.0) / len(counted)
                 place["steps"] += 1
@@ -125,7 +129,8 @@ class Run:
     @property
     def ending(self) -> str | None:
         """How the script ended; None if no record says it."""
-        return self.last.fact("ending")
+        ending: str | None = self.last.fact("ending")
+        return ending
 
 
 def runs_of(rows: Iterable[Row]) -> list[Run]:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainstep.config.script import Part
+from trainstep.records.record import Samples
+from trainstep.records.summary import summarize
 from trainstep.report.kit.forms import COUNT, GIB, MS, PERCENT, TEXT, WHOLE, Form, shortened, three_digits
-from trainstep.report.kit.rows import Row, quantities, shown_facts, table_lines
+from trainstep.report.kit.rows import Row, quantities, shown_facts
 from trainstep.report.kit.tables import Column, Line, Table, filled
 from trainstep.report.profile.tables import detail_tables
 from trainstep.report.run.answer import WORDS
 from trainstep.report.run.runs import Run, main_runs, place_words, runs_of
-from trainstep.records.summary import summarize
-from trainstep.records.record import Samples
 
 _LONGEST = 60
 _SHOWN = 12
@@ -30,7 +30,9 @@ def run_tables(rows: Sequence[Row]) -> list[Table]:
     runs = runs_of(rows)
     main = main_runs(runs)
     last = main[-1:]
-    return filled(runs_table(runs, rows), *(table for run in last for table in (parts_table(run), *event_tables(run, _SHOWN))))
+    return filled(
+        runs_table(runs, rows), *(table for run in last for table in (parts_table(run), *event_tables(run, _SHOWN)))
+    )
 
 
 def runs_table(runs: Sequence[Run], rows: Sequence[Row] = ()) -> Table:
@@ -39,10 +41,18 @@ def runs_table(runs: Sequence[Run], rows: Sequence[Row] = ()) -> Table:
     columns = [
         Column("run", TEXT, lambda line: shortened(line.value.name, _LONGEST), names=True),
         Column("steps", COUNT, lambda line: line.value.steps),
-        Column("step (ms)", MS, lambda line: line.value.step_s, help="the median, without warm-ups and inspected steps"),
+        Column(
+            "step (ms)", MS, lambda line: line.value.step_s, help="the median, without warm-ups and inspected steps"
+        ),
         Column("slowest 5 % (ms)", MS, lambda line: _late(line.value), help="95 % of the steps are faster", more=True),
         *(
-            Column(f"{WORDS[part]} (%)", PERCENT, _share(part), more=part in (Part.EVALUATION, Part.OTHER), help=part.__doc__ or "")
+            Column(
+                f"{WORDS[part]} (%)",
+                PERCENT,
+                _share(part),
+                more=part in (Part.EVALUATION, Part.OTHER),
+                help=part.__doc__ or "",
+            )
             for part in Part
         ),
         Column("messages (%)", PERCENT, lambda line: line.value.exposed_share or None, optional=True),
