@@ -142,7 +142,8 @@ def _note_options(bound: "BoundArguments", words: str) -> None:
 
 
 def _split(words: Sequence[str]) -> list[str]:
-    """The words, those of a script of `run` kept apart; with `--fail-if-slower 5%` as 5, and without a number as `--fail-if-slower=0`, because a file may follow it."""
+    """The words as the parser takes them: those of a script of `run` after `--`; `--fail-if-slower 5%` as 5, and without a number
+    as `--fail-if-slower=0`, because a file may follow it."""
     if words[:1] == ["run"]:
         from trainstep.cli.run import split_words
 

@@ -144,7 +144,7 @@ class _Session:
                 Recording(self._identity, self._environment, self._store, self._command),
                 schedule=Schedule(every=0 if self._identity.rank else inspect_every),
                 on_record=self._trackers,
-                on_step=self._live and self._live.show,
+                on_step=None if self._live is None else self._live.show,
             )
             watch.start()
             self._watch, self._trouble = watch, ""

@@ -57,7 +57,7 @@ def hugging_face_callback(**options: Any) -> Any:
     base = _class_of("transformers", "transformers.trainer_callback", "TrainerCallback")
     training = _Training(options)
 
-    class TrainstepCallback(base):  # type: ignore[misc]
+    class TrainstepCallback(base):  # type: ignore[misc, valid-type]
         """Watches the training of a Trainer."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -79,7 +79,7 @@ def lightning_callback(**options: Any) -> Any:
     base = _class_of("lightning", place, "Callback")
     training = _Training(options)
 
-    class TrainstepCallback(base):  # type: ignore[misc]
+    class TrainstepCallback(base):  # type: ignore[misc, valid-type]
         """Watches the training of a Lightning Trainer."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -114,7 +114,7 @@ class Session:
             modules=modules,
             optimizers=optimizers,
             on_record=self._trackers,
-            on_step=self._live and self._live.show,
+            on_step=None if self._live is None else self._live.show,
         )
         if self._live is not None:
             self._live.open()

@@ -130,14 +130,14 @@ class OtherProfilers:
 
     def install(self) -> None:
         """Follow every start of a profiler from now on."""
-        self.seen = torch.autograd._profiler_enabled()
+        self.seen = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         self._prepare = prepare = autograd_profile._prepare_trace
 
         def followed_prepare(profiler: Any) -> Any:
             if not self.seen and not self._own_starts:
                 self.seen = True
                 self._on_seen()
-            return prepare(profiler)
+            return prepare(profiler)  # type: ignore[no-untyped-call]
 
         self._followed = followed_prepare
         autograd_profile._prepare_trace = followed_prepare  # type: ignore[method-assign]

@@ -153,8 +153,8 @@ class Watch:
             return ""
         if self._hooks.backwards:
             return (
-                f"backward ran {self._hooks.backwards} times, but no optimizer of torch.optim made a step: the update is written by "
-                "hand, or compiled; mark the steps yourself: `with trainstep.watch() as watched:`, and watched.step() after each"
+                f"backward ran {self._hooks.backwards} times, but no optimizer of torch.optim made a step: the update is written "
+                "by hand, or compiled; mark the steps yourself: with trainstep.watch() as watched, and watched.step() after each"
             )
         if "multiprocessing.popen_spawn_posix" in sys.modules or "multiprocessing.popen_fork" in sys.modules:
             return (

@@ -1,6 +1,6 @@
 """The answer for runs of scripts: how long a step takes, what of it waits, and what to look at first."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from trainstep.config.script import Part
 from trainstep.report.kit.answer import Answer
@@ -76,65 +76,70 @@ def ending_words(run: Run) -> str:
 
 def suggestion_of(run: Run) -> str:
     """What to look at first; empty if nothing takes five per cent, or the run was too short to tell."""
-    step_s = run.step_s or 0.0
     if len(run.samples.get("step", ())) < _ENOUGH:
         return ""
-    found: list[tuple[float, str]] = []
-    if (data := run.share(Part.DATA)) >= _WORTH:
-        found.append(
-            (
-                data,
-                f"Look at the data loader first: without its waits a step would take {ms_words(step_s * (1 - data))}. More workers "
-                "(num_workers), a cheaper transform, or batches made ahead of time.",
-            )
-        )
-    if run.waits and step_s:
-        wait = run.waits[0]
-        share = min(1.0, wait["time_s"] / step_s)
-        if share >= _WORTH or (wait["steps"] == len(run.inspected) and not run.on_gpu):
-            found.append((share, _wait_words(run)))
-    if (share := run.share("garbage_collection")) >= _WORTH:
-        found.append(
-            (
-                share,
-                f"Python's garbage collector takes {percent(share)} % of the time: gc.freeze() once the model is built, or gc.disable() "
-                "and gc.collect() every some hundred steps.",
-            )
-        )
-    repeated = [line for line in run.lines("compilations") if line["reason"]]
-    total_s = sum(run.samples.get("step", ()))
-    compiling = sum(line["time_s"] for line in repeated)
-    if repeated and total_s and compiling / total_s >= _WORTH:
-        line = max(repeated, key=lambda line: (not is_installed(line), line["time_s"]))
-        found.append(
-            (
-                compiling / total_s,
-                f"torch.compile compiled again {len(repeated)} times, {line['function']} ({place_words(line)}) among them: {line['reason']}.",
-            )
-        )
-    if run.exposed_share >= _WORTH:
-        found.append(
-            (
-                run.exposed_share,
-                "Messages are not hidden: `trainstep parallel` compares strategies, and larger or fewer buckets may hide more.",
-            )
-        )
+    found = [(share, words) for look in (_data, _waits, _collector, _compiler, _messages) for share, words in look(run)]
     return max(found, default=(0.0, ""))[1]
 
 
-def _wait_words(run: Run) -> str:
-    wait = run.waits[0]
-    source = f" `{wait['source']}`" if wait["source"] and "`" not in wait["source"] else ""
-    others = len(run.waits) - 1
-    more = (
-        f", and so {'does' if others == 1 else 'do'} {others} more line{'' if others == 1 else 's'}" if others else ""
-    )
-    if run.on_gpu:
-        return (
-            f"{place_words(wait)}{source} makes the host wait for the GPU, {ms_words(wait['time_s'])} a step{more}: read values "
-            "less often, or after the next step was launched."
+def _data(run: Run) -> Iterator[tuple[float, str]]:
+    share = run.share(Part.DATA)
+    if share >= _WORTH:
+        yield (
+            share,
+            f"Look at the data loader first: without its waits a step would take {ms_words((run.step_s or 0.0) * (1 - share))}. "
+            "More workers (num_workers), a cheaper transform, or batches made ahead of time.",
         )
-    return (
-        f"{place_words(wait)}{source} reads a tensor's value in every inspected step{more}: nothing waits here on a CPU, but a GPU's "
-        "host would."
-    )
+
+
+def _waits(run: Run) -> Iterator[tuple[float, str]]:
+    """The line that waits longest. On a CPU nothing waits, so a line that reads a value in every inspected step is named."""
+    if not run.waits:
+        return
+    wait, others = run.waits[0], len(run.waits) - 1
+    share = min(1.0, wait["time_s"] / (run.step_s or 1.0))
+    source = f" `{wait['source']}`" if wait["source"] and "`" not in wait["source"] else ""
+    does, lines = ("does", "line") if others == 1 else ("do", "lines")
+    more = f", and so {does} {others} more {lines}" if others else ""
+    place = f"{place_words(wait)}{source}"
+    if run.on_gpu and share >= _WORTH:
+        yield (
+            share,
+            f"{place} makes the host wait for the GPU, {ms_words(wait['time_s'])} a step{more}: read values less often, or "
+            "after the next step was launched.",
+        )
+    elif not run.on_gpu and wait["steps"] == len(run.inspected):
+        yield (
+            share,
+            f"{place} reads a tensor's value in every inspected step{more}: nothing waits here on a CPU, but a GPU's host would.",
+        )
+
+
+def _collector(run: Run) -> Iterator[tuple[float, str]]:
+    share = run.share("garbage_collection")
+    if share >= _WORTH:
+        yield (
+            share,
+            f"Python's garbage collector takes {percent(share)} % of the time: gc.freeze() once the model is built, or "
+            "gc.disable() and gc.collect() every some hundred steps.",
+        )
+
+
+def _compiler(run: Run) -> Iterator[tuple[float, str]]:
+    repeated = [line for line in run.lines("compilations") if line["reason"]]
+    share = sum(line["time_s"] for line in repeated) / sum(run.samples["step"])
+    if share >= _WORTH:
+        line = max(repeated, key=lambda line: (not is_installed(line), line["time_s"]))
+        yield (
+            share,
+            f"torch.compile compiled again {len(repeated)} time{'s' if len(repeated) != 1 else ''}, {line['function']} "
+            f"({place_words(line)}) among them: {line['reason']}.",
+        )
+
+
+def _messages(run: Run) -> Iterator[tuple[float, str]]:
+    if run.exposed_share >= _WORTH:
+        yield (
+            run.exposed_share,
+            "Messages are not hidden: `trainstep parallel` compares strategies, and larger or fewer buckets may hide more.",
+        )

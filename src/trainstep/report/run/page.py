@@ -66,8 +66,12 @@ def _paragraphs(run: Run) -> list[str]:
         sentence += f" Backward runs {backwards / run.steps:.1f} times a step."
     watching_s, total_s = run.total("watching_s"), sum(row.record.duration_s for row in run.rows)
     if watching_s and total_s:
-        sentence += f" Inspecting and writing took {seconds_words(watching_s)} beside the steps, {percent(watching_s / total_s)} %
-        of the time."
+        share = percent(watching_s / total_s)
+        sentence += f" Inspecting and writing took {seconds_words(watching_s)} beside the steps, {share} % of the time."
+    if run.latest("own_profiler"):
+        sentence += " The script used torch's profiler itself, after which no step was inspected."
+    if not run.share(Part.DATA):
+        sentence += " No DataLoader was seen: batches that the script makes itself count as other code."
     return [sentence]
 
 

@@ -19,8 +19,8 @@ _SHOWN = 12
 _EACH = Form(text=three_digits)
 _PARTS_NOTE = (
     "Shares are of the whole time of the steps, on the host, without warm-ups and inspected steps. Waiting for data: inside a "
-    "DataLoader. Forward: the outermost module and the loss. Backward: with the messages in it. Optimizer: with unscaling and clipping. "
-    "Other: all code between, such as making a batch, logging, saving."
+    "DataLoader. Forward: the outermost module and the loss. Backward: with the messages in it. Optimizer: with unscaling and "
+    "clipping. Other: all code between, such as making a batch, logging, saving."
 )
 _WAITS_NOTE = "Calls and times are per inspected step."
 
