@@ -16,7 +16,14 @@ from trainstep.records.facts import facts_of
 from trainstep.records.record import Record
 from trainstep.records.store import Store
 
-PARTS_MS = {Part.DATA: 2.0, Part.FORWARD: 3.0, Part.BACKWARD: 4.0, Part.OPTIMIZER: 0.5, Part.EVALUATION: 0.0, Part.OTHER: 0.5}
+PARTS_MS = {
+    Part.DATA: 2.0,
+    Part.FORWARD: 3.0,
+    Part.BACKWARD: 4.0,
+    Part.OPTIMIZER: 0.5,
+    Part.EVALUATION: 0.0,
+    Part.OTHER: 0.5,
+}
 
 
 def a_run(
@@ -53,7 +60,9 @@ def a_run(
 
 def a_watch(folder: Path, *, every: int | None = 0, **options: Any) -> Watch:
     """A watch that is not started, with records in `folder`/run.jsonl."""
-    recording = Recording(ScriptConfig(script="train.py", run="run"), ENVIRONMENT, Store(folder / "run.jsonl"), "command")
+    recording = Recording(
+        ScriptConfig(script="train.py", run="run"), ENVIRONMENT, Store(folder / "run.jsonl"), "command"
+    )
     return Watch(recording, schedule=Schedule(every=every), **options)
 
 

@@ -16,7 +16,7 @@ from trainstep.config.script import ScriptConfig
 from trainstep.measure.machine.environment import environment
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording
-from trainstep.measure.run.script import Ended, after_import, end_by_interrupt, find_script, run_script
+from trainstep.measure.run.script import Ended, LastOfAll, after_import, find_script, run_script
 from trainstep.measure.run.show import rank_path, shared_name, show_run
 from trainstep.measure.run.trackers import TensorBoard, Trackio
 from trainstep.parallel.launch import find_launch, is_launched
@@ -106,13 +106,13 @@ def run(
     )
     session = _Session(identity, store, environment(), ours=give_back_streams(), quiet=quiet)
     after_import("torch", lambda: session.begin(inspect_every, tensorboard, trackio))
+    last = LastOfAll()
     ended = run_script(script)
+    last.interrupted = ended.by_interrupt
     try:
         session.end(ended, page)
     except KeyboardInterrupt:
         session.say(f"interrupted; the records are kept in {store.path}")
-    if ended.by_interrupt:
-        end_by_interrupt()
     return ended.code
 
 

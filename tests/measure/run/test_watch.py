@@ -80,7 +80,9 @@ def test_a_compiled_model_keeps_its_losses_and_is_not_compiled_again(tmp_path: P
     same_with_and_without(compiled, tmp_path, every=2)
     with watched(tmp_path / "again", every=2) as watch:
         compiled()
-    compilations = [line for record in records_of(watch) for line in record.tables.get("compilations", {"step": []})["step"]]
+    compilations = [
+        line for record in records_of(watch) for line in record.tables.get("compilations", {"step": []})["step"]
+    ]
     assert set(compilations) == {1}
 
 
@@ -265,7 +267,9 @@ def test_a_scripts_own_profiler_goes_first(tmp_path: Path):
         warnings.simplefilter("ignore")
         with (
             watched(tmp_path, every=2) as watch,
-            torch.profiler.profile(schedule=schedule, on_trace_ready=lambda prof: steps.append(len(prof.events()))) as prof,
+            torch.profiler.profile(
+                schedule=schedule, on_trace_ready=lambda prof: steps.append(len(prof.events()))
+            ) as prof,
         ):
             loop(12, before=lambda step: prof.step() if step else None)
     assert steps
@@ -293,8 +297,11 @@ def test_torch_is_as_it_was(tmp_path: Path):
 
     model = a_model()
     before = state()
+    optimizer_of_model = torch.optim.SGD(model.parameters(), lr=0.1)
     with watched(tmp_path, every=2, modules=[model]):
-        loop(5)
+        for _ in range(5):
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer_of_model.step()
         assert model._forward_hooks
     assert state() == before
     assert not model._forward_hooks
@@ -381,7 +388,7 @@ def test_compilations_and_graph_breaks_are_rows(tmp_path: Path):
         return x + 1
 
     with watched(tmp_path) as watch:
-        loop(6, before=lambda step: doubled(torch.ones(4 if step < 4 else 8)) and None)  # type: ignore[func-returns-value, arg-type]
+        loop(6, before=lambda step: print(doubled(torch.ones(4 if step < 4 else 8)).shape))
     record = records_of(watch)[-1]
     rows = record.tables["compilations"]
     again = [(step, reason) for step, reason in zip(rows["step"], rows["reason"], strict=True) if reason]

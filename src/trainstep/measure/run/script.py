@@ -7,11 +7,13 @@ our frames.
 This file imports no torch: the script may set variables that torch reads when it is imported. `after_import` says when it was.
 """
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
 import os
+import signal
 import sys
 import tokenize
 import types
@@ -141,11 +143,24 @@ def after_import(name: str, do: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, do))
 
 
-def end_by_interrupt() -> None:
-    """Have the interpreter end by SIGINT, as it does after a Ctrl-C that a script did not handle: shells tell that from an exit."""
-    # The interpreter remembers an interrupt that leaves code compiled from a string, and ends by the signal once it has cleaned up.
-    with suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")
+class LastOfAll:
+    """Ends the process by SIGINT after everything else, if `interrupted` is set, as Python does after a Ctrl-C that nobody handled.
+
+    Shells and launchers tell that from an exit code. Make it before the script runs: what is registered first is called last.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._process = os.getpid()
+        atexit.register(self._act)
+
+    def _act(self) -> None:
+        if self.interrupted and os.getpid() == self._process:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
