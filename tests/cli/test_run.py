@@ -76,8 +76,8 @@ def test_words_after_the_script_are_the_scripts(words: list[str], expected: list
         (["gone.py"], "script: gone.py cannot be read"),
         (["--inspect-every", "-3", "train.py"], "inspect_every: must be a number of steps, or 0 for none, not -3"),
         (["--no-page", "--page", "x.html", "train.py"], "no_page: a page is named too"),
-        (["--out", ".", "train.py"], "is a folder; name a file of records in it"),
-        (["--page", "train.py", "train.py"], "page: train.py"),
+        (["--out", ".", "train.py"], "cannot be written: it is not a regular file"),
+        (["--page", "train.py", "train.py"], "train.py does not look like a page"),
         (["--wrong", "train.py"], "--wrong"),
         (["torchrun", "train.py"], "torchrun --nproc-per-node 2 -m trainstep run train.py"),
     ],
@@ -117,7 +117,8 @@ def test_a_script_trains_as_ever_and_is_recorded(tmp_path: Path):
     done, alone = watched(tmp_path, "--inspect-every", "7", "train.py", "20"), start(tmp_path, "train.py", "20")
     assert (done.returncode, done.stdout) == (0, alone.stdout), "losses are the same to the last digit"
     assert "Your step takes " in done.stderr
-    assert "reads a tensor's value in every inspected step" in done.stderr
+    assert "print(step, loss.item())" in done.stderr, "the line that reads a value"
+    assert "records: runs/" in done.stderr, "as seen from the folder of the start"
     written = records(tmp_path)
     assert written[-1].fact("steps_seen") == 20
     assert written[-1].fact("ending") == "finished"

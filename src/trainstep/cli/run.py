@@ -122,6 +122,7 @@ class _Session:
     def __init__(self, identity: ScriptConfig, store: Store, here: Environment, *, ours: TextIO, quiet: bool) -> None:
         self._identity, self._store, self._environment = identity, store, here
         self._ours, self._quiet = ours, quiet or identity.rank > 0
+        self._folder = Path.cwd()
         self._command = one_line(shlex.join(["trainstep", *sys.argv[1:]]))
         self._watch: Watch | None = None
         self._live: LiveLine | None = None
@@ -173,10 +174,14 @@ class _Session:
             self.say(f"{failed}; the records are kept: trainstep report {shlex.quote(str(path))}")
         with outliving_reader(self._ours):
             if not self._quiet:
-                print(f"records: {_relative(path)}", file=self._ours)
+                print(f"records: {self._short(path)}", file=self._ours)
                 if page is not None and not failed:
-                    print(f"page: {_relative(page)}", file=self._ours)
+                    print(f"page: {self._short(page)}", file=self._ours)
                 self._ours.flush()
+
+    def _short(self, path: Path) -> Path:
+        """The path as seen from the folder in which the user started, which the script may have left."""
+        return path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
 
     def say(self, sentence: str) -> None:
         """A sentence on standard error."""
@@ -207,11 +212,3 @@ def _rank(environ: Mapping[str, str]) -> tuple[int, int, str]:
         return 0, 1, ""
     names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
     return launch.rank, launch.world_size, shared_name(*(environ.get(name, "") for name in names))
-
-
-def _relative(path: Path) -> str:
-    """The path as it is seen from this folder, if it is in it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return str(path)

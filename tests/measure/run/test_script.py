@@ -104,7 +104,7 @@ def test_endings_are_pythons(ending: str, code: int, words: str, tmp_path: Path)
 def test_an_interrupt_ends_by_the_signal(tmp_path: Path):
     write(
         tmp_path,
-        "import atexit, os, signal\natexit.register(print, 'later')\nos.kill(os.getpid(), signal.SIGINT)\nfor _ in range(10**9): pass\n",
+        "import atexit, os, signal\natexit.register(print, 'later')\nos.kill(os.getpid(), 2)\nfor _ in range(10**9): pass\n",
     )
     assert alike(tmp_path, "train.py") == (-signal.SIGINT, "later\n", "ended: interrupted\n")
 
