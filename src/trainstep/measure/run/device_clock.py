@@ -19,6 +19,11 @@ from trainstep.config.script import Part
 MARKED = (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
 
 
+def is_capturing() -> bool:
+    """Whether the current stream captures a graph, which holds no events of ours, and nothing that waits."""
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
 class _Mark(NamedTuple):
     part: Part | None
     event: torch.cuda.Event
@@ -34,7 +39,7 @@ class DeviceClock:
 
     def mark(self, part: Part | None) -> None:
         """A part begins; those that are not timed on the device do not matter, nor does a part that goes on."""
-        if part in MARKED and (not self._marks or self._marks[-1].part is not part):
+        if part in MARKED and (not self._marks or self._marks[-1].part is not part) and not is_capturing():
             self._record(part)
 
     def end_step(self) -> None:

@@ -30,7 +30,7 @@ import torch
 from trainstep.config.script import Part
 from trainstep.measure.run.closing import Closing
 from trainstep.measure.run.compilation import Compilations
-from trainstep.measure.run.device_clock import DeviceClock
+from trainstep.measure.run.device_clock import DeviceClock, is_capturing
 from trainstep.measure.run.hooks import Hooks
 from trainstep.measure.run.inspection import Inspection, OtherProfilers
 from trainstep.measure.run.modules import inside, outermost
@@ -172,6 +172,8 @@ class Watch:
 
     def _count_update(self, optimizer: Any) -> None:
         if self._only is not None and id(optimizer) not in self._only:
+            return
+        if self._device is not None and is_capturing():  # it is written down, not done
             return
         if self._closing.closes(id(optimizer)):
             self._end_step(optimizer)
