@@ -58,6 +58,42 @@ def a_run(
     )
 
 
+WAITS = {
+    "file": ["/x/project/train.py"],
+    "line": [12],
+    "source": ["total += loss.item()"],
+    "why": ["a tensor's value is read by the host"],
+    "calls": [1],
+    "time_s": [0.004],
+}
+CLASSES = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.003], "share": [1.0]}
+COMPILED = {
+    "step": [1, 7],
+    "function": ["f", "f"],
+    "file": ["/x/project/train.py"] * 2,
+    "line": [3, 3],
+    "time_s": [1.0, 1.0],
+    "reason": ["", "size mismatch"],
+}
+BREAKS = {"file": ["/x/project/train.py"], "line": [5], "reason": ["print"], "count": [2]}
+
+
+def a_full_run() -> Record:
+    """A record of a run on one of two ranks in which everything was noted that can be."""
+    return a_run(
+        tables={"waits": WAITS, "classes": CLASSES, "compilations": COMPILED, "graph_breaks": BREAKS},
+        facts={
+            "inspected_step": 5, "profiled_step_s": 0.02, "exposed_s": 0.001, "communication_s": 0.002,
+            "forward_passes": 20, "skipped_updates": 1, "watching_s": 0.2, "own_profiler": True,
+            "compiled_graphs": 2, "recompilations": 1, "graph_breaks": 2, "allocation_retries": 1,
+            "peak_allocated_bytes": 2**30, "ending": "interrupted", "ending_part": "backward",
+        },
+        collection_ms=0.1,
+        rank=0,
+        ranks=2,
+    )
+
+
 def a_watch(folder: Path, *, every: int | None = 0, **options: Any) -> Watch:
     """A watch that is not started, with records in `folder`/run.jsonl."""
     recording = Recording(

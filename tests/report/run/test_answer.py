@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from run_records import PARTS_MS, a_run
+from run_records import CLASSES, COMPILED, PARTS_MS, WAITS, a_run
 from trainstep.config.script import Part
 from trainstep.records.record import Record
 from trainstep.records.store import Store
@@ -13,24 +13,6 @@ from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.rows import read_rows, rows_of
 from trainstep.report.kit.tables import all_tables
 from trainstep.report.page import page
-
-WAITS = {
-    "file": ["/x/project/train.py"],
-    "line": [12],
-    "source": ["total += loss.item()"],
-    "why": ["a tensor's value is read by the host"],
-    "calls": [1],
-    "time_s": [0.004],
-}
-CLASSES = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.003], "share": [1.0]}
-COMPILED = {
-    "step": [1, 7],
-    "function": ["f", "f"],
-    "file": ["/x/project/train.py"] * 2,
-    "line": [3, 3],
-    "time_s": [1.0, 1.0],
-    "reason": ["", "size mismatch"],
-}
 
 
 def answer_of(*records: Record) -> Answer:

@@ -117,7 +117,7 @@ def _waits(run: Run) -> Iterator[tuple[float, str]]:
 
 def _collector(run: Run) -> Iterator[tuple[float, str]]:
     times = run.samples.get("garbage_collection", (0.0,))
-    share = (sum(times) - max(times)) / sum(run.samples["step"])  # one long collection is no habit
+    share = run.share_of(sum(times) - max(times))  # one long collection is no habit
     if share >= _WORTH:
         yield (
             share,
@@ -128,7 +128,7 @@ def _collector(run: Run) -> Iterator[tuple[float, str]]:
 
 def _compiler(run: Run) -> Iterator[tuple[float, str]]:
     repeated = [line for line in run.lines("compilations") if line["reason"]]
-    share = sum(line["time_s"] for line in repeated) / sum(run.samples["step"])
+    share = run.share_of(sum(line["time_s"] for line in repeated))
     if share >= _WORTH:
         line = max(repeated, key=lambda line: (not is_installed(line), line["time_s"]))
         yield (

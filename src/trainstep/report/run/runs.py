@@ -76,8 +76,12 @@ class Run:
 
     def share(self, part: str) -> float:
         """The share of the steps' whole time that this part, or `garbage_collection`, takes."""
+        return self.share_of(sum(self.samples.get(part, ())))
+
+    def share_of(self, seconds: float) -> float:
+        """The share that this much is of the steps' whole time."""
         total_s = sum(self.samples.get("step", ()))
-        return sum(self.samples.get(part, ())) / total_s if total_s else 0.0
+        return seconds / total_s if total_s else 0.0
 
     def shares(self) -> list[tuple[Part, float]]:
         """The parts with their shares, the largest first."""
