@@ -54,7 +54,7 @@ def run(
     """Run your own training script, not a line changed, and show how long its steps take, where their time goes, and what waits.
 
     Options of trainstep come before the script; everything after it is the script's own. A step ends with the update of an
-    optimizer of torch.optim. Between steps that are inspected, hooks of some microseconds a step divide its time: waiting for
+    optimizer of torch.optim. Between steps that are inspected, hooks of under 0.1 ms a step divide its time: waiting for
     data, forward, backward, optimizer, evaluation, and your other code. Every so often one step is inspected under torch's
     profiler: kernels or operators, messages between ranks, and the lines at which the host waits for the GPU. Compilations, graph
     breaks, garbage collection and the allocator's retries are noted all the time. Losses stay the same to the bit.

@@ -6,7 +6,7 @@
     hooks.remove()
 
 They tell a `PhaseClock` which part of the step begins and ends, and call `on_update` after each update of the parameters. Each
-costs about a microsecond, and none stands inside the model: a hook in every module would cost more than small modules do, and
+costs some microseconds, and none stands inside the model: a hook in every module would cost more than small modules do, and
 torch.compile would have to trace it.
 
 Only the thread that trains is followed: the one that installed the hooks, or the one that first updates parameters. Processes
