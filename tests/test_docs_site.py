@@ -149,7 +149,7 @@ def wrong_verb(words: list[str]) -> Iterator[str]:
             yield f"there is no verb {words[0]}"
         return
     try:
-        _, bound, _ = app.build_app(words).parse_args(app._with_percent(words), exit_on_error=False, print_error=False)
+        _, bound, _ = app.build_app(words).parse_args(app._split(words), exit_on_error=False, print_error=False)
         if workload := WORKLOADS.get(next(iter(words), "")):
             fields = fields_of(CONFIGS[workload]).keys() - {"device"}
             named = {name: text for name, text in bound.kwargs.items() if name in fields}

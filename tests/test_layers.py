@@ -37,6 +37,7 @@ ROOMS = {
         "numerics": 3,
         "op": 3,
         "parallel": 3,
+        "run": 3,
         "memory": 4,
     },
     "report": {
@@ -48,7 +49,8 @@ ROOMS = {
         "op": 2,
         "parallel": 2,
         "profile": 2,
-        "": 3,
+        "run": 3,
+        "": 4,
     },
 }
 """Part -> its rooms with their levels; "" is the part's own folder. A module imports from lower rooms or its own."""
@@ -68,6 +70,11 @@ DRIVER_MODULES = (
     "harness.slurm",
     "harness.workload",
     "machine.environment",
+    "run.script",
+    "run.show",
+    "run.live",
+    "run.recording",
+    "run.trackers",
 )
 """Modules of measure that start the process of a cell and do not run in it; they must not import torch."""
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from op_records import op
+from run_records import a_full_run
 from sources import ROOT
 from trainstep.config.instruments import INSTRUMENTS
 from trainstep.records.record import Record, record_from_plain, record_to_plain
@@ -29,7 +30,7 @@ FILES = {
     "profile": "h200/profile_again",
     "memory": "h200/memory_sizes",
 }
-MADE = {"op": op(implementation="trainstep")}
+MADE = {"op": op(implementation="trainstep"), "run": a_full_run()}
 """Workloads without a published file."""
 
 

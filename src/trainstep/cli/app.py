@@ -33,6 +33,7 @@ _VERBS = {
     "memory": "Show where the memory of a step goes, when it peaks, and what fits.",
     "parallel": "Find which parallel strategy is fastest, and whether its communication is hidden.",
     "collectives": "Measure bandwidth and latency of collectives on the interconnect.",
+    "run": "Run your own training script, unchanged, and show where the time of its steps goes.",
     "sweep": "Run a whole table from a TOML file; kill and resume it at will.",
     "tune": "Find the fastest tiles of the attention kernels on this GPU.",
     "report": "Show records as tables, or as one page.",
@@ -120,7 +121,7 @@ def _run_verb(words: Sequence[str]) -> int:
     app, files = build_app(words), OptionFiles()
     app.config = (files,)
     try:
-        verb, bound, _ = app.parse_args(_with_percent(words), exit_on_error=False, print_error=False)
+        verb, bound, _ = app.parse_args(_split(words), exit_on_error=False, print_error=False)
         if files.words is not None:
             _note_options(bound, files.words)
         return verb(*bound.args, **bound.kwargs) or 0
@@ -140,8 +141,13 @@ def _note_options(bound: "BoundArguments", words: str) -> None:
         _say(f"options from {words}")
 
 
-def _with_percent(words: Sequence[str]) -> list[str]:
-    """The words, with `--fail-if-slower 5%` as 5, and without a number as `--fail-if-slower=0`, because a file may follow it."""
+def _split(words: Sequence[str]) -> list[str]:
+    """The words as the parser takes them: those of a script of `run` after `--`; `--fail-if-slower 5%` as 5, and without a number
+    as `--fail-if-slower=0`, because a file may follow it."""
+    if words[:1] == ["run"]:
+        from trainstep.cli.run import split_words
+
+        return split_words(words)
     words = [
         word.removesuffix("%") if before == "--fail-if-slower" and _is_number(word.removesuffix("%")) else word
         for before, word in zip(["", *words], words, strict=False)
@@ -167,8 +173,8 @@ def _is_first_task(words: Sequence[str]) -> bool:
     """
     from trainstep.parallel.launch import find_launch, is_launched
 
-    if not words or words[0] not in _VERBS or not is_launched(os.environ):
-        return True
+    if not words or words[0] not in _VERBS or words[0] == "run" or not is_launched(os.environ):
+        return True  # every task runs its rank of a script
     launch = find_launch(os.environ)
     if launch.world_size > 1 and launch.local_size != launch.world_size:
         raise ValueError(

@@ -23,7 +23,10 @@ _LONG_BYTES = 2 * 2**20
 class NamedStream:
     """A text stream whose errors name the stream, as a file's errors name the file."""
 
-    def __init__(self, stream: TextIO, name: str) -> None:
+    def __init__(self, stream: TextIO, name: str, given_errors: str | None = None) -> None:
+        self.given = stream
+        self.given_errors = given_errors
+        """How the stream treated letters that it cannot encode before we changed that; None if we did not."""
         self._stream = stream
         self._name = name
 
@@ -63,14 +66,31 @@ def open_streams() -> None:
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:  # `open` takes the lowest free number, which is this stream's
         setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+    errors = None
     if isinstance(
         sys.stdout, io.TextIOWrapper
     ):  # a file name that is not text (a lone surrogate) must not fail the table
+        errors = sys.stdout.errors
         sys.stdout.reconfigure(errors="replace")
-    sys.stdout = cast(TextIO, VisibleStream(cast(TextIO, NamedStream(sys.stdout, "standard output"))))
+    sys.stdout = cast(TextIO, VisibleStream(cast(TextIO, NamedStream(sys.stdout, "standard output", errors))))
     sys.stderr = cast(TextIO, VisibleStream(cast(TextIO, NamedStream(sys.stderr, "standard error"))))
     if "stdout" in closed:
         raise ValueError(_NO_OUTPUT)
+
+
+def give_back_streams() -> TextIO:
+    """Undo `open_streams`: standard output and error as Python opened them, for a script. Returns a stream for our own words.
+
+    Our words go to standard error, whatever the script does with `sys.stderr`.
+    """
+    ours = sys.stderr
+    for name in ("stdout", "stderr"):
+        named = getattr(getattr(sys, name), "stream", None)
+        if isinstance(named, NamedStream):
+            if named.given_errors is not None and isinstance(named.given, io.TextIOWrapper):
+                named.given.reconfigure(errors=named.given_errors)
+            setattr(sys, name, named.given)
+    return ours
 
 
 @contextlib.contextmanager

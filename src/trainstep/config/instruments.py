@@ -20,6 +20,7 @@ from trainstep.config.op import OpConfig
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.profile import ProfileConfig
 from trainstep.config.run import RunConfig
+from trainstep.config.script import ScriptConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +204,24 @@ _ROWS = (
         tables="trainstep.report.memory.tables:memory_tables",
         sections=("trainstep.report.memory.page:memory_sections",),
         own_words=frozenset({"peak"}),
+    ),
+    Instrument(
+        name="run",
+        title="Runs of scripts",
+        config=ScriptConfig,
+        measured="trainstep.measure.run.workload:WORKLOAD",
+        verb="run",
+        answer="trainstep.report.run.answer:run_answer",
+        facts=(
+            *("steps_seen", "forward_passes", "backward_passes", "skipped_updates", "optimizers", "watching_s"),
+            *("inspected_step", "profiled_step_s", "device_busy_s", "communication_s", "exposed_s", "verdict"),
+            *("compiled_graphs", "recompilations", "graph_breaks", "allocation_retries", "ending", "ending_part"),
+        ),
+        always={"config": ("script", "run", "rank", "ranks", "first_step", "device")},
+        tables="trainstep.report.run.tables:run_tables",
+        sections=("trainstep.report.run.page:run_sections",),
+        summary="trainstep.report.run.answer:run_words",
+        own_words=frozenset({"peak", "ratios", "spread"}),
     ),
 )
 INSTRUMENTS: Mapping[str, Instrument] = {instrument.name: instrument for instrument in _ROWS}

@@ -237,6 +237,20 @@ FACTS: Mapping[str, FactKind] = {
     "ring_bytes": FactKind("bytes", float, "bytes of the whole tensor that a ring's busiest rank sends"),
     "messages": FactKind("count", int, "number of messages sent"),
     "message_bytes": FactKind("bytes", float, "bytes of all messages together"),
+    # A run of somebody's own script
+    "steps_seen": FactKind("count", int, "steps of the run until the end of this record"),
+    "forward_passes": FactKind("count", int, "forward passes of outermost modules with gradients, in this record"),
+    "backward_passes": FactKind("count", int, "calls of backward in this record"),
+    "skipped_updates": FactKind("count", int, "updates that a gradient scaler left out, in this record"),
+    "optimizers": FactKind("count", int, "optimizers that make one step"),
+    "watching_s": FactKind("s", float, "time that inspecting and writing took, in this record"),
+    "recompilations": FactKind("count", int, "compilations of a function that was compiled before, so far"),
+    "graph_breaks": FactKind("count", int, "graph breaks so far"),
+    "inspected_step": FactKind("count", int, "number of the inspected step"),
+    "profiled_step_s": FactKind("s", float, "time of the inspected step, which its inspection makes slower"),
+    "own_profiler": FactKind("", bool, "the script started torch's profiler itself, after which no step was inspected"),
+    "ending": FactKind("", str, "how the script ended; a run without it was killed, or still goes on"),
+    "ending_part": FactKind("", str, "part of the step in which the script ended"),
 }
 
 

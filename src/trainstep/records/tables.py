@@ -181,6 +181,19 @@ _RECOMPUTATION = {
     ),
 }
 """Of runs with recompute_budget_gib."""
+_RUN = {
+    "waits": TableKind(
+        rows="a line at which the host waits for the device in an inspected step; on a CPU, at which a GPU's host would",
+        columns={"file": str, "line": int, "source": str, "why": str, "calls": int, "time_s": float | None},
+    ),
+    "compilations": TableKind(
+        rows="a function that torch.compile compiled, in the step in which it did",
+        columns={"step": int, "function": str, "file": str, "line": int, "time_s": float, "reason": str},
+    ),
+    "graph_breaks": TableKind(
+        rows="a reason and line of graph breaks", columns={"file": str, "line": int, "reason": str, "count": int}
+    ),
+}
 TABLES: Mapping[str, Mapping[str, TableKind]] = {
     "train_step": _RECOMPUTATION,
     "parallel": _PARALLEL,
@@ -188,6 +201,7 @@ TABLES: Mapping[str, Mapping[str, TableKind]] = {
     "profile": _PROFILE | _RECOMPUTATION,
     "numerics": _NUMERICS,
     "attention_tiles": _TILES,
+    "run": _PROFILE | _RUN,
 }
 """Workload -> table name -> declaration: two workloads may use a name for different tables."""
 

@@ -1,0 +1,214 @@
+"""`trainstep run`: run somebody's own training script, unchanged, and show where the time of its steps goes."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+from cyclopts import Parameter
+
+from trainstep.cli.cells import check_page
+from trainstep.cli.options import is_installed
+from trainstep.cli.streams import give_back_streams, outliving_reader
+from trainstep.config.script import ScriptConfig
+from trainstep.measure.machine.environment import environment
+from trainstep.measure.run.live import LiveLine
+from trainstep.measure.run.recording import Ending, Recording
+from trainstep.measure.run.script import Ended, LastOfAll, after_import, find_script, run_script
+from trainstep.measure.run.show import rank_path, shared_name, show_run
+from trainstep.measure.run.trackers import TensorBoard, Trackio
+from trainstep.parallel.launch import find_launch, is_launched
+from trainstep.records.record import Environment
+from trainstep.records.store import RUNS, Store, new_records_path
+from trainstep.report.kit.visible import one_line
+
+if TYPE_CHECKING:
+    from trainstep.measure.run.watch import Watch
+
+_WITH_VALUES = ("--out", "--page", "--inspect-every", "--tensorboard", "--trackio")
+"""Options of `run` that a value follows. The first word that is none of these, no value and no switch begins the script's words."""
+_NO_TORCH = "the script never imported torch, so there is no step to time"
+
+
+def split_words(words: Sequence[str]) -> list[str]:
+    """The words of `trainstep run`, with `--` before those of the script: they are not ours, whatever they look like."""
+    place = 1
+    while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "--"):
+        place += 2 if words[place] in _WITH_VALUES else 1
+    ours, theirs = list(words[:place]), list(words[place:])
+    return ours if not theirs else [*ours, *theirs] if theirs[0] == "--" else [*ours, "--", *theirs]
+
+
+def run(
+    *words: Annotated[str, Parameter(show=False)],
+    out: Path | None = None,
+    page: Path | None = None,
+    no_page: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    inspect_every: int | None = None,
+    quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    tensorboard: Path | None = None,
+    trackio: str | None = None,
+) -> int:
+    """Run your own training script, not a line changed, and show how long its steps take, where their time goes, and what waits.
+
+    Options of trainstep come before the script; everything after it is the script's own. A step ends with the update of an
+    optimizer of torch.optim. Between steps that are inspected, hooks of under 0.1 ms a step divide its time: waiting for
+    data, forward, backward, optimizer, evaluation, and your other code. Every so often one step is inspected under torch's
+    profiler: kernels or operators, messages between ranks, and the lines at which the host waits for the GPU. Compilations, graph
+    breaks, garbage collection and the allocator's retries are noted all the time. Losses stay the same to the bit.
+
+    Records are written every ten seconds; the answer, on standard error, and the page follow when the script ends, also by
+    Ctrl-C, an error or sys.exit. The exit code is the script's.
+
+    Examples:
+
+        trainstep run train.py --lr 3e-4
+
+        trainstep run -m my_package.train --config small.yaml
+
+        torchrun --nproc-per-node 2 -m trainstep run train.py
+
+        trainstep run --inspect-every 100 --page report.html train.py
+
+        trainstep report runs/run-20261101-120000-5e0f3a.jsonl    (the answer again, or while the script still runs)
+
+    Parameters
+    ----------
+    out
+        File of records to append to; by default a new file in ./runs/ of the folder in which you start. Under torchrun rank 0
+        writes it, and every other rank a file beside it with its number in the name.
+    page
+        The page of the run; by default beside the records, as .html.
+    no_page
+        Write no page.
+    inspect_every
+        Inspect each so-manieth step, or 0 for none; by default as many as take one per cent of the time. Only rank 0 inspects.
+    quiet
+        Show no live line and no answer at the end, only what went wrong.
+    tensorboard
+        Also write the times of steps as scalars into this folder, for TensorBoard.
+    trackio
+        Also log the times of steps to this project of trackio.
+    """
+    script = find_script(words)
+    _check(page, no_page=no_page, inspect_every=inspect_every, tensorboard=tensorboard, trackio=trackio)
+    rank, ranks, token = _rank(os.environ)
+    path = Path(os.path.abspath(out or (RUNS / f"run-{token}.jsonl" if token else new_records_path("run"))))
+    page = None if no_page or rank else Path(os.path.abspath(page or path.with_suffix(".html")))
+    check_page(page, path)
+    store = Store(rank_path(path, rank))
+    with store.locked():  # what cannot be written is refused before the script runs, not after hours of it
+        pass
+    identity = ScriptConfig(
+        script=script.name, arguments=shlex.join(script.arguments), run=path.stem, rank=rank, ranks=ranks
+    )
+    session = _Session(identity, store, environment(), ours=give_back_streams(), quiet=quiet)
+    after_import("torch", lambda: session.begin(inspect_every, tensorboard, trackio))
+    last = LastOfAll()
+    ended = run_script(script)
+    last.interrupted = ended.by_interrupt
+    try:
+        session.end(ended, page)
+    except KeyboardInterrupt:
+        session.say(f"interrupted; the records are kept in {store.path}")
+    return ended.code
+
+
+class _Session:
+    """What `trainstep run` watches a script with, from the moment at which the script has imported torch."""
+
+    def __init__(self, identity: ScriptConfig, store: Store, here: Environment, *, ours: TextIO, quiet: bool) -> None:
+        self._identity, self._store, self._environment = identity, store, here
+        self._ours, self._quiet = ours, quiet or identity.rank > 0
+        self._folder = Path.cwd()
+        self._command = one_line(shlex.join(["trainstep", *sys.argv[1:]]))
+        self._watch: Watch | None = None
+        self._live: LiveLine | None = None
+        self._trackers: list[TensorBoard | Trackio] = []
+        self._trouble = _NO_TORCH
+
+    def begin(self, inspect_every: int | None, tensorboard: Path | None, trackio: str | None) -> None:
+        """Watch this process. What goes wrong is said at the end: the script runs in any case."""
+        try:
+            from trainstep.measure.run.watch import Schedule, Watch
+
+            name = self._identity.run
+            self._trackers += [] if tensorboard is None else [TensorBoard(tensorboard / name)]
+            self._trackers += [] if trackio is None else [Trackio(trackio, name)]
+            live = LiveLine()
+            if live.is_possible and not self._quiet:
+                self._live = live
+                live.open()
+            watch = Watch(
+                Recording(self._identity, self._environment, self._store, self._command),
+                schedule=Schedule(every=0 if self._identity.rank else inspect_every),
+                on_record=self._trackers,
+                on_step=None if self._live is None else self._live.show,
+            )
+            watch.start()
+            self._watch, self._trouble = watch, ""
+        except Exception as error:  # noqa: BLE001  (a torch without these hooks, a tracker that is offline)
+            self._trouble = f"{type(error).__name__}: {error}"
+
+    def end(self, ended: Ended, page: Path | None) -> None:
+        """Write the last record, and show what was seen."""
+        watch, path = self._watch, self._store.path
+        if self._live is not None:
+            self._live.close()
+        if watch is not None:
+            try:
+                watch.stop(Ending(words=ended.words))
+                for tracker in self._trackers:
+                    tracker.close()
+            except Exception as error:  # noqa: BLE001  (a full disk, a tracker)
+                self.say(f"{error}")
+        trouble = self._trouble if watch is None else watch.trouble or watch.why_no_step
+        if trouble:
+            self.say(trouble if watch is None or watch.why_no_step else f"watching ended early: {trouble}")
+        if watch is None or not watch.recording.written or self._identity.rank:
+            return
+        failed = show_run(path, page, None if self._quiet else self._ours)
+        if failed:
+            self.say(f"{failed}; the records are kept: trainstep report {shlex.quote(str(path))}")
+        with outliving_reader(self._ours):
+            if not self._quiet:
+                print(f"records: {self._short(path)}", file=self._ours)
+                if page is not None and not failed:
+                    print(f"page: {self._short(page)}", file=self._ours)
+                self._ours.flush()
+
+    def _short(self, path: Path) -> Path:
+        """The path as seen from the folder in which the user started, which the script may have left."""
+        return path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
+
+    def say(self, sentence: str) -> None:
+        """A sentence on standard error."""
+        if not self._identity.rank:
+            with outliving_reader(self._ours):
+                print(f"trainstep: {one_line(sentence)}", file=self._ours, flush=True)
+
+
+def _check(
+    page: Path | None, *, no_page: bool, inspect_every: int | None, tensorboard: Path | None, trackio: str | None
+) -> None:
+    """ValueError for options that cannot work."""
+    if no_page and page is not None:
+        raise ValueError("no_page: a page is named too; leave out one of the two")
+    if inspect_every is not None and inspect_every < 0:
+        raise ValueError(f"inspect_every: must be a number of steps, or 0 for none, not {inspect_every}")
+    for package, given in (("tensorboard", tensorboard), ("trackio", trackio)):
+        if given is not None and not is_installed(package):
+            raise ValueError(f"{package}: needs the package: pip install 'trainstep[{package}]'")
+
+
+def _rank(environ: Mapping[str, str]) -> tuple[int, int, str]:
+    """(rank, number of ranks, a word that the ranks of one launcher share; empty if there is one rank)."""
+    if not is_launched(environ):
+        return 0, 1, ""
+    launch = find_launch(environ)
+    if launch.world_size == 1:
+        return 0, 1, ""
+    names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return launch.rank, launch.world_size, shared_name(*(environ.get(name, "") for name in names))

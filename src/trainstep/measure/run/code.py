@@ -1,0 +1,160 @@
+"""`with trainstep.watch(model, optimizer):` does in code what `trainstep run` does for a whole script."""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from trainstep.config.script import ScriptConfig
+from trainstep.measure.machine.environment import environment
+from trainstep.measure.run.live import LiveLine
+from trainstep.measure.run.recording import Ending, Recording, ended_by
+from trainstep.measure.run.show import rank_path, shared_name, show_run
+from trainstep.measure.run.trackers import TensorBoard, Trackio
+from trainstep.measure.run.watch import Schedule, Watch
+from trainstep.records.store import RUNS, Store, new_records_path
+
+Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+
+
+@contextmanager
+def watch(
+    model: Modules = None,
+    optimizer: Optimizers = None,
+    *,
+    name: str | None = None,
+    out: str | Path | None = None,
+    page: str | Path | bool = True,
+    inspect_every: int | None = None,
+    quiet: bool = False,
+    tensorboard: str | Path | None = None,
+    trackio: str | None = None,
+) -> Iterator[Watch]:
+    """Watch the training inside the block: times its steps by part, inspects some, writes records, and shows them at the end.
+
+    A step ends with `optimizer.step()`. Where no optimizer of torch.optim makes the steps, call `step()` on what `with` gives.
+
+    Args:
+        model: the module whose forward is timed, or several; by default the outermost modules of the optimizer's parameters.
+        optimizer: the optimizer whose updates end steps, or several; by default every optimizer.
+        name: what the run is called; by default the script's name.
+        out: file of records to append to; by default a new one in ./runs/. Ranks other than 0 write beside it.
+        page: file of the page; True: beside the records, as .html; False: none.
+        inspect_every: inspect each so-manieth step, 0 for none; by default as many as take one per cent of the time.
+        quiet: show no live line and no answer.
+        tensorboard: folder for scalars. trackio: project to log to.
+
+    Raises:
+        ValueError: records or scalars cannot be written, or an option is wrong.
+        RuntimeError: the process is watched already, by `trainstep run` or by another block.
+    """
+    watched = Session(
+        _listed(model),
+        _listed(optimizer),
+        name=name,
+        out=out,
+        page=page,
+        inspect_every=inspect_every,
+        quiet=quiet,
+        tensorboard=tensorboard,
+        trackio=trackio,
+    )
+    watched.watch.start()
+    try:
+        yield watched.watch
+    except BaseException as error:
+        watched.end(ended_by(error))
+        raise
+    watched.end(Ending(words="finished"))
+
+
+class Session:
+    """A watch in code with what belongs to it: its files, its live line, its trackers. The arguments are those of `watch`."""
+
+    def __init__(
+        self,
+        modules: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        *,
+        name: str | None,
+        out: str | Path | None,
+        page: str | Path | bool,
+        inspect_every: int | None,
+        quiet: bool,
+        tensorboard: str | Path | None,
+        trackio: str | None,
+    ) -> None:
+        schedule = Schedule(every=inspect_every)
+        rank, ranks = _rank()
+        default = RUNS / f"run-{shared_name()}.jsonl" if ranks > 1 else new_records_path("run")
+        path = Path(os.path.abspath(out or default))
+        self._page = (
+            None
+            if page is False or rank
+            else Path(os.path.abspath(path.with_suffix(".html") if page is True else page))
+        )
+        self._path, self._rank, self._quiet = path, rank, quiet or rank > 0
+        identity = ScriptConfig(script=name or sys.argv[0] or "code", run=path.stem, rank=rank, ranks=ranks)
+        store = Store(rank_path(path, rank))
+        with store.locked():
+            pass
+        self._trackers: list[TensorBoard | Trackio] = []
+        self._trackers += [] if tensorboard is None else [TensorBoard(Path(tensorboard) / path.stem)]
+        self._trackers += [] if trackio is None else [Trackio(trackio, path.stem)]
+        live = LiveLine()
+        self._live = live if live.is_possible and not self._quiet else None
+        self.watch = Watch(
+            Recording(identity, environment(), store, command=shlex.join([Path(sys.executable).name, *sys.argv])),
+            schedule=Schedule(every=0) if rank else schedule,
+            modules=modules,
+            optimizers=optimizers,
+            on_record=self._trackers,
+            on_step=None if self._live is None else self._live.show,
+        )
+        if self._live is not None:
+            self._live.open()
+
+    def end(self, ending: Ending) -> None:
+        """Write the last record, show the answer, write the page. Nothing is raised: the training's own error goes first."""
+        if self._live is not None:
+            self._live.close()
+        try:
+            self.watch.stop(ending)
+            for tracker in self._trackers:
+                tracker.close()
+        except Exception as error:  # noqa: BLE001  (a full disk, a tracker that is offline)
+            self._say(str(error))
+        trouble = self.watch.trouble or self.watch.why_no_step
+        if trouble:
+            self._say(trouble)
+        if not self.watch.recording.written or self._rank:
+            return
+        failed = show_run(self._path, self._page, None if self._quiet else sys.stderr)
+        if failed:
+            self._say(f"{failed}; the records are kept: trainstep report {self._path}")
+        if not self._quiet:
+            print(f"records: {self._path}", file=sys.stderr)
+            if self._page is not None and not failed:
+                print(f"page: {self._page}", file=sys.stderr)
+
+    def _say(self, sentence: str) -> None:
+        if not self._rank:
+            print(f"trainstep: {' '.join(sentence.split())}", file=sys.stderr)
+
+
+def _rank() -> tuple[int, int]:
+    """(rank, number of ranks) of the process group, if one is there already."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _listed(given: object) -> list:  # type: ignore[type-arg]
+    if given is None:
+        return []
+    return [given] if isinstance(given, torch.nn.Module | torch.optim.Optimizer) else list(given)  # type: ignore[call-overload]

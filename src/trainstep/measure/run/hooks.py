@@ -1,0 +1,216 @@
+"""Hooks in a training script that nobody changed: its optimizers, its outermost modules, backward, its data loaders.
+
+    hooks = Hooks(clock, on_update)
+    hooks.install()
+    hooks.follow(modules)     # once they are known (modules.py)
+    hooks.remove()
+
+They tell a `PhaseClock` which part of the step begins and ends, and call `on_update` after each update of the parameters. Each
+costs some microseconds, and none stands inside the model: a hook in every module would cost more than small modules do, and
+torch.compile would have to trace it.
+
+Only the thread that trains is followed: the one that installed the hooks, or the one that first updates parameters. Processes
+that the script forks (workers of a data loader) follow nothing.
+"""
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from trainstep.config.script import Part
+from trainstep.measure.run.phase_clock import PhaseClock
+
+_NOBODY = -1
+"""No thread has this number."""
+
+
+class Hooks:
+    """The hooks of one watch, and what they counted.
+
+    `on_update(optimizer)`: called after an optimizer's step, or after a scaler left it out because of infinite gradients; an update
+    inside backward is reported when that backward ends.
+    """
+
+    def __init__(self, clock: PhaseClock, on_update: Callable[[Any], None]) -> None:
+        self.forwards = self.backwards = self.updates = self.skipped = 0
+        self._clock = clock
+        self._on_update = on_update
+        self._thread = threading.get_ident()
+        self._undo: list[Callable[[], None]] = []
+        self._undo_modules: list[Callable[[], None]] = []
+        self._forward_parts: list[Part] = []
+        self._updating: list[int] = []
+        """Optimizers whose step runs, outermost first: an optimizer may call another's step."""
+        self._updated_in_backward: Any = None
+
+    def install(self) -> None:
+        """Install all hooks but those of modules."""
+        before, after = (
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        )
+        self._undo += [before.remove, after.remove]
+        self._replace(torch.autograd, "backward", self._followed_backward)
+        self._replace(_BaseDataLoaderIter, "__next__", self._followed_loader)
+        self._replace(DataLoader, "__iter__", self._followed_loader)
+        self._replace(torch.amp.GradScaler, "step", self._followed_scaler)
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: _call(forget))
+
+    def follow(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Follow the forward passes of these modules, in place of those followed before."""
+        self.unfollow()
+        for module in modules:
+            compiled = getattr(module, "_compiled_call_impl", None)
+            if compiled is not None:  # `module.compile()`: hooks would be traced into its graph
+                module._compiled_call_impl = self._followed_call(compiled)
+                self._undo_modules.append(functools.partial(setattr, module, "_compiled_call_impl", compiled))
+                continue
+            before = module.register_forward_pre_hook(self._before_forward)
+            # Always called, because a step that fails may be caught by the script, which then goes on
+            after = module.register_forward_hook(self._after_forward, always_call=True)
+            self._undo_modules += [before.remove, after.remove]
+
+    def unfollow(self) -> None:
+        """Remove the hooks of modules."""
+        while self._undo_modules:
+            self._undo_modules.pop()()
+
+    def remove(self) -> None:
+        """Remove all hooks. What something else has replaced since stays as it is."""
+        self.unfollow()
+        while self._undo:
+            self._undo.pop()()
+        self._thread = _NOBODY
+
+    def _forget(self) -> None:
+        """In a forked process: follow nothing."""
+        self._thread = _NOBODY
+
+    def _followed(self) -> bool:
+        """Whether this moment belongs to the thread that trains, and is not one in which torch.compile traces our hooks."""
+        return threading.get_ident() == self._thread and not torch.compiler.is_compiling()
+
+    def _before_update(self, optimizer: Any, arguments: Any, options: Any) -> None:
+        if self.updates == 0 and self._thread != _NOBODY and not torch.compiler.is_compiling():
+            self._thread = threading.get_ident()
+        if not self._followed():
+            return
+        if id(optimizer) in self._updating:  # its last step raised an error, so that no hook saw its end
+            del self._updating[self._updating.index(id(optimizer)) :]
+            self._clock.leave(Part.OPTIMIZER)
+        self._updating.append(id(optimizer))
+        self._clock.enter(Part.OPTIMIZER)
+
+    def _after_update(self, optimizer: Any, arguments: Any, options: Any) -> None:
+        if not self._followed() or id(optimizer) not in self._updating:
+            return
+        del self._updating[self._updating.index(id(optimizer)) :]
+        self._clock.leave(Part.OPTIMIZER)
+        self.updates += 1
+        if self._clock.is_open(Part.BACKWARD):
+            self._updated_in_backward = optimizer
+        elif not self._clock.is_open(Part.OPTIMIZER):
+            self._on_update(optimizer)
+
+    def _followed_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A gradient scaler's step, which leaves out the optimizer's if a gradient is infinite, and is a step anyway."""
+
+        @functools.wraps(step)
+        def followed_step(scaler: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+            if not self._followed() or not scaler.is_enabled() or self._clock.is_open(Part.OPTIMIZER):
+                return step(scaler, optimizer, *arguments, **options)
+            before = self.updates
+            self._clock.enter(Part.OPTIMIZER)
+            try:
+                result = step(scaler, optimizer, *arguments, **options)
+            finally:
+                self._clock.leave(Part.OPTIMIZER)
+            self.skipped += self.updates == before
+            self._on_update(optimizer)
+            return result
+
+        return followed_step
+
+    def _followed_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def followed_backward(*arguments: Any, **options: Any) -> Any:
+            if not self._followed():
+                return backward(*arguments, **options)
+            self._clock.enter(Part.BACKWARD)
+            try:
+                return backward(*arguments, **options)
+            finally:
+                self._clock.leave(Part.BACKWARD)
+                self.backwards += 1
+                if self._updated_in_backward is not None and not self._clock.is_open(Part.BACKWARD):
+                    optimizer, self._updated_in_backward = self._updated_in_backward, None
+                    self._on_update(optimizer)
+
+        return followed_backward
+
+    def _followed_loader(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def followed_method(loader: Any, *arguments: Any, **options: Any) -> Any:
+            if not self._followed():
+                return method(loader, *arguments, **options)
+            self._clock.enter(Part.DATA)
+            try:
+                return method(loader, *arguments, **options)
+            finally:
+                self._clock.leave(Part.DATA)
+
+        return followed_method
+
+    def _followed_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def followed_call(*arguments: Any, **options: Any) -> Any:
+            self._before_forward()
+            try:
+                return call(*arguments, **options)
+            finally:
+                self._after_forward()
+
+        return followed_call
+
+    def _before_forward(self, *_: Any) -> None:
+        if not self._followed():
+            return
+        part = self._clock.now
+        if part is None or part is Part.OPTIMIZER:  # an optimizer's closure computes the loss
+            part = Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
+        # Else it belongs to what is under way: backward recomputes, or a module calls another one that is outermost too
+        self._forward_parts.append(part)
+        self._clock.enter(part)
+
+    def _after_forward(self, *_: Any) -> None:
+        if self._forward_parts and self._followed():
+            part = self._forward_parts.pop()
+            self._clock.leave(part)
+            self.forwards += part is Part.FORWARD and not self._forward_parts
+
+    def _replace(self, owner: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put a function in place of another, and note how to put it back."""
+        original = getattr(owner, name)
+        followed = made(original)
+
+        def put_back() -> None:
+            if getattr(owner, name) is followed:
+                setattr(owner, name, original)
+
+        setattr(owner, name, followed)
+        self._undo.append(put_back)
+
+
+def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    bound = method()
+    if bound is not None:
+        bound()

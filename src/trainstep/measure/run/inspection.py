@@ -1,0 +1,156 @@
+"""Inspects one step of a script closely: under torch's profiler, with the lines at which the host waits.
+
+    inspection = Inspection(step=120, on_gpu=True)
+    inspection.start(others)            # OtherProfilers
+    inspection.part_begins(part)        # for each part of the step, None outside
+    findings = inspection.finish(Unprofiled(step_s=0.010))
+
+The step runs as ever, but slower, so its times do not count among those of the others. Its trace is read by traces/, as that of
+`trainstep profile` is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile as autograd_profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from trainstep.config.script import Part
+from trainstep.measure.harness.files import TemporaryFolder
+from trainstep.measure.run.waits import Waits
+from trainstep.records.facts import Fact, facts_of
+from trainstep.traces.communication import read_communication
+from trainstep.traces.kineto import read_trace
+from trainstep.traces.profile import profile_of
+from trainstep.traces.verdict import Unprofiled
+from trainstep.traces.work import read_work
+
+_KEPT = 20
+"""The kernels or operators of each phase that a record keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspected:
+    """What one inspected step gives to its record."""
+
+    facts: Mapping[str, Fact]
+    tables: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+
+
+class Inspection:
+    """One inspected step. After `abandon` it finds nothing."""
+
+    def __init__(self, step: int, *, on_gpu: bool) -> None:
+        self._step = step
+        self._on_gpu = on_gpu
+        self._waits = Waits(on_gpu=on_gpu)
+        self._stack = ExitStack()
+        self._range: record_function | None = None
+        self._part: Part | None = None
+        self._profiler: profile | None = None
+
+    def start(self, others: "OtherProfilers") -> None:
+        """The step begins."""
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._profiler = profile(activities=activities)
+        others.start_own(self._profiler)
+        self._stack.callback(self._waits.stop)
+        self._waits.start()
+        self._stack.enter_context(record_function(f"step {self._step}"))
+        self._stack.callback(self._end_range)
+
+    def part_begins(self, part: Part | None) -> None:
+        """A part begins, or, with None, the last one ends. Forward goes on until the next part begins, with the loss."""
+        if part is self._part or (part is None and self._part is Part.FORWARD):
+            return
+        self._end_range()
+        if part is not None:
+            self._range = record_function(part.value)
+            self._range.__enter__()
+        self._part = part
+
+    def finish(self, unprofiled: Unprofiled) -> Inspected | None:
+        """The step has ended: what it shows, or None after `abandon`."""
+        if self._profiler is None:
+            return None
+        self._stack.close()
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        waits = self._waits.table()
+        tables = {"waits": waits} if waits["file"] else {}
+        try:
+            with TemporaryFolder() as folder:
+                path = folder / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                trace = read_trace(path)
+            profiled = profile_of(trace, unprofiled=unprofiled, kernels_kept=_KEPT)
+            messages = read_communication(read_work(trace)).steps
+        except Exception as error:  # noqa: BLE001  (a profiler may write anything, and the script must go on)
+            reason = f"{type(error).__name__}: {error}"
+            return Inspected(facts=facts_of(inspected_step=self._step, trace_failed=reason), tables=tables)
+        facts = facts_of(
+            inspected_step=self._step,
+            profiled_step_s=profiled.steps_s[0],
+            device_busy_s=profiled.busy_s[0] if profiled.on_device else None,
+            communication_s=sum(step.communication_s for step in messages),
+            exposed_s=sum(step.exposed_s for step in messages),
+            **{name: value for name, value in profiled.numbers().items() if value != ""},
+        )
+        return Inspected(facts=facts, tables={**profiled.tables, **tables})
+
+    def abandon(self) -> None:
+        """End the inspection without reading anything."""
+        if self._profiler is not None:
+            self._stack.close()
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+
+    def _end_range(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._range = self._part = None
+
+
+class OtherProfilers:
+    """Notices when the script starts a profiler of its own: torch has one in a process, and a second one would be an error in it.
+
+    `seen`: whether it did. `on_seen`: called just before its first. One that is prepared and not started yet, as a schedule's
+    warm-up, counts too; torch itself would not tell.
+    """
+
+    def __init__(self, on_seen: Callable[[], None]) -> None:
+        self.seen = False
+        self._on_seen = on_seen
+        self._own_starts = False
+
+    def install(self) -> None:
+        """Follow every start of a profiler from now on."""
+        self.seen = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        self._prepare = prepare = autograd_profile._prepare_trace
+
+        def followed_prepare(profiler: Any) -> Any:
+            if not self.seen and not self._own_starts:
+                self.seen = True
+                self._on_seen()
+            return prepare(profiler)  # type: ignore[no-untyped-call]
+
+        self._followed = followed_prepare
+        autograd_profile._prepare_trace = followed_prepare  # type: ignore[method-assign]
+
+    def start_own(self, profiler: profile) -> None:
+        """Start a profiler of ours."""
+        self._own_starts = True
+        try:
+            profiler.start()
+        finally:
+            self._own_starts = False
+
+    def remove(self) -> None:
+        """Follow nothing any more."""
+        if autograd_profile._prepare_trace is self._followed:
+            autograd_profile._prepare_trace = self._prepare  # type: ignore[method-assign]

@@ -1,0 +1,73 @@
+"""Shows a run that has ended: its answer, its tables and its page, made by `trainstep report` in a process of its own.
+
+A process of its own, because the script may have left this one in any state: modules of its own names, no memory, another folder.
+This file imports no torch.
+"""
+
+import glob
+import hashlib
+import os
+import subprocess
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from trainstep.config.import_path import python_command
+
+_LONGEST_S = 300.0
+
+
+def shared_name(*more: str) -> str:
+    """A name for a run that all ranks on a machine agree on without asking each other: from the process that started them.
+
+    `more`: words that tell two runs of that process apart.
+    """
+    parent = os.getppid()
+    stat = Path(f"/proc/{parent}/stat")
+    started = (
+        stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    )  # in ticks since the machine started
+    digest = hashlib.sha256("\0".join((str(parent), started, *more)).encode()).hexdigest()
+    return f"{datetime.now():%Y%m%d}-{digest[:6]}"
+
+
+def files_of(path: Path) -> list[Path]:
+    """The records of this run: this file, then those of its other ranks that exist."""
+    beside = sorted(
+        path.parent.glob(f"{glob.escape(path.stem)}.rank*{path.suffix}"), key=lambda file: (len(file.name), file.name)
+    )
+    return [path, *beside]
+
+
+def rank_path(path: Path, rank: int) -> Path:
+    """The file of a rank: rank 0 has the file itself, the others have their number in the name."""
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def show_run(path: Path, page: Path | None, stream: IO[str] | None) -> str:
+    """Write the page, and the answer with its tables to the stream, unless it is None. Returns what failed, or an empty text."""
+    files = [str(file) for file in files_of(path)]
+    commands = [] if stream is None else [python_command("trainstep", "report", *files)]
+    if page is not None:
+        commands.append(python_command("trainstep", "report", *files, "--format", "html", "--out", str(page)))
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes: list[subprocess.Popen[str]] = [subprocess.Popen(command, **pipes) for command in commands]  # type: ignore[call-overload]
+    failed = ""
+    for process in processes:
+        try:
+            text, errors = process.communicate(timeout=_LONGEST_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text, errors = process.communicate()
+        except KeyboardInterrupt:
+            for other in processes:
+                other.kill()
+            raise
+        if process.returncode:
+            failed = next(iter(errors.strip().splitlines()), f"exit code {process.returncode}").removeprefix(
+                "trainstep: "
+            )
+        elif process is processes[0] and stream is not None:
+            stream.write(text)
+            stream.flush()
+    return failed

@@ -1,0 +1,146 @@
+"""The answer for runs of scripts: how long a step takes, what of it waits, and what to look at first."""
+
+from collections.abc import Iterator, Sequence
+
+from trainstep.config.script import Part
+from trainstep.report.kit.answer import Answer
+from trainstep.report.kit.forms import listed, ms_words, percent
+from trainstep.report.kit.notes import Configs
+from trainstep.report.kit.rows import Row
+from trainstep.report.run.runs import Run, is_installed, main_runs, place_words, runs_of
+
+WORDS = {
+    Part.DATA: "waiting for data",
+    Part.FORWARD: "forward",
+    Part.BACKWARD: "backward",
+    Part.OPTIMIZER: "optimizer",
+    Part.EVALUATION: "forward without gradients",
+    Part.OTHER: "other code of yours",
+}
+"""Part -> its words in tables and sentences."""
+_NAMED = 0.01
+"""The least share of a part that is named."""
+_WORTH = 0.05
+"""The least share of the step for which a change is suggested."""
+_ENOUGH = 10
+"""The fewest timed steps from which something is suggested: one collection of garbage is half of a short run."""
+_MOST_RUNS = 3
+
+
+def run_answer(rows: Sequence[Row]) -> Answer | None:
+    """The answer for these runs; None without a step."""
+    runs = [run for run in main_runs(runs_of(rows)) if run.step_s is not None]
+    if not runs:
+        return None
+    several = len(runs) > 1
+    verdict = " ".join(verdict_of(run, f"of {run.name}" if several else "") for run in runs[:_MOST_RUNS])
+    more = f" {len(runs) - _MOST_RUNS} more runs are in the table." if len(runs) > _MOST_RUNS else ""
+    return Answer(workload="run", verdict=verdict + more, suggestion=suggestion_of(runs[-1]))
+
+
+def run_words(configs: Configs) -> str:
+    """`your own scripts: train.py`."""
+    scripts = dict.fromkeys(str(config["script"]) for config in configs)
+    return f"your own scripts: {listed(scripts, most=_MOST_RUNS)}"
+
+
+def verdict_of(run: Run, name: str = "") -> str:
+    """`Your step takes 12.3 ms (median of 400): backward 50.1 %, forward 24.0 %; of it 20.3 % waits for data.`"""
+    count = len(run.samples.get("step", ()))
+    how_many = f"median of {count:,}" if count else "a warm-up: the run was too short for more"
+    shares = [(WORDS[part], share) for part, share in run.shares() if share >= _NAMED and part is not Part.DATA]
+    parts = listed(f"{words} {percent(share)} %" for words, share in shares) if shares else ""
+    waits = [f"{percent(run.share(Part.DATA))} % waits for data"] if run.share(Part.DATA) else []
+    if run.exposed_share >= _NAMED:
+        waits.append(f"{percent(run.exposed_share)} % for messages of other ranks (in inspected steps)")
+    of_it = f"; of it {' and '.join(waits)}" if waits else ""
+    step = f"The step {name}" if name else "Your step"
+    sentence = f"{step} takes {ms_words(run.step_s or 0.0)} ({how_many}){of_it}. "
+    return (
+        f"{sentence}{parts[:1].upper()}{parts[1:]}.{ending_words(run)}"
+        if parts
+        else f"{sentence.rstrip()}{ending_words(run)}"
+    )
+
+
+def ending_words(run: Run) -> str:
+    """How the run ended, unless it simply finished."""
+    if run.ending == "finished":
+        return ""
+    if run.ending is None:
+        return f" No record says how it ended: it was killed after step {run.steps:,}, or it still runs."
+    part = run.last.fact("ending_part")
+    where = f", in {WORDS[Part(part)]}" if part in list(Part) else ""
+    return f" It ended after {run.steps:,} step{'s' if run.steps != 1 else ''}{where}: {run.ending}."
+
+
+def suggestion_of(run: Run) -> str:
+    """What to look at first; empty if nothing takes five per cent, or the run was too short to tell."""
+    if len(run.samples.get("step", ())) < _ENOUGH:
+        return ""
+    found = [(share, words) for look in (_data, _waits, _collector, _compiler, _messages) for share, words in look(run)]
+    return max(found, default=(0.0, ""))[1]
+
+
+def _data(run: Run) -> Iterator[tuple[float, str]]:
+    share = run.share(Part.DATA)
+    if share >= _WORTH:
+        yield (
+            share,
+            f"Look at the data loader first: without its waits a step would take {ms_words((run.step_s or 0.0) * (1 - share))}. "
+            "More workers (num_workers), a cheaper transform, or batches made ahead of time.",
+        )
+
+
+def _waits(run: Run) -> Iterator[tuple[float, str]]:
+    """The line that waits longest. On a CPU nothing waits, so a line that reads a value in every inspected step is named."""
+    if not run.waits:
+        return
+    wait, others = run.waits[0], len(run.waits) - 1
+    share = min(1.0, wait["time_s"] / (run.step_s or 1.0))
+    source = f" `{wait['source']}`" if wait["source"] and "`" not in wait["source"] else ""
+    does, lines = ("does", "line") if others == 1 else ("do", "lines")
+    more = f", and so {does} {others} more {lines}" if others else ""
+    place = f"{place_words(wait)}{source}"
+    if run.on_gpu and share >= _WORTH:
+        yield (
+            share,
+            f"{place} makes the host wait for the GPU, {ms_words(wait['time_s'])} a step{more}: read values less often, or "
+            "after the next step was launched.",
+        )
+    elif not run.on_gpu and wait["steps"] == len(run.inspected):
+        yield (
+            share,
+            f"{place} reads a tensor's value in every inspected step{more}: nothing waits here on a CPU, but a GPU's host would.",
+        )
+
+
+def _collector(run: Run) -> Iterator[tuple[float, str]]:
+    times = run.samples.get("garbage_collection", (0.0,))
+    share = run.share_of(sum(times) - max(times))  # one long collection is no habit
+    if share >= _WORTH:
+        yield (
+            share,
+            f"Python's garbage collector takes {percent(share)} % of the time: gc.freeze() once the model is built, or "
+            "gc.disable() and gc.collect() every some hundred steps.",
+        )
+
+
+def _compiler(run: Run) -> Iterator[tuple[float, str]]:
+    repeated = [line for line in run.lines("compilations") if line["reason"]]
+    share = run.share_of(sum(line["time_s"] for line in repeated))
+    if share >= _WORTH:
+        line = max(repeated, key=lambda line: (not is_installed(line), line["time_s"]))
+        yield (
+            share,
+            f"torch.compile compiled again {len(repeated)} time{'s' if len(repeated) != 1 else ''}, {line['function']} "
+            f"({place_words(line)}) among them: {line['reason']}.",
+        )
+
+
+def _messages(run: Run) -> Iterator[tuple[float, str]]:
+    if run.exposed_share >= _WORTH:
+        yield (
+            run.exposed_share,
+            "Messages are not hidden: `trainstep parallel` compares strategies, and larger or fewer buckets may hide more.",
+        )

@@ -1,0 +1,188 @@
+"""`trainstep run`: whose words are whose, what is refused, and that a script's output and exit code are its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cell_maker import import_path
+from trainstep.cli.app import run
+from trainstep.cli.run import split_words
+from trainstep.records.record import Record
+from trainstep.records.store import Store
+
+TRAINING = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    loss = model(torch.randn(4, 16)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, loss.item())
+"""
+
+
+def start(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a command line in a folder to its end. Words that begin with a script's name run it by Python alone."""
+    command = [sys.executable, *launcher, *words]
+    environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=110, check=False)
+
+
+def watched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return start(folder, "-m", "trainstep", "run", *words)
+
+
+def records(folder: Path) -> list[Record]:
+    """All records of the only run in a folder."""
+    (file,) = (folder / "runs").glob("*.jsonl")
+    return Store(file).read()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["run", "train.py", "--out", "x"], ["run", "--", "train.py", "--out", "x"]),
+        (
+            ["run", "--out", "a.jsonl", "--quiet", "train.py", "--quiet"],
+            ["run", "--out", "a.jsonl", "--quiet", "--", "train.py", "--quiet"],
+        ),
+        (
+            ["run", "--out=a.jsonl", "-m", "package.train", "-h"],
+            ["run", "--out=a.jsonl", "--", "-m", "package.train", "-h"],
+        ),
+        (["run", "--help"], ["run", "--help"]),
+        (["run", "--", "train.py"], ["run", "--", "train.py"]),
+        (["run"], ["run"]),
+    ],
+)
+def test_words_after_the_script_are_the_scripts(words: list[str], expected: list[str]):
+    assert split_words(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "script: name a script: trainstep run train.py"),
+        (["gone.py"], "script: gone.py cannot be read"),
+        (["--inspect-every", "-3", "train.py"], "inspect_every: must be a number of steps, or 0 for none, not -3"),
+        (["--no-page", "--page", "x.html", "train.py"], "no_page: a page is named too"),
+        (["--out", ".", "train.py"], "cannot be written: it is not a regular file"),
+        (["--page", "train.py", "train.py"], "train.py does not look like a page"),
+        (["--wrong", "train.py"], "--wrong"),
+        (["torchrun", "train.py"], "torchrun --nproc-per-node 2 -m trainstep run train.py"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    assert run(["run", *words]) == 2
+    out, err = capsys.readouterr()
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert out == ""
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+
+
+def test_the_help_is_ours_before_the_script_and_the_scripts_after_it(tmp_path: Path):
+    (tmp_path / "train.py").write_text("import argparse\nargparse.ArgumentParser(description='mine').parse_args()\n")
+    assert "mine" in watched(tmp_path, "train.py", "--help").stdout
+    ours = watched(tmp_path, "--help").stdout
+    assert "torchrun --nproc-per-node 2 -m trainstep run train.py" in ours
+    assert "mine" not in ours
+
+
+def test_a_script_without_torch_says_so_and_keeps_its_exit_code(tmp_path: Path):
+    (tmp_path / "train.py").write_text("import sys\nprint('hello \\x1b[1m')\nsys.exit(7)\n")
+    done = watched(tmp_path, "train.py")
+    assert (done.returncode, done.stdout) == (7, "hello \x1b[1m\n"), "the script's output is not made visible"
+    assert done.stderr == "trainstep: the script never imported torch, so there is no step to time\n"
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.slow
+def test_a_script_trains_as_ever_and_is_recorded(tmp_path: Path):
+    (tmp_path / "train.py").write_text(TRAINING + "import os; os.chdir('/')\n")
+    done, alone = watched(tmp_path, "--inspect-every", "7", "train.py", "20"), start(tmp_path, "train.py", "20")
+    assert (done.returncode, done.stdout) == (0, alone.stdout), "losses are the same to the last digit"
+    assert "Your step takes " in done.stderr
+    assert "print(step, loss.item())" in done.stderr, "the line that reads a value"
+    assert "records: runs/" in done.stderr, "as seen from the folder of the start"
+    written = records(tmp_path)
+    assert written[-1].fact("steps_seen") == 20
+    assert written[-1].fact("ending") == "finished"
+    assert [record.fact("inspected_step") for record in written] == [7, 14, None]
+    assert written[0].config["arguments"] == "20"
+    (page,) = (tmp_path / "runs").glob("*.html")
+    assert "Where the time of a step goes" in page.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "code", "ending"),
+    [
+        ("raise RuntimeError('boom')", 1, "RuntimeError: boom"),
+        ("sys.exit(4)", 4, "exit code 4"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)",
+            -signal.SIGINT,
+            "interrupted",
+        ),
+        ("import os; os._exit(5)", 5, None),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, None),
+    ],
+)
+def test_what_was_recorded_stays_however_it_ends(last: str, code: int, ending: str | None, tmp_path: Path):
+    (tmp_path / "train.py").write_text(f"{TRAINING}{last}\n")
+    done = watched(tmp_path, "--inspect-every", "5", "train.py", "12")
+    assert done.returncode == code
+    written = records(tmp_path)
+    assert written[-1].fact("ending") == ending
+    assert written[-1].fact("steps_seen") == (12 if ending else 10)
+    shown = start(tmp_path, "-m", "trainstep", "report", "runs").stdout
+    assert (ending or "No record says how it ended: it was killed after step 10") in shown
+    assert (ending is not None) == ("page: runs" in done.stderr)
+
+
+@pytest.mark.slow
+def test_every_rank_writes_and_rank_0_shows(tmp_path: Path):
+    (tmp_path / "train.py").write_text(
+        TRAINING.replace(
+            "optimizer =",
+            "torch.distributed.init_process_group('gloo')\nmodel = torch.nn.parallel.DistributedDataParallel(model)\noptimizer =",
+        )
+        + "torch.distributed.destroy_process_group()\n"
+    )
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = start(tmp_path, "-m", "trainstep", "run", "--inspect-every", "6", "train.py", "15", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Your step takes") == 1
+    files = sorted((tmp_path / "runs").glob("*.jsonl"), key=lambda file: len(file.name))
+    assert files[1].name == files[0].name.replace(".jsonl", ".rank1.jsonl")
+    ranks = [Store(file).read() for file in files]
+    assert [records[-1].config["rank"] for records in ranks] == [0, 1]
+    assert len({records[-1].config["run"] for records in ranks}) == 1
+    assert ranks[0][0].fact("communication_s") > 0
+    assert not any(record.fact("inspected_step") for record in ranks[1])
+    assert "(rank 1 of 2)" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_report_of_a_run_is_json_too(tmp_path: Path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    watched(tmp_path, "--quiet", "--out", "r.jsonl", "--no-page", "train.py", "9")
+    report = json.loads(start(tmp_path, "-m", "trainstep", "report", "r.jsonl", "--format", "json").stdout)
+    assert report["answer"][0]["verdict"].startswith("Your step takes ")
+    assert report["rows"][0]["steps_seen"] >= 4
+    assert not list(tmp_path.glob("*.html"))
