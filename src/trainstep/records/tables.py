@@ -181,9 +181,15 @@ _RECOMPUTATION = {
     ),
 }
 """Of runs with recompute_budget_gib."""
+_LOSSES = {
+    "losses": TableKind(
+        rows="a step before the timed steps, from the first on: its loss; none where it is not finite",
+        columns={"loss": float | None},
+    ),
+}
 TABLES: Mapping[str, Mapping[str, TableKind]] = {
-    "train_step": _RECOMPUTATION,
-    "parallel": _PARALLEL,
+    "train_step": _RECOMPUTATION | _LOSSES,
+    "parallel": _PARALLEL | _LOSSES,
     "memory": _MEMORY,
     "profile": _PROFILE | _RECOMPUTATION,
     "numerics": _NUMERICS,
