@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from trainstep.cli.cells import FAULTED, UNFINISHED, interrupt_says
@@ -94,6 +94,7 @@ def allowed_precisions(text: str | None) -> list[str]:
 
 def _searched(start: Options, precisions: Sequence[str], lab: "_Lab") -> Result:
     changes = changes_within(precisions, built_in=":" not in str(start["model"]))
+    lab.start = start
     return search(start, changes, key_of=lab.key_of, trial=lab.trial, compare=lab.compare)
 
 
@@ -105,6 +106,8 @@ class _Lab:
         self._records = store.finished()
         self._command = shlex.join(["trainstep", *sys.argv[1:]])
         self._began_s = time.monotonic()
+        self.start: Options = {}
+        """The start of the search that runs; progress names what differs from it."""
         self._trials_s: list[float] = []
         self._comparisons_s: list[float] = []
 
@@ -126,11 +129,11 @@ class _Lab:
         if failure is not None:
             return Trial(failure_kind=failure.kind, message=failure.message)
         losses = tuple(record.tables["losses"]["loss"])
-        return Trial(losses=losses, step_s=median(record.samples["step"].values))
+        return Trial(losses=losses, step_s=min(record.samples["step"].values))
 
     def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
         """Both interleaved, or an earlier run's records of that: its first comparison of this pair, or with repeat 1 its second."""
-        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        changed = _changed(before, after)
         cells = [self._cell(before, changed), self._cell(after, changed)]
         pairs = self._stored(cells)
         if len(pairs) > repeat:
@@ -177,7 +180,8 @@ class _Lab:
         # On random tokens there is little to learn, and a wrong gradient changes the loss by less than bf16's rounding does.
         reads = config["data"] == "random" and config["model"].get("vocab_size", 0) >= _LEAST_VOCABULARY
         text = {"data": "stdlib"} if reads else {}
-        return self._cell({**options, **text, "warmups": max(config["warmups"], TRIAL_STEPS)})
+        trial = {**options, **text, "warmups": max(config["warmups"], TRIAL_STEPS)}
+        return self._cell(trial, _changed(self.start, options))
 
     def _stored(self, cells: Sequence[Cell]) -> list[tuple[Record, Record]]:
         """The complete comparisons of these cells, oldest first."""
@@ -197,6 +201,7 @@ class _Lab:
         measured: list[Record] = []
         began_s = time.monotonic()
         with CellProgress(cells, quiet=self._how.quiet) as progress:
+            progress.finished(0, len(cells), ())
             for records in run_groups([cells], self._bounds, progress.tell):
                 for record in records:
                     noted = with_facts(record, command=self._command, defaults_from=self._how.defaults_from)
@@ -214,6 +219,10 @@ class _Lab:
         if minutes is None or not (self._trials_s or self._comparisons_s):
             return False
         return time.monotonic() - self._began_s + next_s > minutes * 60
+
+
+def _changed(before: Options, after: Options) -> list[str]:
+    return [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
 def _is_trial(record: Record) -> bool:

@@ -71,7 +71,7 @@ CHANGES = (
     _row(compile="block", otherwise=_UNCAPTURED),
     _row(compile="model", otherwise=_UNCAPTURED),
     _row(adamw="trainstep"),
-    _row(update="in_backward"),
+    _row(update="in_backward", otherwise={"adamw": "trainstep"}),
     _row(built_in=True, attention="trainstep"),
     _row(built_in=True, attention="sdpa"),
     _row(built_in=True, attention="sdpa_flash"),
@@ -101,7 +101,7 @@ class Trial:
     message: str = ""
     losses: tuple[float | None, ...] = ()
     step_s: float | None = None
-    """Median."""
+    """The fastest step, because disturbances of a lone process only add."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +265,8 @@ class _Search:
         if why := self._wrong_losses(tried, precision):
             return Step(change=name, word="another loss", reason=f"not kept: {why}", alone_s=tried.step_s)
         if self._best_s and tried.step_s and tried.step_s > HOPELESS * self._best_s:
-            why = f"took {tried.step_s / self._best_s:.3g} times the best's time in a process alone, so it was not compared further"
+            ratio = tried.step_s / self._best_s
+            why = f"its fastest step took {ratio:.3g} times the best's, each alone, so it was not compared further"
             return Step(change=name, word="slower", reason=why, alone_s=tried.step_s)
         step = self._judged(name, self.result.best, options, tried)
         if step.kept:

@@ -47,7 +47,7 @@ def preset_table(label: str, result: Result) -> Table:
     steps = [*result.steps, *([result.whole] if result.whole else [])]
     columns = [
         Column("change", get=lambda step: step.change, names=True),
-        Column("alone (ms)", MS, lambda step: step.alone_s, optional=True),
+        Column("fastest alone (ms)", MS, lambda step: step.alone_s, optional=True),
         Column("ratio", RATIO, lambda step: step.comparison and step.comparison.ratio, optional=True),
         Column("99 % from", RATIO, lambda step: step.comparison and step.comparison.low, optional=True),
         Column("to", RATIO, lambda step: step.comparison and step.comparison.high, optional=True),
@@ -55,10 +55,10 @@ def preset_table(label: str, result: Result) -> Table:
         Column("kept", get=lambda step: "yes" if step.kept else "no"),
         Column("why", get=lambda step: step.reason),
     ]
-    start = f" The start took {result.start_s * 1e3:,.4g} ms alone." if result.start_s else ""
+    start = f" The start's fastest step took {result.start_s * 1e3:,.4g} ms alone." if result.start_s else ""
     note = (
         "A ratio is against the start with the changes kept above it; the last line, all kept changes, is against the start. "
-        f"Alone: the median step of the trial, one process whose losses are compared.{start}"
+        f"Alone: in the trial, one process whose losses are compared.{start}"
     )
     return Table.of(f"Changes: {label}", steps, columns, note=note, raw=[_raw(label, step) for step in steps])
 
