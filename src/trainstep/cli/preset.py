@@ -307,7 +307,7 @@ def _show(
     for result, label, path in zip(results, labels, paths, strict=True):
         answers.append(preset_answer(label, result, str(path)))
         tables.append(preset_table(label, result))
-        if result.trouble or result.start_s is None:
+        if result.start_s is None:
             continue
         chosen = {name: value for name, value in result.chosen.items() if name not in TIMING_FIELDS}
         key = lab.record_key(result.chosen)

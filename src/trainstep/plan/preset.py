@@ -126,7 +126,7 @@ class Result:
     fitting: Options
     best: Options
     start_s: float | None = None
-    """The step's time in the trial of `fitting`."""
+    """The step's time in the trial of `fitting`; None until two runs of it have shown that changes can be tried from it."""
     steps: list[Step] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
     """What the budget left, or what a dry run would measure next."""
@@ -231,7 +231,6 @@ class _Search:
         if tried.failure_kind:
             result.trouble = tried.message
             return
-        result.start_s = self._best_s = tried.step_s
         self._keys[self._key_of(result.best)] = "the start"
         precision, losses = self._precision(result.best), tried.losses
         if not losses or None in losses:
@@ -244,6 +243,8 @@ class _Search:
                 f"a second run of the start with the same seed is not alike ({why}), so no change's loss can be checked; draw "
                 "weights and batches from run.seed"
             )
+            return
+        result.start_s = self._best_s = tried.step_s
 
     def _step(self, change: Change) -> Step | None:
         """Try one change; None if its condition does not hold, so that there is nothing to say about it."""

@@ -28,7 +28,7 @@ def _verdict(result: Result) -> tuple[str, bool]:
     if result.trouble:
         return f"nothing was tried, because the start does not serve: {result.trouble}", False
     if result.start_s is None:
-        return "the start was not run.", False
+        return "nothing was tried yet.", False
     ran = sum(step.word != "not run" for step in result.steps)
     if not result.kept:
         return f"of {ran} changes that ran, none was kept; the start stays.", False
