@@ -211,11 +211,12 @@ def test_a_killed_search_goes_on_where_it_stopped(tmp_path: Path):
 
 
 def _trial_losses(**options: object) -> list[float]:
-    run = build_run({"model": "tiny", "batch_size": 2, "context": 64, "data": "stdlib", **options})
+    run = build_run({"model": "tiny", "batch_size": 2, "context": 64, "data": app.__file__, **options})
     step = build_step(run)
     return [step.step(step.micro_batches(index)).item() for index in range(TRIAL_STEPS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16_autocast", "bf16"])
 @pytest.mark.parametrize("wrong", ["no mask", "no gradient"])
 def test_losses_tell_a_wrong_attention_from_another_right_one(

@@ -42,10 +42,10 @@ def bench(
     compare
         The option whose values are compared: their processes are interleaved, so that drift affects all values equally.
     preset
-        fastest: search the options with which this model's step is fastest here. One change at a time (capture, compile, AdamW,
-        attention, fused ops; recomputation only if memory does not suffice) is compared with the best so far and kept if it is
-        faster with the same loss. The result is a TOML file for --config, beside the records (by default
-        runs/preset-fastest.jsonl). The same command goes on where it stopped.
+        fastest: search the options with which the step of each --model is fastest in one process here, from the given ones on.
+        One change at a time (capture, compile, AdamW, attention, fused ops, recomputation) is tried, its losses are checked, and
+        it is kept if it is faster than the best so far. The result is a TOML file for --config, beside the records in
+        runs/preset-fastest.jsonl or --out. The same command goes on where it stopped.
     allow_precision
         The precisions that --preset may try, as bf16_autocast,bf16_master; by default only the one of --precision.
     processes

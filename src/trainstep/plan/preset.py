@@ -9,7 +9,7 @@ is kept if the comparison calls it faster (docs/decisions/0021-presets-by-greedy
 [Note: which difference of the losses is rounding]
 A trial and the start have the same seed, weights and batches. If both are right, their losses differ by rounding alone. The spread
 of several seeds would tell nothing: without a causal mask, or without any update, the losses of ten steps lie within it. Let d be
-the norm of the difference of both sequences of losses over the norm of the start's. Measured on a CPU (tiny, mini and small, ten
+the norm of the difference of both sequences of losses over the norm of the start's. Measured on a CPU (tiny, mini, and small in fp32, ten
 steps) with right variants and with four wrong attentions (no mask, another scale, shifted keys, no gradient for q):
 
                   right             wrong, random tokens   wrong, text
