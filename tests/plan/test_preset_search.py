@@ -191,7 +191,7 @@ def test_a_change_that_the_best_so_far_hinders_is_tried_with_what_it_brings_alon
     lab = Lab({"auto": 0.9, "block": 0.5, "none": 1.0})
     lab.refused["block"] = "auto"
     result = lab.run(CAPTURE, Change(options={"compile": "block"}, otherwise={"capture": "none"}))
-    assert result.steps[1].change == "compile block, capture none"
+    assert result.steps[1].change == "compile block with capture none"
     assert result.chosen == {**START, "capture": "none", "compile": "block"}
 
 
@@ -253,6 +253,13 @@ def test_less_recomputation_is_tried_at_the_end_where_something_made_room():
     result = lab.run(WHOLE, BF16, *rows)
     assert [step.change for step in result.steps] == ["recompute block", "precision bf16_autocast", "recompute none"]
     assert result.chosen == {**START, "precision": "bf16_autocast", "recompute": "none"}
+
+
+def test_weights_that_do_not_fit_are_not_tried_with_recomputation():
+    lab = Lab({})
+    lab.trials["tiny"] = Trial(failure_kind="out_of_memory", phase="build", message="OOM")
+    result = lab.run(SELECTIVE, WHOLE, CAPTURE)
+    assert (result.trouble, len(lab.tried)) == ("OOM", 1)
 
 
 def test_a_start_that_never_fits_ends_the_search():

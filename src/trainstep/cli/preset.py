@@ -127,7 +127,7 @@ class _Lab:
             [record] = self._run([cell], self._trials_s)
         failure = record.failure
         if failure is not None:
-            return Trial(failure_kind=failure.kind, message=failure.message)
+            return Trial(failure_kind=failure.kind, phase=failure.phase, message=failure.message)
         losses = tuple(record.tables["losses"]["loss"])
         return Trial(losses=losses, step_s=min(record.samples["step"].values))
 
@@ -299,6 +299,7 @@ def _show(
     from trainstep.report.kit.answer import print_answers
     from trainstep.report.kit.frames import json_text, markdown
     from trainstep.report.kit.output_file import write_output
+    from trainstep.report.kit.tables import filled
     from trainstep.report.kit.terminal import print_tables
     from trainstep.report.step.preset import preset_answer, preset_table, preset_toml
 
@@ -322,7 +323,7 @@ def _show(
             sys.stdout.write(json_text(tables, answers))
         else:
             print_answers(answers, sys.stdout)
-            print_tables(tables, [], sys.stdout, every=how.every)
+            print_tables(filled(*tables), [], sys.stdout, every=how.every)
     with outliving_reader(stream):
         written = [path for result, path in zip(results, paths, strict=True) if result.start_s is not None]
         print(f"records: {store.path}", *(f"preset: {path}" for path in written), sep="\n", file=stream, flush=True)

@@ -9,8 +9,8 @@ is kept if the comparison calls it faster (docs/decisions/0021-presets-by-greedy
 [Note: which difference of the losses is rounding]
 A trial and the start have the same seed, weights and batches. If both are right, their losses differ by rounding alone. The spread
 of several seeds would tell nothing: without a causal mask, or without any update, the losses of ten steps lie within it. Let d be
-the norm of the difference of both sequences of losses over the norm of the start's. Measured on a CPU (tiny, mini, and small in fp32, ten
-steps) with right variants and with four wrong attentions (no mask, another scale, shifted keys, no gradient for q):
+the norm of the difference of both sequences of losses over the norm of the start's. Measured on a CPU (tiny, mini, and small in
+fp32, ten steps) with right variants and with four wrong attentions (no mask, another scale, shifted keys, no gradient for q):
 
                   right             wrong, random tokens   wrong, text
     fp32          at most 2e-7      at least 5e-6          at least 1.4e-4
@@ -54,8 +54,8 @@ class Change:
 
 
 def name_of(options: Options) -> str:
-    """`compile block, capture none`"""
-    return ", ".join(f"{name} {'none' if value is None else value}" for name, value in options.items())
+    """`compile block with capture none`"""
+    return " with ".join(f"{name} {'none' if value is None else value}" for name, value in options.items())
 
 
 def _row(when: str = ALWAYS, *, otherwise: Options | None = None, built_in: bool = False, **options: Any) -> Change:
@@ -98,6 +98,8 @@ class Trial:
 
     failure_kind: str = ""
     """Empty if it ran."""
+    phase: str = ""
+    """Where it failed."""
     message: str = ""
     losses: tuple[float | None, ...] = ()
     step_s: float | None = None
@@ -214,7 +216,7 @@ class _Search:
         result = self.result
         tried = self._measured(result.start)
         for change in rows:
-            if tried.failure_kind != "out_of_memory":
+            if tried.failure_kind != "out_of_memory" or tried.phase == "build":  # weights alone that do not fit
                 break
             options = {**result.start, **change.options}
             name = name_of(change.options)
