@@ -9,6 +9,8 @@ from trainstep.config.run import RunConfig
 def bench(
     *,
     compare: str | None = None,
+    preset: str | None = None,
+    allow_precision: str | None = None,
     processes: int | None = None,
     timeout_s: float = 600.0,
     memory_limit_gib: float | None = None,
@@ -33,10 +35,19 @@ def bench(
 
         trainstep bench --model my_package.my_module:build --page report.html
 
+        trainstep bench --model small --preset fastest --allow-precision bf16_autocast --budget-minutes 30
+
     Parameters
     ----------
     compare
         The option whose values are compared: their processes are interleaved, so that drift affects all values equally.
+    preset
+        fastest: search the options with which the step of each --model is fastest in one process here, from the given ones on.
+        One change at a time (capture, compile, AdamW, attention, fused ops, recomputation) is tried, its losses are checked, and
+        it is kept if it is faster than the best so far. The result is a TOML file for --config, beside the records in
+        runs/preset-fastest.jsonl or --out. The same command goes on where it stopped.
+    allow_precision
+        The precisions that --preset may try, as bf16_autocast,bf16_master; by default only the one of --precision.
     processes
         Fresh processes for each compared variant, which a verdict compares as pairs; by default 12, or as many as fit into a
         minute, but at least 6, and up to 24 where the machine is noisy. A process takes all --steps if they last under a second,
@@ -47,14 +58,31 @@ def bench(
         GiB of memory that a CPU cell may use; by default 90 % of the machine's.
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
+    _check_preset(preset, compare, allow_precision)
     bounds = limits(timeout_s, memory_limit_gib, processes=processes)
     here, device = this_machine(fields.get("device"), forks=not how.dry_run)
     grid = {"model": ["small" if device == "cuda" else "tiny"], **grid}
     cells = expand(grid, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
+    if preset is not None:
+        from trainstep.cli.preset import run_presets
+
+        return run_presets(grid, fields.get("device"), device, allow_precision, bounds, how, here)
     groups = groups_along(cells, compare)
     check_compared(bounds, groups)
 
     from trainstep.cli.cells import measure_grid
 
     return measure_grid(groups, "bench", bounds, how, here, compare=compare)
+
+
+def _check_preset(preset: str | None, compare: str | None, allow_precision: str | None) -> None:
+    """ValueError for an unknown preset, and for options that contradict it."""
+    if preset is None:
+        if allow_precision is not None:
+            raise ValueError("allow_precision: has no effect without --preset fastest; leave it out")
+        return
+    if preset != "fastest":
+        raise ValueError(f"preset: {preset!r} is not known; known: fastest")
+    if compare is not None:
+        raise ValueError("compare: --preset chooses itself what is compared; leave one of the two out")

@@ -194,9 +194,15 @@ _RUN = {
         rows="a reason and line of graph breaks", columns={"file": str, "line": int, "reason": str, "count": int}
     ),
 }
+_LOSSES = {
+    "losses": TableKind(
+        rows="a step before the timed steps, from the first on: its loss; none where it is not finite",
+        columns={"loss": float | None},
+    ),
+}
 TABLES: Mapping[str, Mapping[str, TableKind]] = {
-    "train_step": _RECOMPUTATION,
-    "parallel": _PARALLEL,
+    "train_step": _RECOMPUTATION | _LOSSES,
+    "parallel": _PARALLEL | _LOSSES,
     "memory": _MEMORY,
     "profile": _PROFILE | _RECOMPUTATION,
     "numerics": _NUMERICS,

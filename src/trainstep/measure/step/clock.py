@@ -192,18 +192,22 @@ class StepTimer:
         allocations = opened.memory.device_allocations() - allocations_before
         return ReadWindow(times, None if opened.gpu is None else opened.gpu.sm_clock_hz(), allocations)
 
-    def capture(self) -> None:
-        """Run untimed steps on the next batches until it is settled whether the steps that follow are graph launches."""
-        captured = self._assembly.captured
+    def capture(self) -> list[float]:
+        """Run untimed steps on the next batches until it is settled whether the steps that follow are graph launches.
+
+        Returns their losses.
+        """
+        captured, losses = self._assembly.captured, []
         for _ in range(MOST_BEFORE_CAPTURE):
             batches = self._next_batches(1)
             # Peaks of memory count from the last of these steps. If a graph was captured, it was in this step, and the
             # allocator counts the graph's memory then and never again.
             self._built.opened.memory.start()
-            self._assembly.take(batches[-1])
+            losses.append(self._assembly.take(batches[-1]).item())
             self._drop_gradients()
             if captured is None or captured.is_settled(batches[-1]):
-                return
+                break
+        return losses
 
     def window_again(self) -> Window:
         """Time the last step again."""

@@ -6,6 +6,7 @@ samples  forward backward grad_sync optimizer [s]: device time between CUDA even
          step [s]: host time of synchronised steps; enqueue [s]: host time until the last work was issued (GPU)
          sm_clock [Hz], device_allocations [count] (GPU): read after each window; the second counts calls of cudaMalloc
 facts    the facts of every workload, and those under "A training step" in records/facts.py
+tables   losses: of the steps before the timed ones (those that capture takes, then the warm-ups), on the batches from the first on
 """
 
 import math
@@ -70,20 +71,21 @@ def prepare_step(run: RunConfig, stage: Stage) -> "TrainStepMeasurement":
 def warm_up(built: BuiltStep, recomputation: Recomputation | None = None) -> "TrainStepMeasurement":
     """Run the warm-up steps; their times are kept apart. Raises CellFailed if the step should be captured and cannot be."""
     timer, stages, count = StepTimer(built), built.opened.stages, built.assembly.run.warmups
-    warmups = []
+    warmups, losses = [], []
     with built.names_out_of_memory():
         if built.assembly.captured is not None:
             stages.enter("capture")
             with built.names_what_is_not_captured():
-                timer.capture()
+                losses += timer.capture()
         stages.enter("warmup")
         for done in range(count):
             warmups.append(timer.window(1))
+            losses.append(timer.loss.item())
             stages.count(done + 1, count)
         if built.assembly.captured is None:
             built.opened.memory.start()
         stages.enter("steps")
-    return TrainStepMeasurement(built, timer, warmups, recomputation)
+    return TrainStepMeasurement(built, timer, warmups, losses, recomputation)
 
 
 class TrainStepMeasurement:
@@ -94,9 +96,12 @@ class TrainStepMeasurement:
         built: BuiltStep,
         timer: StepTimer,
         warmups: Sequence[ReadWindow],
+        losses: Sequence[float],
         recomputation: Recomputation | None = None,
     ) -> None:
+        """`losses`: of all steps before this, which take the first batches in order."""
         self.built = built
+        self._losses = losses
         self._recomputation = recomputation
         self._run = built.assembly.run
         self._timer = timer
@@ -170,6 +175,8 @@ class TrainStepMeasurement:
                 lambda facts: facts.update(flops_facts(run, self._timer.eager_step_again, assembly.recomputed)),
             )
         tables = self._recomputation.tables() if self._recomputation else {}
+        if self._losses:
+            tables["losses"] = {"loss": [loss if math.isfinite(loss) else None for loss in self._losses]}
         return Findings(samples=self.samples(), facts=facts, tables=tables)
 
     def finish_uninspected(self) -> Findings:

@@ -52,9 +52,9 @@ class CopyEngines:
     go through the library (NCCL or gloo), as do maxima and broadcasts.
     """
 
-    inbox_bytes: int = 512 * 2**20
+    inbox_bytes: int = 256 * 2**20
     least_bytes: int = 2**20
-    lanes: int = 2
+    lanes: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,279 @@
+"""The search of a preset on made-up measurements: what is kept, skipped, left by the budget, and what a start without room gets."""
+
+from typing import Any
+
+import pytest
+
+from trainstep.plan.preset import (
+    CHANGES,
+    IF_LESS,
+    IF_TOO_LARGE,
+    Change,
+    Options,
+    Result,
+    Trial,
+    allowed_difference,
+    changes_within,
+    difference_of,
+    search,
+)
+from trainstep.records.compare import Comparison
+
+START = {"model": "tiny"}
+DEFAULTS = {"capture": "none", "compile": "none", "precision": "fp32", "recompute": "none", "adamw": "fused"}
+CAPTURE = Change(options={"capture": "auto"})
+BLOCK, MODEL = Change(options={"compile": "block"}), Change(options={"compile": "model"})
+BF16 = Change(options={"precision": "bf16_autocast"})
+SELECTIVE, WHOLE = (Change(options={"recompute": name}, when=IF_TOO_LARGE) for name in ("selective", "block"))
+LOSSES = (2.0, 1.9, 1.8)
+
+
+class Lab:
+    """Answers from `speeds`: option value -> factor of the time. Notes what was tried and compared."""
+
+    def __init__(self, speeds: dict[str, float], *, budget: int = 99, together: float = 0.0):
+        self.speeds, self.budget, self.together = speeds, budget, together
+        self.tried: list[Options] = []
+        self.compared: list[tuple[Options, Options, int]] = []
+        self.refused: dict[str, str] = {}
+        """Option value -> the value that it cannot stand beside, or `always`."""
+        self.trials: dict[str, Trial] = {}
+        """Option value -> what its trial gives."""
+        self.repeated = LOSSES
+        self.fits = lambda options: True
+
+    def key_of(self, options: Options) -> str:
+        values = {**DEFAULTS, **options}
+        for value, other in self.refused.items():
+            if value in values.values() and (other == "always" or other in values.values()):
+                raise ValueError(f"{value} is refused")
+        return str(sorted(values.items()))
+
+    def trial(self, options: Options, repeat: int) -> Trial | None:
+        if len(self.tried) == self.budget:
+            return None
+        self.tried.append(options)
+        if not self.fits(options):
+            return Trial(failure_kind="out_of_memory", message="OOM")
+        given = next((trial for value, trial in self.trials.items() if value in options.values()), None)
+        return given or Trial(losses=self.repeated if repeat else LOSSES, step_s=1.0)
+
+    def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
+        self.compared.append((before, after, repeat))
+        ratio = 1.0
+        for name, value in after.items():
+            ratio *= self.speeds.get(str(value), 1.0) if before.get(name) != value else 1.0
+        whole = len([name for name in after if before.get(name) != after[name]]) > 1 or repeat
+        ratio = self.together if whole and self.together else ratio
+        verdict = "faster" if ratio < 0.98 else "slower" if ratio > 1.02 else "cannot tell"
+        return Comparison(verdict=verdict, reason="made up", ratio=ratio)
+
+    def run(self, *changes: Change, start: Options = START) -> Result:
+        return search(start, changes, key_of=self.key_of, trial=self.trial, compare=self.compare)
+
+
+def test_each_change_is_tried_against_the_best_so_far_and_all_at_last_against_the_start():
+    lab = Lab({"auto": 0.5, "block": 1.3, "model": 0.8})
+    result = lab.run(CAPTURE, BLOCK, MODEL)
+    assert [step.change for step in result.kept] == ["capture auto", "compile model"]
+    captured, both = {**START, "capture": "auto"}, {**START, "capture": "auto", "compile": "model"}
+    assert lab.compared == [
+        (START, captured, 0),
+        (captured, {**captured, "compile": "block"}, 0),
+        (captured, both, 0),
+        (START, both, 0),
+    ]
+    assert result.chosen == both
+    assert result.whole is not None
+    assert result.whole.comparison is not None
+    assert result.whole.comparison.ratio == pytest.approx(0.4)
+
+
+def test_a_single_kept_change_is_measured_a_second_time():
+    lab = Lab({"auto": 0.5})
+    assert lab.run(CAPTURE).chosen == {**START, "capture": "auto"}
+    assert [repeat for *_, repeat in lab.compared] == [0, 1]
+
+
+def test_what_is_not_confirmed_is_not_chosen():
+    result = Lab({"auto": 0.5}, together=1.0).run(CAPTURE)
+    assert result.best != START
+    assert result.chosen == START
+
+
+def test_without_a_faster_change_the_start_is_chosen():
+    lab = Lab({"auto": 1.0, "block": 1.5})
+    result = lab.run(CAPTURE, BLOCK)
+    assert (result.kept, result.whole, result.chosen) == ([], None, START)
+    assert len(lab.compared) == 2
+
+
+@pytest.mark.parametrize("start", [START, {**START, "capture": "none"}])
+def test_a_change_to_a_default_is_not_compared_with_itself(start: Options):
+    lab = Lab({})
+    [step] = lab.run(Change(options={"capture": "none"}), start=start).steps
+    assert (step.word, step.reason) == ("not run", "is so already")
+    assert lab.compared == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ((2.0, 1.9, 1.8001), "the losses of 3 steps differ from the start's by 3e-05, and rounding explains 9.5e-07"),
+        ((2.0, None, 1.8), "its loss is not finite: 2, nan or inf"),
+        ((), "its record has no losses"),
+    ],
+)
+def test_a_change_with_another_loss_is_not_even_compared(losses: Any, words: str):
+    lab = Lab({"auto": 0.5})
+    lab.trials["auto"] = Trial(losses=losses, step_s=0.1)
+    result = lab.run(CAPTURE)
+    assert (result.chosen, lab.compared) == (START, [])
+    assert words in result.steps[0].reason
+    assert result.steps[0].word == "another loss"
+
+
+def test_a_precision_may_move_the_loss_by_its_roundoff_and_later_changes_are_held_to_its_losses():
+    moved = (2.004, 1.904, 1.804)
+    lab = Lab({"bf16_autocast": 0.5, "auto": 0.5, "block": 0.5})
+    lab.trials = {
+        "auto": Trial(losses=moved, step_s=1.0),
+        "block": Trial(losses=LOSSES, step_s=1.0),
+        "bf16_autocast": Trial(losses=moved, step_s=1.0),
+    }
+    result = lab.run(BF16, CAPTURE, Change(options={"compile": "block", "capture": "none"}))
+    assert [(step.kept, step.word) for step in result.steps] == [
+        (True, "faster"),
+        (True, "faster"),
+        (False, "another loss"),
+    ]
+
+
+def test_a_precision_with_a_wrong_loss_is_not_kept():
+    lab = Lab({"bf16_autocast": 0.5})
+    lab.trials["bf16_autocast"] = Trial(losses=(2.03, 1.93, 1.83), step_s=0.5)
+    assert lab.run(BF16).chosen == START
+
+
+def test_the_allowed_difference_is_between_what_right_and_wrong_variants_measure():
+    right = {"fp32": 2e-7, "fp16_autocast": 4e-6, "bf16_autocast": 2.6e-5, "bf16": 2.6e-5}
+    for precision, most in right.items():
+        assert 1.5 * most < allowed_difference(precision, precision) < 1.3e-4 / 2, precision
+    lawful = {"fp16_autocast": 6e-6, "bf16_autocast": 6e-5, "bf16_master": 1.3e-3, "bf16": 2.9e-3}
+    for precision, moved in lawful.items():
+        assert moved < allowed_difference(precision, "fp32") == allowed_difference("fp32", precision) < 1e-2, precision
+
+
+def test_the_difference_of_losses_is_relative_and_over_the_common_steps():
+    assert difference_of((2.0, 1.0), (2.0, 1.0, 7.0)) == 0.0
+    assert difference_of((3.0, 4.0), (0.0, 0.0)) == float("inf")
+    assert difference_of((0.0,), (0.0,)) == 0.0
+    assert difference_of((3.3, 4.4), (3.0, 4.0)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("kind", ["out_of_memory", "unsupported", "timeout", "crash", "import_error"])
+def test_a_change_that_fails_is_a_row_and_the_search_goes_on(kind: str):
+    lab = Lab({"model": 0.5})
+    lab.trials["auto"] = Trial(failure_kind=kind, message="why it failed")
+    result = lab.run(CAPTURE, MODEL)
+    assert (result.steps[0].word, result.steps[0].reason) == (kind.replace("_", " "), "why it failed")
+    assert result.chosen == {**START, "compile": "model"}
+
+
+def test_a_refused_change_is_a_row():
+    lab = Lab({})
+    lab.refused["block"] = "always"
+    [step] = lab.run(BLOCK).steps
+    assert (step.word, step.reason, lab.compared) == ("not run", "block is refused", [])
+
+
+def test_a_change_that_the_best_so_far_hinders_is_tried_with_what_it_brings_along():
+    lab = Lab({"auto": 0.9, "block": 0.5, "none": 1.0})
+    lab.refused["block"] = "auto"
+    result = lab.run(CAPTURE, Change(options={"compile": "block"}, otherwise={"capture": "none"}))
+    assert result.steps[1].change == "compile block with capture none"
+    assert result.chosen == {**START, "capture": "none", "compile": "block"}
+
+
+def test_options_that_were_tried_under_another_name_are_not_tried_again():
+    lab = Lab({})
+    result = lab.run(CAPTURE, Change(options={"capture": "auto", "compile": "none"}))
+    assert result.steps[1].reason == "these are the options of capture auto, which was tried"
+    assert len(lab.compared) == 1
+
+
+def test_a_far_slower_trial_is_not_compared():
+    lab = Lab({})
+    lab.trials["auto"] = Trial(losses=LOSSES, step_s=3.0)
+    [step] = lab.run(CAPTURE).steps
+    assert (step.word, lab.compared) == ("slower", [])
+    assert "took 3 times the best's" in step.reason
+
+
+def test_a_start_whose_losses_do_not_repeat_ends_the_search():
+    lab = Lab({"auto": 0.5})
+    lab.repeated = (2.1, 1.9, 1.8)
+    result = lab.run(CAPTURE)
+    assert "a second run of the start with the same seed is not alike" in result.trouble
+    assert lab.compared == []
+
+
+@pytest.mark.parametrize("budget", range(5))
+def test_the_budget_leaves_the_rest_and_says_so(budget: int):
+    result = Lab({"auto": 0.5}, budget=budget).run(CAPTURE, BLOCK, MODEL)
+    names = ["capture auto", "compile block", "compile model"]
+    assert result.untried == names[max(budget - 2, 0) :]
+    assert result.whole is None
+
+
+def test_the_last_comparison_may_be_what_the_budget_leaves():
+    lab = Lab({"auto": 0.5})
+    compare = lab.compare
+    lab.compare = lambda before, after, repeat: None if repeat else compare(before, after, repeat)  # type: ignore[method-assign]
+    result = lab.run(CAPTURE)
+    assert result.untried == ["all kept changes against the start"]
+    assert result.chosen == {**START, "capture": "auto"}
+
+
+def test_recomputation_is_taken_only_where_memory_does_not_suffice():
+    roomy = Lab({})
+    assert "recompute" not in roomy.run(SELECTIVE, WHOLE, CAPTURE).chosen
+    tight = Lab({"auto": 0.5})
+    tight.fits = lambda options: options.get("recompute") == "block"
+    result = tight.run(SELECTIVE, WHOLE, CAPTURE)
+    assert [step.change for step in result.kept] == ["recompute block", "capture auto"]
+    assert tight.compared[0][0] == {**START, "recompute": "block"}
+    assert tight.compared[-1][0] == {**START, "recompute": "block"}, "the start itself cannot be compared with"
+
+
+def test_less_recomputation_is_tried_at_the_end_where_something_made_room():
+    lab = Lab({"bf16_autocast": 0.5, "none": 0.8})
+    lab.fits = lambda options: options.get("recompute") == "block" or "precision" in options
+    rows = [Change(options={"recompute": name}, when=IF_LESS) for name in ("none", "selective")]
+    result = lab.run(WHOLE, BF16, *rows)
+    assert [step.change for step in result.steps] == ["recompute block", "precision bf16_autocast", "recompute none"]
+    assert result.chosen == {**START, "precision": "bf16_autocast", "recompute": "none"}
+
+
+def test_weights_that_do_not_fit_are_not_tried_with_recomputation():
+    lab = Lab({})
+    lab.trials["tiny"] = Trial(failure_kind="out_of_memory", phase="build", message="OOM")
+    result = lab.run(SELECTIVE, WHOLE, CAPTURE)
+    assert (result.trouble, len(lab.tried)) == ("OOM", 1)
+
+
+def test_a_start_that_never_fits_ends_the_search():
+    lab = Lab({})
+    lab.fits = lambda options: False
+    result = lab.run(SELECTIVE, CAPTURE)
+    assert (result.trouble, lab.compared) == ("OOM", [])
+
+
+def test_precisions_are_tried_only_if_allowed_and_ops_only_in_our_model():
+    first = changes_within(["bf16_autocast"], built_in=True)[0]
+    assert first.options == {"precision": "bf16_autocast"}
+    assert not any("precision" in change.options for change in CHANGES)
+    own = [name for change in changes_within([], built_in=False) for name in change.options]
+    assert "ops" not in own
+    assert "attention" not in own
+    assert "compile" in own
