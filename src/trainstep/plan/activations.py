@@ -1,49 +1,32 @@
 """Lists, op by op, the tensors that forward of the built-in model keeps for backward, with their shapes.
 
     kept_bytes(run)                     # {"attention": ..., "mlp": ...}: bytes by op of the whole model
-    for tensor in every_kept(run): tensor.formula, tensor.nbytes(symbols_of(run)), tensor.source
+    for op, tensor, times in every_kept(run): tensor.formula, tensor.nbytes(symbols_of(run)), tensor.source
 
-Symbols of shapes: B batch, S context, N = B S tokens, d d_model, f d_ff, H heads, V vocabulary. Element bytes: e of a matmul's
-inputs, r of the residual stream.
-
-A tensor counts once, where it is kept first. Eager ops were read from training/transformer.py and
-ops/reference.py, and are compared with autograd's saved tensors, byte for byte (tests/plan/test_activations.py). Compiled
-blocks are
-what Inductor kept in results/h200 (ddp.jsonl, captured_ranks.jsonl: line activations of memory_points). Under autocast CUDA keeps a
-softmax in fp32 besides its rounding, and a CPU does not. Fused ops were read from their save_for_backward; no record has them yet.
+Symbols of shapes: B batch, S context, N = B S tokens, d d_model, f d_ff, H heads, V vocabulary. A tensor counts once, where it is
+kept first. block_ops.py and model_ops.py say where each was read. Under autocast CUDA keeps a softmax in fp32 besides its rounding,
+and a CPU does not.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from trainstep.config.model import ModelConfig
 from trainstep.config.run import RunConfig
-from trainstep.plan.model_ops import ACTIVATION, COPY, LOGITS, Kept, model_ops, symbols_of, widths_of
+from trainstep.plan.block_ops import model_ops
+from trainstep.plan.live_tensors import ACTIVATION, COPY, LOGITS
+from trainstep.plan.model_ops import Block, Kept, symbols_of
 
 
 def every_kept(run: RunConfig, *, on_gpu: bool = True) -> Iterator[tuple[str, Kept, int]]:
-    """Op, tensor and how often the model keeps it from forward to backward."""
-    assert isinstance(run.model, ModelConfig)
-    ops, layers = model_ops(run, on_gpu=on_gpu), run.model.layers
-    for op in ops.before:
-        yield from ((op.name, tensor, 1) for tensor in op.kept)
-    if run.recompute == "block":
-        yield from (("block input", tensor, layers) for tensor in block_inputs(run))
-    else:
-        yield from ((op.name, tensor, layers) for op in ops.block for tensor in op.kept)
-    for op in ops.after:
-        yield from ((op.name, tensor, 1) for tensor in op.kept)
-
-
-def block_inputs(run: RunConfig) -> tuple[Kept, ...]:
-    """What a recomputed block keeps: its inputs."""
-    widths = widths_of(run)
-    stream = Kept(
-        name="stream", element_bytes=widths.stream, shape="N d", source="training/user_model.py recompute_blocks"
-    )
-    if run.ops != "fused":
-        return (stream,)
-    return (stream, replace(stream, name="added by the block before", element_bytes=widths.matmul))
+    """Op, tensor and how often the model keeps it from forward to backward. ValueError for what has no formulas."""
+    ops = model_ops(run, on_gpu=on_gpu)
+    counts: dict[tuple[str, Kept], int] = {}
+    for block in (Block(ops=ops.before), *ops.blocks, Block(ops=ops.after)):
+        for op in block.ops:
+            tensors = [(tensor, True) for tensor in op.kept] + [(tensor, False) for tensor in op.forward]
+            for tensor, of_kept in tensors:
+                if block.keeps(tensor, of_kept=of_kept):
+                    counts[op.name, tensor] = counts.get((op.name, tensor), 0) + 1
+    yield from ((op, tensor, times) for (op, tensor), times in counts.items())
 
 
 def kept_bytes(run: RunConfig, *, on_gpu: bool = True) -> dict[str, int]:
@@ -51,8 +34,6 @@ def kept_bytes(run: RunConfig, *, on_gpu: bool = True) -> dict[str, int]:
     symbols, sums = symbols_of(run), dict[str, int]()
     for op, tensor, times in every_kept(run, on_gpu=on_gpu):
         sums[op] = sums.get(op, 0) + times * tensor.nbytes(symbols)
-    if run.recompute == "block" and run.ops == "fused":
-        sums["block input"] -= Kept(name="", element_bytes=widths_of(run).matmul, shape="N d").nbytes(symbols)
     return {op: nbytes for op, nbytes in sums.items() if nbytes}
 
 
