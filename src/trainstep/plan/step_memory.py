@@ -1,278 +1,310 @@
 """Replays a training step of one rank, tensor by tensor, to know its memory at each moment: by category, allocated and reserved.
 
-    memory = replay(run)                            # of the built-in model, without a parallel strategy
+    memory = replay(alone(run))                     # or replay(RanksConfig(ranks=2, sync=..., run=run))
     memory.peak.categories["activations"], memory.peak.allocated_bytes, memory.peak.reserved_bytes
 
-The ops are those of model_ops.py. Forward allocates an op's temporary tensors and what it keeps, and frees the temporary tensors of
+The ops are those of block_ops.py. Forward allocates an op's temporary tensors and what it keeps, and frees the temporary tensors of
 the op before. Backward allocates an op's gradients, then frees the incoming gradient, what the op kept, and its temporary tensors.
-Three steps are replayed: the optimizer's state is made in the first, and the allocator settles in the second.
-
-The graph of a captured step has a pool of its own, which is not replayed: such a step reserves 6 to 10 % more
-(results/h200/captured.jsonl). Parallel strategies are not replayed either; peak_memory.py has their terms.
+A recomputed block runs its forward once more in front of its backward. rank_tensors.py has what each parallel strategy does with
+parameters and gradients. Three steps are replayed: the optimizer's state is made in the first, and the allocator settles in the
+second. A captured step runs once more with a pool of its own, after the cache was emptied.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from trainstep.config.model import ModelConfig
+from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
-from trainstep.costs.exchange import ParameterSize
-from trainstep.plan.activations import block_inputs
-from trainstep.plan.allocator import Allocator, Block
+from trainstep.costs.exchange import ROOT, ParameterSize
+from trainstep.costs.strategies import YARDSTICK
+from trainstep.plan.block_ops import model_ops
+from trainstep.plan.live_tensors import BATCH, COPY, LOGITS, TEMPORARY, WORKSPACE, LiveTensors, Moment, Tensor
 from trainstep.plan.memory_terms import transformer_parameters
-from trainstep.plan.model_ops import ACTIVATION, COPY, LOGITS, Kept, Op, model_ops, symbols_of, widths_of
+from trainstep.plan.model_ops import Block, Kept, Op, model_of, symbols_of, widths_of
+from trainstep.plan.peak_memory import exchange_of
+from trainstep.plan.rank_tensors import Setup, rank_tensors
 
-PARAMETERS, GRADIENTS, STATE, TEMPORARY = "parameters", "gradients", "optimizer state", "temporaries"
-WORKSPACE, BATCH, ROUNDING = "workspaces", "batch and buffers", "rounding"
-CATEGORIES = (PARAMETERS, GRADIENTS, STATE, ACTIVATION, COPY, LOGITS, TEMPORARY, WORKSPACE, BATCH, ROUNDING)
 _WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS's workspace on Hopper, once for the thread of forward and once for autograd's (results/h200/memory.jsonl, workspaces)."""
 _STEPS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """What is held at a moment, with the allocator's rounding as a category."""
-
-    name: str
-    categories: dict[str, int]
-    allocated_bytes: int
-    reserved_bytes: int
+_MOST_MICRO_BATCHES = 3
+"""Micro-batches after the third repeat it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The moments of the last step in order, and the fullest; `peak.reserved_bytes` is the most of the whole run."""
+    """The moments of the last step in order, and the fullest moment of each phase and of all.
+
+    `reserved_bytes` of `peak` and of the phases is the most of the whole run.
+    """
 
     moments: tuple[Moment, ...]
+    phases: tuple[Moment, ...]
     peak: Moment
 
 
-class _Tensor(NamedTuple):
-    block: Block
-    category: str
-    nbytes: int
+def alone(run: RunConfig) -> RanksConfig:
+    """The config of a single process."""
+    return RanksConfig(ranks=1, sync=SyncConfig(name=YARDSTICK), run=run)
 
 
-@dataclass
-class _Held:
-    """The tensors held now."""
-
-    allocator: Allocator = field(default_factory=Allocator)
-    requested: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
-    phase: str = "init"
-    peak: Moment | None = None
-
-    def new(self, nbytes: int, category: str) -> _Tensor:
-        block = self.allocator.take(nbytes)
-        self.requested[category] += nbytes
-        if self.peak is None or self.allocator.allocated_bytes > self.peak.allocated_bytes:
-            self.peak = self.moment(self.phase)
-        return _Tensor(block, category, nbytes)
-
-    def drop(self, tensors: Sequence[_Tensor]) -> None:
-        for tensor in tensors:
-            self.allocator.give_back(tensor.block)
-            self.requested[tensor.category] -= tensor.nbytes
-
-    def moment(self, name: str) -> Moment:
-        rounding = self.allocator.allocated_bytes - sum(self.requested.values())
-        return Moment(
-            name=name,
-            categories={**self.requested, ROUNDING: rounding},
-            allocated_bytes=self.allocator.allocated_bytes,
-            reserved_bytes=self.allocator.reserved_bytes,
+def replay(config: RanksConfig, *, rank: int = 0) -> StepMemory:
+    """The memory of a rank's step on a GPU. ValueError for what has no formulas: a user's model, torch's strategies."""
+    exchange = exchange_of(config)
+    if exchange is None:
+        strategy = config.sync.strategy
+        raise ValueError(
+            f"sync: what {strategy.name} of torch holds is not known; take {strategy.counterpart}, ours of its kind"
         )
+    run, live = config.run, LiveTensors()
+    parameters = transformer_parameters(model_of(run), run.precision, run.ops)
+    setup = Setup(config=config, exchange=exchange, parameters=parameters, rank=rank, live=live)
+    return _Replay(setup).run()
 
 
-def replay(run: RunConfig, *, state_share: float = 1.0) -> StepMemory:
-    """The memory of this run's step on a GPU. ValueError for a model of the user's own.
+class _Replay:
+    """One rank's steps. `_compute`: the run in the dtype that the model computes in, which fsdp may choose."""
 
-    `state_share`: the share of parameters whose optimizer state this rank has.
-    """
-    return _Step(run, state_share).run_steps()
-
-
-class _Step:
-    def __init__(self, run: RunConfig, state_share: float) -> None:
-        assert isinstance(run.model, ModelConfig)
-        self._run, self._symbols, self._widths = run, symbols_of(run), widths_of(run)
-        self._layers, self._ops = run.model.layers, model_ops(run)
-        self._parameters: Sequence[ParameterSize] = transformer_parameters(run.model, run.precision, run.ops)
-        self._held = _Held()
-        self._state_share = state_share
-        self._kept: list[tuple[Op, list[_Tensor]]] = []
-        self._inputs: list[list[_Tensor]] = []
-        """Inputs of recomputed blocks."""
-        self._gradients: list[_Tensor] = []
-        self._state: list[_Tensor] = []
-        self._passing: list[_Tensor] = []
+    def __init__(self, setup: Setup) -> None:
+        self._run, self._live, self._ranks = setup.config.run, setup.live, rank_tensors(setup)
+        computes_narrow = setup.exchange.compute_element_bytes == 2 and not self._run.precision.endswith("_autocast")
+        self._compute = replace(self._run, precision="bf16") if computes_narrow else self._run
+        self._symbols, self._widths = symbols_of(self._compute), widths_of(self._compute)
+        self._ops = model_ops(self._compute)
+        self._gradient_bytes = {p.name: p.numel * setup.exchange.compute_bytes(p) for p in setup.parameters}
+        self._parameters = _by_unit(setup.parameters)
+        self._kept: list[tuple[Op, list[Tensor]]] = []
+        self._held: list[dict[Kept, list[Tensor]]] = []
+        """What recomputed blocks keep, last block last."""
+        self._passing: list[Tensor] = []
         """Temporary tensors of the op before."""
-        self._stream: _Tensor | None = None
-        self._incoming: _Tensor | None = None
-        self._workspaces: set[str] = set()
+        self._stream: Tensor | None = None
+        self._incoming: Tensor | None = None
+        self._complete: list[tuple[ParameterSize, Tensor]] = []
+        """Gradients that a compiled graph has made and not returned yet."""
+        self._workspaces: dict[str, Tensor] = {}
 
-    def run_steps(self) -> StepMemory:
-        run, held = self._run, self._held
-        for parameter in self._parameters:
-            held.new(parameter.numel * parameter.element_bytes, PARAMETERS)
-        tokens_bytes = 8 * run.batch_size * run.context
+    def run(self) -> StepMemory:
+        run, live = self._run, self._live
+        self._ranks.build()
         for _ in range(2 * run.accumulation):
-            held.new(tokens_bytes, BATCH)
-        table = Kept(name="cos", element_bytes=4, shape="S d").nbytes(self._symbols) // self._symbols["H"] // 2
-        held.new(table, BATCH), held.new(table, BATCH)
-        moments = [held.moment("after init")]
-        for _ in range(_STEPS):
+            live.new(8 * run.batch_size * run.context, BATCH)
+        table = Kept(name="cos", element_bytes=2, shape="S d").nbytes(self._symbols) // self._symbols["H"]
+        live.new(table, BATCH), live.new(table, BATCH)
+        moments = [live.moment("after init")]
+        for number in range(_STEPS):
+            if number == _STEPS - 1:
+                live.peaks.clear()
+                if run.capture != "none":
+                    live.drop(self._workspaces.values())
+                    self._workspaces.clear()
+                    live.allocator.empty_cache()
+                    live.allocator.pool = "graph"
             moments = [moments[0], *self._step()]
-        assert held.peak is not None
-        peak = Moment(
-            name=held.peak.name,
-            categories=held.peak.categories,
-            allocated_bytes=held.peak.allocated_bytes,
-            reserved_bytes=held.allocator.reserved_bytes,
-        )
-        return StepMemory(moments=tuple(moments), peak=peak)
+        most = live.allocator.most_reserved_bytes if run.capture == "none" else live.allocator.reserved_bytes
+        phases = [replace(peak, reserved_bytes=most) for peak in live.peaks.values()]
+        peak = max(phases, key=lambda phase: phase.allocated_bytes)
+        return StepMemory(moments=tuple(moments), phases=tuple(phases), peak=peak)
 
     def _step(self) -> list[Moment]:
-        held, run, moments = self._held, self._run, list[Moment]()
+        live, run, moments = self._live, self._run, list[Moment]()
         trains = run.mode in ("forward_backward", "step")
-        for number in range(run.accumulation):
-            held.phase = "forward"
+        micro_batches = min(run.accumulation, _MOST_MICRO_BATCHES)
+        for number in range(micro_batches):
+            live.phase = "forward"
+            self._ranks.begin_micro_batch(is_last=number == micro_batches - 1)
             self._forward(keeps=run.mode != "forward_no_grad")
-            moments = [held.moment("after forward")]
+            moments = [live.moment("after forward")]
             if trains:
-                held.phase = "backward"
-                self._backward(first=number == 0)
-                moments.append(held.moment("after backward"))
-            elif run.mode == "forward":
+                live.phase = "backward"
+                self._backward()
+                moments.append(live.moment("after backward"))
+            else:
                 for _, tensors in self._kept:
-                    held.drop(tensors)
+                    live.drop(tensors)
+                for held in self._held:
+                    live.drop(tensor for tensors in held.values() for tensor in tensors)
                 self._kept.clear()
+                self._held.clear()
+        if trains:
+            live.phase = "grad_sync"
+            self._ranks.finish()
+            moments.append(live.moment("after grad_sync"))
         if run.mode == "step":
-            held.phase = "optimizer"
-            self._update()
-            moments.append(held.moment("in the optimizer"))
-        held.drop(self._gradients)
-        self._gradients.clear()
-        return [*moments, held.moment("after step")]
+            live.phase = "optimizer"
+            with self._updating():
+                self._ranks.update()
+            moments.append(live.moment("after optimizer"))
+        self._ranks.clear()
+        return [*moments, live.moment("after step")]
 
-    def _workspace(self, thread: str) -> None:
-        if thread not in self._workspaces:
-            self._workspaces.add(thread)
-            self._held.new(_WORKSPACE_BYTES, WORKSPACE)
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Of a captured step only AdamW's fused and ours are in the graph."""
+        allocator = self._live.allocator
+        pool = allocator.pool
+        if self._run.adamw in ("loop", "foreach"):
+            allocator.pool = "default"
+        yield
+        allocator.pool = pool
 
-    def _new(self, tensor: Kept, category: str | None = None) -> _Tensor:
-        return self._held.new(tensor.nbytes(self._symbols), category or tensor.category)
-
-    def _temporary(self, tensor: Kept) -> _Tensor:
-        return self._new(tensor, LOGITS if tensor.category == LOGITS else TEMPORARY)
+    # Forward.
 
     def _forward(self, *, keeps: bool) -> None:
-        copies: list[_Tensor] = []  # without gradients, autocast keeps its copies of weights until forward ends
-        ops, recomputes = self._ops, self._run.recompute == "block" and keeps
-
-        def run_ops(sequence: Sequence[Op]) -> None:
-            for op in sequence:
-                self._forward_op(op)
-                if not keeps:
-                    [(_, tensors)] = self._kept
-                    self._kept.clear()
-                    copies.extend(tensor for tensor in tensors if tensor.category == COPY)
-                    self._passing += [tensor for tensor in tensors if tensor.category != COPY]
-
-        run_ops(ops.before)
-        for _ in range(self._layers):
-            if recomputes:
-                self._inputs.append([self._new(tensor) for tensor in block_inputs(self._run)])
-                begin = len(self._kept)
-                run_ops(ops.block)
-                for _, tensors in self._kept[begin:]:
-                    copies += [tensor for tensor in tensors if tensor.category == COPY]
-                    self._held.drop([tensor for tensor in tensors if tensor.category != COPY])
-                del self._kept[begin:]
+        copies: list[Tensor] = []  # autograd keeps them only in blocks that keep all, autocast until forward ends
+        ranks = self._ranks
+        ranks.before_forward(ROOT)
+        self._forward_ops(self._ops.before, copies, keeps=keeps)
+        for layer, block in enumerate(self._ops.blocks):
+            unit = f"blocks.{layer}"
+            ranks.before_forward(unit)
+            if keeps and block.mode != "none":
+                self._forward_recomputed(block, copies)
             else:
-                run_ops(ops.block)
-        run_ops(ops.after)
-        self._held.drop([*self._passing, *copies])
-        self._passing.clear()
+                self._forward_ops(block.ops, copies, keeps=keeps)
+            ranks.after_forward(unit)
+        self._forward_ops(self._ops.after, copies, keeps=keeps)
+        ranks.forward_over(trains=self._run.mode in ("forward_backward", "step"))
+        self._live.drop([*self._passing, *copies])
+        self._passing = []
 
-    def _forward_op(self, op: Op) -> None:
-        temporaries = [self._temporary(tensor) for tensor in op.forward]
-        if op.weights and op.name != "embedding":
-            self._workspace("forward")
-        kept = [self._new(tensor) for tensor in op.kept]
-        self._held.drop(self._passing)
+    def _forward_ops(self, ops: Sequence[Op], copies: list[Tensor], *, keeps: bool) -> None:
+        for op in ops:
+            self._forward_op(op)
+            if not keeps:
+                _, tensors = self._kept.pop()
+                copies += [tensor for tensor in tensors if tensor.category == COPY]
+                self._passing += [tensor for tensor in tensors if tensor.category != COPY]
+
+    def _forward_recomputed(self, block: Block, copies: list[Tensor]) -> None:
+        """A block of which only its mode's results stay."""
+        held: dict[Kept, list[Tensor]] = {}
+        passing: list[Tensor] = []
+        for op in block.ops:
+            made = [(tensor, False) for tensor in op.forward] + [(tensor, True) for tensor in op.kept]
+            self._workspace_for(op, "forward")
+            temporary: list[Tensor] = []
+            for tensor, of_kept in made:
+                new = self._new(tensor, op.name) if of_kept else self._temporary(tensor)
+                if block.keeps(tensor, of_kept=of_kept):
+                    held.setdefault(tensor, []).append(new)
+                elif tensor.category == COPY:
+                    copies.append(new)
+                else:
+                    temporary.append(new)
+            self._live.drop([*self._passing, *passing])
+            self._passing, passing = [], temporary
+        self._passing = passing
+        self._held.append(held)
+
+    def _forward_op(self, op: Op, given: dict[Kept, list[Tensor]] | None = None, *, is_last: bool = False) -> None:
+        """`given`: tensors that are there already. `is_last`: recomputation stops when the op has its inputs."""
+        temporaries = []
+        for tensor in () if is_last else op.forward:
+            temporaries.append(given[tensor].pop() if given and given.get(tensor) else self._temporary(tensor))
+        self._workspace_for(op, "forward")
+        kept = [given[tensor].pop() if given and given.get(tensor) else self._new(tensor, op.name) for tensor in op.kept]
+        self._live.drop(self._passing)
         self._passing = temporaries
         self._kept.append((op, kept))
 
-    def _backward(self, *, first: bool) -> None:
+    # Backward.
+
+    def _backward(self) -> None:
         self._workspace("backward")
         self._stream = self._incoming = None
+        self._ranks.before_backward(ROOT)
         after = [self._kept.pop() for _ in self._ops.after]
-        for op, kept in after:
-            self._backward_op(op, kept, first=first)
-        for _ in range(self._layers):
-            inputs: list[_Tensor] = []
-            if self._run.recompute == "block":
-                inputs = self._inputs.pop()
-                for op in self._ops.block:
-                    self._forward_op(op)
-                self._held.drop(self._passing)
-                self._passing = []
-            for _ in self._ops.block:
-                self._backward_op(*self._kept.pop(), first=first)
-            self._held.drop(inputs)
-        for _ in self._ops.before:
-            self._backward_op(*self._kept.pop(), first=first)
-        self._held.drop([tensor for tensor in {self._stream, self._incoming} if tensor is not None])
+        self._backward_ops(after, self._parameters["after"])
+        compiled = self._run.compile
+        for layer, block in reversed([*enumerate(self._ops.blocks)]):
+            unit = f"blocks.{layer}"
+            self._ranks.before_backward(unit)
+            if block.mode != "none":
+                self._recompute(block)
+            kept = [self._kept.pop() for _ in block.ops]
+            self._backward_ops(kept, self._parameters[unit])
+            if compiled == "block":
+                self._hand_over()
+        self._backward_ops([self._kept.pop() for _ in self._ops.before], self._parameters["before"])
+        self._hand_over()
+        self._live.drop({tensor for tensor in (self._stream, self._incoming) if tensor is not None})
         self._stream = self._incoming = None
 
-    def _backward_op(self, op: Op, kept: list[_Tensor], *, first: bool) -> None:
-        made = [self._temporary(tensor) for tensor in op.backward]
-        for shape in op.weights:
-            self._gradient(shape, op, first=first)
+    def _recompute(self, block: Block) -> None:
+        given = self._held.pop()
+        for op in block.ops:
+            self._forward_op(op, given, is_last=op is block.ops[-1])
+        self._live.drop([*self._passing, *(tensor for tensors in given.values() for tensor in tensors)])
+        self._passing = []
+
+    def _backward_ops(self, kept: Sequence[tuple[Op, list[Tensor]]], parameters: Sequence[ParameterSize]) -> None:
+        """`kept`: the ops in backward's order. `parameters`: theirs, in the module's order."""
+        left = list(parameters)
+        for op, tensors in kept:
+            own = left[len(left) - len(op.weights) :]
+            del left[len(left) - len(own) :]
+            self._backward_op(op, tensors, own)
+
+    def _backward_op(self, op: Op, kept: list[Tensor], parameters: Sequence[ParameterSize]) -> None:
+        live, made = self._live, [self._temporary(tensor) for tensor in op.backward]
+        for parameter in parameters:
+            self._gradient(parameter, op)
         if made or op.name == "embedding":
             if self._incoming is not None and self._incoming is not self._stream:
-                self._held.drop([self._incoming])
-            self._held.drop(made[1:])
+                live.drop([self._incoming])
+            live.drop(made[1:])
             self._incoming = made[0] if made else self._stream
-        self._held.drop(kept)
+        live.drop(kept)
         if op.joins:
             if self._stream is None:
                 self._stream = self._incoming
             elif self._incoming is not None and self._incoming is not self._stream:
-                self._held.drop([self._incoming])
+                live.drop([self._incoming])
             self._incoming = self._stream
 
-    def _gradient(self, shape: str, op: Op, *, first: bool) -> None:
-        weight = Kept(name="dW", element_bytes=self._widths.weight, shape=shape)
-        is_matrix = len(shape.split()) > 1 and op.name != "embedding"
-        narrow = (
-            [self._held.new(weight.nbytes(self._symbols) // 2, TEMPORARY)]
-            if self._widths.autocast and is_matrix
-            else []
-        )
-        gradient = self._held.new(weight.nbytes(self._symbols), GRADIENTS)
-        self._held.drop(narrow)
-        if first:
-            self._gradients.append(gradient)
+    def _gradient(self, parameter: ParameterSize, op: Op) -> None:
+        live, nbytes = self._live, self._gradient_bytes[parameter.name]
+        is_cast = self._widths.autocast and op.name != "embedding" and not op.joins  # a matmul's, made in 16 bits
+        narrow = [live.new(nbytes // 2, TEMPORARY)] if is_cast else []
+        gradient = live.new(nbytes, "gradients")
+        live.drop(narrow)
+        if self._run.compile == "none":
+            self._ranks.gradient(parameter, gradient)
         else:
-            self._held.drop([gradient])  # added to the gradient of the micro-batch before
+            self._complete.append((parameter, gradient))
 
-    def _update(self) -> None:
-        if not self._state:
-            element_bytes = 4 if self._run.precision == "bf16_master" else self._widths.weight
-            tensors = 3 if self._run.precision == "bf16_master" else 2
-            for parameter in self._parameters:
-                nbytes = round(parameter.numel * self._state_share) * element_bytes
-                self._state += [self._held.new(nbytes, STATE) for _ in range(tensors)]
-                self._state.append(self._held.new(4, STATE))
-        if self._run.adamw == "foreach":
-            roots = [
-                self._held.new(parameter.numel * parameter.element_bytes, TEMPORARY) for parameter in self._parameters
-            ]
-            self._held.drop(roots)
-        elif self._run.adamw == "loop":
-            largest = max(parameter.numel * parameter.element_bytes for parameter in self._parameters)
-            self._held.drop([self._held.new(largest, TEMPORARY) for _ in range(2)])
+    def _hand_over(self) -> None:
+        """A compiled graph returns all its gradients at its end."""
+        for parameter, gradient in self._complete:
+            self._ranks.gradient(parameter, gradient)
+        self._complete.clear()
+
+    # Tensors.
+
+    def _workspace_for(self, op: Op, thread: str) -> None:
+        if op.weights and op.name != "embedding":
+            self._workspace(thread)
+
+    def _workspace(self, thread: str) -> None:
+        if thread not in self._workspaces:
+            self._workspaces[thread] = self._live.new(_WORKSPACE_BYTES, WORKSPACE)
+
+    def _new(self, tensor: Kept, op: str) -> Tensor:
+        return self._live.new(tensor.nbytes(self._symbols), tensor.category, op)
+
+    def _temporary(self, tensor: Kept) -> Tensor:
+        category = LOGITS if tensor.category == LOGITS else TEMPORARY
+        return self._live.new(tensor.nbytes(self._symbols), category)
+
+
+def _by_unit(parameters: Sequence[ParameterSize]) -> dict[str, list[ParameterSize]]:
+    """Parameters of each block, and those `before` and `after` the blocks, in the module's order."""
+    units: dict[str, list[ParameterSize]] = {"before": [], "after": []}
+    place = "before"
+    for parameter in parameters:
+        if parameter.unit != ROOT:
+            place = "after"
+        units.setdefault(place if parameter.unit == ROOT else parameter.unit, []).append(parameter)
+    return units
