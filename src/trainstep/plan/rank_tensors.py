@@ -264,8 +264,10 @@ class InUnits(Replicated):
         self._backward = self.units[::-1]
         self._complete: set[str] = set()
         self._next = 0
-        self._in_flight: deque[tuple[Unit, Tensor, Tensor]] = deque()
-        """Units that are being reduced, with staging buffer and shard."""
+        self._in_flight: deque[tuple[Unit, Tensor, tuple[Tensor, ...]]] = deque()
+        """Units that are being reduced, with staging buffer and, unless it is a kept shard, the tensor for the average."""
+        self._kept_shards = False
+        """Whether this rank's gradients stay in the same memory: one graph leaves them to the next (training/captured.py)."""
         self._shelves: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
         """Kind of unit -> staging buffers that no message uses."""
         self._shards: list[Tensor] = []
@@ -273,8 +275,22 @@ class InUnits(Replicated):
         self._pieces = [updated_pieces(unit.parameters, numels) for unit in self.units]
 
     def make_parameters(self) -> None:
+        # The module is built first; each unit's parameters are freed when the unit has copied them.
+        whole = {parameter.name: self.live.new(parameter.nbytes, PARAMETERS) for parameter in self.parameters}
         for unit in self.units:
-            self.live.new(unit.nbytes, PARAMETERS)
+            self.make_unit(unit)
+            self.live.drop([whole[parameter.name] for parameter in unit.parameters])
+
+    def build(self) -> None:
+        super().build()
+        if self.run.capture != "none" and self.run.trains and not self.exchange.strategy.shards_parameters:
+            self._kept_shards = True
+            for unit in self.units:
+                self.live.new(unit.nbytes // self.exchange.ranks, GRADIENTS)
+
+    def make_unit(self, unit: Unit) -> None:
+        """Make a unit's own tensors of parameters."""
+        self.live.new(unit.nbytes, PARAMETERS)
 
     def pieces(self) -> list[Updated]:
         return [piece for pieces in self._pieces for piece in pieces]
@@ -316,9 +332,12 @@ class InUnits(Replicated):
         self.before_sending(unit)
         shelf = self._shelves.setdefault(self._kind(unit), [])
         staging = shelf.pop() if shelf else self.live.new(self._sent_bytes(unit), COMMUNICATION)
-        shard = self.live.new(self._sent_bytes(unit) // self.exchange.ranks, GRADIENTS)
+        own_dtype = self._sent_bytes(unit) == unit.nbytes
+        shards = () if self._kept_shards and own_dtype else (
+            self.live.new(self._sent_bytes(unit) // self.exchange.ranks, GRADIENTS),
+        )
         self.live.drop(self.take_whole(unit.parameters))
-        self._in_flight.append((unit, staging, shard))
+        self._in_flight.append((unit, staging, shards))
         if len(self._in_flight) > self.exchange.strategy.most_in_flight:
             self._receive()
 
@@ -326,13 +345,15 @@ class InUnits(Replicated):
         """A unit's gradients are complete."""
 
     def _receive(self) -> None:
-        unit, staging, shard = self._in_flight.popleft()
+        unit, staging, shards = self._in_flight.popleft()
         self._shelves[self._kind(unit)].append(staging)
-        if self.exchange.gradient_bytes(unit.parameters[0]) != unit.element_bytes:
-            own = self.live.new(unit.nbytes // self.exchange.ranks, GRADIENTS)
-            self.live.drop([shard])
-            shard = own
-        self._shards.append(shard)
+        if self._kept_shards:
+            self.live.drop(shards)
+        elif self._sent_bytes(unit) == unit.nbytes:
+            self._shards += shards
+        else:
+            self._shards.append(self.live.new(unit.nbytes // self.exchange.ranks, GRADIENTS))
+            self.live.drop(shards)
 
     def _sent_bytes(self, unit: Unit) -> int:
         return unit.layout.numel * self.exchange.gradient_bytes(unit.parameters[0])
@@ -351,11 +372,12 @@ class Sharded(InUnits):
         self._unit = {unit.name: unit for unit in self.units}
         self._order = [unit.name for unit in self.units]
 
-    def make_parameters(self) -> None:
-        for unit in self.units:  # a shard is cut from the whole, which is freed
-            whole = self.live.new(unit.nbytes, PARAMETERS)
-            self.live.new(unit.nbytes // self.exchange.ranks, PARAMETERS)
-            self.live.drop([whole])
+    def make_unit(self, unit: Unit) -> None:
+        whole = self.live.new(unit.nbytes, PARAMETERS)  # the shard is cut from it
+        self.live.new(unit.nbytes // self.exchange.ranks, PARAMETERS)
+        self.live.drop([whole])
+        nbytes = unit.layout.numel * self.exchange.compute_bytes(unit.parameters[0])
+        self.live.drop([self.live.new(nbytes, COMMUNICATION)])  # the gathered unit, whose storage is emptied
 
     def update(self) -> None:
         self.update_pieces(0, self.pieces())

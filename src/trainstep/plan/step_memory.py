@@ -93,6 +93,8 @@ class _Replay:
         table = Kept(name="cos", element_bytes=2, shape="S d").nbytes(self._symbols) // self._symbols["H"]
         live.new(table, BATCH), live.new(table, BATCH)
         moments = [live.moment("after init")]
+        if run.capture != "none":  # warm-ups run on the capture's stream, which cannot use what was freed on another
+            live.allocator.pool = "stream of the capture"
         for number in range(_STEPS):
             if number == _STEPS - 1:
                 live.peaks.clear()
@@ -102,7 +104,7 @@ class _Replay:
                     live.allocator.empty_cache()
                     live.allocator.pool = "graph"
             moments = [moments[0], *self._step()]
-        most = live.allocator.most_reserved_bytes if run.capture == "none" else live.allocator.reserved_bytes
+        most = live.allocator.most_reserved_bytes
         phases = [replace(peak, reserved_bytes=most) for peak in live.peaks.values()]
         peak = max(phases, key=lambda phase: phase.allocated_bytes)
         return StepMemory(moments=tuple(moments), phases=tuple(phases), peak=peak)
