@@ -57,26 +57,37 @@ def model_ops(run: RunConfig, *, on_gpu: bool = True) -> ModelOps:
 
 def _eager_block(run: RunConfig, widths: Widths, modes: list[str], layer: int, *, on_gpu: bool) -> tuple[Op, ...]:
     e, wide = widths.matmul, _wide_results(run)
-    gate_up = tuple(tensor(name, e, "N f", _SWIGLU, modes=wide) for name in ("gate", "up"))
+    gate = replace(linear_op(widths, "mlp", "N d", "", "f d", widens=True), takes=("dgate",))
+    # Under autocast each of both rounds its input for itself.
+    up = linear_op(widths, "mlp", "N d", "", "f d", keeps_input=widths.autocast, widens=True)
     silu = Op(
         name="mlp",
-        kept=(*gate_up, tensor("silu(gate)", e, "N f", _SWIGLU)),
-        backward=(tensor("dgate", e, "N f"), tensor("dup", e, "N f"), tensor("dsilu", e, "N f")),
+        kept=(tensor("gate", e, "N f", _SWIGLU, modes=wide),),
+        takes=("dsilu",),
+        backward=(tensor("dgate", e, "N f"),),
+    )
+    product = Op(
+        name="mlp",
+        kept=(tensor("up", e, "N f", _SWIGLU, modes=wide), tensor("silu(gate)", e, "N f", _SWIGLU)),
+        backward=(tensor("dup", e, "N f"), tensor("dsilu", e, "N f")),
+        gives=2,
     )
     # In fp32 the first norm keeps the block's input.
     block_input = (_block_input(widths),) if modes[layer] != "none" and widths.stream < 4 else ()
     return (
         *block_input,
-        replace(norm_op(widths, "attention norm"), branches=True),
+        norm_op(widths, "attention norm"),
         _projection(run, widths),
         Op(name="rotary", backward=(tensor("dqkv", e, "3 N d"), *[tensor("rotated in fp32", 4, "N d")] * 2)),
         *_attention(run, widths, on_gpu=on_gpu),
         _output(run, widths, on_gpu=on_gpu),
         # The second norm's x is no input of the block.
-        replace(_recomputed(norm_op(widths, "mlp norm")), branches=True),
-        linear_op(widths, "mlp", "N d", "", "f d"),
-        linear_op(widths, "mlp", "N d", "", "f d", keeps_input=widths.autocast),  # each rounds its input for itself
+        _recomputed(norm_op(widths, "mlp norm")),
+        Op(name="mlp", backward=(tensor("sum of dx", 4 if widths.autocast else e, "N d"),)),
+        gate,
+        replace(up, takes=("dup",)),
         silu,
+        product,
         linear_op(widths, "mlp", "N f", "N d", "d f"),
     )
 
@@ -88,7 +99,7 @@ def _compiled_block(run: RunConfig, widths: Widths, modes: list[str], layer: int
     def norm(name: str) -> Op:
         kept = (tensor("1 / rms", 4, "N", INDUCTOR),)
         dx = tensor("dx", widths.stream, "N d")
-        return Op(name=name, kept=kept, backward=(dx,), weights=("d",), joins=True, branches=True)
+        return Op(name=name, kept=kept, backward=(dx,), weights=("d",), joins=True)
 
     def stream(name: str, modes: tuple[str, ...] = ()) -> Op:
         return Op(name="residual stream", kept=(tensor(name, widths.stream, "N d", INDUCTOR, modes=modes),))
@@ -141,12 +152,12 @@ def _fused_block(run: RunConfig, widths: Widths, modes: list[str], layer: int, *
     projection = linear_op(widths, "attention projections", "N d", "3 N d", "3 d d", modes=_wide_results(run, "3 d"))
     return (
         *((_block_input(widths),) if has_input else ()),
-        replace(fused_norm_op(widths, "attention norm", x_is_kept=layer == 0), branches=True),
+        fused_norm_op(widths, "attention norm", x_is_kept=layer == 0),
         projection,
         Op(name="rotary", backward=(tensor("dqkv", e, "3 N d"),)),
         *_attention(run, widths, on_gpu=on_gpu, own_v=True),
         _output(run, widths, on_gpu=on_gpu),
-        replace(fused_norm_op(widths, "mlp norm"), branches=True),
+        fused_norm_op(widths, "mlp norm"),
         linear_op(widths, "mlp", "N d", "", "2 f d"),
         down,
     )
@@ -171,12 +182,14 @@ def _wide_results(run: RunConfig, width: str = "f") -> tuple[str, ...]:
 def _projection(run: RunConfig, widths: Widths) -> Op:
     """The joint projection to q, k and v, whose output tiled attention keeps for v."""
     output = "" if _keeps_joint(run) else "3 N d"
-    return linear_op(widths, "attention projections", "N d", output, "3 d d", modes=("selective",))
+    widens = run.compile == "none"
+    return linear_op(widths, "attention projections", "N d", output, "3 d d", modes=("selective",), widens=widens)
 
 
 def _output(run: RunConfig, widths: Widths, *, on_gpu: bool) -> Op:
     """The projection of attention's output. It keeps that output itself where kernels write it as (B, S, H, D), else a copy."""
-    shares = run.attention in TILED and (on_gpu or model_of(run).heads == 1 or run.context == 1)
+    as_rows = on_gpu or run.ops == "fused" or model_of(run).heads == 1 or run.context == 1
+    shares = run.attention in TILED and as_rows
     return linear_op(widths, "attention projections", "N d", "N d", "d d", keeps_input=not shares, modes=_RESULTS)
 
 

@@ -54,8 +54,9 @@ class Kept:
 class Op:
     """One op of the model: what it keeps, the temporary tensors of its passes, and the parameters whose gradients it makes.
 
-    `backward`: its outgoing gradient first, then temporary tensors. `joins`: its outgoing gradient is added to that of the stream.
-    `branches`: the gradient of the stream stays alive beside the ops before it. `weights`: shapes, in the order of the module.
+    `backward`: its outgoing gradients first, of which there are `gives`, then temporary tensors. `takes`: names of the incoming
+    gradients that it uses up, by default all there are but that of the stream. `joins`: its outgoing gradient is added to that of
+    the stream. `weights`: shapes, in the order of the module.
     """
 
     name: str
@@ -63,8 +64,9 @@ class Op:
     forward: tuple[Kept, ...] = ()
     backward: tuple[Kept, ...] = ()
     weights: tuple[str, ...] = ()
+    gives: int = 1
+    takes: tuple[str, ...] = ()
     joins: bool = False
-    branches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +165,11 @@ def tensor(
     )
 
 
-def norm_op(widths: Widths, name: str, *, keeps_stream: bool = True) -> Op:
-    """The reference norm: x in fp32, 1 / rms, and x / rms, which the product with the weight keeps."""
+def norm_op(widths: Widths, name: str, *, keeps_stream: bool = True, temporaries: int = 1) -> Op:
+    """The reference norm: x in fp32, 1 / rms, and x / rms, which the product with the weight keeps.
+
+    `temporaries`: of backward; one less where the stream has a gradient, to which a part of dx is added at once.
+    """
     narrow = widths.stream < 4
     # In fp32 x is the block's input itself, which every recomputation keeps; else it is a copy.
     x = [tensor("x", 4, "N d", _NORM, modes=() if narrow else RECOMPUTED)] if keeps_stream or narrow else []
@@ -173,7 +178,7 @@ def norm_op(widths: Widths, name: str, *, keeps_stream: bool = True) -> Op:
         name=name,
         kept=(*x, tensor("1 / rms", 4, "N", _NORM), tensor("x / rms", 4, "N d", _NORM), *weight),
         forward=(tensor("squares", 4, "N d"),),
-        backward=(tensor("dx", 4, "N d"), *[tensor("temporary", 4, "N d")] * 3),
+        backward=(tensor("dx", 4, "N d"), *[tensor("temporary", 4, "N d")] * (temporaries + narrow)),
         weights=("d",),
         joins=True,
     )
@@ -194,14 +199,18 @@ def fused_norm_op(widths: Widths, name: str, *, x_is_kept: bool = False) -> Op:
 
 
 def linear_op(
-    widths: Widths, name: str, x: str, y: str, weight: str, *, keeps_input: bool = True, modes: tuple[str, ...] = ()
-) -> Op:
-    """y = x W^T. Without `y` the next op keeps the output. `modes`: recomputations that keep the output."""
+    widths: Widths, name: str, x: str, y: str, weight: str, *, keeps_input: bool = True, modes: tuple[str, ...] = (),
+    widens: bool = False,
+) -> Op:  # fmt: skip
+    """y = x W^T. Without `y` the next op keeps the output. `modes`: recomputations that keep the output. `widens`: autocast rounds
+    x for the matmul, so that backward widens its gradient."""
     e = widths.matmul
     copy = (tensor("weight in the matmul's dtype", 2, weight, _LINEAR, category=COPY),) if widths.autocast else ()
     kept = (tensor("input", e, x, _LINEAR),) if keeps_input else ()
     output = (tensor("output", e, y, modes=modes),) if y else ()
-    return Op(name=name, kept=(*kept, *copy), forward=output, backward=(tensor("dx", e, x),), weights=(weight,))
+    gradients = [tensor("dx in fp32", 4, x)] if widens and widths.autocast else []
+    backward = (*gradients, tensor("dx", e, x))
+    return Op(name=name, kept=(*kept, *copy), forward=output, backward=backward, weights=(weight,))
 
 
 def embedding_op(run: RunConfig, widths: Widths) -> Op:
@@ -216,7 +225,7 @@ def head_ops(run: RunConfig, widths: Widths) -> tuple[Op, ...]:
     e = widths.matmul
     if run.ops == "fused":
         return fused_norm_op(widths, "norm"), _fused_head(run, widths)
-    head = linear_op(widths, "head", "N d", "N V", "V d")
+    head = linear_op(widths, "head", "N d", "N V", "V d", widens=True)
     if run.compile == "model":
         norm = Op(name="norm", kept=(tensor("1 / rms", 4, "N", INDUCTOR),), weights=("d",), joins=True)
         loss = Op(
@@ -233,7 +242,8 @@ def head_ops(run: RunConfig, widths: Widths) -> tuple[Op, ...]:
     )
     # The logits are widened for the loss, so that their gradient is narrowed for the head's matmuls.
     cast = [Op(name="logits: cast", backward=(tensor("gradient", e, "N V"),))] if e < 4 else []
-    return norm_op(widths, "norm", keeps_stream=run.compile == "none"), head, *cast, loss
+    norm = norm_op(widths, "norm", keeps_stream=run.compile == "none", temporaries=2)
+    return norm, head, *cast, loss
 
 
 def _fused_head(run: RunConfig, widths: Widths) -> Op:

@@ -80,7 +80,8 @@ class _Replay:
         self._passing: list[Tensor] = []
         """Temporary tensors of the op before."""
         self._stream: Tensor | None = None
-        self._incoming: Tensor | None = None
+        self._incoming: dict[str, Tensor] = {}
+        """Gradients that the next op in backward uses up, beside that of the stream."""
         self._complete: list[tuple[ParameterSize, Tensor]] = []
         """Gradients that a compiled graph has made and not returned yet."""
         self._workspaces: dict[str, Tensor] = {}
@@ -215,7 +216,7 @@ class _Replay:
 
     def _backward(self) -> None:
         self._workspace("backward")
-        self._stream = self._incoming = None
+        self._stream, self._incoming = None, {}
         self._ranks.before_backward(ROOT)
         after = [self._kept.pop() for _ in self._ops.after]
         self._backward_ops(after, self._parameters["after"])
@@ -231,8 +232,7 @@ class _Replay:
                 self._hand_over()
         self._backward_ops([self._kept.pop() for _ in self._ops.before], self._parameters["before"])
         self._hand_over()
-        self._live.drop({tensor for tensor in (self._stream, self._incoming) if tensor is not None})
-        self._stream = self._incoming = None
+        self._live.drop([*self._incoming.values(), *([self._stream] if self._stream is not None else [])])
 
     def _recompute(self, block: Block) -> None:
         given = self._held.pop()
@@ -250,21 +250,24 @@ class _Replay:
             self._backward_op(op, tensors, own)
 
     def _backward_op(self, op: Op, kept: list[Tensor], parameters: Sequence[ParameterSize]) -> None:
-        live, made = self._live, [self._temporary(tensor) for tensor in op.backward]
+        live = self._live
+        made = [self._temporary(tensor) for tensor in op.backward]
         for parameter in parameters:
             self._gradient(parameter, op)
-        if made or op.name == "embedding":
-            if self._incoming is not None and self._incoming is not self._stream:
-                live.drop([self._incoming])
-            live.drop(made[1:])
-            self._incoming = made[0] if made else self._stream
+        if made:
+            live.drop([self._incoming.pop(name) for name in op.takes or tuple(self._incoming)])
+            live.drop(made[op.gives :])
+            for number, tensor in enumerate(made[: op.gives]):
+                # Two gradients of one name are those of one tensor's two uses.
+                name = op.backward[number].name
+                self._incoming[name if name not in self._incoming else f"{name} again"] = tensor
         live.drop(kept)
         if op.joins:
-            if self._stream is None:
-                self._stream = self._incoming
-            elif self._incoming is not None and self._incoming is not self._stream:
-                live.drop([self._incoming])
-            self._incoming = self._stream
+            gradients = [*self._incoming.values()]
+            self._incoming.clear()
+            if self._stream is None and gradients:
+                self._stream, *gradients = gradients
+            live.drop(gradients)
 
     def _gradient(self, parameter: ParameterSize, op: Op) -> None:
         live, nbytes = self._live, self._gradient_bytes[parameter.name]
