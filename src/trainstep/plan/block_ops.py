@@ -74,22 +74,22 @@ def _eager_block(run: RunConfig, widths: Widths, modes: list[str], layer: int, *
     )
     # In fp32 the first norm keeps the block's input.
     block_input = (_block_input(widths),) if modes[layer] != "none" and widths.stream < 4 else ()
+    rotary = Op(name="rotary", backward=(tensor("dqkv", e, "3 N d"), *[tensor("rotated in fp32", 4, "N d")] * 2))
     return (
         *block_input,
         norm_op(widths, "attention norm"),
-        _projection(run, widths),
-        Op(name="rotary", backward=(tensor("dqkv", e, "3 N d"), *[tensor("rotated in fp32", 4, "N d")] * 2)),
-        *_attention(run, widths, on_gpu=on_gpu),
+        *_in_frame("attention", _projection(run, widths), rotary, *_attention(run, widths, on_gpu=on_gpu)),
         _output(run, widths, on_gpu=on_gpu),
         # The second norm's x is no input of the block.
         _recomputed(norm_op(widths, "mlp norm")),
         Op(name="mlp", backward=(tensor("sum of dx", 4 if widths.autocast else e, "N d"),)),
-        gate,
-        replace(up, takes=("dup",)),
-        silu,
-        product,
+        *_in_frame("mlp", gate, replace(up, takes=("dup",)), silu, product),
         linear_op(widths, "mlp", "N f", "N d", "d f"),
     )
+
+
+def _in_frame(frame: str, *ops: Op) -> tuple[Op, ...]:
+    return tuple(replace(op, frame=frame) for op in ops)
 
 
 def _compiled_block(run: RunConfig, widths: Widths, modes: list[str], layer: int, *, on_gpu: bool) -> tuple[Op, ...]:

@@ -9,9 +9,11 @@ is left out; one for which there are no formulas is a refusal with its reason.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from trainstep.config.model import ModelConfig
+from trainstep.config.numerics import NumericsConfig
 from trainstep.config.parallel import RanksConfig
 from trainstep.config.parsing import CONFIGS, from_plain
 from trainstep.config.run import RunConfig
@@ -81,10 +83,12 @@ def ranks_config(record: Record) -> RanksConfig:
     config: Any = from_plain(CONFIGS[record.workload], record.config)
     if isinstance(config, RanksConfig):
         return config
-    run = config if isinstance(config, RunConfig) else getattr(config, "run", None)
-    if not isinstance(run, RunConfig):
-        raise ValueError(f"{record.workload}: has no training step")
-    return alone(run)
+    if isinstance(config, RunConfig):
+        return alone(config)
+    if isinstance(config, NumericsConfig) and isinstance(config.model, ModelConfig):
+        names = {field.name for field in fields(RunConfig)} & {field.name for field in fields(NumericsConfig)}
+        return alone(RunConfig(**{name: getattr(config, name) for name in names}))
+    raise ValueError(f"{record.workload}: has no training step of the built-in model")
 
 
 def _is_measured(record: Record) -> bool:

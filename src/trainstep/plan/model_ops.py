@@ -56,7 +56,8 @@ class Op:
 
     `backward`: its outgoing gradients first, of which there are `gives`, then temporary tensors. `takes`: names of the incoming
     gradients that it uses up, by default all there are but that of the stream. `joins`: its outgoing gradient is added to that of
-    the stream. `weights`: shapes, in the order of the module.
+    the stream. `weights`: shapes, in the order of the module. `frame`: the Python function whose variables hold its tensors until
+    it returns, which matters where autograd holds none.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Op:
     gives: int = 1
     takes: tuple[str, ...] = ()
     joins: bool = False
+    frame: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +239,7 @@ def head_ops(run: RunConfig, widths: Widths) -> tuple[Op, ...]:
     loss = Op(
         name="loss",
         kept=(_logits("log-softmax", 4, "N V", _LOSS), _logits("weight", 4, "1", _LOSS)),
-        forward=(_logits("logits", e, "N V"), *([_logits("logits in fp32", 4, "N V")] if e < 4 else [])),
+        forward=(_logits("logits in fp32", 4, "N V"),) if e < 4 else (),
         backward=(_logits("logits' gradient", 4, "N V"), _logits("loss's gradient", 4, "N V")),
     )
     # The logits are widened for the loss, so that their gradient is narrowed for the head's matmuls.

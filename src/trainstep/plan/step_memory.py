@@ -158,6 +158,9 @@ class _Replay:
         copies: list[Tensor] = []  # autograd keeps them only in blocks that keep all, autocast until forward ends
         ranks = self._ranks
         ranks.before_forward(ROOT)
+        if not keeps:
+            stream = Kept(name="stream", element_bytes=self._widths.stream, shape="N d")
+            copies.append(self._new(stream, "residual stream"))
         self._forward_ops(self._ops.before, copies, keeps=keeps)
         for layer, block in enumerate(self._ops.blocks):
             unit = f"blocks.{layer}"
@@ -173,12 +176,21 @@ class _Replay:
         self._passing = []
 
     def _forward_ops(self, ops: Sequence[Op], copies: list[Tensor], *, keeps: bool) -> None:
+        frame, variables = "", list[Tensor]()
         for op in ops:
             self._forward_op(op)
-            if not keeps:
-                _, tensors = self._kept.pop()
-                copies += [tensor for tensor in tensors if tensor.category == COPY]
-                self._passing += [tensor for tensor in tensors if tensor.category != COPY]
+            if keeps:
+                continue
+            _, tensors = self._kept.pop()
+            copies += [tensor for tensor in tensors if tensor.category == COPY]
+            self._passing += [tensor for tensor in tensors if tensor.category != COPY]
+            if op.frame != frame:
+                self._live.drop(variables)
+                frame, variables = op.frame, []
+            if frame:
+                variables += self._passing
+                self._passing = []
+        self._live.drop(variables)
 
     def _forward_recomputed(self, block: Block, copies: list[Tensor]) -> None:
         """A block of which only its mode's results stay."""
