@@ -74,13 +74,13 @@ def plan(
         raise ValueError("terms: are those of one step; give one value for each option")
     configs = [build(PlanConfig, point, where="plan") for point in points]
 
-    from trainstep.plan.prediction import first_cut, predict
+    from trainstep.plan.prediction import cuts, predict
     from trainstep.report.plan.prediction import Planned
 
     predictions = [predict(config, gpu_memory_bytes=memory_bytes) for config in configs]
     name = gpu if gpu_memory_gib is None else None
     planned = [
-        Planned(prediction=prediction, gpu=name, cut=first_cut(prediction) if len(configs) == 1 else None)
+        Planned(prediction=prediction, gpu=name, cuts=cuts(prediction) if len(configs) == 1 else ())
         for prediction in predictions
     ]
     _show(planned, _varied(points), terms=terms, as_json=json)

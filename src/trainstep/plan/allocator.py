@@ -25,7 +25,7 @@ _Pool = tuple[str, bool]
 """Name of the pool, and whether its blocks are small."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A piece of a segment, in the order of addresses."""
 

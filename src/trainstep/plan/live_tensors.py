@@ -41,10 +41,29 @@ class LiveTensors:
 
     def __init__(self) -> None:
         self.allocator = Allocator()
-        self.phase = "init"
         self.peaks: dict[str, Moment] = {}
+        self._phase = "init"
+        self._most_bytes = 0
+        """The most of this phase so far."""
+        self._is_fullest = False
+        """Whether this is the fullest moment of the phase so far, and `peaks` does not have it yet."""
         self._requested = dict.fromkeys(CATEGORIES, 0)
         self._activations: dict[str, int] = {}
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self.note_peak()
+        self._phase = name
+        self._most_bytes = self.peaks[name].allocated_bytes if name in self.peaks else 0
+
+    def forget_peaks(self) -> None:
+        """Begin the peaks anew."""
+        self.peaks.clear()
+        self._most_bytes, self._is_fullest = 0, False
 
     def new(self, nbytes: int, category: str, op: str = "") -> Tensor:
         """Allocate a tensor."""
@@ -52,18 +71,24 @@ class LiveTensors:
         self._requested[category] += nbytes
         if category == ACTIVATION:
             self._activations[op] = self._activations.get(op, 0) + nbytes
-        peak = self.peaks.get(self.phase)
-        if peak is None or self.allocator.allocated_bytes > peak.allocated_bytes:
-            self.peaks[self.phase] = self.moment(self.phase)
+        if self.allocator.allocated_bytes > self._most_bytes:
+            self._most_bytes, self._is_fullest = self.allocator.allocated_bytes, True
         return Tensor(block, category, nbytes, op)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Free tensors."""
+        self.note_peak()
         for tensor in tensors:
             self.allocator.give_back(tensor.block)
             self._requested[tensor.category] -= tensor.nbytes
             if tensor.category == ACTIVATION:
                 self._activations[tensor.op] -= tensor.nbytes
+
+    def note_peak(self) -> None:
+        """Fill `peaks` up to now: a moment is described only when it is over, because most are soon exceeded."""
+        if self._is_fullest:
+            self.peaks[self._phase] = self.moment(self._phase)
+            self._is_fullest = False
 
     def moment(self, name: str) -> Moment:
         """What is held now."""

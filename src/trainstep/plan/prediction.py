@@ -2,7 +2,7 @@
 
     prediction = predict(config, gpu_memory_bytes=spec.memory_bytes)
     prediction.fits, prediction.needed_bytes, prediction.low_bytes, prediction.high_bytes
-    first_cut(prediction)                 # the change of one option that lowers the peak most
+    cuts(prediction)                      # changes of options, one after another, until it fits
 
 A process needs what the allocator reserves, and beside it the CUDA context, kernels and NCCL's buffers. Torch returns cached
 segments before it fails, so a step whose tensors fit, but not what it would like to reserve, runs with retries.
@@ -11,10 +11,11 @@ segments before it fails, so a step whose tensors fit, but not what it would lik
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trainstep.config.parallel import RanksConfig
+from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
+from trainstep.plan.activations import kept_bytes
 from trainstep.plan.live_tensors import ACTIVATION, COPY, GRADIENTS, LOGITS, PARAMETERS, STATE
-from trainstep.plan.model_ops import TILED
+from trainstep.plan.model_ops import RECOMPUTED, TILED
 from trainstep.plan.step_memory import StepMemory, replay
 
 CONTEXT_BYTES = 617 * 2**20
@@ -30,6 +31,9 @@ NCCL_BYTES = 844 * 2**20
 # are below; what no record has yet is given twice to four times as much.
 _MEASURED_ALLOCATED, _MEASURED_RESERVED = 0.02, 0.04
 _COMPILED_RESERVED = 0.085
+_MOST_CUTS = 5
+_LEAST_SHARE = 0.03
+"""A change that saves less is not suggested."""
 _UNMEASURED_ALLOCATED, _UNMEASURED_RESERVED = 0.05, 0.1
 
 
@@ -103,10 +107,10 @@ class Cut:
         return before.needed_bytes - self.prediction.needed_bytes
 
 
-def predict(config: RanksConfig, *, gpu_memory_bytes: int | None = None) -> Prediction:
-    """The memory of the fullest rank. ValueError for what has no formulas."""
+def predict(config: RanksConfig, *, gpu_memory_bytes: int | None = None, steps: int = 3) -> Prediction:
+    """The memory of the fullest rank. ValueError for what has no formulas. `steps`: as of `replay`."""
     ranks = range(config.ranks) if config.sync.name == "sharded" else range(1)  # the others hold the same on every rank
-    memory = max((replay(config, rank=rank) for rank in ranks), key=lambda memory: memory.peak.allocated_bytes)
+    memory = max((replay(config, rank=rank, steps=steps) for rank in ranks), key=lambda memory: memory.peak.allocated_bytes)
     unmeasured = tuple(_unmeasured(config))
     interval = _MEASURED_ALLOCATED, _COMPILED_RESERVED if config.run.compile == "model" else _MEASURED_RESERVED
     if unmeasured:
@@ -149,51 +153,70 @@ def _unmeasured(config: RanksConfig) -> Iterator[str]:
     yield from (name for name, applies in options.items() if applies)
 
 
-def first_cut(prediction: Prediction) -> Cut | None:
-    """The change of one option that lowers what is needed most, of those for the largest terms; None if none lowers it."""
-    categories = prediction.memory.peak.categories
-    sizes = sorted(categories, key=lambda name: -categories[name])
+def cuts(prediction: Prediction) -> list[Cut]:
+    """Changes of options, each on top of those before it, until the step fits; what is largest is cut first.
+
+    One change if it fits already, or no GPU is known; empty if nothing saves 3 %.
+    """
     found: list[Cut] = []
-    for term in sizes:
-        for options, config in _changes(prediction.config, term):
-            cut = Cut(
-                term=term, options=options, prediction=predict(config, gpu_memory_bytes=prediction.gpu_memory_bytes)
-            )
-            if cut.saved_bytes(prediction) > 0.01 * prediction.needed_bytes:
-                found.append(cut)
-        if found:
-            # The change that costs least of those that make it fit, else the one that saves most.
-            fitting = [cut for cut in found if cut.prediction.fits and not cut.prediction.is_tight]
-            return next(iter(fitting), None) or max(found, key=lambda cut: cut.saved_bytes(prediction))
+    for _ in range(_MOST_CUTS):
+        before = found[-1].prediction if found else prediction
+        cut = _first_cut(before)
+        if cut is None:
+            break
+        found.append(cut)
+        if cut.prediction.fits is not False and not cut.prediction.is_tight:
+            break
+    return found
+
+
+def _first_cut(prediction: Prediction) -> Cut | None:
+    """The first change of the largest category that saves enough; if less is missing than it saves, the mildest that fits."""
+    categories = prediction.memory.peak.categories
+    for term in sorted(categories, key=lambda name: -categories[name]):
+        for options, config in _changes(prediction, term):
+            after = predict(config, gpu_memory_bytes=prediction.gpu_memory_bytes, steps=2)
+            cut = Cut(term=term, options=options, prediction=after)
+            if cut.saved_bytes(prediction) >= _LEAST_SHARE * prediction.needed_bytes:
+                return cut
     return None
 
 
-def _changes(config: RanksConfig, term: str) -> Iterator[tuple[str, RanksConfig]]:
-    """Changes that cut a category, the cheapest first, of those that the config allows."""
-    run = config.run
-    runs: list[dict[str, object]] = []
+def _changes(prediction: Prediction, term: str) -> Iterator[tuple[str, RanksConfig]]:
+    """Changes that cut a category, those first that cost least time, of those that the config allows."""
+    config, run = prediction.config, prediction.config.run
+    changes: list[dict[str, object]] = []
     if term in (ACTIVATION, COPY):
         if run.attention not in TILED:
-            runs.append({"attention": "sdpa"})
-        if run.ops != "fused":
-            runs.append({"ops": "fused"})
-        modes = ("none", "selective", "narrow", "block")
-        if run.recompute_every == 1 and run.compile != "model":
-            runs += [{"recompute": mode} for mode in modes[modes.index(run.recompute) + 1 :]]
-        if run.batch_size % 2 == 0:
-            runs.append({"batch_size": run.batch_size // 2, "accumulation": 2 * run.accumulation})
-    elif term == LOGITS and run.ops != "fused":
-        runs.append({"ops": "fused"})
-    elif term == GRADIENTS and run.trains:
-        runs.append({"update": "in_backward", "adamw": "trainstep"})
-    for changes in runs:
-        yield from _allowed(config, run=changes)
+            changes.append({"attention": "sdpa"})
+        if run.precision in ("fp32", "tf32"):
+            changes.append({"precision": "bf16_autocast"})
+        changes += _recomputations(prediction)
+        if run.batch_size % 2 == 0 and not run.updates_in_backward:
+            changes.append({"batch_size": run.batch_size // 2, "accumulation": 2 * run.accumulation})
+    if term in (ACTIVATION, LOGITS) and run.ops != "fused":
+        changes.append({"ops": "fused"})
+    for change in changes:
+        yield from _allowed(config, run=change)
     if term in (PARAMETERS, GRADIENTS, STATE) and run.trains:
-        for sync in ("sharded_flat", "fsdp"):
-            if config.ranks > 1 and config.sync.name != sync:
-                yield from _allowed(config, sync=sync)
-    if term in (PARAMETERS, STATE) and run.precision in ("fp32", "tf32", "bf16_autocast", "fp16_autocast"):
-        yield from _allowed(config, run={"precision": "bf16"})
+        if term == GRADIENTS and not run.updates_in_backward:
+            yield from _allowed(config, run={"update": "in_backward", "adamw": "trainstep"})
+        if config.sync.name != "fsdp":
+            yield from _allowed(config, sync="fsdp")
+
+
+def _recomputations(prediction: Prediction) -> list[dict[str, object]]:
+    """Modes of recomputation: the mildest of which a formula of kept bytes says that it may be enough, then the stronger."""
+    run = prediction.config.run
+    if run.recompute_every != 1 or run.compile == "model":
+        return []
+    modes = RECOMPUTED[RECOMPUTED.index(run.recompute) + 1 :] if run.recompute in RECOMPUTED else RECOMPUTED
+    if prediction.gpu_memory_bytes is None:
+        return [{"recompute": mode} for mode in modes]
+    kept = sum(kept_bytes(run).values())
+    missing = prediction.high_bytes - prediction.gpu_memory_bytes
+    enough = [mode for mode in modes if kept - sum(kept_bytes(replace(run, recompute=mode)).values()) >= missing]
+    return [{"recompute": mode} for mode in enough or modes[-1:]]
 
 
 def _allowed(
@@ -201,7 +224,10 @@ def _allowed(
 ) -> Iterator[tuple[str, RanksConfig]]:
     try:
         if sync:
-            yield f"--sync {sync}", replace(config, sync=replace(config.sync, name=sync))
+            ranks = max(2, config.ranks)
+            words = f"--sync {sync}" if config.ranks > 1 else f"--ranks {ranks} --sync {sync}"
+            options = SyncConfig(name=sync, transport=config.sync.transport, inbox_mib=config.sync.inbox_mib)
+            yield words, replace(config, ranks=ranks, sync=options)
         else:
             changed: RunConfig = replace(config.run, **run)  # type: ignore[arg-type]
             words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in (run or {}).items())

@@ -49,8 +49,11 @@ def alone(run: RunConfig) -> RanksConfig:
     return RanksConfig(ranks=1, sync=SyncConfig(name=YARDSTICK), run=run)
 
 
-def replay(config: RanksConfig, *, rank: int = 0) -> StepMemory:
-    """The memory of a rank's step on a GPU. ValueError for what has no formulas: a user's model, torch's strategies."""
+def replay(config: RanksConfig, *, rank: int = 0, steps: int = _STEPS) -> StepMemory:
+    """The memory of a rank's step on a GPU. ValueError for what has no formulas: a user's model, torch's strategies.
+
+    `steps`: how many are replayed, at least 2; with 2 what is reserved is less exact.
+    """
     exchange = exchange_of(config)
     if exchange is None:
         strategy = config.sync.strategy
@@ -60,7 +63,7 @@ def replay(config: RanksConfig, *, rank: int = 0) -> StepMemory:
     run, live = config.run, LiveTensors()
     parameters = transformer_parameters(model_of(run), run.precision, run.ops)
     setup = Setup(config=config, exchange=exchange, parameters=parameters, rank=rank, live=live)
-    return _Replay(setup).run()
+    return _Replay(setup).run(steps)
 
 
 class _Replay:
@@ -86,7 +89,7 @@ class _Replay:
         """Gradients that a compiled graph has made and not returned yet."""
         self._workspaces: dict[str, Tensor] = {}
 
-    def run(self) -> StepMemory:
+    def run(self, steps: int) -> StepMemory:
         run, live = self._run, self._live
         self._ranks.build()
         for _ in range(2 * run.accumulation):
@@ -96,15 +99,16 @@ class _Replay:
         moments = [live.moment("after init")]
         if run.capture != "none":  # warm-ups run on the capture's stream, which cannot use what was freed on another
             live.allocator.pool = "stream of the capture"
-        for number in range(_STEPS):
-            if number == _STEPS - 1:
-                live.peaks.clear()
+        for number in range(steps):
+            if number == steps - 1:
+                live.forget_peaks()
                 if run.capture != "none":
                     live.drop(self._workspaces.values())
                     self._workspaces.clear()
                     live.allocator.empty_cache()
                     live.allocator.pool = "graph"
             moments = [moments[0], *self._step()]
+        live.note_peak()
         most = live.allocator.most_reserved_bytes
         phases = [replace(peak, reserved_bytes=most) for peak in live.peaks.values()]
         peak = max(phases, key=lambda phase: phase.allocated_bytes)

@@ -9,8 +9,8 @@ from trainstep.plan.live_tensors import CATEGORIES
 from trainstep.plan.model_ops import symbols_of
 from trainstep.plan.prediction import CONTEXT_BYTES, Cut, Prediction
 from trainstep.report.kit.answer import Answer
-from trainstep.report.kit.forms import SIZE, TEXT, listed, needed_words
-from trainstep.report.kit.tables import Column, Table
+from trainstep.report.kit.forms import ROUGH_SIZE, SIZE, TEXT, listed, needed_words
+from trainstep.report.kit.tables import Column, Table, filled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +19,12 @@ class Planned:
 
     prediction: Prediction
     gpu: str | None = None
-    cut: Cut | None = None
+    cuts: Sequence[Cut] = ()
 
 
 def plan_answer(planned: Planned) -> Answer:
     """Whether it fits and by how much, and what to cut first."""
-    prediction, cut = planned.prediction, planned.cut
+    prediction = planned.prediction
     need = f"{needed_words(prediction.needed_bytes)} a GPU ({_interval(prediction)})"
     if prediction.fits is None:
         verdict = f"The step needs {need}."
@@ -44,19 +44,14 @@ def plan_answer(planned: Planned) -> Answer:
             verdict = f"Fits: the step needs {need} of {where}, with {spare} to spare."
     largest = _largest(prediction)
     words = f"Largest at its peak, in {prediction.memory.peak.name}: {largest}."
-    if cut is not None:
-        after = cut.prediction
-        fitting = "" if after.fits is None else ", which fits" if after.fits and not after.is_tight else ""
-        words += (
-            f" Cut {cut.term} first: `{cut.options}` needs {needed_words(after.needed_bytes)}"
-            f" ({needed_words(cut.saved_bytes(prediction))} less){fitting}."
-        )
+    if planned.cuts:
+        words += f" {_cut_words(prediction, planned.cuts)}"
     return Answer(workload="plan", verdict=verdict, suggestion=words)
 
 
 def plan_tables(planned: Planned) -> list[Table]:
     """Memory by category at each moment, activations by op at the peak, and what is outside of the allocator."""
-    return [_moments(planned.prediction), _by_op(planned.prediction), _outside(planned.prediction)]
+    return filled(_moments(planned.prediction), _by_op(planned.prediction), _outside(planned.prediction))
 
 
 def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, Any]]) -> Table:
@@ -108,14 +103,13 @@ def terms_table(prediction: Prediction) -> Table:
             Column("source", TEXT),
         ],
         raw=rows,
-        note=f"B a tensor's formula: bytes of an element x its shape. {values}. Other terms: docs/guide/plan.md.",
+        note=f"A tensor's formula: bytes of an element x its shape. {values}. Other terms: docs/guide/plan.md.",
     )
 
 
 def plain(planned: Planned) -> dict[str, Any]:
     """The prediction for programs, in bytes."""
     prediction, memory = planned.prediction, planned.prediction.memory
-    cut = planned.cut
     return {
         "gpu": planned.gpu,
         "gpu_memory_bytes": prediction.gpu_memory_bytes,
@@ -139,14 +133,30 @@ def plain(planned: Planned) -> dict[str, Any]:
             }
             for moment in (*memory.moments, memory.peak)
         ],
-        "cut_first": cut
-        and {
-            "term": cut.term,
-            "options": cut.options,
-            "needed_bytes": cut.prediction.needed_bytes,
-            "fits": cut.prediction.fits,
-        },
+        "cuts": [
+            {
+                "term": cut.term,
+                "options": cut.options,
+                "needed_bytes": cut.prediction.needed_bytes,
+                "fits": cut.prediction.fits,
+                "tight": cut.prediction.is_tight,
+            }
+            for cut in planned.cuts
+        ],
     }
+
+
+def _cut_words(prediction: Prediction, cuts: Sequence[Cut]) -> str:
+    first, last = cuts[0], cuts[-1].prediction
+    words = f"Cut {first.term} first: `{first.options}` saves {needed_words(first.saved_bytes(prediction))}"
+    if len(cuts) > 1:
+        words += f", then {listed(f'`{cut.options}`' for cut in cuts[1:])}"
+    words += f"; then it needs {needed_words(last.needed_bytes)}"
+    if last.fits is None:
+        return f"{words}."
+    if not last.fits:
+        return f"{words}, which does not fit either."
+    return f"{words}, which {'probably fits' if last.is_tight else 'fits'}."
 
 
 def _interval(prediction: Prediction) -> str:
@@ -168,7 +178,7 @@ def _word(prediction: Prediction) -> str:
 
 
 def _text_of(name: str) -> Any:
-    return lambda row: str(row.get(name, ""))
+    return lambda row: "none" if row.get(name) is None else str(row[name])
 
 
 def _moments(prediction: Prediction) -> Table:
@@ -183,7 +193,7 @@ def _moments(prediction: Prediction) -> Table:
     rows.append({"term": "allocated", **{title: moment.allocated_bytes for title, moment in moments.items()}})
     rows.append({"term": "fragmentation, cache and pools", **{t: m.reserved_bytes - m.allocated_bytes for t, m in moments.items()}})
     rows.append({"term": "reserved", **{title: moment.reserved_bytes for title, moment in moments.items()}})
-    columns = [Column("({unit})", TEXT, "term", names=True), *(Column(title, SIZE, title) for title in moments)]
+    columns = [Column("({unit})", TEXT, "term", names=True), *(Column(title, ROUGH_SIZE, title) for title in moments)]
     unmeasured = (
         f"No record has been measured with {listed(prediction.unmeasured)}, so its interval is wider."
         if prediction.unmeasured
