@@ -1,11 +1,15 @@
-"""What forward keeps by formula is what autograd saves on the CPU, byte for byte, and what was measured on an H200."""
+"""What forward keeps by formula is what a step keeps on a CPU and on fake tensors, byte for byte, and what an H200 kept."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from fake_step import count
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from trainstep.config.model import ModelConfig, size
 from trainstep.config.run import RunConfig
@@ -35,23 +39,62 @@ def saved_bytes(run: RunConfig) -> int:
     return sum(storage.nbytes() for storage in saved.values())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    ("precision", "attention", "recompute"),
-    list(product(("fp32", "bf16_autocast", "bf16"), ("plain", "sdpa", "trainstep"), ("none", "block"))),
-)
-def test_kept_bytes_are_what_autograd_saves(precision, attention, recompute, shape):
+def run_of(shape: tuple[int, ...], **options: object) -> RunConfig:
     d_model, d_ff, layers, heads, vocab_size, batch_size, context = shape
     model = ModelConfig(d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, vocab_size=vocab_size)
-    run = RunConfig(
-        model=model,
-        batch_size=batch_size,
-        context=context,
-        precision=precision,
-        attention=attention,
-        recompute=recompute,
-    )
+    return RunConfig(model=model, batch_size=batch_size, context=context, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("precision", "attention"),
+    list(product(("fp32", "bf16_autocast", "bf16"), ("plain", "sdpa", "trainstep"))),
+)
+def test_kept_bytes_are_what_autograd_saves(precision, attention, shape):
+    run = run_of(shape, precision=precision, attention=attention)
     assert sum(kept_bytes(run, on_gpu=False).values()) == saved_bytes(run)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> RunConfig:
+    """Small runs of every precision, op, attention and recomputation whose kept bytes a CPU can count."""
+    heads = draw(st.integers(1, 3))
+    shape = (
+        heads * draw(st.sampled_from((16, 32))),
+        8 * draw(st.integers(1, 8)),
+        draw(st.integers(1, 4)),
+        heads,
+        draw(st.integers(2, 60)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(2, 40)),
+    )
+    recompute = draw(st.sampled_from(("none", "selective", "narrow", "block")))
+    return run_of(
+        shape,
+        precision=draw(st.sampled_from(("fp32", "bf16_autocast", "bf16", "bf16_master"))),
+        attention=draw(st.sampled_from(("plain", "trainstep"))),
+        ops=draw(st.sampled_from(("plain", "fused"))),
+        recompute=recompute,
+        recompute_every=1 if recompute == "none" else draw(st.integers(1, 3)),
+        mode="forward_backward",
+    )
+
+
+@pytest.mark.parametrize("ops", ["plain", "fused"])
+@pytest.mark.parametrize("recompute", ["selective", "block"])
+def test_kept_bytes_are_those_of_fake_tensors(ops, recompute):
+    run = run_of(
+        (32, 48, 3, 2, 50, 2, 40), precision="bf16_autocast", attention="trainstep", ops=ops, recompute=recompute,
+        mode="forward_backward",
+    )  # fmt: skip
+    assert sum(kept_bytes(run, on_gpu=False).values()) == count(run).kept
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(runs())
+def test_kept_bytes_of_random_runs_are_those_of_fake_tensors(run):
+    assert sum(kept_bytes(run, on_gpu=False).values()) == count(run).kept
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_autocast"])
@@ -91,7 +134,24 @@ def test_kept_bytes_of_compiled_blocks_are_those_of_an_h200(file, model, context
     assert sum(kept_bytes(run).values()) + batch_and_tables == measured
 
 
-def test_what_has_no_formula_is_refused():
-    run = RunConfig(model=size("tiny"), recompute="selective")
-    with pytest.raises(ValueError, match="recompute: only none, and block in every block, have formulas"):
-        kept_bytes(run)
+@pytest.mark.parametrize("compiled", ["none", "block"])
+@pytest.mark.parametrize("ops", ["plain", "fused"])
+def test_stronger_recomputations_keep_less(compiled, ops):
+    run = RunConfig(model=size("small"), ops=ops, compile=compiled, precision="bf16_autocast", device="cuda")
+    kept = [
+        sum(kept_bytes(replace(run, recompute=mode)).values()) for mode in ("none", "selective", "narrow", "block")
+    ]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"recompute_budget_gib": 4.0}, "recompute_budget_gib: is met by measuring"),
+        ({"attention": "sdpa_math"}, "attention: sdpa_math has no formulas"),
+    ],
+)
+def test_what_has_no_formula_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        kept_bytes(RunConfig(model=size("tiny"), **options))

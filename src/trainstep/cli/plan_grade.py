@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from trainstep.cli.streams import outliving_reader
 from trainstep.plan.grade import grade_records
 from trainstep.records.store import Store
 from trainstep.report.plan.grade import FiledGrade, grade_answer, grade_tables, plain, refusal_lines
@@ -13,6 +14,8 @@ def show_grades(path: Path, *, as_json: bool) -> int:
     if not path.exists():
         raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    with outliving_reader(sys.stderr):
+        print(f"predicting the steps of {len(files)} files of records anew, about ten a second", file=sys.stderr, flush=True)
     grades, refusals = list[FiledGrade](), dict[str, int]()
     for file in files:
         graded, refused = grade_records(Store(file).read())

@@ -139,7 +139,8 @@ def _fused_block(run: RunConfig, widths: Widths, modes: list[str], layer: int, *
     # What is added to the stream is an input of the next block, and a matmul's result in this one.
     following = modes[layer + 1] if layer + 1 < len(modes) else "none"
     added = tensor("added by the MLP", e, "N d", _INPUT, modes=RECOMPUTED)
-    is_held = following != "none" or modes[layer] in _RESULTS
+    widens = model_of(run).d_model > model_of(run).d_ff
+    is_held = following != "none" or modes[layer] in (("selective",) if widens else _RESULTS)
     down = linear_op(widths, "mlp", "N f", "N d", "d f", keeps_input=False)
     down = replace(
         down,
@@ -188,9 +189,17 @@ def _projection(run: RunConfig, widths: Widths) -> Op:
 
 def _output(run: RunConfig, widths: Widths, *, on_gpu: bool) -> Op:
     """The projection of attention's output. It keeps that output itself where kernels write it as (B, S, H, D), else a copy."""
-    as_rows = on_gpu or run.ops == "fused" or model_of(run).heads == 1 or run.context == 1
-    shares = run.attention in TILED and as_rows
-    return linear_op(widths, "attention projections", "N d", "N d", "d d", keeps_input=not shares, modes=_RESULTS)
+    shares = run.attention in TILED and (on_gpu or run.ops == "fused" or _heads_are_rows(run))
+    op = linear_op(widths, "attention projections", "N d", "N d", "d d", keeps_input=not shares, modes=_RESULTS)
+    if run.attention not in TILED and _heads_are_rows(run):  # the input is the result of the batched product itself
+        kept = tuple(replace(kept, modes=_RESULTS) if kept.name == "input" else kept for kept in op.kept)
+        op = replace(op, kept=kept)
+    return op
+
+
+def _heads_are_rows(run: RunConfig) -> bool:
+    """Whether (B, H, S, D) is (B, S, H D) as it lies in memory."""
+    return model_of(run).heads == 1 or run.context == 1
 
 
 def _keeps_joint(run: RunConfig) -> bool:
@@ -234,7 +243,8 @@ def _plain_attention(run: RunConfig, widths: Widths, v: Kept, *, on_gpu: bool) -
     # A batched product is kept if it is no larger than its factors together.
     is_small = run.context <= 2 * model_of(run).head_dim
     products = [tensor("q k^T", e, matrix, _PLAIN, modes=_RESULTS)] if is_small and run.recompute != "none" else []
-    output = [tensor("output", e, "N d", _PLAIN, modes=_RESULTS)] if run.recompute != "none" else []
+    own_output = run.recompute != "none" and not _heads_are_rows(run)
+    output = [tensor("output", e, "N d", _PLAIN, modes=_RESULTS)] if own_output else []
     return (
         Op(
             name="attention scores",

@@ -80,7 +80,7 @@ def _by_kind(grades: Sequence[FiledGrade]) -> Table:
             **_errors("allocated", (item.grade.allocated_error for item in items)),
             **_errors("reserved", (item.grade.reserved_error for item in items)),
         }
-        for kind, items in kinds.items()
+        for kind, items in sorted(kinds.items(), key=lambda kind: (kind[0] != "all", kind[0]))
     ]
     columns = [
         Column("steps", TEXT, names=True),
