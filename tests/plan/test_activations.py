@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_step import count
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fake_step import count
 from trainstep.config.model import ModelConfig, size
 from trainstep.config.run import RunConfig
 from trainstep.plan.activations import kept_by_category, kept_bytes
@@ -138,9 +138,7 @@ def test_kept_bytes_of_compiled_blocks_are_those_of_an_h200(file, model, context
 @pytest.mark.parametrize("ops", ["plain", "fused"])
 def test_stronger_recomputations_keep_less(compiled, ops):
     run = RunConfig(model=size("small"), ops=ops, compile=compiled, precision="bf16_autocast", device="cuda")
-    kept = [
-        sum(kept_bytes(replace(run, recompute=mode)).values()) for mode in ("none", "selective", "narrow", "block")
-    ]
+    kept = [sum(kept_bytes(replace(run, recompute=mode)).values()) for mode in ("none", "selective", "narrow", "block")]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == len(kept)
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_step import count
 
+from fake_step import count
 from trainstep.config.model import ModelConfig, size
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
 from trainstep.plan.allocator import Allocator
 from trainstep.plan.grade import Grade, grade_records, ranks_config
-from trainstep.plan.peak_memory import expected_memory
 from trainstep.plan.memory_terms import transformer_parameters
+from trainstep.plan.peak_memory import expected_memory
 from trainstep.plan.step_memory import StepMemory, alone, replay
 from trainstep.records.store import Store
 

@@ -62,9 +62,15 @@ def plan(
         Print JSON, which begins with `answer`; sizes in bytes.
     """
     if grade is not None:
-        given = [name for name, value in {"gpu": gpu, "gpu_memory_gib": gpu_memory_gib, **fields}.items() if value is not None]
+        given = [
+            name
+            for name, value in {"gpu": gpu, "gpu_memory_gib": gpu_memory_gib, **fields}.items()
+            if value is not None
+        ]
         if given or terms:
-            raise ValueError(f"{(given or ['terms'])[0]}: has no effect on --grade, whose records say what was run; leave it out")
+            raise ValueError(
+                f"{(given or ['terms'])[0]}: has no effect on --grade, whose records say what was run; leave it out"
+            )
         from trainstep.cli.plan_grade import show_grades
 
         return show_grades(grade, as_json=json)
@@ -109,7 +115,9 @@ def _points(fields: Mapping[str, str | None]) -> list[dict[str, Any]]:
     for values in grid.values():
         count *= len(values)
     if count > _MOST_STEPS:
-        raise ValueError(f"plan: {count:,} steps are too many to compare; give fewer values, {_MOST_STEPS} steps at most")
+        raise ValueError(
+            f"plan: {count:,} steps are too many to compare; give fewer values, {_MOST_STEPS} steps at most"
+        )
     return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
 
@@ -126,7 +134,10 @@ def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms:
 
     answers = [plan_answer(planned[0])] if len(planned) == 1 else []
     if as_json:
-        rows = [{**plain(item), **({"options": point} if point else {})} for item, point in zip(planned, points, strict=True)]
+        rows = [
+            {**plain(item), **({"options": point} if point else {})}
+            for item, point in zip(planned, points, strict=True)
+        ]
         extra = {"terms": terms_table(planned[0].prediction).raw} if terms else {}
         print(ascii_json({"answer": plain_answers(answers), "rows": rows, **extra}, indent=1))
         return

@@ -15,7 +15,11 @@ def show_grades(path: Path, *, as_json: bool) -> int:
         raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     with outliving_reader(sys.stderr):
-        print(f"predicting the steps of {len(files)} files of records anew, about ten a second", file=sys.stderr, flush=True)
+        print(
+            f"predicting the steps of {len(files)} files of records anew, about ten a second",
+            file=sys.stderr,
+            flush=True,
+        )
     grades, refusals = list[FiledGrade](), dict[str, int]()
     for file in files:
         graded, refused = grade_records(Store(file).read())
@@ -23,7 +27,9 @@ def show_grades(path: Path, *, as_json: bool) -> int:
         for reason, count in refused.items():
             refusals[reason] = refusals.get(reason, 0) + count
     if not grades:
-        reason = next(iter(refusals), "a step on a GPU with its peaks, as bench, profile, memory and parallel record them")
+        reason = next(
+            iter(refusals), "a step on a GPU with its peaks, as bench, profile, memory and parallel record them"
+        )
         raise ValueError(f"grade: {path} holds no step that can be graded: {reason}")
     answer = grade_answer(grades)
     if as_json:

@@ -67,10 +67,16 @@ _SPECS = {
     "NVIDIA A10": _spec("A10", 31.2, 62.5, 125, 24, 0.6, "NVIDIA A10 data sheet"),
     "NVIDIA L40S": _spec("L40S", 91.6, 183, 362, 48, 0.864, "NVIDIA L40S data sheet"),
     "NVIDIA L4": _spec("L4", 30.3, 60, 121, 24, 0.3, "NVIDIA L4 data sheet"),
-    "NVIDIA RTX 6000 Ada Generation": _spec("RTX 6000 Ada", 91.1, 182.1, 364.2, 48, 0.96, "NVIDIA Ada architecture paper"),
+    "NVIDIA RTX 6000 Ada Generation": _spec(
+        "RTX 6000 Ada", 91.1, 182.1, 364.2, 48, 0.96, "NVIDIA Ada architecture paper"
+    ),
     "NVIDIA RTX A6000": _spec("RTX A6000", 38.7, 77.4, 154.8, 48, 0.768, "NVIDIA Ampere GA102 architecture paper"),
-    "NVIDIA GeForce RTX 5090": _spec("RTX 5090", 104.8, 104.8, 209.5, 32, 1.792, "NVIDIA RTX Blackwell architecture paper"),
-    "NVIDIA GeForce RTX 5080": _spec("RTX 5080", 56.3, 56.3, 112.6, 16, 0.96, "NVIDIA RTX Blackwell architecture paper"),
+    "NVIDIA GeForce RTX 5090": _spec(
+        "RTX 5090", 104.8, 104.8, 209.5, 32, 1.792, "NVIDIA RTX Blackwell architecture paper"
+    ),
+    "NVIDIA GeForce RTX 5080": _spec(
+        "RTX 5080", 56.3, 56.3, 112.6, 16, 0.96, "NVIDIA RTX Blackwell architecture paper"
+    ),
     "NVIDIA GeForce RTX 4090": _spec("RTX 4090", 82.6, 82.6, 165.2, 24, 1.008, "NVIDIA Ada architecture paper"),
     "NVIDIA GeForce RTX 4080": _spec("RTX 4080", 48.7, 48.7, 97.5, 16, 0.717, "NVIDIA Ada architecture paper"),
     "NVIDIA GeForce RTX 3090 Ti": _spec("RTX 3090 Ti", 40, 40, 80, 24, 1.008, "NVIDIA Ada architecture paper"),

@@ -159,12 +159,16 @@ def chunk_tokens(vocabulary: int, element_bytes: int) -> int:
 
 
 def tensor(
-    name: str, element_bytes: int, shape: str, source: str = "", *, category: str = ACTIVATION, modes: tuple[str, ...] = ()
+    name: str,
+    element_bytes: int,
+    shape: str,
+    source: str = "",
+    *,
+    category: str = ACTIVATION,
+    modes: tuple[str, ...] = (),
 ) -> Kept:
     """A tensor of an op."""
-    return Kept(
-        name=name, element_bytes=element_bytes, shape=shape, source=source, category=category, modes=modes
-    )
+    return Kept(name=name, element_bytes=element_bytes, shape=shape, source=source, category=category, modes=modes)
 
 
 def norm_op(widths: Widths, name: str, *, keeps_stream: bool = True, temporaries: int = 1) -> Op:

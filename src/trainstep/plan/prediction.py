@@ -110,7 +110,9 @@ class Cut:
 def predict(config: RanksConfig, *, gpu_memory_bytes: int | None = None, steps: int = 3) -> Prediction:
     """The memory of the fullest rank. ValueError for what has no formulas. `steps`: as of `replay`."""
     ranks = range(config.ranks) if config.sync.name == "sharded" else range(1)  # the others hold the same on every rank
-    memory = max((replay(config, rank=rank, steps=steps) for rank in ranks), key=lambda memory: memory.peak.allocated_bytes)
+    memory = max(
+        (replay(config, rank=rank, steps=steps) for rank in ranks), key=lambda memory: memory.peak.allocated_bytes
+    )
     unmeasured = tuple(_unmeasured(config))
     interval = _MEASURED_ALLOCATED, _COMPILED_RESERVED if config.run.compile == "model" else _MEASURED_RESERVED
     if unmeasured:

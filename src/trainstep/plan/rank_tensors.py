@@ -152,7 +152,9 @@ class Replicated:
         return _MASTER_BYTES if self.masters else piece.element_bytes
 
     def _is_cast(self, parameter: ParameterSize) -> bool:
-        return self.exchange.gradient_bytes(parameter) != parameter.element_bytes and self.exchange.strategy.communicates
+        return (
+            self.exchange.gradient_bytes(parameter) != parameter.element_bytes and self.exchange.strategy.communicates
+        )
 
     def _cast(self, parameter: ParameterSize) -> Tensor:
         return self.live.new(parameter.numel * self.exchange.gradient_bytes(parameter), COMMUNICATION)
@@ -333,8 +335,10 @@ class InUnits(Replicated):
         shelf = self._shelves.setdefault(self._kind(unit), [])
         staging = shelf.pop() if shelf else self.live.new(self._sent_bytes(unit), COMMUNICATION)
         own_dtype = self._sent_bytes(unit) == unit.nbytes
-        shards = () if self._kept_shards and own_dtype else (
-            self.live.new(self._sent_bytes(unit) // self.exchange.ranks, GRADIENTS),
+        shards = (
+            ()
+            if self._kept_shards and own_dtype
+            else (self.live.new(self._sent_bytes(unit) // self.exchange.ranks, GRADIENTS),)
         )
         self.live.drop(self.take_whole(unit.parameters))
         self._in_flight.append((unit, staging, shards))

@@ -223,7 +223,9 @@ class _Replay:
         for tensor in () if is_last else op.forward:
             temporaries.append(given[tensor].pop() if given and given.get(tensor) else self._temporary(tensor))
         self._workspace_for(op, "forward")
-        kept = [given[tensor].pop() if given and given.get(tensor) else self._new(tensor, op.name) for tensor in op.kept]
+        kept = [
+            given[tensor].pop() if given and given.get(tensor) else self._new(tensor, op.name) for tensor in op.kept
+        ]
         self._live.drop(self._passing)
         self._passing = temporaries
         self._kept.append((op, kept))

@@ -74,7 +74,12 @@ def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, A
         Column("fits", TEXT, "verdict"),
         Column("largest at the peak", TEXT, "largest"),
     ]
-    return Table.of("Planned steps", rows, columns, raw=[plain(item) | dict(point) for item, point in zip(planned, points, strict=True)])
+    return Table.of(
+        "Planned steps",
+        rows,
+        columns,
+        raw=[plain(item) | dict(point) for item, point in zip(planned, points, strict=True)],
+    )
 
 
 def terms_table(prediction: Prediction) -> Table:
@@ -191,7 +196,12 @@ def _moments(prediction: Prediction) -> Table:
         {"term": name, **{title: moment.categories[name] for title, moment in moments.items()}} for name in used
     ]
     rows.append({"term": "allocated", **{title: moment.allocated_bytes for title, moment in moments.items()}})
-    rows.append({"term": "fragmentation, cache and pools", **{t: m.reserved_bytes - m.allocated_bytes for t, m in moments.items()}})
+    rows.append(
+        {
+            "term": "fragmentation, cache and pools",
+            **{t: m.reserved_bytes - m.allocated_bytes for t, m in moments.items()},
+        }
+    )
     rows.append({"term": "reserved", **{title: moment.reserved_bytes for title, moment in moments.items()}})
     columns = [Column("({unit})", TEXT, "term", names=True), *(Column(title, ROUGH_SIZE, title) for title in moments)]
     unmeasured = (
@@ -208,7 +218,11 @@ def _by_op(prediction: Prediction) -> Table:
         {"op": op, "bytes": nbytes, "share": f"{nbytes / max(1, peak.allocated_bytes):.1%}"}
         for op, nbytes in sorted(peak.activations_by_op.items(), key=lambda item: -item[1])
     ]
-    columns = [Column("op", TEXT, names=True), Column("kept ({unit})", SIZE, "bytes"), Column("of allocated", TEXT, "share")]
+    columns = [
+        Column("op", TEXT, names=True),
+        Column("kept ({unit})", SIZE, "bytes"),
+        Column("of allocated", TEXT, "share"),
+    ]
     return Table.of("Activations at the peak, by op", rows, columns)
 
 
