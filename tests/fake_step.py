@@ -4,6 +4,7 @@ Fake tensors run every operator by its description of outputs, ours with Triton 
 What a kernel takes for itself inside an operator is not seen.
 """
 
+import gc
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,20 +32,22 @@ class Counted:
 
 @contextmanager
 def kernels_on_fake_tensors() -> Iterator[None]:
-    """Inside, fused ops take their kernels for any tensor, as on a GPU. (Modules are found by name: the package has functions of it.)"""
+    """Inside, fused ops take their kernels for any tensor, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in _WITH_KERNELS:
+        for name in _WITH_KERNELS:  # as modules: the package has functions of the same names
             patch.setattr(importlib.import_module(f"trainstep.ops.{name}"), "has_kernel", lambda *_: True)
         yield
 
 
 def count(run: RunConfig) -> Counted:
     """Count one forward and backward of a run on a CPU, without its optimizer."""
+    gc.collect()  # tensors of a run before would be freed while this one is counted
     with kernels_on_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True):
         assembly = build_step(run)
         [batch] = assembly.micro_batches(0)
         with live_bytes(torch.device("cpu")) as live:
             loss = assembly.step._forward(batch)
+            gc.collect()  # what is unreachable is not kept
             kept = live.now() - loss.nbytes
             live.begin_peak()
             assembly.step._backward(loss, 1)

@@ -47,6 +47,7 @@ ROOMS = {
         "numerics": 2,
         "op": 2,
         "parallel": 2,
+        "plan": 2,
         "profile": 2,
         "": 3,
     },

@@ -47,8 +47,8 @@ def _spec(
     )
 
 
-# The key is the driver's name for the chip. Columns: TFLOP/s in fp32, TF32 and bf16 = fp16 (fp32 accumulation); memory GB and TB/s; NVLink
-# GB/s one way (data sheets print twice that), only where every such GPU has NVLink.
+# The key is the driver's name for the chip. Columns: TFLOP/s in fp32, TF32 and bf16 = fp16 (fp32 accumulation); memory GB and
+# TB/s; NVLink GB/s one way (data sheets print twice that), only where every such GPU has NVLink.
 # Where a data sheet prints TF32 and bf16 with sparsity only, the table has half of that number. A slice of a GPU (MIG) has a
 # different name, so it has no entry.
 _SPECS = {
