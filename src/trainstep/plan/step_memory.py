@@ -23,7 +23,8 @@ from trainstep.plan.live_tensors import BATCH, COPY, LOGITS, TEMPORARY, WORKSPAC
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import Block, Kept, Op, model_of, symbols_of, widths_of
 from trainstep.plan.peak_memory import exchange_of
-from trainstep.plan.rank_tensors import Setup, rank_tensors
+from trainstep.plan.rank_tensors import rank_tensors
+from trainstep.plan.replicated_tensors import Setup
 
 _WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS's workspace on Hopper, once for the thread of forward and once for autograd's (results/h200/memory.jsonl, workspaces)."""
