@@ -31,6 +31,8 @@ _WORKSPACE_BYTES = 32 * 2**20
 _STEPS = 3
 _MOST_MICRO_BATCHES = 3
 """Micro-batches after the third repeat it."""
+_MOST_BATCHES = 64
+"""Batches that are tensors of their own; the rest are one, so that a large accumulation takes no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +95,10 @@ class _Replay:
     def run(self, steps: int) -> StepMemory:
         run, live = self._run, self._live
         self._ranks.build()
-        for _ in range(2 * run.accumulation):
-            live.new(8 * run.batch_size * run.context, BATCH)
+        tokens_bytes = 8 * run.batch_size * run.context
+        for _ in range(2 * min(run.accumulation, _MOST_BATCHES)):  # tokens and targets
+            live.new(tokens_bytes, BATCH)
+        live.new(2 * tokens_bytes * max(0, run.accumulation - _MOST_BATCHES), BATCH)
         table = Kept(name="cos", element_bytes=2, shape="S d").nbytes(self._symbols) // self._symbols["H"]
         live.new(table, BATCH), live.new(table, BATCH)
         moments = [live.moment("after init")]
