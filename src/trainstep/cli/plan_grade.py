@@ -1,4 +1,4 @@
-"""`trainstep plan --grade`: predicted peaks beside those of records."""
+"""`trainstep plan --grade FOLDER`: predicted peaks beside those of records."""
 
 import sys
 from pathlib import Path
