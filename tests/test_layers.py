@@ -48,6 +48,7 @@ ROOMS = {
         "numerics": 2,
         "op": 2,
         "parallel": 2,
+        "plan": 2,
         "profile": 2,
         "run": 3,
         "": 4,

@@ -48,6 +48,11 @@ def test_reading_records_needs_no_torch(tmp_path: Path):
     assert page & {"torch", "triton"} == set()
 
 
+def test_planning_needs_no_torch():
+    assert imported_by("plan", "--model", "8B", "--gpu", "h200", "--json") & {"torch", "triton", "pandas"} == set()
+    assert imported_by("plan", "--model", "small", "--gpu", "h200") & {"torch", "triton", "pandas", "plotly"} == set()
+
+
 def test_the_package_runs_as_a_module(tmp_path: Path):
     code, out, _ = finish(start("--help", folder=tmp_path))
     assert code == 0

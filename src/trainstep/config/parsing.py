@@ -60,8 +60,13 @@ def build_config(workload: str, values: Mapping[str, Any]) -> Any:
     `model` is a size's name, package.module:function, or (numerics only) `toy`; the model's own fields stand beside it.
     """
     config_class = CONFIGS[workload]
+    return build(config_class, values, where="run" if config_class is RunConfig else workload)
+
+
+def build(config_class: Any, values: Mapping[str, Any], *, where: str) -> Any:
+    """A config of this class from flat values; `where` names it in errors about unknown fields."""
     known = fields_of(config_class)
-    check_known(values, known, "run" if config_class is RunConfig else workload)
+    check_known(values, known, where)
     if "model" not in known:
         return config_class(**_typed(config_class, values))
     toy = config_class is NumericsConfig and values.get("model") == ToyModel().name

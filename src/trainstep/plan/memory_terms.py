@@ -180,7 +180,7 @@ def _updated_in_backward(
     sends = exchange.strategy.communicates
     parts: list[Sequence[ParameterSize]]
     buckets = buckets_of(exchange, parameters) if sends else []
-    parts = [bucket.parameters for bucket in buckets] or _parts_in_backward(trained)
+    parts = [bucket.parameters for bucket in buckets] or parts_in_backward(trained)
     blocks_bytes = sum(parameter.nbytes for parameter in trained if parameter.unit != ROOT)
     sendings, gone_bytes = [], 0
     for index, part in enumerate(parts):
@@ -230,7 +230,7 @@ def _flags_bytes(buckets: Sequence[Bucket]) -> int:
     return sum(len(bucket.parameters) * bucket.element_bytes for bucket in buckets)
 
 
-def _parts_in_backward(trained: Sequence[ParameterSize]) -> list[Sequence[ParameterSize]]:
+def parts_in_backward(trained: Sequence[ParameterSize]) -> list[Sequence[ParameterSize]]:
     """What one process updates together, in backward's order: blocks, and each parameter around them."""
     parts: dict[tuple[str, int], list[ParameterSize]] = {}
     for parameter in reversed(trained):
@@ -247,11 +247,11 @@ def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, ra
     units = units_sent(exchange, parameters)
     trained = [unit for unit in units if unit.trained]
     frozen = [parameter for parameter in parameters if not parameter.trained]
-    pieces = _pieces(trained, rank, exchange.ranks)
+    pieces = pieces_of(trained, rank, exchange.ranks)
     return Terms(
         parameters_bytes=sum(unit.nbytes for unit in trained) + sum_bytes(frozen),
         state=optimizer.state(
-            _updated(parameters, pieces), steps=[_updated(unit.parameters, pieces) for unit in trained]
+            updated_pieces(parameters, pieces), steps=[updated_pieces(unit.parameters, pieces) for unit in trained]
         ),
         whole_gradients_bytes=sum(sum_bytes(unit.parameters) for unit in trained),
         gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
@@ -269,7 +269,7 @@ def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int,
     """
     units = units_sent(exchange, parameters)
     trained = [unit for unit in units if unit.trained]
-    updated = _updated(parameters, _pieces(trained, rank, exchange.ranks))
+    updated = updated_pieces(parameters, pieces_of(trained, rank, exchange.ranks))
     kept_whole = [unit for unit in units if not freed_between(unit, units, exchange)]
     names = [name for name in dict.fromkeys(unit.name for unit in units) if name != ROOT]
     frozen_whole = [  # frozen units of other blocks are resharded by then
@@ -293,7 +293,7 @@ def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int,
     )
 
 
-def _pieces(trained: Sequence[Unit], rank: int, ranks: int) -> dict[str, int]:
+def pieces_of(trained: Sequence[Unit], rank: int, ranks: int) -> dict[str, int]:
     """Parameter's name -> how many of its elements this rank updates."""
     return {
         parameter.name: end - begin
@@ -302,7 +302,7 @@ def _pieces(trained: Sequence[Unit], rank: int, ranks: int) -> dict[str, int]:
     }
 
 
-def _updated(parameters: Sequence[ParameterSize], pieces: Mapping[str, int]) -> list[Updated]:
+def updated_pieces(parameters: Sequence[ParameterSize], pieces: Mapping[str, int]) -> list[Updated]:
     """The pieces of these parameters that this rank updates."""
     return [
         Updated(pieces[parameter.name], parameter.element_bytes)

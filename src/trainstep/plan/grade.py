@@ -1,0 +1,129 @@
+"""Grades predicted peaks against the peaks of records.
+
+    grades, refusals = grade_records(records)
+    grades[0].allocated_error      # predicted / measured - 1
+
+Each different cell is graded once, by its latest record. A record with a failure, on a CPU, or without the allocator's peaks
+is left out; one for which there are no formulas is a refusal with its reason.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trainstep.config.model import ModelConfig
+from trainstep.config.numerics import NumericsConfig
+from trainstep.config.parallel import RanksConfig
+from trainstep.config.parsing import CONFIGS, from_plain
+from trainstep.config.run import RunConfig
+from trainstep.plan.live_tensors import CATEGORIES
+from trainstep.plan.step_memory import StepMemory, alone, replay
+from trainstep.records.record import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermError:
+    """A category of a ledger at a moment."""
+
+    moment: str
+    term: str
+    predicted_bytes: int
+    measured_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grade:
+    """A cell with its predicted and its measured peaks."""
+
+    record: Record
+    config: RanksConfig
+    memory: StepMemory
+    allocated_bytes: int
+    reserved_bytes: int
+    terms: tuple[TermError, ...] = ()
+
+    @property
+    def allocated_error(self) -> float:
+        return self.memory.peak.allocated_bytes / self.allocated_bytes - 1
+
+    @property
+    def reserved_error(self) -> float:
+        return self.memory.peak.reserved_bytes / self.reserved_bytes - 1
+
+
+def grade_records(records: Iterable[Record]) -> tuple[list[Grade], dict[str, int]]:
+    """The grades in the records' order, and the reasons why there is none -> number of cells."""
+    latest = {record.key: record for record in records if _is_measured(record)}
+    grades, refusals = list[Grade](), Counter[str]()
+    for record in latest.values():
+        try:
+            config = ranks_config(record)
+            memory = replay(config)
+        except ValueError as error:
+            refusals[str(error)] += 1
+            continue
+        grades.append(
+            Grade(
+                record=record,
+                config=config,
+                memory=memory,
+                allocated_bytes=record.fact("peak_allocated_bytes"),
+                reserved_bytes=record.fact("peak_reserved_bytes"),
+                terms=tuple(_term_errors(record, memory)),
+            )
+        )
+    return grades, dict(refusals)
+
+
+def ranks_config(record: Record) -> RanksConfig:
+    """The config of a record as the replay takes it. ValueError for a workload without a training step."""
+    if record.workload not in CONFIGS:
+        raise ValueError(f"{record.workload}: is no workload of trainstep's own")
+    config: Any = from_plain(CONFIGS[record.workload], record.config)
+    if isinstance(config, RanksConfig):
+        return config
+    if isinstance(config, RunConfig):
+        return alone(config)
+    if isinstance(config, NumericsConfig) and isinstance(config.model, ModelConfig):
+        names = {field.name for field in fields(RunConfig)} & {field.name for field in fields(NumericsConfig)}
+        return alone(RunConfig(**{name: getattr(config, name) for name in names}))
+    raise ValueError(f"{record.workload}: has no training step of the built-in model")
+
+
+def _is_measured(record: Record) -> bool:
+    facts = ("peak_allocated_bytes", "peak_reserved_bytes")
+    return record.failure is None and record.config.get("device") == "cuda" and all(record.fact(name) for name in facts)
+
+
+_LEDGER = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer state": "optimizer state",
+    "activations": "activations",
+    "autocast weight copies": "autocast weight copies",
+    "logits and loss": "logits and loss",
+    "workspaces": "workspaces",
+}
+"""Category of the replay -> line of a ledger, where both mean the same."""
+
+
+def _term_errors(record: Record, memory: StepMemory) -> Iterable[TermError]:
+    """The categories of a ledger at its moments. A forward without gradients keeps nothing, so its ledger has other categories."""
+    if record.config.get("mode") == "forward_no_grad":
+        return
+    ledger: Mapping[str, Any] = record.tables.get("ledger", {})
+    moments = {moment.name: moment for moment in memory.moments} | {"peak": memory.peak}
+    for moment, predicted in moments.items():
+        if moment not in ledger:
+            continue
+        measured = dict(zip(ledger["line"], ledger[moment], strict=True))
+        for category in CATEGORIES:
+            line = _LEDGER.get(category)
+            if line in measured and (measured[line] or predicted.categories[category]):
+                yield TermError(
+                    moment=moment,
+                    term=category,
+                    predicted_bytes=predicted.categories[category],
+                    measured_bytes=measured[line] or 0,
+                )

@@ -1,0 +1,238 @@
+"""Predicts whether a training step fits on a GPU, and what to cut first.
+
+    prediction = predict(config, gpu_memory_bytes=spec.memory_bytes)
+    prediction.fits, prediction.needed_bytes, prediction.low_bytes, prediction.high_bytes
+    cuts(prediction)                      # changes of options, one after another, until it fits
+
+A process needs what the allocator reserves, and beside it the CUDA context, kernels and NCCL's buffers. Torch returns cached
+segments before it fails, so a step whose tensors fit, but not what it would like to reserve, runs with retries.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from trainstep.config.parallel import RanksConfig, SyncConfig
+from trainstep.config.run import RunConfig
+from trainstep.plan.activations import kept_bytes
+from trainstep.plan.live_tensors import ACTIVATION, COPY, GRADIENTS, LOGITS, PARAMETERS, STATE
+from trainstep.plan.model_ops import RECOMPUTED, TILED
+from trainstep.plan.step_memory import StepMemory, replay
+
+CONTEXT_BYTES = 617 * 2**20
+"""The CUDA context, measured on H200 (results/h200/memory.jsonl, ddp.jsonl: context_bytes)."""
+KERNELS_BYTES = 132 * 2**20
+"""Kernels of torch that a step loads (results/h200/memory.jsonl: kernels_bytes)."""
+_TRITON_BYTES = 70 * 2**20
+"""More where Triton's are loaded too (results/h200/memory_captured.jsonl)."""
+NCCL_BYTES = 844 * 2**20
+"""NCCL's buffers, the same for 2 and 4 ranks of a machine (results/h200/ddp.jsonl, ddp_xl_four.jsonl: nccl_bytes)."""
+
+# Relative half-widths of intervals. Where records were graded (`trainstep plan --grade results/h200`) at least 95 % of their errors
+# are below; what no record has yet is given twice to four times as much.
+_MEASURED_ALLOCATED, _MEASURED_RESERVED = 0.02, 0.04
+_COMPILED_RESERVED = 0.085
+_MOST_CUTS = 5
+_LEAST_SHARE = 0.03
+"""A change that saves less is not suggested."""
+_UNMEASURED_ALLOCATED, _UNMEASURED_RESERVED = 0.05, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A rank's memory. `interval`: relative half-widths of allocated and reserved bytes. `unmeasured`: options no record has."""
+
+    config: RanksConfig
+    memory: StepMemory
+    outside: dict[str, int]
+    """Bytes that the process takes beside the allocator, by term."""
+    interval: tuple[float, float]
+    unmeasured: tuple[str, ...]
+    gpu_memory_bytes: int | None = None
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.memory.peak.allocated_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.memory.peak.reserved_bytes
+
+    @property
+    def outside_bytes(self) -> int:
+        return sum(self.outside.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the driver would show: reserved, and what is outside."""
+        return self.reserved_bytes + self.outside_bytes
+
+    @property
+    def low_bytes(self) -> int:
+        return round(self.reserved_bytes * (1 - self.interval[1])) + self.outside_bytes
+
+    @property
+    def high_bytes(self) -> int:
+        return round(self.reserved_bytes * (1 + self.interval[1])) + self.outside_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the tensors themselves fit; None without a GPU's memory."""
+        if self.gpu_memory_bytes is None:
+            return None
+        return self.allocated_bytes + self.outside_bytes <= self.gpu_memory_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it may not fit after all, or only with retries: the upper end of the interval is beyond the memory."""
+        return self.gpu_memory_bytes is not None and self.high_bytes > self.gpu_memory_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory left beside what is needed; negative if it is short. Short of tensors, if these do not fit."""
+        assert self.gpu_memory_bytes is not None
+        used = self.needed_bytes if self.fits else self.allocated_bytes + self.outside_bytes
+        return self.gpu_memory_bytes - used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A change of options with what it would need. `options`: as on a command line."""
+
+    term: str
+    """The category that it cuts."""
+    options: str
+    prediction: Prediction
+
+    def saved_bytes(self, before: Prediction) -> int:
+        return before.needed_bytes - self.prediction.needed_bytes
+
+
+def predict(config: RanksConfig, *, gpu_memory_bytes: int | None = None, steps: int = 3) -> Prediction:
+    """The memory of the fullest rank. ValueError for what has no formulas. `steps`: as of `replay`."""
+    ranks = range(config.ranks) if config.sync.name == "sharded" else range(1)  # the others hold the same on every rank
+    memory = max(
+        (replay(config, rank=rank, steps=steps) for rank in ranks), key=lambda memory: memory.peak.allocated_bytes
+    )
+    unmeasured = tuple(_unmeasured(config))
+    interval = _MEASURED_ALLOCATED, _COMPILED_RESERVED if config.run.compile == "model" else _MEASURED_RESERVED
+    if unmeasured:
+        interval = _UNMEASURED_ALLOCATED, _UNMEASURED_RESERVED
+    return Prediction(
+        config=config,
+        memory=memory,
+        outside=_outside(config),
+        interval=interval,
+        unmeasured=unmeasured,
+        gpu_memory_bytes=gpu_memory_bytes,
+    )
+
+
+def _outside(config: RanksConfig) -> dict[str, int]:
+    run = config.run
+    uses_triton = run.compile != "none" or run.ops == "fused" or "trainstep" in (run.attention, run.adamw)
+    outside = {"CUDA context": CONTEXT_BYTES, "kernels": KERNELS_BYTES + (_TRITON_BYTES if uses_triton else 0)}
+    if config.ranks > 1:
+        outside["NCCL"] = NCCL_BYTES
+    if config.ranks > 1 and config.sync.transport == "copies":
+        outside["inbox of copies"] = config.sync.inbox_mib * 2**20
+    return outside
+
+
+def _unmeasured(config: RanksConfig) -> Iterator[str]:
+    """The options of which there is no record, so that formulas were checked on a CPU or by torch's fake tensors alone."""
+    run, sync = config.run, config.sync
+    options = {
+        "ops fused": run.ops == "fused",
+        f"recompute {run.recompute}": run.recompute != "none",
+        "precision bf16_master": run.precision == "bf16_master",
+        "update in_backward": run.updates_in_backward,
+        f"accumulation {run.accumulation}": run.accumulation > 1,
+        f"adamw {run.adamw}": run.adamw in ("loop", "foreach"),
+        f"attention {run.attention}": run.attention in ("flex", "sdpa_cudnn"),
+        "compute_dtype bf16": sync.compute_dtype != "own",
+        "transport copies": config.ranks > 1 and sync.transport == "copies",
+    }
+    yield from (name for name, applies in options.items() if applies)
+
+
+def cuts(prediction: Prediction) -> list[Cut]:
+    """Changes of options, each on top of those before it, until the step fits; what is largest is cut first.
+
+    One change if it fits already, or no GPU is known; empty if nothing saves 3 %.
+    """
+    found: list[Cut] = []
+    for _ in range(_MOST_CUTS):
+        before = found[-1].prediction if found else prediction
+        cut = _first_cut(before)
+        if cut is None:
+            break
+        found.append(cut)
+        if cut.prediction.fits is not False and not cut.prediction.is_tight:
+            break
+    return found
+
+
+def _first_cut(prediction: Prediction) -> Cut | None:
+    """The first change of the largest category that saves enough; if less is missing than it saves, the mildest that fits."""
+    categories = prediction.memory.peak.categories
+    for term in sorted(categories, key=lambda name: -categories[name]):
+        for options, config in _changes(prediction, term):
+            after = predict(config, gpu_memory_bytes=prediction.gpu_memory_bytes, steps=2)
+            cut = Cut(term=term, options=options, prediction=after)
+            if cut.saved_bytes(prediction) >= _LEAST_SHARE * prediction.needed_bytes:
+                return cut
+    return None
+
+
+def _changes(prediction: Prediction, term: str) -> Iterator[tuple[str, RanksConfig]]:
+    """Changes that cut a category, those first that cost least time, of those that the config allows."""
+    config, run = prediction.config, prediction.config.run
+    changes: list[dict[str, object]] = []
+    if term in (ACTIVATION, COPY):
+        if run.attention not in TILED:
+            changes.append({"attention": "sdpa"})
+        if run.precision in ("fp32", "tf32"):
+            changes.append({"precision": "bf16_autocast"})
+        changes += _recomputations(prediction)
+        if run.batch_size % 2 == 0 and not run.updates_in_backward:
+            changes.append({"batch_size": run.batch_size // 2, "accumulation": 2 * run.accumulation})
+    if term in (ACTIVATION, LOGITS) and run.ops != "fused":
+        changes.append({"ops": "fused"})
+    for change in changes:
+        yield from _allowed(config, run=change)
+    if term in (PARAMETERS, GRADIENTS, STATE) and run.trains:
+        if term == GRADIENTS and not run.updates_in_backward:
+            yield from _allowed(config, run={"update": "in_backward", "adamw": "trainstep"})
+        if config.sync.name != "fsdp":
+            yield from _allowed(config, sync="fsdp")
+
+
+def _recomputations(prediction: Prediction) -> list[dict[str, object]]:
+    """Modes of recomputation: the mildest of which a formula of kept bytes says that it may be enough, then the stronger."""
+    run = prediction.config.run
+    if run.recompute_every != 1 or run.compile == "model":
+        return []
+    modes = RECOMPUTED[RECOMPUTED.index(run.recompute) + 1 :] if run.recompute in RECOMPUTED else RECOMPUTED
+    if prediction.gpu_memory_bytes is None:
+        return [{"recompute": mode} for mode in modes]
+    kept = sum(kept_bytes(run).values())
+    missing = prediction.high_bytes - prediction.gpu_memory_bytes
+    enough = [mode for mode in modes if kept - sum(kept_bytes(replace(run, recompute=mode)).values()) >= missing]
+    return [{"recompute": mode} for mode in enough or modes[-1:]]
+
+
+def _allowed(
+    config: RanksConfig, *, run: dict[str, object] | None = None, sync: str = ""
+) -> Iterator[tuple[str, RanksConfig]]:
+    try:
+        if sync:
+            ranks = max(2, config.ranks)
+            words = f"--sync {sync}" if config.ranks > 1 else f"--ranks {ranks} --sync {sync}"
+            options = SyncConfig(name=sync, transport=config.sync.transport, inbox_mib=config.sync.inbox_mib)
+            yield words, replace(config, ranks=ranks, sync=options)
+        else:
+            changed: RunConfig = replace(config.run, **run)  # type: ignore[arg-type]
+            words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in (run or {}).items())
+            yield words, replace(config, run=changed)
+    except ValueError:
+        return  # these options do not go together

@@ -1,0 +1,1 @@
+"""Tables of predictions, and of what became of them."""

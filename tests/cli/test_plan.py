@@ -1,0 +1,127 @@
+"""`trainstep plan`: its answer, tables, JSON, exit codes and sentences about bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainstep.cli import app
+
+RECORDS = Path(__file__).parents[2] / "results/h200"
+FITTING = ["plan", "--model", "large", "--gpu", "h200"]
+
+
+def test_a_step_that_fits_says_so_and_ends_with_0(capsys: pytest.CaptureFixture[str]):
+    assert app.run(FITTING) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Fits: the step needs 1")
+    assert "of h200 (140 GiB)" in out
+    assert "Cut optimizer state first: `--ranks 2 --sync fsdp` saves" in out
+    for title in ("Memory at each moment of a step", "Beside the allocator"):
+        assert title in out
+
+
+def test_a_step_that_does_not_fit_ends_with_1_and_says_what_would(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", "--model", "8B", "--context", "32768", "--ranks", "2", "--gpu", "h200", "--json"]) == 1
+    out = json.loads(capsys.readouterr().out)
+    [row] = out["rows"]
+    assert out["answer"][0]["verdict"].startswith("Does not fit: the step needs 59")
+    assert row["fits"] is False
+    assert row["spare_bytes"] < 0
+    assert row["cuts"][0]["term"] == "activations"
+    assert row["cuts"][-1]["fits"] is True
+    options = [word for cut in row["cuts"] for word in cut["options"].split()]
+    command = ["plan", "--model", "8B", "--context", "32768", "--ranks", "2", "--gpu", "h200", *options, "--json"]
+    assert app.run(command) == 0, "the changes that it suggests make it fit"
+    planned = json.loads(capsys.readouterr().out)["rows"][0]
+    assert planned["needed_bytes"] == pytest.approx(row["cuts"][-1]["needed_bytes"], rel=0.02)
+
+
+def test_categories_add_up_at_every_moment(capsys: pytest.CaptureFixture[str]):
+    app.run([*FITTING, "--precision", "bf16_autocast", "--attention", "plain", "--json"])
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    assert [moment["moment"] for moment in row["moments"]] == [
+        *("after init", "after forward", "after backward", "after grad_sync", "after optimizer", "after step", "backward"),
+    ]  # fmt: skip
+    for moment in row["moments"]:
+        assert sum(moment["categories_bytes"].values()) == moment["allocated_bytes"]
+        assert sum(moment["activations_by_op_bytes"].values()) == moment["categories_bytes"]["activations"]
+        assert moment["allocated_bytes"] <= moment["reserved_bytes"]
+    assert row["needed_bytes"] == row["peak_reserved_bytes"] + sum(row["outside_bytes"].values())
+    low, high = row["interval_bytes"]
+    assert low < row["needed_bytes"] < high
+
+
+def test_lists_compare_steps(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", "--model", "xl", "--ranks", "2", "--sync", "none,fsdp", "--gpu-memory-gib", "24"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith(("none", "fsdp"))}
+    assert "no" in rows["none"]
+    assert "yes" in rows["fsdp"]
+    assert app.run(["plan", "--model", "xl", "--context", "256,512", "--gpu-memory-gib", "8"]) == 1
+
+
+def test_terms_are_formulas_with_sources(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", "--model", "tiny", "--terms", "--json"]) == 0
+    terms = json.loads(capsys.readouterr().out)["terms"]
+    [gate] = [term for term in terms if term["tensor"] == "gate"]
+    assert gate == {
+        "op": "mlp", "tensor": "gate", "formula": "2 x 4 B x N f", "bytes": 2 * 4 * 256 * 512,
+        "source": "ops/reference.py swiglu",
+    }  # fmt: skip
+    assert all(term["source"] for term in terms)
+
+
+def test_options_without_records_widen_the_interval(capsys: pytest.CaptureFixture[str]):
+    def width(*options: str) -> float:
+        app.run([*FITTING, *options, "--json"])
+        [row] = json.loads(capsys.readouterr().out)["rows"]
+        low, high = row["interval_bytes"]
+        return float(high - low) / float(row["peak_reserved_bytes"])
+
+    assert width() == pytest.approx(0.08)
+    assert width("--ops", "fused") == pytest.approx(0.2)
+
+
+def test_a_grade_is_markdown_with_its_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("captured", "ddp_medium_torch"):
+        (tmp_path / f"{name}.jsonl").write_bytes((RECORDS / f"{name}.jsonl").read_bytes())
+    assert app.run(["plan", "--grade", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("**Predicted peaks of 9 steps: allocated 0.0")
+    assert "### The steps that are furthest off" in out
+    assert "Not graded, 1 cell: sync: what torch_ddp of torch holds is not known" in out
+    assert app.run(["plan", "--grade", str(tmp_path / "captured.jsonl"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 8
+    for row in rows:
+        assert row["predicted_allocated_bytes"] == pytest.approx(row["measured_allocated_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpu", "h20"], "gpu: 'h20' is not known (did you mean h200?); known: b200, gh200, h200"),
+        (["--gpu-memory-gib", "0"], "gpu_memory_gib: must be a positive number of GiB, not 0"),
+        (["--heads", "7"], "heads: 7 does not divide d_model 768; 6 would"),
+        (["--model", "package.module:build"], "model: formulas are of the built-in Transformer"),
+        (["--sync", "fsdp"], "sync: has no effect on one rank; add --ranks 2 or more"),
+        (["--ranks", "2", "--sync", "torch_ddp"], "sync: what torch_ddp of torch holds is not known; take bucketed"),
+        (["--ranks", "2", "--sync", "none", "--bucket-mib", "4"], "bucket_mib: has no effect with sync none"),
+        (["--attention", "sdpa_math"], "attention: sdpa_math has no formulas"),
+        (["--context", "1,2", "--terms"], "terms: are those of one step"),
+        (["--grade", "nowhere"], "grade: nowhere is neither a file of records nor a folder with some"),
+        (["--grade", "nowhere", "--model", "xl"], "model: has no effect on --grade"),
+        (["--context", ",".join(map(str, range(1, 300)))], "plan: 299 steps are too many to compare"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", *arguments]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1
+    assert sentence in err[0]
+
+
+def test_records_without_a_step_cannot_be_graded(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", "--grade", str(RECORDS / "flash.jsonl")]) == 2
+    assert "flash.jsonl holds no step that can be graded" in capsys.readouterr().err
