@@ -157,9 +157,7 @@ COPIES_STRATEGIES: dict[str, Start] = {
         lambda model, ranks: BucketedDDP(model, ranks, reduce_dtype=torch.bfloat16, transport=SMALL_COPIES)
     ),
     "bucketed in place copies": replicated(
-        lambda model, ranks: BucketedDDP(
-            model, ranks, bucket_mib=SMALL_MIB, in_place=True, transport=SMALL_COPIES
-        )
+        lambda model, ranks: BucketedDDP(model, ranks, bucket_mib=SMALL_MIB, in_place=True, transport=SMALL_COPIES)
     ),
     "sharded_flat copies": sharded_flat(layers, transport=SMALL_COPIES),
     "sharded_flat bf16 copies": sharded_flat(layers, reduce_dtype=torch.bfloat16, transport=SMALL_COPIES),

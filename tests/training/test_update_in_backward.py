@@ -34,6 +34,12 @@ def run(**values: Any) -> RunConfig:
     return build_run({**SHAPE, "device": "cpu", "adamw": "trainstep", "learning_rate": 1e-2, **values})
 
 
+def run_of_rank(**values: Any) -> RunConfig:
+    values = {**SHAPE, "device": "cpu", "adamw": "trainstep", "learning_rate": 1e-2, "ranks": 2, **values}
+    step: RunConfig = build_config("parallel", values).run
+    return step
+
+
 def weights_and_state(assembly: Assembly) -> list[Tensor]:
     assert assembly.step.optimizer is not None
     state = assembly.step.optimizer.state_dict()["state"]
@@ -333,26 +339,28 @@ BUCKETED = {
 }
 
 
+@pytest.mark.parametrize("update", ["in_backward", "by_bucket"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case", slow_unless(("fp32", "masters", "averaged in bf16", "captured masters, recomputed").__contains__, BUCKETED)
 )
-def test_buckets_are_updated_behind_their_messages_as_by_the_plain_step(case: str, world_size: int):
+def test_buckets_are_updated_behind_their_messages_as_by_the_plain_step(case: str, world_size: int, update: str):
     values, options = BUCKETED[case]
     config = SyncConfig(name="bucketed", **{"bucket_mib": 0.005, **options})
-    plain = run_ranks(world_size, trained_on_ranks, config, run(**values))
-    updated = run_ranks(world_size, trained_on_ranks, config, run(**values, update="in_backward"))
+    plain = run_ranks(world_size, trained_on_ranks, config, run_of_rank(**values))
+    updated = run_ranks(world_size, trained_on_ranks, config, run_of_rank(**values, update=update))
     for (losses, tensors), (plain_losses, plain_tensors) in zip(updated, plain, strict=True):
         assert losses == plain_losses
         assert all(torch.equal(*pair) for pair in zip(tensors, plain_tensors, strict=True))
 
 
-def odd_on_ranks(ranks: Ranks, in_backward: bool) -> list[Tensor]:
+def odd_on_ranks(ranks: Ranks, in_backward: bool, options: dict[str, bool]) -> list[Tensor]:
     """Weights of a model of which rank 0 leaves out a part that rank 1 uses, then both."""
     model = Odd()
-    sync = BucketedDDP(model, ranks, bucket_mib=300 / 2**20)
+    sync = BucketedDDP(model, ranks, bucket_mib=300 / 2**20, in_place=options.get("in_place", False))
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    update = UpdateInBackward(model, optimizer, sync) if in_backward else None
+    by_bucket = options.get("by_bucket", False)
+    update = UpdateInBackward(model, optimizer, sync, by_bucket=by_bucket) if in_backward else None
     step = TrainStep(model, optimizer, gradient_sync=sync, in_backward=update)
     for number in range(6):
         leave_out = (ranks.rank == 0 and number % 3 == 1) or number % 3 == 2
@@ -361,9 +369,30 @@ def odd_on_ranks(ranks: Ranks, in_backward: bool) -> list[Tensor]:
 
 
 def test_unused_parameters_are_as_in_the_plain_step():
-    plain = run_ranks(2, odd_on_ranks, False)[0]
-    for weights in run_ranks(2, odd_on_ranks, True):
-        assert all(torch.equal(*pair) for pair in zip(weights, plain, strict=True))
+    plain = run_ranks(2, odd_on_ranks, False, {})[0]
+    cases: list[dict[str, bool]] = [{}, {"by_bucket": True}, {"in_place": True}, {"in_place": True, "by_bucket": True}]
+    for options in cases:
+        for weights in run_ranks(2, odd_on_ranks, True, options):
+            assert all(torch.equal(*pair) for pair in zip(weights, plain, strict=True))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_by_bucket_takes_micro_batches_and_leaves_buckets_their_memory(in_place: bool):
+    config = SyncConfig(name="bucketed", bucket_mib=0.005, in_place=in_place)
+    plain = run_ranks(2, trained_on_ranks, config, run_of_rank(accumulation=2))
+    updated = run_ranks(2, trained_on_ranks, config, run_of_rank(accumulation=2, update="by_bucket"))
+    for (losses, tensors), (plain_losses, plain_tensors) in zip(updated, plain, strict=True):
+        assert losses == plain_losses
+        assert all(torch.equal(*pair) for pair in zip(tensors, plain_tensors, strict=True))
+
+
+def test_one_process_has_no_buckets_to_update():
+    with pytest.raises(ValueError, match="update: by_bucket hides messages between ranks"):
+        run(update="by_bucket")
+    with pytest.raises(ValueError, match="in_place: reduce_dtype averages gradients in a copy"):
+        SyncConfig(name="bucketed", in_place=True, reduce_dtype="bf16")
+    with pytest.raises(ValueError, match="in_place: fsdp has no buckets; leave it out, or take bucketed and sharded"):
+        SyncConfig(name="fsdp", in_place=True)
 
 
 def buckets_held(ranks: Ranks, config: SyncConfig, step: RunConfig) -> dict[str, list[str]]:

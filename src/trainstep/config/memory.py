@@ -15,6 +15,8 @@ LARGEST_TRIED = {"batch_size": 4096, "context": 131_072}
 class RecordedRunConfig(RunConfig):
     """The step whose memory is recorded; it is not timed."""
 
+    has_messages = True
+
     warmups: int = described("steps before the recorded step; the first creates the optimizer's state", 1)
 
     def __post_init__(self) -> None:

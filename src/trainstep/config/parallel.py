@@ -72,7 +72,7 @@ class SyncConfig:
         ("library", "copies"),
     )
     inbox_mib: int = described(
-        "MiB of each rank's memory for messages that arrive by copies, besides what torch allocates", 512
+        "MiB of each rank's memory for messages that arrive by copies, besides what torch allocates", 256
     )
 
     def __post_init__(self) -> None:
@@ -151,6 +151,8 @@ class RanksConfig:
 @dataclass(frozen=True, kw_only=True)
 class RankRunConfig(RunConfig):
     """The step of one rank."""
+
+    has_messages = True
 
     batch_size: int = described("sequences in a rank's (micro-)batch", 2)
     steps: int = described("timed steps, each synchronised", 10)

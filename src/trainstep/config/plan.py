@@ -12,6 +12,8 @@ from trainstep.costs.strategies import YARDSTICK
 class PlannedRunConfig(RunConfig):
     """The step of one rank."""
 
+    has_messages = True
+
     batch_size: int = described("sequences in a rank's (micro-)batch", 1)
     device: str = described("device to run on", "cuda", DEVICES)
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
 from trainstep.config.model import ModelConfig, UserModel
@@ -39,6 +40,9 @@ class Phase(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A training step and how it is timed. ValueError names the field and the remedy."""
+
+    has_messages: ClassVar[bool] = False
+    """Whether it is the step of one of several ranks."""
 
     model: ModelConfig | UserModel
     batch_size: int = described("sequences in a (micro-)batch", 4)
@@ -118,6 +122,10 @@ class RunConfig:
     def _check_update(self) -> None:
         if self.update == "after_backward":
             return
+        if self.update == "by_bucket" and not self.has_messages:
+            raise ValueError(
+                "update: by_bucket hides messages between ranks, of which there are none; take in_backward or after_backward"
+            )
         remedies = {
             f"mode {self.mode} has no update; take mode step": not self.trains,
             f"AdamW's {self.adamw} updates all parameters at once; take adamw trainstep": self.adamw != "trainstep",

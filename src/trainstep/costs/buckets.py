@@ -20,8 +20,6 @@ _SENT_MEANWHILE_BYTES = 128 * 2**20
 in a step, whatever the message's size, including hooks and copies (docs/facts.md)."""
 _LEAST_SHARE, _MOST_SHARE = 1 / 16, 1 / 4
 """Limits of a message of the default size, as shares of all bytes."""
-_SHARE_OF_FIRST = 1 / 8
-"""Size of the first blocks' message, as a share of the default size."""
 
 
 def bytes_of_mib(name: str, mib: float | None) -> float | None:
@@ -83,23 +81,19 @@ def neighbours(
 ) -> list[list[int]]:
     """Groups of neighbours of the same kind that stay within `most_bytes` (None: the default size), as indices in order.
 
-    An item that is larger is a group of its own. With the default size the first group of a kind is smaller: backward completes
-    the first blocks last, and nothing hides their message.
+    An item that is larger is a group of its own.
     """
-    first_bytes = most_bytes
-    if most_bytes is None or first_bytes is None:
+    if most_bytes is None:
         most_bytes = usual_message_bytes(sum(sizes_bytes))
-        first_bytes = most_bytes * _SHARE_OF_FIRST
     groups: list[list[int]] = []
-    group_bytes, limit_bytes = 0, most_bytes
+    group_bytes = 0
     for index, size in enumerate(sizes_bytes):
-        follows = bool(groups) and kinds[index] == kinds[groups[-1][-1]]
-        if follows and group_bytes + size <= limit_bytes:
+        if groups and kinds[index] == kinds[groups[-1][-1]] and group_bytes + size <= most_bytes:
             groups[-1].append(index)
             group_bytes += size
         else:
             groups.append([index])
-            group_bytes, limit_bytes = size, most_bytes if follows else first_bytes
+            group_bytes = size
     return groups
 
 

@@ -12,8 +12,8 @@ zeroed in place, not dropped, is still that view, and is not copied at all: auto
 cheaper all the same: for n bytes the copy reads n and writes n, while zeroing writes n and adding reads 2 n and writes n.
 
 [Note: in place]
-BucketInPlace copies nothing: it gives the library its gradients as a group, which NCCL sends by one kernel. So it holds no memory but
-the gradients', and a GPU saves the copy's time. The host pays for each tensor of the group, and gradients must have the dtype in
+BucketInPlace copies nothing: it gives the library its gradients as a group, which NCCL sends by one kernel. So it holds no memory
+but the gradients', and a GPU saves the copy's time. The host pays for each tensor of the group, and gradients must have the dtype in
 which they are averaged.
 """
 
@@ -122,9 +122,7 @@ class BucketInPlace:
         layout = lay_out(self.parameters, extra=len(self.parameters))
         self._starts = [*layout.starts, layout.numel - len(self.parameters)]
         self._numel = layout.numel
-        self.flat = torch.empty(
-            len(self.parameters), dtype=self.parameters[0].dtype, device=self.parameters[0].device
-        )
+        self.flat = torch.empty(len(self.parameters), dtype=self.parameters[0].dtype, device=self.parameters[0].device)
         """The flags."""
         self._missing: list[int] = []
         self._reader: FlagReader | None = None

@@ -150,8 +150,8 @@ class GradientShards:
 
         whole gradients -> a staging buffer -> reduce-scatter -> shard      each rank keeps 1/N of the unit's elements
 
-    A transport that takes pieces (copies/pieces.py) reads gradients where they are, without a staging buffer, if all are there in the
-    dtype and the layout that is sent.
+    A transport that takes pieces (copies/pieces.py) reads gradients where they are, without a staging buffer, if all are there in
+    the dtype and the layout that is sent.
 
     The average is taken in `reduce_dtype` and kept in `dtype`, that of the parameters. `templates`: tensors with the gradients'
     shapes and strides; `layout`: where each lies in the flat tensor.
@@ -218,9 +218,7 @@ class GradientShards:
         fitting = [
             in_memory_order(gradient)
             for gradient, template in zip(gradients, self._templates, strict=True)
-            if gradient is not None
-            and gradient.dtype == self._reduce_dtype
-            and gradient.stride() == template.stride()
+            if gradient is not None and gradient.dtype == self._reduce_dtype and gradient.stride() == template.stride()
         ]
         if len(fitting) < len(gradients):
             return None

@@ -150,17 +150,8 @@ def _in_buckets(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank
     updated = [Updated(parameter.numel, parameter.element_bytes) for parameter in owned[rank]]
     if optimizer.in_backward:
         return _updated_in_backward(exchange, parameters, trained, optimizer.state(updated))
-    if exchange.in_place:
-        flags_bytes = _flags_bytes(buckets)
-        return Terms(
-            parameters_bytes=sum_bytes(parameters),
-            state=optimizer.state(updated),
-            whole_gradients_bytes=sum_bytes(trained),
-            gradients_bytes=0 if optimizer.by_bucket else sum_bytes(trained),
-            gradients_before_sync_bytes=sum_bytes(trained),
-            buffers_from_start_bytes=flags_bytes,
-            buffers_bytes=flags_bytes + packs,
-        )
+    if exchange.in_place:  # no buckets, but their flags
+        copied, fresh, in_place, beside_gradients = trained, [], 0, _flags_bytes(buckets)
     return Terms(
         parameters_bytes=sum_bytes(parameters),
         state=optimizer.state(updated),

@@ -96,9 +96,7 @@ def build_step(
     in_backward = None
     by_bucket = run.update == "by_bucket" and wrapped.gradient_sync is not None
     if (run.updates_in_backward or by_bucket) and wrapped.optimizer is not None:
-        in_backward = UpdateInBackward(
-            wrapped.module, wrapped.optimizer, wrapped.gradient_sync, by_bucket=by_bucket
-        )
+        in_backward = UpdateInBackward(wrapped.module, wrapped.optimizer, wrapped.gradient_sync, by_bucket=by_bucket)
     step = TrainStep(
         wrapped.module,
         wrapped.optimizer,

@@ -41,8 +41,8 @@ class UpdateInBackward:
     `by_bucket`: not in backward, but bucket by bucket behind the messages.
 
     ValueError for an optimizer that cannot step with a part of its parameters (AdamW and MasterWeights can), and for a `sync` other
-    than BucketedDDP, which `by_bucket` needs. RuntimeError in a backward that completes a gradient twice, as torch's reentrant checkpoints do for a
-    parameter that several of them use.
+    than BucketedDDP, which `by_bucket` needs. RuntimeError in a backward that completes a gradient twice, as torch's reentrant
+    checkpoints do for a parameter that several of them use.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """A message of several tensors, each sent from where it is.
 
-    message   [aaaa|bb  |ccccc  ]     each tensor starts at its own element; nothing is sent for the gaps between them
+message   [aaaa|bb  |ccccc  ]     each tensor starts at its own element; nothing is sent for the gaps between them
 """
 
 from collections.abc import Sequence
