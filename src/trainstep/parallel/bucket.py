@@ -13,8 +13,8 @@ cheaper all the same: for n bytes the copy reads n and writes n, while zeroing w
 
 [Note: in place]
 BucketInPlace copies nothing: it gives the library its gradients as a group, which NCCL sends by one kernel. So it holds no memory
-but the gradients', and a GPU saves the copy's time. The host pays for each tensor of the group, and gradients must have the dtype in
-which they are averaged.
+but the gradients', and a GPU saves the copy's time. The host pays for each tensor of the group, and gradients must have the dtype
+in which they are averaged.
 """
 
 from collections.abc import Sequence
