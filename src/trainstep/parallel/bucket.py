@@ -170,7 +170,7 @@ def make_buckets(
     dtype: torch.dtype | None,
     keeps_dtype: bool,
     in_place: bool = False,
-) -> list[Bucket] | list[BucketInPlace]:
+) -> Sequence[Bucket | BucketInPlace]:
     """Make the buckets of a plan, called `name 0`, `name 1`...; `dtype` None: their parameters' own."""
     if in_place:
         return [

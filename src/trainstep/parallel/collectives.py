@@ -93,7 +93,7 @@ class Collectives:
         with self._counted("all_reduce", pieces, label):
             if (copies := self._copies_for(pieces, reduction)) is not None:
                 return copies.all_reduce(pieces, reduction)
-            options = dist.AllreduceCoalescedOptions()
+            options: Any = dist.AllreduceCoalescedOptions()
             options.reduceOp = _REDUCTIONS[reduction]
             options.asyncOp = True
             return self.ranks.group.allreduce_coalesced([*pieces.tensors], options)

@@ -72,7 +72,7 @@ class UpdateInBackward:
         """For each unit the parameters whose gradients have not come in this backward."""
         if sync is not None:
             sync.on_average = self._update_bucket
-            sync.averages_in_backward = not by_bucket
+            setattr(sync, "averages_in_backward", not by_bucket)  # noqa: B010, a GradientSync need not have it
             self._release_buckets()
             return
         for plan in plan_units(module):
