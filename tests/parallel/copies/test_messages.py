@@ -121,7 +121,7 @@ def refusal(ranks: Ranks, options: CopyEngines) -> str:
 
 
 def test_an_inbox_that_is_too_small_is_refused():
-    words = "inbox_bytes: must be at least 1024 for 3 ranks, not 100"
+    words = "inbox_bytes: must be at least 2048 for 3 ranks, not 100"
     assert run_ranks(3, refusal, CopyEngines(inbox_bytes=100)) == [words] * 3
 
 
@@ -148,7 +148,7 @@ def test_a_rank_without_room_for_its_inbox_ends_all():
     words = run_ranks(2, no_room)
     assert words[0] == words[1]
     assert words[0].endswith(
-        "has no room for an inbox of 512 MiB (No space left on device); take a smaller inbox_mib, or library"
+        "has no room for an inbox of 256 MiB (No space left on device); take a smaller inbox_mib, or library"
     )
 
 
