@@ -66,7 +66,7 @@ def replay(config: RanksConfig, *, rank: int = 0, steps: int = _STEPS) -> StepMe
     run, live = config.run, LiveTensors()
     if config.sync.in_place or run.update == "by_bucket":
         option = "in_place" if config.sync.in_place else "update: by_bucket"
-        raise ValueError(f"{option}: is not planned yet; leave it out, which needs no less memory than with it")
+        raise ValueError(f"{option}: is not planned yet; leave it out: without it a step needs at least as much")
     parameters = transformer_parameters(model_of(run), run.precision, run.ops)
     setup = Setup(config=config, exchange=exchange, parameters=parameters, rank=rank, live=live)
     return _Replay(setup).run(steps)
