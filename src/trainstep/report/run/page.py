@@ -44,8 +44,9 @@ def _sections_of(run: Run) -> list[Section]:
     if not run.inspected:
         return [noted]
     record = run.inspected[-1]
+    step = record.fact("inspected_step")
     inspected = Section(
-        title=f"Inspected step {record.fact('inspected_step'):,} of {run.name}",
+        title=f"Inspected step {'' if step is None else f'{step:,} '}of {run.name}",
         paragraphs=tuple(sentences(record.tables, record.fact)),
         tables=tuple(inspected_tables(run)),
     )
