@@ -25,8 +25,8 @@ _NO_PUBLISHED_TABLE = {
     "attention_widths": "attention_hopper_widths.toml has its widths beside every implementation that runs them",
     "captured": "a table of our own: the step as one graph",
     "captured_ranks": "a table of our own: strategies as one graph, measured in part",
-    "ops": "a table of our own: ops beside attention against other packages, not measured yet",
-    "copy_ceiling": "what the ops are compared with, not measured yet",
+    "ops": "a table of our own: ops beside attention against other packages, measured in part",
+    "copy_ceiling": "what the ops are compared with; its record is in ops.jsonl",
     "memory_ranks": "a table of our own: each rank's memory beside the formula",
 }
 """Sweeps that mirror no published table, or whose table another sweep has."""

@@ -387,6 +387,11 @@ def test_by_bucket_takes_micro_batches_and_leaves_buckets_their_memory(in_place:
 
 
 def test_one_process_has_no_buckets_to_update():
+    model = Odd()
+    with pytest.raises(ValueError, match="sync: none has no buckets to update; take BucketedDDP"):
+        UpdateInBackward(model, AdamW(model.parameters()), by_bucket=True)
+    with pytest.raises(ValueError, match="ranks: update by_bucket hides messages, and one rank sends none"):
+        build_config("parallel", {**SHAPE, "ranks": 1, "sync": "none", "adamw": "trainstep", "update": "by_bucket"})
     with pytest.raises(ValueError, match="update: by_bucket hides messages between ranks"):
         run(update="by_bucket")
     with pytest.raises(ValueError, match="in_place: reduce_dtype averages gradients in a copy"):

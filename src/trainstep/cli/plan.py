@@ -120,7 +120,7 @@ def _points(fields: Mapping[str, str | None]) -> list[dict[str, Any]]:
 
 
 def _varied(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each step the values that differ among the steps."""
+    """The values of each step that differ among the steps."""
     names = [name for name in points[0] if len({str(point[name]) for point in points}) > 1]
     return [{name: point[name] for name in names} for point in points]
 

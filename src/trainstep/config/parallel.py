@@ -128,6 +128,10 @@ class RanksConfig:
         check_parts(self)
         check_integer(self, "ranks", at_least=1, at_most=_MOST_RANKS)
         run, sync = self.run, self.sync
+        if run.update == "by_bucket" and self.ranks == 1:
+            raise ValueError(
+                "ranks: update by_bucket hides messages, and one rank sends none; take 2 or more, or after_backward"
+            )
         if run.compile == "model" and sync.strategy.in_units:
             raise ValueError(
                 f"compile: {sync.name} gathers parameters block by block, which a model compiled whole hides; take block"

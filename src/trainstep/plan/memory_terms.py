@@ -177,29 +177,17 @@ def _updated_in_backward(
     for index, part in enumerate(parts):
         gone_bytes += sum(parameter.nbytes for parameter in part if parameter.unit != ROOT)
         under_way = buckets[max(0, index - 1) : index + 1]
-        if exchange.in_place:
-            sendings.append(
-                Sending(
-                    activations_share=1 - gone_bytes / blocks_bytes if blocks_bytes else 0.0,
-                    gradients_bytes=sum(sum_bytes(bucket.parameters) for bucket in under_way),
-                    communication_bytes=0,
-                )
-            )
-            continue
-        waiting = [
-            bucket for bucket in under_way[:-1] if _copies(bucket)
-        ]  # gradients beside the bucket that is averaged
+        waiting = [bucket for bucket in under_way[:-1] if _keeps_gradients(exchange, bucket)]
         sendings.append(
             Sending(
                 activations_share=1 - gone_bytes / blocks_bytes if blocks_bytes else 0.0,
                 gradients_bytes=sum_bytes(part)
-                + sum(bucket.nbytes for bucket in under_way if not _copies(bucket))
+                + sum(bucket.nbytes for bucket in under_way if not _keeps_gradients(exchange, bucket))
                 + sum(sum_bytes(bucket.parameters) for bucket in waiting),
                 communication_bytes=sum(bucket.nbytes for bucket in under_way if _copies(bucket)),
             )
         )
     last = buckets[-1:]
-    own = [_copies(bucket) or exchange.in_place for bucket in last]
     flags_bytes = _flags_bytes(buckets) if exchange.in_place else 0
     return Terms(
         parameters_bytes=sum_bytes(parameters),
@@ -208,7 +196,7 @@ def _updated_in_backward(
         buffers_from_start_bytes=flags_bytes,
         buffers_bytes=flags_bytes,
         gradients_bytes=sum(
-            sum_bytes(bucket.parameters) if is_own else bucket.nbytes for bucket, is_own in zip(last, own, strict=True)
+            sum_bytes(bucket.parameters) if _keeps_gradients(exchange, bucket) else bucket.nbytes for bucket in last
         ),
         gradients_before_sync_bytes=sendings[-1].gradients_bytes,
         in_sync_bytes=sendings[-1].communication_bytes,
@@ -381,6 +369,11 @@ def _ends(unit: Unit, rank: int, ranks: int) -> list[tuple[int, int]]:
 
 def _shards_bytes(units: Sequence[Unit], ranks: int) -> int:
     return sum(unit.nbytes // ranks for unit in units)
+
+
+def _keeps_gradients(exchange: Exchange, bucket: Bucket) -> bool:
+    """Whether gradients stay tensors of their own beside the bucket, or in its place."""
+    return exchange.in_place or _copies(bucket)
 
 
 def _copies(bucket: Bucket) -> bool:

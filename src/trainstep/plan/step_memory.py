@@ -156,7 +156,7 @@ class _Replay:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Of a captured step only AdamW's fused and ours are in the graph."""
+        """The context of an update: AdamW's loop and foreach run outside a captured step's graph, and so outside its pool."""
         allocator = self._live.allocator
         pool = allocator.pool
         if self._run.adamw in ("loop", "foreach"):

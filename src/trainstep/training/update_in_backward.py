@@ -21,9 +21,10 @@ Updates are those of `optimizer.step()` to the bit: its groups, options and stat
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +36,19 @@ from trainstep.parallel.units import groups_by_tensor, may_step_by_unit, plan_un
 from trainstep.spans import span
 
 
+@runtime_checkable
+class InBuckets(Protocol):
+    """A strategy that tells when a bucket's average has arrived: BucketedDDP, which a step of one process need not import."""
+
+    buckets: Sequence[Bucket | BucketInPlace]
+    on_average: Callable[[Bucket | BucketInPlace], None] | None
+    averages_in_backward: bool
+
+
 class UpdateInBackward:
     """Steps `optimizer` part by part during backward. For one backward a step, without clipping and loss scaling.
 
-    `by_bucket`: not in backward, but bucket by bucket behind the messages.
+    `by_bucket`: steps after backward, bucket by bucket, each while later buckets are on their way; micro-batches may add up before.
 
     ValueError for an optimizer that cannot step with a part of its parameters (AdamW and MasterWeights can), and for a `sync` other
     than BucketedDDP, which `by_bucket` needs. RuntimeError in a backward that completes a gradient twice, as torch's reentrant
@@ -49,7 +59,7 @@ class UpdateInBackward:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        sync: GradientSync | None = None,
+        sync: GradientSync | InBuckets | None = None,
         *,
         by_bucket: bool = False,
     ) -> None:
@@ -58,11 +68,12 @@ class UpdateInBackward:
                 f"optimizer: {type(optimizer).__name__} may not count its steps tensor by tensor, or has hooks on a step, so it "
                 "cannot update a block alone; take trainstep's AdamW without hooks, or update after backward"
             )
-        if not hasattr(sync, "on_average") and (by_bucket or sync is not None):
-            raise ValueError(f"sync: {type(sync).__name__} has no buckets to update; take BucketedDDP")
+        if not isinstance(sync, InBuckets) and (by_bucket or sync is not None):
+            has_none = "none" if sync is None else type(sync).__name__
+            raise ValueError(f"sync: {has_none} has no buckets to update; take BucketedDDP")
         self._optimizer = optimizer
         self.by_bucket = by_bucket
-        self._buckets: Sequence[Bucket | BucketInPlace] = getattr(sync, "buckets", ())
+        self._buckets: Sequence[Bucket | BucketInPlace] = ()
         self._lock = Lock()  # autograd runs the hooks of each device in a thread of its own
         self._is_running = False
         self._group_of: dict[Tensor, int] = {}
@@ -70,9 +81,10 @@ class UpdateInBackward:
         self._units: list[list[nn.Parameter]] = []
         self._missing: list[set[Tensor]] = []
         """For each unit the parameters whose gradients have not come in this backward."""
-        if sync is not None:
+        if isinstance(sync, InBuckets):
+            self._buckets = sync.buckets
             sync.on_average = self._update_bucket
-            setattr(sync, "averages_in_backward", not by_bucket)  # noqa: B010, a GradientSync need not have it
+            sync.averages_in_backward = not by_bucket
             self._release_buckets()
             return
         for plan in plan_units(module):

@@ -49,7 +49,7 @@ class CopyEngines:
     """Messages of ranks of one machine are copied into the other ranks' memory. Pass it as `transport` to a parallel strategy.
 
     `inbox_bytes`: memory for arriving chunks on each rank, which torch's allocator does not count. `least_bytes`: smaller messages
-    go through the library (NCCL or gloo), as do maxima and broadcasts.
+    go through the library (NCCL or gloo), as do maxima and broadcasts. `lanes`: chunks under way at a time, which share the inbox.
     """
 
     inbox_bytes: int = 256 * 2**20

@@ -146,7 +146,7 @@ def runs_of(rows: Iterable[Row]) -> list[Run]:
 
 
 def main_runs(runs: Sequence[Run]) -> list[Run]:
-    """Of each run its first rank, which inspects steps."""
+    """The first rank of each run, which inspects steps."""
     return [ranks[0] for ranks in grouped(runs, lambda run: str(run.last.config["run"])).values()]
 
 
