@@ -17,7 +17,7 @@ from trainstep.measure.machine.environment import environment
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording
 from trainstep.measure.run.script import Ended, LastOfAll, after_import, find_script, run_script
-from trainstep.measure.run.show import rank_path, shared_name, show_run
+from trainstep.measure.run.show import rank_path, shared_name, show_run, wait_for_ranks
 from trainstep.measure.run.trackers import TensorBoard, Trackio
 from trainstep.parallel.launch import find_launch, is_launched
 from trainstep.records.record import Environment
@@ -94,7 +94,7 @@ def run(
     """
     script = find_script(words)
     _check(page, no_page=no_page, inspect_every=inspect_every, tensorboard=tensorboard, trackio=trackio)
-    rank, ranks, token = _rank(os.environ)
+    rank, ranks, ranks_here, token = _rank(os.environ)
     path = Path(os.path.abspath(out or (RUNS / f"run-{token}.jsonl" if token else new_records_path("run"))))
     page = None if no_page or rank else Path(os.path.abspath(page or path.with_suffix(".html")))
     check_page(page, path)
@@ -104,7 +104,7 @@ def run(
     identity = ScriptConfig(
         script=script.name, arguments=shlex.join(script.arguments), run=path.stem, rank=rank, ranks=ranks
     )
-    session = _Session(identity, store, environment(), ours=give_back_streams(), quiet=quiet)
+    session = _Session(identity, ranks_here, store, environment(), ours=give_back_streams(), quiet=quiet)
     after_import("torch", lambda: session.begin(inspect_every, tensorboard, trackio))
     last = LastOfAll()
     ended = run_script(script)
@@ -119,8 +119,12 @@ def run(
 class _Session:
     """What `trainstep run` watches a script with, from the moment at which the script has imported torch."""
 
-    def __init__(self, identity: ScriptConfig, store: Store, here: Environment, *, ours: TextIO, quiet: bool) -> None:
+    def __init__(
+        self, identity: ScriptConfig, ranks_here: int, store: Store, here: Environment, *, ours: TextIO, quiet: bool
+    ) -> None:
         self._identity, self._store, self._environment = identity, store, here
+        self._ranks_here = ranks_here
+        """Number of ranks on this machine."""
         self._ours, self._quiet = ours, quiet or identity.rank > 0
         self._folder = Path.cwd()
         self._command = one_line(shlex.join(["trainstep", *sys.argv[1:]]))
@@ -169,6 +173,7 @@ class _Session:
             self.say(trouble if watch is None or watch.why_no_step else f"watching ended early: {trouble}")
         if watch is None or not watch.recording.written or self._identity.rank:
             return
+        wait_for_ranks(path, self._ranks_here)
         failed = show_run(path, page, None if self._quiet else self._ours)
         if failed:
             self.say(f"{failed}; the records are kept: trainstep report {shlex.quote(str(path))}")
@@ -203,12 +208,13 @@ def _check(
             raise ValueError(f"{package}: needs the package: pip install 'trainstep[{package}]'")
 
 
-def _rank(environ: Mapping[str, str]) -> tuple[int, int, str]:
-    """(rank, number of ranks, a word that the ranks of one launcher share; empty if there is one rank)."""
+def _rank(environ: Mapping[str, str]) -> tuple[int, int, int, str]:
+    """(rank, number of ranks, ranks on this machine, a word that the ranks of one launcher share; empty if there is one rank)."""
     if not is_launched(environ):
-        return 0, 1, ""
+        return 0, 1, 1, ""
     launch = find_launch(environ)
     if launch.world_size == 1:
-        return 0, 1, ""
+        return 0, 1, 1, ""
     names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    return launch.rank, launch.world_size, shared_name(*(environ.get(name, "") for name in names))
+    here = launch.local_size or launch.world_size
+    return launch.rank, launch.world_size, here, shared_name(*(environ.get(name, "") for name in names))

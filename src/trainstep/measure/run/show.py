@@ -8,13 +8,16 @@ import glob
 import hashlib
 import os
 import subprocess
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import IO
 
 from trainstep.config.import_path import python_command
+from trainstep.records.store import Store
 
 _LONGEST_S = 300.0
+_LONGEST_WAIT_S = 5.0
 
 
 def shared_name(*more: str) -> str:
@@ -37,6 +40,24 @@ def files_of(path: Path) -> list[Path]:
         path.parent.glob(f"{glob.escape(path.stem)}.rank*{path.suffix}"), key=lambda file: (len(file.name), file.name)
     )
     return [path, *beside]
+
+
+def wait_for_ranks(path: Path, ranks: int, longest_s: float = _LONGEST_WAIT_S) -> None:
+    """Wait until the other `ranks` of this machine have written how their scripts ended, which they do at about the same time.
+
+    A rank that was killed writes nothing: after `longest_s` the run is shown without the rest of it.
+    """
+    latest_s = time.monotonic() + longest_s
+    missing = [rank_path(path, rank) for rank in range(1, ranks)]
+    while missing and time.monotonic() < latest_s:
+        missing = [file for file in missing if not _has_ended(file)]
+        if missing:
+            time.sleep(0.05)
+
+
+def _has_ended(file: Path) -> bool:
+    records = Store(file).read() if file.exists() else []
+    return bool(records) and records[-1].fact("ending") is not None
 
 
 def rank_path(path: Path, rank: int) -> Path:
