@@ -371,6 +371,7 @@ def test_a_forked_process_watches_nothing(tmp_path: Path):
         process = os.fork()
         if not process:
             try:
+                torch.set_num_threads(1)  # a fork has no OpenMP threads, and would wait for them without end
                 loop(3)
             finally:
                 os._exit(0 if watch.steps == 3 else 1)
