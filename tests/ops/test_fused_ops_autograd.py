@@ -4,12 +4,14 @@ test_fused_ops.py runs this file in Triton's interpreter.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from numerics import assert_as_accurate_as
 from op_check import DEVICES, INTERPRETED, interpret, normal
@@ -165,3 +167,45 @@ def test_compiled_backward_passes_keep_their_kernels(name: str, backward: str, d
     leaves = inputs(shapes, device)
     torch.autograd.grad(compiled(*leaves)[0].sum(), leaves)
     assert f"trainstep.{backward}_backward.default" in graphs[-1]
+
+
+class Calls(TorchDispatchMode):
+    """Notes the operators that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ONLY_KERNELS)
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "swiglu", "linear_cross_entropy"])
+def test_a_mode_sees_the_operators_and_backward_fills_no_zeros(name: str, device: str):
+    """Autograd would fill gradients for the outputs that have none, such as those that linear_cross_entropy computes in forward."""
+    op, _, shapes = OPS[name]
+    if name == "linear_cross_entropy":
+        op = lambda hidden, weight: (linear_cross_entropy.linear_cross_entropy(hidden, weight, targets_of(hidden)),)  # noqa: E731
+    leaves = inputs(shapes, device)
+    with Calls() as forward:
+        y = op(*leaves)[0]
+    with Calls() as backward:
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert f"trainstep::{name}" in forward.names
+    assert not [x for x in backward.names if "zero" in x]
+
+
+@pytest.mark.parametrize("device", ONLY_KERNELS)
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_output_may_go_unused(used: int, device: str):
+    """Then its gradient is None, not zeros."""
+    op, op_reference, shapes = OPS["add_rms_norm"]
+    leaves = inputs(shapes, device)
+    results = torch.autograd.grad(op(*leaves)[used].square().sum(), leaves, allow_unused=True)
+    expected = torch.autograd.grad(op_reference(*leaves)[used].square().sum(), leaves, allow_unused=True)
+    for x, y in zip(results, expected, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None and y is not None:
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

@@ -231,6 +231,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     hidden, weight, targets, *settings = inputs
     _, lse, dhidden, dweight = output
     ctx.mark_non_differentiable(lse, dhidden, dweight)
+    ctx.set_materialize_grads(False)  # autograd would fill zeros of the gradients' size
     *ctx.settings, ctx.wants_hidden, ctx.wants_weight = settings
     ctx.in_forward = ctx.wants_hidden or ctx.wants_weight
     ctx.is_spent = False

@@ -1,5 +1,11 @@
 """Defines our operators with torch.library, so that autograd, torch.compile and modes such as FLOP counters see them.
 
+What the host pays for a call decides how fast a small op is. torch.library's own autograd takes three times an
+autograd.Function's time, so each operator has such a function, and calls its kernels past the dispatcher where nothing listens:
+
+    operator(...) -> the function, if a gradient is asked for -> run, or where something listens the overload, which ends at run
+    operator(...) -> the overload, while torch.compile traces; the dispatcher then calls the function for the key Autograd
+
 An operator here launches Triton kernels on any device that has_kernel admits. The public functions of an op ask has_kernel
 first and take ops/reference.py, with torch's own autograd, where there is no kernel.
 """
@@ -9,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     import triton
@@ -28,7 +34,7 @@ def define(
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Any:
-    """The operator `trainstep::NAME` of a schema `NAME(Tensor x, ...) -> ...`.
+    """What calls the operator `trainstep::NAME` of a schema `NAME(Tensor x, ...) -> ...`, by position alone.
 
     `run` computes it and returns new tensors, `fake` gives their shapes, dtypes and strides. With `backward(ctx, *gradients)`
     it has a gradient, for which `save(ctx, inputs, output)` keeps what it needs. What `backward` calls without a gradient of its
@@ -38,9 +44,63 @@ def define(
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"trainstep::{name}", fake, lib=_library)
-    if backward is not None:
-        torch.library.register_autograd(f"trainstep::{name}", backward, setup_context=save, lib=_library)
-    return getattr(torch.ops.trainstep, name).default
+    overload = getattr(torch.ops.trainstep, name).default
+
+    def below_autograd(*arguments: Any) -> Any:
+        if _nothing_listens(arguments):
+            return run(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*arguments)
+
+    autograd = below_autograd
+    if save is not None and backward is not None:
+        autograd = _with_gradient(name, below_autograd, save, backward)
+        _library.impl(name, autograd, "Autograd")
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return overload(*arguments)
+        return autograd(*arguments)
+
+    return call
+
+
+def _with_gradient(
+    name: str, forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`forward` as an autograd.Function where a gradient is asked for."""
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            results = forward(*arguments)
+            save(ctx, arguments, results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+            if all(x is None for x in gradients):  # where `save` set_materialize_grads(False): autograd has none either
+                return (None,) * len(ctx.needs_input_grad)
+            return backward(ctx, *gradients)
+
+    Gradient.__name__ = Gradient.__qualname__ = "".join(word.capitalize() for word in name.split("_"))  # seen in traces
+
+    def call(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+            return Gradient.apply(*arguments)  # type: ignore[no-untyped-call]
+        return forward(*arguments)
+
+    return call
+
+
+def _nothing_listens(arguments: Sequence[Any]) -> bool:
+    """Whether the dispatcher would only call `run`: there is no subclass, no mode, no profiler that should see the operator."""
+    return (
+        all(type(x) in (Tensor, nn.Parameter) for x in arguments if isinstance(x, Tensor))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._autograd._profiler_enabled()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def makes_a_graph() -> bool:

@@ -111,6 +111,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     x, weight, ctx.eps, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # autograd would fill zeros for 1 / rms
 
 
 def _save_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -119,6 +120,7 @@ def _save_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, T
     ctx.save_for_backward(h, weight, inverse_rms)
     ctx.dtypes = x.dtype, residual.dtype
     ctx.mark_non_differentiable(inverse_rms)
+    ctx.set_materialize_grads(False)
 
 
 def _gradients_with_graph(h: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[Any, Any]:
@@ -134,14 +136,17 @@ def _backward(ctx: Any, dy: Tensor, _dinverse_rms: None) -> tuple[Tensor | None,
     return dx, dweight, None, None
 
 
-def _backward_add(ctx: Any, dy: Tensor, dsum: Tensor, _dinverse_rms: None) -> tuple[Tensor | None, ...]:
+def _backward_add(ctx: Any, dy: Tensor | None, dsum: Tensor | None, _dinverse_rms: None) -> tuple[Tensor | None, ...]:
     h, weight, inverse_rms = ctx.saved_tensors
+    x_dtype, residual_dtype = ctx.dtypes
+    if dy is None:  # nobody uses y
+        assert dsum is not None
+        return dsum.to(x_dtype), dsum.to(residual_dtype), None, None, None
     if makes_a_graph():
         dh, dweight = _gradients_with_graph(h, weight, ctx.eps, dy)
-        dh = dh + dsum
+        dh = dh if dsum is None else dh + dsum
     else:
         dh, dweight = _rms_norm_backward(dy, dsum, h, weight, inverse_rms)
-    x_dtype, residual_dtype = ctx.dtypes
     return dh.to(x_dtype), dh.to(residual_dtype), dweight, None, None
 
 
