@@ -2,9 +2,10 @@
 
 They communicate by gloo on the CPU; with `backend="nccl"` each has a GPU.
 
-A pool of processes for each number of ranks is kept for the whole session (forked before torch has threads; a start costs 0.3 s,
-a call 0.02 s). `function` is importable by name; it gets this rank's `Ranks` first. An error on any rank is raised here
-with that rank's traceback, and the next call starts a new pool, since the ranks may now disagree.
+A pool of processes for each number of ranks is kept for the whole session (a start costs 0.3 s, a call 0.02 s). A server that has
+imported torch and done nothing else forks them: what tests do here, autograd's and OpenMP's threads among it, would break a fork of
+this process. `function` is importable by name; it gets this rank's `Ranks` first. An error on any rank is raised here with that
+rank's traceback, and the next call starts a new pool, since the ranks may now disagree.
 """
 
 import atexit
@@ -28,6 +29,8 @@ import torch.distributed as dist
 from trainstep.parallel.ranks import Ranks
 
 TIMEOUT_S = 60.0
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "trainstep.training.build"])  # imported once
 
 
 class RankFailed(AssertionError):
@@ -50,20 +53,15 @@ class Pool:
     """Processes that share one process group."""
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        import torch._dynamo  # noqa: F401  (seconds to import: once here, not in every child)
-
         port = free_port()
-        context = multiprocessing.get_context(
-            "fork" if backend == "gloo" else "spawn"
+        context = (
+            _FORKS if backend == "gloo" else multiprocessing.get_context("spawn")
         )  # CUDA does not work after a fork
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
             own_end, child_end = context.Pipe()
-            others = list(self.pipes) if backend == "gloo" else []
-            process = context.Process(
-                target=_serve, args=(rank, world_size, port, backend, child_end, others), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, world_size, port, backend, child_end), daemon=True)
             process.start()
             child_end.close()
             self.pipes.append(own_end)
@@ -105,9 +103,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection, others: list[Connection]) -> None:
-    for other in others:  # a rank must not keep another rank's pipe open
-        other.close()
+def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
     if device.type == "cuda":
@@ -130,7 +126,7 @@ def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection
 
 
 def _module(name: str, file: str) -> ModuleType:
-    """A module of tests: a forked process has imported it, a spawned one loads it from its file."""
+    """A module of tests, loaded from its file by the first call of one of its functions."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None

@@ -15,9 +15,13 @@ class Compilations:
     """What was compiled since the watch began. Everything that a script compiled before counts as seen."""
 
     def __init__(self) -> None:
-        self._frames = self._breaks = 0
-        self._known: set[str] = set()
+        utils = sys.modules.get("torch._dynamo.utils")
+        self._frames: int = utils.counters["frames"]["total"] if utils else 0
+        self._breaks = len(utils.graph_break_reasons) if utils else 0
+        self._before = _counted(utils) if utils else (0, 0)
+        self._known = {_key(metrics) for metrics in utils.get_compilation_metrics()} if utils else set()
         self._rows: list[dict[str, Any]] = []
+        self._compiled = False
         self.recompilations = 0
 
     def poll(self, step: int) -> bool:
@@ -29,8 +33,9 @@ class Compilations:
         if frames == self._frames:
             return False
         self._frames = frames
+        self._compiled = True
         for metrics in utils.get_compilation_metrics():
-            key = str(metrics.compile_id)
+            key = _key(metrics)
             if key in self._known or metrics.co_name is None:
                 continue
             self._known.add(key)
@@ -71,15 +76,23 @@ class Compilations:
 
     @property
     def facts(self) -> Mapping[str, int | None]:
-        """compiled_graphs and graph_breaks so far, None where nothing is compiled."""
+        """compiled_graphs and graph_breaks since the watch began; none of them where nothing was compiled."""
         utils = sys.modules.get("torch._dynamo.utils")
-        if utils is None or not self._frames:
+        if utils is None or not self._compiled:
             return {}
-        return {
-            "compiled_graphs": utils.counters["stats"]["unique_graphs"],
-            "graph_breaks": sum(utils.counters["graph_break"].values()),
-            "recompilations": self.recompilations,
-        }
+        # A script may clear torch's counters.
+        graphs, breaks = (max(now - then, 0) for now, then in zip(_counted(utils), self._before, strict=True))
+        return {"compiled_graphs": graphs, "graph_breaks": breaks, "recompilations": self.recompilations}
+
+
+def _counted(utils: Any) -> tuple[int, int]:
+    """Graphs and graph breaks of this process so far."""
+    return utils.counters["stats"]["unique_graphs"], sum(utils.counters["graph_break"].values())
+
+
+def _key(metrics: Any) -> tuple[str, int | None]:
+    """Of one compilation: after torch._dynamo.reset() torch counts from 0/0 again."""
+    return str(metrics.compile_id), metrics.start_time_us
 
 
 def _brief(reason: str) -> str:
