@@ -6,12 +6,13 @@ sums have one order: two ranks, whose average is exact.
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from parallel_strategies import BF16_STRATEGIES, NOT_DONE, STRATEGIES, TORCH_STRATEGIES
+from parallel_strategies import BF16_STRATEGIES, HYBRID_STRATEGIES, NOT_DONE, STRATEGIES, TORCH_STRATEGIES, torch_fsdp2
 from parallel_training import OPTIMIZERS, Case, distance, train_alone, train_together
 from quick import slow_unless
 from ranks import run_ranks
@@ -85,6 +86,42 @@ def distance_from_one_process(ranks: Ranks, strategy: str, case: Case, optimizer
 )
 def test_two_ranks_train_as_one_process_to_the_bit(strategy: str, case: str, optimizer: str):
     assert run_ranks(2, distance_from_one_process, strategy, CASES[case], optimizer) == [0, 0]
+
+
+IN_GROUPS = {
+    **{f"{name} in groups of 2": start(2) for name, start in HYBRID_STRATEGIES.items()},
+    **{f"fsdp_units in groups of {size}": HYBRID_STRATEGIES["fsdp_units"](size) for size in (1, 4)},
+    "bucketed in groups of 1": HYBRID_STRATEGIES["bucketed"](1),
+    "torch_fsdp2 in groups of 2": partial(torch_fsdp2, shard_ranks=2),
+}
+"""Strategies of four ranks: groups of 1 average everything across groups, groups of 4 nothing."""
+
+
+def trained_each(ranks: Ranks, names: list[str], case: Case, optimizer: str) -> list[list[Tensor]]:
+    return [train_together(ranks, IN_GROUPS[name], case, optimizer) for name in names]
+
+
+def assert_groups_as_good_as_alone(names: list[str], case: Case, optimizer: str, reduce_dtype: torch.dtype) -> None:
+    for name, *every_rank in zip(names, *run_ranks(4, trained_each, names, case, optimizer), strict=True):
+        assert all(distance(parameters, every_rank[0]) == 0 for parameters in every_rank), name
+        assert_as_good_as_alone(every_rank[0], case, optimizer, 4, reduce_dtype)
+
+
+@pytest.mark.parametrize("case", slow_unless(lambda case: case in THREE_RANKS[1:2], [*THREE_RANKS, "frozen"]))
+def test_groups_train_as_one_process(case: str):
+    names = [
+        name
+        for name in IN_GROUPS
+        if "bf16" not in name and (name.partition(" ")[0], CASES[case].unused) not in NOT_DONE
+    ]
+    assert_groups_as_good_as_alone(names, CASES[case], "adamw", torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "unused somewhere", "accumulation"])
+def test_groups_that_reduce_in_bf16_are_as_good_as_rounding_gradients(case: str):
+    names = [name for name in IN_GROUPS if "bf16" in name]
+    assert_groups_as_good_as_alone(names, CASES[case], "sgd", torch.bfloat16)
 
 
 @pytest.mark.multigpu

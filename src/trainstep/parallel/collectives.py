@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.costs.rank_groups import Level, at_level
 from trainstep.parallel.copies.messages import CopyEngines, PeerCopies
 from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.liveness.standstill import Progress
@@ -60,16 +61,20 @@ class Collectives:
 
     Every rank must call the same collectives in the same order with tensors of the same sizes and dtypes. `label` names the
     message's span: `all_reduce bucket 3`. A single process sends nothing and counts nothing.
+    `beside`: the collectives of all ranks, of which these are a group's at a level (shard_groups.py); messages are counted there,
+    under the names that costs/rank_groups.py gives them: `all_reduce across groups`.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, *, beside: "Collectives | None" = None, level: Level = Level.ALL) -> None:
         self.ranks = ranks
-        self.traffic = Traffic()
+        self.traffic: Traffic = Traffic() if beside is None else beside.traffic
+        self._level = level
         self.recorded = False
         """Whether a step is being captured: the host cannot read the results of its messages."""
-        # The watch compares the calls of all ranks, so it is not told those of a subgroup.
+        # The watch compares the calls of all ranks, so it is not told those of a subgroup, unless every rank calls them in its own.
         watch = ranks.watch if ranks.group is dist.group.WORLD else None
-        self._progress = Progress() if watch is None else watch.progress
+        own_progress = Progress() if watch is None else watch.progress
+        self._progress: Progress = own_progress if beside is None else beside._progress
         self._copies: PeerCopies | None = None
 
     def send_by(self, transport: CopyEngines | None) -> None:
@@ -172,9 +177,10 @@ class Collectives:
 
     def _counted(self, operation: str, message: Tensor | Pieces, label: str) -> AbstractContextManager[Any]:
         """Count the message; returns the span to start it in."""
+        operation = at_level(operation, self._level)
         name = f"{operation} {label}" if label else operation
         self.traffic.add(operation, message)
-        self._progress.called(name)
+        self._progress.called(name, in_group=self.ranks.group is not dist.group.WORLD)
         return span(name)
 
 

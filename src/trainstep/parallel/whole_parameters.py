@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.parallel.bucket import make_buckets, plan_buckets
-from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.flat_buffer import made_dense
 from trainstep.parallel.fsdp_unit import FSDPUnit
+from trainstep.parallel.shard_groups import ShardGroups
 
 _EXTRA = "_extra_state"
 """torch's key for a module's own extra state."""
@@ -50,10 +50,10 @@ class IgnoredParameters:
         self._plan = plan_buckets(members, bucket_bytes=math.inf, dtype=reduce_dtype)
         self.buckets = make_buckets("ignored", members, self._plan, dtype=reduce_dtype, keeps_dtype=True)
 
-    def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
+    def send(self, groups: ShardGroups, gradients: Sequence[Tensor | None]) -> None:
         """Start averaging. `gradients`: in the order of `indices`."""
         for bucket, members in zip(self.buckets, self._plan, strict=True):
-            bucket.send(collectives, [gradients[member] for member in members])
+            bucket.send(groups, [gradients[member] for member in members])
 
     def receive(self) -> None:
         """Wait for the averages and make them the parameters' gradients. Call under no_grad."""

@@ -18,9 +18,8 @@ from typing import Any
 
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.parsing import config_hash, from_plain, to_plain
-from trainstep.costs.collectives import ring_bytes
 from trainstep.costs.exchange import ParameterSize
-from trainstep.costs.gradient_sync import Message, totals, wire_bytes
+from trainstep.costs.gradient_sync import Message, sent_bytes, totals, wire_bytes
 from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.files import TemporaryFolder, kept_folder
 from trainstep.measure.harness.workload import Findings, Stage, Stages
@@ -159,10 +158,10 @@ class ParallelMeasurement:
             "expected_messages": [total.messages if total else 0 for total in expected],
             "expected_bytes": [total.payload_bytes if total else 0 for total in expected],
         }
-        ranks = self.config.ranks
+        groups = self.config.ranks, self.config.sync.shard_ranks
         sizes = {
-            "wire_bytes": sum(ring_bytes(operation, size, ranks) for operation, (_, size) in counted.items()),
-            "expected_wire_bytes": wire_bytes(self.expected, ranks),
+            "wire_bytes": sum(sent_bytes(operation, size, *groups) for operation, (_, size) in counted.items()),
+            "expected_wire_bytes": wire_bytes(self.expected, *groups),
         }
         return facts_of(**sizes), {"traffic": columns}
 
