@@ -107,8 +107,14 @@ def assert_groups_as_good_as_alone(names: list[str], case: Case, optimizer: str,
         assert_as_good_as_alone(every_rank[0], case, optimizer, 4, reduce_dtype)
 
 
-@pytest.mark.parametrize("case", slow_unless(lambda case: case in THREE_RANKS[1:2], [*THREE_RANKS, "frozen"]))
-def test_groups_train_as_one_process(case: str):
+def test_groups_train_as_one_process():
+    names = ["bucketed in groups of 2", "sharded_flat_units in groups of 2", "fsdp_units in groups of 2"]
+    assert_groups_as_good_as_alone(names, CASES[THREE_RANKS[1]], "adamw", torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*THREE_RANKS, "frozen"])
+def test_all_groups_train_as_one_process(case: str):
     names = [
         name
         for name in IN_GROUPS
