@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.costs.rank_groups import Level, check_shard_ranks, members
-from trainstep.parallel.collectives import Collectives, Pending
+from trainstep.parallel.collectives import DONE, Collectives, Pending
 from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.ranks import Ranks
 
@@ -115,7 +115,7 @@ class _Stages:
 
     def __init__(self, stages: Sequence[Callable[[], Pending]]) -> None:
         self._next = deque(stages)
-        self._pending = self._next.popleft()()
+        self._pending: Pending = self._next.popleft()()
 
     @property
     def has_more(self) -> bool:
@@ -134,6 +134,7 @@ class _Stages:
     def wait(self) -> None:
         self.start_all()
         self._pending.wait()
+        self._pending = DONE  # which held the tensors
 
 
 def _group_of(ranks: Ranks, level: Level, shard_ranks: int) -> Ranks:
