@@ -182,7 +182,9 @@ class ParallelMeasurement:
             path = folder / "trace.json"
             self._record(1, path)  # the profiler's first start is slow
             self._record(_TRACED_STEPS, path)
-            facts, tables = communication_of(path, self.expected, Collectives(self._ranks))
+            facts, tables = communication_of(
+                path, self.expected, Collectives(self._ranks), self.config.sync.shard_ranks
+            )
             if self.config.keep_trace is not None:
                 self._record(1, path)
                 facts |= facts_of(trace_file=str(keep_trace(path, self.config.keep_trace, self._trace_name())))
