@@ -58,7 +58,8 @@ def test_every_option_names_the_strategies_that_use_it():
     assert set(USED_BY) == set(flat_form(SyncConfig)) - {"sync"}
     assert {strategy for strategies in USED_BY.values() for strategy in strategies} <= set(SYNCS)
     assert needless({"sync": "torch_ddp"}) == set(USED_BY) - {"bucket_mib"}
-    assert needless({"sync": "sharded_flat"}) == set(USED_BY) - {"bucket_mib", "reduce_dtype", "transport", "inbox_mib"}
+    used = {"bucket_mib", "reduce_dtype", "shard_ranks", "transport", "inbox_mib"}
+    assert needless({"sync": "sharded_flat"}) == set(USED_BY) - used
 
 
 def test_strategies_are_compared_with_all_their_options():

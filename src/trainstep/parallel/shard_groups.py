@@ -103,6 +103,7 @@ class ShardGroups:
             message.advance()
         message = _Stages(stages)
         if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())  # a group of one rank copies there instead of sending
             with torch.cuda.stream(self._stream):
                 message.start_all()
             return message
@@ -116,6 +117,8 @@ class _Stages:
     def __init__(self, stages: Sequence[Callable[[], Pending]]) -> None:
         self._next = deque(stages)
         self._pending: Pending = self._next.popleft()()
+        if self._pending is DONE:  # a group of one rank
+            self.advance()
 
     @property
     def has_more(self) -> bool:

@@ -30,6 +30,7 @@ from trainstep.measure.step.device_trace import keep_trace, record_steps
 from trainstep.measure.step.workload import TrainStepMeasurement, warm_up
 from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
 from trainstep.parallel.collectives import Collectives, Traffic
+from trainstep.parallel.gradient_sync import HookedGradients
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
 from trainstep.plan.peak_memory import expected_messages
@@ -130,7 +131,21 @@ class ParallelMeasurement:
             check_agreement(self.timed.assembly.module, self._ranks, what=kinds)
         except ReplicasDisagree as error:
             raise CellFailed(Failure(kind="divergence", phase="agreement", message=str(error))) from None
+        if strategy.shards_parameters and (replicas := _same_shards(self.timed.assembly)) is not None:
+            self._check_shards(replicas)
+            kinds = ["shards", *kinds]
         return facts_of(agreement=" and ".join(kinds)), {}
+
+    def _check_shards(self, replicas: Ranks) -> None:
+        """Check that the ranks with the same shard agree. CellFailed on all ranks if some have drifted apart."""
+        found = ""
+        try:
+            check_agreement(self.timed.assembly.module, replicas, what="parameters")
+        except ReplicasDisagree as error:
+            found = f"of rank {self._ranks.rank}'s shard, where a rank stands for its group: {error}"
+        if any(all_found := Collectives(self._ranks).gather_texts(found)):
+            message = next(filter(None, all_found))
+            raise CellFailed(Failure(kind="divergence", phase="agreement", message=message))
 
     def _traffic(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Messages and bytes of one step by operation, counted and by formula. Empty if torch sends them, uncounted."""
@@ -204,6 +219,13 @@ class ParallelMeasurement:
         run, sync = self.config.run, self.config.sync
         cell = config_hash("parallel", to_plain(self.config))[:6]
         return f"{run.model.name.replace(':', '.')}-{run.context}-{sync.name}-{cell}-rank{self._ranks.rank}"
+
+
+def _same_shards(assembly: Assembly) -> Ranks | None:
+    """The ranks that hold the same shards as this rank, one in each group; None where all ranks are one group."""
+    sync = assembly.step.gradient_sync
+    replicas = sync.groups.replicas if isinstance(sync, HookedGradients) else None
+    return None if replicas is None else replicas.ranks
 
 
 def _counters(assembly: Assembly) -> list[Traffic] | None:
