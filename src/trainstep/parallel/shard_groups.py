@@ -9,8 +9,8 @@ stays on its fast links (costs/rank_groups.py has who belongs together). A group
 
 [Note: stages]
 Each of these messages begins when the one before has ended. On a GPU all of them are given to streams at once, and the host waits
-for none. gloo's messages are waited for by the host, so the next stage begins where the next message is sent: all ranks do so at
-the same place, since messages of a group pair up by order.
+for none. gloo's messages are waited for by the host, so the next stage begins where the next message has begun: all ranks do so
+at the same place, since messages of a group pair up by order.
 """
 
 from collections import deque
@@ -98,15 +98,15 @@ class ShardGroups:
         return self._start(reduce, lambda: replicas.all_reduce(shard, reduction="average", label=label))
 
     def _start(self, *stages: Callable[[], Pending]) -> Pending:
-        """Start the first stage, and the next stage of each message that is under way. [Note: stages]"""
-        for message in self._under_way:
-            message.advance()
+        """Start the first stage, then the next stage of each message that is under way. [Note: stages]"""
         message = _Stages(stages)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())  # a group of one rank copies there instead of sending
             with torch.cuda.stream(self._stream):
                 message.start_all()
             return message
+        for earlier in self._under_way:
+            earlier.advance()
         self._under_way = [*(earlier for earlier in self._under_way if earlier.has_more), message]
         return message
 
