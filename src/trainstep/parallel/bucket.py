@@ -23,18 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.costs import buckets
-from trainstep.parallel.collectives import DONE, Pending
+from trainstep.parallel.collectives import DONE, Pending, ShardGroups
 from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.flat_buffer import FlatBuffer, in_memory_order, lay_out
 from trainstep.parallel.launch_order import FlagReader
-from trainstep.parallel.shard_groups import ShardGroups
 
 
 class Bucket:
     """Gradients of `parameters`, averaged in `dtype`.
 
     `keeps_dtype`: gradients of another dtype than their bucket's keep it, and the average is copied back to them; otherwise they
-    become views of the bucket, in its dtype. `parts`: into how many equal parts the flat tensor divides (shard_groups.py).
+    become views of the bucket, in its dtype. `parts`: into how many equal parts the flat tensor divides (collectives.py).
     """
 
     def __init__(

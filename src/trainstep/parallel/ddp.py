@@ -224,7 +224,7 @@ class BucketedDDP(_MessagePerBucket):
     or `shard_ranks`.
 
     `shard_ranks`: average a bucket in groups of this many consecutive ranks, usually those of a node, and only slices of it across
-    groups (shard_groups.py): three messages, of which the one between nodes carries 1/shard_ranks of the bytes.
+    groups (collectives.py): three messages, of which the one between nodes carries 1/shard_ranks of the bytes.
 
     Buckets go out in one order: a full bucket waits for those before it. [Note: the same messages on every rank]
     """

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from trainstep.costs import buckets as flat_layout
 from trainstep.costs.buckets import FlatLayout
-from trainstep.parallel.collectives import DONE, Pending
+from trainstep.parallel.collectives import DONE, Pending, ShardGroups
 from trainstep.parallel.copies.pieces import Pieces
-from trainstep.parallel.shard_groups import ShardGroups
 from trainstep.spans import span
 
 

@@ -29,7 +29,6 @@ from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients, sent_
 from trainstep.parallel.launch_order import LaunchOrder, Usage
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.same_setup import names_of
-from trainstep.parallel.shard_groups import ShardGroups
 from trainstep.parallel.units import UnitsOf, chosen_units, is_single_unit, plan_units
 from trainstep.parallel.whole_parameters import (
     IgnoredParameters,
@@ -51,7 +50,7 @@ class FSDP(HookedGradients):
     `reduce_dtype`: dtype in which gradients are averaged. `reshard_after_forward` False: units are gathered once per step.
     `ahead`: number of modules whose units are gathered before they are needed, 0 to 2. `most_in_flight`: number of units whose
     gradients may be reduced at the same time. `transport`: as in BucketedDDP. `shard_ranks`: shard in groups of this many
-    consecutive ranks, usually those of a node, and average across groups (shard_groups.py). Every rank must run the same units in
+    consecutive ranks, usually those of a node, and average across groups (collectives.py). Every rank must run the same units in
     the same order; parameters within a unit may go unused. Blocks may be compiled: `block.forward = torch.compile(block.forward)`,
     so that the hooks stay outside.
 
@@ -91,15 +90,10 @@ class FSDP(HookedGradients):
         super().__init__(module, ranks, options=options, transport=transport, shard_ranks=shard_ranks)
         self._reshard_after_forward = reshard_after_forward
         self._ignored = ignored_parameters
-        self._one_group = ShardGroups(self.collectives)
-        self._ignored.take_over(self.trained_parameters, reduce_dtype)
+        self._ignored.take_over(self.trained_parameters, reduce_dtype, self.collectives)
         plans = plan_units(module, units, ignored=self._ignored.named)
         if units is None and plans and is_single_unit(module):
-            warnings.warn(
-                f"FSDP: the whole {type(module).__name__} is one unit, gathered at once, since it has no ModuleList or Sequential "
-                "of blocks; name the blocks: units=[...], or their class",
-                stacklevel=2,
-            )
+            _warn_of_single_unit(module)
         self._staging = StagingPool(self.ranks.device)
         index_of = {parameter: index for index, parameter in enumerate(self.trained_parameters)}
         self.units = [
@@ -333,7 +327,7 @@ class FSDP(HookedGradients):
         ignored = self._gradients(self._ignored.indices)
         for index, gradient in zip(self._ignored.indices, ignored, strict=True):
             self._used[index] = gradient is not None
-        self._ignored.send(self._one_group, ignored)
+        self._ignored.send(ignored)
         self._usage.send(self._used)
         while self._in_flight:
             self._in_flight.popleft().receive_gradients()
@@ -363,6 +357,14 @@ class FSDP(HookedGradients):
         raise ValueError(
             "load_state_dict: this rank has pieces of the parameters; call load_full_state_dict(), or load_checkpoint"
         )
+
+
+def _warn_of_single_unit(module: nn.Module) -> None:
+    warnings.warn(
+        f"FSDP: the whole {type(module).__name__} is one unit, gathered at once, since it has no ModuleList or Sequential "
+        "of blocks; name the blocks: units=[...], or their class",
+        stacklevel=3,
+    )
 
 
 def _tensors(output: Any) -> Iterable[Tensor]:

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.parallel.collectives import DONE, Pending
+from trainstep.parallel.collectives import DONE, Pending, ShardGroups
 from trainstep.parallel.flat_buffer import GradientShards, StagingPool, lay_out, view_like
-from trainstep.parallel.shard_groups import ShardGroups
 from trainstep.parallel.units import UnitPlan
 from trainstep.spans import span
 

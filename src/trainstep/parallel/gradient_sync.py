@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainstep.parallel.clipping import clip_gradients_
-from trainstep.parallel.collectives import Collectives, Traffic
+from trainstep.parallel.collectives import Collectives, ShardGroups, Traffic
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.module_wrapper import ModuleWrapper
 from trainstep.parallel.ranks import Ranks, ranks_around
 from trainstep.parallel.same_setup import check_same_setup, named_tensors
-from trainstep.parallel.shard_groups import ShardGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ class HookedGradients(ModuleWrapper, ABC):
 
     `ranks`: by default the ranks of torch's default process group, on the module's device. `transport`: sends large messages by
     copies between the GPUs of one machine (copies/messages.py), by default through NCCL or gloo. `shard_ranks`: ranks in a group
-    (shard_groups.py); copies then go inside groups. At the start ranks compare what
+    (collectives.py); copies then go inside groups. At the start ranks compare what
     they wrap, and how (`options`: what must be equal on all ranks): ValueError on every rank where they differ. Then every
     parameter and buffer becomes that of rank 0. Tied parameters count once, frozen parameters are left alone.
     Raises ValueError

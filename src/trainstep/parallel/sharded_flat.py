@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from trainstep.costs.buckets import bytes_of_mib
 from trainstep.parallel.clipping import clip_gradients_
-from trainstep.parallel.collectives import DONE, Pending
+from trainstep.parallel.collectives import DONE, Pending, ShardGroups
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.flat_buffer import FlatBuffer, GradientShards, StagingPool
 from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients
 from trainstep.parallel.launch_order import LaunchOrder, Usage
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.same_setup import check_same_setup, names_of
-from trainstep.parallel.shard_groups import ShardGroups
 from trainstep.parallel.units import UnitPlan, merged_units, plan_units
 
 _T = TypeVar("_T")
@@ -46,7 +45,7 @@ class ShardedGradients(HookedGradients):
     quarter of all (costs/buckets.py); math.inf: all blocks are one unit. Larger units mean fewer messages, and more left to send
     when backward is over. `units`: other modules to cut at, as in plan_units. ValueError for a `bucket_mib` that is not positive.
     `most_in_flight`: number of units whose gradients may be reduced at the same time. `transport`: as in BucketedDDP.
-    `shard_ranks`: shard in groups of this many consecutive ranks, and average across groups (shard_groups.py).
+    `shard_ranks`: shard in groups of this many consecutive ranks, and average across groups (collectives.py).
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
     """

@@ -159,7 +159,7 @@ def exchange_of(config: RanksConfig) -> Exchange | None:
         first_bucket_bytes=bytes_of_mib("first_bucket_mib", sync.first_bucket_mib),
         last_bucket_bytes=bytes_of_mib("last_bucket_mib", sync.last_bucket_mib),
         in_place=sync.in_place,
-        shard_ranks=sync.shard_ranks,
+        shard_ranks=sync.shard_ranks if strategy.communicates else None,
         reshard_after_forward=sync.reshard_after_forward,
         ahead=sync.ahead,
         micro_batches=run.accumulation,

@@ -17,12 +17,11 @@ from parallel_strategies import SMALL_COPIES
 from ranks import run_ranks
 from trainstep.costs.rank_groups import Level, at_level, level_of, members
 from trainstep.parallel import FSDP, BucketedDDP, ShardedGradients, ShardedOptimizer
-from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.collectives import Collectives, ShardGroups
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.liveness.standstill import Progress
 from trainstep.parallel.ranks import Ranks, alone
-from trainstep.parallel.shard_groups import ShardGroups
 
 
 def test_every_rank_is_in_one_group_and_has_one_replica_in_each():
