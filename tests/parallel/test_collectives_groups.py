@@ -124,6 +124,48 @@ def test_a_stage_begins_where_the_next_message_has_begun():
         }
 
 
+class FakeStream:
+    """Stands for the stream of later stages; notes what is done with it beside the names of calls."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        self._calls.append("enter")
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.append("leave")
+
+
+def calls_on_a_stream(ranks: Ranks) -> tuple[list[str], list[float]]:
+    progress, calls = Progress(), []
+    ranks = replace(ranks, watch=SimpleNamespace(progress=progress))  # type: ignore[arg-type]
+    groups = ShardGroups(Collectives(ranks), 2)
+    groups._stream = FakeStream(calls)  # type: ignore[assignment]
+    whole = torch.full((8,), float(ranks.rank))
+    with (
+        patch.object(progress, "called", lambda call, in_group: calls.append(call)),
+        patch.object(torch.cuda, "stream", lambda stream: stream),
+    ):
+        message = groups.all_reduce(whole, label="bucket 0")
+        calls.append("returned")
+        message.wait()
+    return calls, whole.tolist()
+
+
+def test_a_gpu_is_given_all_stages_at_once_on_a_stream_of_their_own():
+    for calls, average in run_ranks(4, calls_on_a_stream):
+        assert calls == [
+            "reduce_scatter in groups bucket 0",
+            "enter",
+            "all_reduce across groups bucket 0",
+            "all_gather in groups bucket 0",
+            "leave",
+            "returned",
+        ]
+        assert average == [1.5] * 8
+
+
 def refusals(ranks: Ranks) -> list[str]:
     """What every rank says of groups that cannot be."""
     sentences = []

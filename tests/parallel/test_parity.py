@@ -101,6 +101,10 @@ def trained_each(ranks: Ranks, names: list[str], case: Case, optimizer: str) -> 
     return [train_together(ranks, IN_GROUPS[name], case, optimizer) for name in names]
 
 
+def trained_in_groups(ranks: Ranks, strategy: str, size: int, case: Case) -> list[Tensor]:
+    return train_together(ranks, HYBRID_STRATEGIES[strategy](size), case, "adamw")
+
+
 def assert_groups_as_good_as_alone(names: list[str], case: Case, optimizer: str, reduce_dtype: torch.dtype) -> None:
     for name, *every_rank in zip(names, *run_ranks(4, trained_each, names, case, optimizer), strict=True):
         assert all(distance(parameters, every_rank[0]) == 0 for parameters in every_rank), name
@@ -138,3 +142,16 @@ def test_training_on_gpus_is_as_good_as_in_one_process(strategy: str, case: str,
     reduce_dtype = torch.bfloat16 if strategy in BF16_STRATEGIES else torch.float32
     assert_as_good_as_alone(parameters, CASES[case], optimizer, 2, reduce_dtype)
     assert distance(parameters, of_rank_1) == 0
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("case", THREE_RANKS)
+@pytest.mark.parametrize("strategy", [name for name in HYBRID_STRATEGIES if "bf16" not in name])
+def test_groups_on_gpus_train_as_one_process(strategy: str, case: str, ranks: int, size: int):
+    """Not run yet."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA GPUs")
+    every_rank = run_ranks(ranks, trained_in_groups, strategy, size, CASES[case], backend="nccl")
+    assert all(distance(parameters, every_rank[0]) == 0 for parameters in every_rank)
+    assert_as_good_as_alone(every_rank[0], CASES[case], "adamw", ranks, torch.float32)

@@ -289,7 +289,6 @@ class ShardGroups:
         """Start the first stage, then the next stage of each message that is under way. [Note: stages]"""
         message = _Stages(stages)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())  # a group of one rank copies there instead of sending
             with torch.cuda.stream(self._stream):
                 message.start_all()
             return message
@@ -305,7 +304,7 @@ class _Stages:
     def __init__(self, stages: Sequence[Callable[[], Pending]]) -> None:
         self._next = deque(stages)
         self._pending: Pending = self._next.popleft()()
-        if self._pending is DONE:  # a group of one rank
+        if self._pending is DONE:  # a group of one rank, which copied on the current stream
             self.advance()
 
     @property
