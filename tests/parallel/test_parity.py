@@ -117,7 +117,7 @@ def test_groups_train_as_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*THREE_RANKS, "frozen"])
+@pytest.mark.parametrize("case", ["plain", "clipped"])
 def test_all_groups_train_as_one_process(case: str):
     names = [
         name
@@ -128,10 +128,9 @@ def test_all_groups_train_as_one_process(case: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "unused somewhere", "accumulation"])
-def test_groups_that_reduce_in_bf16_are_as_good_as_rounding_gradients(case: str):
+def test_groups_that_reduce_in_bf16_are_as_good_as_rounding_gradients():
     names = [name for name in IN_GROUPS if "bf16" in name]
-    assert_groups_as_good_as_alone(names, CASES[case], "sgd", torch.bfloat16)
+    assert_groups_as_good_as_alone(names, CASES["unused somewhere"], "sgd", torch.bfloat16)
 
 
 @pytest.mark.multigpu
