@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallel_strategies import SMALL_COPIES
@@ -89,6 +90,15 @@ def wrong_averages(ranks: Ranks, sizes: list[int], transport: CopyEngines | None
 @pytest.mark.parametrize("transport", [None, SMALL_COPIES], ids=["library", "copies"])
 def test_averages_are_those_of_all_ranks(transport: CopyEngines | None):
     assert run_ranks(4, wrong_averages, [1, 8, 130, 700], transport) == [[]] * 4
+
+
+def wrong_averages_of_a_group(ranks: Ranks) -> list[tuple[int, int, str]]:
+    """The same among ranks whose process group is not torch's default group."""
+    return wrong_averages(replace(ranks, group=dist.new_group(list(range(ranks.world_size)))), [8], None)
+
+
+def test_ranks_of_any_process_group_may_be_grouped():
+    assert run_ranks(4, wrong_averages_of_a_group) == [[]] * 4
 
 
 def order_of_messages(ranks: Ranks) -> tuple[list[str], int, dict[str, int]]:

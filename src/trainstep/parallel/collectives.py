@@ -328,7 +328,10 @@ class _Stages:
 
 
 def _group_of(ranks: Ranks, level: Level, shard_ranks: int) -> Ranks:
-    """This rank among those of its group at a level. Every rank makes every group, in the same order, as torch wants it."""
+    """This rank among those of its group at a level. Every rank makes every group, in the same order, as torch wants it.
+
+    Processes outside of `ranks` need not take part.
+    """
     assert ranks.group is not None
     own = members(level, ranks.rank, ranks.world_size, shard_ranks)
     place = own.index(ranks.rank)
@@ -337,9 +340,11 @@ def _group_of(ranks: Ranks, level: Level, shard_ranks: int) -> Ranks:
     if len(own) == ranks.world_size:
         return ranks
     numbers = dist.get_process_group_ranks(ranks.group)
-    backend = None if ranks.group is dist.group.WORLD else dist.get_backend(ranks.group)
+    options: dict[str, Any] = {}
+    if ranks.group is not dist.group.WORLD:
+        options = {"backend": dist.get_backend(ranks.group), "use_local_synchronization": True}
     groups = {
-        group: dist.new_group([numbers[member] for member in group], backend=backend)
+        group: dist.new_group([numbers[member] for member in group], **options)
         for group in dict.fromkeys(
             members(level, rank, ranks.world_size, shard_ranks) for rank in range(ranks.world_size)
         )
