@@ -92,10 +92,13 @@ def test_groups_send_less_over_a_slow_link_and_are_faster(nodes: tuple[tuple[str
     across = [message for message in messages["hybrid"] if message.operation.endswith(Level.ACROSS_GROUPS)]
     by_formula = RANKS_OF_NODE * wire_bytes(across, RANKS, RANKS_OF_NODE)
     ring = wire_bytes(messages["plain"], RANKS)  # around all ranks, so one rank of a node sends to the other node
+    # gloo may reduce the whole tensor in a reduce-scatter, which sends as much once more
+    reduced = [message for message in messages["plain"] if message.operation == "reduce_scatter"]
+    most = ring + wire_bytes(reduced, RANKS)
     for steps in itertools.chain.from_iterable(of_nodes):
         for (_, plain_bytes), (_, hybrid_bytes) in zip(steps["plain"], steps["hybrid"], strict=True):
             assert by_formula <= hybrid_bytes <= 1.1 * by_formula  # packets have headers
-            assert hybrid_bytes <= ring / 2
+            assert ring <= plain_bytes <= 1.1 * most
             assert hybrid_bytes <= plain_bytes / 2
     slowest = of_nodes[0][0]
     pairs = zip(slowest["plain"], slowest["hybrid"], strict=True)

@@ -76,7 +76,7 @@ class Collectives:
 
     Every rank must call the same collectives in the same order with tensors of the same sizes and dtypes. `label` names the
     message's span: `all_reduce bucket 3`. A single process sends nothing and counts nothing.
-    `beside`: the collectives of all ranks, of which these are a group's at a level (collectives.py); messages are counted there,
+    `beside`: the collectives of all ranks, of which these are a group's at a level (ShardGroups); messages are counted there,
     under the names that costs/rank_groups.py gives them: `all_reduce across groups`.
     """
 
@@ -218,8 +218,7 @@ _ALL_GATHER = cast(_Start, getattr(dist, "all_gather_single", None) or dist.all_
 class ShardGroups:
     """The groups of a wrapper's ranks. `shard_ranks`: ranks in a group; None: all ranks are one group.
 
-    Every rank makes it at the same place, since torch makes a group with all processes. ValueError where the ranks do not divide
-    into groups.
+    Every rank must make it at the same place. ValueError where the ranks do not divide into groups.
     """
 
     def __init__(self, everyone: Collectives, shard_ranks: int | None = None) -> None:
@@ -245,12 +244,17 @@ class ShardGroups:
         return [self.everyone] if self.replicas is None else [self.everyone, self.shards, self.replicas]
 
     @property
+    def parts(self) -> int:
+        """The number of equal parts into which a tensor must divide for `all_reduce`."""
+        return 1 if self.replicas is None else self.shards.ranks.world_size
+
+    @property
     def is_first_group(self) -> bool:
         """Whether this rank's shards are those that are written to a checkpoint."""
         return self.replicas is None or self.replicas.ranks.is_first
 
     def all_reduce(self, tensor: Tensor, *, label: str) -> Pending:
-        """`tensor` becomes the average over all ranks. With groups, its elements must divide into the shards of a group."""
+        """`tensor` becomes the average over all ranks; its elements must divide into `parts`."""
         replicas = self.replicas
         if replicas is None:
             return self.everyone.all_reduce(tensor, reduction="average", label=label)

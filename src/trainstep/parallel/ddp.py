@@ -152,7 +152,7 @@ class _MessagePerBucket(ReplicatedGradients):
             dtype=reduce_dtype,
             keeps_dtype=keeps_dtype,
             in_place=in_place,
-            parts=1 if self.groups.replicas is None else self.groups.shards.ranks.world_size,
+            parts=self.groups.parts,
         )
 
     def held_tensors(self) -> HeldTensors:
