@@ -85,7 +85,7 @@ def saved_and_loaded_in_groups(ranks: Ranks, folder: Path) -> list[dict[str, Ten
 def test_a_checkpoint_loads_in_other_groups(tmp_path: Path):
     of_ranks = run_ranks(4, saved_and_loaded_in_groups, tmp_path)
     expected = of_ranks[0][0]
-    written = {path.name[:4] for path in (tmp_path / "groups of 2").glob("*.distcp")}
+    written = {path.name[:4] for path in (tmp_path / "groups of 2").glob("*.distcp") if path.stat().st_size}
     assert written == {"__0_", "__1_"}  # by the first group alone
     of_three = run_ranks(3, load, tmp_path / "groups of 2")
     for state in [state for states in of_ranks for state in states] + of_three:
