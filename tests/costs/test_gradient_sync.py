@@ -153,6 +153,7 @@ GROUPED = [
     for strategy in HYBRID_STRATEGIES
     for size in (1, 2, 4)
     for number in range(len(GROUPED_CASES))
+    if size < 4 or strategy == "fsdp_units"
 ]
 """Strategy, ranks in a group of four, and number of the case."""
 QUICK_GROUPED = [
