@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainstep.costs.rank_groups import Level
 from trainstep.parallel.collectives import Collectives
 
 _EQUAL_READINGS = 5
@@ -53,12 +54,16 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 @contextmanager
 def sampled_at_messages(holdings: Holdings) -> Iterator[list[tuple[str, int]]]:
-    """A list that gets (label, bytes held) when each message starts."""
+    """A list that gets (label, bytes held) when each message starts; of a message in stages, when its first stage does."""
     samples: list[tuple[str, int]] = []
     real = Collectives._counted
 
     def counted(self: Collectives, operation: str, tensor: Tensor, label: str) -> Any:
-        samples.append((label, holdings.total_bytes()))
+        is_later_stage = self._level is Level.ACROSS_GROUPS or (
+            operation == "all_gather" and label.startswith("bucket")
+        )
+        if not is_later_stage:
+            samples.append((label, holdings.total_bytes()))
         return real(self, operation, tensor, label)
 
     Collectives._counted = counted  # type: ignore[method-assign]

@@ -27,7 +27,9 @@ def measured(ranks: Ranks, values: dict[str, Any], turns: tuple[int, ...] = (2,)
                 measurement._wait_for_parameters()  # otherwise the gather would overwrite the change
                 module = measurement.timed.assembly.module
                 with torch.no_grad():
-                    next(value for name, value in module.named_parameters() if "norm" in name).add_(1.0)
+                    next(value for name, value in module.named_parameters() if "norm" in name and value.numel()).add_(
+                        1.0
+                    )
             return measurement.finish()
         except CellFailed as error:
             return error.failure

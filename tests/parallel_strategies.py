@@ -54,8 +54,8 @@ def with_optimizer(
     return start
 
 
-def torch_fsdp2(model: nn.Module, ranks: Ranks, optimizer_of: OptimizerOf) -> Run:
-    sync = TorchFSDP2(model, ranks, units=layers(model))
+def torch_fsdp2(model: nn.Module, ranks: Ranks, optimizer_of: OptimizerOf, shard_ranks: int | None = None) -> Run:
+    sync = TorchFSDP2(model, ranks, units=layers(model), shard_ranks=shard_ranks)
     return Run(
         sync=sync,
         optimizer=optimizer_of(model.parameters()),
@@ -144,6 +144,23 @@ BF16_STRATEGIES: dict[str, Start] = {
     "fsdp bf16": fsdp(layers, reduce_dtype=torch.bfloat16),
     "sharded_flat bf16": sharded_flat(layers, reduce_dtype=torch.bfloat16),
 }
+
+HYBRID_STRATEGIES: dict[str, Callable[[int], Start]] = {
+    "bucketed": lambda size: replicated(
+        lambda model, ranks: BucketedDDP(model, ranks, bucket_mib=SMALL_MIB, shard_ranks=size)
+    ),
+    "sharded_flat_units": lambda size: sharded_flat(layers, shard_ranks=size),
+    "fsdp_units": lambda size: fsdp(layers, ahead=2, shard_ranks=size),
+    "fsdp_kept": lambda size: fsdp(layers, reshard_after_forward=False, shard_ranks=size),
+    "bucketed bf16": lambda size: replicated(
+        lambda model, ranks: BucketedDDP(
+            model, ranks, bucket_mib=SMALL_MIB, reduce_dtype=torch.bfloat16, shard_ranks=size
+        )
+    ),
+    "sharded_flat bf16": lambda size: sharded_flat(layers, reduce_dtype=torch.bfloat16, shard_ranks=size),
+    "fsdp bf16": lambda size: fsdp(layers, reduce_dtype=torch.bfloat16, shard_ranks=size),
+}
+"""Strategies in groups of `size` ranks."""
 
 SMALL_COPIES = CopyEngines(inbox_bytes=3072, least_bytes=64)
 """Copies of all but the smallest messages, in many chunks."""

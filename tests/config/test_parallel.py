@@ -58,7 +58,28 @@ def test_every_option_names_the_strategies_that_use_it():
     assert set(USED_BY) == set(flat_form(SyncConfig)) - {"sync"}
     assert {strategy for strategies in USED_BY.values() for strategy in strategies} <= set(SYNCS)
     assert needless({"sync": "torch_ddp"}) == set(USED_BY) - {"bucket_mib"}
-    assert needless({"sync": "sharded_flat"}) == set(USED_BY) - {"bucket_mib", "reduce_dtype", "transport", "inbox_mib"}
+    used = {"bucket_mib", "reduce_dtype", "shard_ranks", "transport", "inbox_mib"}
+    assert needless({"sync": "sharded_flat"}) == set(USED_BY) - used
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"sync": "fsdp", "ranks": 6, "shard_ranks": 4},
+            "6 ranks cannot be divided into groups of 4; take a divisor of 6",
+        ),
+        (
+            {"sync": "naive", "ranks": 4, "shard_ranks": 2},
+            "naive has no groups; leave it out, or take bucketed, sharded_flat",
+        ),
+        ({"sync": "fsdp", "ranks": 4, "shard_ranks": 0}, "must be a whole number of at least 1, not 0"),
+        ({"sync": "bucketed", "ranks": 4, "shard_ranks": 2, "in_place": True}, "averages slices of a copy"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(options: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=f"shard_ranks.*{sentence}"):
+        from_plain(ParallelConfig, {"model": "tiny", **options})
 
 
 def test_strategies_are_compared_with_all_their_options():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_strategies import BF16_STRATEGIES, SMALL_MIB, STRATEGIES, layers
+from parallel_strategies import BF16_STRATEGIES, HYBRID_STRATEGIES, SMALL_MIB, STRATEGIES, Start, layers
 from parallel_training import OPTIMIZERS, Case, batches, built, loss_of
 from quick import slow_unless
 from ranks import run_ranks
@@ -81,8 +81,12 @@ def spans_counted() -> Iterator[Counter[str]]:
 
 def sent(ranks: Ranks, strategy: str, case: Case, dtype: torch.dtype) -> list[tuple[Counter[str], dict[str, Total]]]:
     """Spans and totals of the messages of each of a few steps, as counted where messages start."""
+    return sent_by(ranks, REAL[strategy], case, dtype)
+
+
+def sent_by(ranks: Ranks, start: Start, case: Case, dtype: torch.dtype) -> list[tuple[Counter[str], dict[str, Total]]]:
     model = built(case).to(dtype)
-    run = REAL[strategy](model, ranks, OPTIMIZERS["adamw"])
+    run = start(model, ranks, OPTIMIZERS["adamw"])
     counted = list(
         {id(counter): counter for counter in (run.sync, run.optimizer) if hasattr(counter, "traffic")}.values()
     )
@@ -143,6 +147,41 @@ def test_a_step_with_bf16_weights_sends_what_the_formula_says(strategy: str):
         assert all(counted == expected for _, counted in steps)
 
 
+GROUPED_CASES = [Case(clip=1.0), Case(unused="somewhere", accumulation=2, tied=True)]
+GROUPED = [
+    (strategy, size, number)
+    for strategy in HYBRID_STRATEGIES
+    for size in (1, 2, 4)
+    for number in range(len(GROUPED_CASES))
+    if size < 4 or strategy == "fsdp_units"
+]
+"""Strategy, ranks in a group of four, and number of the case."""
+QUICK_GROUPED = [
+    *[("bucketed", 2, 0), ("sharded_flat_units", 2, 0), ("fsdp_units", 2, 0)],
+    *[("fsdp_units", 2, 1), ("sharded_flat bf16", 1, 0)],
+]
+
+
+def sent_in_groups(ranks: Ranks, runs: list[tuple[str, int, int]]) -> list[list[tuple[Counter[str], dict[str, Total]]]]:
+    return [
+        sent_by(ranks, HYBRID_STRATEGIES[strategy](size), GROUPED_CASES[number], torch.float32)
+        for strategy, size, number in runs
+    ]
+
+
+@pytest.mark.parametrize("runs", [QUICK_GROUPED, pytest.param(GROUPED, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_step_in_groups_sends_what_the_formula_says(runs: list[tuple[str, int, int]]):
+    for of_rank in run_ranks(4, sent_in_groups, runs):
+        for (strategy, size, number), steps in zip(runs, of_rank, strict=True):
+            case = GROUPED_CASES[number]
+            options = {"clips": case.clip is not None, "micro_batches": case.accumulation, **OPTIONS[strategy]}
+            exchange = exchanging(ranks=4, shard_ranks=size, **options)
+            expected = step_messages(exchange, sizes(case, strategy))
+            for spans, counted in steps:
+                assert spans == Counter(message.span for message in expected), (strategy, size, number)
+                assert counted == totals(expected), (strategy, size, number)
+
+
 def test_every_strategy_of_trainstep_has_its_formula():
     assert OPTIONS.keys() == REAL.keys()
     assert {"none", *(options["strategy"] for options in OPTIONS.values())} == set(OURS)
@@ -185,6 +224,43 @@ def test_messages_are_as_counted_by_hand():
     }
     assert by_operation("fsdp", reshard_after_forward=False)["all_gather"] == (4, 4 * (128 + 96 + 96 + 32))
     assert by_operation("none", scales_loss=True) == {"all_reduce": (1, 4)}
+
+
+def test_messages_in_groups_are_as_counted_by_hand():
+    """Units padded to 2 shards of 8 elements: 104 + 16 -> 128, 96 and 96, the frozen 3 -> 16; half of them goes across groups."""
+    assert by_operation("fsdp", shard_ranks=2, clips=True) == {
+        "reduce_scatter in groups": (3, 4 * (128 + 96 + 96)),
+        "all_reduce across groups": (3, 4 * (64 + 48 + 48)),
+        "all_gather in groups": (6, 4 * (128 + 96 + 2 * (96 + 16))),
+        "all_reduce": (1, 4),
+        "all_reduce in groups": (1, 4),
+    }
+    # 312 padded elements and 4 flags, to 2 parts of 8
+    assert by_operation("bucketed", shard_ranks=2) == {
+        "reduce_scatter in groups": (1, 4 * 320),
+        "all_reduce across groups": (1, 4 * 160),
+        "all_gather in groups": (1, 4 * 320),
+    }
+    assert by_operation("fsdp", shard_ranks=4) == by_operation("fsdp")
+    alone = by_operation("sharded_flat", shard_ranks=1, clips=True)
+    assert alone == {"all_reduce across groups": (3, 4 * (120 + 96 + 96)), "all_reduce": (1, 4)}
+
+
+def test_a_rank_sends_an_nth_across_groups():
+    """Of S bytes of gradients: 2 S/8 (G-1)/G around a ring of G nodes, where groups of one send 2 S (N-1)/N."""
+    sizes = [ParameterSize(name="weight", numel=2**20, element_bytes=4)]
+    messages = step_messages(exchanging(strategy="fsdp", ranks=32, shard_ranks=8), sizes)
+    across = [message for message in messages if message.operation == "all_reduce across groups"]
+    assert wire_bytes(across, 32, 8) == 2 * 4 * 2**20 // 8 * 3 // 4
+    inside = [message for message in messages if message.operation.endswith("in groups")]
+    assert wire_bytes(inside, 32, 8) == 2 * 4 * 2**20 * 7 // 8
+
+
+def test_ranks_that_do_not_divide_into_groups_are_refused():
+    with pytest.raises(
+        ValueError, match="shard_ranks: 6 ranks cannot be divided into groups of 4; take a divisor of 6"
+    ):
+        exchanging(strategy="fsdp", ranks=6, shard_ranks=4)
 
 
 def test_small_parameters_of_an_owner_share_a_message():

@@ -6,12 +6,13 @@ sums have one order: two ranks, whose average is exact.
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from parallel_strategies import BF16_STRATEGIES, NOT_DONE, STRATEGIES, TORCH_STRATEGIES
+from parallel_strategies import BF16_STRATEGIES, HYBRID_STRATEGIES, NOT_DONE, STRATEGIES, TORCH_STRATEGIES, torch_fsdp2
 from parallel_training import OPTIMIZERS, Case, distance, train_alone, train_together
 from quick import slow_unless
 from ranks import run_ranks
@@ -87,6 +88,51 @@ def test_two_ranks_train_as_one_process_to_the_bit(strategy: str, case: str, opt
     assert run_ranks(2, distance_from_one_process, strategy, CASES[case], optimizer) == [0, 0]
 
 
+IN_GROUPS = {
+    **{f"{name} in groups of 2": start(2) for name, start in HYBRID_STRATEGIES.items()},
+    **{f"fsdp_units in groups of {size}": HYBRID_STRATEGIES["fsdp_units"](size) for size in (1, 4)},
+    "bucketed in groups of 1": HYBRID_STRATEGIES["bucketed"](1),
+    "torch_fsdp2 in groups of 2": partial(torch_fsdp2, shard_ranks=2),
+}
+"""Strategies of four ranks: groups of 1 average everything across groups, groups of 4 nothing."""
+
+
+def trained_each(ranks: Ranks, names: list[str], case: Case, optimizer: str) -> list[list[Tensor]]:
+    return [train_together(ranks, IN_GROUPS[name], case, optimizer) for name in names]
+
+
+def trained_in_groups(ranks: Ranks, strategy: str, size: int, case: Case) -> list[Tensor]:
+    return train_together(ranks, HYBRID_STRATEGIES[strategy](size), case, "adamw")
+
+
+def assert_groups_as_good_as_alone(names: list[str], case: Case, optimizer: str, reduce_dtype: torch.dtype) -> None:
+    for name, *every_rank in zip(names, *run_ranks(4, trained_each, names, case, optimizer), strict=True):
+        assert all(distance(parameters, every_rank[0]) == 0 for parameters in every_rank), name
+        assert_as_good_as_alone(every_rank[0], case, optimizer, 4, reduce_dtype)
+
+
+def test_groups_train_as_one_process():
+    names = ["bucketed in groups of 2", "sharded_flat_units in groups of 2", "fsdp_units in groups of 2"]
+    assert_groups_as_good_as_alone(names, CASES[THREE_RANKS[1]], "adamw", torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "clipped"])
+def test_all_groups_train_as_one_process(case: str):
+    names = [
+        name
+        for name in IN_GROUPS
+        if "bf16" not in name and (name.partition(" ")[0], CASES[case].unused) not in NOT_DONE
+    ]
+    assert_groups_as_good_as_alone(names, CASES[case], "adamw", torch.float32)
+
+
+@pytest.mark.slow
+def test_groups_that_reduce_in_bf16_are_as_good_as_rounding_gradients():
+    names = [name for name in IN_GROUPS if "bf16" in name]
+    assert_groups_as_good_as_alone(names, CASES["unused somewhere"], "sgd", torch.bfloat16)
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("strategy", "case"), [*PAIRS, *itertools.product(BF16_STRATEGIES, ["plain", "accumulation"])])
@@ -95,3 +141,16 @@ def test_training_on_gpus_is_as_good_as_in_one_process(strategy: str, case: str,
     reduce_dtype = torch.bfloat16 if strategy in BF16_STRATEGIES else torch.float32
     assert_as_good_as_alone(parameters, CASES[case], optimizer, 2, reduce_dtype)
     assert distance(parameters, of_rank_1) == 0
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("case", THREE_RANKS)
+@pytest.mark.parametrize("strategy", [name for name in HYBRID_STRATEGIES if "bf16" not in name])
+def test_groups_on_gpus_train_as_one_process(strategy: str, case: str, ranks: int, size: int):
+    """Not run yet."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA GPUs")
+    every_rank = run_ranks(ranks, trained_in_groups, strategy, size, CASES[case], backend="nccl")
+    assert all(distance(parameters, every_rank[0]) == 0 for parameters in every_rank)
+    assert_as_good_as_alone(every_rank[0], CASES[case], "adamw", ranks, torch.float32)

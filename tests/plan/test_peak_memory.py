@@ -1,5 +1,6 @@
 """Memory by formula is as worked out by hand, and that of the tensors of real steps on gloo, byte for byte."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from held_bytes import Holdings, MostHeld, sampled_at_messages, state_bytes, storage_bytes
+from quick import slow_unless
 from ranks import run_ranks
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import OURS, PEERS, ParallelConfig
@@ -158,6 +160,21 @@ def test_bytes_with_micro_batches_are_the_formulas(strategy: str):
 @pytest.mark.parametrize("strategy", ["naive", "sharded", "sharded_flat", "fsdp"])
 def test_bytes_on_three_ranks_are_the_formulas_for_each_optimizer(strategy: str, adamw: str):
     agree(config_of(3, adamw=adamw, **STRATEGY_OPTIONS[strategy]), frozen=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        *slow_unless(
+            lambda strategy, _precision: "bf16" not in strategy,
+            itertools.product(("bucketed", "sharded_flat", "fsdp", "bucketed, bf16", "fsdp, bf16"), ("fp32",)),
+        ),
+        pytest.param("sharded_flat, bf16", "bf16", marks=pytest.mark.slow),
+        pytest.param("fsdp", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_in_groups_are_the_formulas(strategy: str, precision: str):
+    agree(config_of(4, shard_ranks=2, precision=precision, **STRATEGY_OPTIONS[strategy]), frozen=precision == "bf16")
 
 
 def agree(config: ParallelConfig, frozen: bool) -> None:
@@ -357,6 +374,15 @@ def test_shards_shrink_with_ranks():
     assert sharded is not None
     shard_bytes = sharded.after_step.total_bytes - sharded.after_step.communication_bytes
     assert shard_bytes == pytest.approx(single.after_step.total_bytes / 8, rel=1e-3)
+
+
+def test_shards_are_those_of_a_group():
+    """16 ranks in groups of 8 hold on each what 8 ranks hold, and rank 11 what rank 3 does."""
+    sizes = transformer_parameters(MODEL, "fp32")
+    for sync in ("sharded_flat", "fsdp"):
+        grouped = expected_memory(config_of(16, sync=sync, shard_ranks=8), sizes, rank=11)
+        assert grouped == expected_memory(config_of(8, sync=sync), sizes, rank=3)
+        assert grouped != expected_memory(config_of(16, sync=sync), sizes, rank=11)
 
 
 def test_every_strategy_has_its_formula():

@@ -99,7 +99,17 @@ def test_update_in_backward_never_has_all_gradients():
 @pytest.mark.parametrize("options", [{}, {"accumulation": 3}, {"precision": "bf16"}])
 def test_replayed_strategies_hold_what_their_terms_say(sync, options):
     run = RunConfig(model=size("small"), batch_size=2, device="cuda", **options)
-    config = RanksConfig(ranks=2, sync=SyncConfig(name=sync), run=run)
+    agrees_with_its_terms(RanksConfig(ranks=2, sync=SyncConfig(name=sync), run=run))
+
+
+@pytest.mark.parametrize("sync", ["bucketed", "sharded_flat", "fsdp"])
+def test_replayed_groups_hold_what_their_terms_say(sync):
+    run = RunConfig(model=size("small"), batch_size=2, device="cuda")
+    agrees_with_its_terms(RanksConfig(ranks=16, sync=SyncConfig(name=sync, shard_ranks=8), run=run))
+
+
+def agrees_with_its_terms(config):
+    run = config.run
     expected = expected_memory(config, transformer_parameters(size("small"), run.precision))
     moments = {moment.name: moment.categories for moment in replay(config).moments}
     assert expected is not None

@@ -332,6 +332,15 @@ def test_ranks_wait_for_the_last_one():
     assert waiting_s([]) == []
 
 
+def test_a_rank_waits_for_the_ranks_of_its_group():
+    """Four ranks in groups of two: 0 and 1, 2 and 3 in a group; 0 and 2, 1 and 3 across."""
+    labels = ("all_gather in groups a", "all_reduce across groups a", "all_reduce usage")
+    began_s = ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [2.0, 5.0, 2.0], [4.0, 3.0, 9.0])
+    starts = [list(zip(labels, times_s, strict=True)) for times_s in began_s]
+    assert waiting_s(starts, 2) == [[1.0, 5.0, 9.0], [0.0, 2.0, 8.0], [2.0, 0.0, 7.0], [0.0, 0.0, 0.0]]
+    assert waiting_s(starts)[0] == [4.0, 5.0, 9.0]
+
+
 def test_ranks_with_other_messages_cannot_be_compared():
     with pytest.raises(ValueError, match="starts: rank 1 has not the messages of rank 0"):
         waiting_s([[("a", 1.0)], [("b", 1.0)]])

@@ -1,7 +1,7 @@
 """Every parallel strategy, captured, has the same losses and weights, whatever happens between steps, and ranks agree."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -44,6 +44,7 @@ class Case:
     """Whether rank 1 has a smaller batch at one step, and from another step on."""
     masters: bool = False
     """Whether weights are bf16, with fp32 masters in the optimizer."""
+    shard_ranks: int | None = None
     reads: bool = False
     """Whether rank 1's forward reads a number from the device."""
 
@@ -92,10 +93,12 @@ def wrapped_model(ranks: Ranks, strategy: str, case: Case, copies: bool = False)
     torch.manual_seed(ranks.rank)
     model = Model(case, ranks.rank).to(ranks.device, torch.bfloat16 if case.masters else torch.float32)
     optimizer_cls = with_masters(AdamW) if case.masters else AdamW
-    wrapped = parallel(ranks, SyncConfig(name=strategy)).wrap(model, optimizer_cls, {"lr": 1e-2, "weight_decay": 0.1})
+    wrapped = parallel(ranks, SyncConfig(name=strategy, shard_ranks=case.shard_ranks)).wrap(
+        model, optimizer_cls, {"lr": 1e-2, "weight_decay": 0.1}
+    )
     assert isinstance(wrapped.gradient_sync, HookedGradients)
     assert wrapped.optimizer is not None
-    wrapped.gradient_sync.collectives.send_by(SMALL_COPIES if copies else None)
+    wrapped.gradient_sync.groups.shards.send_by(SMALL_COPIES if copies else None)
     return wrapped.gradient_sync, wrapped.optimizer
 
 
@@ -156,6 +159,31 @@ def test_a_captured_strategy_has_the_same_losses_and_weights(strategy: str, case
 def test_four_captured_ranks_have_the_same_losses_and_weights(strategy: str, case: str):
     captured = run_ranks(4, trained, strategy, CASES[case], True)
     assert_same(captured, run_ranks(4, trained, strategy, CASES[case], False))
+
+
+GROUPED = Case(shard_ranks=2, clip=0.05, unused="somewhere", evaluate=True)
+
+
+@pytest.mark.parametrize("copies", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("strategy", slow_unless("fsdp".__eq__, ["bucketed", "sharded_flat", "fsdp"]))
+def test_captured_groups_have_the_same_losses_and_weights(strategy: str, copies: bool):
+    captured = run_ranks(4, trained, strategy, GROUPED, True, True, copies)
+    assert_same(captured, run_ranks(4, trained, strategy, GROUPED, False, True, copies))
+    assert all(result["launched"] > 2 for result in captured)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("strategy", ["bucketed", "sharded_flat", "fsdp"])
+def test_groups_captured_on_gpus_have_the_same_losses_and_weights(strategy: str, ranks: int, size: int, copies: bool):
+    """Not run yet."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA GPUs")
+    case = replace(GROUPED, shard_ranks=size)
+    captured = run_ranks(ranks, trained, strategy, case, True, True, copies, backend="nccl")
+    assert_same(captured, run_ranks(ranks, trained, strategy, case, False, True, copies, backend="nccl"))
+    assert all(result["launched"] > 2 for result in captured)
 
 
 @pytest.mark.parametrize("case", ["plain", "unused somewhere"])

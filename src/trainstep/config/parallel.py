@@ -8,6 +8,7 @@ from typing import Any
 
 from trainstep.config.fields import check_choices, check_integer, check_parts, described, flat_name, part
 from trainstep.config.run import RunConfig
+from trainstep.costs.rank_groups import check_shard_ranks
 from trainstep.costs.strategies import STRATEGIES, YARDSTICK, Strategy, strategy_named
 
 OURS = tuple(strategy.name for strategy in STRATEGIES if strategy.counterpart is None)
@@ -65,6 +66,11 @@ class SyncConfig:
         f"free a block's parameters after its forward ({_users('reshard_after_forward')})", True
     )
     ahead: int = described(f"number of blocks gathered in advance by {_users('ahead')}, 0 to 2", 1)
+    shard_ranks: int | None = described(
+        "ranks in a group, usually those of a node: each group has all shards, and averages go across groups, so that links "
+        f"between nodes carry 1/N of the bytes ({_users('shard_ranks')}); default: all ranks are one group",
+        None,
+    )
     transport: str = described(
         "how large messages travel; library: by NCCL or gloo; copies: by the GPUs' copy engines into each other's memory, between "
         f"ranks of one machine ({_users('transport')})",
@@ -86,6 +92,10 @@ class SyncConfig:
         check_integer(self, "inbox_mib", at_least=1)
         if self.ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {self.ahead!r}")
+        self._check_dtypes()
+        self._check_messages()
+
+    def _check_dtypes(self) -> None:
         if not self.keeps_gradient_dtype and (self.reduce_dtype == "own" or not self._takes("keeps_gradient_dtype")):
             raise ValueError(
                 f"keeps_gradient_dtype: only gradients that {_users('keeps_gradient_dtype')} average in another reduce_dtype "
@@ -99,6 +109,7 @@ class SyncConfig:
         if self.reduce_dtype != "own" and self.strategy.communicates and not self._takes("reduce_dtype"):
             raise ValueError(f"reduce_dtype: {self.name} averages gradients in their own dtype; leave it at own")
 
+    def _check_messages(self) -> None:
         if self.in_place and not self._takes("in_place") and self.strategy.communicates:
             raise ValueError(f"in_place: {self.name} has no buckets; leave it out, or take {_users('in_place')}")
         if self.in_place and self.reduce_dtype != "own":
@@ -107,6 +118,13 @@ class SyncConfig:
             raise ValueError(
                 f"transport: {self.name} sends by the library; leave it at library, or take {_users('transport')}"
             )
+        if self.shard_ranks is None:
+            return
+        check_integer(self, "shard_ranks", at_least=1)
+        if self.strategy.communicates and not self._takes("shard_ranks"):
+            raise ValueError(f"shard_ranks: {self.name} has no groups; leave it out, or take {_users('shard_ranks')}")
+        if self.in_place:
+            raise ValueError("in_place: shard_ranks averages slices of a copy; leave one of the two out")
 
     @property
     def strategy(self) -> Strategy:
@@ -128,6 +146,8 @@ class RanksConfig:
         check_parts(self)
         check_integer(self, "ranks", at_least=1, at_most=_MOST_RANKS)
         run, sync = self.run, self.sync
+        if sync.shard_ranks is not None and sync.strategy.communicates:
+            check_shard_ranks(self.ranks, sync.shard_ranks)
         if run.update == "by_bucket" and self.ranks == 1:
             raise ValueError(
                 "ranks: update by_bucket hides messages, and one rank sends none; take 2 or more, or after_backward"

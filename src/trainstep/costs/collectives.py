@@ -17,7 +17,10 @@ from fractions import Fraction
 
 
 def bus_factor(operation: str, ranks: int) -> Fraction:
-    """Bus bandwidth over algorithm bandwidth: 2 (n - 1) / n for an all-reduce; 0 for a single rank."""
+    """Bus bandwidth over algorithm bandwidth: 2 (n - 1) / n for an all-reduce; 0 for a single rank.
+
+    `operation`: also with a level (rank_groups.py); `ranks`: those among which it goes.
+    """
     if ranks == 1:
         return Fraction(0)
     factors = {
@@ -26,7 +29,7 @@ def bus_factor(operation: str, ranks: int) -> Fraction:
         "reduce_scatter": Fraction(ranks - 1, ranks),
         "broadcast": Fraction(1),
     }
-    return factors[operation]
+    return factors[operation.partition(" ")[0]]
 
 
 def ring_bytes(operation: str, payload_bytes: int, ranks: int) -> int:

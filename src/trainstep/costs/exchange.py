@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainstep.costs.buckets import FlatLayout, assign_owners, lay_out, neighbours, plan_buckets, usual_bucket_bytes
+from trainstep.costs.rank_groups import check_shard_ranks
 from trainstep.costs.strategies import MessageKind, Strategy
 
 ROOT = "root"
@@ -37,6 +38,8 @@ class Exchange:
     `reduce_element_bytes`: bytes of an element of the gradients that are averaged; None: of the gradients' own dtype.
     `compute_element_bytes`: bytes of an element that fsdp gathers and computes with; None: of the parameters' own dtype.
     `in_place`: a bucket's gradients are averaged where they are, not in a copy.
+    `shard_ranks`: ranks in a group (costs/rank_groups.py), which has all shards, and averages go across groups; None: all ranks are
+    one group. bucketed, which keeps no shards, averages slices of a bucket so.
     `micro_batches`: number of batches whose gradients are added before they are averaged. `clips`, `scales_loss`: a small
     message combines the norms of the ranks' shards, or whether a gradient overflowed on any rank.
     """
@@ -52,6 +55,7 @@ class Exchange:
     reshard_after_forward: bool = True
     ahead: int = 1
     in_place: bool = False
+    shard_ranks: int | None = None
     micro_batches: int = 1
     clips: bool = False
     scales_loss: bool = False
@@ -61,6 +65,18 @@ class Exchange:
             raise ValueError(
                 f"strategy: messages of {self.strategy.name} are not known; take ours of its kind, {self.strategy.counterpart}"
             )
+        if self.shard_ranks is not None:
+            check_shard_ranks(self.ranks, self.shard_ranks)
+
+    @property
+    def shards(self) -> int:
+        """The number of shards: a rank keeps 1/shards of what is sharded."""
+        return self.shard_ranks or self.ranks
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether there are several groups of ranks."""
+        return self.shards < self.ranks
 
     def gradient_bytes(self, parameter: ParameterSize) -> int:
         """Bytes of an element of this parameter's gradient, as it is sent."""
@@ -73,15 +89,16 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Gradients that share a message."""
+    """Gradients that share a message. `parts`: into how many equal parts its flat tensor divides."""
 
     parameters: tuple[ParameterSize, ...]
     element_bytes: int
+    parts: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of its message, which has a flag for each gradient."""
-        return self.element_bytes * _layout(self.parameters, extra=len(self.parameters)).numel
+        return self.element_bytes * _layout(self.parameters, parts=self.parts, extra=len(self.parameters)).numel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +137,11 @@ def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[
         first_bucket_bytes=None if at_once else exchange.first_bucket_bytes,
         last_bucket_bytes=None if at_once else exchange.last_bucket_bytes,
     )
+    parts = exchange.shards if exchange.has_groups else 1
     return [
-        Bucket(parameters=tuple(trained[index] for index in indices), element_bytes=element_bytes[indices[0]])
+        Bucket(
+            parameters=tuple(trained[index] for index in indices), element_bytes=element_bytes[indices[0]], parts=parts
+        )
         for indices in plan
     ]
 
@@ -129,14 +149,14 @@ def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[
 def units_sent(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Unit]:
     """The units of a strategy in the order of forward: single blocks if it shards parameters, else several blocks together."""
     if exchange.strategy.shards_parameters:
-        return units_of(parameters, exchange.ranks)
-    return flat_units_of(parameters, exchange.ranks, exchange.bucket_bytes)
+        return units_of(parameters, exchange.shards)
+    return flat_units_of(parameters, exchange.shards, exchange.bucket_bytes)
 
 
-def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
+def units_of(parameters: Sequence[ParameterSize], shards: int) -> list[Unit]:
     """Units in the order of forward, beginning with the parameters outside the blocks.
 
-    A block has several units if it mixes dtypes, or frozen and trained parameters.
+    Each is cut into `shards` equal shards. A block has several units if it mixes dtypes, or frozen and trained parameters.
     """
     groups: dict[tuple[str, int, bool], list[ParameterSize]] = {}
     for parameter in sorted(parameters, key=lambda parameter: parameter.unit != ROOT):  # stable: blocks stay in order
@@ -144,21 +164,21 @@ def units_of(parameters: Sequence[ParameterSize], ranks: int) -> list[Unit]:
     names = list(dict.fromkeys(name for name, _, _ in groups))
     ordered = sorted(groups.items(), key=lambda item: names.index(item[0][0]))
     return [
-        Unit(name=name, parameters=tuple(members), layout=_layout(members, parts=ranks))
+        Unit(name=name, parameters=tuple(members), layout=_layout(members, parts=shards))
         for (name, _, _), members in ordered
     ]
 
 
-def flat_units_of(parameters: Sequence[ParameterSize], ranks: int, most_bytes: float | None = None) -> list[Unit]:
+def flat_units_of(parameters: Sequence[ParameterSize], shards: int, most_bytes: float | None = None) -> list[Unit]:
     """Units of sharded_flat: trained parameters only, of neighbouring blocks together up to `most_bytes` (costs/buckets.py)."""
-    units = [unit for unit in units_of(parameters, ranks) if unit.trained]
+    units = [unit for unit in units_of(parameters, shards) if unit.trained]
     sizes = [sum_bytes(unit.parameters) for unit in units]
     kinds = [(unit.name == ROOT, unit.element_bytes) for unit in units]
     merged = []
     for group in neighbours(sizes, kinds, most_bytes):
         members = tuple(parameter for index in group for parameter in units[index].parameters)
         name = joined_name([units[index].name for index in group])
-        merged.append(Unit(name=name, parameters=members, layout=_layout(members, parts=ranks)))
+        merged.append(Unit(name=name, parameters=members, layout=_layout(members, parts=shards)))
     return merged
 
 

@@ -8,6 +8,10 @@ n is the number of parameters.
     sharded_flat           each unit's gradients are reduce-scattered, its parameters all-gathered once; n bytes of usage as above
     fsdp                   as sharded_flat; a unit that was freed after its forward is gathered again for backward
 
+With groups of g ranks (rank_groups.py) units are reduce-scattered and gathered in groups, and 1/g of a unit's gradients is
+all-reduced across them. bucketed replaces its all-reduce of S bytes by a reduce-scatter of S in groups, an all-reduce of S / g
+across groups and an all-gather of S in groups. A group of one rank sends nothing in itself. Flags of usage go among all ranks.
+
 A message's bytes are those of the tensor that is reduced, gathered or sent, as parallel/collectives.py counts them. `wire_bytes`
 computes from them what the ring algorithm sends.
 """
@@ -28,6 +32,7 @@ from trainstep.costs.exchange import (
     packs_of,
     units_sent,
 )
+from trainstep.costs.rank_groups import Level, at_level, level_of, members
 from trainstep.costs.strategies import MessageKind, Part
 
 _NORM_BYTES, _FOUND_INF_BYTES = 4, 4  # one fp32 number each
@@ -35,7 +40,10 @@ _NORM_BYTES, _FOUND_INF_BYTES = 4, 4  # one fp32 number each
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One message. `label`: its content, as in the message's span in a trace: `all_reduce bucket 3` has `bucket 3`."""
+    """One message. `label`: its content, as in the message's span in a trace: `all_reduce bucket 3` has `bucket 3`.
+
+    `operation`: with its level, where it does not go among all ranks: `all_gather in groups`.
+    """
 
     operation: str
     label: str
@@ -64,7 +72,7 @@ def step_messages(exchange: Exchange, parameters: Sequence[ParameterSize]) -> tu
     strategy = exchange.strategy
     messages = [message for kind in strategy.sends for message in _MESSAGES[kind](exchange, parameters)]
     if Part.GRADIENTS in strategy.shards and exchange.clips:
-        messages.append(Message(operation="all_reduce", label="norm", payload_bytes=_NORM_BYTES))
+        messages += _in_groups(exchange, "all_reduce", "norm", _NORM_BYTES)
     if exchange.scales_loss:
         messages.append(Message(operation="all_reduce", label="found_inf", payload_bytes=_FOUND_INF_BYTES))
     return tuple(messages)
@@ -78,9 +86,30 @@ def totals(messages: Sequence[Message]) -> dict[str, Total]:
     return {operation: Total(messages=len(sizes), payload_bytes=sum(sizes)) for operation, sizes in payloads.items()}
 
 
-def wire_bytes(messages: Sequence[Message], ranks: int) -> int:
+def wire_bytes(messages: Sequence[Message], ranks: int, shard_ranks: int | None = None) -> int:
     """The most bytes that a rank sends if every operation goes around a ring; a broadcast counts as if this rank passes it on."""
-    return sum(ring_bytes(message.operation, message.payload_bytes, ranks) for message in messages)
+    return sum(sent_bytes(message.operation, message.payload_bytes, ranks, shard_ranks) for message in messages)
+
+
+def sent_bytes(operation: str, payload_bytes: int, ranks: int, shard_ranks: int | None = None) -> int:
+    """Bytes that a rank sends around the ring of the ranks among which this operation goes."""
+    return ring_bytes(operation, payload_bytes, len(members(level_of(operation), 0, ranks, shard_ranks)))
+
+
+def _in_groups(exchange: Exchange, operation: str, label: str, payload_bytes: int) -> list[Message]:
+    """A message among the ranks that have every shard once: all ranks without groups, nobody in groups of one."""
+    if exchange.shards == 1:
+        return []
+    name = at_level(operation, Level.IN_GROUPS if exchange.has_groups else Level.ALL)
+    return [Message(operation=name, label=label, payload_bytes=payload_bytes)]
+
+
+def _across_groups(exchange: Exchange, label: str, payload_bytes: int) -> list[Message]:
+    """The average of a shard over all groups; `payload_bytes`: of the whole."""
+    if not exchange.has_groups:
+        return []
+    name = at_level("all_reduce", Level.ACROSS_GROUPS)
+    return [Message(operation=name, label=label, payload_bytes=payload_bytes // exchange.shards)]
 
 
 def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
@@ -96,10 +125,16 @@ def _one_by_one(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list
 
 
 def _in_buckets(name: str, exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    return [
-        Message(operation="all_reduce", label=f"{name} {number}", payload_bytes=bucket.nbytes)
-        for number, bucket in enumerate(buckets_of(exchange, parameters))
-    ]
+    messages = []
+    for number, bucket in enumerate(buckets_of(exchange, parameters)):
+        label = f"{name} {number}"
+        if exchange.has_groups:
+            messages += _in_groups(exchange, "reduce_scatter", label, bucket.nbytes)
+            messages += _across_groups(exchange, label, bucket.nbytes)
+            messages += _in_groups(exchange, "all_gather", label, bucket.nbytes)
+        else:
+            messages.append(Message(operation="all_reduce", label=label, payload_bytes=bucket.nbytes))
+    return messages
 
 
 def _owners_parameters(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
@@ -111,34 +146,32 @@ def _owners_parameters(exchange: Exchange, parameters: Sequence[ParameterSize]) 
 
 
 def _reduced_units(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    return [
-        Message(
-            operation="reduce_scatter",
-            label=unit.name,
-            payload_bytes=unit.layout.numel * exchange.gradient_bytes(unit.parameters[0]),
-        )
-        for unit in units_sent(exchange, parameters)
-        if unit.trained
-    ]
+    messages = []
+    for unit in units_sent(exchange, parameters):
+        if unit.trained:
+            payload_bytes = unit.layout.numel * exchange.gradient_bytes(unit.parameters[0])
+            messages += _in_groups(exchange, "reduce_scatter", unit.name, payload_bytes)
+            messages += _across_groups(exchange, unit.name, payload_bytes)
+    return messages
 
 
 def _updated_units(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
-    return [_gathered(exchange, unit) for unit in units_sent(exchange, parameters)]
+    return [message for unit in units_sent(exchange, parameters) for message in _gathered(exchange, unit)]
 
 
 def _needed_units(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:
     units = units_sent(exchange, parameters)
     passes = exchange.micro_batches if exchange.reshard_after_forward else 1
     return [
-        _gathered(exchange, unit)
+        message
         for unit in units
-        for _ in range(passes * (2 if freed_between(unit, units, exchange) else 1))
+        for message in _gathered(exchange, unit) * (passes * (2 if freed_between(unit, units, exchange) else 1))
     ]
 
 
-def _gathered(exchange: Exchange, unit: Unit) -> Message:
+def _gathered(exchange: Exchange, unit: Unit) -> list[Message]:
     payload_bytes = unit.layout.numel * exchange.compute_bytes(unit.parameters[0])
-    return Message(operation="all_gather", label=unit.name, payload_bytes=payload_bytes)
+    return _in_groups(exchange, "all_gather", unit.name, payload_bytes)
 
 
 def _usage(_exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Message]:

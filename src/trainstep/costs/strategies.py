@@ -45,7 +45,7 @@ class Strategy:
     counterpart: str | None = None
     """For a strategy of torch's: our strategy that does the same. Torch's messages and buffers are not known."""
     shards: frozenset[Part] = frozenset()
-    """The parts of which a rank stores 1/N."""
+    """The parts of which a rank stores 1/N; N: the ranks of its group (rank_groups.py), usually all."""
     sends: tuple[MessageKind, ...] = ()
     """Its messages in a step, without the small messages of clipping and loss scaling; empty if they are not known."""
     overlaps: bool = False
@@ -109,7 +109,7 @@ STRATEGIES = (
         sends=(MessageKind.GRADIENTS_IN_BUCKETS,),
         overlaps=True,
         updates_in_parts=True,
-        options=_BUCKET_OPTIONS,
+        options=(*_BUCKET_OPTIONS, "shard_ranks"),
     ),
     Strategy(
         name="sharded",
@@ -127,7 +127,7 @@ STRATEGIES = (
         overlaps=True,
         in_units=True,
         most_in_flight=1,  # a unit is several blocks
-        options=("bucket_mib", "reduce_dtype", "transport", "inbox_mib"),
+        options=("bucket_mib", "reduce_dtype", "shard_ranks", "transport", "inbox_mib"),
     ),
     Strategy(
         name="fsdp",
@@ -137,7 +137,10 @@ STRATEGIES = (
         overlaps=True,
         in_units=True,
         most_in_flight=2,  # a unit is one block
-        options=("reduce_dtype", "compute_dtype", "reshard_after_forward", "ahead", "transport", "inbox_mib"),
+        options=(
+            *("reduce_dtype", "compute_dtype", "reshard_after_forward", "ahead"),
+            *("shard_ranks", "transport", "inbox_mib"),
+        ),
     ),
     Strategy(name="torch_ddp", meaning="torch's own", counterpart="bucketed", overlaps=True, options=("bucket_mib",)),
     Strategy(
@@ -155,7 +158,7 @@ STRATEGIES = (
         shards=_ALL,
         overlaps=True,
         in_units=True,
-        options=("reduce_dtype", "compute_dtype", "reshard_after_forward"),
+        options=("reduce_dtype", "compute_dtype", "reshard_after_forward", "shard_ranks"),
     ),
 )
 _BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.costs import buckets
-from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.collectives import DONE, Pending, ShardGroups
 from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.flat_buffer import FlatBuffer, in_memory_order, lay_out
 from trainstep.parallel.launch_order import FlagReader
@@ -33,16 +33,22 @@ class Bucket:
     """Gradients of `parameters`, averaged in `dtype`.
 
     `keeps_dtype`: gradients of another dtype than their bucket's keep it, and the average is copied back to them; otherwise they
-    become views of the bucket, in its dtype.
+    become views of the bucket, in its dtype. `parts`: into how many equal parts the flat tensor divides (collectives.py).
     """
 
     def __init__(
-        self, name: str, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, keeps_dtype: bool = True
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        *,
+        dtype: torch.dtype,
+        keeps_dtype: bool = True,
+        parts: int = 1,
     ) -> None:
         self.name = name
         self.parameters = list(parameters)
         self._buffer = FlatBuffer(
-            self.parameters, dtype=dtype, device=self.parameters[0].device, extra=len(self.parameters)
+            self.parameters, dtype=dtype, device=self.parameters[0].device, parts=parts, extra=len(self.parameters)
         )
         self._flags = self._buffer.flat[-len(self.parameters) :]
         self._keeps_own_dtype = [keeps_dtype and parameter.dtype != dtype for parameter in self.parameters]
@@ -65,7 +71,7 @@ class Bucket:
         return self._buffer.flat
 
     @torch.no_grad()
-    def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
+    def send(self, groups: ShardGroups, gradients: Sequence[Tensor | None]) -> None:
         """Copy in the gradients that are not in the bucket yet, zeros for None, and start averaging."""
         self._buffer.take_memory()
         views = self._buffer.views
@@ -85,9 +91,9 @@ class Bucket:
         self._flags.fill_(1)
         if self._missing:
             torch._foreach_zero_([tensor for index in self._missing for tensor in (views[index], self._flags[index])])
-        # The reader is made here, because a bucket gets `collectives` only with its first message.
-        self._reader = self._reader or FlagReader(collectives)
-        self._pending = collectives.all_reduce(self._buffer.flat, reduction="average", label=self.name)
+        # The reader is made here, because a bucket gets `groups` only with its first message.
+        self._reader = self._reader or FlagReader(groups.everyone)
+        self._pending = groups.all_reduce(self._buffer.flat, label=self.name)
 
     def receive(self) -> None:
         """Wait for the average and make it the parameters' gradients, None where no rank used the parameter. Call under no_grad."""
@@ -134,7 +140,7 @@ class BucketInPlace:
         return self._numel * self.flat.element_size()
 
     @torch.no_grad()
-    def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
+    def send(self, groups: ShardGroups, gradients: Sequence[Tensor | None]) -> None:
         """Start averaging the gradients, zeros for None."""
         self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         sent = []
@@ -147,9 +153,9 @@ class BucketInPlace:
         self.flat.fill_(1)
         if self._missing:
             torch._foreach_zero_([self.flat[index] for index in self._missing])
-        self._reader = self._reader or FlagReader(collectives)
+        self._reader = self._reader or FlagReader(groups.everyone)
         pieces = Pieces(tensors=[*sent, self.flat], starts=self._starts, numel=self._numel)
-        self._pending = collectives.all_reduce_pieces(pieces, reduction="average", label=self.name)
+        self._pending = groups.everyone.all_reduce_pieces(pieces, reduction="average", label=self.name)
 
     def receive(self) -> None:
         """Wait for the average; gradients that no rank has become None. Call under no_grad."""
@@ -170,8 +176,9 @@ def make_buckets(
     dtype: torch.dtype | None,
     keeps_dtype: bool,
     in_place: bool = False,
+    parts: int = 1,
 ) -> Sequence[Bucket | BucketInPlace]:
-    """Make the buckets of a plan, called `name 0`, `name 1`...; `dtype` None: their parameters' own."""
+    """Make the buckets of a plan, called `name 0`, `name 1`...; `dtype` None: their parameters' own; `parts`: as in Bucket."""
     if in_place:
         return [
             BucketInPlace(f"{name} {number}", [parameters[index] for index in indices])
@@ -183,6 +190,7 @@ def make_buckets(
             [parameters[index] for index in indices],
             dtype=dtype or parameters[indices[0]].dtype,
             keeps_dtype=keeps_dtype,
+            parts=parts,
         )
         for number, indices in enumerate(plan)
     ]

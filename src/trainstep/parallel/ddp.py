@@ -146,7 +146,13 @@ class _MessagePerBucket(ReplicatedGradients):
         self._plan = plan
         self._in_place = in_place
         self.buckets: Sequence[Bucket | BucketInPlace] = make_buckets(
-            label, self.trained_parameters, plan, dtype=reduce_dtype, keeps_dtype=keeps_dtype, in_place=in_place
+            label,
+            self.trained_parameters,
+            plan,
+            dtype=reduce_dtype,
+            keeps_dtype=keeps_dtype,
+            in_place=in_place,
+            parts=self.groups.parts,
         )
 
     def held_tensors(self) -> HeldTensors:
@@ -155,7 +161,7 @@ class _MessagePerBucket(ReplicatedGradients):
         return HeldTensors(flags=flats) if self._in_place else HeldTensors(buckets=flats)
 
     def _send(self, message_index: int) -> None:
-        self.buckets[message_index].send(self.collectives, self._gradients(self._plan[message_index]))
+        self.buckets[message_index].send(self.groups, self._gradients(self._plan[message_index]))
 
     def _finish_buckets(
         self, unsent: Iterable[int], on_average: Callable[[Bucket | BucketInPlace], None] | None = None
@@ -214,7 +220,11 @@ class BucketedDDP(_MessagePerBucket):
     (copies/messages.py).
 
     `in_place`: average a bucket's gradients where autograd made them, as one grouped message, instead of copying them into a flat
-    tensor first: less memory, by all gradients, and less time on the GPU, but more on the host. ValueError with `reduce_dtype`.
+    tensor first: less memory, by all gradients, and less time on the GPU, but more on the host. ValueError with `reduce_dtype`
+    or `shard_ranks`.
+
+    `shard_ranks`: average a bucket in groups of this many consecutive ranks, usually those of a node, and only slices of it across
+    groups (collectives.py): three messages, of which the one between nodes carries 1/shard_ranks of the bytes.
 
     Buckets go out in one order: a full bucket waits for those before it. [Note: the same messages on every rank]
     """
@@ -232,9 +242,12 @@ class BucketedDDP(_MessagePerBucket):
         bucket_cap_mb: float | None = None,
         transport: CopyEngines | None = None,
         in_place: bool = False,
+        shard_ranks: int | None = None,
     ) -> None:
         if in_place and reduce_dtype is not None:
             raise ValueError("in_place: reduce_dtype averages gradients in a copy; leave one of the two out")
+        if in_place and shard_ranks is not None:
+            raise ValueError("in_place: shard_ranks averages slices of a copy; leave one of the two out")
         if bucket_cap_mb is not None:
             if bucket_mib is not None:
                 raise ValueError("bucket_cap_mb: is torch's name for bucket_mib; give only one of the two")
@@ -245,7 +258,7 @@ class BucketedDDP(_MessagePerBucket):
             bytes_of_mib(name, size_mib) for name, size_mib in sizes_mib.items()
         )
         how = {"reduce_dtype": reduce_dtype, "keeps_gradient_dtype": keeps_gradient_dtype, "in_place": in_place}
-        super().__init__(module, ranks, options={**sizes_mib, **how}, transport=transport)
+        super().__init__(module, ranks, options={**sizes_mib, **how}, transport=transport, shard_ranks=shard_ranks)
         plan = plan_buckets(
             self.trained_parameters,
             bucket_bytes=bucket_bytes,

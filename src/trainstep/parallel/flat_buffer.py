@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainstep.costs import buckets as flat_layout
 from trainstep.costs.buckets import FlatLayout
-from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.collectives import DONE, Pending, ShardGroups
 from trainstep.parallel.copies.pieces import Pieces
 from trainstep.spans import span
 
@@ -148,7 +148,7 @@ class StagingPool:
 class GradientShards:
     """Reduces one unit's whole gradients to this rank's shard of their average.
 
-        whole gradients -> a staging buffer -> reduce-scatter -> shard      each rank keeps 1/N of the unit's elements
+        whole gradients -> a staging buffer -> reduce-scatter -> shard      each of a group's N ranks keeps 1/N of the unit
 
     A transport that takes pieces (copies/pieces.py) reads gradients where they are, without a staging buffer, if all are there in
     the dtype and the layout that is sent.
@@ -165,18 +165,18 @@ class GradientShards:
         *,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype | None,
-        collectives: Collectives,
+        groups: ShardGroups,
         staging: StagingPool,
     ) -> None:
         self._name = name
         self._dtype = dtype
         self._reduce_dtype = reduce_dtype or dtype
-        self._collectives = collectives
-        world_size = collectives.ranks.world_size
+        self._groups = groups
+        parts = groups.shards.ranks.world_size
         self._templates = templates
         self._layout = layout
-        self._shelf = staging.shelf(templates, dtype=self._reduce_dtype, parts=world_size)
-        self._shard_numel = layout.numel // world_size
+        self._shelf = staging.shelf(templates, dtype=self._reduce_dtype, parts=parts)
+        self._shard_numel = layout.numel // parts
         self._buffer: FlatBuffer | None = None
         self._sent: Sequence[Tensor] = ()
         """What is being reduced: the buffer, or the gradients themselves."""
@@ -199,17 +199,16 @@ class GradientShards:
             buffer = self._shelf.borrow() if pieces is None else None
             reduced = into
             if reduced is None or reduced.dtype != self._reduce_dtype:
-                device = self._collectives.ranks.device
+                device = self._groups.everyone.ranks.device
                 reduced = torch.empty(self._shard_numel, dtype=self._reduce_dtype, device=device)
         self._into = into
-        send = {"reduction": "average", "label": self._name}
         if pieces is not None:
-            self._pending = self._collectives.reduce_scatter_pieces(reduced, pieces, **send)
+            self._pending = self._groups.reduce_scatter_pieces(reduced, pieces, label=self._name)
             self._sent = pieces.tensors
         elif buffer is not None:
             with torch.no_grad():
                 _fill(buffer.views, gradients)
-            self._pending = self._collectives.reduce_scatter(reduced, buffer.flat, **send)
+            self._pending = self._groups.reduce_scatter(reduced, buffer.flat, label=self._name)
             self._sent = [buffer.flat]
         self._buffer, self._reduced = buffer, reduced
 
@@ -223,7 +222,7 @@ class GradientShards:
         if len(fitting) < len(gradients):
             return None
         pieces = Pieces(tensors=fitting, starts=self._layout.starts, numel=self._layout.numel)
-        return pieces if self._collectives.takes_pieces(pieces, "average") else None
+        return pieces if self._groups.takes_pieces(pieces) else None
 
     def receive(self) -> Tensor | None:
         """Wait for this rank's shard of the average, in the parameters' dtype. None if nothing was sent since the last call."""

@@ -22,7 +22,7 @@ class FlatShardedOptimizer(Optimizer):
 
     `param_groups` are those of the inner optimizer, so schedulers and hyperparameters work as on that. Its tensors are pieces: clip
     by `gradient_sync.clip_grad_norm_`, not by torch's function, which would see only this rank's part of the norm.
-    `units`, `bucket_mib`, `reduce_dtype`, `most_in_flight`, `transport`: as in ShardedGradients.
+    `units`, `bucket_mib`, `reduce_dtype`, `most_in_flight`, `transport`, `shard_ranks`: as in ShardedGradients.
 
     A unit is sent to the other ranks while the next unit's pieces are updated, if the inner optimizer counts its steps tensor by
     tensor: the element-wise classes of torch.optim, and classes with `counts_steps_by_tensor = True` in their body. It then steps
@@ -43,6 +43,7 @@ class FlatShardedOptimizer(Optimizer):
         reduce_dtype: torch.dtype | None = None,
         most_in_flight: int = 1,
         transport: CopyEngines | None = None,
+        shard_ranks: int | None = None,
         element_wise: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -64,6 +65,7 @@ class FlatShardedOptimizer(Optimizer):
             "bucket_mib": bucket_mib,
             "reduce_dtype": reduce_dtype,
             "transport": transport,
+            "shard_ranks": shard_ranks,
             **kwargs,
             **options_of_groups(chosen),
             **{f"group {number}: parameters": members for number, members in enumerate(self._members)},
@@ -77,6 +79,7 @@ class FlatShardedOptimizer(Optimizer):
             reduce_dtype=reduce_dtype,
             most_in_flight=most_in_flight,
             transport=transport,
+            shard_ranks=shard_ranks,
         )
         pieces = self.gradient_sync.pieces
         inner = optimizer_cls(
@@ -158,10 +161,13 @@ class FlatShardedOptimizer(Optimizer):
         return {**self._inner.state_dict(), "shard": self._shard()}
 
     def _shard(self) -> dict[str, Any]:
-        """The rank, the number of ranks, and for each trained parameter the first and end element of the rank's piece."""
-        sync = self.gradient_sync
-        edges = [edge for ends in sync.ends for edge in ends]
-        return {"rank": sync.ranks.rank, "world_size": sync.ranks.world_size, "pieces": edges}
+        """The rank, the number of ranks, and for each trained parameter the first and end element of the rank's piece.
+
+        Ranks are those of a group (`shard_ranks`): the same place in any group has the same shard.
+        """
+        edges = [edge for ends in self.gradient_sync.ends for edge in ends]
+        ranks = self.gradient_sync.groups.shards.ranks
+        return {"rank": ranks.rank, "world_size": ranks.world_size, "pieces": edges}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The state dict of the inner optimizer unsharded, on every rank; it loads there and here. All ranks must call it."""

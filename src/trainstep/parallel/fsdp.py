@@ -49,9 +49,10 @@ class FSDP(HookedGradients):
     `compute_dtype`: dtype of gathered parameters and so of the computation; the pieces and the update keep the parameters' own.
     `reduce_dtype`: dtype in which gradients are averaged. `reshard_after_forward` False: units are gathered once per step.
     `ahead`: number of modules whose units are gathered before they are needed, 0 to 2. `most_in_flight`: number of units whose
-    gradients may be reduced at the same time. `transport`: as in BucketedDDP. Every rank must run the same units in the same
-    order; parameters within a unit may go unused. Blocks may be compiled by `block.forward = torch.compile(block.forward)`: the
-    hooks stay outside.
+    gradients may be reduced at the same time. `transport`: as in BucketedDDP. `shard_ranks`: shard in groups of this many
+    consecutive ranks, usually those of a node, and average across groups (collectives.py). Every rank must run the same units in
+    the same order; parameters within a unit may go unused. Blocks may be compiled: `block.forward = torch.compile(block.forward)`,
+    so that the hooks stay outside.
 
     A parameter is whole only inside its unit's forward and backward. A module that reads a parameter of another unit without
     calling that unit's `forward` sees a piece (an error about shapes says so in a note), and a `detach()`ed parameter kept for
@@ -73,6 +74,7 @@ class FSDP(HookedGradients):
         ahead: int = 1,
         most_in_flight: int = 2,
         transport: CopyEngines | None = None,
+        shard_ranks: int | None = None,
     ) -> None:
         if ahead not in (0, 1, 2):
             raise ValueError(f"ahead: must be 0, 1 or 2, not {ahead!r}")
@@ -85,21 +87,17 @@ class FSDP(HookedGradients):
             "reshard_after_forward": reshard_after_forward,
             "ahead": ahead,
         }
-        super().__init__(module, ranks, options=options, transport=transport)
+        super().__init__(module, ranks, options=options, transport=transport, shard_ranks=shard_ranks)
         self._reshard_after_forward = reshard_after_forward
         self._ignored = ignored_parameters
-        self._ignored.take_over(self.trained_parameters, reduce_dtype)
+        self._ignored.take_over(self.trained_parameters, reduce_dtype, self.collectives)
         plans = plan_units(module, units, ignored=self._ignored.named)
         if units is None and plans and is_single_unit(module):
-            warnings.warn(
-                f"FSDP: the whole {type(module).__name__} is one unit, gathered at once, since it has no ModuleList or Sequential "
-                "of blocks; name the blocks: units=[...], or their class",
-                stacklevel=2,
-            )
+            _warn_of_single_unit(module)
         self._staging = StagingPool(self.ranks.device)
         index_of = {parameter: index for index, parameter in enumerate(self.trained_parameters)}
         self.units = [
-            FSDPUnit(plan, self.collectives, self._staging, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+            FSDPUnit(plan, self.groups, self._staging, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
             for plan in plans
         ]
         self._trained = [unit for unit in self.units if unit.trains][::-1]
@@ -145,7 +143,7 @@ class FSDP(HookedGradients):
         """Scale gradients so that their norm over all ranks is at most `max_norm`; sends one small message."""
         whole = [parameter.grad for parameter in self._ignored.named]
         pieces = [piece.grad for index, piece in enumerate(self.trained_parameters) if index in self._unit_of]
-        return clip_gradients_(pieces, max_norm, norm_type, across=self.collectives, alike=whole)
+        return clip_gradients_(pieces, max_norm, norm_type, across=self.groups.shards, alike=whole)
 
     def detach(self) -> None:
         """Remove the hooks and make the parameters whole. A collective: all ranks must call it."""
@@ -329,7 +327,7 @@ class FSDP(HookedGradients):
         ignored = self._gradients(self._ignored.indices)
         for index, gradient in zip(self._ignored.indices, ignored, strict=True):
             self._used[index] = gradient is not None
-        self._ignored.send(self.collectives, ignored)
+        self._ignored.send(ignored)
         self._usage.send(self._used)
         while self._in_flight:
             self._in_flight.popleft().receive_gradients()
@@ -359,6 +357,14 @@ class FSDP(HookedGradients):
         raise ValueError(
             "load_state_dict: this rank has pieces of the parameters; call load_full_state_dict(), or load_checkpoint"
         )
+
+
+def _warn_of_single_unit(module: nn.Module) -> None:
+    warnings.warn(
+        f"FSDP: the whole {type(module).__name__} is one unit, gathered at once, since it has no ModuleList or Sequential "
+        "of blocks; name the blocks: units=[...], or their class",
+        stacklevel=3,
+    )
 
 
 def _tensors(output: Any) -> Iterable[Tensor]:

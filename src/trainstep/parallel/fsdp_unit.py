@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.collectives import DONE, Pending, ShardGroups
 from trainstep.parallel.flat_buffer import GradientShards, StagingPool, lay_out, view_like
 from trainstep.parallel.units import UnitPlan
 from trainstep.spans import span
@@ -63,19 +63,19 @@ class FSDPUnit:
     def __init__(
         self,
         plan: UnitPlan,
-        collectives: Collectives,
+        groups: ShardGroups,
         staging: StagingPool,
         *,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        ranks = collectives.ranks
+        ranks = groups.shards.ranks
         self.name = plan.name
         self.parameters = plan.parameters
         self.parameter_names = plan.parameter_names
         self.trains = plan.parameters[0].requires_grad
         self.state = UnitState.SHARDED
-        self._collectives = collectives
+        self._collectives = groups.shards
         self._templates = [
             torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
             for parameter in plan.parameters
@@ -110,7 +110,7 @@ class FSDPUnit:
             self.layout,
             dtype=dtype,
             reduce_dtype=reduce_dtype,
-            collectives=collectives,
+            groups=groups,
             staging=staging,
         )
         for _, parameter, piece in self._as_pieces:

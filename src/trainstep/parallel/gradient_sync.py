@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainstep.parallel.clipping import clip_gradients_
-from trainstep.parallel.collectives import Collectives, Traffic
+from trainstep.parallel.collectives import Collectives, ShardGroups, Traffic
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.launch_order import LaunchOrder
 from trainstep.parallel.module_wrapper import ModuleWrapper
@@ -95,7 +95,8 @@ class HookedGradients(ModuleWrapper, ABC):
     """Base of all strategies of ours: hooks that tell when a gradient is ready, and the checks around them.
 
     `ranks`: by default the ranks of torch's default process group, on the module's device. `transport`: sends large messages by
-    copies between the GPUs of one machine (copies/messages.py), by default through NCCL or gloo. At the start ranks compare what
+    copies between the GPUs of one machine (copies/messages.py), by default through NCCL or gloo. `shard_ranks`: ranks in a group
+    (collectives.py); copies then go inside groups. At the start ranks compare what
     they wrap, and how (`options`: what must be equal on all ranks): ValueError on every rank where they differ. Then every
     parameter and buffer becomes that of rank 0. Tied parameters count once, frozen parameters are left alone.
     Raises ValueError
@@ -114,6 +115,7 @@ class HookedGradients(ModuleWrapper, ABC):
         *,
         options: Mapping[str, Any] | None = None,
         transport: CopyEngines | None = None,
+        shard_ranks: int | None = None,
     ) -> None:
         super().__init__(module)
         if ranks is not None and not isinstance(ranks, Ranks):
@@ -129,9 +131,10 @@ class HookedGradients(ModuleWrapper, ABC):
         self._syncing = True
         _check_device(module, self.ranks)
         _check_not_wrapped(module)
-        options = {**(options or {}), "transport": transport}
+        options = {**(options or {}), "transport": transport, "shard_ranks": shard_ranks}
         check_same_setup(type(self).__name__, named_tensors(module), self.collectives, options=options)
-        self.collectives.send_by(transport)
+        self.groups = ShardGroups(self.collectives, shard_ranks)
+        self.groups.shards.send_by(transport)
         broadcast_state(module, self.collectives)
         self._add_parameters([named for named in module.named_parameters() if named[1].requires_grad])
 
@@ -159,11 +162,13 @@ class HookedGradients(ModuleWrapper, ABC):
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Inside, a step is recorded, not run: the host cannot read a message's result and uses the previous step's."""
-        self.collectives.recorded = True
+        for collectives in self.groups.levels:
+            collectives.recorded = True
         try:
             yield
         finally:
-            self.collectives.recorded = False
+            for collectives in self.groups.levels:
+                collectives.recorded = False
 
     def detach(self) -> None:
         """Remove the hooks."""

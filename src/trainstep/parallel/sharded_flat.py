@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainstep.costs.buckets import bytes_of_mib
 from trainstep.parallel.clipping import clip_gradients_
-from trainstep.parallel.collectives import DONE, Collectives, Pending
+from trainstep.parallel.collectives import DONE, Pending, ShardGroups
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.flat_buffer import FlatBuffer, GradientShards, StagingPool
 from trainstep.parallel.gradient_sync import HeldTensors, HookedGradients
@@ -45,6 +45,7 @@ class ShardedGradients(HookedGradients):
     quarter of all (costs/buckets.py); math.inf: all blocks are one unit. Larger units mean fewer messages, and more left to send
     when backward is over. `units`: other modules to cut at, as in plan_units. ValueError for a `bucket_mib` that is not positive.
     `most_in_flight`: number of units whose gradients may be reduced at the same time. `transport`: as in BucketedDDP.
+    `shard_ranks`: shard in groups of this many consecutive ranks, and average across groups (collectives.py).
 
     Blocks may be compiled: `block.forward = torch.compile(block.forward)`, so that the hooks here stay outside.
     """
@@ -59,10 +60,11 @@ class ShardedGradients(HookedGradients):
         reduce_dtype: torch.dtype | None = None,
         most_in_flight: int = 1,
         transport: CopyEngines | None = None,
+        shard_ranks: int | None = None,
     ) -> None:
         most_bytes = bytes_of_mib("bucket_mib", bucket_mib)
         options = {"units": names_of(module, units), "bucket_mib": bucket_mib, "reduce_dtype": reduce_dtype}
-        super().__init__(module, ranks, options=options, transport=transport)
+        super().__init__(module, ranks, options=options, transport=transport, shard_ranks=shard_ranks)
         self._reduce_dtype = reduce_dtype
         self._staging = StagingPool(self.ranks.device)
         self._units: list[_FlatUnit] = []
@@ -154,7 +156,7 @@ class ShardedGradients(HookedGradients):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`; sends one small message."""
         gradients = [piece.grad for piece in self.pieces if piece is not None]
-        return clip_gradients_(gradients, max_norm, norm_type, across=self.collectives)
+        return clip_gradients_(gradients, max_norm, norm_type, across=self.groups.shards)
 
     def held_tensors(self) -> HeldTensors:
         """Flat parameters, of which the module's are views; this rank's shards of gradients; staging buffers; flags."""
@@ -184,7 +186,7 @@ class ShardedGradients(HookedGradients):
     def _make_units(self, plans: Sequence[UnitPlan]) -> None:
         index_of = {parameter: index for index, parameter in enumerate(self.trained_parameters)}
         for plan in plans:
-            unit = _FlatUnit(plan, self.collectives, self._staging, self._reduce_dtype)
+            unit = _FlatUnit(plan, self.groups, self._staging, self._reduce_dtype)
             self._units.append(unit)
             self._members.append([index_of[parameter] for parameter in plan.parameters])
             self._hooks += [trigger.register_forward_pre_hook(_waiter(unit)) for trigger in plan.triggers]
@@ -226,11 +228,11 @@ class _FlatUnit:
     """A unit's parameters in one flat tensor, whole on every rank. Each rank updates its own shard of the tensor."""
 
     def __init__(
-        self, plan: UnitPlan, collectives: Collectives, staging: StagingPool, reduce_dtype: torch.dtype | None
+        self, plan: UnitPlan, groups: ShardGroups, staging: StagingPool, reduce_dtype: torch.dtype | None
     ) -> None:
-        ranks = collectives.ranks
+        ranks = groups.shards.ranks
         self._name = plan.name
-        self._collectives = collectives
+        self._collectives = groups.shards
         self._pending: Pending = DONE
         self._received: Tensor | None = None
         self._kept: Tensor | None = None
@@ -266,7 +268,7 @@ class _FlatUnit:
             layout,
             dtype=dtype,
             reduce_dtype=reduce_dtype,
-            collectives=collectives,
+            groups=groups,
             staging=staging,
         )
 

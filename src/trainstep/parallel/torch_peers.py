@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from trainstep.costs.rank_groups import check_shard_ranks
 from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.gradient_sync import HeldTensors, broadcast_state
 from trainstep.parallel.module_wrapper import ModuleWrapper
@@ -109,6 +111,7 @@ class TorchFSDP2(ModuleWrapper):
         reshard_after_forward: bool = True,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        shard_ranks: int | None = None,
     ) -> None:
         super().__init__(module)
         self.ranks = _in_a_group(ranks, module.parameters())
@@ -118,10 +121,11 @@ class TorchFSDP2(ModuleWrapper):
             "reshard_after_forward": reshard_after_forward,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,
+            "shard_ranks": shard_ranks,
         }
         check_same_setup(type(self).__name__, named_tensors(module), collectives, options=options)
         broadcast_state(module, collectives)
-        mesh = DeviceMesh.from_group(self.ranks.group, self.ranks.device.type)  # type: ignore[arg-type]
+        mesh = _mesh(self.ranks, shard_ranks)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         blocks = dict.fromkeys(plan.triggers[0] for plan in plan_units(module, units))
         for block in [*(block for block in blocks if block is not module), module]:
@@ -158,6 +162,15 @@ class TorchFSDP2(ModuleWrapper):
     def _root(self) -> FSDPModule:
         assert isinstance(self.module, FSDPModule)
         return self.module
+
+
+def _mesh(ranks: Ranks, shard_ranks: int | None) -> DeviceMesh:
+    """All ranks in one dimension; in groups of `shard_ranks` two: over the second torch shards, over the first it replicates."""
+    if shard_ranks is None:
+        return DeviceMesh.from_group(ranks.group, ranks.device.type)  # type: ignore[arg-type]
+    check_shard_ranks(ranks.world_size, shard_ranks)
+    numbers = torch.tensor(dist.get_process_group_ranks(ranks.group))
+    return DeviceMesh(ranks.device.type, numbers.view(-1, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
 def torch_zero(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.parallel.bucket import make_buckets, plan_buckets
-from trainstep.parallel.collectives import Collectives
+from trainstep.parallel.collectives import Collectives, ShardGroups
 from trainstep.parallel.flat_buffer import made_dense
 from trainstep.parallel.fsdp_unit import FSDPUnit
 
@@ -41,8 +41,11 @@ class IgnoredParameters:
         self.indices: list[int] = []
         """Indices of the trained ones in FSDP's list of trained parameters."""
 
-    def take_over(self, trained: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None) -> None:
-        """Make the buckets for their gradients."""
+    def take_over(
+        self, trained: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None, collectives: Collectives
+    ) -> None:
+        """Make the buckets for their gradients, which are averaged over all ranks at once."""
+        self._groups = ShardGroups(collectives)
         for parameter in self.named:
             parameter.data = made_dense(parameter.data)
         self.indices = [index for index, parameter in enumerate(trained) if parameter in self.named]
@@ -50,10 +53,10 @@ class IgnoredParameters:
         self._plan = plan_buckets(members, bucket_bytes=math.inf, dtype=reduce_dtype)
         self.buckets = make_buckets("ignored", members, self._plan, dtype=reduce_dtype, keeps_dtype=True)
 
-    def send(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
+    def send(self, gradients: Sequence[Tensor | None]) -> None:
         """Start averaging. `gradients`: in the order of `indices`."""
         for bucket, members in zip(self.buckets, self._plan, strict=True):
-            bucket.send(collectives, [gradients[member] for member in members])
+            bucket.send(self._groups, [gradients[member] for member in members])
 
     def receive(self) -> None:
         """Wait for the averages and make them the parameters' gradients. Call under no_grad."""

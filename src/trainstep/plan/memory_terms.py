@@ -226,14 +226,14 @@ def _sharded_flat(exchange: Exchange, parameters: Sequence[ParameterSize], *, ra
     units = units_sent(exchange, parameters)
     trained = [unit for unit in units if unit.trained]
     frozen = [parameter for parameter in parameters if not parameter.trained]
-    pieces = pieces_of(trained, rank, exchange.ranks)
+    pieces = pieces_of(trained, rank, exchange.shards)
     return Terms(
         parameters_bytes=sum(unit.nbytes for unit in trained) + sum_bytes(frozen),
         state=optimizer.state(
             updated_pieces(parameters, pieces), steps=[updated_pieces(unit.parameters, pieces) for unit in trained]
         ),
         whole_gradients_bytes=sum(sum_bytes(unit.parameters) for unit in trained),
-        gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
+        gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.shards),
         gradients_before_sync_bytes=_before_sync_bytes(exchange, trained),
         buffers_bytes=sum(len(unit.parameters) for unit in trained),
         in_sync_bytes=_staging_bytes(exchange, trained),
@@ -248,7 +248,7 @@ def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int,
     """
     units = units_sent(exchange, parameters)
     trained = [unit for unit in units if unit.trained]
-    updated = updated_pieces(parameters, pieces_of(trained, rank, exchange.ranks))
+    updated = updated_pieces(parameters, pieces_of(trained, rank, exchange.shards))
     kept_whole = [unit for unit in units if not freed_between(unit, units, exchange)]
     names = [name for name in dict.fromkeys(unit.name for unit in units) if name != ROOT]
     frozen_whole = [  # frozen units of other blocks are resharded by then
@@ -259,10 +259,10 @@ def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int,
     ahead = names[:-1][::-1][: exchange.ahead]
     gathered_ahead = [unit for unit in units if unit.name in ahead and unit not in kept_whole]
     return Terms(
-        parameters_bytes=_shards_bytes(units, exchange.ranks),
+        parameters_bytes=_shards_bytes(units, exchange.shards),
         state=optimizer.state(updated),
         whole_gradients_bytes=sum(_earlier_bytes(exchange, unit) for unit in trained),
-        gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.ranks),
+        gradients_bytes=_gradient_shards_bytes(trained, rank, exchange.shards),
         gradients_before_sync_bytes=_earlier_bytes(exchange, trained[0]) + _before_sync_bytes(exchange, trained),
         buffers_bytes=sum(len(unit.parameters) for unit in trained),
         whole_after_forward_bytes=_whole_bytes(exchange, kept_whole),
@@ -272,12 +272,12 @@ def _fsdp(exchange: Exchange, parameters: Sequence[ParameterSize], *, rank: int,
     )
 
 
-def pieces_of(trained: Sequence[Unit], rank: int, ranks: int) -> dict[str, int]:
-    """Parameter's name -> how many of its elements this rank updates."""
+def pieces_of(trained: Sequence[Unit], rank: int, shards: int) -> dict[str, int]:
+    """Parameter's name -> how many of its elements this rank updates; `shards`: in a unit, one for each rank of a group."""
     return {
         parameter.name: end - begin
         for unit in trained
-        for parameter, (begin, end) in zip(unit.parameters, _ends(unit, rank, ranks), strict=True)
+        for parameter, (begin, end) in zip(unit.parameters, _ends(unit, rank, shards), strict=True)
     }
 
 
@@ -290,10 +290,10 @@ def updated_pieces(parameters: Sequence[ParameterSize], pieces: Mapping[str, int
     ]
 
 
-def _gradient_shards_bytes(trained: Sequence[Unit], rank: int, ranks: int) -> int:
+def _gradient_shards_bytes(trained: Sequence[Unit], rank: int, shards: int) -> int:
     """The averaged gradients of the units of which this rank has a piece."""
     return _shards_bytes(
-        [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, ranks))], ranks
+        [unit for unit in trained if any(end > begin for begin, end in _ends(unit, rank, shards))], shards
     )
 
 
@@ -302,8 +302,8 @@ def _before_sync_bytes(exchange: Exchange, trained: Sequence[Unit]) -> int:
     # The last unit that backward completes is the first of forward.
     at_once = exchange.strategy.most_in_flight + 1
     under_way, received = trained[:at_once], trained[at_once:]
-    shards = sum(_sent_bytes(exchange, unit) // exchange.ranks for unit in under_way)
-    return _computed_bytes(exchange, trained[0].parameters) + shards + _shards_bytes(received, exchange.ranks)
+    shards = sum(_sent_bytes(exchange, unit) // exchange.shards for unit in under_way)
+    return _computed_bytes(exchange, trained[0].parameters) + shards + _shards_bytes(received, exchange.shards)
 
 
 def _sendings(exchange: Exchange, units: Sequence[Unit], kept_whole: Sequence[Unit]) -> tuple[Sending, ...]:
@@ -316,7 +316,7 @@ def _sendings(exchange: Exchange, units: Sequence[Unit], kept_whole: Sequence[Un
         left = backward[index + 1 :]
         earlier_bytes = sum(_earlier_bytes(exchange, later) if fully else sum_bytes(later.parameters) for later in left)
         gone_bytes += 0 if unit.name == ROOT else unit.nbytes
-        shards_bytes += _sent_bytes(exchange, unit) // exchange.ranks
+        shards_bytes += _sent_bytes(exchange, unit) // exchange.shards
         ahead = [later for later in left if later.name != ROOT][: exchange.ahead] if fully else []
         whole = dict.fromkeys([later for later in left if later in kept_whole] + ahead)
         sendings.append(
@@ -363,12 +363,12 @@ def _earlier_bytes(exchange: Exchange, unit: Unit) -> int:
     return _computed_bytes(exchange, unit.parameters) if exchange.micro_batches == 2 else sum_bytes(unit.parameters)
 
 
-def _ends(unit: Unit, rank: int, ranks: int) -> list[tuple[int, int]]:
-    return [unit.layout.piece(index, rank, ranks) for index in range(len(unit.parameters))]
+def _ends(unit: Unit, rank: int, shards: int) -> list[tuple[int, int]]:
+    return [unit.layout.piece(index, rank % shards, shards) for index in range(len(unit.parameters))]
 
 
-def _shards_bytes(units: Sequence[Unit], ranks: int) -> int:
-    return sum(unit.nbytes // ranks for unit in units)
+def _shards_bytes(units: Sequence[Unit], shards: int) -> int:
+    return sum(unit.nbytes // shards for unit in units)
 
 
 def _keeps_gradients(exchange: Exchange, bucket: Bucket) -> bool:

@@ -3,9 +3,9 @@
     expected_memory(config, parameters, rank=0, activations_bytes=...).peak
     expected_messages(config, parameters)            # parameters: transformer_parameters(model, precision)
 
-P: bytes of parameters, T: bytes of trained parameters, N: ranks. The optimizer is AdamW, and gradients are averaged in their own
-dtype. With bf16_master the state is 12 bytes for each element that a rank updates: 6 T, or 6 T/N. With update in_backward gradients
-are those of one block, or of two buckets.
+P: bytes of parameters, T: bytes of trained parameters, N: ranks, or those of a group (shard_ranks). The optimizer is AdamW, and
+gradients are averaged in their own dtype. With bf16_master the state is 12 bytes for each element that a rank updates: 6 T, or
+6 T/N. With update in_backward gradients are those of one block, or of two buckets.
 
     strategy             parameters    gradients    state         for communication
     none, naive,
@@ -159,6 +159,7 @@ def exchange_of(config: RanksConfig) -> Exchange | None:
         first_bucket_bytes=bytes_of_mib("first_bucket_mib", sync.first_bucket_mib),
         last_bucket_bytes=bytes_of_mib("last_bucket_mib", sync.last_bucket_mib),
         in_place=sync.in_place,
+        shard_ranks=sync.shard_ranks if strategy.communicates else None,
         reshard_after_forward=sync.reshard_after_forward,
         ahead=sync.ahead,
         micro_batches=run.accumulation,

@@ -151,6 +151,7 @@ def _unmeasured(config: RanksConfig) -> Iterator[str]:
         f"attention {run.attention}": run.attention in ("flex", "sdpa_cudnn"),
         "compute_dtype bf16": sync.compute_dtype != "own",
         "transport copies": config.ranks > 1 and sync.transport == "copies",
+        f"shard_ranks {sync.shard_ranks}": sync.shard_ranks is not None and sync.shard_ranks < config.ranks,
     }
     yield from (name for name, applies in options.items() if applies)
 
@@ -228,7 +229,8 @@ def _allowed(
         if sync:
             ranks = max(2, config.ranks)
             words = f"--sync {sync}" if config.ranks > 1 else f"--ranks {ranks} --sync {sync}"
-            options = SyncConfig(name=sync, transport=config.sync.transport, inbox_mib=config.sync.inbox_mib)
+            kept = ("transport", "inbox_mib", "shard_ranks")
+            options = SyncConfig(name=sync, **{name: getattr(config.sync, name) for name in kept})
             yield words, replace(config, ranks=ranks, sync=options)
         else:
             changed: RunConfig = replace(config.run, **run)  # type: ignore[arg-type]

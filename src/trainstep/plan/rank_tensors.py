@@ -37,7 +37,7 @@ class InUnits(Replicated):
         self._shelves: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
         """Kind of unit -> staging buffers that no message uses."""
         self._shards: list[Tensor] = []
-        numels = pieces_of(self.units, self.rank, self.exchange.ranks)
+        numels = pieces_of(self.units, self.rank, self.exchange.shards)
         self._pieces = [updated_pieces(unit.parameters, numels) for unit in self.units]
 
     def make_parameters(self) -> None:
@@ -52,7 +52,7 @@ class InUnits(Replicated):
         if self.run.capture != "none" and self.run.trains and not self.exchange.strategy.shards_parameters:
             self._kept_shards = True
             for unit in self.units:
-                self.live.new(unit.nbytes // self.exchange.ranks, GRADIENTS)
+                self.live.new(unit.nbytes // self.exchange.shards, GRADIENTS)
 
     def make_unit(self, unit: Unit) -> None:
         """Make a unit's own tensors of parameters."""
@@ -102,7 +102,7 @@ class InUnits(Replicated):
         shards = (
             ()
             if self._kept_shards and own_dtype
-            else (self.live.new(self._sent_bytes(unit) // self.exchange.ranks, GRADIENTS),)
+            else (self.live.new(self._sent_bytes(unit) // self.exchange.shards, GRADIENTS),)
         )
         self.live.drop(self.take_whole(unit.parameters))
         self._in_flight.append((unit, staging, shards))
@@ -120,7 +120,7 @@ class InUnits(Replicated):
         elif self._sent_bytes(unit) == unit.nbytes:
             self._shards += shards
         else:
-            self._shards.append(self.live.new(unit.nbytes // self.exchange.ranks, GRADIENTS))
+            self._shards.append(self.live.new(unit.nbytes // self.exchange.shards, GRADIENTS))
             self.live.drop(shards)
 
     def _sent_bytes(self, unit: Unit) -> int:
@@ -142,7 +142,7 @@ class Sharded(InUnits):
 
     def make_unit(self, unit: Unit) -> None:
         whole = self.live.new(unit.nbytes, PARAMETERS)  # the shard is cut from it
-        self.live.new(unit.nbytes // self.exchange.ranks, PARAMETERS)
+        self.live.new(unit.nbytes // self.exchange.shards, PARAMETERS)
         self.live.drop([whole])
         nbytes = unit.layout.numel * self.exchange.compute_bytes(unit.parameters[0])
         self.live.drop([self.live.new(nbytes, COMMUNICATION)])  # the gathered unit, whose storage is emptied

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from trainstep.config.run import Phase
+from trainstep.costs.rank_groups import level_of, members
 from trainstep.traces.attribution import Attribution
 from trainstep.traces.kernel_classes import COMMUNICATION, OVERHEAD, class_of_op
 from trainstep.traces.kineto import Range, Thread, Trace
@@ -123,22 +124,25 @@ def read_communication(work: TraceWork, payload_bytes: Mapping[str, int] | None 
     )
 
 
-def waiting_s(starts: Sequence[Sequence[tuple[str, float]]]) -> list[list[float]]:
+def waiting_s(starts: Sequence[Sequence[tuple[str, float]]], shard_ranks: int | None = None) -> list[list[float]]:
     """For each rank, how long each of its messages waited for the last rank to start it: last start - own start.
 
     `starts`: for each rank, (label, start on a clock that all ranks share) in order of launch. On one machine, `Trace.zero_ns` plus
-    a start is such a clock. ValueError if the ranks did not start the same messages.
+    a start is such a clock. `shard_ranks`: ranks in a group, where messages go in groups or across them (costs/rank_groups.py): the
+    last rank is then that of the ranks among which a message goes. ValueError if the ranks did not start the same messages.
     """
     for rank, rank_starts in enumerate(starts):
         if [label for label, _ in rank_starts] != [label for label, _ in starts[0]]:
             raise ValueError(
                 f"starts: rank {rank} has not the messages of rank 0, in their order; record the same steps of both"
             )
-    last_starts = [max(start_s for _, start_s in message) for message in zip(*starts, strict=True)]
-    return [
-        [last_s - start_s for last_s, (_, start_s) in zip(last_starts, rank_starts, strict=True)]
-        for rank_starts in starts
-    ]
+    levels = [level_of(label) for label, _ in starts[0]] if starts else []
+    waits_s = []
+    for rank, rank_starts in enumerate(starts):
+        among = {level: members(level, rank, len(starts), shard_ranks) for level in dict.fromkeys(levels)}
+        last_starts = [max(starts[other][place][1] for other in among[level]) for place, level in enumerate(levels)]
+        waits_s.append([last_s - start_s for last_s, (_, start_s) in zip(last_starts, rank_starts, strict=True)])
+    return waits_s
 
 
 def _on_device(work: TraceWork) -> Iterator[_Message]:

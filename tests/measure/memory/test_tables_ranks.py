@@ -113,6 +113,14 @@ def test_options_of_a_step_are_accounted_for(values: dict[str, Any]):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sync", ["bucketed", "sharded_flat", "fsdp"])
+def test_categories_of_groups_are_the_formulas_to_the_byte(sync: str):
+    findings = run_ranks(4, measured, {"sync": sync, "shard_ranks": 2, "bucket_mib": 0.05})[0]
+    check_adds_up(findings)
+    check_formula(findings)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", PEERS)
 def test_torchs_own_strategies_have_a_ledger_and_no_formula(sync: str):
     findings = run_ranks(2, measured, {"sync": sync})[0]

@@ -48,11 +48,11 @@ def check_counts(findings: Findings, sync: str) -> None:
     assert bool(findings.facts["wire_bytes"].value) == (sync != "none")
 
 
-def check_memory(findings: Findings, sync: str, masters: bool = False) -> None:
-    """Check that at four points of both ranks every category is the formula's, to the byte."""
+def check_memory(findings: Findings, sync: str, masters: bool = False, ranks: int = 2) -> None:
+    """Check that at four points of all ranks every category is the formula's, to the byte."""
     lines = rows_of(findings, "memory_points")
     assert {(line["rank"], line["point"]) for line in lines} == {
-        (rank, f"after {point}") for rank in (0, 1) for point in ("init", "forward", "backward", "step")
+        (rank, f"after {point}") for rank in range(ranks) for point in ("init", "forward", "backward", "step")
     }
     sizes = {(line["point"], line["line"]): line["bytes"] for line in lines if line["rank"] == 0}
     assert sizes["after forward", "activations"] > sizes["after backward", "activations"] == 0
@@ -112,7 +112,7 @@ def test_masters_have_the_formulas_messages_and_memory(sync: str):
         check_memory(findings, sync, masters=True)
 
 
-def check_trace(findings: Findings, sync: str) -> None:
+def check_trace(findings: Findings, sync: str, ranks: int = 2) -> None:
     """Check that each message of one step is hidden or exposed, and that communication is waiting plus transfer."""
     if sync == "none":
         assert "buckets" not in findings.tables
@@ -126,7 +126,7 @@ def check_trace(findings: Findings, sync: str) -> None:
     seconds = {name: findings.facts[f"{name}_s"].value for name in ("communication", "waiting", "transfer", "exposed")}
     assert seconds["communication"] == pytest.approx(seconds["waiting"] + seconds["transfer"])
     assert 0 <= seconds["exposed"] <= seconds["communication"] * (1 + 1e-9)
-    assert [line["rank"] for line in rows_of(findings, "communication")] == [0, 1]
+    assert [line["rank"] for line in rows_of(findings, "communication")] == list(range(ranks))
 
 
 @pytest.mark.parametrize("sync", ["none", "bucketed", "sharded_flat", "fsdp"])
@@ -147,6 +147,29 @@ def test_replicas_that_differ_are_a_failure_that_names_the_tensor(sync: str):
         assert "blocks.0.attention_norm.weight on ranks 0, 1" in failure.message
     unchecked = run_ranks(2, measured, {"sync": sync, "check_agreement": False}, (1,), True)
     assert all("agreement" not in findings.facts for findings in unchecked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["bucketed", "fsdp"])
+def test_groups_are_timed_counted_and_traced(sync: str):
+    every_rank = run_ranks(4, measured, {"sync": sync, "shard_ranks": 2, "bucket_mib": 0.01}, (2,))
+    for findings in every_rank:
+        check_counts(findings, sync)
+        check_memory(findings, sync, ranks=4)
+        check_trace(findings, sync, ranks=4)
+        assert {"all_reduce across groups", "all_gather in groups"} <= set(findings.tables["traffic"]["operation"])
+        assert findings.facts["agreement"].value == (
+            "shards and buffers" if sync == "fsdp" else "parameters and buffers"
+        )
+
+
+@pytest.mark.slow
+def test_shards_that_differ_between_groups_are_a_failure_of_every_rank():
+    for findings in run_ranks(4, measured, {"sync": "fsdp", "shard_ranks": 2}, (1,), True):
+        failure = failure_of(findings)
+        assert (failure.kind, failure.phase) == ("divergence", "agreement")
+        assert failure.message.startswith("of rank 1's shard, where a rank stands for its group: ")
+        assert "norm.weight on ranks 0, 1" in failure.message
 
 
 def test_options_of_the_step_are_applied():

@@ -24,10 +24,12 @@ from trainstep.parallel.fsdp import FSDP
 from trainstep.parallel.ranks import Ranks, alone
 
 
-def started(ranks: Ranks, seed: int = 0) -> tuple[nn.Module, FSDP, torch.optim.Optimizer]:
+def started(
+    ranks: Ranks, seed: int = 0, shard_ranks: int | None = None
+) -> tuple[nn.Module, FSDP, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3))
-    sync = FSDP(model, ranks)
+    sync = FSDP(model, ranks, shard_ranks=shard_ranks)
     return model, sync, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -41,9 +43,9 @@ def step(model: nn.Module, sync: FSDP, optimizer: torch.optim.Optimizer, number:
     optimizer.zero_grad()
 
 
-def save(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
+def save(ranks: Ranks, folder: Path, shard_ranks: int | None = None) -> dict[str, Tensor]:
     """Save after two steps; the state after two more."""
-    model, sync, optimizer = started(ranks)
+    model, sync, optimizer = started(ranks, shard_ranks=shard_ranks)
     for number in range(2):
         step(model, sync, optimizer, number)
     save_checkpoint(folder, sync, optimizer)
@@ -53,8 +55,8 @@ def save(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
     return sync.full_state_dict()
 
 
-def load(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
-    model, sync, optimizer = started(ranks, seed=9)
+def load(ranks: Ranks, folder: Path, shard_ranks: int | None = None) -> dict[str, Tensor]:
+    model, sync, optimizer = started(ranks, seed=9, shard_ranks=shard_ranks)
     optimizer.param_groups[0]["lr"] = 5.0
     load_checkpoint(folder, sync, optimizer)
     for number in range(2, 4):
@@ -68,6 +70,25 @@ def test_training_resumes_on_another_number_of_ranks(tmp_path: Path, saving: int
     expected = run_ranks(saving, save, folder)[0]
     for state in run_ranks(loading, load, folder):
         assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-7), name
+
+
+def saved_and_loaded_in_groups(ranks: Ranks, folder: Path) -> list[dict[str, Tensor]]:
+    """The expected state; and the states after loading in groups of 2, of 1 and of 4 what groups of 2 and of 4 saved."""
+    expected = save(ranks, folder / "groups of 2", shard_ranks=2)
+    states = [load(ranks, folder / "groups of 2", shard_ranks=size) for size in (2, 1, 4)]
+    save(ranks, folder / "one group")
+    return [expected, *states, load(ranks, folder / "one group", shard_ranks=2)]
+
+
+def test_a_checkpoint_loads_in_other_groups(tmp_path: Path):
+    of_ranks = run_ranks(4, saved_and_loaded_in_groups, tmp_path)
+    expected = of_ranks[0][0]
+    written = {path.name[:4] for path in (tmp_path / "groups of 2").glob("*.distcp") if path.stat().st_size}
+    assert written == {"__0_", "__1_"}  # by the first group alone
+    of_three = run_ranks(3, load, tmp_path / "groups of 2")
+    for state in [state for states in of_ranks for state in states] + of_three:
         for name, value in expected.items():
             assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-7), name
 

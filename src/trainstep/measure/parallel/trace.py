@@ -28,7 +28,7 @@ _TIMES = ("communication_s", "waiting_s", "transfer_s", "exposed_s", "tail_s")
 
 
 def communication_of(
-    path: Path, expected: Sequence[Message], collectives: Collectives
+    path: Path, expected: Sequence[Message], collectives: Collectives, shard_ranks: int | None = None
 ) -> tuple[dict[str, Fact], dict[str, Mapping[str, Sequence[Any]]]]:
     """Facts of this rank and tables of the first step in the trace. Every rank must call this.
 
@@ -40,7 +40,7 @@ def communication_of(
     if step is None or any(errors):
         return facts_of(trace_failed=next(filter(None, errors))), {}
     messages = step.messages
-    waits_s = _waits(step, collectives)
+    waits_s = _waits(step, collectives, shard_ranks)
     times = _times(step, waits_s)
     all_times = [json.loads(text) for text in collectives.gather_texts(json.dumps(times))]
     tables: dict[str, Mapping[str, Sequence[Any]]] = {
@@ -101,7 +101,7 @@ def _sizes_by_span(expected: Sequence[Message]) -> dict[str, int]:
     return {span: span_sizes.pop() for span, span_sizes in sizes.items() if len(span_sizes) == 1}
 
 
-def _waits(step: _TracedStep, collectives: Collectives) -> Sequence[float] | None:
+def _waits(step: _TracedStep, collectives: Collectives, shard_ranks: int | None) -> Sequence[float] | None:
     """Seconds from this rank's start of each message to the last rank's; None if the ranks' messages do not match."""
     starts = [(message.label, message.started_s + step.zero_s) for message in step.messages]
     all_starts = [
@@ -109,7 +109,7 @@ def _waits(step: _TracedStep, collectives: Collectives) -> Sequence[float] | Non
         for text in collectives.gather_texts(json.dumps(starts))
     ]
     try:
-        return waiting_s(all_starts)[collectives.ranks.rank]
+        return waiting_s(all_starts, shard_ranks)[collectives.ranks.rank]
     except ValueError:
         return None
 

@@ -18,9 +18,8 @@ from typing import Any
 
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.parsing import config_hash, from_plain, to_plain
-from trainstep.costs.collectives import ring_bytes
 from trainstep.costs.exchange import ParameterSize
-from trainstep.costs.gradient_sync import Message, totals, wire_bytes
+from trainstep.costs.gradient_sync import Message, sent_bytes, totals, wire_bytes
 from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.files import TemporaryFolder, kept_folder
 from trainstep.measure.harness.workload import Findings, Stage, Stages
@@ -31,6 +30,7 @@ from trainstep.measure.step.device_trace import keep_trace, record_steps
 from trainstep.measure.step.workload import TrainStepMeasurement, warm_up
 from trainstep.parallel.agreement import ReplicasDisagree, check_agreement
 from trainstep.parallel.collectives import Collectives, Traffic
+from trainstep.parallel.gradient_sync import HookedGradients
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.units import parameter_sizes
 from trainstep.plan.peak_memory import expected_messages
@@ -131,7 +131,21 @@ class ParallelMeasurement:
             check_agreement(self.timed.assembly.module, self._ranks, what=kinds)
         except ReplicasDisagree as error:
             raise CellFailed(Failure(kind="divergence", phase="agreement", message=str(error))) from None
+        if strategy.shards_parameters and (replicas := _same_shards(self.timed.assembly)) is not None:
+            self._check_shards(replicas)
+            kinds = ["shards", *kinds]
         return facts_of(agreement=" and ".join(kinds)), {}
+
+    def _check_shards(self, replicas: Ranks) -> None:
+        """Check that the ranks with the same shard agree. CellFailed on all ranks if some have drifted apart."""
+        found = ""
+        try:
+            check_agreement(self.timed.assembly.module, replicas, what="parameters")
+        except ReplicasDisagree as error:
+            found = f"of rank {self._ranks.rank}'s shard, where a rank stands for its group: {error}"
+        if any(all_found := Collectives(self._ranks).gather_texts(found)):
+            message = next(filter(None, all_found))
+            raise CellFailed(Failure(kind="divergence", phase="agreement", message=message))
 
     def _traffic(self) -> tuple[dict[str, Fact], dict[str, Any]]:
         """Messages and bytes of one step by operation, counted and by formula. Empty if torch sends them, uncounted."""
@@ -159,10 +173,10 @@ class ParallelMeasurement:
             "expected_messages": [total.messages if total else 0 for total in expected],
             "expected_bytes": [total.payload_bytes if total else 0 for total in expected],
         }
-        ranks = self.config.ranks
+        groups = self.config.ranks, self.config.sync.shard_ranks
         sizes = {
-            "wire_bytes": sum(ring_bytes(operation, size, ranks) for operation, (_, size) in counted.items()),
-            "expected_wire_bytes": wire_bytes(self.expected, ranks),
+            "wire_bytes": sum(sent_bytes(operation, size, *groups) for operation, (_, size) in counted.items()),
+            "expected_wire_bytes": wire_bytes(self.expected, *groups),
         }
         return facts_of(**sizes), {"traffic": columns}
 
@@ -183,7 +197,9 @@ class ParallelMeasurement:
             path = folder / "trace.json"
             self._record(1, path)  # the profiler's first start is slow
             self._record(_TRACED_STEPS, path)
-            facts, tables = communication_of(path, self.expected, Collectives(self._ranks))
+            facts, tables = communication_of(
+                path, self.expected, Collectives(self._ranks), self.config.sync.shard_ranks
+            )
             if self.config.keep_trace is not None:
                 self._record(1, path)
                 facts |= facts_of(trace_file=str(keep_trace(path, self.config.keep_trace, self._trace_name())))
@@ -203,6 +219,13 @@ class ParallelMeasurement:
         run, sync = self.config.run, self.config.sync
         cell = config_hash("parallel", to_plain(self.config))[:6]
         return f"{run.model.name.replace(':', '.')}-{run.context}-{sync.name}-{cell}-rank{self._ranks.rank}"
+
+
+def _same_shards(assembly: Assembly) -> Ranks | None:
+    """The ranks that hold the same shards as this rank, one in each group; None where all ranks are one group."""
+    sync = assembly.step.gradient_sync
+    replicas = sync.groups.replicas if isinstance(sync, HookedGradients) else None
+    return None if replicas is None else replicas.ranks
 
 
 def _counters(assembly: Assembly) -> list[Traffic] | None:

@@ -55,6 +55,7 @@ from trainstep.parallel.checkpoint.metadata import (
 )
 from trainstep.parallel.flat_buffer import in_memory_order
 from trainstep.parallel.fsdp import FSDP
+from trainstep.parallel.fsdp_unit import Placed
 
 _State = dict[Tensor, dict[str, Any]]
 """An optimizer's state, by parameter."""
@@ -212,7 +213,7 @@ def _module_pieces(sync: FSDP) -> dict[str, _Piece]:
             tensor=placed.flat,
             first=placed.first,
             numel=placed.shape.numel(),
-            written=sync.ranks.is_first or not placed.everywhere,
+            written=_is_written(sync, placed),
         )
         for placed in sync.placed()
     }
@@ -222,11 +223,16 @@ def _module_pieces(sync: FSDP) -> dict[str, _Piece]:
     return pieces
 
 
+def _is_written(sync: FSDP, placed: Placed) -> bool:
+    """Whether this rank writes its elements of a parameter: groups of ranks hold the same shards, and the first group writes."""
+    return sync.ranks.is_first if placed.everywhere else sync.groups.is_first_group
+
+
 def _optimizer_pieces(sync: FSDP, state: Mapping[Tensor, dict[str, Any]]) -> dict[str, _Piece]:
     """The pieces of the optimizer's state: tensors like a parameter in pieces, single numbers whole."""
     pieces = {}
     for placed in sync.placed():
-        written = sync.ranks.is_first or not placed.everywhere
+        written = _is_written(sync, placed)
         for key, value in state.get(placed.parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue

@@ -28,13 +28,16 @@ class Progress:
 
     def __init__(self) -> None:
         self._calls = 0
+        self.in_groups = 0
+        """Number of collectives that went through groups of some ranks, which the process group of all ranks does not count."""
         self.steps = 0
         """Number of finished gradient synchronisations (HookedGradients.finish_gradient_synchronization)."""
         self.recent: deque[Call] = deque(maxlen=_REMEMBERED)
         """The last calls. Each holds its number, since the other thread may read at any moment."""
 
-    def called(self, call: str) -> None:
+    def called(self, call: str, *, in_group: bool = False) -> None:
         self._calls += 1
+        self.in_groups += in_group
         self.recent.append((self._calls, self.steps, call))
 
 
@@ -43,7 +46,7 @@ class Position:
     """How far a rank is, as it reports to rank 0."""
 
     messages: int
-    """Number of collectives that the process group has started; -1 before there is a group."""
+    """Number of collectives that the process group, and groups of its ranks, have started; -1 before there is a group."""
     steps: int
     recent: tuple[Call, ...]
     """The last calls through collectives.py."""

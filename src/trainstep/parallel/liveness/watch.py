@@ -190,8 +190,11 @@ class Watch:
             self._leave(f"{self._first_name} died" + (f" ({self._missing})" if self._missing else ""))
 
     def _position(self) -> Position:
+        counted = self._count_messages()
         return self._stopped_at or Position(
-            messages=self._count_messages(), steps=self.progress.steps, recent=tuple(self.progress.recent)
+            messages=counted if counted < 0 else counted + self.progress.in_groups,
+            steps=self.progress.steps,
+            recent=tuple(self.progress.recent),
         )
 
     def _leave(self, sentence: str) -> NoReturn:

@@ -213,7 +213,7 @@ class Prediction:
 
 def _prediction(strategy: StrategyRow, collectives: Sequence[Row]) -> Prediction | str:
     """The prediction for all bucket sizes of the strategy, or why there is none."""
-    if strategy_named(strategy.sync).in_units:
+    if strategy_named(strategy.sync).in_units or strategy.record.config.get("shard_ranks") is not None:
         return "the formula of buckets does not describe its messages"
     fit = _fit(strategy, collectives)
     if fit is None:
