@@ -40,14 +40,18 @@ class AttentionSpeed:
     spread: float
 
 
-def attention_work(
-    direction: str, dtype: str, batch_heads: int, context: int, head_dim: int, *, units: int
-) -> float:
+def attention_work(direction: str, dtype: str, batch_heads: int, context: int, head_dim: int, *, units: int) -> float:
     """FLOPs by which a kernel's time is computed: all of them, or as many as all units could do while one has the longest tile."""
     pairs = batch_heads * context * (context + 1) / 2
     tile = min(_FP32_TILE if dtype == "fp32" else _TILE, context)
     longest = units * tile * context if units > 1 else 0
     return _MATMULS[direction] * head_dim * max(pairs, longest)
+
+
+def attention_rows(dtype: str, batch_heads: int, context: int, *, units: int) -> float:
+    """Rows of queries, or as many as all units have at a time while only some have a tile."""
+    tile = min(_FP32_TILE if dtype == "fp32" else _TILE, context)
+    return max(batch_heads * context, units * tile if units > 1 else 0)
 
 
 def attention_speeds(rows: Sequence[Mapping[str, Any]], *, units: int) -> dict[Key, AttentionSpeed]:
@@ -65,7 +69,7 @@ def attention_speeds(rows: Sequence[Mapping[str, Any]], *, units: int) -> dict[K
         terms = [
             (
                 1.0,
-                point["batch_heads"] * point["context"],
+                attention_rows(key[1], point["batch_heads"], point["context"], units=units),
                 attention_work(direction, key[1], point["batch_heads"], point["context"], width, units=units),
             )
             for point in points
@@ -126,7 +130,7 @@ def seconds_of_attention(
         rate = _SHARE_OF_MATMULS[direction] * matmul
         return work / rate, _OTHER_KERNEL, f"{implementation} attention as a share of matmuls"
     key, speed = found
-    time_s = _seconds(speed, (1.0, batch_heads * context, work))
+    time_s = _seconds(speed, (1.0, attention_rows(dtype, batch_heads, context, units=units), work))
     guess, spread = "", speed.spread
     if key[0] != name or key[1] != dtype:
         guess, spread = f"{implementation} attention in {dtype} as {key[0]}'s in {key[1]}", _OTHER_KERNEL

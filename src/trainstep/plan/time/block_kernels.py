@@ -42,14 +42,19 @@ def linear(op: str, m: str, n: str, k: str, run: RunConfig, widths: Widths, *, k
     """y = x W^T with x (m, k) and W (n, k): forward, and both products of backward. Autocast rounds the weight, and widens its
     gradient."""
     dtype = matmul_dtype(run.precision)
-    casts = [traffic(op, kind, 6, f"{n} {k}")] if widths.autocast else []
-    forward = [*casts, matmul(op, f"{m} / {n} / {k}", dtype)]
-    return forward, [matmul(op, f"{m} / {k} / {n}", dtype), matmul(op, f"{n} / {k} / {m}", dtype), *casts]
+    rounded = [traffic(op, kind, 6, f"{n} {k}")] if widths.autocast else []
+    widened = [traffic(op, _widening(kind), 6, f"{n} {k}")] if widths.autocast else []
+    forward = [*rounded, matmul(op, f"{m} / {n} / {k}", dtype)]
+    return forward, [matmul(op, f"{m} / {k} / {n}", dtype), matmul(op, f"{n} / {k} / {m}", dtype), *widened]
+
+
+def _widening(kind: Kind) -> Kind:
+    return Kind.WIDENED if kind == Kind.CONTIGUOUS else kind
 
 
 def plain_norm(widths: Widths, op: str = "norm") -> tuple[Pass, Pass]:
     """ops/reference.py rms_norm: in fp32, 6 kernels forward and 16 backward; from and to 16 bits a cast more each."""
-    casts = [traffic(op, Kind.CONTIGUOUS, 6, "N d", 2)] if widths.stream < 4 else []
+    casts = [traffic(op, kind, 6, "N d") for kind in (Kind.WIDENED, Kind.CONTIGUOUS)] if widths.stream < 4 else []
     forward = [
         *casts,
         traffic(op, Kind.CONTIGUOUS, 8, "N d"),  # x^2
@@ -104,8 +109,10 @@ def _eager(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, Pass]:
 def _linear(run: RunConfig, widths: Widths, op: str, n: str, k: str, *, casts: int = 0) -> tuple[Pass, Pass]:
     """`casts`: of the input, which autocast rounds, and whose gradient it widens."""
     forward, backward = linear(op, "N", n, k, run, widths, kind=Kind.CONTIGUOUS)
-    rounded = [traffic(op, Kind.CONTIGUOUS, 6, f"N {k}", casts)] if widths.autocast and casts else []
-    return [*rounded, *forward], [*backward, *rounded]
+    if not (widths.autocast and casts):
+        return forward, backward
+    rounded, widened = (traffic(op, kind, 6, f"N {k}", casts) for kind in (Kind.CONTIGUOUS, Kind.WIDENED))
+    return [rounded, *forward], [*backward, widened]
 
 
 def _narrowed(autocast: bool) -> Pass:
@@ -130,8 +137,15 @@ def plain_attention(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, P
     """Attention with its matrix of scores, of which the half that is masked is computed too. Autocast's softmax is in fp32."""
     e = widths.matmul
     soft = 4 if widths.autocast else e
-    scores, values = matmul("attention scores", "S / S / D x B H", dtype), matmul("attention values", "S / D / S x B H", dtype)
-    casts = [traffic("attention softmax", Kind.CONTIGUOUS, 6, "B H S S", 2)] if widths.autocast else []
+    scores, values = (
+        matmul("attention scores", "S / S / D x B H", dtype),
+        matmul("attention values", "S / D / S x B H", dtype),
+    )
+    casts = (
+        [traffic("attention softmax", kind, 6, "B H S S") for kind in (Kind.WIDENED, Kind.CONTIGUOUS)]
+        if widths.autocast
+        else []
+    )
     masked = [
         traffic("attention scores", Kind.CONTIGUOUS, 2 * e, "B H S S", 2),  # scale; a copy, which the mask then fills
         traffic("attention scores", Kind.BROADCAST, _PLAIN, "B H S S"),
@@ -181,14 +195,17 @@ def _compiled(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, Pass]:
         attention = tiled_attention(run, widths)
     else:
         # Inductor joins scale, mask and softmax, forward and backward, into one kernel each.
-        scores, values = matmul("attention scores", "S / S / D x B H", dtype), matmul("attention values", "S / D / S x B H", dtype)
+        scores, values = (
+            matmul("attention scores", "S / S / D x B H", dtype),
+            matmul("attention values", "S / D / S x B H", dtype),
+        )
         attention = (
             [scores, traffic("attention softmax", Kind.COMPILED, 3 * e, "B H S S"), values],
             [*times(2, scores, values), traffic("attention softmax", Kind.COMPILED, 4 * e, "B H S S")],
         )
     forward = [
         traffic("norm", Kind.COMPILED, s + e, "N d"),
-        traffic("rotary", Kind.COMPILED, 2 * e, "2 N d"),
+        traffic("rotary", Kind.COMPILED_PERMUTED, 2 * e, "2 N d"),
         traffic("attention projections", Kind.COMPILED, 2 * e, "N d"),
         traffic("norm", Kind.COMPILED, s + 2 * e, "N d"),
         traffic("mlp", Kind.COMPILED, 3 * e, "N f"),
@@ -199,10 +216,10 @@ def _compiled(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, Pass]:
         traffic("mlp", Kind.COMPILED, 6 * e, "N f"),
         traffic("norm", Kind.COMPILED_COLUMNS, 3 * s + 3 * e, "N d"),
         traffic("norm", Kind.COMPILED_COLUMNS, 3 * s + e, "N d"),
-        traffic("norm", Kind.COMPILED_COLUMNS, s + 2 * e, "N d"),
+        traffic("norm", Kind.COLUMNS, s + 2 * e, "N d"),
         traffic("norm", Kind.COMPILED_COLUMNS, _SMALL, "128 d", 2),
         traffic("rotary", Kind.COMPILED_PAIRS, 2 * e, "2 N d"),
-        traffic("attention projections", Kind.COMPILED, 2 * e, "3 N d"),
+        traffic("attention projections", Kind.COMPILED_PERMUTED, 2 * e, "3 N d"),
     ]
     for ahead, back in (*linears, attention):
         forward += ahead

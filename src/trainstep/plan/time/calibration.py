@@ -1,6 +1,6 @@
 """How fast a machine is, as measured: matmuls by shape, attention by length, memory by kind of kernel, messages, the host.
 
-    calibration = shipped("NVIDIA H200")            # or read_calibration(path), data_sheet(...), scaled_to(spec)
+    calibration = shipped("NVIDIA H200")            # or data_sheet(...), scaled_to(spec), stored.py: read_calibration(path)
     calibration.kernel_s(kernel, symbols)           # Estimate(time_s=..., spread=...)
 
 A calibration is a record of the workload `calibration`, whose tables hold the measured points (records/tables.py); fits and curves
@@ -9,10 +9,10 @@ in `guesses`. `spread` is the relative standard deviation that is assumed of a t
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from trainstep.config.machine import MachineSpec, machine_spec
@@ -30,11 +30,13 @@ _SCALED = 0.12
 _INSTEAD: Mapping[Kind, Sequence[Kind]] = {
     Kind.BROADCAST: (Kind.CONTIGUOUS,),
     Kind.STRIDED: (Kind.BROADCAST, Kind.CONTIGUOUS),
+    Kind.WIDENED: (Kind.BROADCAST, Kind.CONTIGUOUS),
     Kind.ROWS: (Kind.CONTIGUOUS,),
     Kind.COLUMNS: (Kind.ROWS, Kind.CONTIGUOUS),
     Kind.SOFTMAX: (Kind.ROWS, Kind.CONTIGUOUS),
     Kind.COMPILED: (Kind.CONTIGUOUS,),
     Kind.COMPILED_PAIRS: (Kind.STRIDED, Kind.COMPILED, Kind.CONTIGUOUS),
+    Kind.COMPILED_PERMUTED: (Kind.STRIDED, Kind.COMPILED, Kind.CONTIGUOUS),
     Kind.COMPILED_COLUMNS: (Kind.COMPILED, Kind.COLUMNS, Kind.CONTIGUOUS),
     Kind.FUSED: (Kind.COMPILED, Kind.CONTIGUOUS),
     Kind.FUSED_COLUMNS: (Kind.COMPILED_COLUMNS, Kind.FUSED, Kind.COLUMNS, Kind.CONTIGUOUS),
@@ -98,8 +100,8 @@ class Calibration:
     """Where the calibration came from, in words."""
     peaks: Mapping[str, float] = field(default_factory=dict)
     """A data sheet's FLOP/s by dtype, for a dtype that was not measured."""
-    measured: bool = True
-    """Whether any of it was measured on this machine."""
+    used: frozenset[str] = frozenset()
+    """Keys of the records that points are from, which grade nothing."""
 
     def kernel_s(self, kernel: Kernel, symbols: Mapping[str, int]) -> Estimate:
         """The time of one such kernel, without the gap before it. ValueError if nothing like it was measured."""
@@ -135,7 +137,8 @@ class Calibration:
     def _matmul_speed(self, dtype: str) -> tuple[MatmulSpeed, str]:
         if dtype in self.matmuls:
             return self.matmuls[dtype], ""
-        if (same := _SAME_UNITS.get(dtype)) in self.matmuls:
+        same = _SAME_UNITS.get(dtype, dtype)
+        if same in self.matmuls:
             return self.matmuls[same], ""
         for other, speed in self.matmuls.items():
             if dtype in self.peaks and other in self.peaks and (other != "fp32" or dtype == "fp32"):
@@ -158,7 +161,9 @@ class Calibration:
                 curve, spread = self.traffic[known]
                 guess = "" if known == kind else f"{kind} kernels as {known} ones"
                 return Estimate(time_s=curve.seconds(nbytes), spread=max(spread, _GUESSED if guess else 0), guess=guess)
-        raise ValueError(f"calibration: {self.name} has no traffic of memory; measure it with trainstep doctor --measure")
+        raise ValueError(
+            f"calibration: {self.name} has no traffic of memory; measure it with trainstep doctor --measure"
+        )
 
 
 def calibration_of(record: Record, *, origin: str = "") -> Calibration:
@@ -184,9 +189,7 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
     }
     collectives = {
         key: curve_of([(row["bytes"], row["time_s"]) for row in rows])
-        for key, rows in _grouped(
-            tables.get("collectives", []), lambda row: (row["operation"], row["ranks"])
-        ).items()
+        for key, rows in _grouped(tables.get("collectives", []), lambda row: (row["operation"], row["ranks"])).items()
     }
     host = {
         row["what"]: HostCost(low_s=row["low_s"], middle_s=row["time_s"], high_s=row["high_s"])
@@ -205,20 +208,14 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
         collectives=collectives,
         origin=origin,
         peaks=spec.peak_flops if spec else {},
+        used=frozenset(
+            word for rows in tables.values() for row in rows for word in _KEY.findall(row.get("source", ""))
+        ),
     )
 
 
+_KEY = re.compile(r"\b[0-9a-f]{16}\b")
 _GAPS = ("graph", "eager", "graph launch")
-
-
-def read_calibration(path: Path) -> Calibration:
-    """The last calibration in a file of records. ValueError if there is none."""
-    from trainstep.records.store import Store
-
-    found = [record for record in Store(path).read() if record.workload == WORKLOAD and record.failure is None]
-    if not found:
-        raise ValueError(f"calibration: {path} holds no calibration; write one with trainstep doctor --measure --out {path}")
-    return calibration_of(found[-1], origin=f"measured, {path}")
 
 
 def shipped(gpu: str) -> Calibration | None:
@@ -228,6 +225,11 @@ def shipped(gpu: str) -> Calibration | None:
         return None
     text = (files("trainstep.plan.time") / "calibrations" / name).read_text(encoding="utf-8")
     return calibration_of(record_from_plain(json.loads(text)), origin=f"shipped, {gpu} (results/h200)")
+
+
+def shipped_for(spec: MachineSpec) -> Calibration | None:
+    """The calibration that comes with trainstep for the GPU of this data sheet, or None."""
+    return next((shipped(gpu) for gpu in _SHIPPED if machine_spec(gpu) == spec), None)
 
 
 _REFERENCE = "NVIDIA H200"
@@ -259,18 +261,19 @@ def scaled_to(spec: MachineSpec, *, units: int | None = None) -> Calibration:
         name=spec.name,
         units=units or base.units,
         matmuls={
-            dtype: replace(speed, flops_per_s=speed.flops_per_s * by_peak(dtype)) for dtype, speed in base.matmuls.items()
+            dtype: replace(speed, flops_per_s=speed.flops_per_s * by_peak(dtype))
+            for dtype, speed in base.matmuls.items()
         },
         traffic=stretched(base.traffic, slower),
         optimizers=stretched(base.optimizers, slower),
         attention={
-            key: replace(speed, flops_per_s=speed.flops_per_s * by_peak(key[1])) for key, speed in base.attention.items()
+            key: replace(speed, flops_per_s=speed.flops_per_s * by_peak(key[1]))
+            for key, speed in base.attention.items()
         },
         collectives=stretched(base.collectives, link) if spec.link_bytes_per_s else {},
         extra_spread=_SCALED,
         origin=f"H200's efficiency at the data sheet's rates ({spec.source})",
         peaks=spec.peak_flops,
-        measured=False,
     )
 
 

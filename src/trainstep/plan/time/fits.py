@@ -1,4 +1,4 @@
-"""Fits sums of non-negative terms to measured times, and reads curves of measured points; in plain Python, because plan is quick."""
+"""Fits sums of non-negative terms to measured times, and reads curves of measured points: in plain Python, to start fast."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -29,9 +29,17 @@ class HostTime:
 
 
 def host_time(
-    run: RunConfig, kernels: Mapping[str, Sequence[tuple[Kernel, int]]], calibration: Calibration, *, tensors: int
+    run: RunConfig,
+    kernels: Mapping[str, Sequence[tuple[Kernel, int]]],
+    calibration: Calibration,
+    *,
+    tensors: int,
+    messages: Mapping[str, int],
 ) -> dict[str, HostTime]:
-    """The host's time by phase; none where the calibration knows no host. `tensors`: number of parameters."""
+    """The host's time by phase; none where the calibration knows no host. `tensors`: number of parameters.
+
+    `messages`: by the phase whose hooks send them.
+    """
     found = {}
     for phase, counted in kernels.items():
         launches = sum(count for _, count in counted)
@@ -47,6 +55,9 @@ def host_time(
         launch = calibration.host.get("optimizer tensor" if phase == Phase.OPTIMIZER else f"{phase} launch")
         if launch is not None:
             costs.append((launches, launch))
+        message = calibration.host.get("message")
+        if message is not None:
+            costs.append((messages.get(phase, 0), message))
         if costs:
             found[phase] = HostTime(
                 time_s=sum(number * cost.middle_s for number, cost in costs),

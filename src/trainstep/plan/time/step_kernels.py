@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trainstep.config.machine import matmul_dtype
-from trainstep.config.run import Phase, RunConfig
+from trainstep.config.run import RunConfig
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import check_known, chunk_tokens, model_of, modes_of, symbols_of, widths_of
 from trainstep.plan.time.block_kernels import Passes, block_passes, linear, plain_norm
@@ -30,8 +30,11 @@ class StepKernels:
     """Number of parameters."""
 
 
-def step_kernels(run: RunConfig, *, updated_share: float = 1.0) -> StepKernels:
-    """The kernels of this run. ValueError for what has no formulas. `updated_share`: of the parameters, which this rank updates."""
+def step_kernels(run: RunConfig, *, updated_share: float = 1.0, copies_gradients: bool = False) -> StepKernels:
+    """The kernels of this run. ValueError for what has no formulas.
+
+    `updated_share`: of the parameters, which this rank updates. `copies_gradients`: into flat buffers, from which they are sent.
+    """
     check_known(run)
     model = model_of(run)
     block = block_passes(run)
@@ -42,6 +45,8 @@ def step_kernels(run: RunConfig, *, updated_share: float = 1.0) -> StepKernels:
     numel, weight = sum(parameter.numel for parameter in parameters), widths_of(run).weight
     symbols = symbols_of(run) | {"D": model.head_dim, "P": round(numel * updated_share), "W": numel}
     added = [traffic("gradients", Kind.CONTIGUOUS, 3 * weight, "W")]
+    if copies_gradients:
+        backward += _in_pieces([traffic("gradients", Kind.CONTIGUOUS, 2 * weight, "W")], len(parameters))
     return StepKernels(
         forward=(*(replace(kernel, count=layers * kernel.count) for kernel in block.forward), *forward),
         backward=(*(replace(kernel, count=layers * kernel.count) for kernel in block.backward), *again, *backward),
@@ -101,7 +106,12 @@ def _around(run: RunConfig) -> tuple[list[Kernel], list[Kernel]]:
     head, head_back = linear("head", "N", "V", "d", run, widths, kind=Kind.COMPILED if whole else Kind.CONTIGUOUS)
     if whole:
         return (
-            [*forward, traffic("norm", Kind.COMPILED, s + e, "N d"), *head, traffic("loss", Kind.COMPILED, 2 * e, "N V")],
+            [
+                *forward,
+                traffic("norm", Kind.COMPILED, s + e, "N d"),
+                *head,
+                traffic("loss", Kind.COMPILED, 2 * e, "N V"),
+            ],
             [
                 *backward,
                 traffic("norm", Kind.COMPILED_COLUMNS, 3 * s + e, "N d"),
@@ -111,10 +121,11 @@ def _around(run: RunConfig) -> tuple[list[Kernel], list[Kernel]]:
         )
     norm, norm_back = plain_norm(widths)
     rounded = [traffic("head", Kind.CONTIGUOUS, 6, "N d")] if widths.autocast else []
-    widened = [traffic("loss", Kind.CONTIGUOUS, 6, "N V")] if e < 4 else []
+    widened = [traffic("loss", Kind.WIDENED, 6, "N V")] if e < 4 else []
+    narrowed = [traffic("loss", Kind.CONTIGUOUS, 6, "N V")] if e < 4 else []
     return (
         [*forward, *norm, *rounded, *head, *widened, traffic("loss", Kind.LOSS, 8, "N V")],
-        [*backward, *norm_back, *head_back, *rounded, *widened, traffic("loss", Kind.LOSS_BACKWARD, 16, "N V")],
+        [*backward, *norm_back, *head_back, *rounded, *narrowed, traffic("loss", Kind.LOSS_BACKWARD, 16, "N V")],
     )
 
 
@@ -139,4 +150,3 @@ def _in_pieces(kernels: Sequence[Kernel], tensors: int) -> Iterator[Kernel]:
     """Kernels that run over each tensor by itself: as many launches, the bytes of all together."""
     for kernel in kernels:
         yield replace(kernel, element_bytes=kernel.element_bytes / tensors, count=kernel.count * tensors)
-

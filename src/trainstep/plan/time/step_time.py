@@ -11,21 +11,21 @@ phase by phase, and a phase ends when both are done:
 
 Captured, the host launches one graph, and only the device's time counts. Messages: message_time.py.
 
-Interval: errors of kernels of one shape go together, those of others are independent, and twice their root of squares is the half-width; at
-the upper end 16-bit matmuls may also be slowed down by the power limit. The host's range is that of its calibration.
+Interval: errors of kernels of one shape go together, those of others are independent, and 1.64 times their root of squares is the
+half-width; at the upper end 16-bit matmuls may also be slowed down by the power limit. The host's range is its calibration's.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainstep.config.parallel import RanksConfig
 from trainstep.config.run import Phase, RunConfig
 from trainstep.costs.transformer import step_flops
-from trainstep.plan.model_ops import model_of, modes_of
+from trainstep.plan.model_ops import model_of
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.host_time import HostTime, host_time
-from trainstep.plan.time.kernels import CLASSES, Kernel, class_of
-from trainstep.plan.time.message_time import Exposed, exposed_messages, updated_share
+from trainstep.plan.time.kernels import CLASSES, Kernel, Kind, class_of
+from trainstep.plan.time.message_time import Exposed, copied_gradients, exposed_messages, updated_share
 from trainstep.plan.time.step_kernels import StepKernels, step_kernels
 
 GAPS = "gaps between kernels"
@@ -33,8 +33,9 @@ HOST = "host"
 MESSAGES = "exposed messages"
 _MACHINE = 0.02
 """Relative standard deviation between machines of one kind, and between steps."""
-_DEVIATIONS = 2.0
-_POWER = 0.1
+_DEVIATIONS = 1.64
+"""Of 90 % of normal errors."""
+_POWER = 0.15
 """How much longer 16-bit matmuls take where the power limit lowers the clock (2.7B, 1,024 tokens, results/h200/captured.jsonl:
 1,530 of 1,980 MHz)."""
 _SIXTEEN_BITS = ("bf16", "fp16")
@@ -68,13 +69,19 @@ class Line:
 
     phase: str
     op: str
-    kind: str
+    what: Kind
+    dtype: str
     formula: str
     count: int
     time_s: float
     """Of all of them."""
     spread: float
     guess: str = ""
+
+    @property
+    def kind(self) -> str:
+        """`matmul bf16`."""
+        return f"{self.what} {self.dtype}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +109,14 @@ class StepTime:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the host takes longer than the device for the most of the step."""
+        """Whether the host makes the step longer, by a tenth or more."""
         return self.classes[HOST] > 0.1 * self.step.time_s
+
+    @property
+    def host_may_limit(self) -> bool:
+        """Whether a host at the slow end of its range would take longer than the device and what messages expose."""
+        host_s = sum(part.high_s for part in self.host.values())
+        return host_s > sum(part.time_s for part in self.device.values()) + self.messages.total.time_s
 
     @property
     def tokens(self) -> int:
@@ -135,7 +148,7 @@ class StepTime:
 def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
     """The time of a step. ValueError for what has no formulas, or is not in the calibration."""
     run = config.run
-    kernels = step_kernels(run, updated_share=updated_share(config))
+    kernels = step_kernels(run, updated_share=updated_share(config), copies_gradients=copied_gradients(config))
     by_phase = _kernels_by_phase(kernels, run)
     lines = [
         _line(phase, kernel, count, kernels.symbols, calibration)
@@ -144,16 +157,22 @@ def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
     ]
     gap_s = calibration.gaps.get("graph" if run.capture != "none" else "eager", 0.0)
     device = {phase: _device(lines, phase, gap_s) for phase in by_phase}
-    host = {} if run.capture != "none" else host_time(run, by_phase, calibration, tensors=kernels.tensors)
-    messages = exposed_messages(config, calibration, device)
+    update = None
+    if run.mode == "step" and run.update != "after_backward":
+        own = [(kernel, kernel.count) for kernel in kernels.optimizer]
+        update = _device([_line("", kernel, count, kernels.symbols, calibration) for kernel, count in own], "", gap_s)
+    messages = exposed_messages(config, calibration, device, update)
+    host: dict[str, HostTime] = {}
+    if run.capture == "none":
+        host = host_time(run, by_phase, calibration, tensors=kernels.tensors, messages=messages.messages)
     launch_s = 0.0
     if run.capture != "none" and config.ranks == 1:  # a window of several ranks' steps hides it behind the step before
         launch_s = calibration.gaps.get("graph launch", 0.0) * sum(line.count for line in lines)
     phases = _pipeline(device, host, messages, launch_s)
     step = _total(phases)
-    classes = {name: 0.0 for name in CLASSES}
+    classes = dict.fromkeys(CLASSES, 0.0)
     for line in lines:
-        classes[class_of(_kind(line))] += line.time_s
+        classes[class_of(line.what)] += line.time_s
     classes[GAPS] = gap_s * sum(line.count for line in lines)
     classes[MESSAGES] = messages.total.time_s
     classes[HOST] = max(0.0, step.time_s - sum(classes.values()))
@@ -204,17 +223,14 @@ def _line(phase: str, kernel: Kernel, count: int, symbols: Mapping[str, int], ca
     return Line(
         phase=phase,
         op=kernel.op,
-        kind=f"{kernel.kind} {kernel.dtype}".strip(),
+        what=kernel.kind,
+        dtype=kernel.dtype,
         formula=kernel.formula,
         count=count,
         time_s=count * estimate.time_s,
         spread=estimate.spread,
         guess=estimate.guess,
     )
-
-
-def _kind(line: Line) -> str:
-    return line.kind.removesuffix(" bf16").removesuffix(" fp16").removesuffix(" tf32").removesuffix(" fp32")
 
 
 def _device(lines: Sequence[Line], phase: str, gap_s: float) -> Interval:
@@ -227,7 +243,7 @@ def _device(lines: Sequence[Line], phase: str, gap_s: float) -> Interval:
         alike[key] = alike.get(key, 0.0) + line.spread * line.time_s
     deviation_s = sum(value**2 for value in alike.values()) ** 0.5
     half_s = _DEVIATIONS * (deviation_s**2 + (_MACHINE * time_s) ** 2) ** 0.5 + gaps_s / 2
-    power_s = _POWER * sum(line.time_s for line in own if line.kind.endswith(_SIXTEEN_BITS))
+    power_s = _POWER * sum(line.time_s for line in own if line.dtype in _SIXTEEN_BITS)
     total_s = time_s + gaps_s
     return Interval(time_s=total_s, low_s=max(0.0, total_s - half_s), high_s=total_s + half_s + power_s)
 
@@ -239,12 +255,12 @@ def _pipeline(
     ends = {name: dict[str, float]() for name in ("low_s", "time_s", "high_s")}
     for name, end_of in ends.items():
         host_end_s = 0.0
-        device_end_s = launch_s * {"low_s": 0.5, "time_s": 1.0, "high_s": 2.0}[name]
+        device_end_s = launch_s * {"low_s": 0.7, "time_s": 1.0, "high_s": 3.0}[name]
         for phase, busy in device.items():
             host_end_s += getattr(host[phase], name) if phase in host else 0.0
             device_end_s = max(host_end_s, device_end_s + getattr(busy, name) + getattr(messages.of(phase), name))
             end_of[phase] = device_end_s
-    phases, before = {}, {name: 0.0 for name in ends}
+    phases, before = {}, dict.fromkeys(ends, 0.0)
     for phase in device:
         added = {name: end_of[phase] - before[name] for name, end_of in ends.items()}
         before = {name: end_of[phase] for name, end_of in ends.items()}
