@@ -63,7 +63,7 @@ def test_matmuls_are_those_of_the_model(options: dict[str, str]):
 
 
 def test_as_many_kernels_as_a_profiled_step_ran():
-    """xl, which gave the calibration no point. Beside matmuls, for which cuBLAS adds kernels and memsets where it splits products."""
+    """xl, which gave the calibration no point. Beside matmuls, for which cuBLAS adds kernels; it also adds memsets in backward."""
     for record in Store(ROOT / "results/h200/profile.jsonl").read():
         config = record.config
         if config["mode"] != "step" or config["model"]["name"] != "xl":
@@ -76,7 +76,7 @@ def test_as_many_kernels_as_a_profiled_step_ran():
             count = sum(kernel.count for kernel in getattr(kernels, phase) if kernel.kind != Kind.MATMUL)
             rows = zip(table["phase"], table["class"], table["calls"], strict=True)
             measured = sum(calls for name, class_, calls in rows if name == phase and class_ != "matmul")
-            assert count == pytest.approx(measured, rel=0.12), (
+            assert count == pytest.approx(measured, rel=0.05 if phase == "forward" else 0.13), (
                 config["model"]["name"],
                 config["context"],
                 phase,

@@ -95,7 +95,7 @@ class Calibration:
     collectives: Mapping[tuple[str, int], tuple[Curve, float]]
     """Operation and ranks -> seconds by bytes."""
     extra_spread: float = 0.0
-    """Of all times, where they are another machine's."""
+    """Of all times together, where they are another machine's."""
     origin: str = ""
     """Where the calibration came from, in words."""
     peaks: Mapping[str, float] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Calibration:
             )
         else:
             estimate = self._traffic_s(kernel.kind, kernel.nbytes(symbols))
-        return replace(estimate, spread=(estimate.spread**2 + self.extra_spread**2) ** 0.5)
+        return estimate
 
     def _matmul_s(self, kernel: Kernel, symbols: Mapping[str, int]) -> Estimate:
         speed, guess = self._matmul_speed(kernel.dtype)

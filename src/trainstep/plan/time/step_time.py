@@ -156,11 +156,13 @@ def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
         for kernel, count in counted
     ]
     gap_s = calibration.gaps.get("graph" if run.capture != "none" else "eager", 0.0)
-    device = {phase: _device(lines, phase, gap_s) for phase in by_phase}
+    device = {phase: _device(lines, phase, gap_s, calibration) for phase in by_phase}
     update = None
     if run.mode == "step" and run.update != "after_backward":
         own = [(kernel, kernel.count) for kernel in kernels.optimizer]
-        update = _device([_line("", kernel, count, kernels.symbols, calibration) for kernel, count in own], "", gap_s)
+        update = _device(
+            [_line("", kernel, count, kernels.symbols, calibration) for kernel, count in own], "", gap_s, calibration
+        )
     messages = exposed_messages(config, calibration, device, update)
     host: dict[str, HostTime] = {}
     if run.capture == "none":
@@ -233,7 +235,7 @@ def _line(phase: str, kernel: Kernel, count: int, symbols: Mapping[str, int], ca
     )
 
 
-def _device(lines: Sequence[Line], phase: str, gap_s: float) -> Interval:
+def _device(lines: Sequence[Line], phase: str, gap_s: float, calibration: Calibration) -> Interval:
     own = [line for line in lines if line.phase == phase]
     time_s = sum(line.time_s for line in own)
     gaps_s = gap_s * sum(line.count for line in own)
@@ -242,7 +244,8 @@ def _device(lines: Sequence[Line], phase: str, gap_s: float) -> Interval:
         key = line.kind, line.formula
         alike[key] = alike.get(key, 0.0) + line.spread * line.time_s
     deviation_s = sum(value**2 for value in alike.values()) ** 0.5
-    half_s = _DEVIATIONS * (deviation_s**2 + (_MACHINE * time_s) ** 2) ** 0.5 + gaps_s / 2
+    deviation_s = (deviation_s**2 + (_MACHINE**2 + calibration.extra_spread**2) * time_s**2) ** 0.5
+    half_s = _DEVIATIONS * deviation_s + gaps_s / 2
     power_s = _POWER * sum(line.time_s for line in own if line.dtype in _SIXTEEN_BITS)
     total_s = time_s + gaps_s
     return Interval(time_s=total_s, low_s=max(0.0, total_s - half_s), high_s=total_s + half_s + power_s)
