@@ -20,6 +20,8 @@ from typing import Any
 
 from h200_kernels import RECORDS, USED_MODELS, Row, kernel_traffic, matmuls, profiles, read, rows
 
+from trainstep.config.calibration import CalibrationConfig
+from trainstep.config.parsing import to_plain
 from trainstep.records.facts import facts_of
 from trainstep.records.record import Record, record_to_plain
 
@@ -56,10 +58,10 @@ def calibration() -> Record:
         first,
         workload="calibration",
         key="0" * 16,
-        config={"device": "cuda", "seed": 0},
+        config=to_plain(CalibrationConfig(device="cuda")),
         duration_s=0.0,
         samples={},
-        facts=facts_of(multiprocessors=_MULTIPROCESSORS),
+        facts=facts_of(multiprocessors=_MULTIPROCESSORS, command="python scripts/h200_calibration.py"),
         tables={name: _columns(rows) for name, rows in tables.items()},
     )
 

@@ -37,6 +37,7 @@ def a_calibration(**tables: dict[str, list[object]]) -> Record:
     return replace(a_record(), workload="calibration", facts=facts_of(multiprocessors=1), tables=made | tables)
 
 
+@pytest.mark.slow
 def test_the_shipped_calibration_is_what_its_script_makes(monkeypatch: pytest.MonkeyPatch):
     script = load_script("h200_calibration", monkeypatch)
     assert script.TARGET.read_text() == script.text()

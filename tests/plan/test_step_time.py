@@ -76,7 +76,7 @@ def test_as_many_kernels_as_a_profiled_step_ran():
             count = sum(kernel.count for kernel in getattr(kernels, phase) if kernel.kind != Kind.MATMUL)
             rows = zip(table["phase"], table["class"], table["calls"], strict=True)
             measured = sum(calls for name, class_, calls in rows if name == phase and class_ != "matmul")
-            assert count == pytest.approx(measured, rel=0.05 if phase == "forward" else 0.13), (
+            assert count == pytest.approx(measured, rel=0.08 if phase == "forward" else 0.13), (
                 config["model"]["name"],
                 config["context"],
                 phase,

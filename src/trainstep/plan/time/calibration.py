@@ -27,6 +27,8 @@ _GUESSED = 0.15
 """Spread of what is taken from something else that was measured."""
 _SCALED = 0.12
 """Spread that another GPU's efficiency adds."""
+_BUSY_CPU = 0.2
+"""Spread that a CPU's other work adds."""
 _INSTEAD: Mapping[Kind, Sequence[Kind]] = {
     Kind.BROADCAST: (Kind.CONTIGUOUS,),
     Kind.STRIDED: (Kind.BROADCAST, Kind.CONTIGUOUS),
@@ -206,6 +208,7 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
         host={what: cost for what, cost in host.items() if what not in _GAPS},
         gaps={what: cost.middle_s for what, cost in host.items() if what in _GAPS},
         collectives=collectives,
+        extra_spread=_BUSY_CPU if units == 1 else 0.0,
         origin=origin,
         peaks=spec.peak_flops if spec else {},
         used=frozenset(
