@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,16 +93,13 @@ def plan(
     from trainstep.report.plan.prediction import Planned
 
     predictions = [predict(config, gpu_memory_bytes=memory_bytes) for config in configs]
+    named = gpu if gpu_memory_gib is None else None
     planned = [
-        Planned(
-            prediction=prediction,
-            gpu=gpu if gpu_memory_gib is None else None,
-            cuts=cuts(prediction) if len(configs) == 1 else (),
-            tokens=tokens,
-            **_timed(prediction.config, speeds),
-        )
+        Planned(prediction=prediction, gpu=named, tokens=tokens, **_timed(prediction.config, speeds))
         for prediction in predictions
     ]
+    if len(planned) == 1:
+        planned = [replace(planned[0], cuts=cuts(predictions[0]))]
     _show(planned, _varied(points), terms=terms, as_json=json)
     return 1 if all(prediction.fits is False for prediction in predictions) else 0
 

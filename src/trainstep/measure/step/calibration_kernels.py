@@ -165,11 +165,7 @@ def attention_points(device: torch.device, seed: int) -> Iterator[Point]:
     """Causal attention forward and backward. A backward's time is both passes' less forward's, which plan cannot tell apart."""
     gpu = device.type == "cuda"
     normal = _normal(device, seed)
-    cases: Sequence[tuple[int, int, int]] = (
-        ((64, 256, 64), (64, 1024, 64), (32, 4096, 64), (64, 1024, 128), (32, 4096, 128))
-        if gpu
-        else ((8, 64, 32), (8, 256, 32))
-    )
+    cases: Sequence[tuple[int, int, int]] = _GPU_ATTENTION if gpu else _CPU_ATTENTION
     names = (
         [("sdpa_flash", "bf16"), ("sdpa_efficient", "fp32"), ("trainstep", "bf16")]
         if gpu

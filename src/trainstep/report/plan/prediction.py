@@ -55,7 +55,7 @@ def plan_answer(planned: Planned) -> Answer:
     if planned.cuts:
         words += f" {_cut_words(prediction, planned.cuts)}"
     if planned.time is not None:
-        verdict += f" {time_words(planned.time, planned.tokens)}"
+        verdict += f" {time_words(planned.time, planned.tokens, fits=prediction.fits is not False)}"
     elif planned.no_time:
         words += f" No time: {planned.no_time}."
     return Answer(workload="plan", verdict=verdict, suggestion=words)

@@ -8,12 +8,14 @@ from trainstep.report.kit.forms import COUNT, MS, PERCENT, TEXT, listed, millise
 from trainstep.report.kit.tables import Column, Table, filled
 
 _OPTIONAL = (GAPS, HOST, MESSAGES)
+_LONG_S = 10
+"""From here on in seconds."""
 
 
-def time_words(predicted: StepTime, tokens: float | None) -> str:
-    """`It takes 152 ms (141 to 170), 53,900 tokens/s, MFU 41 %; most of it: matmul.`"""
+def time_words(predicted: StepTime, tokens: float | None, *, fits: bool = True) -> str:
+    """`A step takes 152 ms (141 to 170): 53,900 tokens/s, MFU 41 %; most of it: matmul.`"""
     step = predicted.step
-    words = f"A step takes {_interval(step)}: {predicted.tokens_per_s:,.0f} tokens/s"
+    words = f"A step {'takes' if fits else 'would take'} {_interval(step)}: {predicted.tokens_per_s:,.0f} tokens/s"
     if (mfu := utilisation(predicted)) is not None:
         words += f", MFU {100 * mfu:.0f} %"
     classes = sorted(predicted.classes.items(), key=lambda item: -item[1])
@@ -153,11 +155,13 @@ def _by_class(predicted: StepTime) -> Table:
 
 
 def _interval(interval: Interval) -> str:
+    if interval.time_s >= _LONG_S:
+        return f"{_ms(interval.time_s)} ({three_digits(interval.low_s)} to {three_digits(interval.high_s)})"
     return f"{_ms(interval.time_s)} ({milliseconds(interval.low_s)} to {milliseconds(interval.high_s)})"
 
 
 def _ms(time_s: float) -> str:
-    return f"{milliseconds(time_s)} ms"
+    return f"{three_digits(time_s)} s" if time_s >= _LONG_S else f"{milliseconds(time_s)} ms"
 
 
 def _ends(interval: Interval) -> list[float]:
