@@ -62,9 +62,9 @@ def plan(
     gpu_memory_gib
         Its memory in GiB, for a GPU that is not in the list, or for a part of one.
     peak_tflops
-        With --bandwidth: its dense TFLOP/s in bf16, for a GPU that is not in the list.
+        Its dense TFLOP/s in bf16; with --bandwidth, for a GPU that is not in the list.
     bandwidth
-        With --peak-tflops: the bandwidth of its memory in TB/s.
+        The bandwidth of its memory in TB/s; with --peak-tflops.
     calibration
         A file of records with a calibration that `trainstep doctor --measure --out` wrote; by default the one that comes with
         trainstep: H200's, and for other GPUs its efficiency at their data sheets' rates.
@@ -84,9 +84,7 @@ def plan(
     memory_bytes = _gpu_memory_bytes(gpu, gpu_memory_gib)
     _check_positive(tokens=tokens, peak_tflops=peak_tflops, bandwidth=bandwidth)
     speeds = _calibration(calibration, gpu, peak_tflops, bandwidth)
-    points = _points(fields)
-    if terms and len(points) > 1:
-        raise ValueError("terms: are those of one step; give one value for each option")
+    points = _points(fields, single=terms)
     configs = [build(PlanConfig, point, where="plan") for point in points]
 
     from trainstep.plan.prediction import cuts, predict
@@ -160,8 +158,8 @@ def _gpu_memory_bytes(gpu: str | None, gpu_memory_gib: float | None) -> int | No
     return None if gpu is None else gpu_named(gpu).memory_bytes
 
 
-def _points(fields: Mapping[str, str | None]) -> list[dict[str, Any]]:
-    """The flat values of each step."""
+def _points(fields: Mapping[str, str | None], *, single: bool) -> list[dict[str, Any]]:
+    """The flat values of each step. `single`: ValueError for several."""
     options = grid_from_text(dict(fields))
     grid = {"model": ["small"], **options}
     if "sync" not in options:
@@ -177,6 +175,8 @@ def _points(fields: Mapping[str, str | None]) -> list[dict[str, Any]]:
         raise ValueError(
             f"plan: {count:,} steps are too many to compare; give fewer values, {_MOST_STEPS} steps at most"
         )
+    if single and count > 1:
+        raise ValueError("terms: are those of one step; give one value for each option")
     return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
 
