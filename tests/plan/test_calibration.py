@@ -142,6 +142,22 @@ def test_a_record_becomes_speeds():
         calibration_of(a_calibration(matmuls={}))
 
 
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"traffic": {"kind": ["magic"], "bytes": [1.0], "time_s": [1.0]}}, "'magic' is no kind of kernel"),
+        ({"traffic": {"kind": ["rows"], "bytes": [1.0], "time_s": [0.0]}}, "row 1 of its table traffic has time_s 0.0"),
+        (
+            {"host": {"what": ["graph"], "time_s": [-1.0], "low_s": [0.0], "high_s": [1.0]}},
+            "table host has time_s -1.0",
+        ),
+    ],
+)
+def test_impossible_points_are_refused(tables: dict[str, dict[str, list[object]]], words: str):
+    with pytest.raises(ValueError, match=words):
+        calibration_of(a_calibration(**tables))
+
+
 def test_a_file_without_a_calibration_is_refused(tmp_path: Path):
     path = tmp_path / "records.jsonl"
     Store(path).append(a_record())

@@ -171,10 +171,15 @@ class Calibration:
 def calibration_of(record: Record, *, origin: str = "") -> Calibration:
     """The fits and curves of a record of the workload `calibration`. ValueError names what is missing."""
     tables = {name: _rows(columns) for name, columns in record.tables.items()}
-    units = record.fact("multiprocessors", 1)
+    units = record.fact("multiprocessors", 0)
+    if units < 1:
+        raise ValueError(
+            "calibration: its record does not say how many multiprocessors were measured; measure it again"
+        )
     name = record.environment.gpu or record.environment.cpu
     if not tables.get("matmuls") or not tables.get("traffic"):
         raise ValueError("calibration: its record has no table of matmuls, or none of traffic; measure it again")
+    _check_points(tables)
     matmuls = {}
     for dtype, rows in _grouped(tables["matmuls"], lambda row: row["dtype"]).items():
         works = [(1.0, matmul_work(dtype, row["m"], row["n"], row["k"], row["batch"], units)) for row in rows]
@@ -215,6 +220,27 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
             word for rows in tables.values() for row in rows for word in _KEY.findall(row.get("source", ""))
         ),
     )
+
+
+_SIZES = ("m", "n", "k", "batch", "bytes", "batch_heads", "context", "head_dim", "ranks")
+
+
+def _check_points(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """ValueError for a size or a time that is not positive, and for an unknown kind of kernel."""
+    for name, rows in tables.items():
+        for number, row in enumerate(rows, start=1):
+            wrong = [size for size in _SIZES if size in row and not row[size] > 0]
+            if not (row["time_s"] > 0 if name != "host" else 0 <= row["low_s"] <= row["time_s"] <= row["high_s"]):
+                wrong.append("time_s")
+            if wrong:
+                raise ValueError(
+                    f"calibration: row {number} of its table {name} has {wrong[0]} {row[wrong[0]]}, which cannot be; measure "
+                    "it again"
+                )
+            if name == "traffic" and row["kind"] not in {str(kind) for kind in Kind}:
+                raise ValueError(
+                    f"calibration: {row['kind']!r} is no kind of kernel that this trainstep knows; update trainstep"
+                )
 
 
 _KEY = re.compile(r"\b[0-9a-f]{16}\b")

@@ -30,16 +30,20 @@ class StepKernels:
     """Number of parameters."""
 
 
-def step_kernels(run: RunConfig, *, updated_share: float = 1.0, copies_gradients: bool = False) -> StepKernels:
+def step_kernels(
+    run: RunConfig, *, updated_share: float = 1.0, copies_gradients: bool = False, compute: RunConfig | None = None
+) -> StepKernels:
     """The kernels of this run. ValueError for what has no formulas.
 
     `updated_share`: of the parameters, which this rank updates. `copies_gradients`: into flat buffers, from which they are sent.
+    `compute`: the run in the precision that the model computes in, where that is another than its parameters'.
     """
     check_known(run)
     model = model_of(run)
-    block = block_passes(run)
+    compute = run if compute is None else compute
+    block = block_passes(compute)
     again = [kernel for mode in modes_of(run) for kernel in _again(block.forward, mode)]
-    forward, backward = _around(run)
+    forward, backward = _around(compute)
     layers = model.layers
     parameters = transformer_parameters(model, run.precision, run.ops)
     numel, weight = sum(parameter.numel for parameter in parameters), widths_of(run).weight

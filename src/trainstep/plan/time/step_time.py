@@ -16,7 +16,7 @@ half-width; at the upper end 16-bit matmuls may also be slowed down by the power
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainstep.config.parallel import RanksConfig
 from trainstep.config.run import Phase, RunConfig
@@ -148,7 +148,13 @@ class StepTime:
 def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
     """The time of a step. ValueError for what has no formulas, or is not in the calibration."""
     run = config.run
-    kernels = step_kernels(run, updated_share=updated_share(config), copies_gradients=copied_gradients(config))
+    narrow = config.ranks > 1 and config.sync.compute_dtype == "bf16" and not run.precision.endswith("_autocast")
+    kernels = step_kernels(
+        run,
+        updated_share=updated_share(config),
+        copies_gradients=copied_gradients(config),
+        compute=replace(run, precision="bf16") if narrow else None,
+    )
     by_phase = _kernels_by_phase(kernels, run)
     lines = [
         _line(phase, kernel, count, kernels.symbols, calibration)

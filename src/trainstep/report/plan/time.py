@@ -21,7 +21,10 @@ def time_words(predicted: StepTime, tokens: float | None, *, fits: bool = True) 
     classes = sorted(predicted.classes.items(), key=lambda item: -item[1])
     words += f"; most of it: {classes[0][0]} {_ms(classes[0][1])} and {classes[1][0]} {_ms(classes[1][1])}."
     if predicted.host_bound:
-        words += " The host is slower than the GPU: `--capture step` or `--compile block` make it faster."
+        faster = (
+            "`--capture step` or `--compile block`" if predicted.config.run.compile == "none" else "`--capture step`"
+        )
+        words += f" The host is slower than the GPU, which {faster} would change."
     if tokens is not None:
         hours = predicted.gpu_hours(tokens)
         words += (
