@@ -169,6 +169,14 @@ def test_messages_without_overlap_are_exposed_whole_and_with_it_less():
     )
 
 
+def test_gradients_are_sent_once_however_many_micro_batches_and_fsdp_gathers_for_each():
+    once, thrice = (time_of(ranks=2, sync="bucketed", capture="step", accumulation=count) for count in (1, 3))
+    assert thrice.messages.payload_bytes == once.messages.payload_bytes
+    assert thrice.messages.total.time_s == pytest.approx(once.messages.total.time_s, rel=0.01)
+    gathered, again = (time_of(ranks=2, sync="fsdp", capture="step", accumulation=count).messages for count in (1, 3))
+    assert again.messages["forward"] == 3 * gathered.messages["forward"]
+
+
 def numel() -> int:
     return 24 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 10_000 * 1024 + 1024
 

@@ -6,26 +6,17 @@ between moments: the range is the calibration's.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from trainstep.config.run import Phase, RunConfig
 from trainstep.plan.model_ops import model_of
 from trainstep.plan.time.calibration import Calibration, HostCost
+from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.kernels import Kernel
 
 _PER_MODEL = 0.5
 """A model compiled whole has one call, but launches as many kernels: about half of what its blocks cost by themselves."""
 _AROUND_BLOCKS = 40
 """Kernels around compiled blocks that are enqueued one by one: norm, head, loss."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostTime:
-    """Seconds to enqueue a phase."""
-
-    time_s: float
-    low_s: float
-    high_s: float
 
 
 def host_time(
@@ -35,7 +26,7 @@ def host_time(
     *,
     tensors: int,
     messages: Mapping[str, int],
-) -> dict[str, HostTime]:
+) -> dict[str, Interval]:
     """The host's time by phase; none where the calibration knows no host. `tensors`: number of parameters.
 
     `messages`: by the phase whose hooks send them.
@@ -59,7 +50,7 @@ def host_time(
         if message is not None:
             costs.append((messages.get(phase, 0), message))
         if costs:
-            found[phase] = HostTime(
+            found[phase] = Interval(
                 time_s=sum(number * cost.middle_s for number, cost in costs),
                 low_s=sum(number * cost.low_s for number, cost in costs),
                 high_s=sum(number * cost.high_s for number, cost in costs),

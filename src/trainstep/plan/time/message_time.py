@@ -37,6 +37,7 @@ from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import model_of
 from trainstep.plan.peak_memory import exchange_of
 from trainstep.plan.time.calibration import Calibration
+from trainstep.plan.time.interval import ENDS, NOTHING, Interval, total_of
 
 _MOST_RANKS = 8
 """GPUs of one machine: messages between machines were never measured."""
@@ -50,36 +51,22 @@ _COPIES_SLOW = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
-    """Seconds that messages add."""
-
-    time_s: float = 0.0
-    low_s: float = 0.0
-    high_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Exposed:
-    """What messages add to each phase, and how long all of them take. `bytes`: payloads of a step."""
+    """What messages add to each phase, how long all of them take, and their payloads in a step."""
 
-    phases: Mapping[str, Added] = field(default_factory=dict)
+    phases: Mapping[str, Interval] = field(default_factory=dict)
     sent_s: float = 0.0
     messages: Mapping[str, int] = field(default_factory=dict)
     """Messages that a phase's hooks enqueue."""
     payload_bytes: int = 0
     guess: str = ""
 
-    def of(self, phase: str) -> Added:
-        return self.phases.get(phase, Added())
+    def of(self, phase: str) -> Interval:
+        return self.phases.get(phase, NOTHING)
 
     @property
-    def total(self) -> Added:
-        parts = self.phases.values()
-        return Added(
-            time_s=sum(part.time_s for part in parts),
-            low_s=sum(part.low_s for part in parts),
-            high_s=sum(part.high_s for part in parts),
-        )
+    def total(self) -> Interval:
+        return total_of(self.phases.values())
 
 
 def updated_share(config: RanksConfig) -> float:
@@ -94,7 +81,7 @@ def copied_gradients(config: RanksConfig) -> bool:
 
 
 def exposed_messages(
-    config: RanksConfig, calibration: Calibration, device: Mapping[str, object], update: object = None
+    config: RanksConfig, calibration: Calibration, device: Mapping[str, Interval], update: Interval | None = None
 ) -> Exposed:
     """What this strategy's messages add to the device's phases. `update`: the update's kernels, where they are a part of backward.
 
@@ -127,8 +114,8 @@ def exposed_messages(
         link.counts = end == "time_s"
         timeline = _Timeline(exchange, parameters, link, factor, slowed, layers=model_of(config.run).layers)
         busy_s = {phase: getattr(busy, end) for phase, busy in device.items()}
-        found[end] = timeline.added(busy_s, getattr(update, end, 0.0))
-    phases = {phase: Added(**{end: added.get(phase, 0.0) for end, added in found.items()}) for phase in found["time_s"]}
+        found[end] = timeline.added(busy_s, getattr(update or NOTHING, end))
+    phases = {phase: Interval(**{end: found[end][phase] for end in ENDS}) for phase in device}
     guess = "messages by copies as NCCL's" if config.sync.transport == "copies" else link.guess
     return Exposed(
         phases=phases, sent_s=link.sent_s, messages=link.messages, payload_bytes=link.payload_bytes, guess=guess
@@ -190,14 +177,19 @@ class _Timeline:
     def added(self, device: Mapping[str, float], update_s: float) -> dict[str, float]:
         """Seconds that messages add to each phase."""
         added = dict.fromkeys(device, 0.0)
+        batches = self._exchange.micro_batches
+        forward_s = device[Phase.FORWARD] / batches
+        gathers = MessageKind.NEEDED_UNITS in self._kinds
+        repeats = batches if gathers and self._exchange.reshard_after_forward else 1
         self._link.phase = Phase.FORWARD
-        if MessageKind.NEEDED_UNITS in self._kinds or (
-            MessageKind.UPDATED_UNITS in self._kinds and Phase.OPTIMIZER in device
-        ):
-            added[Phase.FORWARD] = self._gathered(device[Phase.FORWARD])
+        if gathers or (MessageKind.UPDATED_UNITS in self._kinds and Phase.OPTIMIZER in device):
+            added[Phase.FORWARD] = sum(self._gathered(forward_s) for _ in range(repeats))
         self._link.phase = Phase.BACKWARD
         if Phase.BACKWARD in device:
-            added[Phase.BACKWARD] = self._reduced(device[Phase.BACKWARD] - update_s, update_s)
+            backward_s = (device[Phase.BACKWARD] - update_s) / batches
+            # Gradients are sent in the last micro-batch; those before it only gather.
+            added[Phase.BACKWARD] = self._reduced(backward_s, update_s)
+            added[Phase.BACKWARD] += sum(self._gathered(backward_s) for _ in range(repeats - 1))
         self._link.phase = Phase.OPTIMIZER
         if MessageKind.PARAMETERS_OF_OWNERS in self._kinds and Phase.OPTIMIZER in device:
             added[Phase.OPTIMIZER] = self._broadcast()

@@ -7,7 +7,7 @@ from trainstep.config.machine import matmul_dtype
 from trainstep.config.run import RunConfig
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import check_known, chunk_tokens, model_of, modes_of, symbols_of, widths_of
-from trainstep.plan.time.block_kernels import Passes, block_passes, linear, plain_norm
+from trainstep.plan.time.block_kernels import block_passes, linear, plain_norm
 from trainstep.plan.time.kernels import ATTENTION_KINDS, Kernel, Kind, matmul, traffic
 
 _PASSES_OF_FOREACH = 80
@@ -23,8 +23,6 @@ class StepKernels:
     added: tuple[Kernel, ...]
     """Gradients of a micro-batch after the first, which are added to those before."""
     optimizer: tuple[Kernel, ...]
-    block: Passes
-    """One block's, recomputation in backward included."""
     symbols: dict[str, int]
     tensors: int
     """Number of parameters."""
@@ -56,7 +54,6 @@ def step_kernels(
         backward=(*(replace(kernel, count=layers * kernel.count) for kernel in block.backward), *again, *backward),
         added=tuple(_in_pieces(added, len(parameters))),
         optimizer=tuple(_update(run, weight, len(parameters))) if run.mode == "step" else (),
-        block=replace(block, backward=(*block.backward, *_again(block.forward, run.recompute))),
         symbols=symbols,
         tensors=len(parameters),
     )

@@ -23,7 +23,8 @@ from trainstep.config.run import Phase, RunConfig
 from trainstep.costs.transformer import step_flops
 from trainstep.plan.model_ops import model_of
 from trainstep.plan.time.calibration import Calibration
-from trainstep.plan.time.host_time import HostTime, host_time
+from trainstep.plan.time.host_time import host_time
+from trainstep.plan.time.interval import ENDS, Interval, total_of
 from trainstep.plan.time.kernels import CLASSES, Kernel, Kind, class_of
 from trainstep.plan.time.message_time import Exposed, copied_gradients, exposed_messages, updated_share
 from trainstep.plan.time.step_kernels import StepKernels, step_kernels
@@ -38,29 +39,9 @@ _DEVIATIONS = 1.64
 _POWER = 0.15
 """How much longer 16-bit matmuls take where the power limit lowers the clock (2.7B, 1,024 tokens, results/h200/captured.jsonl:
 1,530 of 1,980 MHz)."""
+_LAUNCH = {"low_s": 0.7, "time_s": 1.0, "high_s": 3.0}
+"""A graph's launch at the ends of the interval: 0.3 to 0.9 ms of the same graph on two hosts (captured.jsonl, fused.jsonl)."""
 _SIXTEEN_BITS = ("bf16", "fp16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A predicted time with the interval that should hold it."""
-
-    time_s: float
-    low_s: float
-    high_s: float
-
-    def __add__(self, other: "Interval") -> "Interval":
-        return Interval(
-            time_s=self.time_s + other.time_s, low_s=self.low_s + other.low_s, high_s=self.high_s + other.high_s
-        )
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval's length over its middle time."""
-        return (self.high_s - self.low_s) / 2 / self.time_s
-
-
-NOTHING = Interval(time_s=0.0, low_s=0.0, high_s=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +115,7 @@ class StepTime:
     def gpu_hours(self, tokens: float) -> Interval:
         """GPU-hours to train on so many tokens: steps x time x ranks."""
         steps = tokens / self.tokens
-        factor = steps * self.config.ranks / 3600
-        return Interval(
-            time_s=factor * self.step.time_s, low_s=factor * self.step.low_s, high_s=factor * self.step.high_s
-        )
+        return self.step * (steps * self.config.ranks / 3600)
 
     @property
     def guesses(self) -> tuple[str, ...]:
@@ -170,14 +148,15 @@ def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
             [_line("", kernel, count, kernels.symbols, calibration) for kernel, count in own], "", gap_s, calibration
         )
     messages = exposed_messages(config, calibration, device, update)
-    host: dict[str, HostTime] = {}
-    if run.capture == "none":
-        host = host_time(run, by_phase, calibration, tensors=kernels.tensors, messages=messages.messages)
+    host = host_time(run, by_phase, calibration, tensors=kernels.tensors, messages=messages.messages)
+    if run.capture != "none":  # what AdamW's loop and foreach enqueue is in no graph
+        left_out = (Phase.OPTIMIZER,) if run.adamw in ("loop", "foreach") else ()
+        host = {phase: cost for phase, cost in host.items() if phase in left_out}
     launch_s = 0.0
     if run.capture != "none" and config.ranks == 1:  # a window of several ranks' steps hides it behind the step before
         launch_s = calibration.gaps.get("graph launch", 0.0) * sum(line.count for line in lines)
     phases = _pipeline(device, host, messages, launch_s)
-    step = _total(phases)
+    step = total_of(phases.values())
     classes = dict.fromkeys(CLASSES, 0.0)
     for line in lines:
         classes[class_of(line.what)] += line.time_s
@@ -191,7 +170,7 @@ def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
         step=step,
         phases=phases,
         device=device,
-        host={phase: Interval(**vars(cost)) for phase, cost in host.items()},
+        host=host,
         classes=classes,
         lines=tuple(lines),
         messages=messages,
@@ -258,13 +237,13 @@ def _device(lines: Sequence[Line], phase: str, gap_s: float, calibration: Calibr
 
 
 def _pipeline(
-    device: Mapping[str, Interval], host: Mapping[str, HostTime], messages: Exposed, launch_s: float
+    device: Mapping[str, Interval], host: Mapping[str, Interval], messages: Exposed, launch_s: float
 ) -> dict[str, Interval]:
     """What each phase adds: the device starts a phase's kernels when it has those before, and the host has enqueued them."""
-    ends = {name: dict[str, float]() for name in ("low_s", "time_s", "high_s")}
+    ends = {name: dict[str, float]() for name in ENDS}
     for name, end_of in ends.items():
         host_end_s = 0.0
-        device_end_s = launch_s * {"low_s": 0.7, "time_s": 1.0, "high_s": 3.0}[name]
+        device_end_s = launch_s * _LAUNCH[name]
         for phase, busy in device.items():
             host_end_s += getattr(host[phase], name) if phase in host else 0.0
             device_end_s = max(host_end_s, device_end_s + getattr(busy, name) + getattr(messages.of(phase), name))
@@ -275,10 +254,3 @@ def _pipeline(
         before = {name: end_of[phase] for name, end_of in ends.items()}
         phases[phase] = Interval(**added)
     return phases
-
-
-def _total(phases: Mapping[str, Interval]) -> Interval:
-    total = NOTHING
-    for phase in phases.values():
-        total += phase
-    return total

@@ -8,7 +8,8 @@ from trainstep.plan.activations import every_kept
 from trainstep.plan.live_tensors import CATEGORIES
 from trainstep.plan.model_ops import symbols_of
 from trainstep.plan.prediction import CONTEXT_BYTES, Cut, Prediction
-from trainstep.plan.time.step_time import Interval, StepTime
+from trainstep.plan.time.interval import Interval
+from trainstep.plan.time.step_time import StepTime
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import MS, ROUGH_SIZE, SIZE, TEXT, WHOLE, listed, milliseconds, needed_words
 from trainstep.report.kit.tables import Column, Table, filled

@@ -3,7 +3,8 @@
 from typing import Any
 
 from trainstep.config.machine import matmul_dtype
-from trainstep.plan.time.step_time import GAPS, HOST, MESSAGES, Interval, StepTime
+from trainstep.plan.time.interval import Interval
+from trainstep.plan.time.step_time import GAPS, HOST, MESSAGES, StepTime
 from trainstep.report.kit.forms import COUNT, MS, PERCENT, TEXT, listed, milliseconds, three_digits
 from trainstep.report.kit.tables import Column, Table, filled
 
