@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, silu
 
+from trainstep.ops.adamw import AdamW
+from trainstep.ops.swiglu import swiglu
 from trainstep.plan.time.kernels import Kind
 from trainstep.training.attention import attention_named, sdpa_on
 from trainstep.training.precision import DTYPES
@@ -139,8 +141,6 @@ def _compiled(normal: Callable[..., Tensor], rows: int, width: int) -> Call:
 
 
 def _fused(normal: Callable[..., Tensor], rows: int, width: int) -> Call:
-    from trainstep.ops.swiglu import swiglu  # needs Triton
-
     joined = normal(rows, 2 * width, dtype=torch.bfloat16)
     return lambda: swiglu(joined)
 
@@ -217,8 +217,6 @@ def optimizer_points(device: torch.device, seed: int) -> Iterator[Point]:
                 parameter.grad = normal(numel)
                 if name == "fused":
                     return torch.optim.AdamW([parameter], fused=True).step
-                from trainstep.ops.adamw import AdamW  # needs Triton
-
                 return AdamW([parameter]).step
 
             yield Point(row={"name": name, "bytes": 28.0 * numel}, make=make)
