@@ -3,6 +3,7 @@
 import json
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,23 @@ def test_a_calibration_is_kept_beside_the_ceilings_and_planned_with(
     assert [cell.workload for cell in asked] == ["calibration"]
     assert app.run(["plan", "--model", "tiny", "--calibration", str(out)]) == 0
     assert f"Calibration: measured, {out}" in capsys.readouterr().out
+
+
+def test_a_calibration_that_failed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch)
+    failure = Failure(kind="crash", phase="host", message="it fell over")
+    monkeypatch.setattr(verb, "measure_ceilings", lambda cells: [record(cell, 1e11) for cell in cells])
+    monkeypatch.setattr(
+        verb,
+        "measure_calibration",
+        lambda cells: [replace(record(cell("matmul"), 1e11), workload="calibration", facts={}, failure=failure)],
+    )
+    verb.doctor(measure=True, quiet=True)
+    assert "calibration: was not measured: it fell over" in capsys.readouterr().err
+
+
+def cell(kind: str) -> Cell:
+    return next(cell for cell in inspection.ceiling_cells("cpu") if cell.config["kind"] == kind)
 
 
 def test_messages_are_measured_where_there_are_several_gpus():

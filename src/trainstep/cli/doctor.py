@@ -63,9 +63,12 @@ def doctor(
             _tell(f"measuring {len(cells)} rates: about a minute", quiet=quiet)
             ceilings = _kept(measure_ceilings(cells), store)
             _tell("calibrating: seconds on a CPU, up to four minutes on a GPU", quiet=quiet)
-            records = [*ceilings, *_kept(measure_calibration(calibration_cells(*machine)), store)]
+            calibrated = _kept(measure_calibration(calibration_cells(*machine)), store)
+        for record in calibrated:
+            if record.failure is not None:
+                _tell(f"{record.workload}: was not measured: {record.failure.message}", quiet=False)
         inspection = with_ceilings(inspection, ceilings)
-        measured = answers(rows_of([(str(out or ""), record) for record in records]))
+        measured = answers(rows_of([(str(out or ""), record) for record in [*ceilings, *calibrated]]))
     if json:
         from trainstep.report.kit.answer import plain_answers
         from trainstep.report.kit.visible import ascii_json
