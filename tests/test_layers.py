@@ -40,6 +40,7 @@ ROOMS = {
         "run": 3,
         "memory": 4,
     },
+    "plan": {"": 0, "time": 1},
     "report": {
         "kit": 0,
         "step": 1,

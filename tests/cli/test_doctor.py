@@ -3,6 +3,7 @@
 import json
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from fake_nvml import FakeNvml, install
 from sources import ROOT
+from trainstep.cli import app
 from trainstep.cli import doctor as verb
 from trainstep.config.collective import KINDS
 from trainstep.config.grid import Cell
@@ -17,7 +19,7 @@ from trainstep.measure.machine import environment as environment_module
 from trainstep.measure.machine import inspection
 from trainstep.measure.machine.device import Probe
 from trainstep.measure.machine.environment import environment
-from trainstep.records.record import Fact, Failure, Record
+from trainstep.records.record import Fact, Failure, Record, record_from_plain
 from trainstep.records.store import Store
 
 H200 = {
@@ -47,6 +49,12 @@ def machine(
     install(monkeypatch, FakeNvml(*gpus, cuda=cuda) if gpus else None)
     monkeypatch.setattr(inspection, "probe_device", lambda: probe)
     monkeypatch.setattr(environment_module, "torch_build", lambda: torch)
+
+
+@pytest.fixture(autouse=True)
+def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is calibrated, which takes seconds; one test does it."""
+    monkeypatch.setattr(verb, "measure_calibration", lambda cells: [])
 
 
 def record(cell: Cell, rate: float | None) -> Record:
@@ -271,6 +279,52 @@ def test_a_locked_store_and_a_path_that_is_no_regular_file_are_refused_before_an
     for path in (Path("/dev/null"), tmp_path, Path("/")):
         with pytest.raises(ValueError, match=r"is not a regular file|is a folder"):
             verb.doctor(measure=True, out=path)
+
+
+def test_a_calibration_is_kept_beside_the_ceilings_and_planned_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    machine(monkeypatch)
+    shipped = json.loads((ROOT / "src/trainstep/plan/time/calibrations/h200.json").read_text())
+    asked: list[Cell] = []
+
+    def calibrated(cells: list[Cell]) -> list[Record]:
+        asked.extend(cells)
+        return [record_from_plain(shipped)]
+
+    monkeypatch.setattr(verb, "measure_ceilings", lambda cells: [record(cell, 1e11) for cell in cells])
+    monkeypatch.setattr(verb, "measure_calibration", calibrated)
+    out = tmp_path / "here.jsonl"
+    verb.doctor(measure=True, out=out)
+    assert "in bf16 matmuls" in capsys.readouterr().out
+    assert [cell.workload for cell in asked] == ["calibration"]
+    assert app.run(["plan", "--model", "tiny", "--calibration", str(out)]) == 0
+    assert f"Calibration: measured, {out}" in capsys.readouterr().out
+
+
+def test_a_calibration_that_failed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(monkeypatch)
+    failure = Failure(kind="crash", phase="host", message="it fell over")
+    monkeypatch.setattr(verb, "measure_ceilings", lambda cells: [record(cell, 1e11) for cell in cells])
+    monkeypatch.setattr(
+        verb,
+        "measure_calibration",
+        lambda cells: [replace(record(cell("matmul"), 1e11), workload="calibration", facts={}, failure=failure)],
+    )
+    verb.doctor(measure=True, quiet=True)
+    assert "calibration: was not measured: it fell over" in capsys.readouterr().err
+
+
+def cell(kind: str) -> Cell:
+    return next(cell for cell in inspection.ceiling_cells("cpu") if cell.config["kind"] == kind)
+
+
+def test_messages_are_measured_where_there_are_several_gpus():
+    cells = inspection.calibration_cells("cuda", 2)
+    assert {cell.workload for cell in cells} == {"calibration", "collective"}
+    assert {cell.config["ranks"] for cell in cells[1:]} == {2}
+    assert len({cell.key for cell in cells}) == len(cells)
+    assert [cell.workload for cell in inspection.calibration_cells("cuda", 1)] == ["calibration"]
 
 
 def test_nothing_is_measured_after_a_problem(monkeypatch: pytest.MonkeyPatch):

@@ -125,3 +125,51 @@ def test_bad_input_is_one_sentence(arguments: list[str], sentence: str, capsys: 
 def test_records_without_a_step_cannot_be_graded(capsys: pytest.CaptureFixture[str]):
     assert app.run(["plan", "--grade", str(RECORDS / "flash.jsonl")]) == 2
     assert "flash.jsonl holds no step that can be graded" in capsys.readouterr().err
+
+
+def test_a_known_gpu_has_a_time_with_an_interval_and_its_calibration(capsys: pytest.CaptureFixture[str]):
+    options = ["--precision", "bf16_autocast", "--compile", "block", "--tokens", "1e9"]
+    assert app.run([*FITTING, *options]) == 0
+    out = capsys.readouterr().out
+    assert "A step takes" in out
+    assert "GPU-hours" in out
+    assert "Calibration: shipped, NVIDIA H200" in out
+    widths = {}
+    for gpu in ("h200", "h100"):
+        app.run(["plan", "--model", "large", "--gpu", gpu, "--capture", "step", *options, "--json"])
+        [row] = json.loads(capsys.readouterr().out)["rows"]
+        low, high = row["time"]["interval_s"]
+        assert low < row["time"]["step_s"] < high
+        assert row["time"]["tokens_per_s"] == pytest.approx(256 / row["time"]["step_s"])
+        widths[gpu] = (high - low) / row["time"]["step_s"]
+    assert widths["h100"] > 1.3 * widths["h200"], "another GPU's efficiency at its data sheet's rates"
+
+
+def test_every_kernel_has_its_formula(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", "--model", "tiny", "--gpu", "h200", "--terms", "--json"]) == 0
+    terms = json.loads(capsys.readouterr().out)["time_terms"]
+    [head] = [term for term in terms if (term["op"], term["phase"]) == ("head", "forward")]
+    assert head["formula"] == "2 x N x V x d FLOPs, fp32"
+    assert all(term["formula"] and term["count"] > 0 and term["time_s"] > 0 for term in terms)
+
+
+def test_a_step_without_a_time_still_has_its_memory(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", "--model", "tiny", "--gpu", "h200", "--ranks", "16"]) == 0
+    assert "No time: ranks: 16 are of several machines" in capsys.readouterr().out
+    app.run(["plan", "--model", "tiny", "--gpu-memory-gib", "80"])
+    assert "A step takes" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--peak-tflops", "900"], "bandwidth: a data sheet's time needs both"),
+        (["--peak-tflops", "900", "--bandwidth", "0"], "bandwidth: must be a positive number"),
+        (["--tokens", "-5"], "tokens: must be a positive number"),
+        (["--calibration", "nowhere.jsonl"], "nowhere.jsonl is not there; write it with trainstep doctor"),
+        (["--grade", "results", "--tokens", "5"], "tokens: has no effect on --grade"),
+    ],
+)
+def test_bad_machines_are_sentences(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", *options]) == 2
+    assert words in capsys.readouterr().err

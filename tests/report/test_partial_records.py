@@ -1,5 +1,6 @@
 """A record without one of its config fields, samples, facts or tables is refused in one sentence or reported without it."""
 
+import json
 from typing import Any
 
 import pytest
@@ -30,7 +31,12 @@ FILES = {
     "profile": "h200/profile_again",
     "memory": "h200/memory_sizes",
 }
-MADE = {"op": op(implementation="trainstep"), "run": a_full_run()}
+SHIPPED = ROOT / "src/trainstep/plan/time/calibrations/h200.json"
+MADE = {
+    "op": op(implementation="trainstep"),
+    "run": a_full_run(),
+    "calibration": record_from_plain(json.loads(SHIPPED.read_text())),
+}
 """Workloads without a published file."""
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,10 +34,10 @@ def doctor(
     Parameters
     ----------
     measure
-        Also measure how fast the machine multiplies and copies (about a minute).
+        Also measure how fast the machine multiplies and copies, and calibrate `trainstep plan` (a minute; on a GPU up to five).
     out
-        With --measure: file of records to append the measurements to; a report of it together with profiles draws their
-        rooflines.
+        With --measure: file of records to append the measurements to. `trainstep plan --calibration` takes it, and a report of it
+        together with profiles draws their rooflines.
     json
         Print JSON; with --measure it begins with `answer`.
     device
@@ -44,7 +45,7 @@ def doctor(
     quiet
         Show only the results, not the progress.
     """
-    from trainstep.measure.machine.inspection import ceiling_cells, inspect_machine, with_ceilings
+    from trainstep.measure.machine.inspection import calibration_cells, ceiling_cells, inspect_machine, with_ceilings
 
     if out is not None and not measure:
         raise ValueError("out: only --measure writes records; add --measure, or leave out --out")
@@ -55,18 +56,19 @@ def doctor(
         from trainstep.report.answers import answers
         from trainstep.report.kit.rows import rows_of
 
-        cells = ceiling_cells(inspection["device"], len(inspection["gpus"]))
-        _tell(f"measuring {len(cells)} rates: about a minute", quiet=quiet)
-        if out is None:
-            records = measure_ceilings(cells)
-        else:
-            store = Store(out)
-            with store.locked():  # before the first measurement, so that no measurement is lost
-                records = measure_ceilings(cells)
-                for record in records:
-                    store.append(record)
-        inspection = with_ceilings(inspection, records)
-        measured = answers(rows_of([(str(out or ""), record) for record in records]))
+        machine = inspection["device"], len(inspection["gpus"])
+        store = None if out is None else Store(out)
+        with nullcontext() if store is None else store.locked():  # before the first measurement, so that none is lost
+            cells = ceiling_cells(*machine)
+            _tell(f"measuring {len(cells)} rates: about a minute", quiet=quiet)
+            ceilings = _kept(measure_ceilings(cells), store)
+            _tell("calibrating: seconds on a CPU, up to four minutes on a GPU", quiet=quiet)
+            calibrated = _kept(measure_calibration(calibration_cells(*machine)), store)
+        for record in calibrated:
+            if record.failure is not None:
+                _tell(f"{record.workload}: was not measured: {record.failure.message}", quiet=False)
+        inspection = with_ceilings(inspection, ceilings)
+        measured = answers(rows_of([(str(out or ""), record) for record in [*ceilings, *calibrated]]))
     if json:
         from trainstep.report.kit.answer import plain_answers
         from trainstep.report.kit.visible import ascii_json
@@ -86,6 +88,19 @@ def _tell(words: str, *, quiet: bool) -> None:
     if not quiet:
         with outliving_reader(sys.stderr):
             print(words, file=sys.stderr, flush=True)
+
+
+def _kept(records: list[Record], store: Store | None) -> list[Record]:
+    """The records, each of which is on disk when this returns."""
+    if store is not None:
+        for record in records:
+            store.append(record)
+    return records
+
+
+def measure_calibration(cells: Sequence[Cell]) -> list[Record]:
+    """One record for each cell, of a calibration and of messages between GPUs."""
+    return measure_ceilings(cells)
 
 
 def measure_ceilings(cells: Sequence[Cell]) -> list[Record]:

@@ -1,7 +1,8 @@
-"""`trainstep plan`: will a step fit, by how much, and what to cut first; by formula, without a GPU and without torch."""
+"""`trainstep plan`: will a step fit, how long does it take, and what to cut first; by formula, without a GPU and without torch."""
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,15 +25,19 @@ def plan(
     *,
     gpu: str | None = None,
     gpu_memory_gib: float | None = None,
+    peak_tflops: float | None = None,
+    bandwidth: float | None = None,
+    calibration: Path | None = None,
+    tokens: float | None = None,
     grade: Path | None = None,
     terms: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
     **fields: str | None,
 ) -> int:
-    """Predict the memory of a training step by formula: at each moment, by category, and whether it fits on a GPU.
+    """Predict the memory and the time of a training step by formula: whether it fits on a GPU, and how long it takes.
 
-    Nothing runs, and no GPU is needed. The step is replayed tensor by tensor, with the rules of torch's allocator, for every
-    precision, attention, compilation, recomputation, capture and parallel strategy of trainstep. Lists compare steps: one row each.
+    Nothing runs, and no GPU is needed. The step is replayed tensor by tensor, with the rules of torch's allocator, and timed kernel
+    by kernel, as fast as a calibration says, with an interval. Lists compare steps: one row each.
 
     Exit codes: 0 it fits (of several steps: one of them), or no GPU was named; 1 it does not fit; 2 bad input.
 
@@ -44,6 +49,8 @@ def plan(
 
         trainstep plan --model 2.7B --ranks 8 --sync bucketed,sharded_flat,fsdp --gpu-memory-gib 24 --precision bf16_autocast
 
+        trainstep plan --model 2.7B --gpu h100 --precision bf16_autocast --compile block --tokens 5e10
+
         trainstep plan --model medium --terms
 
         trainstep plan --grade results/h200
@@ -54,41 +61,93 @@ def plan(
         The GPU that it should fit on: h200, h100, a100-sxm4-80gb, rtx-4090...
     gpu_memory_gib
         Its memory in GiB, for a GPU that is not in the list, or for a part of one.
+    peak_tflops
+        Its dense TFLOP/s in bf16; with --bandwidth, for a GPU that is not in the list.
+    bandwidth
+        The bandwidth of its memory in TB/s; with --peak-tflops.
+    calibration
+        A file of records with a calibration that `trainstep doctor --measure --out` wrote; by default the one that comes with
+        trainstep: H200's, and for other GPUs its efficiency at their data sheets' rates.
+    tokens
+        Also predict the GPU-hours to train on so many tokens.
     grade
         A file of records or a folder of them: predict each measured step anew and compare. Prints Markdown.
     terms
-        Also print the formula of each tensor that forward keeps, with its source.
+        Also print the formula of each tensor that forward keeps, with its source, and of each kernel's time.
     json
         Print JSON, which begins with `answer`; sizes in bytes.
     """
     if grade is not None:
-        given = [
-            name
-            for name, value in {"gpu": gpu, "gpu_memory_gib": gpu_memory_gib, **fields}.items()
-            if value is not None
-        ]
-        if given or terms:
-            raise ValueError(
-                f"{(given or ['terms'])[0]}: has no effect on --grade, whose records say what was run; leave it out"
-            )
-        return _show_grades(grade, as_json=json)
+        machine = {"gpu": gpu, "gpu_memory_gib": gpu_memory_gib, "peak_tflops": peak_tflops, "bandwidth": bandwidth}
+        _check_alone("grade", {**machine, "tokens": tokens, "terms": terms or None, **fields})
+        return _show_grades(grade, calibration, as_json=json)
     memory_bytes = _gpu_memory_bytes(gpu, gpu_memory_gib)
-    points = _points(fields)
-    if terms and len(points) > 1:
-        raise ValueError("terms: are those of one step; give one value for each option")
+    _check_positive(tokens=tokens, peak_tflops=peak_tflops, bandwidth=bandwidth)
+    speeds = _calibration(calibration, gpu, peak_tflops, bandwidth)
+    points = _points(fields, single=terms)
     configs = [build(PlanConfig, point, where="plan") for point in points]
 
     from trainstep.plan.prediction import cuts, predict
     from trainstep.report.plan.prediction import Planned
 
     predictions = [predict(config, gpu_memory_bytes=memory_bytes) for config in configs]
-    name = gpu if gpu_memory_gib is None else None
+    named = gpu if gpu_memory_gib is None else None
     planned = [
-        Planned(prediction=prediction, gpu=name, cuts=cuts(prediction) if len(configs) == 1 else ())
+        Planned(prediction=prediction, gpu=named, tokens=tokens, **_timed(prediction.config, speeds))
         for prediction in predictions
     ]
+    if len(planned) == 1:
+        planned = [replace(planned[0], cuts=cuts(predictions[0]))]
     _show(planned, _varied(points), terms=terms, as_json=json)
     return 1 if all(prediction.fits is False for prediction in predictions) else 0
+
+
+def _check_alone(mode: str, others: Mapping[str, Any]) -> None:
+    """ValueError for an option that has no effect on this mode."""
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(f"{given[0]}: has no effect on --{mode}, whose records say what was run; leave it out")
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name}: must be a positive number, not {value:g}")
+
+
+def _calibration(path: Path | None, gpu: str | None, peak_tflops: float | None, bandwidth: float | None) -> Any:
+    """The machine's speeds: measured, of a data sheet, or shipped; None where no machine is named."""
+    from trainstep.plan.time.calibration import data_sheet, scaled_to, shipped_for
+
+    if (peak_tflops is None) != (bandwidth is None):
+        missing = "bandwidth" if bandwidth is None else "peak_tflops"
+        raise ValueError(f"{missing}: a data sheet's time needs both --peak-tflops and --bandwidth; add this one")
+    if path is not None:
+        if peak_tflops is not None:
+            raise ValueError("calibration: has measured what --peak-tflops and --bandwidth say; leave these out")
+        if not path.exists():
+            raise ValueError(f"calibration: {path} is not there; write it with trainstep doctor --measure --out {path}")
+        from trainstep.plan.time.stored import read_calibration  # imports what reads records
+
+        return read_calibration(path)
+    if peak_tflops is not None and bandwidth is not None:
+        return data_sheet(peak_tflops=peak_tflops, memory_bytes_per_s=bandwidth * 1e12)
+    if gpu is None:
+        return None
+    spec = gpu_named(gpu)
+    return shipped_for(spec) or scaled_to(spec)
+
+
+def _timed(config: Any, speeds: Any) -> dict[str, Any]:
+    """The step's time, or why there is none; a step whose time has no formula still has its memory."""
+    from trainstep.plan.time.step_time import step_time
+
+    if speeds is None:
+        return {}
+    try:
+        return {"time": step_time(config, speeds)}
+    except ValueError as error:
+        return {"no_time": str(error)}
 
 
 def _gpu_memory_bytes(gpu: str | None, gpu_memory_gib: float | None) -> int | None:
@@ -99,8 +158,8 @@ def _gpu_memory_bytes(gpu: str | None, gpu_memory_gib: float | None) -> int | No
     return None if gpu is None else gpu_named(gpu).memory_bytes
 
 
-def _points(fields: Mapping[str, str | None]) -> list[dict[str, Any]]:
-    """The flat values of each step."""
+def _points(fields: Mapping[str, str | None], *, single: bool) -> list[dict[str, Any]]:
+    """The flat values of each step. `single`: ValueError for several."""
     options = grid_from_text(dict(fields))
     grid = {"model": ["small"], **options}
     if "sync" not in options:
@@ -116,6 +175,8 @@ def _points(fields: Mapping[str, str | None]) -> list[dict[str, Any]]:
         raise ValueError(
             f"plan: {count:,} steps are too many to compare; give fewer values, {_MOST_STEPS} steps at most"
         )
+    if single and count > 1:
+        raise ValueError("terms: are those of one step; give one value for each option")
     return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
 
@@ -129,6 +190,7 @@ def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms:
     from trainstep.report.kit.answer import plain_answers, print_answers
     from trainstep.report.kit.visible import ascii_json
     from trainstep.report.plan.prediction import comparison_table, plain, plan_answer, plan_tables, terms_table
+    from trainstep.report.plan.time import time_terms_table
 
     answers = [plan_answer(planned[0])] if len(planned) == 1 else []
     if as_json:
@@ -137,6 +199,8 @@ def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms:
             for item, point in zip(planned, points, strict=True)
         ]
         extra = {"terms": terms_table(planned[0].prediction).raw} if terms else {}
+        if terms and planned[0].time is not None:
+            extra["time_terms"] = time_terms_table(planned[0].time).raw
         print(ascii_json({"answer": plain_answers(answers), "rows": rows, **extra}, indent=1))
         return
     from trainstep.report.kit.terminal import print_tables
@@ -145,19 +209,26 @@ def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms:
     tables = plan_tables(planned[0]) if answers else [comparison_table(planned, points)]
     if terms:
         tables.append(terms_table(planned[0].prediction))
+        if planned[0].time is not None:
+            tables.append(time_terms_table(planned[0].time))
     print_tables(tables, [], sys.stdout)
 
 
-def _show_grades(path: Path, *, as_json: bool) -> int:
+def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
     """Grade a file of records, or every *.jsonl of a folder, and print it. ValueError if nothing in it can be graded."""
     # Only grading reads records.
     from trainstep.cli.streams import outliving_reader
     from trainstep.plan.grade import grade_records
+    from trainstep.plan.time.calibration import shipped
+    from trainstep.plan.time.grade import grade_times
     from trainstep.records.store import Store
     from trainstep.report.plan.grade import FiledGrade, grade_answer, grade_tables, plain, refusal_lines
+    from trainstep.report.plan.time_grade import FiledTimeGrade, time_answer, time_tables
+    from trainstep.report.plan.time_grade import plain as plain_time
 
     if not path.exists():
         raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
+    speeds = None if calibration is None else _calibration(calibration, None, None, None)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     with outliving_reader(sys.stderr):
         print(
@@ -165,28 +236,51 @@ def _show_grades(path: Path, *, as_json: bool) -> int:
             file=sys.stderr,
             flush=True,
         )
-    grades, refusals = list[FiledGrade](), dict[str, int]()
+    grades, times = list[FiledGrade](), list[FiledTimeGrade]()
+    refusals, untimed = dict[str, int](), dict[str, int]()
     for file in files:
-        graded, refused = grade_records(Store(file).read())
+        records = Store(file).read()
+        graded, refused = grade_records(records)
         grades += [FiledGrade(file=file.stem, grade=grade) for grade in graded]
-        for reason, count in refused.items():
-            refusals[reason] = refusals.get(reason, 0) + count
-    if not grades:
+        _add(refusals, refused)
+        for gpu in {record.environment.gpu for record in records}:
+            own = speeds or (shipped(gpu) if gpu else None)
+            if own is None:
+                continue
+            timed, refused = grade_times([record for record in records if record.environment.gpu == gpu], own)
+            times += [FiledTimeGrade(file=file.stem, grade=grade) for grade in timed]
+            _add(untimed, refused)
+    if not grades and not times:
         reason = next(
             iter(refusals), "a step on a GPU with its peaks, as bench, profile, memory and parallel record them"
         )
         raise ValueError(f"grade: {path} holds no step that can be graded: {reason}")
-    answer = grade_answer(grades)
+    answers = [grade_answer(grades)] if grades else []
+    if times:
+        answers.append(time_answer(times, times[0].grade.predicted.calibration.origin))
     if as_json:
         from trainstep.report.kit.answer import plain_answers
         from trainstep.report.kit.visible import ascii_json
 
-        rows = [plain(item) for item in grades]
-        print(ascii_json({"answer": plain_answers([answer]), "rows": rows, "refused": refusals}, indent=1))
+        out = {
+            "answer": plain_answers(answers),
+            "rows": [plain(item) for item in grades],
+            "refused": refusals,
+            "times": [plain_time(item) for item in times],
+            "times_refused": untimed,
+        }
+        print(ascii_json(out, indent=1))
         return 0
     from trainstep.report.kit.frames import markdown
 
-    sys.stdout.write(markdown(grade_tables(grades), [answer]))
-    for line in refusal_lines(refusals):
-        print(f"\n{line}")
+    tables = [*(time_tables(times) if times else []), *(grade_tables(grades) if grades else [])]
+    sys.stdout.write(markdown(tables, answers))
+    for kind, reasons in (("", refusals), ("Time: ", untimed)):
+        for line in refusal_lines(reasons):
+            print(f"\n{kind}{line}")
     return 0
+
+
+def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for reason, count in more.items():
+        counts[reason] = counts.get(reason, 0) + count

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainstep.config.attention import AttentionConfig, AttentionTilesConfig
+from trainstep.config.calibration import CalibrationConfig
 from trainstep.config.collective import CeilingConfig, CollectiveConfig
 from trainstep.config.memory import MemoryConfig
 from trainstep.config.numerics import NumericsConfig
@@ -141,6 +142,15 @@ _ROWS = (
         answer="trainstep.report.parallel.answer:ceilings_answer",
         always={"config": ("kind", "dtype")},
         charts=("trainstep.report.step.phases:ceilings_charts",),
+    ),
+    Instrument(
+        name="calibration",
+        title="Calibration",
+        config=CalibrationConfig,
+        measured="trainstep.measure.step.calibration:WORKLOAD",
+        verb="doctor",
+        answer="trainstep.report.plan.calibration:calibration_answer",
+        facts=("multiprocessors",),
     ),
     Instrument(
         name="collective",

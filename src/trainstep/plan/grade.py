@@ -78,9 +78,14 @@ def grade_records(records: Iterable[Record]) -> tuple[list[Grade], dict[str, int
 
 def ranks_config(record: Record) -> RanksConfig:
     """The config of a record as the replay takes it. ValueError for a workload without a training step."""
-    if record.workload not in CONFIGS:
-        raise ValueError(f"{record.workload}: is no workload of trainstep's own")
-    config: Any = from_plain(CONFIGS[record.workload], record.config)
+    return planned_config(record.workload, record.config)
+
+
+def planned_config(workload: str, plain: Mapping[str, Any]) -> RanksConfig:
+    """The config of a workload's cell as the replay takes it. ValueError for a workload without a training step."""
+    if workload not in CONFIGS:
+        raise ValueError(f"{workload}: is no workload of trainstep's own")
+    config: Any = from_plain(CONFIGS[workload], plain)
     if isinstance(config, RanksConfig):
         return config
     if isinstance(config, RunConfig):
@@ -88,7 +93,7 @@ def ranks_config(record: Record) -> RanksConfig:
     if isinstance(config, NumericsConfig) and isinstance(config.model, ModelConfig):
         names = {field.name for field in fields(RunConfig)} & {field.name for field in fields(NumericsConfig)}
         return alone(RunConfig(**{name: getattr(config, name) for name in names}))
-    raise ValueError(f"{record.workload}: has no training step of the built-in model")
+    raise ValueError(f"{workload}: has no training step of the built-in model")
 
 
 def _is_measured(record: Record) -> bool:

@@ -233,6 +233,7 @@ FACTS: Mapping[str, FactKind] = {
     # Ceilings and collectives
     "counted": FactKind("", str, "which FLOPs or bytes count"),
     "route": FactKind("", str, "path of a copy between GPUs"),
+    "multiprocessors": FactKind("count", int, "multiprocessors of the GPU; 1 of a CPU"),
     "payload_bytes": FactKind("bytes", float, "bytes of the whole tensor"),
     "ring_bytes": FactKind("bytes", float, "bytes of the whole tensor that a ring's busiest rank sends"),
     "messages": FactKind("count", int, "number of messages sent"),

@@ -121,6 +121,7 @@ class Record:
     facts: Mapping[str, Fact] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     prediction: Mapping[str, Any] | None = None
+    """What plan says of the config and the GPU (plan/time/recorded.py); None on a CPU, or where there are no formulas."""
     failure: Failure | None = None
     format: int = FORMAT
 

@@ -194,6 +194,42 @@ _RUN = {
         rows="a reason and line of graph breaks", columns={"file": str, "line": int, "reason": str, "count": int}
     ),
 }
+_SOURCE = {"source": str}
+"""Of a calibration that was made from other records: the record that a point is from."""
+_CALIBRATION = {
+    "matmuls": TableKind(
+        rows="a product of (m, k) and (k, n) matrices, `batch` of them: seconds of its kernel",
+        columns={"dtype": str, "time_s": float} | dict.fromkeys(("m", "n", "k", "batch"), int),
+        optional=_SOURCE,
+    ),
+    "traffic": TableKind(
+        rows="a kernel that moves bytes, of a kind of plan/time/kernels.py",
+        columns={"kind": str, "bytes": float, "time_s": float},
+        optional=_SOURCE,
+    ),
+    "attention": TableKind(
+        rows="causal attention in a direction: seconds of its kernels",
+        columns=dict.fromkeys(("implementation", "dtype", "direction"), str)
+        | dict.fromkeys(("batch_heads", "context", "head_dim"), int)
+        | {"time_s": float},
+        optional=_SOURCE,
+    ),
+    "optimizers": TableKind(
+        rows="an update by an implementation of AdamW: bytes read and written, and seconds",
+        columns={"name": str, "bytes": float, "time_s": float},
+        optional=_SOURCE,
+    ),
+    "collectives": TableKind(
+        rows="a collective of so many ranks on a tensor of so many bytes",
+        columns={"operation": str, "ranks": int, "bytes": float, "time_s": float},
+        optional=_SOURCE,
+    ),
+    "host": TableKind(
+        rows="a cost of the host, or a gap between kernels: its middle and its range",
+        columns={"what": str, "time_s": float, "low_s": float, "high_s": float},
+        optional=_SOURCE,
+    ),
+}
 _LOSSES = {
     "losses": TableKind(
         rows="a step before the timed steps, from the first on: its loss; none where it is not finite",
@@ -208,6 +244,7 @@ TABLES: Mapping[str, Mapping[str, TableKind]] = {
     "numerics": _NUMERICS,
     "attention_tiles": _TILES,
     "run": _PROFILE | _RUN,
+    "calibration": _CALIBRATION,
 }
 """Workload -> table name -> declaration: two workloads may use a name for different tables."""
 

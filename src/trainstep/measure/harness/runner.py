@@ -12,6 +12,7 @@ from trainstep.config.parsing import from_plain, to_plain
 from trainstep.measure.harness.connection import Answer, CellLost, Connection, Tell
 from trainstep.measure.harness.rank_connection import connect, ranks_of
 from trainstep.measure.machine.environment import environment, load_before, memory_bytes
+from trainstep.plan.time.recorded import recorded_prediction
 from trainstep.records.facts import facts_of
 from trainstep.records.record import FORMAT, Failure, Record, record_from_plain
 
@@ -89,6 +90,7 @@ class CellRun:
             "started_at": self._started_at.isoformat(timespec="seconds"),
             "duration_s": time.monotonic() - self._started_s,
             "format": FORMAT,
+            "prediction": self._prediction(answer["environment"].get("gpu")),
             **answer.get("findings", {}),
             "failure": answer.get("failure"),
         }
@@ -102,15 +104,21 @@ class CellRun:
 
     def failed(self, failure: Failure) -> Record:
         """The record of a cell that failed without an answer from its process."""
+        here = environment(visible_devices=self._limits.visible_devices)
         return Record(
             workload=self.cell.workload,
             key=self.cell.key,
             config=self.cell.config,
-            environment=environment(visible_devices=self._limits.visible_devices),
+            environment=here,
             started_at=self._started_at.isoformat(timespec="seconds"),
             duration_s=time.monotonic() - self._started_s,
+            prediction=self._prediction(here.gpu),
             failure=failure,
         )
+
+    def _prediction(self, gpu: str | None) -> dict[str, Any] | None:
+        """What plan says of the cell, from its config and the GPU's name alone."""
+        return recorded_prediction(self.cell.workload, self.cell.config, gpu=gpu)
 
 
 def run_alone(run: CellRun, steps: int | None = None, *, inspect: bool = True) -> tuple[Record, bool]:

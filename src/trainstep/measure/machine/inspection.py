@@ -1,15 +1,18 @@
 """Inspects this machine for `trainstep doctor`: hardware, data sheets, packages, tools and problems.
 
-`inspect_machine` makes a plain dictionary; `ceiling_cells` lists what to measure; `with_ceilings` adds the measured ceilings.
+`inspect_machine` makes a plain dictionary; `ceiling_cells` and `calibration_cells` list what to measure; `with_ceilings` adds the
+measured ceilings.
 """
 
 import dataclasses
 import shutil
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from trainstep.config.collective import CeilingConfig
+from trainstep.config.calibration import CalibrationConfig
+from trainstep.config.collective import CeilingConfig, CollectiveConfig
 from trainstep.config.grid import Cell
 from trainstep.config.machine import MachineSpec, machine_spec
 from trainstep.config.parsing import to_plain
@@ -91,6 +94,20 @@ def ceiling_cells(device: str, gpu_count: int = 0) -> list[Cell]:
     return [
         Cell(workload="ceiling", config=to_plain(CeilingConfig(device=device, **point)), point=point) for point in grid
     ]
+
+
+def calibration_cells(device: str, gpu_count: int = 0) -> list[Cell]:
+    """What `trainstep plan` needs to know of this machine: its kernels, and messages between its GPUs."""
+    cells = [Cell(workload="calibration", config=to_plain(CalibrationConfig(device=device)), point={})]
+    if device == "cuda" and gpu_count > 1:
+        for operation, mib in product(
+            ("all_reduce", "all_gather", "reduce_scatter", "broadcast"), (0.0625, 8, 128, 1024)
+        ):
+            config = CollectiveConfig(operation=operation, backend="nccl", ranks=gpu_count, mib=mib, device="cuda")
+            cells.append(
+                Cell(workload="collective", config=to_plain(config), point={"operation": operation, "mib": mib})
+            )
+    return cells
 
 
 def with_ceilings(inspection: Plain, records: Sequence[Record]) -> Plain:

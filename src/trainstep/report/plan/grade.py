@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainstep.config.parallel import RanksConfig
 from trainstep.plan.grade import Grade, TermError
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import COUNT, GIB, MINUS, SIZE, TEXT, Form, listed
@@ -35,8 +36,8 @@ def grade_answer(grades: Sequence[FiledGrade]) -> Answer:
     faults = sorted({term.term for item in grades for term in _faults(item.grade)})
     verdict = (
         f"Predicted peaks of {len(grades)} steps: allocated {_percent(statistics.median(allocated))} off in the median and "
-        f"{_percent(max(allocated))} at worst ({_words(worst)}); reserved {_percent(statistics.median(reserved))} and "
-        f"{_percent(max(reserved))}."
+        f"{_percent(max(allocated))} at worst ({step_words(worst.grade.config)}); reserved "
+        f"{_percent(statistics.median(reserved))} and {_percent(max(reserved))}."
     )
     if not faults:
         return Answer(workload="plan", verdict=verdict, suggestion="No term of a ledger is more than 10 % off.")
@@ -59,7 +60,7 @@ def plain(item: FiledGrade) -> dict[str, Any]:
     return {
         "file": item.file,
         "key": grade.record.key,
-        "step": _words(item),
+        "step": step_words(item.grade.config),
         "predicted_allocated_bytes": grade.memory.peak.allocated_bytes,
         "measured_allocated_bytes": grade.allocated_bytes,
         "predicted_reserved_bytes": grade.memory.peak.reserved_bytes,
@@ -71,7 +72,7 @@ def plain(item: FiledGrade) -> dict[str, Any]:
 def _by_kind(grades: Sequence[FiledGrade]) -> Table:
     kinds: dict[str, list[FiledGrade]] = {"all": list(grades)}
     for item in grades:
-        for kind in _kinds(item.grade):
+        for kind in step_kinds(item.grade.config):
             kinds.setdefault(kind, []).append(item)
     rows = [
         {
@@ -94,8 +95,9 @@ def _by_kind(grades: Sequence[FiledGrade]) -> Table:
     return Table.of("Errors of predicted peaks", rows, columns, note="Without signs, relative to what was measured.")
 
 
-def _kinds(grade: Grade) -> Iterable[str]:
-    run = grade.config.run
+def step_kinds(config: RanksConfig) -> Iterable[str]:
+    """The options of a step by which errors are grouped."""
+    run = config.run
     yield f"precision {run.precision}"
     yield f"attention {run.attention}"
     yield f"compile {run.compile}"
@@ -107,8 +109,8 @@ def _kinds(grade: Grade) -> Iterable[str]:
         yield f"recompute {run.recompute}"
     if run.ops != "plain":
         yield f"ops {run.ops}"
-    if grade.config.ranks > 1:
-        yield f"sync {grade.config.sync.name}"
+    if config.ranks > 1:
+        yield f"sync {config.sync.name}"
 
 
 def _errors(name: str, errors: Iterable[float]) -> dict[str, float]:
@@ -126,7 +128,7 @@ def _worst(grades: Sequence[FiledGrade]) -> Table:
 
     rows = [
         {
-            "step": _words(item),
+            "step": step_words(item.grade.config),
             "file": item.file,
             "allocated": item.grade.allocated_bytes,
             "allocated off": item.grade.allocated_error,
@@ -183,12 +185,13 @@ def _faults(grade: Grade) -> Iterable[TermError]:
             yield term
 
 
-def _words(item: FiledGrade) -> str:
-    config = item.grade.config
+def step_words(config: RanksConfig) -> str:
+    """A step in a few words: `xl, 4 x 512, fp32, plain`."""
     run = config.run
     words = [run.model.name, f"{run.batch_size} x {run.context}", run.precision, run.attention]
     words += [f"compile {run.compile}"] if run.compile != "none" else []
     words += [f"mode {run.mode}"] if run.mode != "step" else []
+    words += [f"ops {run.ops}"] if run.ops != "plain" else []
     words += ["captured"] if run.capture != "none" else []
     words += [f"{config.ranks} ranks {config.sync.name}"] if config.ranks > 1 else []
     return ", ".join(words)

@@ -1,4 +1,4 @@
-"""The answer and the tables of a predicted step: memory at each moment, activations by op, the formulas behind them."""
+"""The answer and the tables of a predicted step: time, memory at each moment, activations by op, the formulas behind them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,27 @@ from trainstep.plan.activations import every_kept
 from trainstep.plan.live_tensors import CATEGORIES
 from trainstep.plan.model_ops import symbols_of
 from trainstep.plan.prediction import CONTEXT_BYTES, Cut, Prediction
+from trainstep.plan.time.interval import Interval
+from trainstep.plan.time.step_time import StepTime
 from trainstep.report.kit.answer import Answer
-from trainstep.report.kit.forms import ROUGH_SIZE, SIZE, TEXT, listed, needed_words
+from trainstep.report.kit.forms import MS, ROUGH_SIZE, SIZE, TEXT, WHOLE, listed, milliseconds, needed_words
 from trainstep.report.kit.tables import Column, Table, filled
+from trainstep.report.plan.time import plain as time_plain
+from trainstep.report.plan.time import time_tables, time_words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A prediction with its words. `gpu`: the name of the GPU, or none."""
+    """A prediction of memory, and of time where the machine is known. `gpu`: the name of the GPU, or none."""
 
     prediction: Prediction
     gpu: str | None = None
     cuts: Sequence[Cut] = ()
+    time: StepTime | None = None
+    no_time: str = ""
+    """Why there is no time."""
+    tokens: float | None = None
+    """Tokens to train on."""
 
 
 def plan_answer(planned: Planned) -> Answer:
@@ -46,12 +55,17 @@ def plan_answer(planned: Planned) -> Answer:
     words = f"Largest at its peak, in {prediction.memory.peak.name}: {largest}."
     if planned.cuts:
         words += f" {_cut_words(prediction, planned.cuts)}"
+    if planned.time is not None:
+        verdict += f" {time_words(planned.time, planned.tokens, fits=prediction.fits is not False)}"
+    elif planned.no_time:
+        words += f" No time: {planned.no_time}."
     return Answer(workload="plan", verdict=verdict, suggestion=words)
 
 
 def plan_tables(planned: Planned) -> list[Table]:
     """Memory by category at each moment, activations by op at the peak, and what is outside of the allocator."""
-    return filled(_moments(planned.prediction), _by_op(planned.prediction), _outside(planned.prediction))
+    memory = filled(_moments(planned.prediction), _by_op(planned.prediction), _outside(planned.prediction))
+    return memory if planned.time is None else [*time_tables(planned.time), *memory]
 
 
 def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, Any]]) -> Table:
@@ -65,6 +79,9 @@ def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, A
             "needed": item.prediction.needed_bytes,
             "verdict": _word(item.prediction),
             "largest": _largest(item.prediction, most=1),
+            "step": None if item.time is None else item.time.step.time_s,
+            "interval": "" if item.time is None else _range_words(item.time.step),
+            "rate": None if item.time is None else item.time.tokens_per_s,
         }
         for item, point in zip(planned, points, strict=True)
     ]
@@ -74,6 +91,8 @@ def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, A
         Column("fits", TEXT, "verdict"),
         Column("largest at the peak", TEXT, "largest"),
     ]
+    if any(item.time is not None for item in planned):
+        columns += [Column("step (ms)", MS, "step"), Column("interval", TEXT), Column("tokens/s", WHOLE, "rate")]
     return Table.of(
         "Planned steps",
         rows,
@@ -127,6 +146,8 @@ def plain(planned: Planned) -> dict[str, Any]:
         "needed_bytes": prediction.needed_bytes,
         "interval_bytes": [prediction.low_bytes, prediction.high_bytes],
         "unmeasured": list(prediction.unmeasured),
+        "time": None if planned.time is None else time_plain(planned.time, planned.tokens),
+        "no_time": planned.no_time or None,
         "outside_bytes": prediction.outside,
         "moments": [
             {
@@ -149,6 +170,10 @@ def plain(planned: Planned) -> dict[str, Any]:
             for cut in planned.cuts
         ],
     }
+
+
+def _range_words(step: Interval) -> str:
+    return f"{milliseconds(step.low_s)} to {milliseconds(step.high_s)}"
 
 
 def _cut_words(prediction: Prediction, cuts: Sequence[Cut]) -> str:

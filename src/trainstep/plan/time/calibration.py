@@ -1,0 +1,331 @@
+"""How fast a machine is, as measured: matmuls by shape, attention by length, memory by kind of kernel, messages, the host.
+
+    calibration = shipped("NVIDIA H200")            # or data_sheet(...), scaled_to(spec), stored.py: read_calibration(path)
+    calibration.kernel_s(kernel, symbols)           # Estimate(time_s=..., spread=...)
+
+A calibration is a record of the workload `calibration`, whose tables hold the measured points (records/tables.py); fits and curves
+are made of them here when it is read. What was not measured is taken from the nearest that was, with a wider spread and its name
+in `guesses`. `spread` is the relative standard deviation that is assumed of a time.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from typing import Any
+
+from trainstep.config.machine import MachineSpec, machine_spec
+from trainstep.plan.time.attention_speed import AttentionSpeed, attention_speeds, seconds_of_attention
+from trainstep.plan.time.fits import Curve, curve_of, nonnegative_fit
+from trainstep.plan.time.kernels import ATTENTION_KINDS, Kernel, Kind
+from trainstep.plan.time.matmul_work import matmul_work
+from trainstep.records.record import Record, record_from_plain
+
+WORKLOAD = "calibration"
+_GUESSED = 0.15
+"""Spread of what is taken from something else that was measured."""
+_SCALED = 0.12
+"""Spread that another GPU's efficiency adds."""
+_BUSY_CPU = 0.2
+"""Spread that a CPU's other work adds."""
+_INSTEAD: Mapping[Kind, Sequence[Kind]] = {
+    Kind.BROADCAST: (Kind.CONTIGUOUS,),
+    Kind.STRIDED: (Kind.BROADCAST, Kind.CONTIGUOUS),
+    Kind.WIDENED: (Kind.BROADCAST, Kind.CONTIGUOUS),
+    Kind.ROWS: (Kind.CONTIGUOUS,),
+    Kind.COLUMNS: (Kind.ROWS, Kind.CONTIGUOUS),
+    Kind.SOFTMAX: (Kind.ROWS, Kind.CONTIGUOUS),
+    Kind.COMPILED: (Kind.CONTIGUOUS,),
+    Kind.COMPILED_PAIRS: (Kind.STRIDED, Kind.COMPILED, Kind.CONTIGUOUS),
+    Kind.COMPILED_PERMUTED: (Kind.STRIDED, Kind.COMPILED, Kind.CONTIGUOUS),
+    Kind.COMPILED_COLUMNS: (Kind.COMPILED, Kind.COLUMNS, Kind.CONTIGUOUS),
+    Kind.FUSED: (Kind.COMPILED, Kind.CONTIGUOUS),
+    Kind.FUSED_COLUMNS: (Kind.COMPILED_COLUMNS, Kind.FUSED, Kind.COLUMNS, Kind.CONTIGUOUS),
+    Kind.LOSS: (Kind.SOFTMAX, Kind.CONTIGUOUS),
+    Kind.LOSS_BACKWARD: (Kind.SOFTMAX, Kind.CONTIGUOUS),
+    Kind.EMBEDDING_BACKWARD: (Kind.STRIDED, Kind.CONTIGUOUS),
+}
+"""Kinds of traffic whose curve is taken where one was not measured."""
+_FP32_UPDATE = 28
+"""Bytes that an update of an fp32 parameter reads and writes."""
+_SAME_UNITS = {"fp16": "bf16", "bf16": "fp16"}
+"""Matrix units multiply both equally fast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A predicted time with its relative standard deviation, and what was guessed for it."""
+
+    time_s: float
+    spread: float
+    guess: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCost:
+    """Seconds of the host for one thing that it does, from a quiet machine's to a busy one's."""
+
+    low_s: float
+    middle_s: float
+    high_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulSpeed:
+    """time = fixed_s + work / rate (matmul_work.py)."""
+
+    fixed_s: float
+    flops_per_s: float
+    spread: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A machine's speeds. `units`: multiprocessors, 1 of a CPU."""
+
+    name: str
+    units: int
+    matmuls: Mapping[str, MatmulSpeed]
+    traffic: Mapping[Kind, tuple[Curve, float]]
+    attention: Mapping[tuple[str, str, str, int], AttentionSpeed]
+    """Implementation, dtype, direction and head width."""
+    optimizers: Mapping[str, tuple[Curve, float]]
+    host: Mapping[str, HostCost]
+    gaps: Mapping[str, float]
+    """Between two kernels of a graph, of an eager stream; before a graph's first kernel: `graph`, `eager`, `graph launch`."""
+    collectives: Mapping[tuple[str, int], tuple[Curve, float]]
+    """Operation and ranks -> seconds by bytes."""
+    extra_spread: float = 0.0
+    """Of all times together, where they are another machine's."""
+    origin: str = ""
+    """Where the calibration came from, in words."""
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """A data sheet's FLOP/s by dtype, for a dtype that was not measured."""
+    used: frozenset[str] = frozenset()
+    """Keys of the records that points are from, which grade nothing."""
+
+    def kernel_s(self, kernel: Kernel, symbols: Mapping[str, int]) -> Estimate:
+        """The time of one such kernel, without the gap before it. ValueError if nothing like it was measured."""
+        if kernel.kind == Kind.MATMUL:
+            estimate = self._matmul_s(kernel, symbols)
+        elif kernel.kind in ATTENTION_KINDS:
+            direction = "forward" if kernel.kind == Kind.ATTENTION_FORWARD else "backward"
+            dtype = "fp32" if kernel.element_bytes == 4 else "bf16"
+            time_s, spread, guess = seconds_of_attention(
+                self.attention, kernel.op, dtype, direction, symbols, units=self.units, matmul=self._rate(dtype)
+            )
+            estimate = Estimate(time_s=time_s, spread=spread, guess=guess)
+        elif kernel.kind == Kind.OPTIMIZER and kernel.op in self.optimizers:
+            curve, spread = self.optimizers[kernel.op]
+            guess = "AdamW's fused kernel on 16-bit weights by its bytes" if kernel.element_bytes < _FP32_UPDATE else ""
+            guess = guess if kernel.op == "fused" else ""
+            estimate = Estimate(
+                time_s=curve.seconds(kernel.nbytes(symbols)), spread=0.25 if guess else spread, guess=guess
+            )
+        else:
+            estimate = self._traffic_s(kernel.kind, kernel.nbytes(symbols))
+        return estimate
+
+    def _matmul_s(self, kernel: Kernel, symbols: Mapping[str, int]) -> Estimate:
+        speed, guess = self._matmul_speed(kernel.dtype)
+        m, n, k, batch = kernel.matrix(symbols)
+        element_bytes = 2 if kernel.dtype in ("bf16", "fp16") else 4
+        work = matmul_work(kernel.dtype, m, n, k, batch, self.units)
+        moved = self._traffic_s(Kind.CONTIGUOUS, element_bytes * batch * (m * k + k * n + m * n))
+        time_s = max(speed.fixed_s + work / speed.flops_per_s, moved.time_s)
+        return Estimate(time_s=time_s, spread=_GUESSED if guess else speed.spread, guess=guess)
+
+    def _matmul_speed(self, dtype: str) -> tuple[MatmulSpeed, str]:
+        if dtype in self.matmuls:
+            return self.matmuls[dtype], ""
+        same = _SAME_UNITS.get(dtype, dtype)
+        if same in self.matmuls:
+            return self.matmuls[same], ""
+        for other, speed in self.matmuls.items():
+            if dtype in self.peaks and other in self.peaks and (other != "fp32" or dtype == "fp32"):
+                rate = speed.flops_per_s * self.peaks[dtype] / self.peaks[other]
+                return replace(speed, flops_per_s=rate), f"{dtype} matmuls as {other}'s share of their peak"
+        raise ValueError(
+            f"calibration: {self.name} has no matmuls in {dtype}; it has {', '.join(self.matmuls) or 'none'}: measure it with "
+            "trainstep doctor --measure, or take another precision"
+        )
+
+    def _rate(self, dtype: str) -> float:
+        try:
+            return self._matmul_speed(dtype)[0].flops_per_s
+        except ValueError:
+            return next(iter(self.matmuls.values())).flops_per_s
+
+    def _traffic_s(self, kind: Kind, nbytes: float) -> Estimate:
+        for known in (kind, *_INSTEAD.get(kind, (Kind.CONTIGUOUS,))):
+            if known in self.traffic:
+                curve, spread = self.traffic[known]
+                guess = "" if known == kind else f"{kind} kernels as {known} ones"
+                return Estimate(time_s=curve.seconds(nbytes), spread=max(spread, _GUESSED if guess else 0), guess=guess)
+        raise ValueError(
+            f"calibration: {self.name} has no traffic of memory; measure it with trainstep doctor --measure"
+        )
+
+
+def calibration_of(record: Record, *, origin: str = "") -> Calibration:
+    """The fits and curves of a record of the workload `calibration`. ValueError names what is missing."""
+    tables = {name: _rows(columns) for name, columns in record.tables.items()}
+    units = record.fact("multiprocessors", 0)
+    if units < 1:
+        raise ValueError(
+            "calibration: its record does not say how many multiprocessors were measured; measure it again"
+        )
+    name = record.environment.gpu or record.environment.cpu
+    if not tables.get("matmuls") or not tables.get("traffic"):
+        raise ValueError("calibration: its record has no table of matmuls, or none of traffic; measure it again")
+    _check_points(tables)
+    matmuls = {}
+    for dtype, rows in _grouped(tables["matmuls"], lambda row: row["dtype"]).items():
+        works = [(1.0, matmul_work(dtype, row["m"], row["n"], row["k"], row["batch"], units)) for row in rows]
+        fit = nonnegative_fit(works, [row["time_s"] for row in rows])
+        if fit.factors[1] > 0:
+            matmuls[dtype] = MatmulSpeed(fixed_s=fit.factors[0], flops_per_s=1 / fit.factors[1], spread=fit.spread)
+    traffic = {
+        Kind(kind): curve_of([(row["bytes"], row["time_s"]) for row in rows])
+        for kind, rows in _grouped(tables["traffic"], lambda row: row["kind"]).items()
+    }
+    optimizers = {
+        name: curve_of([(row["bytes"], row["time_s"]) for row in rows])
+        for name, rows in _grouped(tables.get("optimizers", []), lambda row: row["name"]).items()
+    }
+    collectives = {
+        key: curve_of([(row["bytes"], row["time_s"]) for row in rows])
+        for key, rows in _grouped(tables.get("collectives", []), lambda row: (row["operation"], row["ranks"])).items()
+    }
+    host = {
+        row["what"]: HostCost(low_s=row["low_s"], middle_s=row["time_s"], high_s=row["high_s"])
+        for row in tables.get("host", [])
+    }
+    spec = machine_spec(record.environment.gpu)
+    return Calibration(
+        name=name,
+        units=units,
+        matmuls=matmuls,
+        traffic=traffic,
+        attention=attention_speeds(tables.get("attention", []), units=units),
+        optimizers=optimizers,
+        host={what: cost for what, cost in host.items() if what not in _GAPS},
+        gaps={what: cost.middle_s for what, cost in host.items() if what in _GAPS},
+        collectives=collectives,
+        extra_spread=_BUSY_CPU if units == 1 else 0.0,
+        origin=origin,
+        peaks=spec.peak_flops if spec else {},
+        used=frozenset(
+            word for rows in tables.values() for row in rows for word in _KEY.findall(row.get("source", ""))
+        ),
+    )
+
+
+_SIZES = ("m", "n", "k", "batch", "bytes", "batch_heads", "context", "head_dim", "ranks")
+
+
+def _check_points(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """ValueError for a size or a time that is not positive, and for an unknown kind of kernel."""
+    for name, rows in tables.items():
+        for number, row in enumerate(rows, start=1):
+            wrong = [size for size in _SIZES if size in row and not row[size] > 0]
+            if not (row["time_s"] > 0 if name != "host" else 0 <= row["low_s"] <= row["time_s"] <= row["high_s"]):
+                wrong.append("time_s")
+            if wrong:
+                raise ValueError(
+                    f"calibration: row {number} of its table {name} has {wrong[0]} {row[wrong[0]]}, which cannot be; measure "
+                    "it again"
+                )
+            if name == "traffic" and row["kind"] not in {str(kind) for kind in Kind}:
+                raise ValueError(
+                    f"calibration: {row['kind']!r} is no kind of kernel that this trainstep knows; update trainstep"
+                )
+
+
+_KEY = re.compile(r"\b[0-9a-f]{16}\b")
+_GAPS = ("graph", "eager", "graph launch")
+
+
+def shipped(gpu: str) -> Calibration | None:
+    """The calibration that comes with trainstep for this GPU (the driver's name), or None."""
+    name = _SHIPPED.get(gpu)
+    if name is None:
+        return None
+    text = (files("trainstep.plan.time") / "calibrations" / name).read_text(encoding="utf-8")
+    return calibration_of(record_from_plain(json.loads(text)), origin=f"shipped, {gpu} (results/h200)")
+
+
+def shipped_for(spec: MachineSpec) -> Calibration | None:
+    """The calibration that comes with trainstep for the GPU of this data sheet, or None."""
+    return next((shipped(gpu) for gpu in _SHIPPED if machine_spec(gpu) == spec), None)
+
+
+_REFERENCE = "NVIDIA H200"
+_SHIPPED = {_REFERENCE: "h200.json"}
+
+
+def scaled_to(spec: MachineSpec, *, units: int | None = None) -> Calibration:
+    """H200's efficiencies at a data sheet's rates: matmuls and attention by FLOP/s, the rest by bandwidth; the host's as it is."""
+    base, reference = shipped(_REFERENCE), machine_spec(_REFERENCE)
+    assert base is not None and reference is not None
+    slower = reference.memory_bytes_per_s / spec.memory_bytes_per_s
+
+    def by_peak(dtype: str) -> float:
+        return spec.peak_flops[dtype] / reference.peak_flops[dtype]
+
+    def stretched(curves: Mapping[Any, tuple[Curve, float]], factor: float) -> dict[Any, tuple[Curve, float]]:
+        def curve(old: Curve) -> Curve:
+            # What does not grow with bytes is a launch, which bandwidth does not change.
+            floor = old.points[0][1]
+            return Curve(points=tuple((nbytes, floor + (time_s - floor) * factor) for nbytes, time_s in old.points))
+
+        return {kind: (curve(old), spread) for kind, (old, spread) in curves.items()}
+
+    link = 1.0
+    if reference.link_bytes_per_s and spec.link_bytes_per_s:
+        link = reference.link_bytes_per_s / spec.link_bytes_per_s
+    return replace(
+        base,
+        name=spec.name,
+        units=units or base.units,
+        matmuls={
+            dtype: replace(speed, flops_per_s=speed.flops_per_s * by_peak(dtype))
+            for dtype, speed in base.matmuls.items()
+        },
+        traffic=stretched(base.traffic, slower),
+        optimizers=stretched(base.optimizers, slower),
+        attention={
+            key: replace(speed, flops_per_s=speed.flops_per_s * by_peak(key[1]))
+            for key, speed in base.attention.items()
+        },
+        collectives=stretched(base.collectives, link) if spec.link_bytes_per_s else {},
+        extra_spread=_SCALED,
+        origin=f"H200's efficiency at the data sheet's rates ({spec.source})",
+        peaks=spec.peak_flops,
+    )
+
+
+def data_sheet(*, peak_tflops: float, memory_bytes_per_s: float) -> Calibration:
+    """H200's efficiencies at a peak of 16-bit matmuls, of which tf32 has half and fp32 a fifteenth, and a bandwidth."""
+    peak = peak_tflops * 1e12
+    peaks = {"bf16": peak, "fp16": peak, "tf32": peak / 2, "fp32": peak / 15}
+    spec = MachineSpec(
+        name=f"a GPU of {peak_tflops:g} TFLOP/s and {memory_bytes_per_s / 1e12:g} TB/s",
+        peak_flops=peaks,
+        memory_bytes_per_s=memory_bytes_per_s,
+        source="as given",
+        memory_bytes=0,
+    )
+    return replace(scaled_to(spec), extra_spread=1.5 * _SCALED)
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _grouped(rows: Sequence[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups

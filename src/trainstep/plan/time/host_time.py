@@ -1,0 +1,58 @@
+"""The host's time to enqueue the kernels of an eager step, by phase.
+
+Plain PyTorch costs about the same for each launch: Python, dispatch, autograd and the driver. A compiled block has one call, with
+its guards and its own autograd function, whatever it launches. How fast a host is differs between machines by a factor of two, and
+between moments: the range is the calibration's.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from trainstep.config.run import Phase, RunConfig
+from trainstep.plan.model_ops import model_of
+from trainstep.plan.time.calibration import Calibration, HostCost
+from trainstep.plan.time.interval import Interval
+from trainstep.plan.time.kernels import Kernel
+
+_PER_MODEL = 0.5
+"""A model compiled whole has one call, but launches as many kernels: about half of what its blocks cost by themselves."""
+_AROUND_BLOCKS = 40
+"""Kernels around compiled blocks that are enqueued one by one: norm, head, loss."""
+
+
+def host_time(
+    run: RunConfig,
+    kernels: Mapping[str, Sequence[tuple[Kernel, int]]],
+    calibration: Calibration,
+    *,
+    tensors: int,
+    messages: Mapping[str, int],
+) -> dict[str, Interval]:
+    """The host's time by phase; none where the calibration knows no host. `tensors`: number of parameters.
+
+    `messages`: by the phase whose hooks send them.
+    """
+    found = {}
+    for phase, counted in kernels.items():
+        launches = sum(count for _, count in counted)
+        costs: list[tuple[float, HostCost]] = []
+        block = calibration.host.get(f"compiled block {phase}")
+        if run.compile != "none" and phase in (Phase.FORWARD, Phase.BACKWARD) and block is not None:
+            calls = run.accumulation * model_of(run).layers
+            again = calls / run.recompute_every if run.recompute != "none" and phase == Phase.BACKWARD else 0
+            costs.append(((calls + again) * (_PER_MODEL if run.compile == "model" else 1.0), block))
+            launches = min(launches, run.accumulation * _AROUND_BLOCKS)
+        if phase == Phase.OPTIMIZER:
+            launches = tensors
+        launch = calibration.host.get("optimizer tensor" if phase == Phase.OPTIMIZER else f"{phase} launch")
+        if launch is not None:
+            costs.append((launches, launch))
+        message = calibration.host.get("message")
+        if message is not None:
+            costs.append((messages.get(phase, 0), message))
+        if costs:
+            found[phase] = Interval(
+                time_s=sum(number * cost.middle_s for number, cost in costs),
+                low_s=sum(number * cost.low_s for number, cost in costs),
+                high_s=sum(number * cost.high_s for number, cost in costs),
+            )
+    return found

@@ -1,0 +1,271 @@
+"""What messages between ranks add to a step: each waits for its gradients, and for the message before it; forward, backward and
+the update wait for what they need.
+
+A rank's link carries one message at a time. Backward completes gradients evenly from its beginning to its end, those of the last
+block first.
+
+    naive, flat                nothing is hidden: all gradients are sent after backward
+    overlapped, bucketed,
+      sharded, sharded_flat    a bucket, or a unit's gradients, is sent when it is complete
+    sharded                    each owner broadcasts what it updated, after its update
+    sharded_flat               units are gathered after the update; the next forward waits for each before its blocks
+    fsdp                       forward and backward wait for each block's gather, which is sent one block ahead
+
+A message takes what the calibration has for its operation, ranks and bytes; where it has another operation, by the bytes that a
+ring sends (costs/collectives.py). What is hidden slows the kernels beside it: NCCL's own kernels take multiprocessors and memory
+bandwidth, copy engines bandwidth alone. Buckets and units are flat: gradients are copied into them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainstep.config.parallel import RanksConfig
+from trainstep.config.run import Phase
+from trainstep.costs.collectives import bus_factor
+from trainstep.costs.exchange import (
+    ROOT,
+    Exchange,
+    ParameterSize,
+    buckets_of,
+    owners_of,
+    pack_bytes,
+    packs_of,
+    units_sent,
+)
+from trainstep.costs.strategies import MessageKind, Part
+from trainstep.plan.memory_terms import transformer_parameters
+from trainstep.plan.model_ops import model_of
+from trainstep.plan.peak_memory import exchange_of
+from trainstep.plan.time.calibration import Calibration
+from trainstep.plan.time.interval import ENDS, NOTHING, Interval, total_of
+
+_MOST_RANKS = 8
+"""GPUs of one machine: messages between machines were never measured."""
+_ENDS = {"low_s": (0.88, 0.05), "time_s": (1.0, 0.2), "high_s": (1.2, 0.4)}
+"""For each end of the interval: a message's time relative to the calibration's, and the share of a hidden message's time by which
+the kernels beside it take longer; assumed: NCCL takes up to a quarter of the multiprocessors."""
+_COPIES = {"low_s": 0.85, "time_s": 1.0, "high_s": 1.6}
+"""Of copies, which have no calibration of their own, the time relative to NCCL's."""
+_COPIES_SLOW = 0.3
+"""Of that share, what copies by copy engines still take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exposed:
+    """What messages add to each phase, how long all of them take, and their payloads in a step."""
+
+    phases: Mapping[str, Interval] = field(default_factory=dict)
+    sent_s: float = 0.0
+    messages: Mapping[str, int] = field(default_factory=dict)
+    """Messages that a phase's hooks enqueue."""
+    payload_bytes: int = 0
+    guess: str = ""
+
+    def of(self, phase: str) -> Interval:
+        return self.phases.get(phase, NOTHING)
+
+    @property
+    def total(self) -> Interval:
+        return total_of(self.phases.values())
+
+
+def updated_share(config: RanksConfig) -> float:
+    """The share of the parameters that a rank updates."""
+    return 1 / config.ranks if Part.OPTIMIZER_STATE in config.sync.strategy.shards else 1.0
+
+
+def copied_gradients(config: RanksConfig) -> bool:
+    """Whether gradients are copied into flat buffers before they are sent."""
+    flat = {MessageKind.GRADIENTS_AT_ONCE, MessageKind.GRADIENTS_IN_BUCKETS, MessageKind.GRADIENTS_OF_UNITS}
+    return config.ranks > 1 and not config.sync.in_place and bool(flat & set(config.sync.strategy.sends))
+
+
+def exposed_messages(
+    config: RanksConfig, calibration: Calibration, device: Mapping[str, Interval], update: Interval | None = None
+) -> Exposed:
+    """What this strategy's messages add to the device's phases. `update`: the update's kernels, where they are a part of backward.
+
+    ValueError where ranks are of several machines, or the calibration has no messages.
+    """
+    strategy = config.sync.strategy
+    if config.ranks == 1 or not strategy.communicates:
+        return Exposed()
+    exchange = exchange_of(config)
+    if exchange is None:
+        raise ValueError(
+            f"sync: when {strategy.name} of torch sends is not known; take {strategy.counterpart}, ours of its kind"
+        )
+    if config.ranks > _MOST_RANKS:
+        raise ValueError(
+            f"ranks: {config.ranks} are of several machines, whose messages were never measured; time is predicted for "
+            f"{_MOST_RANKS} ranks at most"
+        )
+    if not calibration.collectives:
+        raise ValueError(
+            f"ranks: {calibration.name} has no messages in its calibration; measure them with trainstep doctor --measure on a "
+            "machine with several GPUs"
+        )
+    link = _Link(calibration, config)
+    parameters = transformer_parameters(model_of(config.run), config.run.precision, config.run.ops)
+    found = {}
+    for end, (factor, slowed) in _ENDS.items():
+        if config.sync.transport == "copies":
+            factor, slowed = _COPIES[end], slowed * _COPIES_SLOW
+        link.counts = end == "time_s"
+        timeline = _Timeline(exchange, parameters, link, factor, slowed, layers=model_of(config.run).layers)
+        busy_s = {phase: getattr(busy, end) for phase, busy in device.items()}
+        found[end] = timeline.added(busy_s, getattr(update or NOTHING, end))
+    phases = {phase: Interval(**{end: found[end][phase] for end in ENDS}) for phase in device}
+    guess = "messages by copies as NCCL's" if config.sync.transport == "copies" else link.guess
+    return Exposed(
+        phases=phases, sent_s=link.sent_s, messages=link.messages, payload_bytes=link.payload_bytes, guess=guess
+    )
+
+
+class _Link:
+    """Seconds of messages, and a count of those of the middle prediction by phase."""
+
+    def __init__(self, calibration: Calibration, config: RanksConfig) -> None:
+        self._curves = calibration.collectives
+        self._ranks = config.ranks
+        self.guess = ""
+        self.counts, self.phase = False, ""
+        self.sent_s, self.messages, self.payload_bytes = 0.0, dict[str, int](), 0
+
+    def seconds(self, operation: str, nbytes: float) -> float:
+        time_s = self._seconds(operation, nbytes)
+        if self.counts:
+            self.sent_s += time_s
+            self.messages[self.phase] = self.messages.get(self.phase, 0) + 1
+            self.payload_bytes += round(nbytes)
+        return time_s
+
+    def _seconds(self, operation: str, nbytes: float) -> float:
+        if (operation, self._ranks) in self._curves:
+            return self._curves[operation, self._ranks][0].seconds(nbytes)
+        known = min(
+            self._curves, key=lambda key: (abs(key[1] - self._ranks), key[0] != operation, key[0] != "all_reduce")
+        )
+        self.guess = f"{operation} of {self._ranks} ranks as {known[0]} of {known[1]}"
+        curve = self._curves[known][0]
+        fixed_s = min(time_s for _, time_s in curve.points)
+        sent = float(bus_factor(operation, self._ranks) / bus_factor(*known))
+        return fixed_s + max(0.0, curve.seconds(nbytes) - fixed_s) * sent
+
+
+class _Timeline:
+    """The messages of a step at one end of the interval. `factor`: of their times; `slowed`: of a hidden message's time."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        parameters: Sequence[ParameterSize],
+        link: _Link,
+        factor: float,
+        slowed: float,
+        *,
+        layers: int,
+    ) -> None:
+        self._exchange, self._parameters = exchange, parameters
+        self._kinds = exchange.strategy.sends
+        self._layers, self._factor, self._slowed = layers, factor, slowed
+        self._link = link
+
+    def _seconds(self, operation: str, nbytes: float) -> float:
+        return self._factor * self._link.seconds(operation, nbytes)
+
+    def added(self, device: Mapping[str, float], update_s: float) -> dict[str, float]:
+        """Seconds that messages add to each phase."""
+        added = dict.fromkeys(device, 0.0)
+        batches = self._exchange.micro_batches
+        forward_s = device[Phase.FORWARD] / batches
+        gathers = MessageKind.NEEDED_UNITS in self._kinds
+        repeats = batches if gathers and self._exchange.reshard_after_forward else 1
+        self._link.phase = Phase.FORWARD
+        if gathers or (MessageKind.UPDATED_UNITS in self._kinds and Phase.OPTIMIZER in device):
+            added[Phase.FORWARD] = sum(self._gathered(forward_s) for _ in range(repeats))
+        self._link.phase = Phase.BACKWARD
+        if Phase.BACKWARD in device:
+            backward_s = (device[Phase.BACKWARD] - update_s) / batches
+            # Gradients are sent in the last micro-batch; those before it only gather.
+            added[Phase.BACKWARD] = self._reduced(backward_s, update_s)
+            added[Phase.BACKWARD] += sum(self._gathered(backward_s) for _ in range(repeats - 1))
+        self._link.phase = Phase.OPTIMIZER
+        if MessageKind.PARAMETERS_OF_OWNERS in self._kinds and Phase.OPTIMIZER in device:
+            added[Phase.OPTIMIZER] = self._broadcast()
+        return added
+
+    def _gathered(self, compute_s: float) -> float:
+        """Forward's waits for units: each is gathered while the one before computes."""
+        units = units_sent(self._exchange, self._parameters)
+        blocks = [
+            max(1, len({parameter.unit for parameter in unit.parameters})) if unit.name != ROOT else 0 for unit in units
+        ]
+        link_s = device_s = hidden_s = 0.0
+        for unit, count in zip(units, blocks, strict=True):
+            element_bytes = self._exchange.compute_bytes(unit.parameters[0])
+            message_s = self._seconds("all_gather", unit.layout.numel * element_bytes)
+            link_s += message_s
+            hidden_s += message_s
+            device_s = max(device_s, link_s) + compute_s * count / self._layers
+        return self._with_slowing(device_s - compute_s, hidden_s)
+
+    def _with_slowing(self, exposed_s: float, sent_s: float) -> float:
+        exposed_s = max(0.0, exposed_s)
+        return exposed_s + self._slowed * max(0.0, sent_s - exposed_s)
+
+    def _reduced(self, compute_s: float, update_s: float) -> float:
+        """Messages of gradients while backward goes on. With an update by bucket each waits for its message alone."""
+        whole = sum(parameter.numel for parameter in self._parameters)
+        if MessageKind.GRADIENTS_OF_UNITS in self._kinds:
+            return self._reduced_units(compute_s, whole)
+        if MessageKind.GRADIENTS_ONE_BY_ONE in self._kinds:
+            sent = [
+                (parameter.numel, parameter.numel * self._exchange.gradient_bytes(parameter))
+                for parameter in reversed(self._parameters)
+            ]
+        else:
+            sent = [
+                (sum(parameter.numel for parameter in bucket.parameters), bucket.nbytes)
+                for bucket in buckets_of(self._exchange, self._parameters)
+            ]
+        overlaps = self._exchange.strategy.overlaps
+        link_s = sent_s = done = 0.0
+        updated_s = compute_s
+        for numel, nbytes in sent:
+            done += numel / whole
+            message_s = self._seconds("all_reduce", nbytes)
+            link_s = max(link_s, compute_s * (done if overlaps else 1.0)) + message_s
+            sent_s += message_s
+            updated_s = max(updated_s, link_s) + update_s * numel / whole
+        if update_s:
+            return self._with_slowing(updated_s - compute_s - update_s, sent_s if overlaps else 0.0)
+        exposed_s = link_s - compute_s
+        return self._with_slowing(exposed_s, sent_s) if overlaps else exposed_s
+
+    def _reduced_units(self, compute_s: float, whole: int) -> float:
+        units = units_sent(self._exchange, self._parameters)
+        gathers = MessageKind.NEEDED_UNITS in self._kinds and self._exchange.reshard_after_forward
+        link_s = device_s = sent_s = 0.0
+        for number, unit in enumerate(reversed(units)):
+            parameters = unit.parameters
+            if gathers and 0 < number < len(units) - 1:  # the last block and what is around the blocks stay
+                message_s = self._seconds("all_gather", unit.layout.numel * self._exchange.compute_bytes(parameters[0]))
+                link_s += message_s
+                sent_s += message_s
+                device_s = max(device_s, link_s)
+            device_s += compute_s * sum(parameter.numel for parameter in parameters) / whole
+            if unit.trained:
+                message_s = self._seconds(
+                    "reduce_scatter", unit.layout.numel * self._exchange.gradient_bytes(parameters[0])
+                )
+                link_s = max(link_s, device_s) + message_s if not gathers else link_s + message_s
+                sent_s += message_s
+        return self._with_slowing(max(device_s, link_s) - compute_s, sent_s)
+
+    def _broadcast(self) -> float:
+        return sum(
+            self._seconds("broadcast", pack_bytes(pack))
+            for owned in owners_of(self._exchange, self._parameters)
+            for pack in packs_of(self._exchange, owned)
+        )

@@ -1,0 +1,256 @@
+"""The time of a step by phase and class, with an interval: what the device computes, what the host enqueues, what messages expose.
+
+    predicted = step_time(config, calibration)
+    predicted.step.time_s, predicted.step.low_s, predicted.step.high_s
+    predicted.phases["backward"], predicted.classes["matmul"], predicted.lines       # lines: every term with its formula
+
+Device: each kernel takes what the calibration says of its kind and size, and the gap before it. Eager, the host enqueues kernels
+phase by phase, and a phase ends when both are done:
+
+    end of a phase = max(host's end of the phase, device's end of the phase before + the phase's kernels)
+
+Captured, the host launches one graph, and only the device's time counts. Messages: message_time.py.
+
+Interval: errors of kernels of one shape go together, those of others are independent, and 1.64 times their root of squares is the
+half-width; at the upper end 16-bit matmuls may also be slowed down by the power limit. The host's range is its calibration's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from trainstep.config.parallel import RanksConfig
+from trainstep.config.run import Phase, RunConfig
+from trainstep.costs.transformer import step_flops
+from trainstep.plan.model_ops import model_of
+from trainstep.plan.time.calibration import Calibration
+from trainstep.plan.time.host_time import host_time
+from trainstep.plan.time.interval import ENDS, Interval, total_of
+from trainstep.plan.time.kernels import CLASSES, Kernel, Kind, class_of
+from trainstep.plan.time.message_time import Exposed, copied_gradients, exposed_messages, updated_share
+from trainstep.plan.time.step_kernels import StepKernels, step_kernels
+
+GAPS = "gaps between kernels"
+HOST = "host"
+MESSAGES = "exposed messages"
+_MACHINE = 0.02
+"""Relative standard deviation between machines of one kind, and between steps."""
+_DEVIATIONS = 1.64
+"""Of 90 % of normal errors."""
+_POWER = 0.15
+"""How much longer 16-bit matmuls take where the power limit lowers the clock (2.7B, 1,024 tokens, results/h200/captured.jsonl:
+1,530 of 1,980 MHz)."""
+_LAUNCH = {"low_s": 0.7, "time_s": 1.0, "high_s": 3.0}
+"""A graph's launch at the ends of the interval: 0.3 to 0.9 ms of the same graph on two hosts (captured.jsonl, fused.jsonl)."""
+_SIXTEEN_BITS = ("bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A term: kernels alike of a phase."""
+
+    phase: str
+    op: str
+    what: Kind
+    dtype: str
+    formula: str
+    count: int
+    time_s: float
+    """Of all of them."""
+    spread: float
+    guess: str = ""
+
+    @property
+    def kind(self) -> str:
+        """`matmul bf16`."""
+        return f"{self.what} {self.dtype}".strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A predicted step of one rank. `phases`: what each phase adds to the step. `classes`: the device's time by class, and what is
+    beside it: gaps between kernels, exposed messages, and how much longer the host takes than the device."""
+
+    config: RanksConfig
+    calibration: Calibration
+    step: Interval
+    phases: Mapping[str, Interval]
+    device: Mapping[str, Interval]
+    """The device's busy time in each phase."""
+    host: Mapping[str, Interval]
+    """The host's time to enqueue each phase; empty if captured."""
+    classes: Mapping[str, float]
+    lines: tuple[Line, ...]
+    messages: Exposed
+    model_flops: int
+    """Of a rank's step."""
+
+    @property
+    def is_captured(self) -> bool:
+        return self.config.run.capture != "none"
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host makes the step longer, by a tenth or more."""
+        return self.classes[HOST] > 0.1 * self.step.time_s
+
+    @property
+    def host_may_limit(self) -> bool:
+        """Whether a host at the slow end of its range would take longer than the device and what messages expose."""
+        host_s = sum(part.high_s for part in self.host.values())
+        return host_s > sum(part.time_s for part in self.device.values()) + self.messages.total.time_s
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks."""
+        return self.config.ranks * self.config.run.tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step.time_s
+
+    def mfu(self, peak_flops: float) -> float:
+        """Model FLOPs over what the peak would have done."""
+        return self.model_flops / self.step.time_s / peak_flops
+
+    def gpu_hours(self, tokens: float) -> Interval:
+        """GPU-hours to train on so many tokens: steps x time x ranks."""
+        steps = tokens / self.tokens
+        return self.step * (steps * self.config.ranks / 3600)
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """What was not measured, and what it was taken from."""
+        return tuple(dict.fromkeys(line.guess for line in self.lines if line.guess))
+
+
+def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
+    """The time of a step. ValueError for what has no formulas, or is not in the calibration."""
+    run = config.run
+    narrow = config.ranks > 1 and config.sync.compute_dtype == "bf16" and not run.precision.endswith("_autocast")
+    kernels = step_kernels(
+        run,
+        updated_share=updated_share(config),
+        copies_gradients=copied_gradients(config),
+        compute=replace(run, precision="bf16") if narrow else None,
+    )
+    by_phase = _kernels_by_phase(kernels, run)
+    lines = [
+        _line(phase, kernel, count, kernels.symbols, calibration)
+        for phase, counted in by_phase.items()
+        for kernel, count in counted
+    ]
+    gap_s = calibration.gaps.get("graph" if run.capture != "none" else "eager", 0.0)
+    device = {phase: _device(lines, phase, gap_s, calibration) for phase in by_phase}
+    update = None
+    if run.mode == "step" and run.update != "after_backward":
+        own = [(kernel, kernel.count) for kernel in kernels.optimizer]
+        update = _device(
+            [_line("", kernel, count, kernels.symbols, calibration) for kernel, count in own], "", gap_s, calibration
+        )
+    messages = exposed_messages(config, calibration, device, update)
+    host = host_time(run, by_phase, calibration, tensors=kernels.tensors, messages=messages.messages)
+    if run.capture != "none":  # what AdamW's loop and foreach enqueue is in no graph
+        left_out = (Phase.OPTIMIZER,) if run.adamw in ("loop", "foreach") else ()
+        host = {phase: cost for phase, cost in host.items() if phase in left_out}
+    launch_s = 0.0
+    if run.capture != "none" and config.ranks == 1:  # a window of several ranks' steps hides it behind the step before
+        launch_s = calibration.gaps.get("graph launch", 0.0) * sum(line.count for line in lines)
+    phases = _pipeline(device, host, messages, launch_s)
+    step = total_of(phases.values())
+    classes = dict.fromkeys(CLASSES, 0.0)
+    for line in lines:
+        classes[class_of(line.what)] += line.time_s
+    classes[GAPS] = gap_s * sum(line.count for line in lines)
+    classes[MESSAGES] = messages.total.time_s
+    classes[HOST] = max(0.0, step.time_s - sum(classes.values()))
+    model = model_of(run)
+    return StepTime(
+        config=config,
+        calibration=calibration,
+        step=step,
+        phases=phases,
+        device=device,
+        host=host,
+        classes=classes,
+        lines=tuple(lines),
+        messages=messages,
+        model_flops=step_flops(
+            run.mode,
+            run.accumulation,
+            layers=model.layers,
+            d_model=model.d_model,
+            d_ff=model.d_ff,
+            vocab_size=model.vocab_size,
+            batch_size=run.batch_size,
+            context=run.context,
+        ),
+    )
+
+
+def _kernels_by_phase(kernels: StepKernels, run: RunConfig) -> dict[str, list[tuple[Kernel, int]]]:
+    """Each phase's kernels with their number in a whole step. With update in_backward the update is backward's."""
+    times = run.accumulation
+    phases: dict[str, list[tuple[Kernel, int]]] = {
+        Phase.FORWARD: [(kernel, times * kernel.count) for kernel in kernels.forward]
+    }
+    if run.mode in ("forward_backward", "step"):
+        phases[Phase.BACKWARD] = [(kernel, times * kernel.count) for kernel in kernels.backward]
+        phases[Phase.BACKWARD] += [(kernel, (times - 1) * kernel.count) for kernel in kernels.added if times > 1]
+    if run.mode == "step":
+        update = [(kernel, kernel.count) for kernel in kernels.optimizer]
+        if run.update == "after_backward":
+            phases[Phase.OPTIMIZER] = update
+        else:
+            phases[Phase.BACKWARD] += update
+    return phases
+
+
+def _line(phase: str, kernel: Kernel, count: int, symbols: Mapping[str, int], calibration: Calibration) -> Line:
+    estimate = calibration.kernel_s(kernel, symbols)
+    return Line(
+        phase=phase,
+        op=kernel.op,
+        what=kernel.kind,
+        dtype=kernel.dtype,
+        formula=kernel.formula,
+        count=count,
+        time_s=count * estimate.time_s,
+        spread=estimate.spread,
+        guess=estimate.guess,
+    )
+
+
+def _device(lines: Sequence[Line], phase: str, gap_s: float, calibration: Calibration) -> Interval:
+    own = [line for line in lines if line.phase == phase]
+    time_s = sum(line.time_s for line in own)
+    gaps_s = gap_s * sum(line.count for line in own)
+    alike: dict[tuple[str, str], float] = {}
+    for line in own:
+        key = line.kind, line.formula
+        alike[key] = alike.get(key, 0.0) + line.spread * line.time_s
+    deviation_s = sum(value**2 for value in alike.values()) ** 0.5
+    deviation_s = (deviation_s**2 + (_MACHINE**2 + calibration.extra_spread**2) * time_s**2) ** 0.5
+    half_s = _DEVIATIONS * deviation_s + gaps_s / 2
+    power_s = _POWER * sum(line.time_s for line in own if line.dtype in _SIXTEEN_BITS)
+    total_s = time_s + gaps_s
+    return Interval(time_s=total_s, low_s=max(0.0, total_s - half_s), high_s=total_s + half_s + power_s)
+
+
+def _pipeline(
+    device: Mapping[str, Interval], host: Mapping[str, Interval], messages: Exposed, launch_s: float
+) -> dict[str, Interval]:
+    """What each phase adds: the device starts a phase's kernels when it has those before, and the host has enqueued them."""
+    ends = {name: dict[str, float]() for name in ENDS}
+    for name, end_of in ends.items():
+        host_end_s = 0.0
+        device_end_s = launch_s * _LAUNCH[name]
+        for phase, busy in device.items():
+            host_end_s += getattr(host[phase], name) if phase in host else 0.0
+            device_end_s = max(host_end_s, device_end_s + getattr(busy, name) + getattr(messages.of(phase), name))
+            end_of[phase] = device_end_s
+    phases, before = {}, dict.fromkeys(ends, 0.0)
+    for phase in device:
+        added = {name: end_of[phase] - before[name] for name, end_of in ends.items()}
+        before = {name: end_of[phase] for name, end_of in ends.items()}
+        phases[phase] = Interval(**added)
+    return phases
