@@ -1,0 +1,93 @@
+"""Runs a gate's command once in a checkout: its time, its processor time, and the end of what it prints.
+
+    ran = run_command(checkout, ["python", "bench.py"], limit_s=180)
+    ran.wall_s, ran.cpu_s, ran.trouble
+
+The command is a process group of its own, so that all of it ends with the gate. What it prints goes to a file, which has room for a
+process that prints much, and costs it less than a pipe that somebody must read.
+"""
+
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from trainstep.measure.gate.checkouts import Checkout
+from trainstep.measure.harness.cell import die_with_parent
+
+_LAST_LINES = 20
+_LAST_BYTES = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One run of the command. `cpu_s`: processor time of the command and of the processes that it waited for."""
+
+    wall_s: float
+    cpu_s: float
+    trouble: str = ""
+    """What went wrong, as `exit code 3`; empty if nothing did."""
+    output: tuple[str, ...] = ()
+    """The last lines that it printed."""
+
+
+def run_command(checkout: Checkout, command: Sequence[str], *, limit_s: float) -> Ran:
+    """Run the command in the checkout's folder; after `limit_s` it is killed. ValueError if there is no such program."""
+    with tempfile.TemporaryFile() as output:
+        before_s = _children_cpu_s()
+        start_s = time.perf_counter()
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=checkout.folder,
+                env=dict(checkout.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ValueError(
+                f"command: {shlex.quote(command[0])} cannot be started in {checkout.side}: {reason}"
+            ) from None
+        trouble = ""
+        try:
+            code = process.wait(timeout=limit_s)
+            trouble = _words(code) if code else ""
+        except subprocess.TimeoutExpired:
+            trouble = f"no end within {limit_s:.0f} s"
+        finally:
+            wall_s = time.perf_counter() - start_s
+            with suppress(ProcessLookupError, PermissionError):  # also what the command left running
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return Ran(wall_s=wall_s, cpu_s=_children_cpu_s() - before_s, trouble=trouble, output=_last_lines(output))
+
+
+def _children_cpu_s() -> float:
+    """Processor time of all processes that this one has waited for, and that those have."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _words(code: int) -> str:
+    if code > 0:
+        return f"exit code {code}"
+    with suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
+
+
+def _last_lines(output: BinaryIO) -> tuple[str, ...]:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(size - _LAST_BYTES, 0))
+    return tuple(output.read().decode(errors="replace").splitlines()[-_LAST_LINES:])
