@@ -5,8 +5,9 @@
 
 Each gate is a call of `trainstep gate` as a user types it: two commits of a small repository, checked out anew, at most three
 minutes. The command multiplies small matrices in plain Python for about 0.1 s of processor time, of which starting Python is a
-tenth. `same`: the commits differ in a comment. `slower`: head multiplies 352 times for 340, 3.5 % more, which with the start of Python
-is about 3.1 % more time; the mean ratio over all blocks says how much it was. The kinds alternate, so that both see the same machine.
+tenth. `same`: the commits differ in a comment. `slower`: head multiplies 352 times for 340, 3.5 % more, which with the start of
+Python is about 3.1 % more time; the mean ratio over all blocks says how much it was. The kinds alternate, so that both see the same
+machine.
 """
 
 import argparse

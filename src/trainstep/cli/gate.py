@@ -23,8 +23,15 @@ if TYPE_CHECKING:
     from trainstep.records.sequential import Judgement
 
 CODES = {"pass": 0, "fail": 1, "cannot tell": 3}
-_ENVIRONMENT = ("hostname", "os", "cpu", "cores", "python", "torch", "triton", "cuda", "gpu", "gpu_count", "driver")
-_BASELINE = (*(name for name in _ENVIRONMENT if name not in ("hostname", "os")), "packages", "measure", "command")
+_ENVIRONMENT = (
+    *("hostname", "os", "cpu", "cores", "python", "torch", "triton", "cuda", "gpu", "gpu_count", "driver", "source"),
+)
+_BASELINE = (
+    *(name for name in _ENVIRONMENT if name not in ("hostname", "os", "source")),
+    "packages",
+    "measure",
+    "command",
+)
 """What must be the same for a stored baseline to be compared with."""
 
 

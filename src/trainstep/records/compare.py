@@ -186,8 +186,8 @@ def compare_samples(
 def student_point(freedom: int, alpha: float = 1 - _LEVEL) -> float:
     """The t that Student's |t| exceeds with probability `alpha`: the two-sided point, by default of 1 %.
 
-    From Abramowitz and Stegun (1964): by bisection of the probability (26.7.3 and 26.7.4, finite sums for whole degrees of freedom),
-    and by the expansion in 1 / freedom (26.7.5) where there are many.
+    From Abramowitz and Stegun (1964): by bisection of the probability (26.7.3 and 26.7.4, finite sums for whole degrees of
+    freedom), and by the expansion in 1 / freedom (26.7.5) where there are many.
     """
     if freedom >= _MANY:
         z = -NormalDist().inv_cdf(alpha / 2)

@@ -7,8 +7,8 @@
 
 Lines of JSON: the plan first, then runs, the ending last. A last line that a kill tore is cut off.
 
-A block is four runs, base head head base, or head base base head in every other block. Only whole blocks count: a run whose neighbours
-ran an hour later is no neighbour of theirs. The time of the others is used up all the same.
+A block is four runs, base head head base, or head base base head in every other block. Only whole blocks count: a run whose
+neighbours ran an hour later is no neighbour of theirs. The time of the others is used up all the same.
 """
 
 import fcntl
@@ -104,7 +104,7 @@ class GateFile:
         try:
             make_folder(self.path.parent)
             made_here = not self.path.exists()
-            file = open(self.path, "ab")
+            file = open(self.path, "ab")  # noqa: SIM115  (closed below)
         except OSError as error:
             raise ValueError(f"{self.path}: cannot be written: {error.strerror}") from None
         with file:

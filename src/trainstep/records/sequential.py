@@ -7,13 +7,14 @@ value is the mean log time of the two runs of head less that of base. So what gr
 what a place in the order costs falls on both. A run is a process (decision 2): what lasts as long as a process, such as where its
 memory lies, is noise here, not bias.
 
-The interval is that of `compare` for pairs of processes: Student's interval of the mean of log ratios, at 99 %. But whoever looks at
-an interval several times, and stops when it decides, errs several times. So the 1 % is spent over the looks: after a share f of the
-time, at most f times 1 % has been spent (the linear spending function of Lan and DeMets 1983, "Discrete sequential boundaries for
-clinical trials", Biometrika 70), and the look that takes the share from f to g has the interval at level 1 - 1 % (g - f). By
-Bonferroni's inequality all intervals of a gate then hold together with 99 %, however they depend on each other. A look comes each
-time the share has doubled, from 1/32 on. So half of the 1 % is left for the last look, whose interval is 9 % wider than one without
-looks, and noise of 1 % a block is decided within a few blocks. Time does not depend on which version is slower enough to matter.
+The interval is that of `compare` for pairs of processes: Student's interval of the mean of log ratios, at 99 %. But whoever looks
+at an interval several times, and stops when it decides, errs several times. So the 1 % is spent over the looks: after a share f of
+the time, at most f times 1 % has been spent (the linear spending function of Lan and DeMets 1983, "Discrete sequential boundaries
+for clinical trials", Biometrika 70), and the look that takes the share from f to g has the interval at level 1 - 1 % (g - f). By
+Bonferroni's inequality all intervals of a gate then hold together with 99 %, however they depend on each other. Looks come after
+1/1024, 1/512 ... 1/4, 1/2 and all of the time, each when the next block ends. So half of the 1 % is left for the last look, whose
+interval is 9 % wider than one without looks, while an early look, which spends little, still decides what is obvious. When looks
+come depends on time alone, never on the ratio.
 
 With several cells (benchmarks, sizes) each has its part of the 1 %, so that the promise is that of the whole gate.
 
@@ -38,8 +39,8 @@ from trainstep.records.summary import Floats
 VERDICTS = ("pass", "fail", "cannot tell")
 ALPHA = 0.01
 """The chance that any interval of a gate, at any look, misses the true ratio."""
-FIRST_SHARE = 1 / 32
-"""The share of the time after which the first look comes; each further look comes when the share has doubled."""
+FIRST_SHARE = 1 / 1024
+"""The share of the time after which the first look comes; the others come after 1/512, 1/256 ... 1/4, 1/2 and all of it."""
 MINIMUM_BLOCKS = MINIMUM_PAIRS
 
 
@@ -128,7 +129,9 @@ def _looks(used_s: Sequence[float], budget_s: float, *, is_over: bool) -> Iterat
         share = 1.0 if final else min(used / budget_s, 1.0)
         if count >= MINIMUM_BLOCKS and (share >= due or final) and share > last:
             yield count, ALPHA * (share - last)
-            last, due = share, 2 * share
+            last = share
+            while due <= share:
+                due *= 2
 
 
 def _look(name: str, logs: Floats, alpha: float, threshold: float) -> CellState:

@@ -3,10 +3,10 @@
     with checked_out(find_source("base", "main"), find_source("head", ".")) as (base, head):
         base.folder, base.environ
 
-A revision is checked out by `git worktree add` into a temporary folder, which goes when the gate ends, also by Ctrl-C or SIGTERM. After
-a SIGKILL the next gate removes it (measure/harness/files.py) and git forgets it. The two folders' paths have the same length: the
-length of a path, through the size of the environment, can change where memory lies and so the time (Mytkowycz et al. 2009, "Producing
-wrong data without doing anything obviously wrong").
+A revision is checked out by `git worktree add` into a temporary folder, which goes when the gate ends, also by Ctrl-C or SIGTERM.
+After a SIGKILL the next gate removes it (measure/harness/files.py) and git forgets it. The two folders' paths have the same length:
+the length of a path, through the size of the environment, can change where memory lies and so the time (Mytkowicz et al. 2009,
+"Producing wrong data without doing anything obviously wrong!").
 
 The command imports the checkout's own code, also where the project is installed in editable mode from somewhere else: the checkout
 and its src/ stand first in PYTHONPATH.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from trainstep.measure.gate.checkouts import Checkout, Source, checked_out
 from trainstep.measure.gate.command import Ran, run_command
-from trainstep.measure.gate.times import Measure, NoTimes, Times, measure_of
+from trainstep.measure.gate.times import Measure, NoRecords, NoTimes, Times, measure_of
 from trainstep.records.benchmark_json import Benchmarks
 from trainstep.records.gate_file import (
     BASE,
@@ -64,7 +64,8 @@ def run_gate(
 ) -> Outcome:
     """Run the gate, or what is left of it, and return its outcome; of a gate that has ended, without running anything.
 
-    `base`: a version to run, or a stored baseline. `on_block`: called after each block with the judgement so far and the used seconds.
+    `base`: a version to run, or a stored baseline. `on_block`: called after each block with the judgement so far and the used
+    seconds.
     ValueError if a checkout or the first start of the command is impossible.
     """
     runs, ending = file.open_for(plan)
@@ -131,7 +132,7 @@ class _Gate:
                 seen[side] = measure.times(checkout, ran[side])
             except NoTimes as error:
                 seen[side] = error
-        if chosen == "auto" and any(isinstance(times, NoTimes) for times in seen.values()):
+        if chosen == "auto" and any(isinstance(times, NoRecords) for times in seen.values()):
             measure = measure_of("wall", self._plan.command, None)
             seen = {side: measure.times(checkouts[side], ran[side]) for side in checkouts}
         found: dict[str, Times] = {}
@@ -157,7 +158,7 @@ class _Gate:
             raise _Stopped(
                 Ending(
                     verdict="cannot tell",
-                    reason=f"base and head ran in unlike environments: {'; '.join(unlike)}; --allow-mixed compares them all the same",
+                    reason=f"base and head ran in unlike environments: {'; '.join(unlike)}; --allow-mixed compares them anyway",
                 )
             )
         self._notes += [f"Unlike environments: {'; '.join(unlike)}."] if unlike else []

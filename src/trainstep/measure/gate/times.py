@@ -32,6 +32,10 @@ class NoTimes(Exception):
     """A run has no times: what it was to write is missing or wrong, or a cell of it failed. The text is a sentence."""
 
 
+class NoRecords(NoTimes):
+    """The command writes no records at all, so that something else may be measured."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """Cell -> seconds, and what the run says about where it ran."""
@@ -122,7 +126,7 @@ class RecordFiles:
     def times(self, checkout: Checkout, ran: Ran) -> Times:
         records = [record for path in self._files(checkout) for record in _read(path)[self._before.get(path, 0) :]]
         if not records:
-            raise NoTimes(
+            raise NoRecords(
                 f"wrote no records in {self._out or RUNS}; to compare how long the command takes: --measure wall"
             )
         cells: dict[str, list[Record]] = {}

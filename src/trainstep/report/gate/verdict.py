@@ -15,6 +15,9 @@ from trainstep.report.kit.visible import one_line, visible
 
 COMMENT_MARK = "<!-- trainstep gate -->"
 """The first line of every comment, by which a later one finds and replaces it."""
+_ESCAPES = str.maketrans(
+    {"<": "&lt;", ">": "&gt;", "&": "&amp;", "*": "\\*", "_": "\\_", "|": "\\|", "[": "\\[", "@": "@\u200b"}
+)
 _SIGNS = {"pass": "passes", "fail": "fails", "cannot tell": "cannot tell"}
 _LONGEST_WAIT_MINUTES = 600
 
@@ -170,14 +173,8 @@ def _median(runs: Sequence[Run], side: str, cell: str) -> float | None:
 
 
 def _escaped(text: str) -> str:
-    """Text in which Markdown and HTML mean nothing, but for backticks."""
-    shown = visible(text)
-    return "".join(
-        {"<": "&lt;", ">": "&gt;", "&": "&amp;", "*": "\\*", "_": "\\_", "|": "\\|", "[": "\\[", "@": "@\u200b"}.get(
-            c, c
-        )
-        for c in shown
-    )
+    """Text in which Markdown and HTML mean nothing, but for backticks, and nobody is notified."""
+    return visible(text).translate(_ESCAPES)
 
 
 def _backticks(line: str) -> list[str]:
