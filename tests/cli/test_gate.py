@@ -219,7 +219,6 @@ def test_setup_runs_once_in_each_checkout(repository: Path, capsys):
         (["base", "base", "--"], "command: is missing"),
         (["base", "nowhere", "--", "true"], "head: 'nowhere' is not a folder, or a revision"),
         (["", "base", "--", "true"], "base: must name"),
-        (["--", "base", "base", "true"], "base"),
         (["base", "base", "--", "no-such-program"], "command: no-such-program cannot be started in base: No such file"),
         (["base", "base", "--fail-if-slower", "-1", "--", "true"], "fail_if_slower"),
         (["base", "base", "--fail-if-slower", "nan", "--", "true"], "fail_if_slower"),
