@@ -1,6 +1,6 @@
 """The documentation: links have targets, blocks of code are valid, and the site is built and needs no network.
 
-Blocks: Python compiles, and the names it imports from trainstep exist; TOML and JSON are parsed; `trainstep ...` is a valid
+Blocks: Python compiles, and the names it imports from trainstep exist; TOML, JSON and YAML are parsed; `trainstep ...` is a valid
 command line, `make ...` names targets, `python FILE` an existing file. Commands in the text are checked in the same way, except
 in dated entries of the log.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from cyclopts import CycloptsError
 
 from makefile import targets, targets_named
@@ -33,7 +34,7 @@ PAGES = [
 ]
 DATED = {ROOT / "docs" / "log.md"}
 """Pages with dated entries, whose commands stay as they were."""
-LANGUAGES = {"python", "sh", "toml", "json", "text"}
+LANGUAGES = {"python", "sh", "toml", "json", "yaml", "text"}
 WORKLOADS = {verb: verb for verb in ("attention", "op", "profile", "numerics", "memory", "parallel")}
 WORKLOADS |= {"bench": "train_step", "collectives": "collective"}
 """Verb -> the workload whose config has its options as fields."""
@@ -77,10 +78,11 @@ def wrong_block(block: Block) -> Iterator[str]:
         yield f"a block of {block.language or 'no language'}; known are {', '.join(sorted(LANGUAGES))}"
     elif block.language == "python":
         yield from wrong_python(block.code)
-    elif block.language in ("toml", "json"):
+    elif block.language in ("toml", "json", "yaml"):
+        parsers = {"toml": tomllib.loads, "json": json.loads, "yaml": yaml.safe_load}
         try:
-            (tomllib if block.language == "toml" else json).loads(block.code)
-        except ValueError as error:
+            parsers[block.language](block.code)
+        except (ValueError, yaml.YAMLError) as error:
             yield str(error)
     elif block.language == "sh":
         for line in block.code.replace("\\\n", " ").splitlines():

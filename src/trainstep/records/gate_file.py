@@ -117,7 +117,7 @@ class GateFile:
             try:
                 yield
             finally:
-                if made_here and file.seek(0, os.SEEK_END) == 0:  # refused before anything ran
+                if made_here and self.path.read_bytes().count(b"\n") <= 1:  # refused before anything ran
                     self.path.unlink(missing_ok=True)
 
     def open_for(self, plan: Plan) -> tuple[list[Run], Ending | None]:
