@@ -178,7 +178,7 @@ def test_the_code_of_a_page_is_valid(path: Path):
         ("```python\nfrom trainstep.nowhere import DDP\n```\n", ["there is no module trainstep.nowhere"]),
         ("```python\nx = = 1\n```\n", ["is no Python: invalid syntax (<unknown>, line 1)"]),
         ("```toml\na = \n```\n", ["Invalid value (at line 1, column 5)"]),
-        ("```\nx\n```\n", ["a block of no language; known are json, python, sh, text, toml"]),
+        ("```\nx\n```\n", ["a block of no language; known are json, python, sh, text, toml, yaml"]),
         ("```sh\nmake nothing && trainstep bench --steps 5  # so\n```\n", ["the Makefile has no target nothing"]),
         ("Type `trainstep bench --model small [--steps 5]`.", []),
         ("Type `trainstep bench\n--nothing`.", ["Unknown option: --nothing."]),

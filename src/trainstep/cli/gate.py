@@ -1,9 +1,10 @@
 """`trainstep gate`: may a change land? Two versions run alternately until their difference is decided, or the time is over."""
 
+import os
 import shlex
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -35,22 +36,88 @@ _BASELINE = (
 """What must be the same for a stored baseline to be compared with."""
 
 
+def _help(text: str, **given: Any) -> Parameter:
+    return Parameter(help=text, **given)
+
+
+def _switch(text: str) -> Parameter:
+    return Parameter(help=text, negative=(), show_default=False)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class GateOptions:
+    """The options of `gate`. ValueError for values that cannot work."""
+
+    fail_if_slower: Annotated[
+        float, _help("The slowdown, in percent, from which on HEAD fails.", metavar="PERCENT")
+    ] = 2.0
+    budget_minutes: Annotated[
+        float,
+        _help(
+            "The time for all runs, those of earlier, killed processes too. Noise of 1 % needs seconds, of 10 % minutes."
+        ),
+    ] = 3.0
+    measure: Annotated[
+        Literal["records", "wall", "cpu", "benchmark"] | None,
+        _help(
+            "records: medians of the records that trainstep writes to runs/ (or COMMAND's --out); wall: the time of COMMAND; cpu: "
+            "its processor time, steadier on a busy machine; benchmark: pytest-benchmark's JSON. By default records if COMMAND "
+            "writes any, else wall."
+        ),
+    ] = None
+    quantity: Annotated[
+        str | None, _help("Which time of records to compare: step (the default), forward, backward...")
+    ] = None
+    setup: Annotated[
+        str | None,
+        _help(
+            "A line for the shell that runs once in each checkout first, such as a build. It takes nothing from the budget."
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        _help(
+            "The gate's file, by default a new one in runs/. With the file of a gate that was killed, the gate goes on."
+        ),
+    ] = None
+    comment: Annotated[Path | None, _help("Write the result as Markdown into this file, for a pull request.")] = None
+    save: Annotated[
+        Path | None,
+        _help(
+            "Write HEAD's times, with this machine's environment, as JSON of pytest-benchmark: a baseline for later."
+        ),
+    ] = None
+    allow_mixed: Annotated[
+        bool, _switch("Compare even if BASE's and HEAD's runs say that their packages or machines differ.")
+    ] = False
+    quiet: Annotated[bool, _switch("Show no progress.")] = False
+    json: Annotated[bool, _switch("Print JSON, which begins with `answer`.")] = False
+
+    def check(self) -> None:
+        """ValueError for values that cannot work, and for files that cannot be written, before anything runs."""
+        if not 0 <= self.fail_if_slower <= 1000:
+            raise ValueError(
+                f"fail_if_slower: must be a percentage from 0 to 1000, such as 2, not {self.fail_if_slower:g}"
+            )
+        check_positive({"budget_minutes": self.budget_minutes})
+        if self.comment is not None:
+            from trainstep.report.kit.output_file import check_output
+
+            check_output("comment", self.comment, "markdown")
+        if self.save is not None and os.path.lexists(self.save):
+            try:
+                read_benchmarks(self.save)
+            except ValueError as error:
+                raise ValueError(f"save: {error}; name another file") from None
+
+
 def gate(
     base: str,
     head: str,
     /,
     *command: Annotated[str, Parameter(allow_leading_hyphen=False)],
-    fail_if_slower: Annotated[float, Parameter(metavar="PERCENT")] = 2.0,
-    budget_minutes: float = 3.0,
-    measure: Literal["records", "wall", "cpu", "benchmark"] | None = None,
-    quantity: str | None = None,
-    setup: str | None = None,
-    out: Path | None = None,
-    comment: Path | None = None,
-    save: Path | None = None,
-    allow_mixed: Annotated[bool, Parameter(negative=())] = False,
-    quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    how: GateOptions = GateOptions(),
 ) -> int:
     """May a change land? Run COMMAND in two versions alternately, until their difference is decided or the time is over.
 
@@ -79,88 +146,48 @@ def gate(
         The version to judge: a revision or a folder.
     command
         What runs in each checkout, after `--`.
-    fail_if_slower
-        The slowdown, in percent, from which on HEAD fails.
-    budget_minutes
-        The time for all runs. Noise of 1 % needs seconds, noise of 10 % minutes. Runs of earlier, killed processes count too.
-    measure
-        records: medians of the records that trainstep writes to runs/ (or COMMAND's --out); wall: the time of COMMAND; cpu: its
-        processor time, steadier on a busy machine; benchmark: pytest-benchmark's JSON. By default records if COMMAND writes any,
-        else wall.
-    quantity
-        Which time of records to compare: step (the default), forward, backward...
-    setup
-        A line for the shell that runs once in each checkout first, such as a build. It counts for no time.
-    out
-        The gate's file, by default a new one in runs/. With the file of a gate that was killed, the gate goes on.
-    comment
-        Write the result as Markdown into this file, for a pull request.
-    save
-        Write HEAD's times, with this machine's environment, as JSON of pytest-benchmark: a baseline for later.
-    allow_mixed
-        Compare even if BASE's and HEAD's runs say that their packages or machines differ.
-    quiet
-        Show no progress.
-    json
-        Print JSON, which begins with `answer`.
     """
-    _check(command, fail_if_slower, budget_minutes, comment, save)
-    here = _environment(measure, command)
-    reference: Source | Benchmarks = _baseline(Path(base), here) if _is_file(base) else find_source("base", base)
+    if not command or not command[0]:
+        raise ValueError("command: is missing: trainstep gate BASE HEAD -- COMMAND")
+    how.check()
+    here = _environment(how.measure, command)
+    reference = _baseline(Path(base), here) if _is_file(base) else find_source("base", base)
     version = find_source("head", head)
-    if isinstance(reference, Benchmarks) and measure is None:
-        raise ValueError("measure: a stored baseline does not say what it is; name it: --measure wall")
     plan = Plan(
         base=base if isinstance(reference, Benchmarks) else reference.words,
         head=version.words,
         command=tuple(command),
-        setup=setup,
-        measure=measure or "auto",
-        quantity=quantity,
-        threshold=fail_if_slower / 100,
-        budget_s=budget_minutes * 60,
+        setup=how.setup,
+        measure=how.measure or "auto",
+        quantity=how.quantity,
+        threshold=how.fail_if_slower / 100,
+        budget_s=how.budget_minutes * 60,
         environment=here,
     )
-    file = GateFile(out or new_records_path("gate"))
-    progress = _Progress(plan.budget_s, quiet=quiet)
+    outcome, path = _run(plan, reference, version, how)
+    code = CODES[outcome.ending.verdict]
+    _show(plan, outcome, code, is_stored=isinstance(reference, Benchmarks), how=how)
+    if how.save is not None:
+        _save(how.save, outcome, here, version.commit)
+    if not how.json:
+        print(f"runs: {path}")
+    return code
+
+
+def _run(plan: Plan, base: Source | Benchmarks, head: Source, how: GateOptions) -> tuple[Outcome, Path]:
+    """Run the gate with progress; its outcome and its file. KeyboardInterrupt with words on how to go on."""
+    file = GateFile(how.out or new_records_path("gate"))
+    progress = _Progress(plan.budget_s, quiet=how.quiet)
     with file.locked():
         before = _end_by_interrupt()
         try:
-            outcome = run_gate(plan, reference, version, file, allow_mixed=allow_mixed, on_block=progress.show)
+            return run_gate(plan, base, head, file, allow_mixed=how.allow_mixed, on_block=progress.show), file.path
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the runs are kept; to go on, add --out {shlex.quote(str(file.path))}") from None
         finally:
             progress.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
-    code = CODES[outcome.ending.verdict]
-    _show(plan, outcome, code, is_stored=isinstance(reference, Benchmarks), comment=comment, json=json)
-    if save is not None:
-        _save(save, outcome, here, version.commit)
-    if not json:
-        print(f"runs: {file.path}")
-    return code
-
-
-def _check(
-    command: tuple[str, ...], fail_if_slower: float, budget_minutes: float, comment: Path | None, save: Path | None
-) -> None:
-    """ValueError for options that cannot work, before anything runs."""
-    if not command or not command[0]:
-        raise ValueError("command: is missing: trainstep gate BASE HEAD -- COMMAND")
-    if not 0 <= fail_if_slower <= 1000:
-        raise ValueError(f"fail_if_slower: must be a percentage from 0 to 1000, such as 2, not {fail_if_slower:g}")
-    check_positive({"budget_minutes": budget_minutes})
-    if comment is not None or save is not None:
-        from trainstep.report.kit.output_file import check_output
-
-        if comment is not None:
-            check_output("comment", comment, "markdown")
-        if save is not None and save.exists():
-            try:
-                read_benchmarks(save)
-            except ValueError as error:
-                raise ValueError(f"save: {error}; name another file") from None
 
 
 def _environment(measure: str | None, command: tuple[str, ...]) -> dict[str, Any]:
@@ -179,7 +206,9 @@ def _is_file(base: str) -> bool:
 
 
 def _baseline(path: Path, here: dict[str, Any]) -> Benchmarks:
-    """The stored baseline. ValueError if it has no environment, or was measured elsewhere."""
+    """The stored baseline. ValueError if it has no environment, or was measured elsewhere or otherwise."""
+    if here["measure"] is None:
+        raise ValueError("measure: must be named for a stored baseline, such as --measure wall")
     stored = read_benchmarks(path)
     if stored.environment is None:
         raise ValueError(
@@ -211,7 +240,7 @@ def _end_by_interrupt() -> dict[int, Any]:
     return {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
 
 
-def _show(plan: Plan, outcome: Outcome, code: int, *, is_stored: bool, comment: Path | None, json: bool) -> None:
+def _show(plan: Plan, outcome: Outcome, code: int, *, is_stored: bool, how: GateOptions) -> None:
     from trainstep.report.gate.verdict import gate_answer, gate_comment, gate_notes, gate_plain, gate_tables
     from trainstep.report.kit.answer import print_answers
     from trainstep.report.kit.output_file import write_output
@@ -220,9 +249,9 @@ def _show(plan: Plan, outcome: Outcome, code: int, *, is_stored: bool, comment: 
 
     found = (plan, outcome.ending, outcome.judgement, outcome.runs)
     notes = gate_notes(plan, outcome.ending, is_stored=is_stored)
-    if comment is not None:
-        write_output("comment", comment, "markdown", gate_comment(*found, notes))
-    if json:
+    if how.comment is not None:
+        write_output("comment", how.comment, "markdown", gate_comment(*found, notes))
+    if how.json:
         print(ascii_json(gate_plain(*found, notes, code), indent=2))
         return
     print_answers([gate_answer(*found)], sys.stdout)
