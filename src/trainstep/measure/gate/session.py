@@ -239,16 +239,16 @@ class _Gate:
     def _why_open(self, blocks: int, exhausted: bool) -> str:
         if exhausted:
             return f"the baseline has no more runs than the {2 * blocks} that were compared"
-        minutes = self._plan.budget_s / 60
+        minutes = f"{self._plan.budget_s / 60:g} minute{'s' * (self._plan.budget_s != 60)}"
         if blocks < MINIMUM_BLOCKS:
             need_s = self._next_block_s(blocks) * MINIMUM_BLOCKS + used_seconds(
                 [run for run in self._runs if run.block == WARMUP]
             )
             return (
-                f"only {blocks} blocks of four runs fit into {minutes:g} minutes, and at least {MINIMUM_BLOCKS} are needed: "
+                f"only {blocks} blocks of four runs fit into {minutes}, and at least {MINIMUM_BLOCKS} are needed: "
                 f"--budget-minutes {math.ceil(need_s / 60 * 1.1)}"
             )
-        return f"the {minutes:g} minutes are over before the interval decides"
+        return f"the time of {minutes} is over before the interval decides"
 
     def _failed(self, side: str, what: str, ran: Ran | None) -> _Stopped:
         """Head's failure fails the gate; base's leaves nothing to compare with."""

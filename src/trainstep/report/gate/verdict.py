@@ -95,7 +95,7 @@ def gate_comment(
         f"base: {plan.base}",
         f"head: {plan.head}",
         f"command: {' '.join(plan.command)}",
-        f"measured: {plan.measure}, against {measured}, limit {plan.threshold * 100:g} %, {plan.budget_s / 60:g} minutes at most",
+        f"measured: {plan.measure}, against {measured}, limit {plan.threshold * 100:g} %, at most {plan.budget_s / 60:g} min",
         f"machine: {place.get('gpu') or place.get('cpu')}, {place.get('cores')} cores, Python {place.get('python')}, "
         f"torch {place.get('torch')}",
     ]
