@@ -3,9 +3,12 @@
 Most commands write times that are given, so that a gate needs no second and its verdict is certain.
 """
 
+import contextlib
+import importlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from record_maker import a_record, seconds
+from record_maker import ENVIRONMENT, a_record, seconds
 from trainstep.cli import app
 from trainstep.measure.harness.files import remove_abandoned
 from trainstep.records.gate_file import GateFile
@@ -35,10 +38,32 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *who, *words], check=True, capture_output=True, text=True).stdout
 
 
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def _known_machine(monkeypatch: pytest.MonkeyPatch):
+    """To look at the machine anew takes longer than such a gate."""
+    module = importlib.import_module("trainstep.cli.gate")
+    monkeypatch.setattr(module, "environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(module, "installed_packages", lambda: "the same")
+
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with the tags base, slower (3 % more), faster, broken (its command fails)."""
+    folder = tmp_path_factory.mktemp("repository")
+    with contextlib.chdir(folder):
+        make_repository()
+    return folder
+
+
+@pytest.fixture
+def repository(made_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, as the current folder."""
+    shutil.copytree(made_once, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_repository() -> None:
     git("init", "-q")
     for tag, second in (("base", 1.0), ("slower", 1.03), ("faster", 0.9), ("broken", None)):
         Path("times.json").write_text(times({"test_a": second})) if second else Path("times.json").unlink()
@@ -47,7 +72,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         git("commit", "-qm", tag)
         git("tag", tag)
     git("checkout", "-q", "base")
-    return tmp_path
 
 
 def gate(*words: str) -> int:
@@ -178,6 +202,7 @@ def test_cells_that_only_one_version_has_are_named(repository: Path, capsys):
     assert "it has a new test_b" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_unlike_environments_are_refused_or_noted(repository: Path, capsys):
     Path("times.json").write_text(times({"test_a": 1.0}).replace("3.13", "3.14"))
     assert gate("base", ".", *COPY) == 3
@@ -203,6 +228,7 @@ def test_a_stored_baseline_needs_its_environment(repository: Path, capsys):
     assert "it is no baseline" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_setup_runs_once_in_each_checkout(repository: Path, capsys):
     word = f"pwd >> {shlex.quote(str(repository))}/set_up"
     assert gate("base", "faster", "--setup", word, *COPY) == 0
@@ -238,6 +264,7 @@ def test_bad_input_is_a_sentence(repository: Path, capsys, words: list[str], nam
     assert not list(Path().glob("runs/*"))
 
 
+@pytest.mark.slow
 def test_outside_git_two_folders_can_be_compared(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -251,7 +278,7 @@ def test_outside_git_two_folders_can_be_compared(tmp_path: Path, monkeypatch, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_gate_leaves_no_checkout_and_no_process(repository: Path, number: int):
+def test_a_killed_gate_leaves_no_checkout(repository: Path, number: int):
     command = [sys.executable, "-m", "trainstep", "gate", "base", "slower", "--out", "g.jsonl", "--measure", "wall"]
     process = subprocess.Popen([*command, "--", "sh", "-c", "sleep 0.2; echo $$ > ../../pid"], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120

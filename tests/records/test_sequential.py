@@ -57,19 +57,19 @@ NOISES = {
 @pytest.mark.parametrize("noise", NOISES)
 def test_equal_versions_fail_at_most_once_in_a_hundred(noise: str):
     rng = np.random.default_rng(7)
-    assert shares(lambda: NOISES[noise](rng, 0.04), 250)["fail"] <= 0.01
+    assert shares(lambda: NOISES[noise](rng, 0.04), 150)["fail"] <= 0.01
 
 
 def test_noise_that_decides_nothing_is_no_excuse_for_false_alarms():
     rng = np.random.default_rng(8)
-    found = shares(lambda: rng.normal(0, 0.3, BLOCKS), 250)
+    found = shares(lambda: rng.normal(0, 0.3, BLOCKS), 150)
     assert found["fail"] <= 0.01
     assert found["cannot tell"] >= 0.9
 
 
 def test_a_slowdown_of_3_percent_is_found_where_a_block_varies_by_4_percent():
     rng = np.random.default_rng(9)
-    found = shares(lambda: rng.normal(SLOWER, 0.04, BLOCKS), 250)
+    found = shares(lambda: rng.normal(SLOWER, 0.04, BLOCKS), 150)
     assert found["pass"] <= 0.01
     assert found["cannot tell"] <= 0.15
 

@@ -3,8 +3,9 @@
     ran = run_command(checkout, ["python", "bench.py"], limit_s=180)
     ran.wall_s, ran.cpu_s, ran.trouble
 
-The command is a process group of its own, so that all of it ends with the gate. What it prints goes to a file, which has room for a
-process that prints much, and costs it less than a pipe that somebody must read.
+The command is a process group of its own, so that all of it ends with the gate. After a SIGKILL of the gate its last run goes on to
+its end: to have the kernel end it needs code between fork and exec, and then each start copies this process's page tables. What the
+command prints goes to a file, which has room for a process that prints much, and costs it less than a pipe that somebody must read.
 """
 
 import os
@@ -21,7 +22,6 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from trainstep.measure.gate.checkouts import Checkout
-from trainstep.measure.harness.cell import die_with_parent
 
 _LAST_LINES = 20
 _LAST_BYTES = 8192
@@ -53,7 +53,6 @@ def run_command(checkout: Checkout, command: Sequence[str], *, limit_s: float) -
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
