@@ -1,8 +1,7 @@
 """When a gate decides: false alarms and true slowdowns in simulation and in resampled real runs, looks, cells."""
 
-import json
+import importlib.util
 import math
-from functools import cache
 
 import numpy as np
 import pytest
@@ -85,35 +84,19 @@ def test_without_spending_the_looks_would_raise_false_alarms():
     assert often.mean() > 0.01
 
 
-@cache
-def recorded() -> tuple[list[float], ...]:
-    """The log ratios of the blocks of each recorded gate on two equal versions."""
-    entries = [json.loads(line) for line in RECORDED.read_text().splitlines()]
-    return tuple(entry["log_ratios"] for entry in entries if entry["kind"] == "same")
-
-
-def resampled(rng: np.random.Generator, shift: float, scale: float):
-    """Log ratios of a gate from recorded ones: stretches of four neighbours, so that what neighbours share stays."""
-    gates = recorded()
-    logs: list[float] = []
-    while len(logs) < BLOCKS:
-        gate = gates[rng.integers(len(gates))]
-        start = rng.integers(max(len(gate) - 3, 1))
-        logs += gate[start : start + 4]
-    return np.array(logs[:BLOCKS]) * scale + shift
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not RECORDED.exists(), reason="a source distribution holds no records")
 def test_2000_gates_resampled_from_real_runs():
-    """At the noise of the recorded machine, false alarms; at noise of 4 % a block, of the same shape, the true 3 % as well."""
-    rng = np.random.default_rng(11)
-    spread = float(np.std([value for gate in recorded() for value in gate]))
-    assert shares(lambda: resampled(rng, 0.0, 1.0), 2000)["fail"] <= 0.01
-    assert shares(lambda: resampled(rng, 0.0, 0.04 / spread), 2000)["fail"] <= 0.01
-    found = shares(lambda: resampled(rng, SLOWER, 0.04 / spread), 2000)
-    assert found["pass"] <= 0.05
-    assert found["cannot tell"] <= 0.15
+    """False alarms at the noise of the recorded machine; and the true 3 % at noise of the same shape of 4 % a block."""
+    spec = importlib.util.spec_from_file_location("gates", RECORDED.with_suffix(".py"))
+    assert spec is not None
+    assert spec.loader is not None
+    gates = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gates)
+    assert gates.resampled(RECORDED, 2000)["fail"] <= 20
+    found = gates.resampled(RECORDED, 2000, slower=SLOWER, spread=0.04)
+    assert found["pass"] <= 100
+    assert found["cannot tell"] <= 300
 
 
 def test_a_quiet_machine_decides_early():

@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,7 @@ _BASELINE = (
     "command",
 )
 """What must be the same for a stored baseline to be compared with."""
+_STORED = "Base is stored, and was not interleaved with head: changes of the machine since then are part of the ratio."
 
 
 def _help(text: str, **given: Any) -> Parameter:
@@ -166,7 +168,12 @@ def gate(
     )
     outcome, path = _run(plan, reference, version, how)
     code = CODES[outcome.ending.verdict]
-    _show(plan, outcome, code, is_stored=isinstance(reference, Benchmarks), how=how)
+    remarks = list(outcome.ending.notes)
+    if isinstance(reference, Benchmarks):
+        remarks.append(_STORED)
+    elif reference.is_same_code(version):
+        remarks.append("Base and head are the same code.")
+    _show(plan, outcome, code, remarks, how)
     if how.save is not None:
         _save(how.save, outcome, here, version.commit)
     if not how.json:
@@ -240,15 +247,14 @@ def _end_by_interrupt() -> dict[int, Any]:
     return {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
 
 
-def _show(plan: Plan, outcome: Outcome, code: int, *, is_stored: bool, how: GateOptions) -> None:
-    from trainstep.report.gate.verdict import gate_answer, gate_comment, gate_notes, gate_plain, gate_tables
+def _show(plan: Plan, outcome: Outcome, code: int, notes: Sequence[str], how: GateOptions) -> None:
+    from trainstep.report.gate.verdict import gate_answer, gate_comment, gate_plain, gate_tables
     from trainstep.report.kit.answer import print_answers
     from trainstep.report.kit.output_file import write_output
     from trainstep.report.kit.terminal import print_paragraphs, print_tables
     from trainstep.report.kit.visible import ascii_json
 
     found = (plan, outcome.ending, outcome.judgement, outcome.runs)
-    notes = gate_notes(plan, outcome.ending, is_stored=is_stored)
     if how.comment is not None:
         write_output("comment", how.comment, "markdown", gate_comment(*found, notes))
     if how.json:
@@ -257,7 +263,9 @@ def _show(plan: Plan, outcome: Outcome, code: int, *, is_stored: bool, how: Gate
     print_answers([gate_answer(*found)], sys.stdout)
     if outcome.ending.output:
         print_paragraphs(["the end of its output:", *(f"    {line}" for line in outcome.ending.output)], sys.stdout)
-    print_tables(gate_tables(outcome.judgement, outcome.runs), notes, sys.stdout)
+    tables = gate_tables(outcome.judgement, outcome.runs)
+    if tables or notes:
+        print_tables(tables, notes, sys.stdout)
 
 
 def _save(path: Path, outcome: Outcome, here: dict[str, Any], commit: str | None) -> None:
@@ -265,7 +273,8 @@ def _save(path: Path, outcome: Outcome, here: dict[str, Any], commit: str | None
 
     rounds = times_by_cell(outcome.runs, HEAD)
     if not rounds:
-        raise ValueError(f"save: head has no times, so {path} is not written")
+        print(f"trainstep: save: head has no times, so {path} is not written", file=sys.stderr)
+        return
     try:
         write_benchmarks(path, rounds, here, commit)
     except OSError as error:

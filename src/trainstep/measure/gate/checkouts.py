@@ -41,6 +41,11 @@ class Source:
     inner: Path = Path()
     """The folder below the checkout's top in which the command runs: where the gate was started, below its repository's top."""
 
+    def is_same_code(self, other: "Source") -> bool:
+        """Whether both are known to be the same version."""
+        mine, its = ((source.commit, source.changes, source.folder) for source in (self, other))
+        return mine == its and (self.commit is not None or self.folder is not None)
+
     @property
     def words(self) -> str:
         """`main at 1f0c2a9`, with what differs in a folder."""
@@ -126,12 +131,10 @@ def _checkout(source: Source, temporary: Path) -> Checkout:
 
 
 def _changes(folder: Path) -> str | None:
-    """A short hash of what differs from the commit in a folder of a repository, new files by their names; None if nothing does."""
-    status = _git(folder, "status", "--porcelain")
-    if not status:
-        return None
-    difference = _git(folder, "diff", "HEAD") or ""
-    return hashlib.sha256(f"{status}\0{difference}".encode()).hexdigest()[:8]
+    """A short hash of what differs from the commit in a folder of a repository; None if nothing does. New files are left out:
+    a gate and its command make some."""
+    difference = _git(folder, "diff", "HEAD", "--", ".")
+    return hashlib.sha256(difference.encode()).hexdigest()[:8] if difference else None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

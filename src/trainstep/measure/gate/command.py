@@ -34,7 +34,7 @@ class Ran:
     wall_s: float
     cpu_s: float
     trouble: str = ""
-    """What went wrong, as `exit code 3`; empty if nothing did."""
+    """What went wrong, as `ended with exit code 3`; empty if nothing did."""
     output: tuple[str, ...] = ()
     """The last lines that it printed."""
 
@@ -70,7 +70,7 @@ def run_command(checkout: Checkout, command: Sequence[str], *, limit_s: float) -
             _kill_group(process.pid)  # also what the command left running
             process.wait()
             timer.join()
-        trouble = f"no end within {limit_s:.0f} s" if wall_s >= limit_s else _words(code) if code else ""
+        trouble = f"did not end within {limit_s:.0f} s" if wall_s >= limit_s else _words(code) if code else ""
         return Ran(wall_s=wall_s, cpu_s=_children_cpu_s() - before_s, trouble=trouble, output=_last_lines(output))
 
 
@@ -87,10 +87,10 @@ def _children_cpu_s() -> float:
 
 def _words(code: int) -> str:
     if code > 0:
-        return f"exit code {code}"
+        return f"ended with exit code {code}"
     with suppress(ValueError):
-        return f"killed by {signal.Signals(-code).name}"
-    return f"killed by signal {-code}"
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 def _last_lines(output: BinaryIO) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ class _Gate:
         for checkout in checkouts:
             ran = run_command(checkout, ("sh", "-c", setup), limit_s=math.inf)
             if ran.trouble:
-                raise self._failed(checkout.side, f"its setup ended with {ran.trouble}", ran)
+                raise self._failed(checkout.side, f"its setup {ran.trouble}", ran)
 
     def _warm_up(self, checkouts: Mapping[str, Checkout]) -> Measure:
         """Run each version once, find out how to measure where the user did not say, and compare where the two ran."""
@@ -204,7 +204,7 @@ class _Gate:
         ran = run_command(checkout, measure.command, limit_s=limit_s)
         self._longest_s = max(self._longest_s, ran.wall_s)
         if ran.trouble:
-            raise self._failed(checkout.side, f"the command ended with {ran.trouble}", ran)
+            raise self._failed(checkout.side, f"the command {ran.trouble}", ran)
         return ran
 
     def _keep(self, block: int, side: str, seconds: Mapping[str, float], ran: Ran | None) -> None:

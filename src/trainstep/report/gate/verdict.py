@@ -58,18 +58,6 @@ def gate_tables(judgement: Judgement | None, runs: Sequence[Run]) -> list[Table]
     return [Table.of("Head against base", list(judgement.cells), columns, note=note)]
 
 
-def gate_notes(plan: Plan, ending: Ending, *, is_stored: bool) -> list[str]:
-    """What a reader should know: unlike packages, a baseline from another day, twice the same code."""
-    notes = list(ending.notes)
-    if is_stored:
-        notes.append(
-            "Base is stored, and was not interleaved with head: changes of the machine since then are part of the ratio."
-        )
-    elif plan.base.partition(" at ")[2] and plan.base.partition(" at ")[2] == plan.head.partition(" at ")[2]:
-        notes.append("Base and head are the same code.")
-    return notes
-
-
 def gate_comment(
     plan: Plan, ending: Ending, judgement: Judgement | None, runs: Sequence[Run], notes: Sequence[str]
 ) -> str:
