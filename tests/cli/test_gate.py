@@ -99,6 +99,14 @@ def test_a_verdict_has_its_exit_code(repository: Path, capsys, head: str, code: 
     assert git("worktree", "list").count("\n") == 1
 
 
+def test_the_gates_own_file_is_no_file_of_records(repository: Path, capsys):
+    """`trainstep report runs/` reads every .jsonl in the folder."""
+    assert gate("base", "base", *COPY) == 0
+    [path] = Path("runs").iterdir()
+    assert path.suffix == ".gate"
+    assert str(path) in capsys.readouterr().out
+
+
 def test_a_limit_of_5_percent_lets_3_percent_pass(repository: Path, capsys):
     assert gate("base", "slower", "--fail-if-slower", "5%", *COPY) == 0
     out = capsys.readouterr().out

@@ -80,7 +80,7 @@ class GateOptions:
     out: Annotated[
         Path | None,
         _help(
-            "The gate's file, by default a new one in runs/. With the file of a gate that was killed, the gate goes on."
+            "The gate's file, by default a new .gate in runs/. With the file of a gate that was killed, the gate goes on."
         ),
     ] = None
     comment: Annotated[Path | None, _help("Write the result as Markdown into this file, for a pull request.")] = None
@@ -183,7 +183,7 @@ def gate(
 
 def _run(plan: Plan, base: Source | Benchmarks, head: Source, how: GateOptions) -> tuple[Outcome, Path]:
     """Run the gate with progress; its outcome and its file. KeyboardInterrupt with words on how to go on."""
-    file = GateFile(how.out or new_records_path("gate"))
+    file = GateFile(how.out or new_records_path("gate").with_suffix(".gate"))  # `report runs/` reads each .jsonl
     progress = _Progress(plan.budget_s, quiet=how.quiet)
     with file.locked():
         before = _end_by_interrupt()

@@ -1,6 +1,6 @@
 """The file of a gate: what it compares, every run as soon as it has ended, and the verdict. A killed gate goes on from it.
 
-    file = GateFile(Path("runs/gate.jsonl"))
+    file = GateFile(Path("runs/main-against-head.gate"))
     with file.locked():
         plan, runs, ending = file.open_for(plan)      # what earlier processes wrote; ValueError for another gate's file
         file.add(run)
