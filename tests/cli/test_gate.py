@@ -156,6 +156,15 @@ def test_the_checkouts_own_code_is_imported_first(repository: Path, capsys, monk
     assert "/base/src/my_project.py" in capsys.readouterr().out
 
 
+def test_hooks_neither_run_nor_lead_astray(repository: Path, monkeypatch):
+    Path(".git/hooks/post-checkout").write_text("#!/bin/sh\nexit 1\n")
+    Path(".git/hooks/post-checkout").chmod(0o755)
+    monkeypatch.setenv("GIT_DIR", str(repository / ".git"))  # as inside a hook of the user
+    monkeypatch.setenv("GIT_INDEX_FILE", str(repository / ".git" / "index"))
+    assert gate("base", "slower", *COPY) == 1
+    assert Path("remark").read_text() == "base"
+
+
 def test_a_gate_goes_on_from_its_file(repository: Path, capsys):
     assert gate("base", "slower", "--out", "g.jsonl", "--json", *COPY) == 1
     whole = answer(capsys)

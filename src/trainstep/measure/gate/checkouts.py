@@ -106,9 +106,16 @@ def _checkout(source: Source, temporary: Path) -> Checkout:
     if folder is None:
         assert source.top is not None and source.commit is not None
         made = temporary / source.side
-        command = ["git", "-C", str(source.top), "worktree", "add", "--detach", "--force", str(made), source.commit]
+        # Without the user's hooks, which may install or build things after each checkout; --setup is for that.
+        git = ["git", "-C", str(source.top), "-c", f"core.hooksPath={os.devnull}"]
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=_CHECKOUT_S
+            [*git, "worktree", "add", "--detach", "--force", str(made), source.commit],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_CHECKOUT_S,
+            env=_environ(),
         )
         if done.returncode:
             last = next(reversed(done.stderr.strip().splitlines()), "no word of git")
@@ -126,8 +133,14 @@ def _checkout(source: Source, temporary: Path) -> Checkout:
     return Checkout(
         side=source.side,
         folder=folder,
-        environ={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PWD": str(folder)},
+        environ={**_environ(), "PYTHONPATH": os.pathsep.join(paths), "PWD": str(folder)},
     )
+
+
+def _environ() -> dict[str, str]:
+    """The environment without what git sets for its hooks: in a checkout it would lead back to the repository."""
+    leading = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
+    return {name: value for name, value in os.environ.items() if name not in leading}
 
 
 def _changes(folder: Path) -> str | None:
@@ -147,6 +160,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
             errors="replace",
             stdin=subprocess.DEVNULL,
             timeout=60,
+            env=_environ(),
         )
         return done.stdout.strip() if done.returncode == 0 else None
     return None
