@@ -132,7 +132,7 @@ def gate(
 
     Examples:
 
-        trainstep gate main HEAD -- trainstep bench --model tiny --context 64
+        trainstep gate main HEAD --budget-minutes 15 -- trainstep bench --model tiny --context 64
 
         trainstep gate main . --measure wall --budget-minutes 10 -- python train.py --steps 20
 

@@ -245,7 +245,7 @@ class _Gate:
                 [run for run in self._runs if run.block == WARMUP]
             )
             return (
-                f"only {blocks} blocks of four runs fit into {minutes}, and at least {MINIMUM_BLOCKS} are needed: "
+                f"the time of {minutes} holds {blocks} of the {MINIMUM_BLOCKS} blocks of four runs that are needed: "
                 f"--budget-minutes {math.ceil(need_s / 60 * 1.1)}"
             )
         return f"the time of {minutes} is over before the interval decides"

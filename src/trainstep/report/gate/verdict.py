@@ -133,7 +133,7 @@ def _numbers(cell: CellState | None) -> str:
     if cell is None or cell.ratio is None:
         return "without a ratio"
     interval = "no interval yet" if cell.low is None else f"99 % interval {_interval(cell)}"
-    return f"its {cell.name} is {ratio_words(cell.ratio)} of base's ({interval}, {cell.blocks} blocks)"
+    return f"its {cell.name} is {ratio_words(cell.ratio)} of base's ({interval}, {cell.blocks} block{'s' * (cell.blocks != 1)})"
 
 
 def _interval(cell: CellState) -> str:
