@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from pseudo_terminal import on_terminal
 from record_maker import ENVIRONMENT, a_record, seconds
 from trainstep.cli import app
 from trainstep.measure.harness.files import remove_abandoned
@@ -316,3 +317,14 @@ def test_a_killed_gate_leaves_no_checkout(repository: Path, number: int):
     assert read is not None
     assert read[2] is None
     assert len(read[1]) >= 4
+
+
+@pytest.mark.slow
+def test_on_a_terminal_a_live_line_shows_the_interval_so_far(repository: Path):
+    command = [sys.executable, "-m", "trainstep", "gate", "base", "slower", *COPY]
+    code, text = on_terminal(command, 100, folder=repository)
+    assert code == 1
+    assert "\x1b" in text
+    assert "\\x1b" not in text
+    assert "3 blocks, " in text
+    assert "test_a 1.030 (1.030 to 1.030) fail" in text

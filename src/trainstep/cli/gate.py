@@ -22,6 +22,8 @@ from trainstep.records.gate_file import HEAD, GateFile, Plan
 from trainstep.records.store import new_records_path
 
 if TYPE_CHECKING:
+    from rich.live import Live
+
     from trainstep.records.sequential import Judgement
 
 CODES = {"pass": 0, "fail": 1, "cannot tell": 3}
@@ -286,24 +288,29 @@ class _Progress:
 
     def __init__(self, budget_s: float, *, quiet: bool) -> None:
         self._budget_s, self._quiet = budget_s, quiet
-        self._is_live = sys.stderr is not None and sys.stderr.isatty()
+        self._live: Live | None = None
+        if sys.stderr is not None and sys.stderr.isatty() and not quiet:
+            from rich.live import Live as LiveLine
+
+            from trainstep.report.kit.visible import VisibleConsole
+
+            self._live = LiveLine(console=VisibleConsole(sys.stderr), transient=True, auto_refresh=False)
 
     def show(self, judgement: "Judgement", used_s: float) -> None:
-        if self._quiet or sys.stderr is None or not (self._is_live or judgement.just_looked or judgement.verdict):
-            return
         words = _progress_words(judgement, used_s, self._budget_s)
         with outliving_reader(sys.stderr):
-            print(
-                f"\r\x1b[2K{words}" if self._is_live else words,
-                end="" if self._is_live else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            if self._live is not None:
+                from rich.text import Text
+
+                self._live.start()
+                self._live.update(Text(words, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+            elif not self._quiet and (judgement.just_looked or judgement.verdict):
+                print(words, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._is_live and not self._quiet and sys.stderr is not None:
+        if self._live is not None:
             with outliving_reader(sys.stderr):
-                print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+                self._live.stop()
 
 
 def _progress_words(judgement: "Judgement", used_s: float, budget_s: float) -> str:
