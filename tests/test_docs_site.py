@@ -1,6 +1,6 @@
 """The documentation: links have targets, blocks of code are valid, and the site is built and needs no network.
 
-Blocks: Python compiles, and the names it imports from trainstep exist; TOML and JSON are parsed; `trainstep ...` is a valid
+Blocks: Python compiles, and the names it imports from trainstep exist; TOML, JSON and YAML are parsed; `trainstep ...` is a valid
 command line, `make ...` names targets, `python FILE` an existing file. Commands in the text are checked in the same way, except
 in dated entries of the log.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from cyclopts import CycloptsError
 
 from makefile import targets, targets_named
@@ -33,7 +34,7 @@ PAGES = [
 ]
 DATED = {ROOT / "docs" / "log.md"}
 """Pages with dated entries, whose commands stay as they were."""
-LANGUAGES = {"python", "sh", "toml", "json", "text"}
+LANGUAGES = {"python", "sh", "toml", "json", "yaml", "text"}
 WORKLOADS = {verb: verb for verb in ("attention", "op", "profile", "numerics", "memory", "parallel")}
 WORKLOADS |= {"bench": "train_step", "collectives": "collective"}
 """Verb -> the workload whose config has its options as fields."""
@@ -77,10 +78,11 @@ def wrong_block(block: Block) -> Iterator[str]:
         yield f"a block of {block.language or 'no language'}; known are {', '.join(sorted(LANGUAGES))}"
     elif block.language == "python":
         yield from wrong_python(block.code)
-    elif block.language in ("toml", "json"):
+    elif block.language in ("toml", "json", "yaml"):
+        parsers = {"toml": tomllib.loads, "json": json.loads, "yaml": yaml.safe_load}
         try:
-            (tomllib if block.language == "toml" else json).loads(block.code)
-        except ValueError as error:
+            parsers[block.language](block.code)
+        except (ValueError, yaml.YAMLError) as error:
             yield str(error)
     elif block.language == "sh":
         for line in block.code.replace("\\\n", " ").splitlines():
@@ -176,7 +178,7 @@ def test_the_code_of_a_page_is_valid(path: Path):
         ("```python\nfrom trainstep.nowhere import DDP\n```\n", ["there is no module trainstep.nowhere"]),
         ("```python\nx = = 1\n```\n", ["is no Python: invalid syntax (<unknown>, line 1)"]),
         ("```toml\na = \n```\n", ["Invalid value (at line 1, column 5)"]),
-        ("```\nx\n```\n", ["a block of no language; known are json, python, sh, text, toml"]),
+        ("```\nx\n```\n", ["a block of no language; known are json, python, sh, text, toml, yaml"]),
         ("```sh\nmake nothing && trainstep bench --steps 5  # so\n```\n", ["the Makefile has no target nothing"]),
         ("Type `trainstep bench --model small [--steps 5]`.", []),
         ("Type `trainstep bench\n--nothing`.", ["Unknown option: --nothing."]),

@@ -15,7 +15,7 @@ import trainstep.training.attention
 from cell_maker import finish, start, wait_until
 from record_maker import ENVIRONMENT
 from trainstep.cli import app
-from trainstep.cli.preset import TRIAL_STEPS
+from trainstep.cli.running.preset import TRIAL_STEPS
 from trainstep.config.parsing import build_run
 from trainstep.config.run import RunConfig
 from trainstep.plan import preset as plan

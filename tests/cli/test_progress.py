@@ -4,8 +4,8 @@ import pytest
 
 from cell_maker import planted
 from record_maker import a_record
-from trainstep.cli import progress
-from trainstep.cli.progress import CellProgress, span_words, time_words
+from trainstep.cli.running import progress
+from trainstep.cli.running.progress import CellProgress, span_words, time_words
 from trainstep.records.durations import LIKE, ROUGH, SAME, ExpectedTime
 
 

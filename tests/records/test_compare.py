@@ -134,7 +134,14 @@ def test_the_interval_holds_the_true_ratio_as_often_as_it_says(paired, n, share)
     [(4, 4.604), (5, 4.032), (9, 3.250), (19, 2.861), (59, 2.662), (10**6, 2.576)],
 )
 def test_students_points_are_those_of_the_printed_tables(freedom, point):
-    assert student_point(freedom) == pytest.approx(point, rel=0.006)
+    assert student_point(freedom) == pytest.approx(point, rel=0.0002)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "alpha", "point"), [(4, 0.001, 8.610), (9, 0.0001, 6.594), (30, 0.05, 2.042), (1, 0.01, 63.657)]
+)
+def test_students_points_of_other_levels(freedom, alpha, point):
+    assert student_point(freedom, alpha) == pytest.approx(point, rel=0.0002)
 
 
 # Properties of single comparisons.

@@ -2,9 +2,9 @@
 
 Exit codes:
 0   done (a cell that runs out of memory is a result)
-1   a bug in trainstep, or a cell is slower with `compare --fail-if-slower`
+1   a bug in trainstep, or a cell is slower with `compare --fail-if-slower`, or `gate` fails
 2   bad input, or standard output cannot be written; one sentence, never a traceback
-3   done, but some cells crashed, were killed, timed out or could not be imported
+3   done, but some cells crashed, were killed, timed out or could not be imported; or `gate` cannot tell
 4   the budget of --budget-minutes left cells; the command that continues is printed
 130 interrupted; a sentence says what is kept
 
@@ -39,6 +39,7 @@ _VERBS = {
     "tune": "Find the fastest tiles of the attention kernels on this GPU.",
     "report": "Show records as tables, or as one page.",
     "compare": "Did it get faster? Compare two files of records, cell by cell.",
+    "gate": "May a change land? Run two versions alternately until their difference is decided.",
     "doctor": "Show this machine, what it can do, and what is missing.",
 }
 _RUNNING = ("bench", "attention", "op", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
@@ -149,6 +150,9 @@ def _split(words: Sequence[str]) -> list[str]:
         from trainstep.cli.run import split_words
 
         return split_words(words)
+    if "--" in words[1:]:  # what follows is a command of the user
+        place = words.index("--", 1)
+        return [*_split(words[:place]), *words[place:]]
     words = [
         word.removesuffix("%") if before == "--fail-if-slower" and _is_number(word.removesuffix("%")) else word
         for before, word in zip(["", *words], words, strict=False)

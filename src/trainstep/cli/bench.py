@@ -65,7 +65,7 @@ def bench(
     cells = expand(grid, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
     if preset is not None:
-        from trainstep.cli.preset import run_presets
+        from trainstep.cli.running.preset import run_presets
 
         return run_presets(grid, fields.get("device"), device, allow_precision, bounds, how, here)
     groups = groups_along(cells, compare)

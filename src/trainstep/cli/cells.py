@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.cli.options import GridOptions, RunOptions
-from trainstep.cli.progress import CellProgress, cell_count, span_words, time_words
+from trainstep.cli.running.progress import CellProgress, cell_count, span_words, time_words
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.grid import Cell
 from trainstep.measure.harness.sweep import check_same_place, pending

@@ -80,6 +80,12 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def installed_packages() -> str:
+    """A hash, as 16 hexadecimal digits, of the names and versions of all distributions installed for this interpreter."""
+    names = {f"{item.metadata['Name']}=={item.version}" for item in importlib.metadata.distributions()}
+    return hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
+
+
 def torch_build() -> tuple[str | None, str | None]:
     """(torch's version, the CUDA version it was built for), each None if unknown."""
     spec = importlib.util.find_spec("torch")

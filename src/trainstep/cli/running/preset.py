@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainstep.cli.cells import FAULTED, UNFINISHED, interrupt_says
 from trainstep.cli.options import GridOptions
-from trainstep.cli.progress import CellProgress, span_words
+from trainstep.cli.running.progress import CellProgress, span_words
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.grid import Cell, expand, group_name
 from trainstep.config.run import PRECISIONS

@@ -1,0 +1,1 @@
+"""Runs two versions of a project alternately until their difference is decided: checkouts, runs, times, blocks."""

@@ -1,0 +1,247 @@
+"""The file of a gate: what it compares, every run as soon as it has ended, and the verdict. A killed gate goes on from it.
+
+    file = GateFile(Path("runs/main-against-head.gate"))
+    with file.locked():
+        plan, runs, ending = file.open_for(plan)      # what earlier processes wrote; ValueError for another gate's file
+        file.add(run)
+
+Lines of JSON: the plan first, then runs, the ending last. A last line that a kill tore is cut off.
+
+A block is four runs, base head head base, or head base base head in every other block. Only whole blocks count: a run whose
+neighbours ran an hour later is no neighbour of theirs. The time of the others is used up all the same.
+"""
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from trainstep.reading import check_regular
+from trainstep.records.facts import is_number
+from trainstep.records.sequential import Block
+from trainstep.records.whole_file import make_folder
+
+BASE, HEAD = SIDES = ("base", "head")
+WARMUP = -1
+"""The block of the runs that come first, one of each side, which are not compared."""
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a gate compares and how. Two processes with equal plans may share a file."""
+
+    base: str
+    """What the user named, with the commit it stood for, as `main at 1f0c2a9`."""
+    head: str
+    command: tuple[str, ...]
+    setup: str | None = None
+    measure: str
+    quantity: str | None = None
+    threshold: float
+    """The slowdown that head may not have, as a share."""
+    budget_s: float
+    environment: Mapping[str, Any]
+    """Processor, memory, packages: where the gate ran."""
+    format: int = FORMAT
+
+    def difference(self, other: "Plan") -> str | None:
+        """The first field that differs, as a sentence about this plan against the other one; None if none does."""
+        for name in (item.name for item in fields(self)):
+            mine, its = getattr(self, name), getattr(other, name)
+            if name == "environment":
+                changed = [key for key in mine.keys() | its.keys() if mine.get(key) != its.get(key)]
+                name, mine, its = (changed[0], mine.get(changed[0]), its.get(changed[0])) if changed else (name, 0, 0)
+            if mine != its:
+                return f"its {name} is {_words(its)} and not {_words(mine)}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of the command. `seconds`: cell -> its time, by the plan's measure."""
+
+    block: int
+    side: str
+    used_s: float
+    """Seconds of the budget that it took, the gate's own work around it included."""
+    seconds: Mapping[str, float]
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a gate ended. `verdict`: of records/sequential.py."""
+
+    verdict: str
+    reason: str = ""
+    """Why, if no interval decided: a failed command, a changed set of cells, the time."""
+    output: tuple[str, ...] = ()
+    """The end of what a failed command printed."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know, such as packages that differ."""
+    is_over: bool = False
+    """Whether the last look was the one at the end of the time."""
+
+
+class GateFile:
+    """One file, of one gate. ValueError in a sentence for a file that is none, or of another gate."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep the file for this process. ValueError if another one has it, or if it cannot be written."""
+        if self.path.exists() and not self.path.is_file():
+            raise ValueError(f"{self.path}: cannot be written: it is not a regular file")
+        try:
+            make_folder(self.path.parent)
+            made_here = not self.path.exists()
+            file = open(self.path, "ab")  # noqa: SIM115  (closed below)
+        except OSError as error:
+            raise ValueError(f"{self.path}: cannot be written: {error.strerror}") from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{self.path}: another gate is writing to it; wait for it, or name another --out"
+                ) from None
+            try:
+                yield
+            finally:
+                if made_here and self.path.read_bytes().count(b"\n") <= 1:  # refused before anything ran
+                    self.path.unlink(missing_ok=True)
+
+    def open_for(self, plan: Plan) -> tuple[list[Run], Ending | None]:
+        """The runs of this gate so far, and its ending; in a new file the plan is written. ValueError for another gate's file."""
+        found = self.read()
+        if found is None:
+            self._append({"plan": asdict(plan)})
+            return [], None
+        old, runs, ending = found
+        if difference := plan.difference(old):
+            raise ValueError(f"{self.path}: holds another gate: {difference}; name another --out, or remove it")
+        return runs, ending
+
+    def read(self) -> tuple[Plan, list[Run], Ending | None] | None:
+        """(plan, runs, ending) of the file; None if it is missing or empty. A torn last line is cut off."""
+        if not self.path.exists():
+            return None
+        check_regular(self.path)
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data) and (whole or data.startswith(b'{"plan":'[: len(data)])):
+            os.truncate(self.path, len(whole))
+        elif len(whole) < len(data):
+            raise ValueError(f"{self.path}: is not the file of a gate")
+        if not whole:
+            return None
+        lines = [_parsed(line, f"{self.path}: line {number}") for number, line in enumerate(whole.splitlines(), 1)]
+        try:
+            plan = _plan(lines[0]["plan"])
+            runs = [_run(line["run"]) for line in lines[1:] if "run" in line]
+            endings = [_ending(line["ending"]) for line in lines[1:] if "ending" in line]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.path}: is not the file of a gate: {error}") from None
+        return plan, runs, endings[-1] if endings else None
+
+    def add(self, run: Run) -> None:
+        """Write a run; it is on disk when this returns."""
+        self._append({"run": asdict(run)})
+
+    def end(self, ending: Ending) -> None:
+        """Write the ending."""
+        self._append({"ending": asdict(ending)})
+
+    def _append(self, plain: Mapping[str, Any]) -> None:
+        try:
+            with open(self.path, "ab") as file:
+                file.write(json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ValueError(
+                f"{self.path}: a run cannot be written: {error.strerror}; every run before it is kept"
+            ) from None
+
+
+def used_seconds(runs: Sequence[Run]) -> float:
+    """Seconds of the budget that these runs took."""
+    return math.fsum(run.used_s for run in runs)
+
+
+def blocks_of(runs: Sequence[Run]) -> list[Block]:
+    """The whole blocks, each with the log ratio of its cells: the mean log time of head's runs less that of base's."""
+    blocks, current, used_s = [], list[Run](), 0.0
+    for run in runs:
+        used_s += run.used_s
+        if run.block == WARMUP or (current and run.block != current[0].block):
+            current = []  # a kill left this block unfinished
+        if run.block == WARMUP:
+            continue
+        current.append(run)
+        if len(current) == len(order_of(run.block)):
+            blocks.append(Block(log_ratios=_log_ratios(current), used_s=used_s))
+            current = []
+    return blocks
+
+
+def order_of(block: int) -> tuple[str, ...]:
+    """The sides of a block's runs in their order."""
+    return (BASE, HEAD, HEAD, BASE) if block % 2 == 0 else (HEAD, BASE, BASE, HEAD)
+
+
+def _log_ratios(runs: Sequence[Run]) -> dict[str, float]:
+    logs = {side: [run.seconds for run in runs if run.side == side] for side in SIDES}
+    return {name: _mean_log(logs[HEAD], name) - _mean_log(logs[BASE], name) for name in runs[0].seconds}
+
+
+def _mean_log(seconds: Sequence[Mapping[str, float]], name: str) -> float:
+    return math.fsum(math.log(values[name]) for values in seconds) / len(seconds)
+
+
+def _words(value: Any) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        plain = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where}: is not the line of a gate's file") from None
+    if not isinstance(plain, dict):
+        raise ValueError(f"{where}: is not the line of a gate's file")
+    return plain
+
+
+def _plan(plain: Mapping[str, Any]) -> Plan:
+    if plain.get("format") != FORMAT:
+        raise ValueError(f"format {plain.get('format')!r} is not known here; update trainstep")
+    plan = Plan(**{**plain, "command": tuple(plain["command"])})
+    if not (is_number(plan.budget_s) and is_number(plan.threshold) and isinstance(plan.environment, dict)):
+        raise ValueError("its plan has values of other types")
+    return plan
+
+
+def _run(plain: Mapping[str, Any]) -> Run:
+    run = Run(**plain)
+    times = (run.used_s, run.wall_s, run.cpu_s, *run.seconds.values())
+    if (
+        run.side not in SIDES
+        or not all(is_number(value) and value >= 0 for value in times)
+        or not all(run.seconds.values())
+    ):
+        raise ValueError("a run has values that are no times")
+    return run
+
+
+def _ending(plain: Mapping[str, Any]) -> Ending:
+    return Ending(**{**plain, "output": tuple(plain["output"]), "notes": tuple(plain["notes"])})
