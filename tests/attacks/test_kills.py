@@ -8,35 +8,25 @@ from attacks.attack import check
 from attacks.checkpoints import Checkpoints
 from attacks.rank_kills import RankKills
 from attacks.torch_process import TorchProcess
-from attacks.verb_kills import COMMANDS, VerbKills
+from attacks.verb_kills import VerbKills
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 
 
 @pytest.mark.slow
-def test_damaged_checkpoints_are_refused(torch_process: TorchProcess):
-    check(Checkpoints(torch_process), 3)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_named_by_the_others(torch_process: TorchProcess):
-    check(RankKills(torch_process), 2, seed=7)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("verb", COMMANDS)
+@pytest.mark.parametrize("verb", ["bench", "sweep", "parallel", "profile", "tune"])
 def test_a_killed_verb_loses_and_leaves_nothing(verb: str):
-    check(VerbKills(verb), 2)
+    check(VerbKills(verb), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_more_damaged_checkpoints_are_refused(torch_process: TorchProcess):
-    check(Checkpoints(torch_process), 24, seed=2)
+def test_damaged_checkpoints_are_refused(torch_process: TorchProcess):
+    check(Checkpoints(torch_process), 12, seed=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_more_killed_ranks_are_named_by_the_others(torch_process: TorchProcess):
-    check(RankKills(torch_process), 12, seed=2)
+def test_killed_ranks_are_named_by_the_others(torch_process: TorchProcess):
+    check(RankKills(torch_process), 6, seed=2)

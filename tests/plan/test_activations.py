@@ -91,7 +91,7 @@ def test_kept_bytes_are_those_of_fake_tensors(ops, recompute):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(runs())
 def test_kept_bytes_of_random_runs_are_those_of_fake_tensors(run):
     assert sum(kept_bytes(run, on_gpu=False).values()) == count(run).kept

@@ -77,7 +77,7 @@ class _Replay:
 
     def __init__(self, setup: Setup) -> None:
         self._run, self._live, self._ranks = setup.config.run, setup.live, rank_tensors(setup)
-        computes_narrow = setup.exchange.compute_element_bytes == 2 and not self._run.precision.endswith("_autocast")
+        computes_narrow = setup.exchange.compute_element_bytes == 2  # then autocast has nothing to cast either
         self._compute = replace(self._run, precision="bf16") if computes_narrow else self._run
         self._symbols, self._widths = symbols_of(self._compute), widths_of(self._compute)
         self._ops = model_ops(self._compute)

@@ -27,16 +27,17 @@ from trainstep.report.step.comparison import comparison_tables
 from trainstep.report.kit.notes import notes
 from trainstep.report.kit.rows import read_rows
 from trainstep.report.kit.terminal import print_tables
-for path in sys.argv[1:]:
+for argument in sys.argv[1:]:
+    path, *widths = argument.split(",")
     rows = read_rows([Path(path)])
     tables = [*all_tables(rows), *comparison_tables(rows)]
-    for width in (80, 100, 120):
+    for width in map(int, widths):
         fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
         for every in (False, True):
             print_tables(tables, notes(rows), sys.stdout, every=every)
             print("=== end of")
 """
-"""Prints records at each width, first with few columns, then with all; one process, since reading the records takes time."""
+"""Prints records ("FILE,80,120") at each width, first with few columns, then with all; one process, since reading the records takes time."""
 _TIME = "1,234.56 ± 78.90"
 
 
@@ -64,15 +65,16 @@ def check(text: str, tables: list[Table], width: int) -> None:
         assert any(known.endswith(ending) for known in endings), f"{ending}… is cut"
 
 
-def check_reports(paths: list[Path]) -> None:
-    """Check the printed tables of each file at every width."""
-    code, text = on_terminal(["-c", _REPORTS, *paths], WIDTHS[0])
+def check_reports(widths_of: dict[Path, tuple[int, ...]]) -> None:
+    """Check the printed tables of each file at its widths."""
+    arguments = [",".join([str(path), *map(str, widths)]) for path, widths in widths_of.items()]
+    code, text = on_terminal(["-c", _REPORTS, *arguments], WIDTHS[0])
     assert code == 0
     texts = iter(text.split(f"{END}\n")[:-1])
-    for path in paths:
+    for path, widths in widths_of.items():
         rows = read_rows([path])
         tables = [*all_tables(rows), *comparison_tables(rows)]
-        for width in WIDTHS:
+        for width in widths:
             check(next(texts), [table.brief() for table in tables], width)
             check(next(texts), tables, width)
     assert not list(texts)
@@ -83,19 +85,20 @@ def check_reports(paths: list[Path]) -> None:
 @pytest.mark.skipif(not RECORDS, reason="a source distribution holds no records")
 @pytest.mark.parametrize("folder", sorted({path.parent.name for path in RECORDS}))
 def test_no_number_of_any_record_is_cut(folder: str):
-    check_reports([path for path in RECORDS if path.parent.name == folder])
+    """The widths take turns: one print of a file takes up to ten seconds."""
+    paths = [path for path in RECORDS if path.parent.name == folder]
+    check_reports({path: (WIDTHS[place % len(WIDTHS)],) for place, path in enumerate(paths)})
 
 
 @pytest.mark.skipif(not RECORDS, reason="a source distribution holds no records")
 def test_no_number_of_these_records_is_cut():
     names = ("end_to_end", "numerics", "ddp_tiny")
-    check_reports([path for path in RECORDS if path.stem in names])
+    check_reports({path: WIDTHS for path in RECORDS if path.stem in names})
 
 
 SMALL = ("--model", "tiny", "--layers", "1", "--context", "16", "--batch-size", "1", "--device", "cpu")
 VERBS = {
     "bench": ("bench", *SMALL, "--steps", "5", "--attention", "plain,sdpa"),
-    "memory": ("memory", *SMALL),
     "profile": ("profile", *SMALL, "--steps", "2", "--top", "20"),
     "parallel": ("parallel", *SMALL, "--ranks", "2", "--sync", "none,flat", "--steps", "5"),
     "attention": (
@@ -109,9 +112,8 @@ VERBS = {
         "--implementation",
         "plain,sdpa_math",
     ),
-    "collectives": ("collectives", "--device", "cpu", "--backend", "gloo", "--ranks", "2", "--mib", "0.1"),
-    "numerics": ("numerics", *SMALL, "--precision", "fp32,bf16_autocast", "--steps", "5"),
 }
+"""Records under results/ have the tables of the others."""
 
 
 @pytest.mark.slow
@@ -124,7 +126,7 @@ def test_the_tables_of_each_verb_fit_a_terminal(verb: str, tmp_path: Path):
     assert "add --all." in text
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "sweep", "tune", "report"])
+@pytest.mark.parametrize("verb", [*VERBS, "memory", "collectives", "numerics", "sweep", "tune", "report"])
 def test_every_verb_with_tables_has_the_option_all(verb: str):
     code, text = on_terminal(["-m", "trainstep", verb, "--help"], 100)
     assert code == 0

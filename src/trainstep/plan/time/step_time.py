@@ -126,7 +126,7 @@ class StepTime:
 def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
     """The time of a step. ValueError for what has no formulas, or is not in the calibration."""
     run = config.run
-    narrow = config.ranks > 1 and config.sync.compute_dtype == "bf16" and not run.precision.endswith("_autocast")
+    narrow = config.ranks > 1 and config.sync.compute_dtype == "bf16"
     kernels = step_kernels(
         run,
         updated_share=updated_share(config),
