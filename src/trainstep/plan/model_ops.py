@@ -6,7 +6,7 @@ code that saves it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from trainstep.config.model import ModelConfig
@@ -247,7 +247,11 @@ def head_ops(run: RunConfig, widths: Widths) -> tuple[Op, ...]:
         backward=(_logits("logits' gradient", 4, "N V"), _logits("loss's gradient", 4, "N V")),
     )
     # The logits are widened for the loss, so that their gradient is narrowed for the head's matmuls.
-    cast = [Op(name="logits: cast", backward=(tensor("gradient", e, "N V"),))] if e < 4 else []
+    # In forward the logits are there until the loss is: the variable of the model's forward holds them.
+    cast = []
+    if e < 4:
+        cast = [Op(name="logits: cast", forward=head.forward, backward=(tensor("gradient", e, "N V"),))]
+        head = replace(head, forward=())
     norm = norm_op(widths, "norm", keeps_stream=run.compile == "none", temporaries=2)
     return norm, head, *cast, loss
 
