@@ -10,7 +10,6 @@ parameters and gradients. A model of the user's own is replayed from its trace (
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
@@ -21,7 +20,7 @@ from trainstep.plan.block_ops import model_ops
 from trainstep.plan.live_tensors import COPY, LOGITS, TEMPORARY, LiveTensors, Tensor
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import Block, Kept, Op, model_of, symbols_of, widths_of
-from trainstep.plan.peak_memory import exchange_of
+from trainstep.plan.peak_memory import computed_run, exchange_of
 from trainstep.plan.replicated_tensors import Setup
 from trainstep.plan.step_replay import STEPS, StepMemory, StepReplay
 from trainstep.plan.traced_memory import TracedReplay, stored_parameters
@@ -49,9 +48,13 @@ def replay(
     if config.sync.in_place or run.update == "by_bucket":
         option = "in_place" if config.sync.in_place else "update: by_bucket"
         raise ValueError(f"{option}: is not planned yet; leave it out: without it a step needs at least as much")
-    parameters = stored_parameters(traced, run.precision) if traced else transformer_parameters(model_of(run), run.precision, run.ops)
+    if traced is not None:
+        parameters = stored_parameters(traced, run.precision)
+        setup = Setup(config=config, exchange=exchange, parameters=parameters, rank=rank, live=live)
+        return TracedReplay(setup, traced).run(steps)
+    parameters = transformer_parameters(model_of(run), run.precision, run.ops)
     setup = Setup(config=config, exchange=exchange, parameters=parameters, rank=rank, live=live)
-    return (TracedReplay(setup, traced) if traced else _Replay(setup)).run(steps)
+    return _Replay(setup).run(steps)
 
 
 class _Replay(StepReplay):
@@ -60,8 +63,7 @@ class _Replay(StepReplay):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._run, self._live, self._ranks = self.run_config, self.live, self.ranks
-        computes_narrow = setup.exchange.compute_element_bytes == 2 and not self._run.precision.endswith("_autocast")
-        self._compute = replace(self._run, precision="bf16") if computes_narrow else self._run
+        self._compute = computed_run(setup.config)
         self._symbols, self._widths = symbols_of(self._compute), widths_of(self._compute)
         self._ops = model_ops(self._compute)
         self._gradient_bytes = {p.name: p.numel * setup.exchange.compute_bytes(p) for p in setup.parameters}
