@@ -1,7 +1,8 @@
 """`trainstep plan`: will a step fit, by how much, and what to cut first; by formula, without a GPU and without torch."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +12,11 @@ from cyclopts import Parameter
 from trainstep.cli.options import check_sync_options, with_fields
 from trainstep.config.grid import grid_from_text
 from trainstep.config.machine import gpu_named
+from trainstep.config.model import UserModel
 from trainstep.config.parallel import SyncConfig
 from trainstep.config.parsing import build
 from trainstep.config.plan import PlanConfig
+from trainstep.config.run import RunConfig
 from trainstep.costs.strategies import YARDSTICK
 
 _MOST_STEPS = 200
@@ -33,6 +36,7 @@ def plan(
 
     Nothing runs, and no GPU is needed. The step is replayed tensor by tensor, with the rules of torch's allocator, for every
     precision, attention, compilation, recomputation, capture and parallel strategy of trainstep. Lists compare steps: one row each.
+    A model of your own is traced first, which needs torch and no memory.
 
     Exit codes: 0 it fits (of several steps: one of them), or no GPU was named; 1 it does not fit; 2 bad input.
 
@@ -43,6 +47,8 @@ def plan(
         trainstep plan --model xl --gpu a100-sxm4-80gb --batch-size 1,2,4,8 --recompute none,selective,block
 
         trainstep plan --model 2.7B --ranks 8 --sync bucketed,sharded_flat,fsdp --gpu-memory-gib 24 --precision bf16_autocast
+
+        trainstep plan --model my_package.my_module:build --context 4096 --gpu h200
 
         trainstep plan --model medium --terms
 
@@ -81,7 +87,8 @@ def plan(
     from trainstep.plan.prediction import cuts, predict
     from trainstep.report.plan.prediction import Planned
 
-    predictions = [predict(config, gpu_memory_bytes=memory_bytes) for config in configs]
+    trace = _tracer() if any(isinstance(config.run.model, UserModel) for config in configs) else None
+    predictions = [predict(config, gpu_memory_bytes=memory_bytes, trace=trace) for config in configs]
     name = gpu if gpu_memory_gib is None else None
     planned = [
         Planned(prediction=prediction, gpu=name, cuts=cuts(prediction) if len(configs) == 1 else ())
@@ -89,6 +96,21 @@ def plan(
     ]
     _show(planned, _varied(points), terms=terms, as_json=json)
     return 1 if all(prediction.fits is False for prediction in predictions) else 0
+
+
+def _tracer() -> Callable[[RunConfig], Any]:
+    """What traces models of the user's own. It imports torch, and their code with it."""
+    from trainstep.config.import_path import search_current_folder
+    from trainstep.training.trace import Tracer
+
+    search_current_folder()
+    tracer = Tracer()
+
+    def trace(run: RunConfig) -> Any:
+        with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+            return tracer(run)
+
+    return trace
 
 
 def _gpu_memory_bytes(gpu: str | None, gpu_memory_gib: float | None) -> int | None:

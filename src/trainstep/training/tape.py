@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +36,7 @@ from trainstep.training.op_work import tiled_attention_of, work_of
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _ENGINE = "_engine_run_backward"
 """The function of torch in which autograd's engine runs: an operator called from there is the engine's own."""
+_KNOWN_PACKAGES = ("torch.", "trainstep.")
 _KNOWN_NAMESPACES = ("aten", "prim", "prims", "trainstep")
 
 
@@ -53,13 +55,14 @@ class _Made:
 
 
 class Tape(TorchDispatchMode):
-    """Records one forward and backward of a module. `unseen`: names of operators and functions whose insides it cannot see."""
+    """Records one forward and backward of a module. `custom_ops`, `custom_functions`: what it cannot look into."""
 
     def __init__(self, module: nn.Module, batch: Mapping[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward: list[Event] = []
         self.backward: list[Event] = []
         self.custom_ops: set[str] = set()
+        self.custom_functions: set[str] = set()
         self._events = self.forward
         self._made: list[_Made] = []
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -153,6 +156,8 @@ class Tape(TorchDispatchMode):
         if self._stack or self._events is self.forward:
             return self._stack[-1] if self._stack else ""
         node = torch._C._current_autograd_node()
+        if isinstance(node, BackwardCFunction) and not type(node).__module__.startswith(_KNOWN_PACKAGES):
+            self.custom_functions.add(type(node).__name__.removesuffix("Backward"))
         place = bisect_right(self._starts, node._sequence_nr()) if node is not None else 0
         return self._in_module[place - 1] if place else ""
 
@@ -225,10 +230,8 @@ class Tape(TorchDispatchMode):
 
     # What was seen.
 
-    def finish(self, loss: Tensor) -> None:
-        """End the recording, after which the model may be freed."""
-        for reference, _ in self._alive.values():
-            del reference
+    def finish(self) -> None:
+        """End the recording: what is still alive may be freed now."""
         self._alive.clear()
         self.backward[:] = _without_sums(self.backward, self._sums)
 
