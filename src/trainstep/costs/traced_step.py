@@ -68,8 +68,9 @@ class TracedTensor:
 class Work:
     """One kind of call of an operator in a phase, `times` of them.
 
-    `kind`: matmul, attention or element-wise (anything else that moves bytes). `shape`: (batch, m, n, k) of a matmul; (batch, heads,
-    key heads, queries, keys, head dim) of attention; else of the result. `read_bytes` and `written_bytes`: the least of one call.
+    `kind`: matmul, attention or element-wise (anything else that moves bytes). `shape`: (batch, m, n, k) of a matmul;
+    (batch, heads, key heads, queries, keys, head dim) of attention; else that of the result. `read_bytes` and `written_bytes`: the
+    least of one call.
     """
 
     phase: str

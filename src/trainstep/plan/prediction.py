@@ -19,7 +19,8 @@ from trainstep.plan.activations import kept_bytes
 from trainstep.plan.live_tensors import ACTIVATION, COPY, GRADIENTS, LOGITS, PARAMETERS, STATE
 from trainstep.plan.model_ops import RECOMPUTED, TILED
 from trainstep.plan.peak_memory import computed_run
-from trainstep.plan.step_memory import StepMemory, replay
+from trainstep.plan.step_memory import replay
+from trainstep.plan.step_replay import StepMemory
 
 CONTEXT_BYTES = 617 * 2**20
 """The CUDA context, measured on H200 (results/h200/memory.jsonl, ddp.jsonl: context_bytes)."""
@@ -131,7 +132,8 @@ def predict(
         traced = trace(computed_run(config))
     ranks = range(config.ranks) if config.sync.name == "sharded" else range(1)  # the others hold the same on every rank
     memory = max(
-        (replay(config, rank=rank, steps=steps, traced=traced) for rank in ranks), key=lambda memory: memory.peak.allocated_bytes
+        (replay(config, rank=rank, steps=steps, traced=traced) for rank in ranks),
+        key=lambda memory: memory.peak.allocated_bytes,
     )
     unmeasured = tuple(_unmeasured(config))
     interval = _MEASURED_ALLOCATED, _COMPILED_RESERVED if config.run.compile == "model" else _MEASURED_RESERVED
@@ -203,9 +205,7 @@ def _first_cut(prediction: Prediction) -> Cut | None:
             if prediction.fits and prediction.traced and config.run != prediction.config.run:
                 continue  # it would be traced anew, for a hint that is not needed
             try:
-                after = predict(
-                    config, gpu_memory_bytes=prediction.gpu_memory_bytes, steps=2, trace=prediction.trace
-                )
+                after = predict(config, gpu_memory_bytes=prediction.gpu_memory_bytes, steps=2, trace=prediction.trace)
             except ValueError:  # a model without blocks cannot recompute them
                 continue
             cut = Cut(term=term, options=options, prediction=after)

@@ -194,8 +194,9 @@ class Sharded(InUnits):
     def _gather(self, units: Iterable[str]) -> None:
         for name in units:
             if name in self._named and name not in self._gathered:
-                units = self._named[name]
-                nbytes = sum(unit.layout.numel * self.exchange.compute_bytes(unit.parameters[0]) for unit in units)
+                nbytes = sum(
+                    unit.layout.numel * self.exchange.compute_bytes(unit.parameters[0]) for unit in self._named[name]
+                )
                 self._gathered[name] = self.live.new(nbytes, COMMUNICATION)
 
     def _free(self, units: Iterable[str]) -> None:

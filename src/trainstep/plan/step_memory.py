@@ -25,14 +25,13 @@ from trainstep.plan.replicated_tensors import Setup
 from trainstep.plan.step_replay import STEPS, StepMemory, StepReplay
 from trainstep.plan.traced_memory import TracedReplay, stored_parameters
 
+
 def alone(run: RunConfig) -> RanksConfig:
     """The config of a single process."""
     return RanksConfig(ranks=1, sync=SyncConfig(name=YARDSTICK), run=run)
 
 
-def replay(
-    config: RanksConfig, *, rank: int = 0, steps: int = STEPS, traced: TracedStep | None = None
-) -> StepMemory:
+def replay(config: RanksConfig, *, rank: int = 0, steps: int = STEPS, traced: TracedStep | None = None) -> StepMemory:
     """The memory of a rank's step on a GPU. ValueError for what has no formulas: a user's model, torch's strategies.
 
     `steps`: how many are replayed, at least 2; with 2 what is reserved is less exact. `traced`: the trace of this config's model,
@@ -80,11 +79,11 @@ class _Replay(StepReplay):
         """Gradients that a compiled graph has made and not returned yet."""
 
     @property
-    def batch_bytes(self) -> Sequence[int]:
+    def batch_bytes(self) -> tuple[int, ...]:
         return (8 * self._run.batch_size * self._run.context,) * 2  # tokens and targets
 
     @property
-    def buffers_bytes(self) -> Sequence[int]:
+    def buffers_bytes(self) -> tuple[int, ...]:
         return (Kept(name="cos", element_bytes=2, shape="S d").nbytes(self._symbols) // self._symbols["H"],) * 2
 
     def drop_kept(self) -> None:

@@ -1,4 +1,4 @@
-"""Replays a training step of one rank: its phases in order, with what a parallel strategy holds; the model's passes are a subclass's.
+"""Replays a training step of one rank: its phases in order, with what a parallel strategy holds. A subclass has the model's passes.
 
 step_memory.py replays the ops of the built-in model, traced_memory.py those of a traced model. Three steps are replayed: the
 optimizer's state is made in the first, and the allocator settles in the second. A captured step runs once more with a pool of its
@@ -6,7 +6,7 @@ own, after the cache was emptied.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -44,12 +44,12 @@ class StepReplay(ABC):
 
     @property
     @abstractmethod
-    def batch_bytes(self) -> Sequence[int]:
+    def batch_bytes(self) -> tuple[int, ...]:
         """Of each tensor of a micro-batch."""
 
     @property
     @abstractmethod
-    def buffers_bytes(self) -> Sequence[int]:
+    def buffers_bytes(self) -> tuple[int, ...]:
         """Of each buffer of the model."""
 
     @abstractmethod

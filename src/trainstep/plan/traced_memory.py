@@ -1,14 +1,12 @@
-"""Replays a step of a traced model: the tensors that any model makes and frees, in their order, with what a strategy holds beside them.
+"""Replays a step of a traced model: the tensors that it makes and frees, in their order, and what a strategy holds beside them.
 
 A tensor that is there when forward is over is kept for backward. Its category follows from what it is: a parameter rounded for a
 matmul, logits, or an activation of the part of the model that autograd saved it for. Everything else is temporary, or a gradient.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from trainstep.costs.exchange import ParameterSize
-from trainstep.costs.exchange import ROOT
+from trainstep.costs.exchange import ROOT, ParameterSize
 from trainstep.costs.traced_step import EventKind, TracedStep, TracedTensor, kept
 from trainstep.plan.live_tensors import ACTIVATION, COPY, GRADIENTS, LOGITS, TEMPORARY, Tensor
 from trainstep.plan.memory_terms import weight_bytes
@@ -65,11 +63,11 @@ class TracedReplay(StepReplay):
         self._alive: dict[int, Tensor] = {}
 
     @property
-    def batch_bytes(self) -> Sequence[int]:
+    def batch_bytes(self) -> tuple[int, ...]:
         return self._traced.batch_bytes
 
     @property
-    def buffers_bytes(self) -> Sequence[int]:
+    def buffers_bytes(self) -> tuple[int, ...]:
         return (self._traced.buffers_bytes,) if self._traced.buffers_bytes else ()
 
     def forward(self, *, keeps: bool) -> None:

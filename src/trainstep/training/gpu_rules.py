@@ -141,12 +141,12 @@ class _FusedRmsNorm(torch.autograd.Function):
     """Keeps x, the weight and 1 / rms in fp32, as aten::_fused_rms_norm does on a GPU. Shapes alone are right."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dims: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dims: int) -> Tensor:
         rstd = x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=torch.float32)
         ctx.save_for_backward(x, weight, rstd)
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight), None

@@ -4,8 +4,8 @@
     with tape: loss = module(**batch); tape.end_forward(); loss.backward()
     tape.tensors(), tape.forward, tape.backward, tape.work()
 
-A storage's bytes are those that an operator gave it; what a kernel takes for itself inside an operator is not seen, but for the fp32
-dq of attention's backward, which is known. A storage is free when Python and autograd have let go of it, as on a GPU.
+A storage's bytes are those that an operator gave it; what a kernel takes for itself inside an operator is not seen, but for the
+fp32 dq of attention's backward, which is known. A storage is free when Python and autograd have let go of it, as on a GPU.
 
 [Note: sums of gradients] Where a tensor is used twice, autograd adds the second gradient into the first. For fake tensors it makes
 a new sum instead. Such a sum takes the place of the addend that is freed with it, and is no tensor of its own.
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,11 +100,11 @@ class Tape(TorchDispatchMode):
         for handle in handles:
             self._contexts.callback(handle.remove)
         self._contexts.enter_context(saved_tensors_hooks(self._note_saved, lambda saved: saved))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._contexts.close()
 
     def end_forward(self) -> None:
@@ -155,9 +154,10 @@ class Tape(TorchDispatchMode):
         """The module whose forward runs, or whose op's backward."""
         if self._stack or self._events is self.forward:
             return self._stack[-1] if self._stack else ""
-        node = torch._C._current_autograd_node()
-        if isinstance(node, BackwardCFunction) and not type(node).__module__.startswith(_KNOWN_PACKAGES):
-            self.custom_functions.add(type(node).__name__.removesuffix("Backward"))
+        node: Any = torch._C._current_autograd_node()
+        function: Any = getattr(node, "_forward_cls", None)  # of torch.autograd.Function
+        if function is not None and not function.__module__.startswith(_KNOWN_PACKAGES):
+            self.custom_functions.add(function.__qualname__)
         place = bisect_right(self._starts, node._sequence_nr()) if node is not None else 0
         return self._in_module[place - 1] if place else ""
 

@@ -36,7 +36,7 @@ from trainstep.training.tape import Tape
 
 _ON_GPU_ONLY = ("sdpa_cudnn", "sdpa_efficient")
 _ASKS_FOR_DATA = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-_NO_DATA = ("data pointer", "data_ptr", "Cannot copy out of meta tensor", "meta tensors")
+_NO_DATA = ("data pointer", "data_ptr", "Cannot copy out of meta tensor", "meta tensors", ".numpy()")
 """What torch says when code looks into a tensor without memory."""
 _ALWAYS_UNSEEN = (
     "One path through the model's code is traced; a branch taken at random, or in other steps only, is not.",
@@ -66,8 +66,8 @@ def trace_step(run: RunConfig, *, on_gpu: bool = True) -> TracedStep:
     """
     if run.compile != "none" and not isinstance(run.model, ModelConfig):
         raise ValueError(
-            f"compile: what compiled code of {run.model.name} keeps is not traced; take compile none, which needs more, or measure: "
-            "trainstep memory"
+            f"compile: what compiled code of {run.model.name} keeps is not traced; take compile none, which needs more, or "
+            "measure: trainstep memory"
         )
     gc.collect()  # tensors of a trace before would be freed in this one
     with ExitStack() as stack:
@@ -129,7 +129,7 @@ def traced_run(run: RunConfig) -> RunConfig:
 
 @contextmanager
 def _modules_move() -> Iterator[None]:
-    """Inside, `module.to(...)` and its like change fake parameters, tied ones too; torch's own way swaps them, which ties forbid."""
+    """Inside, `module.to(...)` and its like change fake parameters, tied ones too. Torch swaps them, which ties forbid."""
     before = nn.Module._apply
 
     def apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -143,7 +143,7 @@ def _modules_move() -> Iterator[None]:
                 module._buffers[name] = None if buffer is None else change(buffer)
         return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign, assignment]
+    nn.Module._apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -175,12 +175,12 @@ def _one_sentence(model: str) -> Iterator[None]:
         raise ValueError(_line(error)) from None
     except _ASKS_FOR_DATA as error:
         raise ValueError(
-            f"model: {model} needs data to be traced: {_place(error)} looks at a tensor's values; measure it instead: trainstep memory"
+            f"model: {model} needs data to be traced: {_place(error)} looks at a tensor's values; measure it: trainstep memory"
         ) from None
     except Exception as error:
         if any(words in str(error) for words in _NO_DATA):
             raise ValueError(
-                f"model: {model} needs data to be traced: {_place(error)} reads a tensor's memory; measure it instead: trainstep memory"
+                f"model: {model} needs data to be traced: {_place(error)} reads a tensor's memory; measure it: trainstep memory"
             ) from None
         if isinstance(error, ValueError) and not _is_users(error):
             raise
