@@ -200,7 +200,10 @@ def cuts(prediction: Prediction) -> list[Cut]:
 def _first_cut(prediction: Prediction) -> Cut | None:
     """The first change of the largest category that saves enough; if less is missing than it saves, the mildest that fits."""
     categories = prediction.memory.peak.categories
+    least_bytes = _LEAST_SHARE * prediction.needed_bytes
     for term in sorted(categories, key=lambda name: -categories[name]):
+        if categories[term] < least_bytes:
+            break
         for options, config in _changes(prediction, term):
             if prediction.fits and prediction.traced and config.run != prediction.config.run:
                 continue  # it would be traced anew, for a hint that is not needed
@@ -209,7 +212,7 @@ def _first_cut(prediction: Prediction) -> Cut | None:
             except ValueError:  # a model without blocks cannot recompute them
                 continue
             cut = Cut(term=term, options=options, prediction=after)
-            if cut.saved_bytes(prediction) >= _LEAST_SHARE * prediction.needed_bytes:
+            if cut.saved_bytes(prediction) >= least_bytes:
                 return cut
     return None
 

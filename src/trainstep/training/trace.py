@@ -172,7 +172,10 @@ def _one_sentence(model: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ValueError(_line(error)) from None
+        words = _line(error)
+        raise ValueError(
+            words if words.startswith("model: ") else f"model: {model} cannot be imported: {words}"
+        ) from None
     except _ASKS_FOR_DATA as error:
         raise ValueError(
             f"model: {model} needs data to be traced: {_place(error)} looks at a tensor's values; measure it: trainstep memory"
