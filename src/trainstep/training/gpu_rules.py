@@ -6,11 +6,13 @@ Inside, of this process's CPU tensors:
 - autocast widens the ops that it widens on a GPU and leaves alone on a CPU (aten/src/ATen/autocast_mode.h of torch 2.11);
 - scaled_dot_product_attention runs flash attention in 16 bits without a mask, memory-efficient attention otherwise, and written-out
   attention where neither can (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; cuDNN's is not preferred by default);
-- dropout keeps a byte an element, and rms_norm is one op that keeps 1 / rms.
+- dropout keeps a byte an element, and rms_norm is one op that keeps 1 / rms;
+- our own ops (trainstep.ops) take their kernels.
 
 The kernels themselves are a GPU's, so only tensors without memory can run.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +21,11 @@ import torch
 from torch import Tensor
 from torch.library import _scoped_library
 
+from trainstep.ops.operators import KERNEL_DTYPES
+
 _aten = torch.ops.aten
+_WITH_KERNELS = ("linear_cross_entropy", "rms_norm", "rotary", "swiglu")
+"""Modules of trainstep.ops, whose functions have the same names."""
 _WIDENED = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan"),
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "group_norm"),
@@ -47,7 +53,22 @@ def gpu_rules() -> Iterator[None]:
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        with _own_kernels():
+            yield
+
+
+@contextmanager
+def _own_kernels() -> Iterator[None]:
+    """Inside, our ops take their kernels for any tensor."""
+    modules = [importlib.import_module(f"trainstep.ops.{name}") for name in _WITH_KERNELS]
+    before = [module.has_kernel for module in modules]
+    for module in modules:
+        module.has_kernel = lambda *tensors: all(x.dtype in KERNEL_DTYPES for x in tensors)  # type: ignore[attr-defined]
+    try:
         yield
+    finally:
+        for module, has_kernel in zip(modules, before, strict=True):
+            module.has_kernel = has_kernel  # type: ignore[attr-defined]
 
 
 def _register(library: Any, name: str, key: str, kind: Callable[[Any], Callable[..., Any]]) -> None:

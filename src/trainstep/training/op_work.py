@@ -25,6 +25,7 @@ _ATTENTION = (
 )
 """Forward operators that never write out the scores; a backward has `_backward` behind its name, and dO before q, k, v."""
 _BACKWARD = "_backward"
+_FUSED_HEADS = ("linear_cross_entropy", "linear_cross_entropy_backward")
 
 
 def work_of(
@@ -52,10 +53,22 @@ def work_of(
     )
 
 
-def tiled_attention_of(func: Any) -> bool:
-    """Whether it is the backward of an attention that adds up dq in fp32 in memory of its own."""
+def inner_bytes(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """Bytes of each tensor that a call makes and frees inside itself, of the operators of which that is known.
+
+    Backward of attention adds up dq in fp32. The fused head has the logits of a chunk of tokens and, if there are several chunks,
+    the sum of dW in its own dtype.
+    """
     name = func._schema.name.partition("::")[2]
-    return name.endswith(_BACKWARD) and name.removesuffix(_BACKWARD) in _ATTENTION
+    if name.endswith(_BACKWARD) and name.removesuffix(_BACKWARD) in _ATTENTION:
+        return (4 * args[1].numel(),)
+    if name in _FUSED_HEADS:
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        hidden, weight = given["hidden"], given["weight"]
+        tokens = hidden.shape[:-1].numel()
+        logits = min(tokens, given["chunk"]) * weight.shape[0] * hidden.element_size()
+        return (logits, given["sum_dtype"].itemsize * weight.numel()) if tokens > given["chunk"] else (logits,)
+    return ()
 
 
 def _arithmetic(

@@ -4,8 +4,8 @@
     with tape: loss = module(**batch); tape.end_forward(); loss.backward()
     tape.tensors(), tape.forward, tape.backward, tape.work()
 
-A storage's bytes are those that an operator gave it; what a kernel takes for itself inside an operator is not seen, but for the
-fp32 dq of attention's backward, which is known. A storage is free when Python and autograd have let go of it, as on a GPU.
+A storage's bytes are those that an operator gave it; what a kernel takes for itself inside an operator is not seen, but for what
+op_work.py knows. A storage is free when Python and autograd have let go of it, as on a GPU.
 
 [Note: sums of gradients] Where a tensor is used twice, autograd adds the second gradient into the first. For fake tensors it makes
 a new sum instead. Such a sum takes the place of the addend that is freed with it, and is no tensor of its own.
@@ -15,7 +15,7 @@ import re
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from trainstep.costs.exchange import ROOT
 from trainstep.costs.traced_step import Event, EventKind, TracedTensor, Work
 from trainstep.parallel.units import plan_units
-from trainstep.training.op_work import tiled_attention_of, work_of
+from trainstep.training.op_work import inner_bytes, work_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _ENGINE = "_engine_run_backward"
@@ -193,8 +193,7 @@ class Tape(TorchDispatchMode):
         work = work_of(func, args, kwargs, tensors, phase=phase, module=module)
         if work is not None:
             self._work[work] = self._work.get(work, 0) + 1
-        if tiled_attention_of(func):
-            self._pass_by(4 * given[1].numel(), given[1], module)
+        self._pass_by(inner_bytes(func, args), func, module)
         return results
 
     def _note(self, tensor: Tensor, func: Any, given: list[Tensor], known: set[int], module: str) -> None:
@@ -208,7 +207,7 @@ class Tape(TorchDispatchMode):
             nbytes=storage.nbytes(),
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            made_by=func._schema.name.partition("::")[2],
+            made_by=_name(func),
             module=module,
             is_weight_copy=func is torch.ops.aten._to_copy.default and tensor.element_size() < widths[0],
         )
@@ -218,11 +217,14 @@ class Tape(TorchDispatchMode):
         if func is torch.ops.aten.add.Tensor and self._events is self.backward and _is_engines():
             self._sums[number] = tuple(self._number(x) for x in given)
 
-    def _pass_by(self, nbytes: int, like: Tensor, module: str) -> None:
-        """Note a tensor that a kernel makes and frees for itself."""
-        self._made.append(_Made(nbytes, tuple(like.shape), "float32", "dq in fp32", module, is_weight_copy=False))
-        number = len(self._made) - 1
-        self._events += [Event(EventKind.MADE, number), Event(EventKind.FREED, number)]
+    def _pass_by(self, sizes: Sequence[int], func: Any, module: str) -> None:
+        """Note tensors that an operator makes and frees for itself."""
+        first = len(self._made)
+        self._made += [
+            _Made(nbytes, (nbytes,), "uint8", f"inside {_name(func)}", module, is_weight_copy=False) for nbytes in sizes
+        ]
+        for kind in (EventKind.MADE, EventKind.FREED):
+            self._events += [Event(kind, number) for number in range(first, len(self._made))]
 
     def _free(self, key: int) -> None:
         _, number = self._alive.pop(key)
@@ -255,6 +257,10 @@ class Tape(TorchDispatchMode):
     def work(self) -> tuple[Work, ...]:
         """What was computed, equal calls as one."""
         return tuple(replace(work, times=times) for work, times in self._work.items())
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.partition("::")[2])
 
 
 def _is_engines() -> bool:

@@ -40,7 +40,7 @@ _NO_DATA = ("data pointer", "data_ptr", "Cannot copy out of meta tensor", "meta 
 """What torch says when code looks into a tensor without memory."""
 _ALWAYS_UNSEEN = (
     "One path through the model's code is traced; a branch taken at random, or in other steps only, is not.",
-    "What kernels take for themselves inside an operator is not seen, but for attention's dq in fp32.",
+    "What kernels take for themselves inside an operator is not seen, but for attention's dq and trainstep's fused head.",
     "The optimizer is trainstep's AdamW (--adamw); another one's state and temporary tensors differ.",
 )
 
