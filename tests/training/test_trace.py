@@ -1,5 +1,6 @@
 """A traced step keeps and frees what a real step on a CPU does, and what formulas and H200s say of the built-in model."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -136,6 +137,25 @@ def test_recomputed_blocks_keep_what_their_formulas_say(recompute):
 
 
 @SLOW
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_blocks_keep_what_their_formulas_say(recompute):
+    run = RunConfig(
+        model=MODEL, batch_size=2, context=40, precision="bf16_autocast", attention="trainstep", compile="block",
+        recompute=recompute, device="cuda",
+    )  # fmt: skip
+    step = trace_step(run)
+    assert kept_sum(step) == sum(kept_bytes(run).values())
+    assert kept_sum(trace_step(replace(run, compile="none"))) > kept_sum(step), "the compiler recomputes norms"
+
+
+@SLOW
+def test_compiled_blocks_of_a_users_model_keep_less_than_eager_ones():
+    eager, compiled = (trace_step(own("gpt", precision="bf16_autocast", compile=name)) for name in ("none", "block"))
+    assert kept_sum(compiled) < kept_sum(eager)
+    assert compiled.parameters == eager.parameters
+
+
+@SLOW
 def test_a_traced_peak_is_that_of_an_h200():
     grades, _ = grade_records(Store(RECORDS / "numerics.jsonl").read())
     small = [grade for grade in grades if grade.config.run.model.name == "small"]
@@ -192,7 +212,7 @@ def test_what_a_function_of_the_users_hides_is_said():
         ("misfed", {}, r"cannot be traced: .* raises TypeError: .*unexpected keyword argument 'words'"),
         ("lossless", {}, "model: its forward must return a scalar loss"),
         ("absent", {}, "model: traced_models has no function 'absent'"),
-        ("gpt", {"compile": "block"}, "compile: what compiled code of traced_models:gpt keeps is not traced"),
+        ("gpt", {"compile": "model"}, "compile: a model compiled whole is not traced; take compile block"),
     ],
 )
 def test_what_cannot_be_traced_is_one_sentence(name, options, sentence):

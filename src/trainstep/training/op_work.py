@@ -53,6 +53,14 @@ def work_of(
     )
 
 
+def has_own_kernel(name: str) -> bool:
+    """Whether a compiler calls a library or a kernel of ours for this operator, and fuses it with nothing before it."""
+    products = {func._schema.name.partition("::")[2] for func in _PRODUCTS}
+    return (
+        name in products or name.removesuffix(_BACKWARD) in (*_ATTENTION, "convolution") or name.startswith("inside ")
+    )
+
+
 def inner_bytes(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
     """Bytes of each tensor that a call makes and frees inside itself, of the operators of which that is known.
 

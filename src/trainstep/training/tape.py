@@ -16,7 +16,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +30,12 @@ from torch.utils._pytree import tree_leaves
 from trainstep.costs.exchange import ROOT
 from trainstep.costs.traced_step import Event, EventKind, TracedTensor, Work
 from trainstep.parallel.units import plan_units
-from trainstep.training.op_work import inner_bytes, work_of
+from trainstep.training.op_work import has_own_kernel, inner_bytes, work_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _ENGINE = "_engine_run_backward"
 """The function of torch in which autograd's engine runs: an operator called from there is the engine's own."""
+_GPU_RANDOM_STATE_BYTES = 16
 _KNOWN_PACKAGES = ("torch.", "trainstep.")
 _KNOWN_NAMESPACES = ("aten", "prim", "prims", "trainstep")
 
@@ -111,14 +112,41 @@ class Tape(TorchDispatchMode):
         """What comes now is backward."""
         self._events = self.backward
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch.compile may compile while this mode is on."""
+        return True
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        """Inside, a compiled graph runs: what is made and freed in it is a tensor only if a kernel of its own makes it."""
+        first = len(self._events)
+        yield
+        inside = self._events[first:]
+        freed = {event.tensor for event in inside if event.kind is EventKind.FREED}
+        passing = {
+            event.tensor
+            for event in inside
+            if event.kind is EventKind.MADE
+            and event.tensor in freed
+            and not has_own_kernel(self._made[event.tensor].made_by)
+        }
+        self._events[first:] = [event for event in inside if event.tensor not in passing]
+
     # Modules.
 
     def _module_begins(self, module: nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._enter_module(self._names.get(id(module), type(module).__name__))
         if id(module) in self._units and self._events is self.forward:
             self._events.append(Event(EventKind.UNIT_BEGINS, name=self._units[id(module)]))
 
     def _module_ends(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self._stack:
             self._stack.pop()
             self._mark_sequence()
@@ -178,6 +206,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return self._higher_order(func, args, kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func.namespace not in _KNOWN_NAMESPACES:
@@ -195,6 +225,19 @@ class Tape(TorchDispatchMode):
             self._work[work] = self._work.get(work, 0) + 1
         self._pass_by(inner_bytes(func, args), func, module)
         return results
+
+    def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that runs another, as compiled code has them around what may draw random numbers."""
+        name = func.name()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            if name == "run_and_save_rng_state":
+                return torch.empty(_GPU_RANDOM_STATE_BYTES, dtype=torch.uint8), args[0](*args[1:], **kwargs)
+            if name == "run_with_rng_state":
+                return args[1](*args[2:], **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
 
     def _note(self, tensor: Tensor, func: Any, given: list[Tensor], known: set[int], module: str) -> None:
         storage = tensor.untyped_storage()

@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from trainstep.config.model import ModelConfig
 from trainstep.config.run import Phase, RunConfig
 from trainstep.costs.traced_step import TracedStep
 from trainstep.parallel.units import parameter_sizes
 from trainstep.training.batches import Batch
 from trainstep.training.build import build_step
 from trainstep.training.gpu_rules import gpu_rules
+from trainstep.training.partition import Partition, partitioned
 from trainstep.training.precision import float32_matmuls
 from trainstep.training.tape import Tape
 
@@ -64,11 +64,8 @@ def trace_step(run: RunConfig, *, on_gpu: bool = True) -> TracedStep:
 
     ValueError, in one sentence, if the model cannot be imported or traced.
     """
-    if run.compile != "none" and not isinstance(run.model, ModelConfig):
-        raise ValueError(
-            f"compile: what compiled code of {run.model.name} keeps is not traced; take compile none, which needs more, or "
-            "measure: trainstep memory"
-        )
+    if run.compile == "model":
+        raise ValueError("compile: a model compiled whole is not traced; take compile block, or none, which needs more")
     gc.collect()  # tensors of a trace before would be freed in this one
     with ExitStack() as stack:
         stack.enter_context(float32_matmuls(torch.get_float32_matmul_precision()))
@@ -77,16 +74,17 @@ def trace_step(run: RunConfig, *, on_gpu: bool = True) -> TracedStep:
         if on_gpu:
             stack.enter_context(gpu_rules())
         stack.enter_context(_modules_move())
+        partition = stack.enter_context(partitioned()) if run.compile != "none" else Partition()
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         with _one_sentence(run.model.name):
-            return _trace(traced_run(run), fake)
+            return _trace(traced_run(run), fake, partition)
 
 
-def _trace(run: RunConfig, fake: FakeTensorMode) -> TracedStep:
+def _trace(run: RunConfig, fake: FakeTensorMode, partition: Partition) -> TracedStep:
     assembly = build_step(run)
     [batch] = assembly.micro_batches(0)
     batch = _faked(batch, fake)
-    tape = Tape(assembly.module, batch)
+    tape = partition.tape = Tape(assembly.module, batch)
 
     def mark(phase: Phase) -> None:
         if phase is Phase.FORWARD:
@@ -111,14 +109,13 @@ def _trace(run: RunConfig, fake: FakeTensorMode) -> TracedStep:
 
 
 def traced_run(run: RunConfig) -> RunConfig:
-    """The run as it is traced: eager, one micro-batch, no update."""
+    """The run as it is traced: one micro-batch, no update."""
     return replace(
         run,
         device="cpu",
         mode=run.mode if run.mode.startswith("forward") else "forward_backward",
         precision="fp32" if run.precision == "tf32" else run.precision,
         attention="sdpa" if run.attention in _ON_GPU_ONLY else run.attention,
-        compile="none",
         capture="none",
         adamw="fused",
         update="after_backward",
