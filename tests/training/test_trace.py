@@ -1,6 +1,5 @@
 """A traced step keeps and frees what a real step on a CPU does, and what formulas and H200s say of the built-in model."""
 
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -145,7 +144,6 @@ def test_compiled_blocks_keep_what_their_formulas_say(recompute):
     )  # fmt: skip
     step = trace_step(run)
     assert kept_sum(step) == sum(kept_bytes(run).values())
-    assert kept_sum(trace_step(replace(run, compile="none"))) > kept_sum(step), "the compiler recomputes norms"
 
 
 @SLOW
