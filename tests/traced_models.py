@@ -119,6 +119,10 @@ def lossless(run: Any, device: torch.device) -> Built:
     return nn.Linear(3, 2).to(device), lambda _step: {"input": torch.ones(4, 3)}
 
 
+def ending(run: Any, device: torch.device) -> Built:
+    raise SystemExit(3)
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]

@@ -209,6 +209,11 @@ def test_what_a_function_of_the_users_hides_is_said():
         ("reading", {}, r"needs data to be traced: traced_models.py:\d+ reads a tensor's memory"),
         ("misfed", {}, r"cannot be traced: .* raises TypeError: .*unexpected keyword argument 'words'"),
         ("lossless", {}, "model: its forward must return a scalar loss"),
+        (
+            "ending",
+            {},
+            r"model: traced_models:ending ends the process, in traced_models.py:\d+, so that it cannot be traced",
+        ),
         ("absent", {}, "model: traced_models has no function 'absent'"),
         ("gpt", {"compile": "model"}, "compile: a model compiled whole is not traced; take compile block"),
     ],

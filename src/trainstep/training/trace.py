@@ -177,6 +177,8 @@ def _one_sentence(model: str) -> Iterator[None]:
         raise ValueError(
             f"model: {model} needs data to be traced: {_place(error)} looks at a tensor's values; measure it: trainstep memory"
         ) from None
+    except SystemExit as error:
+        raise ValueError(f"model: {model} ends the process, in {_place(error)}, so that it cannot be traced") from None
     except Exception as error:
         if any(words in str(error) for words in _NO_DATA):
             raise ValueError(
