@@ -83,6 +83,41 @@ def test_options_without_records_widen_the_interval(capsys: pytest.CaptureFixtur
     assert width("--ops", "fused") == pytest.approx(0.2)
 
 
+def test_a_model_of_the_users_is_traced(capsys: pytest.CaptureFixture[str]):
+    command = [
+        "plan",
+        "--model",
+        "traced_models:gpt",
+        "--batch-size",
+        "2",
+        "--context",
+        "64",
+        "--precision",
+        "bf16_autocast",
+    ]
+    assert app.run([*command, "--gpu-memory-gib", "0.75", "--terms", "--json"]) == 1
+    out = json.loads(capsys.readouterr().out)
+    [row] = out["rows"]
+    assert out["answer"][0]["verdict"].startswith("Does not fit: the step needs 0.796 GiB a GPU")
+    after_forward = row["moments"][1]
+    kept = ("activations", "autocast weight copies", "logits and loss")
+    assert sum(term["bytes"] for term in out["terms"]) == sum(after_forward["categories_bytes"][name] for name in kept)
+    [inputs] = [term for term in out["terms"] if term["op"] == "blocks.*.narrow" and term["tensor"] == "gelu"]
+    assert (inputs["formula"], inputs["bytes"]) == ("3 x bfloat16 2 x 64 x 128", 3 * 2 * 2 * 64 * 128)
+    assert any("trainstep's AdamW" in sentence for sentence in row["unseen"])
+    assert app.run([*command, "--ranks", "2", "--sync", "none,sharded_flat,fsdp", "--recompute", "none,block"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(("none", "sharded_flat", "fsdp")) for line in lines) == 6
+
+
+def test_what_a_model_of_the_users_prints_is_no_part_of_the_answer(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", "--model", "traced_models:misfed", "--json"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "words that are no part of an answer" in printed.err
+    assert "raises TypeError" in printed.err
+
+
 def test_a_grade_is_markdown_with_its_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name in ("captured", "ddp_medium_torch"):
         (tmp_path / f"{name}.jsonl").write_bytes((RECORDS / f"{name}.jsonl").read_bytes())
@@ -104,7 +139,15 @@ def test_a_grade_is_markdown_with_its_refusals(tmp_path: Path, capsys: pytest.Ca
         (["--gpu", "h20"], "gpu: 'h20' is not known (did you mean h200?); known: b200, gh200, h200"),
         (["--gpu-memory-gib", "0"], "gpu_memory_gib: must be a positive number of GiB, not 0"),
         (["--heads", "7"], "heads: 7 does not divide d_model 768; 6 would"),
-        (["--model", "package.module:build"], "model: formulas are of the built-in Transformer"),
+        (
+            ["--model", "package.module:build"],
+            "model: package.module:build cannot be imported: No module named 'package'",
+        ),
+        (
+            ["--model", "traced_models:branching"],
+            "model: traced_models:branching needs data to be traced: traced_models.py",
+        ),
+        (["--model", "traced_models:gpt", "--ops", "fused"], "ops: a model of your own brings its own ops"),
         (["--sync", "fsdp"], "sync: has no effect on one rank; add --ranks 2 or more"),
         (["--ranks", "2", "--sync", "torch_ddp"], "sync: what torch_ddp of torch holds is not known; take bucketed"),
         (["--ranks", "2", "--sync", "none", "--bucket-mib", "4"], "bucket_mib: has no effect with sync none"),

@@ -14,7 +14,8 @@ from trainstep.plan.allocator import Allocator
 from trainstep.plan.grade import Grade, grade_records, ranks_config
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.peak_memory import expected_memory
-from trainstep.plan.step_memory import StepMemory, alone, replay
+from trainstep.plan.step_memory import alone, replay
+from trainstep.plan.step_replay import StepMemory
 from trainstep.records.store import Store
 
 RECORDS = Path(__file__).parents[2] / "results/h200"

@@ -1,7 +1,8 @@
 """`trainstep plan`: will a step fit, how long does it take, and what to cut first; by formula, without a GPU and without torch."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,9 +13,11 @@ from cyclopts import Parameter
 from trainstep.cli.options import check_sync_options, with_fields
 from trainstep.config.grid import grid_from_text
 from trainstep.config.machine import gpu_named
+from trainstep.config.model import UserModel
 from trainstep.config.parallel import SyncConfig
 from trainstep.config.parsing import build
 from trainstep.config.plan import PlanConfig
+from trainstep.config.run import RunConfig
 from trainstep.costs.strategies import YARDSTICK
 
 _MOST_STEPS = 200
@@ -37,7 +40,8 @@ def plan(
     """Predict the memory and the time of a training step by formula: whether it fits on a GPU, and how long it takes.
 
     Nothing runs, and no GPU is needed. The step is replayed tensor by tensor, with the rules of torch's allocator, and timed kernel
-    by kernel, as fast as a calibration says, with an interval. Lists compare steps: one row each.
+    by kernel, as fast as a calibration says, with an interval. Lists compare steps: one row each. A model of your own is traced
+    first, which needs torch and no memory.
 
     Exit codes: 0 it fits (of several steps: one of them), or no GPU was named; 1 it does not fit; 2 bad input.
 
@@ -50,6 +54,7 @@ def plan(
         trainstep plan --model 2.7B --ranks 8 --sync bucketed,sharded_flat,fsdp --gpu-memory-gib 24 --precision bf16_autocast
 
         trainstep plan --model 2.7B --gpu h100 --precision bf16_autocast --compile block --tokens 5e10
+        trainstep plan --model my_package.my_module:build --context 4096 --gpu h200
 
         trainstep plan --model medium --terms
 
@@ -90,7 +95,8 @@ def plan(
     from trainstep.plan.prediction import cuts, predict
     from trainstep.report.plan.prediction import Planned
 
-    predictions = [predict(config, gpu_memory_bytes=memory_bytes) for config in configs]
+    trace = _tracer() if any(isinstance(config.run.model, UserModel) for config in configs) else None
+    predictions = [predict(config, gpu_memory_bytes=memory_bytes, trace=trace) for config in configs]
     named = gpu if gpu_memory_gib is None else None
     planned = [
         Planned(prediction=prediction, gpu=named, tokens=tokens, **_timed(prediction.config, speeds))
@@ -148,6 +154,21 @@ def _timed(config: Any, speeds: Any) -> dict[str, Any]:
         return {"time": step_time(config, speeds)}
     except ValueError as error:
         return {"no_time": str(error)}
+
+
+def _tracer() -> Callable[[RunConfig], Any]:
+    """What traces models of the user's own. It imports torch, and their code with it."""
+    from trainstep.config.import_path import search_current_folder
+    from trainstep.training.trace import Tracer
+
+    search_current_folder()
+    tracer = Tracer()
+
+    def trace(run: RunConfig) -> Any:
+        with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+            return tracer(run)
+
+    return trace
 
 
 def _gpu_memory_bytes(gpu: str | None, gpu_memory_gib: float | None) -> int | None:

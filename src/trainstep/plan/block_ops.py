@@ -188,8 +188,12 @@ def _projection(run: RunConfig, widths: Widths) -> Op:
 
 
 def _output(run: RunConfig, widths: Widths, *, on_gpu: bool) -> Op:
-    """The projection of attention's output. It keeps that output itself where kernels write it as (B, S, H, D), else a copy."""
-    shares = run.attention in TILED and (on_gpu or run.ops == "fused" or _heads_are_rows(run))
+    """The projection of attention's output. It keeps that output itself where a kernel writes it as (B, S, H, D), else a copy.
+
+    Kernels write it as q lies in memory: (B, H, S, D) as the plain rotation leaves it. Memory-efficient attention does not care.
+    """
+    as_needed = run.ops == "fused" or (on_gpu and (run.compile != "none" or _is_efficient(run, widths)))
+    shares = run.attention in TILED and (as_needed or _heads_are_rows(run))
     op = linear_op(widths, "attention projections", "N d", "N d", "d d", keeps_input=not shares, modes=_RESULTS)
     if run.attention not in TILED and _heads_are_rows(run):  # the input is the result of the batched product itself
         kept = tuple(replace(kept, modes=_RESULTS) if kept.name == "input" else kept for kept in op.kept)
@@ -221,9 +225,11 @@ def _attention(run: RunConfig, widths: Widths, *, on_gpu: bool, own_v: bool = Fa
 def _tiled_attention(run: RunConfig, widths: Widths, v: Kept, *, on_gpu: bool) -> Op:
     e = widths.matmul
     rows = "B H R" if on_gpu and _is_efficient(run, widths) else "B H S"
-    seeds = (
-        [tensor("random state", 8, "2", _FLASH, modes=_RESULTS)] if on_gpu and run.attention.startswith("sdpa") else []
-    )
+    seeds = []
+    if on_gpu and run.attention.startswith("sdpa"):
+        seeds.append(tensor("random state", 8, "2", _FLASH, modes=_RESULTS))
+        if run.compile == "none" and not _is_efficient(run, widths):
+            seeds.append(tensor("unused", 8, "1", _FLASH, modes=_RESULTS))
     return Op(
         name="attention",
         kept=(

@@ -18,7 +18,8 @@ from trainstep.config.parallel import RanksConfig
 from trainstep.config.parsing import CONFIGS, from_plain
 from trainstep.config.run import RunConfig
 from trainstep.plan.live_tensors import CATEGORIES
-from trainstep.plan.step_memory import StepMemory, alone, replay
+from trainstep.plan.step_memory import alone, replay
+from trainstep.plan.step_replay import StepMemory
 from trainstep.records.record import Record
 
 

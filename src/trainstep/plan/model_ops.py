@@ -6,7 +6,7 @@ code that saves it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from trainstep.config.model import ModelConfig
@@ -247,7 +247,12 @@ def head_ops(run: RunConfig, widths: Widths) -> tuple[Op, ...]:
         backward=(_logits("logits' gradient", 4, "N V"), _logits("loss's gradient", 4, "N V")),
     )
     # The logits are widened for the loss, so that their gradient is narrowed for the head's matmuls.
-    cast = [Op(name="logits: cast", backward=(tensor("gradient", e, "N V"),))] if e < 4 else []
+    # In forward the logits are there until the loss is, because variables of the model's forward hold them, and what is normed.
+    cast = []
+    if e < 4:
+        normed = (tensor("output of the norm", 4, "N d"),) if widths.autocast and run.compile == "none" else ()
+        cast = [Op(name="logits: cast", forward=(*head.forward, *normed), backward=(tensor("gradient", e, "N V"),))]
+        head = replace(head, forward=())
     norm = norm_op(widths, "norm", keeps_stream=run.compile == "none", temporaries=2)
     return norm, head, *cast, loss
 
@@ -255,14 +260,15 @@ def head_ops(run: RunConfig, widths: Widths) -> tuple[Op, ...]:
 def _fused_head(run: RunConfig, widths: Widths) -> Op:
     """The head with its loss: forward makes both gradients, and never has whole logits."""
     e = widths.matmul
-    tokens = min(chunk_tokens(model_of(run).vocab_size, e), run.batch_size * run.context)
+    chunk, tokens = chunk_tokens(model_of(run).vocab_size, e), run.batch_size * run.context
     source = "ops/linear_cross_entropy.py: gradients in forward"
     return Op(
         name="loss",
         kept=(_logits("dx", e, "N d", source), _logits("dW", e, "V d", source)),
         forward=(
-            _logits("chunk of logits", e, f"{tokens} V"),
-            _logits("dW in fp32", 4, "V d"),
+            _logits("chunk of logits", e, f"{min(chunk, tokens)} V"),
+            # A single chunk's matmul sums all of dW.
+            *([_logits("dW in fp32", 4, "V d")] if tokens > chunk else []),
             *([tensor("weight in the matmul's dtype", 2, "V d", category=COPY)] if widths.autocast else []),
         ),
         weights=("V d",),

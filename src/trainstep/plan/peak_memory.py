@@ -24,9 +24,10 @@ for sending before its blocks have freed what they saved. For the other strategi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from trainstep.config.parallel import RanksConfig
+from trainstep.config.run import RunConfig
 from trainstep.costs.buckets import bytes_of_mib
 from trainstep.costs.exchange import Exchange, ParameterSize
 from trainstep.costs.gradient_sync import Message, step_messages
@@ -166,6 +167,11 @@ def exchange_of(config: RanksConfig) -> Exchange | None:
         clips=run.clip_grad_norm is not None,
         scales_loss=run.precision == "fp16_autocast",
     )
+
+
+def computed_run(config: RanksConfig) -> RunConfig:
+    """The run in the dtype that the model computes in, which fsdp may choose: autocast then has nothing to cast either."""
+    return replace(config.run, precision="bf16") if config.sync.compute_dtype == "bf16" else config.run
 
 
 def _held(

@@ -8,15 +8,19 @@ A process needs what the allocator reserves, and beside it the CUDA context, ker
 segments before it fails, so a step whose tensors fit, but not what it would like to reserve, runs with retries.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
+from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
+from trainstep.costs.traced_step import TracedStep
 from trainstep.plan.activations import kept_bytes
 from trainstep.plan.live_tensors import ACTIVATION, COPY, GRADIENTS, LOGITS, PARAMETERS, STATE
 from trainstep.plan.model_ops import RECOMPUTED, TILED
-from trainstep.plan.step_memory import StepMemory, replay
+from trainstep.plan.peak_memory import computed_run
+from trainstep.plan.step_memory import replay
+from trainstep.plan.step_replay import StepMemory
 
 CONTEXT_BYTES = 617 * 2**20
 """The CUDA context, measured on H200 (results/h200/memory.jsonl, ddp.jsonl: context_bytes)."""
@@ -37,9 +41,16 @@ _LEAST_SHARE = 0.03
 _UNMEASURED_ALLOCATED, _UNMEASURED_RESERVED = 0.05, 0.1
 
 
+Trace = Callable[[RunConfig], TracedStep]
+"""Traces a run's model (training/trace.py). ValueError if it cannot be traced."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A rank's memory. `interval`: relative half-widths of allocated and reserved bytes. `unmeasured`: options no record has."""
+    """A rank's memory. `interval`: relative half-widths of allocated and reserved bytes. `unmeasured`: options no record has.
+
+    `traced`: the trace of a model of the user's own, and `trace` what makes others.
+    """
 
     config: RanksConfig
     memory: StepMemory
@@ -48,6 +59,8 @@ class Prediction:
     interval: tuple[float, float]
     unmeasured: tuple[str, ...]
     gpu_memory_bytes: int | None = None
+    traced: TracedStep | None = None
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
     @property
     def allocated_bytes(self) -> int:
@@ -107,11 +120,20 @@ class Cut:
         return before.needed_bytes - self.prediction.needed_bytes
 
 
-def predict(config: RanksConfig, *, gpu_memory_bytes: int | None = None, steps: int = 3) -> Prediction:
-    """The memory of the fullest rank. ValueError for what has no formulas. `steps`: as of `replay`."""
+def predict(
+    config: RanksConfig, *, gpu_memory_bytes: int | None = None, steps: int = 3, trace: Trace | None = None
+) -> Prediction:
+    """The memory of the fullest rank. ValueError for what has no formulas. `steps`: as of `replay`.
+
+    A model of the user's own needs `trace`.
+    """
+    traced = None
+    if trace is not None and not isinstance(config.run.model, ModelConfig):
+        traced = trace(computed_run(config))
     ranks = range(config.ranks) if config.sync.name == "sharded" else range(1)  # the others hold the same on every rank
     memory = max(
-        (replay(config, rank=rank, steps=steps) for rank in ranks), key=lambda memory: memory.peak.allocated_bytes
+        (replay(config, rank=rank, steps=steps, traced=traced) for rank in ranks),
+        key=lambda memory: memory.peak.allocated_bytes,
     )
     unmeasured = tuple(_unmeasured(config))
     interval = _MEASURED_ALLOCATED, _COMPILED_RESERVED if config.run.compile == "model" else _MEASURED_RESERVED
@@ -124,6 +146,8 @@ def predict(config: RanksConfig, *, gpu_memory_bytes: int | None = None, steps: 
         interval=interval,
         unmeasured=unmeasured,
         gpu_memory_bytes=gpu_memory_bytes,
+        traced=traced,
+        trace=trace,
     )
 
 
@@ -142,6 +166,7 @@ def _unmeasured(config: RanksConfig) -> Iterator[str]:
     """The options of which there is no record, so that formulas were checked on a CPU or by torch's fake tensors alone."""
     run, sync = config.run, config.sync
     options = {
+        run.model.name: not isinstance(run.model, ModelConfig),
         "ops fused": run.ops == "fused",
         f"recompute {run.recompute}": run.recompute != "none",
         "precision bf16_master": run.precision == "bf16_master",
@@ -176,11 +201,19 @@ def cuts(prediction: Prediction) -> list[Cut]:
 def _first_cut(prediction: Prediction) -> Cut | None:
     """The first change of the largest category that saves enough; if less is missing than it saves, the mildest that fits."""
     categories = prediction.memory.peak.categories
+    least_bytes = _LEAST_SHARE * prediction.needed_bytes
     for term in sorted(categories, key=lambda name: -categories[name]):
+        if categories[term] < least_bytes:
+            break
         for options, config in _changes(prediction, term):
-            after = predict(config, gpu_memory_bytes=prediction.gpu_memory_bytes, steps=2)
+            if prediction.fits and prediction.traced and config.run != prediction.config.run:
+                continue  # it would be traced anew, for a hint that is not needed
+            try:
+                after = predict(config, gpu_memory_bytes=prediction.gpu_memory_bytes, steps=2, trace=prediction.trace)
+            except ValueError:  # a model without blocks cannot recompute them
+                continue
             cut = Cut(term=term, options=options, prediction=after)
-            if cut.saved_bytes(prediction) >= _LEAST_SHARE * prediction.needed_bytes:
+            if cut.saved_bytes(prediction) >= least_bytes:
                 return cut
     return None
 
@@ -189,15 +222,16 @@ def _changes(prediction: Prediction, term: str) -> Iterator[tuple[str, RanksConf
     """Changes that cut a category, those first that cost least time, of those that the config allows."""
     config, run = prediction.config, prediction.config.run
     changes: list[dict[str, object]] = []
+    is_own = prediction.traced is not None
     if term in (ACTIVATION, COPY):
-        if run.attention not in TILED:
+        if run.attention not in TILED and not is_own:
             changes.append({"attention": "sdpa"})
         if run.precision in ("fp32", "tf32"):
             changes.append({"precision": "bf16_autocast"})
         changes += _recomputations(prediction)
         if run.batch_size % 2 == 0 and not run.updates_in_backward:
             changes.append({"batch_size": run.batch_size // 2, "accumulation": 2 * run.accumulation})
-    if term in (ACTIVATION, LOGITS) and run.ops != "fused":
+    if term in (ACTIVATION, LOGITS) and run.ops != "fused" and not is_own:
         changes.append({"ops": "fused"})
     for change in changes:
         yield from _allowed(config, run=change)
@@ -214,7 +248,7 @@ def _recomputations(prediction: Prediction) -> list[dict[str, object]]:
     if run.recompute_every != 1 or run.compile == "model":
         return []
     modes = RECOMPUTED[RECOMPUTED.index(run.recompute) + 1 :] if run.recompute in RECOMPUTED else RECOMPUTED
-    if prediction.gpu_memory_bytes is None:
+    if prediction.gpu_memory_bytes is None or prediction.traced:
         return [{"recompute": mode} for mode in modes]
     kept = sum(kept_bytes(run).values())
     missing = prediction.high_bytes - prediction.gpu_memory_bytes

@@ -27,7 +27,8 @@ class InUnits(Replicated):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.units = units_sent(self.exchange, self.parameters)
-        self._backward = self.units[::-1]
+        trained = [unit for unit in self.units if unit.trained]
+        self._backward = trained[::-1]
         self._complete: set[str] = set()
         self._next = 0
         self._in_flight: deque[tuple[Unit, Tensor, tuple[Tensor, ...]]] = deque()
@@ -37,8 +38,8 @@ class InUnits(Replicated):
         self._shelves: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
         """Kind of unit -> staging buffers that no message uses."""
         self._shards: list[Tensor] = []
-        numels = pieces_of(self.units, self.rank, self.exchange.shards)
-        self._pieces = [updated_pieces(unit.parameters, numels) for unit in self.units]
+        numels = pieces_of(trained, self.rank, self.exchange.shards)
+        self._pieces = [updated_pieces(unit.parameters, numels) for unit in trained]
 
     def make_parameters(self) -> None:
         # The module is built first; each unit's parameters are freed when the unit has copied them.
@@ -137,8 +138,9 @@ class Sharded(InUnits):
         super().__init__(setup)
         self._gathered: dict[str, Tensor] = {}
         """Unit -> its whole parameters."""
-        self._unit = {unit.name: unit for unit in self.units}
-        self._order = [unit.name for unit in self.units]
+        self._order = list(dict.fromkeys(unit.name for unit in self.units))
+        self._named = {name: [unit for unit in self.units if unit.name == name] for name in self._order}
+        """Name -> its units: two, for example, if a block is trained in part."""
 
     def make_unit(self, unit: Unit) -> None:
         whole = self.live.new(unit.nbytes, PARAMETERS)  # the shard is cut from it
@@ -156,7 +158,7 @@ class Sharded(InUnits):
         self._gather([unit, *self._after(self._order, unit)])
 
     def after_forward(self, unit: str) -> None:
-        if freed_between(self._unit[unit], self.units, self.exchange):
+        if freed_between(self._named[unit][0], self.units, self.exchange):
             self._free([unit])
 
     def forward_over(self, *, trains: bool) -> None:
@@ -174,7 +176,8 @@ class Sharded(InUnits):
         super().gradient(parameter, tensor)
         if not self.is_last and self.exchange.reshard_after_forward and parameter.unit != ROOT:
             self._complete.add(parameter.name)
-            if all(member.name in self._complete for member in self._unit[parameter.unit].parameters):
+            members = [member for unit in self._named[parameter.unit] for member in unit.parameters if member.trained]
+            if all(member.name in self._complete for member in members):
                 self._free([parameter.unit])
 
     def before_sending(self, unit: Unit) -> None:
@@ -185,14 +188,15 @@ class Sharded(InUnits):
         self._free(list(self._gathered))
 
     def _after(self, order: Sequence[str], unit: str) -> Sequence[str]:
-        place = order.index(unit) + 1
+        place = order.index(unit) + 1 if unit in order else 0  # no parameters are around the blocks
         return order[place : place + self.exchange.ahead]
 
     def _gather(self, units: Iterable[str]) -> None:
         for name in units:
-            if name not in self._gathered:
-                unit = self._unit[name]
-                nbytes = unit.layout.numel * self.exchange.compute_bytes(unit.parameters[0])
+            if name in self._named and name not in self._gathered:
+                nbytes = sum(
+                    unit.layout.numel * self.exchange.compute_bytes(unit.parameters[0]) for unit in self._named[name]
+                )
                 self._gathered[name] = self.live.new(nbytes, COMMUNICATION)
 
     def _free(self, units: Iterable[str]) -> None:

@@ -35,6 +35,7 @@ class Replicated:
 
     def __init__(self, setup: Setup) -> None:
         self.live, self.exchange, self.parameters = setup.live, setup.exchange, setup.parameters
+        self.trained = [parameter for parameter in self.parameters if parameter.trained]
         self.run, self.sync, self.rank = setup.config.run, setup.config.sync, setup.rank
         self.masters = self.run.precision == "bf16_master"
         self.is_last = True
@@ -58,7 +59,7 @@ class Replicated:
 
     def pieces(self) -> list[Updated]:
         """What this rank updates."""
-        return [Updated(parameter.numel, parameter.element_bytes) for parameter in self.parameters]
+        return [Updated(parameter.numel, parameter.element_bytes) for parameter in self.trained]
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Gradients are sent in the last micro-batch; before it they add up."""
@@ -93,7 +94,7 @@ class Replicated:
     def finish(self) -> None:
         """Synchronise what has not been sent in backward."""
         if not self.exchange.strategy.overlaps and self.exchange.strategy.communicates:
-            for parameter in filter(self._is_cast, self.parameters):
+            for parameter in filter(self._is_cast, self.trained):
                 self._sent.append(self._cast(parameter))
                 self.live.drop(self._sent[:-1])
                 self._sent = self._sent[-1:]
@@ -145,7 +146,7 @@ class UpdatedInBackward(Replicated):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._parts = parts_in_backward(self.parameters)
+        self._parts = parts_in_backward(self.trained)
         self._missing: list[int] = []
         self._part_of = {parameter.name: number for number, part in enumerate(self._parts) for parameter in part}
 
@@ -184,7 +185,7 @@ class InBuckets(Replicated):
             self._flats = {number: self._new_flat(bucket) for number, bucket in enumerate(self._buckets)}
 
     def pieces(self) -> list[Updated]:
-        owned = self._owned[self.rank] if self._by_owners else self.parameters
+        owned = self._owned[self.rank] if self._by_owners else self.trained
         return [Updated(parameter.numel, parameter.element_bytes) for parameter in owned]
 
     def begin_micro_batch(self, *, is_last: bool) -> None:

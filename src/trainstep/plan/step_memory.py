@@ -6,45 +6,24 @@
 The ops are those of block_ops.py. Forward allocates an op's temporary tensors and what it keeps, and frees the temporary tensors of
 the op before. Backward allocates an op's gradients, then frees the incoming gradient, what the op kept, and its temporary tensors.
 A recomputed block runs its forward once more in front of its backward. rank_tensors.py has what each parallel strategy does with
-parameters and gradients. Three steps are replayed: the optimizer's state is made in the first, and the allocator settles in the
-second. A captured step runs once more with a pool of its own, after the cache was emptied.
+parameters and gradients. A model of the user's own is replayed from its trace (traced_memory.py).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
 from trainstep.costs.exchange import ROOT, ParameterSize
 from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.traced_step import TracedStep
 from trainstep.plan.block_ops import model_ops
-from trainstep.plan.live_tensors import BATCH, COPY, LOGITS, TEMPORARY, WORKSPACE, LiveTensors, Moment, Tensor
+from trainstep.plan.live_tensors import COPY, LOGITS, TEMPORARY, LiveTensors, Tensor
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import Block, Kept, Op, model_of, symbols_of, widths_of
-from trainstep.plan.peak_memory import exchange_of
-from trainstep.plan.rank_tensors import rank_tensors
+from trainstep.plan.peak_memory import computed_run, exchange_of
 from trainstep.plan.replicated_tensors import Setup
-
-_WORKSPACE_BYTES = 32 * 2**20
-"""cuBLAS's workspace on Hopper, once for the thread of forward and once for autograd's (results/h200/memory.jsonl, workspaces)."""
-_STEPS = 3
-_MOST_MICRO_BATCHES = 3
-"""Micro-batches after the third repeat it."""
-_MOST_BATCHES = 64
-"""Batches that are tensors of their own; the rest are one, so that a large accumulation takes no time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMemory:
-    """The moments of the last step in order, and the fullest moment of each phase and of all.
-
-    `reserved_bytes` of `peak` and of the phases is the most of the whole run.
-    """
-
-    moments: tuple[Moment, ...]
-    phases: tuple[Moment, ...]
-    peak: Moment
+from trainstep.plan.step_replay import STEPS, StepMemory, StepReplay
+from trainstep.plan.traced_memory import TracedReplay, stored_parameters
 
 
 def alone(run: RunConfig) -> RanksConfig:
@@ -52,10 +31,11 @@ def alone(run: RunConfig) -> RanksConfig:
     return RanksConfig(ranks=1, sync=SyncConfig(name=YARDSTICK), run=run)
 
 
-def replay(config: RanksConfig, *, rank: int = 0, steps: int = _STEPS) -> StepMemory:
+def replay(config: RanksConfig, *, rank: int = 0, steps: int = STEPS, traced: TracedStep | None = None) -> StepMemory:
     """The memory of a rank's step on a GPU. ValueError for what has no formulas: a user's model, torch's strategies.
 
-    `steps`: how many are replayed, at least 2; with 2 what is reserved is less exact.
+    `steps`: how many are replayed, at least 2; with 2 what is reserved is less exact. `traced`: the trace of this config's model,
+    which is replayed in the place of formulas.
     """
     exchange = exchange_of(config)
     if exchange is None:
@@ -67,18 +47,22 @@ def replay(config: RanksConfig, *, rank: int = 0, steps: int = _STEPS) -> StepMe
     if config.sync.in_place or run.update == "by_bucket":
         option = "in_place" if config.sync.in_place else "update: by_bucket"
         raise ValueError(f"{option}: is not planned yet; leave it out: without it a step needs at least as much")
+    if traced is not None:
+        parameters = stored_parameters(traced, run.precision)
+        setup = Setup(config=config, exchange=exchange, parameters=parameters, rank=rank, live=live)
+        return TracedReplay(setup, traced).run(steps)
     parameters = transformer_parameters(model_of(run), run.precision, run.ops)
     setup = Setup(config=config, exchange=exchange, parameters=parameters, rank=rank, live=live)
     return _Replay(setup).run(steps)
 
 
-class _Replay:
+class _Replay(StepReplay):
     """One rank's steps. `_compute`: the run in the dtype that the model computes in, which fsdp may choose."""
 
     def __init__(self, setup: Setup) -> None:
-        self._run, self._live, self._ranks = setup.config.run, setup.live, rank_tensors(setup)
-        computes_narrow = setup.exchange.compute_element_bytes == 2  # then autocast has nothing to cast either
-        self._compute = replace(self._run, precision="bf16") if computes_narrow else self._run
+        super().__init__(setup)
+        self._run, self._live, self._ranks = self.run_config, self.live, self.ranks
+        self._compute = computed_run(setup.config)
         self._symbols, self._widths = symbols_of(self._compute), widths_of(self._compute)
         self._ops = model_ops(self._compute)
         self._gradient_bytes = {p.name: p.numel * setup.exchange.compute_bytes(p) for p in setup.parameters}
@@ -93,80 +77,26 @@ class _Replay:
         """Gradients that the next op in backward uses up, beside that of the stream."""
         self._complete: list[tuple[ParameterSize, Tensor]] = []
         """Gradients that a compiled graph has made and not returned yet."""
-        self._workspaces: dict[str, Tensor] = {}
 
-    def run(self, steps: int) -> StepMemory:
-        run, live = self._run, self._live
-        self._ranks.build()
-        tokens_bytes = 8 * run.batch_size * run.context
-        for _ in range(2 * min(run.accumulation, _MOST_BATCHES)):  # tokens and targets
-            live.new(tokens_bytes, BATCH)
-        live.new(2 * tokens_bytes * max(0, run.accumulation - _MOST_BATCHES), BATCH)
-        table = Kept(name="cos", element_bytes=2, shape="S d").nbytes(self._symbols) // self._symbols["H"]
-        live.new(table, BATCH), live.new(table, BATCH)
-        moments = [live.moment("after init")]
-        if run.capture != "none":  # warm-ups run on the capture's stream, which cannot use what was freed on another
-            live.allocator.pool = "stream of the capture"
-        for number in range(steps):
-            if number == steps - 1:
-                live.forget_peaks()
-                if run.capture != "none":
-                    live.drop(self._workspaces.values())
-                    self._workspaces.clear()
-                    live.allocator.empty_cache()
-                    live.allocator.pool = "graph"
-            moments = [moments[0], *self._step()]
-        live.note_peak()
-        most = live.allocator.most_reserved_bytes
-        phases = [replace(peak, reserved_bytes=most) for peak in live.peaks.values()]
-        peak = max(phases, key=lambda phase: phase.allocated_bytes)
-        return StepMemory(moments=tuple(moments), phases=tuple(phases), peak=peak)
+    @property
+    def batch_bytes(self) -> tuple[int, ...]:
+        return (8 * self._run.batch_size * self._run.context,) * 2  # tokens and targets
 
-    def _step(self) -> list[Moment]:
-        live, run, moments = self._live, self._run, list[Moment]()
-        trains = run.mode in ("forward_backward", "step")
-        micro_batches = min(run.accumulation, _MOST_MICRO_BATCHES)
-        for number in range(micro_batches):
-            live.phase = "forward"
-            self._ranks.begin_micro_batch(is_last=number == micro_batches - 1)
-            self._forward(keeps=run.mode != "forward_no_grad")
-            moments = [live.moment("after forward")]
-            if trains:
-                live.phase = "backward"
-                self._backward()
-                moments.append(live.moment("after backward"))
-            else:
-                for _, tensors in self._kept:
-                    live.drop(tensors)
-                for held in self._held:
-                    live.drop(tensor for tensors in held.values() for tensor in tensors)
-                self._kept.clear()
-                self._held.clear()
-        if trains:
-            live.phase = "grad_sync"
-            self._ranks.finish()
-            moments.append(live.moment("after grad_sync"))
-        if run.mode == "step":
-            live.phase = "optimizer"
-            with self._updating():
-                self._ranks.update()
-            moments.append(live.moment("after optimizer"))
-        self._ranks.clear()
-        return [*moments, live.moment("after step")]
+    @property
+    def buffers_bytes(self) -> tuple[int, ...]:
+        return (Kept(name="cos", element_bytes=2, shape="S d").nbytes(self._symbols) // self._symbols["H"],) * 2
 
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """The context of an update: AdamW's loop and foreach run outside a captured step's graph, and so outside its pool."""
-        allocator = self._live.allocator
-        pool = allocator.pool
-        if self._run.adamw in ("loop", "foreach"):
-            allocator.pool = "default"
-        yield
-        allocator.pool = pool
+    def drop_kept(self) -> None:
+        for _, tensors in self._kept:
+            self._live.drop(tensors)
+        for held in self._held:
+            self._live.drop(tensor for tensors in held.values() for tensor in tensors)
+        self._kept.clear()
+        self._held.clear()
 
     # Forward.
 
-    def _forward(self, *, keeps: bool) -> None:
+    def forward(self, *, keeps: bool) -> None:
         copies: list[Tensor] = []  # autograd keeps them only in blocks that keep all, autocast until forward ends
         ranks = self._ranks
         ranks.before_forward(ROOT)
@@ -240,8 +170,8 @@ class _Replay:
 
     # Backward.
 
-    def _backward(self) -> None:
-        self._workspace("backward")
+    def backward(self) -> None:
+        self.workspace("backward")
         self._stream, self._incoming = None, {}
         self._ranks.before_backward(ROOT)
         after = [self._kept.pop() for _ in self._ops.after]
@@ -316,11 +246,7 @@ class _Replay:
 
     def _workspace_for(self, op: Op, thread: str) -> None:
         if op.weights and op.name != "embedding":
-            self._workspace(thread)
-
-    def _workspace(self, thread: str) -> None:
-        if thread not in self._workspaces:
-            self._workspaces[thread] = self._live.new(_WORKSPACE_BYTES, WORKSPACE)
+            self.workspace(thread)
 
     def _new(self, tensor: Kept, op: str) -> Tensor:
         return self._live.new(tensor.nbytes(self._symbols), tensor.category, op)

@@ -37,7 +37,7 @@ for argument in sys.argv[1:]:
             print_tables(tables, notes(rows), sys.stdout, every=every)
             print("=== end of")
 """
-"""Prints records ("FILE,80,120") at each width, first with few columns, then with all; one process, since reading the records takes time."""
+"""Prints records ("FILE,80,120") at each width, with few columns, then with all; one process: reading the records takes time."""
 _TIME = "1,234.56 ± 78.90"
 
 

@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainstep.costs.traced_step import TracedStep
 from trainstep.plan.activations import every_kept
 from trainstep.plan.live_tensors import CATEGORIES
 from trainstep.plan.model_ops import symbols_of
 from trainstep.plan.prediction import CONTEXT_BYTES, Cut, Prediction
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import StepTime
+from trainstep.plan.traced_memory import HELD, kept_by_label
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import MS, ROUGH_SIZE, SIZE, TEXT, WHOLE, listed, milliseconds, needed_words
 from trainstep.report.kit.tables import Column, Table, filled
@@ -103,6 +105,23 @@ def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, A
 
 def terms_table(prediction: Prediction) -> Table:
     """The formula of every tensor that forward keeps, with its source."""
+    rows, note = _formulas(prediction) if prediction.traced is None else _traced_tensors(prediction.traced)
+    return Table.of(
+        "What forward keeps for backward",
+        rows,
+        [
+            Column("op", TEXT, names=True),
+            Column("tensor", TEXT, names=True),
+            Column("formula", TEXT),
+            Column("bytes ({unit})", SIZE, "bytes"),
+            Column("source", TEXT),
+        ],
+        raw=rows,
+        note=note,
+    )
+
+
+def _formulas(prediction: Prediction) -> tuple[list[dict[str, Any]], str]:
     run = prediction.config.run
     symbols = symbols_of(run)
     rows = [
@@ -116,19 +135,28 @@ def terms_table(prediction: Prediction) -> Table:
         for op, tensor, times in every_kept(run)
     ]
     values = ", ".join(f"{name} = {symbols[name]:,}" for name in ("B", "S", "N", "d", "f", "H", "V", "R"))
-    return Table.of(
-        "What forward keeps for backward",
-        rows,
-        [
-            Column("op", TEXT, names=True),
-            Column("tensor", TEXT, names=True),
-            Column("formula", TEXT),
-            Column("bytes ({unit})", SIZE, "bytes"),
-            Column("source", TEXT),
-        ],
-        raw=rows,
-        note=f"A tensor's formula: bytes of an element x its shape. {values}. Other terms: docs/guide/plan.md.",
-    )
+    return rows, f"A tensor's formula: bytes of an element x its shape. {values}. Other terms: docs/guide/plan.md."
+
+
+def _traced_tensors(traced: TracedStep) -> tuple[list[dict[str, Any]], str]:
+    alike: dict[tuple[str, str, str, int, str], int] = {}
+    for label, tensors in kept_by_label(traced).items():
+        for tensor in tensors:
+            shape = f"{tensor.dtype} {' x '.join(map(str, tensor.shape)) or 'scalar'}"
+            source = "saved once" if tensor.saves == 1 else f"saved {tensor.saves} times" if tensor.saves else HELD
+            row = label, tensor.made_by, shape, tensor.nbytes, source
+            alike[row] = alike.get(row, 0) + 1
+    rows = [
+        {
+            "op": label,
+            "tensor": made_by,
+            "formula": f"{times} x {shape}" if times > 1 else shape,
+            "bytes": times * nbytes,
+            "source": source,
+        }
+        for (label, made_by, shape, nbytes, source), times in alike.items()
+    ]
+    return rows, "Traced: a storage counts where autograd saves it first; `tensor` is the operator that made it."
 
 
 def plain(planned: Planned) -> dict[str, Any]:
@@ -148,6 +176,7 @@ def plain(planned: Planned) -> dict[str, Any]:
         "unmeasured": list(prediction.unmeasured),
         "time": None if planned.time is None else time_plain(planned.time, planned.tokens),
         "no_time": planned.no_time or None,
+        "unseen": list(prediction.traced.unseen) if prediction.traced else [],
         "outside_bytes": prediction.outside,
         "moments": [
             {
@@ -248,7 +277,8 @@ def _by_op(prediction: Prediction) -> Table:
         Column("kept ({unit})", SIZE, "bytes"),
         Column("of allocated", TEXT, "share"),
     ]
-    return Table.of("Activations at the peak, by op", rows, columns)
+    note = " ".join(prediction.traced.unseen) if prediction.traced else ""
+    return Table.of("Activations at the peak, by op", rows, columns, note=note)
 
 
 def _outside(prediction: Prediction) -> Table:
