@@ -126,6 +126,7 @@ def test_the_answers_match_the_records(answers: ModuleType):
     assert not list(answers.stale_answers()), "run scripts/answers.py, and read whether the sentences are still right"
 
 
+@pytest.mark.slow
 def test_the_tables_beside_the_records_match_the_report(answers: ModuleType):
     assert not list(answers.stale_beside_records()), "run scripts/answers.py"
 

@@ -1,8 +1,8 @@
 """How often `trainstep gate` fails a version that is the same, and how often it finds a true 3 %.
 
-    python results/cpu/gates.py run 20 results/cpu/gates.jsonl     # 20 of each kind; goes on where an earlier call stopped
-    python results/cpu/gates.py table results/cpu/gates.jsonl
-    python results/cpu/gates.py resample results/cpu/gates.jsonl   # 2,000 gates each from the recorded blocks of equal versions
+    python results/cpu/gates.py run 20 results/cpu/gates.ndjson     # 20 of each kind; goes on where an earlier call stopped
+    python results/cpu/gates.py table results/cpu/gates.ndjson
+    python results/cpu/gates.py resample results/cpu/gates.ndjson   # 2,000 gates each from the recorded blocks of equal versions
 
 Each gate is a call of `trainstep gate` as a user types it: two commits of a small repository, checked out anew, at most three
 minutes. The command multiplies small matrices in plain Python for about 0.1 s of processor time, of which starting Python is a

@@ -122,6 +122,7 @@ def test_the_sweeps_of_attention_have_as_many_cells_on_both_devices(name: str, c
     assert len(expand(config.grid, {"device": "cpu"})) == cells, "and on a CPU"
 
 
+@pytest.mark.slow
 def test_a_resumed_sweep_does_not_repeat_refusals(tmp_path: Path):
     grid: dict[str, Any] = {"block_q": '[24, "rule"]', "seq": 32, "heads": 2, "steps": 2}
     lines = "\n".join(f"{name} = {value}" for name, value in grid.items())

@@ -46,6 +46,7 @@ def sweep(folder: Path, *arguments: object) -> tuple[int, str, str]:
     return finish(start("sweep", "s.toml", *arguments, folder=folder))
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_runs_no_cell_again(tmp_path: Path):
     write_sweep(tmp_path, 3)
     code, out, err = sweep(tmp_path)
@@ -89,6 +90,7 @@ def test_a_killed_sweep_is_resumed_and_runs_no_cell_twice(tmp_path: Path):
     assert len(Store(tmp_path / "runs" / "s.jsonl").read()) == 4, "no cell was run twice"
 
 
+@pytest.mark.slow
 @linux
 def test_a_sweep_killed_between_rounds_continues_with_the_next_part(tmp_path: Path):
     """The stored parts are continued, and removed once the whole records are stored."""
@@ -290,6 +292,7 @@ def test_the_command_line_replaces_values_of_the_file(tmp_path: Path):
     assert "nvtx: ranges need a GPU" in err, "the device on the command line replaces that of the file"
 
 
+@pytest.mark.slow
 def test_records_and_page_go_to_the_named_files(tmp_path: Path):
     write_sweep(tmp_path, 2)
     code, out, _ = sweep(tmp_path, "--out", "deep/er/own.jsonl", "--page", "page.html")

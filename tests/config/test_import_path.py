@@ -66,6 +66,7 @@ def test_a_cell_and_its_children_import_no_hostile_module(hostile: Path, act: st
     assert ran(hostile) == ""
 
 
+@pytest.mark.slow
 def test_the_process_under_nsys_imports_no_hostile_module(hostile: Path, monkeypatch: pytest.MonkeyPatch):
     """The process reaches the user's model, whose name is that of a module of Python."""
     fake_nsys.install(monkeypatch, hostile / "bin", does="runs")

@@ -121,6 +121,7 @@ def add(path: Path, before: str, text: str) -> None:
     path.write_text(source.replace(before, text + before))
 
 
+@pytest.mark.slow
 def test_a_workload_made_by_the_recipe_is_swept_and_reported(tmp_path: Path):
     """A toy with exactly those files (its config, its file in measure/, its row, a line for its fact) is swept and reported."""
     package = tmp_path / "src/trainstep"

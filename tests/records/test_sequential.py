@@ -11,7 +11,7 @@ from trainstep.records.compare import student_point
 from trainstep.records.gate_file import HEAD, order_of
 from trainstep.records.sequential import ALPHA, Block, Judgement, judge
 
-RECORDED = ROOT / "results" / "cpu" / "gates.jsonl"
+RECORDED = ROOT / "results" / "cpu" / "gates.ndjson"
 BUDGET_S, BLOCKS = 180.0, 60
 SLOWER = math.log(1.03)
 

@@ -92,16 +92,12 @@ def plan(
     points = _points(fields, single=terms)
     configs = [build(PlanConfig, point, where="plan") for point in points]
 
-    from trainstep.plan.prediction import cuts, predict
+    from trainstep.plan.prediction import cuts
     from trainstep.report.plan.prediction import Planned
 
-    trace = _tracer() if any(isinstance(config.run.model, UserModel) for config in configs) else None
-    predictions = [predict(config, gpu_memory_bytes=memory_bytes, trace=trace) for config in configs]
-    named = gpu if gpu_memory_gib is None else None
-    planned = [
-        Planned(prediction=prediction, gpu=named, tokens=tokens, **_timed(prediction.config, speeds))
-        for prediction in predictions
-    ]
+    predictions = _predictions(configs, memory_bytes)
+    shown: dict[str, Any] = {"gpu": None if gpu_memory_gib else gpu, "tokens": tokens}
+    planned = [Planned(prediction=item, **shown, **_timed(item.config, speeds)) for item in predictions]
     if len(planned) == 1:
         planned = [replace(planned[0], cuts=cuts(predictions[0]))]
     _show(planned, _varied(points), terms=terms, as_json=json)
@@ -142,6 +138,13 @@ def _calibration(path: Path | None, gpu: str | None, peak_tflops: float | None, 
         return None
     spec = gpu_named(gpu)
     return shipped_for(spec) or scaled_to(spec)
+
+
+def _predictions(configs: Sequence[Any], memory_bytes: int | None) -> list[Any]:
+    from trainstep.plan.prediction import predict
+
+    trace = _tracer() if any(isinstance(config.run.model, UserModel) for config in configs) else None
+    return [predict(config, gpu_memory_bytes=memory_bytes, trace=trace) for config in configs]
 
 
 def _timed(config: Any, speeds: Any) -> dict[str, Any]:

@@ -93,6 +93,7 @@ def test_tiles_that_go_wrong_are_rows():
     assert right[2] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_nothing_to_time_is_a_failure_with_a_reason():
     record = tuned(candidates="16x16x4x1", budget_s=1e-9)

@@ -107,6 +107,7 @@ def test_the_failure_says_how_a_forked_cell_died(connect: Connect, act: str, wor
     assert record.failure.message.startswith(words)
 
 
+@pytest.mark.slow
 def test_twenty_cells_in_a_row_leave_no_process_and_no_pipe(connect: Connect):
     pids = [begin(connect(), planted()) for _ in range(3)]
     for index in range(20):
@@ -133,6 +134,7 @@ def test_variables_read_at_import_need_another_server(connect: Connect):
     assert parent_of(begin(third, planted())) == servers["1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["hang_in_native_code", "spawn"])
 def test_a_killed_server_takes_its_cells_along(connect: Connect, tmp_path: Path, act: str):
     waiting, hanging = connect(), connect()

@@ -91,6 +91,7 @@ def test_a_variant_has_several_processes(log: Path):
     assert (comparison.n, comparison.paired, comparison.interleaving) == (5, True, "live")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "steps"), [(0.0, 20), pytest.param(0.3, 4, marks=pytest.mark.slow)])
 def test_slow_steps_are_split_over_processes(log: Path, seconds: float, steps: int):
     records = run(variants(log, "a", "b", steps=20, seconds=seconds), processes=5)
@@ -323,6 +324,7 @@ def test_records_of_two_runs_are_not_paired(log: Path, rounds: int | None):
     assert compare_records(first[0], second[1]).interleaving == "none"
 
 
+@pytest.mark.slow
 def test_variants_that_run_out_in_finish_run_in_rounds(log: Path):
     """The first variant's record is there already; it comes again with the others."""
     cells = [*variants(log, "a", steps=4), *variants(log, "b", act="run_out", where="finish", steps=4)]

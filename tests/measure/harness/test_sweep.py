@@ -172,6 +172,7 @@ def test_a_second_sweep_on_a_store_is_refused(store: Store):
     assert sweep(store, Executor(store))[0].done == 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_parts_of_rounds_stay_until_their_group_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The sweep is killed between the records of a group: nothing runs again, and it resumes with the next group."""

@@ -90,6 +90,7 @@ def test_the_prediction_is_what_a_step_holds(fields: dict[str, Any]):
         assert held_bytes(assembly) <= choice.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_changes_no_loss():
     for fields in ({}, {"model": USERS}, {"precision": "bf16_autocast", "ops": "fused"}):
         _, whole = fitted(**fields)

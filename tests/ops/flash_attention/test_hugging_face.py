@@ -87,6 +87,7 @@ def test_a_model_compiles_as_one_graph(use_cache: bool):
         torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_packing_is_refused_in_a_compiled_model_too(use_cache: bool):
     torch.compiler.reset()
