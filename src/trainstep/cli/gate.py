@@ -126,7 +126,8 @@ def gate(
     """May a change land? Run COMMAND in two versions alternately, until their difference is decided or the time is over.
 
     BASE and HEAD are revisions of the repository here (checked out into a temporary folder) or folders. The runs go base head head
-    base, then mirrored. The interval may be looked at while they go on: all looks together are wrong once in a hundred gates.
+    base, then mirrored. The interval may be looked at while they go on: all looks together fail an equal head at most once in 200
+    gates, and pass a slower one as rarely.
 
     pass: the interval lies below the limit. fail: it lies above 1, and the ratio reaches the limit, or COMMAND fails in HEAD.
 

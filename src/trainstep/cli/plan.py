@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from trainstep.cli.options import check_sync_options, with_fields
 from trainstep.config.grid import grid_from_text
-from trainstep.config.machine import gpu_named
+from trainstep.config.machine import gpu_named, machine_spec
 from trainstep.config.model import UserModel
 from trainstep.config.parallel import SyncConfig
 from trainstep.config.parsing import build
@@ -40,8 +40,8 @@ def plan(
     """Predict the memory and the time of a training step by formula: whether it fits on a GPU, and how long it takes.
 
     Nothing runs, and no GPU is needed. The step is replayed tensor by tensor, with the rules of torch's allocator, and timed kernel
-    by kernel, as fast as a calibration says, with an interval. Lists compare steps: one row each. A model of your own is traced
-    first, which needs torch and no memory.
+    by kernel, as fast as a calibration says, with an interval. Lists compare steps: one row each. Several ranks are bucketed
+    without --sync. A model of your own is traced first, which needs torch and no memory, and has no time.
 
     Exit codes: 0 it fits (of several steps: one of them), or no GPU was named; 1 it does not fit; 2 bad input.
 
@@ -54,6 +54,7 @@ def plan(
         trainstep plan --model 2.7B --ranks 8 --sync bucketed,sharded_flat,fsdp --gpu-memory-gib 24 --precision bf16_autocast
 
         trainstep plan --model 2.7B --gpu h100 --precision bf16_autocast --compile block --tokens 5e10
+
         trainstep plan --model my_package.my_module:build --context 4096 --gpu h200
 
         trainstep plan --model medium --terms
@@ -112,6 +113,7 @@ def _check_alone(mode: str, others: Mapping[str, Any]) -> None:
 
 
 def _check_positive(**values: float | None) -> None:
+    """As options.py's check of limits, but without a largest value."""
     for name, value in values.items():
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name}: must be a positive number, not {value:g}")
@@ -131,7 +133,12 @@ def _calibration(path: Path | None, gpu: str | None, peak_tflops: float | None, 
             raise ValueError(f"calibration: {path} is not there; write it with trainstep doctor --measure --out {path}")
         from trainstep.plan.time.stored import read_calibration  # imports what reads records
 
-        return read_calibration(path)
+        measured = read_calibration(path)
+        if gpu is not None and machine_spec(measured.name) not in (None, gpu_named(gpu)):
+            raise ValueError(
+                f"calibration: {path} was measured on {measured.name}, not on {gpu}; leave one of both out"
+            )
+        return measured
     if peak_tflops is not None and bandwidth is not None:
         return data_sheet(peak_tflops=peak_tflops, memory_bytes_per_s=bandwidth * 1e12)
     if gpu is None:
@@ -153,6 +160,8 @@ def _timed(config: Any, speeds: Any) -> dict[str, Any]:
 
     if speeds is None:
         return {}
+    if isinstance(config.run.model, UserModel):
+        return {"no_time": "the time of your own model has no formulas; measure it with trainstep bench"}
     try:
         return {"time": step_time(config, speeds)}
     except ValueError as error:
@@ -243,7 +252,7 @@ def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
     # Only grading reads records.
     from trainstep.cli.streams import outliving_reader
     from trainstep.plan.grade import grade_records
-    from trainstep.plan.time.calibration import shipped
+    from trainstep.plan.time.calibration import calibration_for
     from trainstep.plan.time.grade import grade_times
     from trainstep.records.store import Store
     from trainstep.report.plan.grade import FiledGrade, grade_answer, grade_tables, plain, refusal_lines
@@ -268,10 +277,12 @@ def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
         grades += [FiledGrade(file=file.stem, grade=grade) for grade in graded]
         _add(refusals, refused)
         for gpu in {record.environment.gpu for record in records}:
-            own = speeds or (shipped(gpu) if gpu else None)
+            own = speeds or (calibration_for(gpu) if gpu else None)
+            of_gpu = [record for record in records if record.environment.gpu == gpu]
             if own is None:
+                _add(untimed, {f"the speeds of {gpu or 'a CPU'} are not known; give --calibration": len(of_gpu)})
                 continue
-            timed, refused = grade_times([record for record in records if record.environment.gpu == gpu], own)
+            timed, refused = grade_times(of_gpu, own)
             times += [FiledTimeGrade(file=file.stem, grade=grade) for grade in timed]
             _add(untimed, refused)
     if not grades and not times:

@@ -167,14 +167,12 @@ def _unmeasured(config: RanksConfig) -> Iterator[str]:
     run, sync = config.run, config.sync
     options = {
         run.model.name: not isinstance(run.model, ModelConfig),
-        "ops fused": run.ops == "fused",
         f"recompute {run.recompute}": run.recompute != "none",
         "precision bf16_master": run.precision == "bf16_master",
         "update in_backward": run.updates_in_backward,
         f"accumulation {run.accumulation}": run.accumulation > 1,
         f"adamw {run.adamw}": run.adamw in ("loop", "foreach"),
         f"attention {run.attention}": run.attention in ("flex", "sdpa_cudnn"),
-        "compute_dtype bf16": sync.compute_dtype != "own",
         "transport copies": config.ranks > 1 and sync.transport == "copies",
         f"shard_ranks {sync.shard_ranks}": sync.shard_ranks is not None and sync.shard_ranks < config.ranks,
     }

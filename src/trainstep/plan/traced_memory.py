@@ -13,7 +13,7 @@ from trainstep.plan.memory_terms import weight_bytes
 from trainstep.plan.replicated_tensors import Setup
 from trainstep.plan.step_replay import StepReplay
 
-HELD = "held by the program"
+HELD = "kept by the model's own code"
 """Kept by the model's own code, not by autograd: the input of what is recomputed, for example."""
 
 

@@ -88,6 +88,8 @@ class Ending:
     """What a reader should know, such as packages that differ."""
     is_over: bool = False
     """Whether the last look was the one at the end of the time."""
+    exhausted: bool = False
+    """Whether a stored baseline had no more runs."""
 
 
 class GateFile:

@@ -109,7 +109,9 @@ def _trace(run: RunConfig, fake: FakeTensorMode, partition: Partition) -> Traced
 
 
 def traced_run(run: RunConfig) -> RunConfig:
-    """The run as it is traced: one micro-batch, no update."""
+    """The run as it is traced: one micro-batch, no update. ValueError for flex attention, which no CPU differentiates."""
+    if run.attention == "flex":
+        raise ValueError("attention: flex is not traced; take sdpa, which keeps as much for backward")
     return replace(
         run,
         device="cpu",

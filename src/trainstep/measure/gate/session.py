@@ -179,6 +179,7 @@ class _Gate:
                         reason=self._why_open(number, exhausted) if judgement.verdict == "cannot tell" else "",
                         notes=tuple(self._notes),
                         is_over=is_over,
+                        exhausted=exhausted,
                     )
             elif is_over:
                 return Ending(verdict="cannot tell", reason=self._why_open(0, exhausted), notes=tuple(self._notes))

@@ -14,7 +14,7 @@ from trainstep.plan.time.kernels import Kernel, Kind, matmul, times, traffic
 
 Pass = list[Kernel]
 _SMALL = 4.0
-_PLAIN = 8
+_UNVECTORISED = 8
 """Bytes of an element that a kernel is counted with which is not vectorised: it takes as long for 16 bits as for 32."""
 
 
@@ -101,8 +101,8 @@ def _eager(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, Pass]:
         forward += ahead
         backward += back
     # Copies of attention's output, and of the gradients of q, k and v.
-    forward.append(traffic("attention projections", Kind.STRIDED, _PLAIN, "N d"))
-    backward.append(traffic("attention projections", Kind.STRIDED, _PLAIN, "N d", 3))
+    forward.append(traffic("attention projections", Kind.STRIDED, _UNVECTORISED, "N d"))
+    backward.append(traffic("attention projections", Kind.STRIDED, _UNVECTORISED, "N d", 3))
     return forward, backward
 
 
@@ -122,7 +122,7 @@ def _narrowed(autocast: bool) -> Pass:
 
 def _plain_rotary(widths: Widths) -> tuple[Pass, Pass]:
     """ops/reference.py rotary on q and k, in fp32: products of half the elements, which lie in pairs."""
-    casts = [traffic("rotary", Kind.STRIDED, _PLAIN, "N d", 2)] if widths.matmul < 4 else []
+    casts = [traffic("rotary", Kind.STRIDED, _UNVECTORISED, "N d", 2)] if widths.matmul < 4 else []
     back = [traffic("rotary", Kind.CONTIGUOUS, 6, "N d", 2)] if widths.matmul < 4 else []
     forward = [
         traffic("rotary", Kind.STRIDED, 4, "N d", 8),
@@ -148,7 +148,7 @@ def plain_attention(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, P
     )
     masked = [
         traffic("attention scores", Kind.CONTIGUOUS, 2 * e, "B H S S", 2),  # scale; a copy, which the mask then fills
-        traffic("attention scores", Kind.BROADCAST, _PLAIN, "B H S S"),
+        traffic("attention scores", Kind.BROADCAST, _UNVECTORISED, "B H S S"),
     ]
     forward = [
         scores,
@@ -156,7 +156,7 @@ def plain_attention(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, P
         traffic("attention scores", Kind.CONTIGUOUS, 2, "S S", 3),  # the mask
         *casts,
         traffic("attention softmax", Kind.SOFTMAX, 2 * soft, "B H S S"),
-        traffic("attention values", Kind.STRIDED, _PLAIN, "N d"),
+        traffic("attention values", Kind.STRIDED, _UNVECTORISED, "N d"),
         values,
     ]
     backward = [
@@ -165,7 +165,7 @@ def plain_attention(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, P
         *casts,
         traffic("attention softmax", Kind.CONTIGUOUS, 3 * soft, "B H S S", 2),
         *masked,
-        traffic("attention values", Kind.STRIDED, _PLAIN, "N d"),
+        traffic("attention values", Kind.STRIDED, _UNVECTORISED, "N d"),
     ]
     return forward, backward
 

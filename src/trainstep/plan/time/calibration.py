@@ -256,6 +256,12 @@ def shipped(gpu: str) -> Calibration | None:
     return calibration_of(record_from_plain(json.loads(text)), origin=f"shipped, {gpu} (results/h200)")
 
 
+def calibration_for(gpu: str) -> Calibration | None:
+    """The calibration that comes with trainstep, or H200's at this GPU's data sheet; None for a GPU without one."""
+    spec = machine_spec(gpu)
+    return shipped(gpu) or (None if spec is None else scaled_to(spec))
+
+
 def shipped_for(spec: MachineSpec) -> Calibration | None:
     """The calibration that comes with trainstep for the GPU of this data sheet, or None."""
     return next((shipped(gpu) for gpu in _SHIPPED if machine_spec(gpu) == spec), None)

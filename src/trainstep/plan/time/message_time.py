@@ -100,6 +100,8 @@ def exposed_messages(
             f"ranks: {config.ranks} are of several machines, whose messages were never measured; time is predicted for "
             f"{_MOST_RANKS} ranks at most"
         )
+    if config.sync.shard_ranks is not None and config.sync.shard_ranks < config.ranks:
+        raise ValueError("shard_ranks: messages in groups were never timed; only their memory is planned")
     if not calibration.collectives:
         raise ValueError(
             f"ranks: {calibration.name} has no messages in its calibration; measure them with trainstep doctor --measure on a "

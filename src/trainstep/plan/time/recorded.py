@@ -8,10 +8,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from trainstep.config.machine import machine_spec
 from trainstep.plan.grade import planned_config
 from trainstep.plan.step_memory import replay
-from trainstep.plan.time.calibration import Calibration, scaled_to, shipped
+from trainstep.plan.time.calibration import calibration_for
 from trainstep.plan.time.step_time import step_time
 
 _STEPS = 2
@@ -37,7 +36,7 @@ def recorded_prediction(workload: str, config: Mapping[str, Any], *, gpu: str | 
 
 
 def _time_fields(planned: Any, gpu: str) -> dict[str, Any]:
-    calibration = _calibration(gpu)
+    calibration = _calibration_for(gpu)
     if calibration is None:
         return {}
     try:
@@ -51,7 +50,4 @@ def _time_fields(planned: Any, gpu: str) -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=4)
-def _calibration(gpu: str) -> Calibration | None:
-    spec = machine_spec(gpu)
-    return shipped(gpu) or (None if spec is None else scaled_to(spec))
+_calibration_for = functools.lru_cache(maxsize=4)(calibration_for)

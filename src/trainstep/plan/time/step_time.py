@@ -68,7 +68,7 @@ class Line:
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """A predicted step of one rank. `phases`: what each phase adds to the step. `classes`: the device's time by class, and what is
-    beside it: gaps between kernels, exposed messages, and how much longer the host takes than the device."""
+    beside it: gaps between kernels, exposed messages, and how long the step waits for the host."""
 
     config: RanksConfig
     calibration: Calibration

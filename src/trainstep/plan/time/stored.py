@@ -18,7 +18,8 @@ def read_calibration(path: Path) -> Calibration:
         raise ValueError(
             f"calibration: {path} holds no calibration; write one with trainstep doctor --measure --out {path}"
         )
-    return calibration_of(_with_messages(found[-1], records), origin=f"measured, {path}")
+    machine = found[-1].environment.gpu or "a CPU"
+    return calibration_of(_with_messages(found[-1], records), origin=f"measured on {machine}, {path}")
 
 
 def _with_messages(calibration: Record, records: Sequence[Record]) -> Record:

@@ -146,6 +146,8 @@ def _suggestion(plan: Plan, ending: Ending, cell: CellState | None) -> str:
     """After a `cannot tell` by time: how much time would decide it, or less noise."""
     if ending.verdict != "cannot tell" or not ending.is_over or cell is None or cell.low is None or cell.ratio is None:
         return ""
+    if ending.exhausted:
+        return "Save a longer baseline: --save with a larger --budget-minutes."
     half = math.log(cell.ratio / cell.low)
     distance = max(math.log((1 + plan.threshold) / cell.ratio), math.log(cell.ratio), plan.threshold / 2)
     minutes = math.ceil(1.1 * plan.budget_s / 60 * (half / distance) ** 2)

@@ -99,6 +99,9 @@ def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, A
         "Planned steps",
         rows,
         columns,
+        note=" ".join(
+            f"No time: {reason}." for reason in dict.fromkeys(item.no_time for item in planned if item.no_time)
+        ),
         raw=[plain(item) | dict(point) for item, point in zip(planned, points, strict=True)],
     )
 
@@ -259,9 +262,7 @@ def _moments(prediction: Prediction) -> Table:
     rows.append({"term": "reserved", **{title: moment.reserved_bytes for title, moment in moments.items()}})
     columns = [Column("({unit})", TEXT, "term", names=True), *(Column(title, ROUGH_SIZE, title) for title in moments)]
     unmeasured = (
-        f"No record has been measured with {listed(prediction.unmeasured)}, so its interval is wider."
-        if prediction.unmeasured
-        else ""
+        f"{listed(prediction.unmeasured)}: never measured, so the interval is wider." if prediction.unmeasured else ""
     )
     return Table.of("Memory at each moment of a step", rows, columns, note=unmeasured)
 
@@ -273,12 +274,13 @@ def _by_op(prediction: Prediction) -> Table:
         for op, nbytes in sorted(peak.activations_by_op.items(), key=lambda item: -item[1])
     ]
     columns = [
-        Column("op", TEXT, names=True),
+        Column("name", TEXT, "op", names=True),
         Column("kept ({unit})", SIZE, "bytes"),
         Column("of allocated", TEXT, "share"),
     ]
     note = " ".join(prediction.traced.unseen) if prediction.traced else ""
-    return Table.of("Activations at the peak, by op", rows, columns, note=note)
+    kind = "op" if prediction.traced is None else "module"
+    return Table.of(f"Activations at the peak, by {kind}", rows, columns, note=note)
 
 
 def _outside(prediction: Prediction) -> Table:

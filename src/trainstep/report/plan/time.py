@@ -154,7 +154,7 @@ def _by_class(predicted: StepTime) -> Table:
         if time_s or name not in _OPTIONAL
     ]
     columns = [Column("class", TEXT, names=True), Column("time (ms)", MS, "time"), Column("of the step", TEXT, "share")]
-    note = "host: how much longer the host takes than all else; it hides what the GPU does meanwhile."
+    note = "host: how long the step waits for the host; the GPU works behind it."
     return Table.of("Time by class", rows, columns, note=note if predicted.classes[HOST] else "")
 
 
