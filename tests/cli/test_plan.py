@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sources import ROOT
 from trainstep.cli import app
 
 RECORDS = Path(__file__).parents[2] / "results/h200"
@@ -80,7 +81,7 @@ def test_options_without_records_widen_the_interval(capsys: pytest.CaptureFixtur
         return float(high - low) / float(row["peak_reserved_bytes"])
 
     assert width() == pytest.approx(0.08)
-    assert width("--ops", "fused") == pytest.approx(0.2)
+    assert width("--accumulation", "2") == pytest.approx(0.2)
 
 
 def test_a_model_of_the_users_is_traced(capsys: pytest.CaptureFixture[str]):
@@ -216,3 +217,19 @@ def test_a_step_without_a_time_still_has_its_memory(capsys: pytest.CaptureFixtur
 def test_bad_machines_are_sentences(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
     assert app.run(["plan", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_another_gpus_calibration_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    calibration = json.loads((ROOT / "src/trainstep/plan/time/calibrations/h200.json").read_text())
+    path = tmp_path / "h200.jsonl"
+    path.write_text(json.dumps(calibration) + "\n")
+    assert app.run([*FITTING, "--calibration", str(path)]) == 0
+    assert "measured on NVIDIA H200" in capsys.readouterr().out
+    others = [word if word != "h200" else "rtx-4090" for word in FITTING]
+    assert app.run([*others, "--calibration", str(path)]) == 2
+    assert "was measured on NVIDIA H200, not on rtx-4090" in capsys.readouterr().err
+
+
+def test_shards_of_groups_and_own_models_have_memory_and_no_time(capsys: pytest.CaptureFixture[str]):
+    assert app.run([*FITTING, "--ranks", "4", "--sync", "sharded_flat", "--shard-ranks", "2"]) == 0
+    assert "No time: shard_ranks: messages in groups were never timed" in " ".join(capsys.readouterr().out.split())

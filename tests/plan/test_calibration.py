@@ -165,5 +165,6 @@ def test_a_file_without_a_calibration_is_refused(tmp_path: Path):
         read_calibration(path)
     with Store(path).locked():
         Store(path).append(a_calibration())
-    assert read_calibration(path).origin == f"measured, {path}"
+    read = read_calibration(path)
+    assert read.origin == f"measured on {read.name}, {path}"
     assert json.loads(path.read_text().splitlines()[1])["workload"] == "calibration"

@@ -18,8 +18,9 @@ def read_calibration(path: Path) -> Calibration:
         raise ValueError(
             f"calibration: {path} holds no calibration; write one with trainstep doctor --measure --out {path}"
         )
-    machine = found[-1].environment.gpu or "a CPU"
-    return calibration_of(_with_messages(found[-1], records), origin=f"measured on {machine}, {path}")
+    measured = _with_messages(found[-1], records)
+    machine = measured.environment.gpu or measured.environment.cpu
+    return calibration_of(measured, origin=f"measured on {machine}, {path}")
 
 
 def _with_messages(calibration: Record, records: Sequence[Record]) -> Record:
