@@ -256,6 +256,16 @@ def test_setup_runs_once_in_each_checkout(repository: Path, capsys):
     assert "no compiler" in out
 
 
+def test_a_program_that_head_lacks_is_a_failure_of_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for side in ("old", "new"):
+        (tmp_path / side).mkdir()
+    program = tmp_path / "old" / "tool"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert gate(str(tmp_path / "old"), str(tmp_path / "new"), "--measure", "wall", "--", "./tool") == 1
+    assert "cannot be started: No such file" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -263,6 +273,7 @@ def test_setup_runs_once_in_each_checkout(repository: Path, capsys):
         (["base", "base", "--"], "command: is missing"),
         (["base", "nowhere", "--", "true"], "head: 'nowhere' is not a folder, or a revision"),
         (["", "base", "--", "true"], "base: must name"),
+        (["base", "base", "--measure", "wall", "--quantity", "step", "--", "true"], "quantity: is one of records"),
         (["base", "base", "--", "no-such-program"], "command: no-such-program cannot be started in base: No such file"),
         (["base", "base", "--fail-if-slower", "-1", "--", "true"], "fail_if_slower"),
         (["base", "base", "--fail-if-slower", "nan", "--", "true"], "fail_if_slower"),

@@ -210,6 +210,8 @@ def test_a_step_without_a_time_still_has_its_memory(capsys: pytest.CaptureFixtur
         (["--peak-tflops", "900"], "bandwidth: a data sheet's time needs both"),
         (["--peak-tflops", "900", "--bandwidth", "0"], "bandwidth: must be a positive number"),
         (["--tokens", "-5"], "tokens: must be a positive number"),
+        (["--tokens", "5"], "tokens: GPU-hours need a time; name --gpu"),
+        (["--peak-tflops", "1e-300", "--bandwidth", "1"], "peak_tflops: must be from 0.001"),
         (["--calibration", "nowhere.jsonl"], "nowhere.jsonl is not there; write it with trainstep doctor"),
         (["--grade", "results", "--tokens", "5"], "tokens: has no effect on --grade"),
     ],

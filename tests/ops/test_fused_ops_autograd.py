@@ -11,6 +11,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from numerics import assert_as_accurate_as
@@ -209,3 +210,11 @@ def test_an_output_may_go_unused(used: int, device: str):
         assert (x is None) == (y is None)
         if x is not None and y is not None:
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ONLY_KERNELS)
+def test_forward_derivatives_are_refused(device: str):
+    """A kernel drops them, and torch would take them for zero."""
+    x, weight = (leaf.detach() for leaf in inputs([(5, 24), (24,)], device))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp|forward"):
+        rms_norm.rms_norm(forward_ad.make_dual(x, torch.ones_like(x)), weight, EPS)

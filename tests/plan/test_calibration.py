@@ -168,3 +168,10 @@ def test_a_file_without_a_calibration_is_refused(tmp_path: Path):
     read = read_calibration(path)
     assert read.origin == f"measured on {read.name}, {path}"
     assert json.loads(path.read_text().splitlines()[1])["workload"] == "calibration"
+
+
+def test_a_gpus_calibration_without_the_hosts_costs_is_refused():
+    """Its steps would seem to wait for nobody."""
+    record = replace(a_calibration(), facts=facts_of(multiprocessors=132))
+    with pytest.raises(ValueError, match="no host's cost of backward launch; measure it again"):
+        calibration_of(record)

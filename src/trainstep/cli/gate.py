@@ -105,6 +105,10 @@ class GateOptions:
                 f"fail_if_slower: must be a percentage from 0 to 1000, such as 2, not {self.fail_if_slower:g}"
             )
         check_positive({"budget_minutes": self.budget_minutes})
+        if self.quantity is not None and self.measure not in ("auto", "records"):
+            raise ValueError(
+                f"quantity: is one of records, and has no effect on --measure {self.measure}; leave one out"
+            )
         if self.comment is not None:
             from trainstep.report.kit.output_file import check_output
 

@@ -89,7 +89,7 @@ def plan(
         return _show_grades(grade, calibration, as_json=json)
     memory_bytes = _gpu_memory_bytes(gpu, gpu_memory_gib)
     _check_positive(tokens=tokens, peak_tflops=peak_tflops, bandwidth=bandwidth)
-    speeds = _calibration(calibration, gpu, peak_tflops, bandwidth)
+    speeds = _calibration(calibration, gpu, peak_tflops, bandwidth, tokens)
     points = _points(fields, single=terms)
     configs = [build(PlanConfig, point, where="plan") for point in points]
 
@@ -113,13 +113,21 @@ def _check_alone(mode: str, others: Mapping[str, Any]) -> None:
 
 
 def _check_positive(**values: float | None) -> None:
-    """As options.py's check of limits, but without a largest value."""
+    """ValueError for what no GPU has and nobody trains on: it would be a number without a meaning, or too large for one."""
     for name, value in values.items():
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and not value > 0:
             raise ValueError(f"{name}: must be a positive number, not {value:g}")
+        if value is not None and not 1e-3 <= value <= 1e18:
+            raise ValueError(f"{name}: must be from 0.001 to 1e18, not {value:g}")
 
 
-def _calibration(path: Path | None, gpu: str | None, peak_tflops: float | None, bandwidth: float | None) -> Any:
+def _calibration(
+    path: Path | None,
+    gpu: str | None = None,
+    peak_tflops: float | None = None,
+    bandwidth: float | None = None,
+    tokens: float | None = None,
+) -> Any:
     """The machine's speeds: measured, of a data sheet, or shipped; None where no machine is named."""
     from trainstep.plan.time.calibration import data_sheet, scaled_to, shipped_for
 
@@ -142,6 +150,10 @@ def _calibration(path: Path | None, gpu: str | None, peak_tflops: float | None, 
     if peak_tflops is not None and bandwidth is not None:
         return data_sheet(peak_tflops=peak_tflops, memory_bytes_per_s=bandwidth * 1e12)
     if gpu is None:
+        if tokens is not None:
+            raise ValueError(
+                "tokens: GPU-hours need a time; name --gpu, --calibration, or --peak-tflops and --bandwidth"
+            )
         return None
     spec = gpu_named(gpu)
     return shipped_for(spec) or scaled_to(spec)
@@ -261,7 +273,7 @@ def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
 
     if not path.exists():
         raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
-    speeds = None if calibration is None else _calibration(calibration, None, None, None)
+    speeds = None if calibration is None else _calibration(calibration)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     with outliving_reader(sys.stderr):
         print(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 try:
     import triton
@@ -86,7 +87,8 @@ def _with_gradient(
     Gradient.__name__ = Gradient.__qualname__ = "".join(word.capitalize() for word in name.split("_"))  # seen in traces
 
     def call(*arguments: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+        if wanted or forward_ad._current_level >= 0:  # the function says that it has no forward derivative
             return Gradient.apply(*arguments)  # type: ignore[no-untyped-call]
         return forward(*arguments)
 

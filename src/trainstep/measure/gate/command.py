@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from trainstep.measure.gate.checkouts import Checkout
+from trainstep.records.gate_file import HEAD
 
 _LAST_LINES = 20
 _LAST_BYTES = 8192
@@ -40,7 +41,7 @@ class Ran:
 
 
 def run_command(checkout: Checkout, command: Sequence[str], *, limit_s: float) -> Ran:
-    """Run the command in the checkout's folder; after `limit_s` it is killed. ValueError if there is no such program."""
+    """Run the command in the checkout's folder; after `limit_s` it is killed. ValueError if base has no such program."""
     with tempfile.TemporaryFile() as output:
         before_s = _children_cpu_s()
         start_s = time.perf_counter()
@@ -56,6 +57,8 @@ def run_command(checkout: Checkout, command: Sequence[str], *, limit_s: float) -
             )
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
+            if checkout.side == HEAD:  # base ran it
+                return Ran(wall_s=0.0, cpu_s=0.0, trouble=f"cannot be started: {reason}", output=())
             raise ValueError(
                 f"command: {shlex.quote(command[0])} cannot be started in {checkout.side}: {reason}"
             ) from None

@@ -63,6 +63,8 @@ class Compilations:
         if utils is None:
             return []
         reasons = utils.graph_break_reasons
+        if len(reasons) < self._breaks:  # torch._dynamo.reset() has emptied the list
+            self._breaks = 0
         counted: dict[tuple[str, str, int], int] = {}
         for reason in reasons[self._breaks :]:
             frame = reason.user_stack[-1] if reason.user_stack else None

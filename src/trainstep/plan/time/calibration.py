@@ -168,6 +168,9 @@ class Calibration:
         )
 
 
+_HOST_COSTS = frozenset({"forward launch", "backward launch", "optimizer tensor", "eager", "graph"})
+
+
 def calibration_of(record: Record, *, origin: str = "") -> Calibration:
     """The fits and curves of a record of the workload `calibration`. ValueError names what is missing."""
     tables = {name: _rows(columns) for name, columns in record.tables.items()}
@@ -180,6 +183,9 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
     if not tables.get("matmuls") or not tables.get("traffic"):
         raise ValueError("calibration: its record has no table of matmuls, or none of traffic; measure it again")
     _check_points(tables)
+    missing = sorted(_HOST_COSTS - {row["what"] for row in tables.get("host", [])}) if units > 1 else []
+    if missing:  # a GPU's step would seem to wait for nobody
+        raise ValueError(f"calibration: its record has no host's cost of {missing[0]}; measure it again")
     matmuls = {}
     for dtype, rows in _grouped(tables["matmuls"], lambda row: row["dtype"]).items():
         works = [(1.0, matmul_work(dtype, row["m"], row["n"], row["k"], row["batch"], units)) for row in rows]
