@@ -216,5 +216,5 @@ def test_an_output_may_go_unused(used: int, device: str):
 def test_forward_derivatives_are_refused(device: str):
     """A kernel drops them, and torch would take them for zero."""
     x, weight = (leaf.detach() for leaf in inputs([(5, 24), (24,)], device))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp|forward"):
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"jvp|forward"):
         rms_norm.rms_norm(forward_ad.make_dual(x, torch.ones_like(x)), weight, EPS)
