@@ -347,7 +347,7 @@ def _group_of(ranks: Ranks, level: Level, shard_ranks: int) -> Ranks:
     options: dict[str, Any] = {}
     if ranks.group is not dist.group.WORLD:
         options = {"backend": dist.get_backend(ranks.group), "use_local_synchronization": True}
-    groups = {
+    groups: dict[range, Any] = {  # also of torch's NON_GROUP_MEMBER, for groups of others
         group: dist.new_group([numbers[member] for member in group], **options)
         for group in dict.fromkeys(
             members(level, rank, ranks.world_size, shard_ranks) for rank in range(ranks.world_size)
