@@ -193,7 +193,7 @@ def test_every_failure_is_a_record(tmp_path: Path):
         "words",
         "nothing_known",
     ]
-    write_sweep(tmp_path, 1, head="timeout_s = 2", act=acts, where="prepare")
+    write_sweep(tmp_path, 1, head="timeout_s = 8", act=acts, where="prepare")
     code, out, err = sweep(tmp_path)
     assert code == 3
     assert "Traceback (most recent call last)" not in err.split("[11/11]")[0]
