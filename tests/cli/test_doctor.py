@@ -299,7 +299,7 @@ def test_a_calibration_is_kept_beside_the_ceilings_and_planned_with(
     assert "in bf16 matmuls" in capsys.readouterr().out
     assert [cell.workload for cell in asked] == ["calibration"]
     assert app.run(["plan", "--model", "tiny", "--calibration", str(out)]) == 0
-    assert f"Calibration: measured, {out}" in capsys.readouterr().out
+    assert f"measured on NVIDIA H200, {out}" in capsys.readouterr().out
 
 
 def test_a_calibration_that_failed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
