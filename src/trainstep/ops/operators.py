@@ -63,6 +63,7 @@ def define(
             return overload(*arguments)
         return autograd(*arguments)
 
+    call.__name__ = name
     return call
 
 
