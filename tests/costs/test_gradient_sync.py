@@ -247,7 +247,7 @@ def test_messages_in_groups_are_as_counted_by_hand():
 
 
 def test_a_rank_sends_an_nth_across_groups():
-    """Of S bytes of gradients: 2 S/8 (G-1)/G around a ring of G nodes, where groups of one send 2 S (N-1)/N."""
+    """S bytes of gradients cost 2 S/8 (G-1)/G around a ring of G nodes, and all ranks in one ring 2 S (N-1)/N."""
     sizes = [ParameterSize(name="weight", numel=2**20, element_bytes=4)]
     messages = step_messages(exchanging(strategy="fsdp", ranks=32, shard_ranks=8), sizes)
     across = [message for message in messages if message.operation == "all_reduce across groups"]

@@ -54,7 +54,7 @@ def keys_of(path: Path) -> set[str]:
 
 
 def test_no_step_that_is_graded_is_among_the_points():
-    """Of files with steps, only those that the script's docstring names have points."""
+    """Only the files of steps that the script's docstring names give points."""
     names = ("captured", "fused", "precision", "ddp_xl", "numerics", "warmup")
     graded = {key for name in names for key in keys_of(ROOT / "results/h200" / f"{name}.jsonl")}
     # precision measured one step anew of which end_to_end gave the host's time

@@ -19,6 +19,7 @@ from trainstep.measure.gate.session import Outcome, run_gate
 from trainstep.measure.machine.environment import environment, installed_packages
 from trainstep.records.benchmark_json import Benchmarks, read_benchmarks, write_benchmarks
 from trainstep.records.gate_file import HEAD, GateFile, Plan
+from trainstep.records.sequential import MINIMUM_BLOCKS
 from trainstep.records.store import new_records_path
 
 if TYPE_CHECKING:
@@ -71,7 +72,10 @@ class GateOptions:
         ),
     ] = None
     quantity: Annotated[
-        str | None, _help("Which time of records to compare: step (the default), forward, backward...")
+        str | None,
+        _help(
+            "Which time of records to compare: step (the default), forward, backward... With it records are measured."
+        ),
     ] = None
     setup: Annotated[
         str | None,
@@ -105,7 +109,7 @@ class GateOptions:
                 f"fail_if_slower: must be a percentage from 0 to 1000, such as 2, not {self.fail_if_slower:g}"
             )
         check_positive({"budget_minutes": self.budget_minutes})
-        if self.quantity is not None and self.measure not in ("auto", "records"):
+        if self.quantity is not None and self.measure not in (None, "records"):
             raise ValueError(
                 f"quantity: is one of records, and has no effect on --measure {self.measure}; leave one out"
             )
@@ -167,7 +171,7 @@ def gate(
         head=version.words,
         command=tuple(command),
         setup=how.setup,
-        measure=how.measure or "auto",
+        measure=how.measure or ("auto" if how.quantity is None else "records"),
         quantity=how.quantity,
         threshold=how.fail_if_slower / 100,
         budget_s=how.budget_minutes * 60,
@@ -286,6 +290,12 @@ def _save(path: Path, outcome: Outcome, here: dict[str, Any], commit: str | None
         write_benchmarks(path, rounds, here, commit)
     except OSError as error:
         raise ValueError(f"save: {path} cannot be written: {error.strerror}; name another file") from None
+    count, least = min(map(len, rounds.values())), 2 * MINIMUM_BLOCKS
+    if count < least:
+        print(
+            f"trainstep: save: {path} has {count} runs, and a gate against it needs {least}: give a larger --budget-minutes",
+            file=sys.stderr,
+        )
 
 
 class _Progress:

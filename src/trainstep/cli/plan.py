@@ -129,7 +129,7 @@ def _calibration(
     tokens: float | None = None,
 ) -> Any:
     """The machine's speeds: measured, of a data sheet, or shipped; None where no machine is named."""
-    from trainstep.plan.time.calibration import data_sheet, scaled_to, shipped_for
+    from trainstep.plan.time.calibration import calibration_for, data_sheet
 
     if (peak_tflops is None) != (bandwidth is None):
         missing = "bandwidth" if bandwidth is None else "peak_tflops"
@@ -155,8 +155,7 @@ def _calibration(
                 "tokens: GPU-hours need a time; name --gpu, --calibration, or --peak-tflops and --bandwidth"
             )
         return None
-    spec = gpu_named(gpu)
-    return shipped_for(spec) or scaled_to(spec)
+    return calibration_for(gpu_named(gpu))
 
 
 def _predictions(configs: Sequence[Any], memory_bytes: int | None) -> list[Any]:
@@ -289,7 +288,7 @@ def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
         grades += [FiledGrade(file=file.stem, grade=grade) for grade in graded]
         _add(refusals, refused)
         for gpu in {record.environment.gpu for record in records}:
-            own = speeds or (calibration_for(gpu) if gpu else None)
+            own = speeds or calibration_for(machine_spec(gpu))
             of_gpu = [record for record in records if record.environment.gpu == gpu]
             if own is None:
                 _add(untimed, {f"the speeds of {gpu or 'a CPU'} are not known; give --calibration": len(of_gpu)})

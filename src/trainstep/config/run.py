@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
 from trainstep.config.model import ModelConfig, UserModel
+from trainstep.costs.transformer import step_flops
 
 MODES = ("forward", "forward_no_grad", "forward_backward", "step")
 PRECISIONS = ("fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "bf16_master")
@@ -223,6 +224,19 @@ class RunConfig:
     def tokens(self) -> int:
         """Tokens that a whole step reads."""
         return self.batch_size * self.context * self.accumulation
+
+    def model_flops(self, model: ModelConfig) -> int:
+        """Model FLOPs of a whole step of the built-in Transformer (costs/transformer.py)."""
+        return step_flops(
+            self.mode,
+            self.accumulation,
+            layers=model.layers,
+            d_model=model.d_model,
+            d_ff=model.d_ff,
+            vocab_size=model.vocab_size,
+            batch_size=self.batch_size,
+            context=self.context,
+        )
 
     @property
     def recomputes(self) -> bool:

@@ -45,12 +45,12 @@ class StepReplay(ABC):
     @property
     @abstractmethod
     def batch_bytes(self) -> tuple[int, ...]:
-        """Of each tensor of a micro-batch."""
+        """The bytes of each tensor of a micro-batch."""
 
     @property
     @abstractmethod
     def buffers_bytes(self) -> tuple[int, ...]:
-        """Of each buffer of the model."""
+        """The bytes of each buffer of the model."""
 
     @abstractmethod
     def forward(self, *, keeps: bool) -> None:

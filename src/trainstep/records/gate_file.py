@@ -2,7 +2,7 @@
 
     file = GateFile(Path("runs/main-against-head.gate"))
     with file.locked():
-        plan, runs, ending = file.open_for(plan)      # what earlier processes wrote; ValueError for another gate's file
+        runs, ending = file.open_for(plan)            # what earlier processes wrote; ValueError for another gate's file
         file.add(run)
 
 Lines of JSON: the plan first, then runs, the ending last. A last line that a kill tore is cut off.
@@ -11,7 +11,6 @@ A block is four runs, base head head base, or head base base head in every other
 neighbours ran an hour later is no neighbour of theirs. The time of the others is used up all the same.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -23,8 +22,8 @@ from typing import Any
 
 from trainstep.reading import check_regular
 from trainstep.records.facts import is_number
+from trainstep.records.locked_file import locked_file
 from trainstep.records.sequential import Block
-from trainstep.records.whole_file import make_folder
 
 BASE, HEAD = SIDES = ("base", "head")
 WARMUP = -1
@@ -101,21 +100,7 @@ class GateFile:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep the file for this process. ValueError if another one has it, or if it cannot be written."""
-        if self.path.exists() and not self.path.is_file():
-            raise ValueError(f"{self.path}: cannot be written: it is not a regular file")
-        try:
-            make_folder(self.path.parent)
-            made_here = not self.path.exists()
-            file = open(self.path, "ab")  # noqa: SIM115  (closed below)
-        except OSError as error:
-            raise ValueError(f"{self.path}: cannot be written: {error.strerror}") from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"{self.path}: another gate is writing to it; wait for it, or name another --out"
-                ) from None
+        with locked_file(self.path) as made_here:
             try:
                 yield
             finally:

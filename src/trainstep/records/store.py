@@ -8,7 +8,6 @@ A last line that a crash tore is dropped. A complete last record that only lacks
 record is refused.
 """
 
-import fcntl
 import gzip
 import hashlib
 import json
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainstep.reading import check_regular, read_file
+from trainstep.records.locked_file import locked_file
 from trainstep.records.record import Record, record_from_plain, record_to_plain
 from trainstep.records.whole_file import make_folder, remove_leftovers, whole_file
 
@@ -144,22 +144,7 @@ class Store:
         """Lock the store for writing. ValueError if another process has locked it, if the path is not a regular file, or if
         anything in the file is not a record.
         """
-        try:
-            made_here = not os.path.lexists(self.path)
-            if self.path.exists() and not self.path.is_file():
-                raise ValueError(f"{self.path}: cannot be written: it is not a regular file")
-            make_folder(self.path.parent)
-            file = open(self.path, "ab")  # noqa: SIM115  (closed below)
-        except OSError as error:
-            raise ValueError(f"{self.path}: cannot be written: {error.strerror}") from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"{self.path}: another trainstep is writing to it; give --out another file") from None
-            except OSError as error:
-                reason = f"it cannot be locked: {error.strerror}"
-                raise ValueError(f"{self.path}: {reason}; give --out a file on another file system") from None
+        with locked_file(self.path) as made_here:
             if self._tables.is_dir():
                 remove_leftovers(self._tables)
             for partial in self._tables.glob("[!.]*.partial"):  # from earlier versions that were killed

@@ -8,6 +8,7 @@ bytecode. Every run is on disk when it has ended. The time of all runs counts, t
 """
 
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,7 @@ def run_gate(
 
     `base`: a version to run, or a stored baseline. `on_block`: called after each block with the judgement so far and the used
     seconds.
-    ValueError if a checkout or the first start of the command is impossible.
+    ValueError if a checkout is impossible, or base cannot start the command.
     """
     runs, ending = file.open_for(plan)
     if ending is None:
@@ -204,6 +205,8 @@ class _Gate:
     def _run_once(self, checkout: Checkout, measure: Measure, limit_s: float) -> Ran:
         ran = run_command(checkout, measure.command, limit_s=limit_s)
         self._longest_s = max(self._longest_s, ran.wall_s)
+        if not ran.started and checkout.side == BASE:  # which runs first, so this command never ran
+            raise ValueError(f"command: {shlex.quote(measure.command[0])} {ran.trouble}")
         if ran.trouble:
             raise self._failed(checkout.side, f"the command {ran.trouble}", ran)
         return ran

@@ -153,10 +153,8 @@ class RecordFiles:
         if not values:
             known = ", ".join(last.samples) or "no samples"
             raise NoTimes(f"{_title(last)} has no {quantity}; it has {known}")
-        unit, median = (
-            next(r.samples[quantity].unit for r in records if quantity in r.samples),
-            statistics.median(values),
-        )
+        unit = next(record.samples[quantity].unit for record in records if quantity in record.samples)
+        median = statistics.median(values)
         if unit != "s" or median <= 0:
             raise NoTimes(f"{quantity} of {_title(last)} is no time: {median:g} {unit}")
         return median

@@ -22,7 +22,7 @@ from trainstep.config.machine import matmul_dtype
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain
 from trainstep.config.run import Phase, RunConfig
-from trainstep.costs.transformer import CONVENTION, step_flops
+from trainstep.costs.transformer import CONVENTION
 from trainstep.measure.harness.failures import CellFailed, try_afterwards
 from trainstep.measure.harness.workload import Findings, Stage, Stages, compilation_facts
 from trainstep.measure.step.built_step import BuiltStep, open_device
@@ -257,16 +257,7 @@ def flops_facts(
     """
     if isinstance(run.model, ModelConfig):
         model, source, convention = run.model, "shapes", CONVENTION
-        flops = step_flops(
-            run.mode,
-            run.accumulation,
-            layers=model.layers,
-            d_model=model.d_model,
-            d_ff=model.d_ff,
-            vocab_size=model.vocab_size,
-            batch_size=run.batch_size,
-            context=run.context,
-        )
+        flops = run.model_flops(model)
     else:
         source, convention = _COUNTER, _COUNTER_CONVENTION
         # Eagerly, because compiled regions hide their ops from the counter.

@@ -5,6 +5,7 @@ results/h200/profile.jsonl (fp32, table kernels). Compiled blocks are those of r
 autocast or 16-bit weights add, which no profile has, follows from the dtypes of the same ops.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainstep.config.machine import matmul_dtype
@@ -13,6 +14,8 @@ from trainstep.plan.model_ops import TILED, Widths, widths_of
 from trainstep.plan.time.kernels import Kernel, Kind, matmul, times, traffic
 
 Pass = list[Kernel]
+_ATTENTION_WEIGHTS = (("attention projections", "3 d", "d"), ("attention projections", "d", "d"))
+"""The op, n and k of matmuls with attention's weights."""
 _SMALL = 4.0
 _UNVECTORISED = 8
 """Bytes of an element that a kernel is counted with which is not vectorised: it takes as long for 16 bits as for 32."""
@@ -96,14 +99,22 @@ def _eager(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, Pass]:
         _linear(run, widths, "mlp", "d", "f"),
         ([traffic("residual stream", Kind.CONTIGUOUS, widths.stream * 2 + e, "N d")], _narrowed(wide)),
     ]  # fmt: skip
-    forward, backward = list(norm), list(norm_back)
-    for ahead, back in parts:
-        forward += ahead
-        backward += back
-    # Copies of attention's output, and of the gradients of q, k and v.
-    forward.append(traffic("attention projections", Kind.STRIDED, _UNVECTORISED, "N d"))
-    backward.append(traffic("attention projections", Kind.STRIDED, _UNVECTORISED, "N d", 3))
-    return forward, backward
+    copies = [  # of attention's output, and of the gradients of q, k and v
+        [traffic("attention projections", Kind.STRIDED, _UNVECTORISED, "N d", count)] for count in (1, 3)
+    ]
+    return _joined((norm, norm_back), *parts, (copies[0], copies[1]))
+
+
+def _joined(*parts: tuple[Pass, Pass]) -> tuple[Pass, Pass]:
+    """The kernels of all parts' passes."""
+    return [kernel for ahead, _ in parts for kernel in ahead], [kernel for _, back in parts for kernel in back]
+
+
+def _linears(
+    run: RunConfig, widths: Widths, kind: Kind, shapes: Sequence[tuple[str, str, str]]
+) -> list[tuple[Pass, Pass]]:
+    """The matmuls of a block's weights, of which `shapes` has the op, n and k."""
+    return [linear(op, "N", n, k, run, widths, kind=kind) for op, n, k in shapes]
 
 
 def _linear(run: RunConfig, widths: Widths, op: str, n: str, k: str, *, casts: int = 0) -> tuple[Pass, Pass]:
@@ -181,16 +192,7 @@ def tiled_attention(run: RunConfig, widths: Widths) -> tuple[Pass, Pass]:
 
 def _compiled(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, Pass]:
     e, s = widths.matmul, widths.stream
-    linears = [
-        linear(op, "N", n, k, run, widths, kind=Kind.COMPILED)
-        for op, n, k in (
-            ("attention projections", "3 d", "d"),
-            ("attention projections", "d", "d"),
-            ("mlp", "f", "d"),
-            ("mlp", "f", "d"),
-            ("mlp", "d", "f"),
-        )
-    ]
+    shapes = [*_ATTENTION_WEIGHTS, ("mlp", "f", "d"), ("mlp", "f", "d"), ("mlp", "d", "f")]
     if run.attention in TILED:
         attention = tiled_attention(run, widths)
     else:
@@ -221,25 +223,14 @@ def _compiled(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, Pass]:
         traffic("rotary", Kind.COMPILED_PAIRS, 2 * e, "2 N d"),
         traffic("attention projections", Kind.COMPILED_PERMUTED, 2 * e, "3 N d"),
     ]
-    for ahead, back in (*linears, attention):
-        forward += ahead
-        backward += back
-    return forward, backward
+    return _joined((forward, backward), *_linears(run, widths, Kind.COMPILED, shapes), attention)
 
 
 def _fused(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, Pass]:
     """The ops of ops/: gate and up in one matmul, the residual added in the norm, rotation and split in one kernel."""
     e, s = widths.matmul, widths.stream
     kind = Kind.CONTIGUOUS if run.compile == "none" else Kind.COMPILED
-    linears = [
-        linear(op, "N", n, k, run, widths, kind=kind)
-        for op, n, k in (
-            ("attention projections", "3 d", "d"),
-            ("attention projections", "d", "d"),
-            ("mlp", "2 f", "d"),
-            ("mlp", "d", "f"),
-        )
-    ]
+    shapes = [*_ATTENTION_WEIGHTS, ("mlp", "2 f", "d"), ("mlp", "d", "f")]
     tiled = run.attention in TILED
     attention = tiled_attention(run, widths) if tiled else plain_attention(run, widths, dtype)
     forward = [
@@ -253,7 +244,4 @@ def _fused(run: RunConfig, widths: Widths, dtype: str) -> tuple[Pass, Pass]:
         traffic("rotary", Kind.FUSED, 2 * e, "3 N d"),
         traffic("mlp", Kind.FUSED, 6 * e, "N f"),
     ]
-    for ahead, back in (*linears, attention):
-        forward += ahead
-        backward += back
-    return forward, backward
+    return _joined((forward, backward), *_linears(run, widths, kind, shapes), attention)

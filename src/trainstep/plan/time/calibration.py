@@ -262,22 +262,18 @@ def shipped(gpu: str) -> Calibration | None:
     return calibration_of(record_from_plain(json.loads(text)), origin=f"shipped, {gpu} (results/h200)")
 
 
-def calibration_for(gpu: str) -> Calibration | None:
-    """The calibration that comes with trainstep, or H200's at this GPU's data sheet; None for a GPU without one."""
-    spec = machine_spec(gpu)
-    return shipped(gpu) or (None if spec is None else scaled_to(spec))
-
-
-def shipped_for(spec: MachineSpec) -> Calibration | None:
-    """The calibration that comes with trainstep for the GPU of this data sheet, or None."""
-    return next((shipped(gpu) for gpu in _SHIPPED if machine_spec(gpu) == spec), None)
+def calibration_for(spec: MachineSpec | None) -> Calibration | None:
+    """The calibration that comes with trainstep for this data sheet's GPU, else H200's at its rates; None without a data sheet."""
+    if spec is None:
+        return None
+    return next((shipped(gpu) for gpu in _SHIPPED if machine_spec(gpu) == spec), None) or scaled_to(spec)
 
 
 _REFERENCE = "NVIDIA H200"
 _SHIPPED = {_REFERENCE: "h200.json"}
 
 
-def scaled_to(spec: MachineSpec, *, units: int | None = None) -> Calibration:
+def scaled_to(spec: MachineSpec) -> Calibration:
     """H200's efficiencies at a data sheet's rates: matmuls and attention by FLOP/s, the rest by bandwidth; the host's as it is."""
     base, reference = shipped(_REFERENCE), machine_spec(_REFERENCE)
     assert base is not None and reference is not None
@@ -300,7 +296,6 @@ def scaled_to(spec: MachineSpec, *, units: int | None = None) -> Calibration:
     return replace(
         base,
         name=spec.name,
-        units=units or base.units,
         matmuls={
             dtype: replace(speed, flops_per_s=speed.flops_per_s * by_peak(dtype))
             for dtype, speed in base.matmuls.items()

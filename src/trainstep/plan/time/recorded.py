@@ -8,9 +8,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from trainstep.config.machine import machine_spec
 from trainstep.plan.grade import planned_config
 from trainstep.plan.step_memory import replay
-from trainstep.plan.time.calibration import calibration_for
+from trainstep.plan.time.calibration import Calibration, calibration_for
 from trainstep.plan.time.step_time import step_time
 
 _STEPS = 2
@@ -36,7 +37,7 @@ def recorded_prediction(workload: str, config: Mapping[str, Any], *, gpu: str | 
 
 
 def _time_fields(planned: Any, gpu: str) -> dict[str, Any]:
-    calibration = _calibration_for(gpu)
+    calibration = _calibration(gpu)
     if calibration is None:
         return {}
     try:
@@ -50,4 +51,6 @@ def _time_fields(planned: Any, gpu: str) -> dict[str, Any]:
     }
 
 
-_calibration_for = functools.lru_cache(maxsize=4)(calibration_for)
+@functools.lru_cache(maxsize=4)
+def _calibration(gpu: str) -> Calibration | None:
+    return calibration_for(machine_spec(gpu))

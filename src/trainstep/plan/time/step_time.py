@@ -16,12 +16,12 @@ half-width; at the upper end 16-bit matmuls may also be slowed down by the power
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainstep.config.parallel import RanksConfig
 from trainstep.config.run import Phase, RunConfig
-from trainstep.costs.transformer import step_flops
 from trainstep.plan.model_ops import model_of
+from trainstep.plan.peak_memory import computed_run
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.host_time import host_time
 from trainstep.plan.time.interval import ENDS, Interval, total_of
@@ -101,7 +101,7 @@ class StepTime:
 
     @property
     def tokens(self) -> int:
-        """Of all ranks."""
+        """Tokens that all ranks read in a step."""
         return self.config.ranks * self.config.run.tokens
 
     @property
@@ -126,12 +126,11 @@ class StepTime:
 def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
     """The time of a step. ValueError for what has no formulas, or is not in the calibration."""
     run = config.run
-    narrow = config.ranks > 1 and config.sync.compute_dtype == "bf16"
     kernels = step_kernels(
         run,
         updated_share=updated_share(config),
         copies_gradients=copied_gradients(config),
-        compute=replace(run, precision="bf16") if narrow else None,
+        compute=computed_run(config),
     )
     by_phase = _kernels_by_phase(kernels, run)
     lines = [
@@ -163,7 +162,6 @@ def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
     classes[GAPS] = gap_s * sum(line.count for line in lines)
     classes[MESSAGES] = messages.total.time_s
     classes[HOST] = max(0.0, step.time_s - sum(classes.values()))
-    model = model_of(run)
     return StepTime(
         config=config,
         calibration=calibration,
@@ -174,16 +172,7 @@ def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
         classes=classes,
         lines=tuple(lines),
         messages=messages,
-        model_flops=step_flops(
-            run.mode,
-            run.accumulation,
-            layers=model.layers,
-            d_model=model.d_model,
-            d_ff=model.d_ff,
-            vocab_size=model.vocab_size,
-            batch_size=run.batch_size,
-            context=run.context,
-        ),
+        model_flops=run.model_flops(model_of(run)),
     )
 
 

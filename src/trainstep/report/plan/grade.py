@@ -78,8 +78,8 @@ def _by_kind(grades: Sequence[FiledGrade]) -> Table:
         {
             "steps": kind,
             "count": len(items),
-            **_errors("allocated", (item.grade.allocated_error for item in items)),
-            **_errors("reserved", (item.grade.reserved_error for item in items)),
+            **sizes_of("allocated ", (item.grade.allocated_error for item in items)),
+            **sizes_of("reserved ", (item.grade.reserved_error for item in items)),
         }
         for kind, items in sorted(kinds.items(), key=lambda kind: (kind[0] != "all", kind[0]))
     ]
@@ -113,12 +113,13 @@ def step_kinds(config: RanksConfig) -> Iterable[str]:
         yield f"sync {config.sync.name}"
 
 
-def _errors(name: str, errors: Iterable[float]) -> dict[str, float]:
+def sizes_of(name: str, errors: Iterable[float]) -> dict[str, float]:
+    """The median, the 95th of a hundred and the largest of errors, without signs; their names begin with `name`."""
     ordered = sorted(map(abs, errors))
     return {
-        f"{name} median": statistics.median(ordered),
-        f"{name} 95 %": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-        f"{name} worst": ordered[-1],
+        f"{name}median": statistics.median(ordered),
+        f"{name}95 %": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
+        f"{name}worst": ordered[-1],
     }
 
 

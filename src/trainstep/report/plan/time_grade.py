@@ -9,7 +9,7 @@ from trainstep.plan.time.grade import CAPTURED, DEVICE, GROUPS, HOST, TimeGrade
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import COUNT, MS, TEXT
 from trainstep.report.kit.tables import Column, Table, filled
-from trainstep.report.plan.grade import SHARE, SIGNED, step_kinds, step_words
+from trainstep.report.plan.grade import SHARE, SIGNED, sizes_of, step_kinds, step_words
 
 _WORST = 15
 
@@ -82,23 +82,18 @@ def _errors(title: str, grades: Sequence[FiledTimeGrade], kinds_of: Callable[[Ti
         for kind in kinds_of(item.grade):
             kinds.setdefault(kind, []).append(item.grade)
     names = sorted(kinds, key=lambda kind: (kind != "all", GROUPS.index(kind) if kind in GROUPS else 0, kind))
-    rows = []
-    for kind in names:
-        errors = sorted(abs(grade.error) for grade in kinds[kind])
-        if not errors:
-            continue
-        rows.append(
-            {
-                "steps": kind,
-                "count": len(errors),
-                "median": statistics.median(errors),
-                "95 %": errors[min(len(errors) - 1, int(0.95 * len(errors)))],
-                "worst": errors[-1],
-                "bias": statistics.median(grade.error for grade in kinds[kind]),
-                "inside": sum(grade.is_inside for grade in kinds[kind]) / len(errors),
-                "half-width": statistics.median(grade.predicted.step.half_width for grade in kinds[kind]),
-            }
-        )
+    rows = [
+        {
+            "steps": kind,
+            "count": len(graded),
+            **sizes_of("", (grade.error for grade in graded)),
+            "bias": statistics.median(grade.error for grade in graded),
+            "inside": sum(grade.is_inside for grade in graded) / len(graded),
+            "half-width": statistics.median(grade.predicted.step.half_width for grade in graded),
+        }
+        for kind in names
+        if (graded := kinds[kind])
+    ]
     columns = [
         Column("steps", TEXT, names=True),
         Column("count", COUNT),
