@@ -105,6 +105,9 @@ def test_a_model_of_the_users_is_traced(capsys: pytest.CaptureFixture[str]):
     assert sum(term["bytes"] for term in out["terms"]) == sum(after_forward["categories_bytes"][name] for name in kept)
     [inputs] = [term for term in out["terms"] if term["op"] == "blocks.*.narrow" and term["tensor"] == "gelu"]
     assert (inputs["formula"], inputs["bytes"]) == ("3 x bfloat16 2 x 64 x 128", 3 * 2 * 2 * 64 * 128)
+    products = {row["shape"]: row for row in out["work"] if (row["phase"], row["op"]) == ("forward", "mm")}
+    head = products[f"1 x {2 * 64} x 96 x 32"]
+    assert (head["calls"], head["flops"], head["dtype"]) == (1, 2 * 2 * 64 * 96 * 32, "bfloat16")
     assert any("trainstep's AdamW" in sentence for sentence in row["unseen"])
     assert app.run([*command, "--ranks", "2", "--sync", "none,sharded_flat,fsdp", "--recompute", "none,block"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -115,7 +115,7 @@ def test_a_run_without_a_time_is_refused(tmp_path: Path):
 
 def test_a_second_gate_may_not_write_at_the_same_time(tmp_path: Path):
     first, second = GateFile(tmp_path / "g.jsonl"), GateFile(tmp_path / "g.jsonl")
-    with first.locked(), pytest.raises(ValueError, match="another gate"), second.locked():
+    with first.locked(), pytest.raises(ValueError, match="another trainstep"), second.locked():
         pass
 
 

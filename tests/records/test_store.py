@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import trainstep.records.store as store_module
 from full_disk import largest_file
 from record_maker import a_record, seconds
+from trainstep.records import locked_file
 from trainstep.records.record import FORMAT, Fact, Failure, Holder, record_to_plain
 from trainstep.records.store import Store, new_records_path
 
@@ -498,7 +499,7 @@ def test_a_file_system_without_locks_is_named(store, monkeypatch):
     def no_locks(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(store_module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(locked_file.fcntl, "flock", no_locks)
     with pytest.raises(ValueError, match=r"warmup\.jsonl: it cannot be locked: No locks available; give --out"):
         hold(store)
 

@@ -79,7 +79,8 @@ def plan(
     grade
         A file of records or a folder of them: predict each measured step anew and compare. Prints Markdown.
     terms
-        Also print the formula of each tensor that forward keeps, with its source, and of each kernel's time.
+        Also print the formula of each tensor that forward keeps, with its source, and of each kernel's time; of a model of your own
+        its products and attention by shape, with their FLOPs.
     json
         Print JSON, which begins with `answer`; sizes in bytes.
     """
@@ -233,8 +234,7 @@ def _varied(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms: bool, as_json: bool) -> None:
     from trainstep.report.kit.answer import plain_answers, print_answers
     from trainstep.report.kit.visible import ascii_json
-    from trainstep.report.plan.prediction import comparison_table, plain, plan_answer, plan_tables, terms_table
-    from trainstep.report.plan.time import time_terms_table
+    from trainstep.report.plan.prediction import comparison_table, plain, plan_answer, plan_tables
 
     answers = [plan_answer(planned[0])] if len(planned) == 1 else []
     if as_json:
@@ -242,9 +242,7 @@ def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms:
             {**plain(item), **({"options": point} if point else {})}
             for item, point in zip(planned, points, strict=True)
         ]
-        extra = {"terms": terms_table(planned[0].prediction).raw} if terms else {}
-        if terms and planned[0].time is not None:
-            extra["time_terms"] = time_terms_table(planned[0].time).raw
+        extra = {name: table.raw for name, table in _terms(planned[0]).items()} if terms else {}
         print(ascii_json({"answer": plain_answers(answers), "rows": rows, **extra}, indent=1))
         return
     from trainstep.report.kit.terminal import print_tables
@@ -252,10 +250,22 @@ def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms:
     print_answers(answers, sys.stdout)
     tables = plan_tables(planned[0]) if answers else [comparison_table(planned, points)]
     if terms:
-        tables.append(terms_table(planned[0].prediction))
-        if planned[0].time is not None:
-            tables.append(time_terms_table(planned[0].time))
+        tables += _terms(planned[0]).values()
     print_tables(tables, [], sys.stdout)
+
+
+def _terms(planned: Any) -> dict[str, Any]:
+    """The tables of `--terms`, by their names in JSON."""
+    from trainstep.report.plan.prediction import terms_table
+    from trainstep.report.plan.time import time_terms_table
+    from trainstep.report.plan.work import work_table
+
+    tables = {"terms": terms_table(planned.prediction)}
+    if planned.prediction.traced is not None:
+        tables["work"] = work_table(planned.prediction.traced)
+    if planned.time is not None:
+        tables["time_terms"] = time_terms_table(planned.time)
+    return tables
 
 
 def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
