@@ -1,1 +1,1 @@
-"""Predicts messages and memory from configs alone, before anything runs. No torch."""
+"""Predicts messages, memory and time before anything runs, from configs or a traced model. No torch."""

@@ -84,9 +84,7 @@ class CalibrationMeasurement:
         units = torch.cuda.get_device_properties(0).multi_processor_count if self._config.device == "cuda" else 1
         return Findings(
             samples={"matmul": Samples(unit="s", values=(largest["time_s"],))},
-            facts=facts_of(
-                multiprocessors=units, timing="host_clock" if self._config.device == "cpu" else "cuda_events"
-            ),
+            facts=facts_of(multiprocessors=units),
             tables=tables,
         )
 
