@@ -1,0 +1,111 @@
+"""Predictions of sweeps/predicted.toml that are written down before its steps are measured, and what was measured then.
+
+    python results/h200/predicted.py freeze > results/h200/predicted.ndjson   # before; needs no GPU
+    trainstep sweep sweeps/predicted.toml --out results/h200/predicted.jsonl  # on an H200
+    python results/h200/predicted.py table > results/h200/predicted.md        # the two side by side
+
+A line of predicted.ndjson is a cell: its key, its label, and what `trainstep plan` says of its time and memory with the calibration
+that comes with trainstep. With a calibration of the same machine the
+times are predicted anew by `trainstep plan --grade results/h200/predicted.jsonl --calibration FILE`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trainstep.config.grid import Cell, expand_all
+from trainstep.config.sweep import load_sweep
+from trainstep.plan.grade import planned_config
+from trainstep.plan.time.calibration import shipped
+from trainstep.plan.time.grade import CAPTURED, DEVICE, GROUPS, HOST
+from trainstep.plan.time.recorded import recorded_prediction
+from trainstep.plan.time.step_time import step_time
+from trainstep.records.record import Record
+from trainstep.records.store import Store
+
+HERE = Path(__file__).parent
+SWEEP = HERE.parents[1] / "sweeps" / "predicted.toml"
+FROZEN, RECORDS = HERE / "predicted.ndjson", HERE / "predicted.jsonl"
+GPU = "NVIDIA H200"
+
+
+def cells() -> list[Cell]:
+    """The cells of the sweep, which are the same on a machine without a GPU."""
+    return expand_all(load_sweep(SWEEP).grids({}), {"device": "cuda"})
+
+
+def freeze() -> None:
+    """Print a line a cell."""
+    calibration = shipped(GPU)
+    assert calibration is not None
+    for cell in cells():
+        predicted = step_time(planned_config(cell.workload, cell.config), calibration)
+        group = CAPTURED if predicted.is_captured else HOST if predicted.host_may_limit else DEVICE
+        prediction = recorded_prediction(cell.workload, cell.config, gpu=GPU)
+        print(json.dumps({"key": cell.key, "label": cell.label, "group": group, **(prediction or {})}))
+
+
+def table() -> None:
+    """Print Markdown: a row a step, then the errors of each group."""
+    frozen = [json.loads(line) for line in FROZEN.read_text().splitlines()]
+    measured = {record.key: record for record in Store(RECORDS).read()}
+    rows = [(line, measured[line["key"]]) for line in frozen if line["key"] in measured]
+    print(
+        "| step | limit | predicted ms | interval | measured ms | off | peak GiB, predicted | measured | off | reserved, off |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for line, record in rows:
+        print("| " + " | ".join(_row(line, record)) + " |")
+    print(
+        "\n| limit | steps | time off, median | worst | inside the interval | peak off, median | worst | reserved off, median | worst |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    done = [(line, record) for line, record in rows if record.failure is None]
+    for name in (*GROUPS, "all"):
+        own = [(line, record) for line, record in done if name in (line["group"], "all")]
+        if own:
+            print(f"| {name} | {len(own)} | " + " | ".join(_summary(own)) + " |")
+
+
+def _row(line: Mapping[str, Any], record: Record) -> Iterator[str]:
+    low, high = (1e3 * bound for bound in line["step_interval_s"])
+    yield from (line["label"], line["group"], f"{1e3 * line['step_s']:.1f}", f"{low:.1f} to {high:.1f}")
+    if record.failure is not None:
+        yield from (record.failure.kind, "", f"{line['peak_allocated_bytes'] / 2**30:.2f}", "", "", "")
+        return
+    yield f"{1e3 * _step_s(record):.1f}"
+    yield f"{_time_off(line, record):+.1%}"
+    yield f"{line['peak_allocated_bytes'] / 2**30:.2f}"
+    yield f"{record.fact('peak_allocated_bytes') / 2**30:.2f}"
+    yield f"{_bytes_off(line, record, 'peak_allocated_bytes'):+.2%}"
+    yield f"{_bytes_off(line, record, 'peak_reserved_bytes'):+.2%}"
+
+
+def _summary(rows: list[tuple[Mapping[str, Any], Record]]) -> Iterator[str]:
+    times = [abs(_time_off(line, record)) for line, record in rows]
+    inside = [line["step_interval_s"][0] <= _step_s(record) <= line["step_interval_s"][1] for line, record in rows]
+    yield from (f"{median(times):.1%}", f"{max(times):.1%}", f"{sum(inside)} of {len(inside)}")
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        errors = [abs(_bytes_off(line, record, name)) for line, record in rows]
+        yield from (f"{median(errors):.2%}", f"{max(errors):.2%}")
+
+
+def _step_s(record: Record) -> float:
+    return median(record.samples["step"].values)
+
+
+def _time_off(line: Mapping[str, Any], record: Record) -> float:
+    return float(line["step_s"]) / _step_s(record) - 1
+
+
+def _bytes_off(line: Mapping[str, Any], record: Record, name: str) -> float:
+    return float(line[name]) / float(record.fact(name)) - 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("freeze", "table"))
+    freeze() if parser.parse_args().what == "freeze" else table()
