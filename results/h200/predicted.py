@@ -60,7 +60,7 @@ def table() -> None:
     for line, record in rows:
         print("| " + " | ".join(_row(line, record)) + " |")
     print(
-        "\n| limit | steps | time off, median | worst | inside the interval | peak off, median | worst | reserved off, median | worst |"
+        "\n| limit | steps | time off, median | worst | inside | peak off, median | worst | reserved, median | worst |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     done = [(line, record) for line, record in rows if record.failure is None]
