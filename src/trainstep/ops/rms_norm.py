@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.ops import reference
-from trainstep.ops.operators import define, gradients_by, has_kernel, in_shape, makes_a_graph, rows_of
+from trainstep.ops.operators import define, gradients_by, has_kernel, makes_a_graph
 from trainstep.spans import span
 
 try:
@@ -70,24 +70,22 @@ class RMSNorm(nn.Module):
 
 
 def _run(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    y, _, inverse_rms = launch_rms_norm(rows_of(x), None, weight.contiguous(), eps, dtype)
-    return in_shape(y, x.shape), inverse_rms
+    y, _, inverse_rms = launch_rms_norm(x.contiguous(), None, weight.contiguous(), eps, dtype)
+    return y, inverse_rms
 
 
 def _run_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, h, inverse_rms = launch_rms_norm(rows_of(x), rows_of(residual), weight.contiguous(), eps, dtype)
-    return in_shape(y, x.shape), in_shape(h, x.shape), inverse_rms
+    return launch_rms_norm(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, dtype)
 
 
 def _run_backward(
     dy: Tensor, dsum: Tensor | None, h: Tensor, weight: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    dh, dweight = launch_rms_norm_backward(
-        rows_of(dy), None if dsum is None else rows_of(dsum), rows_of(h), weight.contiguous(), inverse_rms
+    return launch_rms_norm_backward(
+        dy.contiguous(), None if dsum is None else dsum.contiguous(), h.contiguous(), weight.contiguous(), inverse_rms
     )
-    return in_shape(dh, h.shape), dweight
 
 
 def _fake(x: Tensor, _weight: Tensor, _eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from trainstep.ops import reference
-from trainstep.ops.operators import autocast_dtype, define, has_kernel, in_shape, makes_a_graph, rows_of
+from trainstep.ops.operators import autocast_dtype, define, has_kernel, makes_a_graph
 from trainstep.spans import span
 
 with suppress(ImportError):  # there is no triton for this platform; has_kernel then says so
@@ -119,27 +119,24 @@ def _reference_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def _run(gate_up: Tensor) -> Tensor:
-    shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-    return in_shape(launch_swiglu(*rows_of(gate_up).chunk(2, dim=-1)), shape)
+    return launch_swiglu(*gate_up.contiguous().chunk(2, dim=-1), row_stride=gate_up.shape[-1])
 
 
 def _run_backward(dy: Tensor, gate_up: Tensor, write_y: bool) -> tuple[Tensor, Tensor]:
-    rows, dy_rows = rows_of(gate_up), rows_of(dy)
-    dgate_up, y = torch.empty_like(rows), torch.empty_like(dy_rows) if write_y else None
-    (gate, up), (dgate, dup) = rows.chunk(2, dim=-1), dgate_up.chunk(2, dim=-1)
-    launch_swiglu_backward(dy_rows, gate, up, dgate, dup, y)
-    return in_shape(dgate_up, gate_up.shape), dy.new_empty(0) if y is None else in_shape(y, dy.shape)
+    dgate_up, y = gate_up.new_empty(gate_up.shape), dy.new_empty(dy.shape) if write_y else None
+    (gate, up), (dgate, dup) = gate_up.contiguous().chunk(2, dim=-1), dgate_up.chunk(2, dim=-1)
+    launch_swiglu_backward(dy.contiguous(), gate, up, dgate, dup, y, row_stride=gate_up.shape[-1])
+    return dgate_up, dy.new_empty(0) if y is None else y
 
 
 def _run_pair(gate: Tensor, up: Tensor) -> Tensor:
-    return in_shape(launch_swiglu(rows_of(gate), rows_of(up)), gate.shape)
+    return launch_swiglu(gate.contiguous(), up.contiguous(), row_stride=gate.shape[-1])
 
 
 def _run_pair_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    gate_rows, up_rows = rows_of(gate), rows_of(up)
-    dgate, dup = torch.empty_like(gate_rows), torch.empty_like(up_rows)
-    launch_swiglu_backward(rows_of(dy), gate_rows, up_rows, dgate, dup, None)
-    return in_shape(dgate, gate.shape), in_shape(dup, up.shape)
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    launch_swiglu_backward(dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup, None, gate.shape[-1])
+    return dgate, dup
 
 
 def _fake(gate_up: Tensor) -> Tensor:

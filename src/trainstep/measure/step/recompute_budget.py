@@ -134,7 +134,8 @@ def _verified(assembly: Assembly, batch: Batch, step: StepCost, budget_bytes: in
     if assembly.device.type == "cuda":  # so that fragments are given back before they pass the budget
         torch.cuda.empty_cache()
         total_bytes = torch.cuda.get_device_properties(assembly.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), assembly.device)
+        # By its number: torch refuses a device "cuda" without one here
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), assembly.device.index)
     return best, tried[best]
 
 

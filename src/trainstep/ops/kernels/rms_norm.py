@@ -4,6 +4,8 @@ Forward: a program normalises a tile of whole rows. Backward: a program goes thr
 weight over its rows in registers; the sums of all programs, a row of a table each, are then added in a fixed order.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -71,8 +73,9 @@ def rms_norm_backward_kernel(
 def launch_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y in `dtype`, h (x itself without a residual) and 1 / rms (rows,) in fp32, of (rows, C) tensors without gaps."""
-    rows, width = x.shape
+    """y in `dtype`, h (x itself without a residual) and 1 / rms (rows,) in fp32, of (..., C) tensors without gaps."""
+    width = x.shape[-1]
+    rows = x.numel() // width
     h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y, inverse_rms = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
     tile_rows, tile_width, warps = _tile(width)
@@ -87,8 +90,9 @@ def launch_rms_norm(
 def launch_rms_norm_backward(
     dy: Tensor, dsum: Tensor | None, h: Tensor, weight: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dh in h's dtype and dweight in the weight's, of (rows, C) tensors without gaps."""
-    rows, width = h.shape
+    """dh in h's dtype and dweight in the weight's, of (..., C) tensors without gaps."""
+    width = h.shape[-1]
+    rows = h.numel() // width
     dh = torch.empty_like(h)
     tile_rows, tile_width, warps = _tile(width)
     programs = max(1, min(triton.cdiv(rows, tile_rows), _PROGRAMS_PER_SM * _processors(h.device)))
@@ -107,5 +111,6 @@ def _tile(width: int) -> tuple[int, int, int]:
     return max(1, _TILE // columns), columns, min(32, max(8, columns // 512))
 
 
+@functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

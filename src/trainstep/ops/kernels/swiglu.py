@@ -47,25 +47,27 @@ def swiglu_backward_kernel(
         tl.store(y_ptr + row * width + column, (silu * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """y (rows, F) of gate and up (rows, F), which have the same row stride and last stride 1."""
+def launch_swiglu(gate: Tensor, up: Tensor, row_stride: int) -> Tensor:
+    """y (..., F), without gaps, of gate and up (..., F), whose rows are `row_stride` elements apart."""
     y = gate.new_empty(gate.shape)
     if y.numel():
         with on_device(y.device):
-            swiglu_kernel[_grid(y)](gate, up, y, y.shape[1], gate.stride(0), BLOCK=_BLOCK, num_warps=_WARPS)
+            swiglu_kernel[_grid(y)](gate, up, y, y.shape[-1], row_stride, BLOCK=_BLOCK, num_warps=_WARPS)
     return y
 
 
-def launch_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None) -> None:
-    """Write the gradients of gate and up, with their strides, and into y, if it is given, the result of forward."""
+def launch_swiglu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None, row_stride: int
+) -> None:
+    """Write the gradients of gate and up, and into y, if it is given, the result of forward. dy and y have no gaps."""
     if dy.numel():
         with on_device(dy.device):
             swiglu_backward_kernel[_grid(dy)](
-                dy, gate, up, dgate, dup, dy if y is None else y, dy.shape[1], gate.stride(0),
+                dy, gate, up, dgate, dup, dy if y is None else y, dy.shape[-1], row_stride,
                 BLOCK=_BLOCK, WRITE_Y=y is not None, num_warps=_WARPS,
             )  # fmt: skip
 
 
 def _grid(y: Tensor) -> tuple[int, int]:
-    rows, width = y.shape
-    return rows, triton.cdiv(width, _BLOCK)
+    width = y.shape[-1]
+    return y.numel() // width, triton.cdiv(width, _BLOCK)
