@@ -60,6 +60,8 @@ class Exposed:
     """Messages that a phase's hooks enqueue."""
     payload_bytes: int = 0
     guess: str = ""
+    waiting_s: float = 0.0
+    """Of what is added, the wait for the slowest rank (plan/fleet)."""
 
     def of(self, phase: str) -> Interval:
         return self.phases.get(phase, NOTHING)
