@@ -24,7 +24,8 @@ from trainstep.plan.peak_memory import exchange_of
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import ENDS, NOTHING, Interval
 from trainstep.plan.time.message_time import Exposed
-from trainstep.plan.time.step_time import StepTime, step_time
+from trainstep.plan.time.step_kernels import step_kernels
+from trainstep.plan.time.step_time import KernelsOf, StepTime, step_time
 
 NODE, NETWORK = "NVLink", "network"
 _FACTORS = {
@@ -55,18 +56,29 @@ class FleetTime:
 
 
 def fleet_time(
-    config: RanksConfig, topology: Topology, calibration: Calibration, *, reduces_each: bool = False
+    config: RanksConfig,
+    topology: Topology,
+    calibration: Calibration,
+    *,
+    reduces_each: bool = False,
+    kernels_of: KernelsOf = step_kernels,
 ) -> FleetTime:
     """The time of this step on this topology, which has its ranks.
 
-    `reduces_each`: gradients are sent in each micro-batch, as FSDP without no_sync does. ValueError for what has no formulas.
+    `reduces_each`: gradients are sent in each micro-batch, as FSDP without no_sync does. `kernels_of`: as of step_time. ValueError
+    for what has no formulas.
     """
     messages = _Messages(topology, reduces_each=reduces_each)
-    time = step_time(config, calibration, messages)
+    time = step_time(config, calibration, messages_of=messages, kernels_of=kernels_of)
     one_node = None
     if topology.nodes > 1:
         alone = replace(topology, nodes=1)
-        one_node = step_time(_on_one_node(config, topology), calibration, _Messages(alone, reduces_each=reduces_each))
+        one_node = step_time(
+            _on_one_node(config, topology),
+            calibration,
+            messages_of=_Messages(alone, reduces_each=reduces_each),
+            kernels_of=kernels_of,
+        )
     return FleetTime(topology=topology, time=time, sent=messages.sent, one_node=one_node)
 
 

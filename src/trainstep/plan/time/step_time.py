@@ -43,6 +43,7 @@ _POWER = 0.15
 _LAUNCH = {"low_s": 0.7, "time_s": 1.0, "high_s": 3.0}
 """A graph's launch at the ends of the interval: 0.3 to 0.9 ms of the same graph on two hosts (captured.jsonl, fused.jsonl)."""
 _SIXTEEN_BITS = ("bf16", "fp16")
+KernelsOf = Callable[..., StepKernels]
 MessagesOf = Callable[[RanksConfig, Calibration, Mapping[str, Interval], Interval | None], Exposed]
 
 
@@ -125,13 +126,20 @@ class StepTime:
         return tuple(dict.fromkeys(line.guess for line in self.lines if line.guess))
 
 
-def step_time(config: RanksConfig, calibration: Calibration, messages_of: MessagesOf = exposed_messages) -> StepTime:
+def step_time(
+    config: RanksConfig,
+    calibration: Calibration,
+    *,
+    messages_of: MessagesOf = exposed_messages,
+    kernels_of: KernelsOf = step_kernels,
+) -> StepTime:
     """The time of a step. ValueError for what has no formulas, or is not in the calibration.
 
-    `messages_of`: what messages add to the device's phases; those between nodes are plan/fleet's.
+    `messages_of`: what messages add to the device's phases; those between nodes are plan/fleet's. `kernels_of`: the kernels, where
+    they are not those of trainstep's own step.
     """
     run = config.run
-    kernels = step_kernels(
+    kernels = kernels_of(
         run,
         updated_share=updated_share(config),
         copies_gradients=copied_gradients(config),
