@@ -12,13 +12,19 @@ by t; norms and residuals stay whole (M. Shoeybi et al., Megatron-LM, arXiv:1909
                   + 2 v sends of N d 2 / t bytes to the next stage and back, over the network
     step        = micro-batch (m + (p - 1) / v) + all-reduce of the rank's gradients among d ranks, in fp32 + update
 
-(D. Narayanan et al., arXiv:2104.04473, sections 2.2, 2.3 and 4.1, of which (p - 1) / (v m) is the bubble.) `overlaps` is a run that
-hides tensor-parallel messages, sends, and all of the gradients' all-reduce but what is longer than a micro-batch. What is left out:
-unequal stages but for the head, and the sum of gradients of tied embeddings.
+(D. Narayanan et al., arXiv:2104.04473, sections 2.2, 2.3 and 4.1, of which (p - 1) / (v m) is the bubble.)
+
+`overlaps` is a run as Megatron-LM's --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather have it: tensor-parallel
+messages and sends are hidden; gradients are reduced to shards, in fp32, and 16-bit parameters gathered, a virtual stage at a time,
+while the others compute: with several virtual stages each works on p micro-batches before the next has its turn, so that the last p
+micro-batches' backward has all stages' reductions, and the first p ones' forward their gathers (streams.py). Each rank updates 1 / d.
+
+What is left out: unequal stages but for the head, and the sum of gradients of tied embeddings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import RanksConfig, SyncConfig
@@ -26,11 +32,12 @@ from trainstep.config.run import Phase, RunConfig
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.plan.fleet.collective_time import collective_s
 from trainstep.plan.fleet.stragglers import waiting_share
+from trainstep.plan.fleet.streams import Task, simulate
 from trainstep.plan.fleet.topology import Group, Topology
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.kernels import ATTENTION_KINDS, Kernel, Kind
 from trainstep.plan.time.step_kernels import StepKernels, step_kernels
-from trainstep.plan.time.step_time import StepTime, step_time
+from trainstep.plan.time.step_time import step_time
 
 _WIDE = ("rotary", "attention projections", "attention values")
 """Ops whose traffic is of the heads that a rank has."""
@@ -77,7 +84,8 @@ class ModelParallelTime:
 def model_parallel_time(step: ModelParallelStep, topology: Topology, calibration: Calibration) -> ModelParallelTime:
     """The step's time. ValueError where degrees do not divide what they divide."""
     _check(step)
-    compute_s, update_s = _slowest_stage(step, calibration)
+    stage = _slowest_stage(step, calibration)
+    compute_s, update_s = stage.forward_s + stage.backward_s, stage.update_s
     passes = 3 if step.run.recompute == "block" else 2
     within = Group(ranks=step.tensor, per_node=step.tensor)
     activation_bytes = 2 * step.run.batch_size * step.run.context * step.model.d_model
@@ -90,7 +98,8 @@ def model_parallel_time(step: ModelParallelStep, topology: Topology, calibration
     gradients_s = _gradients_s(step, topology)
     if step.overlaps:
         tensor_s = sends_s = 0.0
-        gradients_s = max(0.0, gradients_s - compute_s)
+        gradients_s = _overlapped_s(step, topology, stage)
+        update_s /= step.data
     micro_batch_s = compute_s + tensor_s + sends_s
     bubble_s = micro_batch_s * (step.pipeline - 1) / step.virtual_stages
     many = step.micro_batches
@@ -118,24 +127,33 @@ def _check(step: ModelParallelStep) -> None:
             raise ValueError(f"{name}: {whole} cannot be divided by {parts}, as degrees of parallelism would")
 
 
-def _slowest_stage(step: ModelParallelStep, calibration: Calibration) -> tuple[float, float]:
-    """Seconds of forward and backward of a micro-batch, and of the update, on the stage with the head."""
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Seconds of a micro-batch's passes and of the update."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+
+def _slowest_stage(step: ModelParallelStep, calibration: Calibration) -> _Stage:
+    """The stage with the head."""
     model = replace(step.model, layers=step.model.layers // step.pipeline)
     run = replace(step.run, model=model, accumulation=1)
     config = RanksConfig(ranks=1, sync=SyncConfig(name=YARDSTICK), run=run)
 
-    def kernels_of(run: RunConfig, **options: object) -> StepKernels:
-        return _divided(step_kernels(run, **options), step.tensor)  # type: ignore[arg-type]
+    def kernels_of(run: RunConfig, **options: Any) -> StepKernels:
+        return _divided(step_kernels(run, **options), step.tensor)
 
     time = step_time(config, calibration, kernels_of=kernels_of)
-    compute_s = sum(time.device[phase].time_s for phase in (Phase.FORWARD, Phase.BACKWARD))
-    if step.pipeline > 1:
-        compute_s -= _time_of(time, ("embedding",))
-    return compute_s, time.device[Phase.OPTIMIZER].time_s
 
+    def seconds(phase: Phase) -> float:
+        embedding_s = sum(line.time_s for line in time.lines if line.op == "embedding" and line.phase == phase)
+        return time.device[phase].time_s - (embedding_s if step.pipeline > 1 else 0.0)
 
-def _time_of(time: StepTime, ops: Sequence[str]) -> float:
-    return sum(line.time_s for line in time.lines if line.op in ops)
+    return _Stage(
+        forward_s=seconds(Phase.FORWARD), backward_s=seconds(Phase.BACKWARD), update_s=time.device[Phase.OPTIMIZER].time_s
+    )
 
 
 def _divided(kernels: StepKernels, tensor: int) -> StepKernels:
@@ -171,10 +189,37 @@ def _one_side_divided(shape: str) -> str:
     return " / ".join(sides)
 
 
+def _replicas(step: ModelParallelStep, topology: Topology) -> Group:
+    """The ranks that have the same parameters: t p ranks apart, on a node if they are there, else on as many nodes."""
+    per_node = min(step.data, max(1, topology.gpus_per_node // (step.tensor * step.pipeline)))
+    return Group(ranks=step.data, per_node=per_node, at_once=topology.gpus_per_node // per_node)
+
+
+def _own_parameters(step: ModelParallelStep) -> float:
+    return step.model.parameters / (step.tensor * step.pipeline)
+
+
 def _gradients_s(step: ModelParallelStep, topology: Topology) -> float:
-    """The all-reduce of a rank's gradients among its replicas, which are t ranks apart on a node, or on other nodes."""
-    parameters = step.model.parameters / (step.tensor * step.pipeline)
-    per_node = max(1, topology.gpus_per_node // (step.tensor * step.pipeline)) if step.data > 1 else 1
-    per_node = min(per_node, step.data)
-    group = Group(ranks=step.data, per_node=per_node, at_once=topology.gpus_per_node // per_node)
-    return collective_s(topology, "all_reduce", 4 * parameters, group)
+    """The all-reduce of a rank's gradients in fp32."""
+    return collective_s(topology, "all_reduce", 4 * _own_parameters(step), _replicas(step, topology))
+
+
+def _overlapped_s(step: ModelParallelStep, topology: Topology, stage: _Stage) -> float:
+    """What reductions and gathers add, a virtual stage at a time; without virtual stages a layer at a time of one micro-batch."""
+    parts = step.virtual_stages if step.virtual_stages > 1 else step.model.layers // step.pipeline
+    batches = step.pipeline if step.virtual_stages > 1 else 1
+    group, numel = _replicas(step, topology), _own_parameters(step) / parts
+    backward_s, forward_s = batches * stage.backward_s, batches * stage.forward_s
+    reducing: list[Task] = []
+    gathering: list[Task] = []
+    for _ in range(parts):
+        reducing.append(Task(stream="compute", work_s=backward_s / parts))
+        reduction_s = collective_s(topology, "reduce_scatter", 4 * numel, group)
+        reducing.append(Task(stream="messages", work_s=reduction_s, link="network", after=(len(reducing) - 1,)))
+        gathering.append(
+            Task(stream="messages", work_s=collective_s(topology, "all_gather", 2 * numel, group), link="network")
+        )
+        gathering.append(Task(stream="compute", work_s=forward_s / parts, after=(len(gathering) - 1,)))
+    reduced_s = max(ran.end_s for ran in simulate(reducing)) - backward_s
+    gathered_s = max(ran.end_s for ran in simulate(gathering)) - forward_s
+    return reduced_s + gathered_s
