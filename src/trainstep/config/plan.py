@@ -1,6 +1,9 @@
 """The config of `trainstep plan`: a training step on a GPU, alone or on several ranks, of which nothing runs."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any
 
 from trainstep.config.fields import check_integer, described, part
 from trainstep.config.parallel import RanksConfig, SyncConfig
@@ -33,7 +36,8 @@ class FleetConfig:
         "GB/s between the GPUs of a node, one way, of one GPU; default: the GPU's data sheet", None
     )
     network_gbs: float | None = described(
-        "GB/s of one network card between nodes, one way: 50 of 400 Gb/s; default: as in the maker's own servers with this GPU", None
+        "GB/s of one network card between nodes, one way: 50 of 400 Gb/s; default: as in the maker's own servers with this GPU",
+        None,
     )
     rails: int | None = described("network cards of a node; default: one for each GPU", None)
     nvlink_latency_us: float = described("microseconds of a hop within a node", 3.4)
@@ -87,8 +91,36 @@ class PlanConfig(RanksConfig):
                 "ranks or this"
             )
         shards, on_node = self.sync.shard_ranks, self.ranks // nodes
-        if nodes > 1 and shards is not None and self.sync.strategy.communicates and on_node % shards and shards % on_node:
+        if (
+            nodes > 1
+            and shards is not None
+            and self.sync.strategy.communicates
+            and on_node % shards
+            and shards % on_node
+        ):
             raise ValueError(
                 f"shard_ranks: groups of {shards} would lie across the nodes' edges, which have {on_node} ranks each; take a "
                 f"divisor or a multiple of {on_node}"
             )
+
+
+def with_ranks(point: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat values of a step, with the ranks that its nodes have where they are not given: all GPUs of every node."""
+    nodes, own = point.get("nodes"), point.get("gpus_per_node")
+    if "ranks" in point or (nodes is None and own is None):
+        return dict(point)
+    nodes, own = (1 if nodes is None else nodes), (GPUS_PER_NODE if own is None else own)
+    if not all(isinstance(number, int) and number > 0 for number in (nodes, own)):
+        return dict(point)  # refused with its own sentence where the config is built
+    return {**point, "ranks": nodes * own}
+
+
+def planned_ranks(options: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Every number of ranks in a grid's options."""
+    sizes = {name: options[name] for name in ("ranks", "nodes", "gpus_per_node") if name in options}
+    points = [dict(zip(sizes, values, strict=True)) for values in product(*sizes.values())]
+    return [with_ranks(point).get("ranks", 1) for point in points]
+
+
+FLEET_FIELDS = frozenset(field.name for field in fields(FleetConfig))
+"""Options of nodes and links. A step that has any of them is planned as a fleet's, also on one node."""

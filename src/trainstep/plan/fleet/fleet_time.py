@@ -11,13 +11,15 @@ those of plan/time. Messages between nodes were never measured here, so their in
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from trainstep.config.machine import MachineSpec
 from trainstep.config.parallel import RanksConfig
+from trainstep.config.plan import GPUS_PER_NODE, PlanConfig
 from trainstep.config.run import Phase
 from trainstep.costs.rank_groups import Level
 from trainstep.plan.fleet.collective_time import collective_s
 from trainstep.plan.fleet.schedule import Schedule, Sent
 from trainstep.plan.fleet.stragglers import waiting_share
-from trainstep.plan.fleet.topology import Topology
+from trainstep.plan.fleet.topology import Topology, topology_of
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import model_of
 from trainstep.plan.peak_memory import exchange_of
@@ -80,6 +82,23 @@ def fleet_time(
             kernels_of=kernels_of,
         )
     return FleetTime(topology=topology, time=time, sent=messages.sent, one_node=one_node)
+
+
+def planned_fleet(
+    config: PlanConfig, calibration: Calibration, spec: MachineSpec | None, *, has_nodes: bool
+) -> tuple[StepTime, FleetTime | None]:
+    """The time of a planned step, as a fleet's where it has nodes (`has_nodes`) or groups of ranks. ValueError as step_time's.
+
+    `spec`: the GPU's data sheet, where that is not the calibration's.
+    """
+    sync = config.sync
+    has_groups = sync.strategy.communicates and sync.shard_ranks is not None and sync.shard_ranks < config.ranks
+    if not has_nodes and (not has_groups or config.ranks > GPUS_PER_NODE):
+        return step_time(config, calibration), None
+    fleet = fleet_time(
+        config, topology_of(config.fleet, ranks=config.ranks, calibration=calibration, spec=spec), calibration
+    )
+    return fleet.time, fleet
 
 
 def _on_one_node(config: RanksConfig, topology: Topology) -> RanksConfig:

@@ -152,7 +152,9 @@ def _slowest_stage(step: ModelParallelStep, calibration: Calibration) -> _Stage:
         return time.device[phase].time_s - (embedding_s if step.pipeline > 1 else 0.0)
 
     return _Stage(
-        forward_s=seconds(Phase.FORWARD), backward_s=seconds(Phase.BACKWARD), update_s=time.device[Phase.OPTIMIZER].time_s
+        forward_s=seconds(Phase.FORWARD),
+        backward_s=seconds(Phase.BACKWARD),
+        update_s=time.device[Phase.OPTIMIZER].time_s,
     )
 
 

@@ -36,7 +36,19 @@ _OWN = (
     "overlaps_messages",
 )
 """Options of rows that no step of trainstep has."""
-_NEEDED = ("title", "repository", "file", "commit", "url", "hardware", "measured", "unknown", "machine", "models", "table")
+_NEEDED = (
+    "title",
+    "repository",
+    "file",
+    "commit",
+    "url",
+    "hardware",
+    "measured",
+    "unknown",
+    "machine",
+    "models",
+    "table",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,9 +79,7 @@ class Schedule:
         self._phase = ""
         self.sent = Sent()
 
-    def added(
-        self, device: Mapping[str, float], *, update_s: float = 0.0, slowed: float = 0.0
-    ) -> dict[str, float]:
+    def added(self, device: Mapping[str, float], *, update_s: float = 0.0, slowed: float = 0.0) -> dict[str, float]:
         """Seconds that messages add to each phase of `device`, which has what each computes. `update_s`: the part of backward
         that updates parameters."""
         self._tasks, self._phases, self.sent = [], [], Sent()
@@ -121,9 +119,7 @@ class Schedule:
     def _compute(self, work_s: float, after: Sequence[int] = ()) -> int:
         return self._task(Task(stream=COMPUTE, work_s=work_s, after=tuple(after)))
 
-    def _message(
-        self, stream: str, operation: str, level: Level, nbytes: float, after: Sequence[int] = ()
-    ) -> int:
+    def _message(self, stream: str, operation: str, level: Level, nbytes: float, after: Sequence[int] = ()) -> int:
         time_s = self._seconds(operation, level, nbytes)
         self.sent.add(at_level(operation, level), self._phase, nbytes, time_s)
         return self._task(Task(stream=stream, work_s=time_s, link=self._link(level), after=tuple(after)))

@@ -46,7 +46,8 @@ def simulate(tasks: Sequence[Task], *, slowed: float = 0.0) -> list[Ran]:
         active = [
             queue[heads[stream]]
             for stream, queue in queues.items()
-            if heads[stream] < len(queue) and all(ends[other] is not None for other in tasks[queue[heads[stream]]].after)
+            if heads[stream] < len(queue)
+            and all(ends[other] is not None for other in tasks[queue[heads[stream]]].after)
         ]
         if not active:
             raise ValueError("tasks: some wait for each other in a circle")

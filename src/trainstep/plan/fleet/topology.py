@@ -97,7 +97,9 @@ def topology_of(
     if nvlink_gbs is None and gpus_per_node > 1:
         if spec is None or spec.link_bytes_per_s is None:
             name = calibration.name if spec is None else spec.name
-            raise ValueError(f"nvlink_gbs: nothing is known of how {name} reaches others of its node; give --nvlink-gbs")
+            raise ValueError(
+                f"nvlink_gbs: nothing is known of how {name} reaches others of its node; give --nvlink-gbs"
+            )
         nvlink_gbs = spec.link_bytes_per_s / 1e9
         assumed.append(f"NVLink {nvlink_gbs:g} GB/s one way ({spec.source})")
     network_gbs = fleet.network_gbs
