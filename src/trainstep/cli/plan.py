@@ -56,7 +56,7 @@ def plan(
 
         trainstep plan --model 2.7B --gpu h100 --precision bf16_autocast --compile block --tokens 5e10
 
-        trainstep plan --model 8B --nodes 1,2,4,16,128 --sync fsdp --shard-ranks 8 --gpu h100 --precision bf16_autocast --compile block
+        trainstep plan --model 8B --nodes 1,2,16,128 --sync fsdp --shard-ranks 8 --gpu h100 --precision bf16_autocast
 
         trainstep plan --model my_package.my_module:build --context 4096 --gpu h200
 
@@ -296,9 +296,9 @@ def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
 
     if not path.exists():
         raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
-    tables = sorted(path.glob("*.toml")) if path.is_dir() else [path] if path.suffix == ".toml" else []
-    if tables:
-        return _show_published(tables, calibration, as_json=as_json)
+    published = sorted(path.glob("*.toml")) if path.is_dir() else [path] if path.suffix == ".toml" else []
+    if published:
+        return _show_published(published, calibration, as_json=as_json)
     speeds = None if calibration is None else _calibration(calibration)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     with outliving_reader(sys.stderr):

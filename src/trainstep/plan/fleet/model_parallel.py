@@ -17,7 +17,7 @@ by t; norms and residuals stay whole (M. Shoeybi et al., Megatron-LM, arXiv:1909
 `overlaps` is a run as Megatron-LM's --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather have it: tensor-parallel
 messages and sends are hidden; gradients are reduced to shards, in fp32, and 16-bit parameters gathered, a virtual stage at a time,
 while the others compute: with several virtual stages each works on p micro-batches before the next has its turn, so that the last p
-micro-batches' backward has all stages' reductions, and the first p ones' forward their gathers (streams.py). Each rank updates 1 / d.
+micro-batches' backward has all stages' reductions, and the first p ones' forward their gathers. Each rank updates 1 / d.
 
 What is left out: unequal stages but for the head, and the sum of gradients of tied embeddings.
 """

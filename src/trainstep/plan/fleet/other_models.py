@@ -1,4 +1,4 @@
-"""Kernels of published models where they differ from the built-in one's: rotation of queries and keys as a product of complex numbers.
+"""Kernels of published models that differ from the built-in one's: rotation as a product of complex numbers.
 
 Llama's own code, and torchtitan's, views pairs of fp32 as complex numbers and multiplies once, where ops/reference.py has six
 products of half the elements: in a pass two casts and one product for each of queries and keys.

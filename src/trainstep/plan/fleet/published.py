@@ -183,8 +183,10 @@ def _tokens_per_s(options: dict[str, Any], shape: Mapping[str, Any], machine: Ma
 
 
 def flops_per_token(shape: Mapping[str, Any], context: int, *, recomputes: bool = False) -> float:
-    """72 l h^2 (1 + s / 6 h + V / 12 l h): forward and backward, all of attention's scores; 96 l h^2 (1 + s / 6 h + V / 16 l h) with
-    blocks computed again (arXiv:2104.04473, section 5.1). l: layers, h: width, s: context, V: vocabulary."""
+    """Of a whole step, all of attention's scores counted. l: layers, h: width, s: context, V: vocabulary.
+
+    72 l h^2 (1 + s / 6 h + V / 12 l h), or with blocks computed again 96 l h^2 (1 + s / 6 h + V / 16 l h) (arXiv:2104.04473, 5.1).
+    """
     width, layers, vocabulary = shape["d_model"], shape["layers"], shape["vocab_size"]
     passes = 4 if recomputes else 3
     blocks = 24 * layers * width**2 * (1 + context / (6 * width))

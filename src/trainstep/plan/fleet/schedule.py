@@ -5,15 +5,15 @@
 
 `seconds(operation, level, nbytes)` is a message's time, and `link(level)` what it travels on. The order is that of parallel/:
 
-    fsdp                     a block is gathered when the block `ahead` before it begins, so that only ahead + 1 are whole at a time;
-                             its gradients are reduced after its backward, and no more than `most_in_flight` units at a time
+    fsdp                     a block is gathered when the block `ahead` before it begins, so that ahead + 1 are whole at a time; its
+                             gradients are reduced after its backward, and no more than `most_in_flight` units at a time
     sharded_flat             units are reduced in backward; the next forward gathers all of them and waits for each
     bucketed, overlapped     a bucket, or a gradient, is sent when it is complete
     naive, flat              all is sent after backward
     sharded                  each owner broadcasts what it updated, after the update
 
-With groups of ranks a message is a chain (costs/rank_groups.py): reduced in groups, averaged across groups, and of bucketed gathered
-in groups. Each stage has a stream of its own, as on a GPU. Computation is divided among blocks evenly; the head has its share by
+With groups of ranks a message is a chain (costs/rank_groups.py): reduced in groups, averaged across groups, of bucketed gathered in
+groups. Each stage has a stream of its own, as on a GPU. Computation is divided among blocks evenly; the head has its share by
 parameters, between the last block's forward and backward.
 """
 

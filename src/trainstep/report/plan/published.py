@@ -117,7 +117,8 @@ def _rows(grade: TableGrade) -> Table:
     ]
     words = table.words
     note = (
-        f"{words['repository']}, {words['file']}, commit {words['commit'][:12]}. {words['hardware']}. Measured: {words['measured']}. "
+        f"{words['repository']}, {words['file']}, commit {words['commit'][:12]}. {words['hardware']}. "
+        f"Measured: {words['measured']}. "
         f"Unknown: {'; '.join(table.unknown)}. No error: the factor's row."
     )
     return Table.of(words["title"], rows, columns, note=note)
