@@ -64,8 +64,6 @@ def plan(
 
         trainstep plan --grade results/h200
 
-        trainstep plan --grade results/published
-
     Parameters
     ----------
     gpu
@@ -82,9 +80,8 @@ def plan(
     tokens
         Also predict the GPU-hours to train on so many tokens.
     grade
-        A file of records or a folder of them: predict each measured step anew and compare. Or a table that others published (TOML,
-        as in results/published), or a folder of them: one factor is fitted to the smallest row, the others are predicted. Prints
-        Markdown.
+        A file of records or a folder of them: predict each measured step anew and compare. Of tables that others published, as in
+        results/published, one factor is fitted to the smallest row. Prints Markdown.
     terms
         Also print the formula of each tensor that forward keeps, with its source, and of each kernel's time; of a model of your own
         its products and attention by shape, with their FLOPs.
@@ -107,11 +104,8 @@ def plan(
     predictions = _predictions(configs, memory_bytes)
     shown: dict[str, Any] = {"gpu": None if gpu_memory_gib else gpu, "tokens": tokens}
     has_nodes = any(fields.get(name) is not None for name in FLEET_FIELDS)
-    sheet = None if gpu is None else gpu_named(gpu)
-    planned = [
-        Planned(prediction=item, **shown, **_timed(item.config, speeds, sheet, has_nodes=has_nodes))
-        for item in predictions
-    ]
+    times = [_timed(item.config, speeds, gpu, has_nodes=has_nodes) for item in predictions]
+    planned = [Planned(prediction=item, **shown, **time) for item, time in zip(predictions, times, strict=True)]
     if len(planned) == 1:
         planned = [replace(planned[0], cuts=cuts(predictions[0]))]
     _show(planned, _varied(points), terms=terms, as_json=json)
@@ -178,7 +172,7 @@ def _predictions(configs: Sequence[Any], memory_bytes: int | None) -> list[Any]:
     return [predict(config, gpu_memory_bytes=memory_bytes, trace=trace) for config in configs]
 
 
-def _timed(config: Any, speeds: Any, sheet: Any, *, has_nodes: bool) -> dict[str, Any]:
+def _timed(config: Any, speeds: Any, gpu: str | None, *, has_nodes: bool) -> dict[str, Any]:
     """The step's time, or why there is none; a step whose time has no formula still has its memory."""
     from trainstep.plan.fleet.fleet_time import planned_fleet
 
@@ -187,7 +181,7 @@ def _timed(config: Any, speeds: Any, sheet: Any, *, has_nodes: bool) -> dict[str
     if isinstance(config.run.model, UserModel):
         return {"no_time": "the time of your own model has no formulas; measure it with trainstep bench"}
     try:
-        time, fleet = planned_fleet(config, speeds, sheet, has_nodes=has_nodes)
+        time, fleet = planned_fleet(config, speeds, None if gpu is None else gpu_named(gpu), has_nodes=has_nodes)
     except ValueError as error:
         return {"no_time": str(error)}
     return {"time": time, "fleet": fleet}
