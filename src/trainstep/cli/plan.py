@@ -52,15 +52,9 @@ def plan(
 
         trainstep plan --model xl --gpu a100-sxm4-80gb --batch-size 1,2,4,8 --recompute none,selective,block
 
-        trainstep plan --model 2.7B --ranks 8 --sync bucketed,sharded_flat,fsdp --gpu-memory-gib 24 --precision bf16_autocast
-
-        trainstep plan --model 2.7B --gpu h100 --precision bf16_autocast --compile block --tokens 5e10
-
-        trainstep plan --model 8B --nodes 1,2,16,128 --sync fsdp --shard-ranks 8 --gpu h100 --precision bf16_autocast
+        trainstep plan --model 8B --nodes 1,2,16,128 --sync fsdp --shard-ranks 8 --gpu h100 --tokens 5e10
 
         trainstep plan --model my_package.my_module:build --context 4096 --gpu h200
-
-        trainstep plan --model medium --terms
 
         trainstep plan --grade results/h200
 
