@@ -202,7 +202,7 @@ def test_every_kernel_has_its_formula(capsys: pytest.CaptureFixture[str]):
 
 def test_a_step_without_a_time_still_has_its_memory(capsys: pytest.CaptureFixture[str]):
     assert app.run(["plan", "--model", "tiny", "--gpu", "h200", "--ranks", "16"]) == 0
-    assert "No time: ranks: 16 are of several machines" in capsys.readouterr().out
+    assert "No time: ranks: 16 are of several machines; say how many" in capsys.readouterr().out
     app.run(["plan", "--model", "tiny", "--gpu-memory-gib", "80"])
     assert "A step takes" not in capsys.readouterr().out
 
@@ -235,6 +235,37 @@ def test_another_gpus_calibration_is_refused(capsys: pytest.CaptureFixture[str],
     assert "was measured on NVIDIA H200, not on rtx-4090" in capsys.readouterr().err
 
 
-def test_shards_of_groups_and_own_models_have_memory_and_no_time(capsys: pytest.CaptureFixture[str]):
+def test_a_fleet_is_answered_first_and_compared_by_nodes(capsys: pytest.CaptureFixture[str]):
+    fleet = [
+        "plan",
+        "--model",
+        "8B",
+        "--sync",
+        "fsdp",
+        "--gpu",
+        "h100",
+        "--precision",
+        "bf16_autocast",
+        "--tokens",
+        "1e12",
+    ]
+    assert app.run([*fleet, "--nodes", "16"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("tokens/s, MFU", "GPU-hours", "On 16 nodes of 8 GPUs a GPU is", "Assumed: NVLink 450 GB/s one way"):
+        assert words in text
+    assert app.run([*fleet, "--nodes", "1,4,128", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["options"]["ranks"] for row in rows] == [8, 32, 1024]
+    assert [row["fleet"]["nodes"] for row in rows] == [1, 4, 128]
+    assert rows[0]["fleet"]["efficiency"] == 1 > rows[1]["fleet"]["efficiency"] > rows[2]["fleet"]["efficiency"]
+    assert app.run([*fleet, "--nodes", "1,4"]) == 0
+    assert "of one node's (%)" in capsys.readouterr().out
+    assert app.run(["plan", "--model", "tiny", "--nodes", "2"]) == 0
+    assert "No time: name a GPU" in " ".join(capsys.readouterr().out.split())
+    assert app.run([*fleet, "--nodes", "3", "--ranks", "16"]) == 2
+    assert "16 ranks cannot be divided among 3 nodes" in capsys.readouterr().err
+
+
+def test_shards_of_groups_have_a_time_and_own_models_none(capsys: pytest.CaptureFixture[str]):
     assert app.run([*FITTING, "--ranks", "4", "--sync", "sharded_flat", "--shard-ranks", "2"]) == 0
-    assert "No time: shard_ranks: messages in groups were never timed" in " ".join(capsys.readouterr().out.split())
+    assert "all_reduce across groups" in capsys.readouterr().out

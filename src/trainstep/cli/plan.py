@@ -16,7 +16,7 @@ from trainstep.config.machine import gpu_named, machine_spec
 from trainstep.config.model import UserModel
 from trainstep.config.parallel import SyncConfig
 from trainstep.config.parsing import build
-from trainstep.config.plan import PlanConfig
+from trainstep.config.plan import FLEET_FIELDS, PlanConfig, planned_ranks, with_ranks
 from trainstep.config.run import RunConfig
 from trainstep.costs.strategies import YARDSTICK
 
@@ -41,7 +41,8 @@ def plan(
 
     Nothing runs, and no GPU is needed. The step is replayed tensor by tensor, with the rules of torch's allocator, and timed kernel
     by kernel, as fast as a calibration says, with an interval. Lists compare steps: one row each. Several ranks are bucketed
-    without --sync. A model of your own is traced first, which needs torch and no memory, and has no time.
+    without --sync. With --nodes the messages of many nodes are simulated, and --ranks are those of all nodes together. A model of
+    your own is traced first, which needs torch and no memory, and has no time.
 
     Exit codes: 0 it fits (of several steps: one of them), or no GPU was named; 1 it does not fit; 2 bad input.
 
@@ -51,13 +52,9 @@ def plan(
 
         trainstep plan --model xl --gpu a100-sxm4-80gb --batch-size 1,2,4,8 --recompute none,selective,block
 
-        trainstep plan --model 2.7B --ranks 8 --sync bucketed,sharded_flat,fsdp --gpu-memory-gib 24 --precision bf16_autocast
-
-        trainstep plan --model 2.7B --gpu h100 --precision bf16_autocast --compile block --tokens 5e10
+        trainstep plan --model 8B --nodes 1,2,16,128 --sync fsdp --shard-ranks 8 --gpu h100 --tokens 5e10
 
         trainstep plan --model my_package.my_module:build --context 4096 --gpu h200
-
-        trainstep plan --model medium --terms
 
         trainstep plan --grade results/h200
 
@@ -77,7 +74,8 @@ def plan(
     tokens
         Also predict the GPU-hours to train on so many tokens.
     grade
-        A file of records or a folder of them: predict each measured step anew and compare. Prints Markdown.
+        A file of records or a folder of them: predict each measured step anew and compare. Of tables that others published, as in
+        results/published, one factor is fitted to the smallest row. Prints Markdown.
     terms
         Also print the formula of each tensor that forward keeps, with its source, and of each kernel's time; of a model of your own
         its products and attention by shape, with their FLOPs.
@@ -99,7 +97,9 @@ def plan(
 
     predictions = _predictions(configs, memory_bytes)
     shown: dict[str, Any] = {"gpu": None if gpu_memory_gib else gpu, "tokens": tokens}
-    planned = [Planned(prediction=item, **shown, **_timed(item.config, speeds)) for item in predictions]
+    has_nodes = any(fields.get(name) is not None for name in FLEET_FIELDS)
+    times = [_timed(item.config, speeds, gpu, has_nodes=has_nodes) for item in predictions]
+    planned = [Planned(prediction=item, **shown, **time) for item, time in zip(predictions, times, strict=True)]
     if len(planned) == 1:
         planned = [replace(planned[0], cuts=cuts(predictions[0]))]
     _show(planned, _varied(points), terms=terms, as_json=json)
@@ -166,18 +166,19 @@ def _predictions(configs: Sequence[Any], memory_bytes: int | None) -> list[Any]:
     return [predict(config, gpu_memory_bytes=memory_bytes, trace=trace) for config in configs]
 
 
-def _timed(config: Any, speeds: Any) -> dict[str, Any]:
+def _timed(config: Any, speeds: Any, gpu: str | None, *, has_nodes: bool) -> dict[str, Any]:
     """The step's time, or why there is none; a step whose time has no formula still has its memory."""
-    from trainstep.plan.time.step_time import step_time
+    from trainstep.plan.fleet.fleet_time import planned_fleet
 
     if speeds is None:
-        return {}
+        return {"no_time": "name a GPU for the time of many nodes: --gpu h100"} if has_nodes else {}
     if isinstance(config.run.model, UserModel):
         return {"no_time": "the time of your own model has no formulas; measure it with trainstep bench"}
     try:
-        return {"time": step_time(config, speeds)}
+        time, fleet = planned_fleet(config, speeds, None if gpu is None else gpu_named(gpu), has_nodes=has_nodes)
     except ValueError as error:
         return {"no_time": str(error)}
+    return {"time": time, "fleet": fleet}
 
 
 def _tracer() -> Callable[[RunConfig], Any]:
@@ -207,9 +208,10 @@ def _points(fields: Mapping[str, str | None], *, single: bool) -> list[dict[str,
     """The flat values of each step. `single`: ValueError for several."""
     options = grid_from_text(dict(fields))
     grid = {"model": ["small"], **options}
+    alone = all(ranks == 1 for ranks in planned_ranks(options))
     if "sync" not in options:
-        grid["sync"] = [YARDSTICK if all(ranks == 1 for ranks in grid.get("ranks", [1])) else SyncConfig().name]
-    elif all(ranks == 1 for ranks in grid.get("ranks", [1])) and grid["sync"] not in ([None], [YARDSTICK]):
+        grid["sync"] = [YARDSTICK if alone else SyncConfig().name]
+    elif alone and grid["sync"] not in ([None], [YARDSTICK]):
         raise ValueError("sync: has no effect on one rank; add --ranks 2 or more")
     check_sync_options(options, grid["sync"])
     grid["sync"] = [YARDSTICK if name is None else name for name in grid["sync"]]
@@ -222,7 +224,7 @@ def _points(fields: Mapping[str, str | None], *, single: bool) -> list[dict[str,
         )
     if single and count > 1:
         raise ValueError("terms: are those of one step; give one value for each option")
-    return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    return [with_ranks(dict(zip(grid, values, strict=True))) for values in product(*grid.values())]
 
 
 def _varied(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -282,6 +284,9 @@ def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
 
     if not path.exists():
         raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
+    published = sorted(path.glob("*.toml")) if path.is_dir() else [path] if path.suffix == ".toml" else []
+    if published:
+        return _show_published(published, calibration, as_json=as_json)
     speeds = None if calibration is None else _calibration(calibration)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     with outliving_reader(sys.stderr):
@@ -334,6 +339,25 @@ def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
     for kind, reasons in (("", refusals), ("Time: ", untimed)):
         for line in refusal_lines(reasons):
             print(f"\n{kind}{line}")
+    return 0
+
+
+def _show_published(files: Sequence[Path], calibration: Path | None, *, as_json: bool) -> int:
+    """Grade tables that others published, and print it."""
+    from trainstep.plan.fleet.published import grade_table, read_table
+    from trainstep.report.kit.answer import plain_answers
+    from trainstep.report.kit.frames import markdown
+    from trainstep.report.kit.visible import ascii_json
+    from trainstep.report.plan.published import plain, published_answer, published_tables
+
+    if calibration is not None:
+        raise ValueError("calibration: a published table was measured on its own machine; leave it out")
+    grades = [grade_table(read_table(file)) for file in files]
+    answer = published_answer(grades)
+    if as_json:
+        print(ascii_json({"answer": plain_answers([answer]), "tables": [plain(grade) for grade in grades]}, indent=1))
+    else:
+        sys.stdout.write(markdown(published_tables(grades), [answer]))
     return 0
 
 

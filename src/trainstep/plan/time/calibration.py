@@ -274,10 +274,17 @@ _SHIPPED = {_REFERENCE: "h200.json"}
 
 
 def scaled_to(spec: MachineSpec) -> Calibration:
-    """H200's efficiencies at a data sheet's rates: matmuls and attention by FLOP/s, the rest by bandwidth; the host's as it is."""
+    """H200's efficiencies at a data sheet's rates: matmuls and attention by FLOP/s, the rest by bandwidth; the host's as it is.
+
+    A kernel that its multiprocessors limit on an H200, so that it is far from the bandwidth, takes longer on slower memory only
+    where that becomes its limit: time x min(slower, max(FLOP/s in fp32, bytes / what contiguous kernels reach)).
+    """
     base, reference = shipped(_REFERENCE), machine_spec(_REFERENCE)
     assert base is not None and reference is not None
     slower = reference.memory_bytes_per_s / spec.memory_bytes_per_s
+    computes = reference.peak_flops["fp32"] / spec.peak_flops["fp32"]
+    last_bytes, last_s = base.traffic[Kind.CONTIGUOUS][0].points[-1]
+    reached = last_bytes / last_s / slower
 
     def by_peak(dtype: str) -> float:
         return spec.peak_flops[dtype] / reference.peak_flops[dtype]
@@ -290,6 +297,15 @@ def scaled_to(spec: MachineSpec) -> Calibration:
 
         return {kind: (curve(old), spread) for kind, (old, spread) in curves.items()}
 
+    def traffic(old: Curve) -> Curve:
+        floor = old.points[0][1]
+        points = []
+        for nbytes, time_s in old.points:
+            moving_s = time_s - floor
+            limited_s = max(computes * moving_s, nbytes / reached) if slower > 1 else slower * moving_s
+            points.append((nbytes, floor + min(slower * moving_s, limited_s)))
+        return Curve(points=tuple(points))
+
     link = 1.0
     if reference.link_bytes_per_s and spec.link_bytes_per_s:
         link = reference.link_bytes_per_s / spec.link_bytes_per_s
@@ -300,7 +316,7 @@ def scaled_to(spec: MachineSpec) -> Calibration:
             dtype: replace(speed, flops_per_s=speed.flops_per_s * by_peak(dtype))
             for dtype, speed in base.matmuls.items()
         },
-        traffic=stretched(base.traffic, slower),
+        traffic={kind: (traffic(old), spread) for kind, (old, spread) in base.traffic.items()},
         optimizers=stretched(base.optimizers, slower),
         attention={
             key: replace(speed, flops_per_s=speed.flops_per_s * by_peak(key[1]))

@@ -40,7 +40,7 @@ from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import ENDS, NOTHING, Interval, total_of
 
 _MOST_RANKS = 8
-"""GPUs of one machine: messages between machines were never measured."""
+"""GPUs of one machine: messages between machines are plan/fleet's."""
 _ENDS = {"low_s": (0.88, 0.05), "time_s": (1.0, 0.2), "high_s": (1.2, 0.4)}
 """For each end of the interval: a message's time relative to the calibration's, and the share of a hidden message's time by which
 the kernels beside it take longer; assumed: NCCL takes up to a quarter of the multiprocessors."""
@@ -60,6 +60,8 @@ class Exposed:
     """Messages that a phase's hooks enqueue."""
     payload_bytes: int = 0
     guess: str = ""
+    waiting_s: float = 0.0
+    """Of what is added, the wait for the slowest rank (plan/fleet)."""
 
     def of(self, phase: str) -> Interval:
         return self.phases.get(phase, NOTHING)
@@ -97,11 +99,11 @@ def exposed_messages(
         )
     if config.ranks > _MOST_RANKS:
         raise ValueError(
-            f"ranks: {config.ranks} are of several machines, whose messages were never measured; time is predicted for "
-            f"{_MOST_RANKS} ranks at most"
+            f"ranks: {config.ranks} are of several machines; say how many, and their messages are simulated: "
+            f"--nodes {-(-config.ranks // _MOST_RANKS)}"
         )
     if config.sync.shard_ranks is not None and config.sync.shard_ranks < config.ranks:
-        raise ValueError("shard_ranks: messages in groups were never timed; only their memory is planned")
+        raise ValueError("shard_ranks: messages in groups are simulated by plan/fleet alone")
     if not calibration.collectives:
         raise ValueError(
             f"ranks: {calibration.name} has no messages in its calibration; measure them with trainstep doctor --measure on a "

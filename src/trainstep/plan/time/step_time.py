@@ -15,7 +15,7 @@ Interval: errors of kernels of one shape go together, those of others are indepe
 half-width; at the upper end 16-bit matmuls may also be slowed down by the power limit. The host's range is its calibration's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.config.parallel import RanksConfig
@@ -32,6 +32,7 @@ from trainstep.plan.time.step_kernels import StepKernels, step_kernels
 GAPS = "gaps between kernels"
 HOST = "host"
 MESSAGES = "exposed messages"
+STRAGGLERS = "waiting for the slowest rank"
 _MACHINE = 0.02
 """Relative standard deviation between machines of one kind, and between steps."""
 _DEVIATIONS = 1.64
@@ -42,6 +43,8 @@ _POWER = 0.15
 _LAUNCH = {"low_s": 0.7, "time_s": 1.0, "high_s": 3.0}
 """A graph's launch at the ends of the interval: 0.3 to 0.9 ms of the same graph on two hosts (captured.jsonl, fused.jsonl)."""
 _SIXTEEN_BITS = ("bf16", "fp16")
+KernelsOf = Callable[..., StepKernels]
+MessagesOf = Callable[[RanksConfig, Calibration, Mapping[str, Interval], Interval | None], Exposed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +126,20 @@ class StepTime:
         return tuple(dict.fromkeys(line.guess for line in self.lines if line.guess))
 
 
-def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
-    """The time of a step. ValueError for what has no formulas, or is not in the calibration."""
+def step_time(
+    config: RanksConfig,
+    calibration: Calibration,
+    *,
+    messages_of: MessagesOf = exposed_messages,
+    kernels_of: KernelsOf = step_kernels,
+) -> StepTime:
+    """The time of a step. ValueError for what has no formulas, or is not in the calibration.
+
+    `messages_of`: what messages add to the device's phases; those between nodes are plan/fleet's. `kernels_of`: the kernels, where
+    they are not those of trainstep's own step.
+    """
     run = config.run
-    kernels = step_kernels(
+    kernels = kernels_of(
         run,
         updated_share=updated_share(config),
         copies_gradients=copied_gradients(config),
@@ -146,7 +159,7 @@ def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
         update = _device(
             [_line("", kernel, count, kernels.symbols, calibration) for kernel, count in own], "", gap_s, calibration
         )
-    messages = exposed_messages(config, calibration, device, update)
+    messages = messages_of(config, calibration, device, update)
     host = host_time(run, by_phase, calibration, tensors=kernels.tensors, messages=messages.messages)
     if run.capture != "none":  # what AdamW's loop and foreach enqueue is in no graph
         left_out = (Phase.OPTIMIZER,) if run.adamw in ("loop", "foreach") else ()
@@ -160,7 +173,9 @@ def step_time(config: RanksConfig, calibration: Calibration) -> StepTime:
     for line in lines:
         classes[class_of(line.what)] += line.time_s
     classes[GAPS] = gap_s * sum(line.count for line in lines)
-    classes[MESSAGES] = messages.total.time_s
+    classes[MESSAGES] = messages.total.time_s - messages.waiting_s
+    if messages.waiting_s:
+        classes[STRAGGLERS] = messages.waiting_s
     classes[HOST] = max(0.0, step.time_s - sum(classes.values()))
     return StepTime(
         config=config,

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainstep.costs.traced_step import TracedStep
 from trainstep.plan.activations import every_kept
+from trainstep.plan.fleet.fleet_time import FleetTime
 from trainstep.plan.live_tensors import CATEGORIES
 from trainstep.plan.model_ops import symbols_of
 from trainstep.plan.prediction import CONTEXT_BYTES, Cut, Prediction
@@ -15,6 +16,8 @@ from trainstep.plan.traced_memory import HELD, kept_by_label
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import MS, ROUGH_SIZE, SIZE, TEXT, WHOLE, listed, milliseconds, needed_words
 from trainstep.report.kit.tables import Column, Table, filled
+from trainstep.report.plan.fleet import fleet_columns, fleet_row, fleet_tables, fleet_words
+from trainstep.report.plan.fleet import plain as fleet_plain
 from trainstep.report.plan.time import plain as time_plain
 from trainstep.report.plan.time import time_tables, time_words
 
@@ -27,6 +30,8 @@ class Planned:
     gpu: str | None = None
     cuts: Sequence[Cut] = ()
     time: StepTime | None = None
+    fleet: FleetTime | None = None
+    """Of `time`, what it has of nodes and links; none without them."""
     no_time: str = ""
     """Why there is no time."""
     tokens: float | None = None
@@ -59,6 +64,7 @@ def plan_answer(planned: Planned) -> Answer:
         words += f" {_cut_words(prediction, planned.cuts)}"
     if planned.time is not None:
         verdict += f" {time_words(planned.time, planned.tokens, fits=prediction.fits is not False)}"
+        verdict += fleet_words(planned.fleet)
     elif planned.no_time:
         words += f" No time: {planned.no_time}."
     return Answer(workload="plan", verdict=verdict, suggestion=words)
@@ -67,7 +73,7 @@ def plan_answer(planned: Planned) -> Answer:
 def plan_tables(planned: Planned) -> list[Table]:
     """Memory by category at each moment, activations by op at the peak, and what is outside of the allocator."""
     memory = filled(_moments(planned.prediction), _by_op(planned.prediction), _outside(planned.prediction))
-    return memory if planned.time is None else [*time_tables(planned.time), *memory]
+    return memory if planned.time is None else [*time_tables(planned.time), *fleet_tables(planned.fleet), *memory]
 
 
 def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, Any]]) -> Table:
@@ -84,6 +90,7 @@ def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, A
             "step": None if item.time is None else item.time.step.time_s,
             "interval": "" if item.time is None else _range_words(item.time.step),
             "rate": None if item.time is None else item.time.tokens_per_s,
+            **fleet_row(item.time, item.fleet, item.tokens),
         }
         for item, point in zip(planned, points, strict=True)
     ]
@@ -95,6 +102,7 @@ def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, A
     ]
     if any(item.time is not None for item in planned):
         columns += [Column("step (ms)", MS, "step"), Column("interval", TEXT), Column("tokens/s", WHOLE, "rate")]
+    columns += fleet_columns(rows)
     return Table.of(
         "Planned steps",
         rows,
@@ -178,6 +186,7 @@ def plain(planned: Planned) -> dict[str, Any]:
         "interval_bytes": [prediction.low_bytes, prediction.high_bytes],
         "unmeasured": list(prediction.unmeasured),
         "time": None if planned.time is None else time_plain(planned.time, planned.tokens),
+        "fleet": None if planned.fleet is None else fleet_plain(planned.fleet),
         "no_time": planned.no_time or None,
         "unseen": list(prediction.traced.unseen) if prediction.traced else [],
         "outside_bytes": prediction.outside,

@@ -1,0 +1,184 @@
+"""The time of a step on many nodes: one rank's kernels, messages simulated on its streams, and the wait for the slowest rank.
+
+    fleet = fleet_time(config, topology, calibration)
+    fleet.time.step.time_s, fleet.time.tokens_per_s, fleet.efficiency      # against one node of the same GPUs
+
+All ranks do the same, so one rank's streams stand for all (schedule.py, streams.py); a message takes what its level's links allow
+(collective_time.py), and everyone waits for the slowest of all ranks (stragglers.py). The compute, the host and the interval are
+those of plan/time. Messages between nodes were never measured here, so their interval is wider.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from trainstep.config.machine import MachineSpec
+from trainstep.config.parallel import RanksConfig
+from trainstep.config.plan import GPUS_PER_NODE, PlanConfig
+from trainstep.config.run import Phase
+from trainstep.costs.rank_groups import Level
+from trainstep.plan.fleet.collective_time import collective_s
+from trainstep.plan.fleet.schedule import Schedule, Sent
+from trainstep.plan.fleet.stragglers import waiting_share
+from trainstep.plan.fleet.topology import Topology, topology_of
+from trainstep.plan.memory_terms import transformer_parameters
+from trainstep.plan.model_ops import model_of
+from trainstep.plan.peak_memory import exchange_of
+from trainstep.plan.time.calibration import Calibration
+from trainstep.plan.time.interval import ENDS, NOTHING, Interval
+from trainstep.plan.time.message_time import Exposed
+from trainstep.plan.time.step_kernels import step_kernels
+from trainstep.plan.time.step_time import KernelsOf, StepTime, step_time
+
+NODE, NETWORK = "NVLink", "network"
+_FACTORS = {
+    "low_s": {NODE: 0.88, NETWORK: 0.8},
+    "time_s": {NODE: 1.0, NETWORK: 1.0},
+    "high_s": {NODE: 1.2, NETWORK: 1.6},
+}
+"""For each end of the interval, a message's time relative to the formula's. NVLink: as in plan/time/message_time.py."""
+_SLOWED = {"low_s": 0.05, "time_s": 0.2, "high_s": 0.4}
+"""The speed that computation loses beside a message: plan/time/message_time.py."""
+_WAITS = {"low_s": 0.5, "time_s": 1.0, "high_s": 2.0}
+"""The wait for the slowest rank, relative to the formula's: a spread is known by half or double."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetTime:
+    """A step of all ranks. `one_node`: the same step, with as many sequences for each rank, on one node; None if this is it."""
+
+    topology: Topology
+    time: StepTime
+    sent: Sent
+    one_node: StepTime | None = None
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens a second of a GPU over those on one node."""
+        return 1.0 if self.one_node is None else self.one_node.step.time_s / self.time.step.time_s
+
+
+def fleet_time(
+    config: RanksConfig,
+    topology: Topology,
+    calibration: Calibration,
+    *,
+    reduces_each: bool = False,
+    kernels_of: KernelsOf = step_kernels,
+) -> FleetTime:
+    """The time of this step on this topology, which has its ranks.
+
+    `reduces_each`: gradients are sent in each micro-batch, as FSDP without no_sync does. `kernels_of`: as of step_time. ValueError
+    for what has no formulas.
+    """
+    messages = _Messages(topology, reduces_each=reduces_each)
+    time = step_time(config, calibration, messages_of=messages, kernels_of=kernels_of)
+    one_node = None
+    if topology.nodes > 1:
+        alone = replace(topology, nodes=1)
+        one_node = step_time(
+            _on_one_node(config, topology),
+            calibration,
+            messages_of=_Messages(alone, reduces_each=reduces_each),
+            kernels_of=kernels_of,
+        )
+    return FleetTime(topology=topology, time=time, sent=messages.sent, one_node=one_node)
+
+
+def planned_fleet(
+    config: PlanConfig, calibration: Calibration, spec: MachineSpec | None, *, has_nodes: bool
+) -> tuple[StepTime, FleetTime | None]:
+    """The time of a planned step, as a fleet's where it has nodes (`has_nodes`) or groups of ranks. ValueError as step_time's.
+
+    `spec`: the GPU's data sheet, where that is not the calibration's.
+    """
+    sync = config.sync
+    has_groups = sync.strategy.communicates and sync.shard_ranks is not None and sync.shard_ranks < config.ranks
+    if not has_nodes and (not has_groups or config.ranks > GPUS_PER_NODE):
+        return step_time(config, calibration), None
+    fleet = fleet_time(
+        config, topology_of(config.fleet, ranks=config.ranks, calibration=calibration, spec=spec), calibration
+    )
+    return fleet.time, fleet
+
+
+def _on_one_node(config: RanksConfig, topology: Topology) -> RanksConfig:
+    """The same step of one node's ranks; groups that are larger than a node become the node."""
+    ranks, sync = topology.gpus_per_node, config.sync
+    if sync.shard_ranks is not None and sync.shard_ranks > ranks:
+        sync = replace(sync, shard_ranks=None)
+    return RanksConfig(ranks=ranks, sync=sync, run=config.run)
+
+
+class _Messages:
+    """What messages add to a step's phases, for step_time. `sent`: those of the middle prediction."""
+
+    def __init__(self, topology: Topology, *, reduces_each: bool) -> None:
+        self._topology, self._reduces_each = topology, reduces_each
+        self.sent = Sent()
+
+    def __call__(
+        self,
+        config: RanksConfig,
+        calibration: Calibration,
+        device: Mapping[str, Interval],
+        update: Interval | None = None,
+    ) -> Exposed:
+        if config.ranks == 1 or not config.sync.strategy.communicates:
+            return Exposed()
+        if config.sync.transport == "copies" and self._topology.nodes > 1:
+            raise ValueError("transport: copies go between ranks of one node alone; take library")
+        exchange = exchange_of(config)
+        if exchange is None:
+            name, ours = config.sync.name, config.sync.strategy.counterpart
+            raise ValueError(f"sync: when {name} of torch sends is not known; take {ours}, ours of its kind")
+        parameters = transformer_parameters(model_of(config.run), config.run.precision, config.run.ops)
+        found = {}
+        for end in ENDS:
+            schedule = Schedule(
+                exchange,
+                parameters,
+                self._seconds(config, end),
+                self._link(config),
+                layers=model_of(config.run).layers,
+                reduces_each=self._reduces_each,
+            )
+            busy_s = {phase: getattr(busy, end) for phase, busy in device.items()}
+            update_s = getattr(update or NOTHING, end)
+            found[end] = schedule.added(busy_s, update_s=update_s, slowed=_SLOWED[end])
+            if end == "time_s":
+                self.sent = schedule.sent
+        return self._with_waiting(config, device, found)
+
+    def _seconds(self, config: RanksConfig, end: str) -> Callable[[str, Level, float], float]:
+        def seconds(operation: str, level: Level, nbytes: float) -> float:
+            group = self._topology.group(level, config.sync.shard_ranks)
+            factor = _FACTORS[end][NETWORK if group.nodes > 1 else NODE]
+            return factor * collective_s(self._topology, operation, nbytes, group)
+
+        return seconds
+
+    def _link(self, config: RanksConfig) -> Callable[[Level], str]:
+        def link(level: Level) -> str:
+            return NETWORK if self._topology.group(level, config.sync.shard_ranks).nodes > 1 else NODE
+
+        return link
+
+    def _with_waiting(
+        self, config: RanksConfig, device: Mapping[str, Interval], found: Mapping[str, Mapping[str, float]]
+    ) -> Exposed:
+        """Messages' and the slowest rank's part; ranks meet in backward, where gradients are averaged."""
+        share = waiting_share(config.ranks, self._topology.spread)
+        waiting = {end: _WAITS[end] * share * sum(busy.time_s for busy in device.values()) for end in ENDS}
+        meeting = Phase.BACKWARD if Phase.BACKWARD in device else Phase.FORWARD
+        phases = {
+            phase: Interval(**{end: found[end][phase] + (waiting[end] if phase == meeting else 0.0) for end in ENDS})
+            for phase in device
+        }
+        return Exposed(
+            phases=phases,
+            sent_s=sum(self.sent.seconds.values()),
+            messages=self.sent.by_phase,
+            payload_bytes=round(sum(self.sent.payload_bytes.values())),
+            guess="messages between nodes" if self._topology.nodes > 1 else "",
+            waiting_s=waiting["time_s"],
+        )
