@@ -6,6 +6,7 @@ options that say how cells are run.
 
 import dataclasses
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from trainstep.records.store import Store, new_records_path
 
 if TYPE_CHECKING:
     from trainstep.config.grid import Cell
+    from trainstep.measure.harness.nodes import Nodes
     from trainstep.measure.harness.runner import Limits
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -86,11 +88,13 @@ class RunOptions:
     allow_mixed: Annotated[bool, _switch(_MIXED_HELP)] = False
     defaults_from: Annotated[str | None, Parameter(parse=False)] = None
     """The options that came from files, and which files; None if there are none."""
+    nodes: Annotated[Any, Parameter(parse=False)] = None
+    """The nodes of this launch (measure/harness/nodes.py); None if there is one."""
 
     @property
     def given(self) -> dict[str, object]:
         """The options without meaning where nothing runs, by name; an option that was not given is None or False."""
-        shown = ("quiet", "every", "json", "defaults_from")
+        shown = ("quiet", "every", "json", "defaults_from", "nodes")
         return {name: value for name, value in vars(self).items() if name not in shown}
 
     def store(self, out: Path | None, verb: str) -> Store:
@@ -115,7 +119,7 @@ class GridOptions(RunOptions):
         """The store for the records; with --resume its file must be named."""
         if self.resume and self.out is None:
             raise ValueError("resume: a new file holds no cell yet; name the file of records with --out")
-        if self.allow_mixed and not self.resume:
+        if self.allow_mixed and not self.resume and self.nodes is None:
             raise ValueError(
                 "allow_mixed: every cell runs anew, which no record hinders; add --resume, or leave it out"
             )
@@ -218,9 +222,13 @@ def chosen_device(requested: str | None, grid: dict[str, list[Any]]) -> str | No
 
 
 def limits(
-    timeout_s: float, memory_limit_gib: float | None, rounds: int | None = None, processes: int | None = None
+    timeout_s: float,
+    memory_limit_gib: float | None,
+    rounds: int | None = None,
+    processes: int | None = None,
+    nodes: "Nodes | None" = None,
 ) -> "Limits":
-    """The limits of each cell's process, and the number of rounds or processes of compared variants."""
+    """The limits of each cell's process, the number of rounds or processes of compared variants, and the nodes of this launch."""
     from trainstep.measure.harness.runner import Limits
 
     check_positive({"timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib})
@@ -236,6 +244,7 @@ def limits(
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         rounds=rounds,
         processes=processes,
+        nodes=nodes,
     )
 
 
@@ -303,9 +312,37 @@ def check_sync_options(options: Mapping[str, Sequence[Any]], strategies: Sequenc
             raise ValueError(f"{option}: has no effect with sync {', '.join(names)}; it is for {', '.join(users)}")
 
 
-def check_gpus(ranks: Sequence[Any], device: str, here: Environment, *, verb: str) -> None:
-    """ValueError for more ranks than GPUs: this is bad input, not failed cells."""
-    most = max((count for count in ranks if isinstance(count, int)), default=0)
+def with_nodes(
+    grid: Mapping[str, list[Any]], device: str, here: Environment, nodes: "Nodes | None"
+) -> dict[str, list[Any]]:
+    """The grid, by default with every node of this launch, and a rank for each of their GPUs, or for each task on CPUs."""
+    if nodes is None:
+        return dict(grid)
+    ranks = here.gpu_count * len(nodes) if device == "cuda" else nodes.tasks
+    return {"ranks": [ranks], "nodes": [len(nodes)], **grid}
+
+
+def check_nodes(cells: "Sequence[Cell]", how: RunOptions, here: Environment | None) -> None:
+    """ValueError for cells on more nodes than this launch has, and, unless --allow-mixed, for nodes that are not alike."""
+    most, there = max((int(cell.config.get("nodes", 1)) for cell in cells), default=1), len(how.nodes or ("here",))
+    if most > there:
+        launch = "this is one" if how.nodes is None else f"this launch has {there}"
+        raise ValueError(
+            f"nodes: {most} nodes are asked for and {launch}; start the same command on every node, by `srun --nodes {most} "
+            f"--ntasks-per-node 1 trainstep ...` or `torchrun --nnodes {most} ... -m trainstep ...`"
+        )
+    if most > 1 and here is not None and not how.allow_mixed:
+        from trainstep.measure.harness.sweep import MUST_MATCH
+
+        how.nodes.check_alike(here, MUST_MATCH)
+
+
+def check_gpus(ranks: Sequence[Any], device: str, here: Environment, *, verb: str, nodes: Sequence[Any] = (1,)) -> None:
+    """ValueError for more ranks than GPUs on a node: this is bad input, not failed cells."""
+    spread = itertools.product(ranks, nodes)
+    most = max(
+        (count // on for count, on in spread if isinstance(count, int) and isinstance(on, int) and on), default=0
+    )
     if device == "cuda" and most > here.gpu_count:
         raise ValueError(
             f"ranks: {most} ranks need a GPU each, but {here.gpu_count} {'is' if here.gpu_count == 1 else 'are'} visible; "

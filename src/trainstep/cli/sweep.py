@@ -12,6 +12,7 @@ from trainstep.cli.options import (
     RunOptions,
     check_cells,
     check_compared,
+    check_nodes,
     chosen_device,
     limits,
     this_machine,
@@ -107,10 +108,13 @@ def sweep(
         Print JSON: `answer`, and the tables as `rows` with plain numbers and units in the names.
     """
     config = load_sweep(file)
-    bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes)
+    bounds = limits(
+        timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes, how.nodes
+    )
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args, how.budget_minutes)
     here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
     check_compared(bounds, groups)
+    check_nodes([cell for group in groups for cell in group], how, here)
     from trainstep.cli.cells import check_page, run_cells, show, show_dry_run, unfinished
 
     store = how.store(out or RUNS / f"{config.name}.jsonl", "sweep")
