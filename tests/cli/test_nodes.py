@@ -1,0 +1,128 @@
+"""Verbs in a launch over two pretend nodes of two tasks each: one record a cell, every strategy agrees, and a killed node loses nothing."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from cell_maker import finish, marked, wait_until
+from node_launch import NAMES, RANKS_OF_NODE, two_nodes
+from trainstep.config.parallel import OURS
+from trainstep.records.ranks import node_of_rank, rank_values
+from trainstep.records.store import Store
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+PLACES = [name for name in NAMES for _ in range(RANKS_OF_NODE)]
+
+
+def ran(*words: object, folder: Path, mark: str) -> tuple[str, str]:
+    """Run on both nodes to the end; what the first printed."""
+    with two_nodes(*words, folder=folder, mark=mark) as (first, second):
+        code, out, err = finish(first, timeout_s=100)
+        assert code == 0, err
+        assert finish(second)[0] == 0
+    assert wait_until(lambda: not marked(mark))
+    return out, err
+
+
+def test_every_strategy_agrees_over_two_nodes(tmp_path: Path):
+    strategies = [*(name for name in OURS if name != "none"), "torch_ddp"]
+    options = ["--steps", "2", "--warmups", "1", "--window-steps", "1", "--processes", "1", "--context", "16"]
+    ran("parallel", "--sync", ",".join(strategies), *options, "--out", "p.jsonl", folder=tmp_path, mark="parity")
+    records = Store(tmp_path / "p.jsonl").read()
+    assert [record.config["sync"] for record in records] == strategies
+    losses = {}
+    for record in records:
+        assert record.failure is None, record.failure
+        assert (record.config["ranks"], record.config["nodes"]) == (4, 2)
+        assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
+        assert all(len(values) == 2 for values in rank_values(record, "step").values())
+        assert record.fact("waiting_s") is None, "clocks of nodes are not compared"
+        losses[record.config["sync"]] = record.tables["losses"]["loss"]
+    for name, values in losses.items():
+        assert values == pytest.approx(losses[strategies[0]], rel=1e-5), name
+
+
+def test_collectives_by_level(tmp_path: Path):
+    out, _ = ran(
+        "collectives", "--mib", "0.01,0.1,1", "--steps", "3", "--out", "c.jsonl", folder=tmp_path, mark="levels"
+    )
+    records = Store(tmp_path / "c.jsonl").read()
+    assert [record.config["level"] for record in records] == [
+        level for level in ("all", "in_nodes", "across_nodes") for _ in range(3)
+    ]
+    for record in records:
+        links = record.tables.get("links")
+        pairs = None if links is None else list(zip(links["rank"], links["to_rank"], strict=True))
+        assert pairs == {"all": None, "in_nodes": [(0, 1), (2, 3)], "across_nodes": [(0, 2)]}[record.config["level"]]
+        size = record.fact("payload_bytes")
+        sent = {"all": 1.5 * size, "in_nodes": None, "across_nodes": 2 * size}[record.config["level"]]
+        assert record.fact("node_bytes") == (None if sent is None else pytest.approx(sent, abs=2))
+    assert "n1 - n2" in out
+    assert "slowest link" in out
+
+
+SWEEP = """
+timeout_s = 60
+[grid]
+workload = "workloads:SLEEP"
+device = ["cpu"]
+ranks = [4]
+nodes = [2]
+seconds = [0.05]
+steps = [6]
+name = ["a", "b", "c", "d", "e", "f"]
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_node_that_is_killed_loses_no_finished_cell(seed: int, tmp_path: Path):
+    (tmp_path / "it.toml").write_text(SWEEP)
+    words, store = ("sweep", "it.toml", "--out", "it.jsonl"), Store(tmp_path / "it.jsonl")
+    with two_nodes(*words, folder=tmp_path, mark=f"killed{seed}") as (first, second):
+        assert wait_until(lambda: store.path.exists() and len(store.read()) >= 1, 40)
+        time.sleep(random.Random(seed).uniform(0, 2.0))
+        os.killpg(second.pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        code, _, err = finish(first, timeout_s=60)
+        assert time.monotonic() - killed_s < 60
+    assert wait_until(lambda: not marked(f"killed{seed}"))
+    before = store.read()
+    failed = [record for record in before if record.failure is not None]
+    assert code == 2 or len(before) == 6
+    assert "n2" in err
+    assert all("n2" in record.failure.message for record in failed if record.failure)
+    assert len(failed) <= 1
+    ran(*words, "--retry-failed", folder=tmp_path, mark=f"again{seed}")
+    after = store.latest()
+    assert sorted(str(record.config["name"]) for record in after.values()) == list("abcdef")
+    assert all(record.failure is None for record in after.values())
+    finished = [record for record in before if record.failure is None]
+    assert all(after[record.key] == record for record in finished)
+
+
+def test_a_driver_that_is_killed_leaves_nothing_on_the_other_node(tmp_path: Path):
+    (tmp_path / "it.toml").write_text(SWEEP.replace("0.05", "5"))
+    with two_nodes("sweep", "it.toml", folder=tmp_path, mark="driver") as (first, second):
+        assert wait_until(lambda: len(marked("driver")) >= 2 + 4, 40)
+        os.killpg(first.pid, signal.SIGKILL)
+        assert finish(second)[0] == 3
+    assert wait_until(lambda: not marked("driver"))
+
+
+def test_bad_input_ends_both_nodes(tmp_path: Path):
+    with two_nodes("parallel", "--ranks", "3", folder=tmp_path, mark="bad") as (first, second):
+        code, _, err = finish(first)
+        assert (code, finish(second)[0]) == (2, 2)
+    assert "nodes: 3 ranks cannot be spread evenly over 2 nodes" in err
+
+
+def test_one_process_runs_on_the_first_node(tmp_path: Path):
+    options = ["--context", "16", "--steps", "2", "--out", "b.jsonl"]
+    ran("bench", *options, folder=tmp_path, mark="bench")
+    [record] = Store(tmp_path / "b.jsonl").read()
+    assert record.failure is None
+    assert "nodes" not in record.config
