@@ -1,6 +1,6 @@
-"""Two pretend nodes on this machine: the command line as the first task of each, with the variables of a launcher, and without GPUs.
+"""Two pretend nodes on this machine: the command line as the first task of each, with a launcher's variables, without GPUs.
 
-with two_nodes("collectives", "--mib", "1", folder=tmp_path, mark="a") as (first, second): ...
+with two_nodes("collectives", "--mib", "1", folder=tmp_path, mark="a") as (first, second):
 """
 
 import os

@@ -36,6 +36,7 @@ class Agent:
         finally:
             for process in self._processes.values():
                 process.connection.kill()
+            self._lines.close()
 
     def _obey(self, line: dict[str, Any]) -> None:
         name, do = line["id"], line["do"]

@@ -81,6 +81,8 @@ class Lines:
             self._peer.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)  # the file keeps the socket open
         self._peer.close()
 
 
@@ -261,7 +263,7 @@ class NodeCell:
     def close(self) -> None:
         """Let the process end, and wait until it has."""
         self._node.send(do="close", id=self._id)
-        deadline_s = time.monotonic() + _MARGIN_S
+        deadline_s = time.monotonic() + (_MARGIN_S if self._node.alive else 0)
         with suppress(queue.Empty):
             while (event := self._events.get(timeout=max(deadline_s - time.monotonic(), 0))) is not None:
                 if "closed" in event:
