@@ -1,15 +1,18 @@
-"""Verbs in a launch over two pretend nodes of two tasks: one record a cell, strategies agree, a killed node loses nothing finished."""
+"""Verbs in a launch over two pretend nodes of two tasks: one record a cell, strategies agree, a killed node loses no record."""
 
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from cell_maker import finish, marked, wait_until
+from cell_maker import MARK, finish, import_path, marked, wait_until
 from node_launch import NAMES, RANKS_OF_NODE, two_nodes
+from slurm_cluster import SlurmCluster
 from trainstep.config.parallel import OURS
 from trainstep.records.ranks import node_of_rank, rank_values
 from trainstep.records.store import Store
@@ -130,3 +133,22 @@ def test_one_process_runs_on_the_first_node(tmp_path: Path):
     [record] = Store(tmp_path / "b.jsonl").read()
     assert record.failure is None
     assert "nodes" not in record.config
+
+
+def test_srun_on_two_nodes(tmp_path: Path, slurm_daemons: SlurmCluster):
+    command = ["srun", "--nodes", "2", "--ntasks-per-node", "2", sys.executable, "-m", "trainstep", "collectives"]
+    options = ["--level", "across_nodes", "--mib", "0.01", "--steps", "3", "--out", "c.jsonl"]
+    environ = {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": import_path(), MARK: "srun"}
+    done = subprocess.run(
+        [*command, *options],
+        cwd=tmp_path,
+        env={**slurm_daemons.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    [record] = Store(tmp_path / "c.jsonl").read()
+    assert record.failure is None
+    assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
+    assert wait_until(lambda: not marked("srun"))

@@ -31,7 +31,8 @@ def collectives(
     """Time collectives: bandwidth by size, latency, slowest and fastest rank, share of the link's speed where that is known.
 
     Without options: all-reduce with NCCL over all GPUs if there are two or more, else with gloo between two CPU processes.
-    Each call starts from a barrier. Every rank times its own call, and the slowest rank's time counts.
+    Each call starts from a barrier. Every rank times its own call, and the slowest rank's time counts. Over several nodes each
+    level is measured (inside nodes, across nodes, all), and the slowest link is named.
 
     Examples:
 
@@ -42,6 +43,8 @@ def collectives(
         trainstep collectives --backend nccl --ranks 2,4,8 --operation all_reduce,all_gather,reduce_scatter --mib 1,64,1024
 
         trainstep collectives --compare dtype --dtype fp32,bf16 --mib 16 --page report.html
+
+        srun --nodes 2 --ntasks-per-node 1 trainstep collectives --level in_nodes,across_nodes
 
     Parameters
     ----------

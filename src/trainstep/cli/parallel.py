@@ -58,12 +58,14 @@ def parallel(
 
         trainstep parallel --device cpu --model mini --ranks 4 --sync none,sharded,sharded_flat,fsdp --keep-trace traces
 
+        srun --nodes 2 --ntasks-per-node 1 trainstep parallel --model xl --nodes 1,2 --ranks 8 --sync none,bucketed,fsdp
+
     Parameters
     ----------
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
-        GiB of memory that a CPU cell may use, all its ranks together; by default 90 % of the machine's.
+        GiB of memory that a CPU cell may use, all its ranks of a node together; by default 90 % of the machine's.
     rounds
         Run compared variants in this many rounds of whole processes, with steps rounded up; by default their processes live side
         by side, or 5 rounds if not all fit.

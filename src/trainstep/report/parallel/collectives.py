@@ -121,7 +121,13 @@ def fit_tables(rows: Sequence[Row]) -> list[Table]:
         Column("sizes", COUNT),
         Column("latency (µs)", DIGITS, lambda line: line.value.alpha_s * 1e6),
         Column("algorithm (GB/s)", DIGITS, lambda line: line.value.beta_bytes_per_s / 1e9),
-        Column("between nodes (GB/s)", DIGITS, _between_nodes, optional=True, help=_BETWEEN),
+        Column(
+            "between nodes (GB/s)",
+            DIGITS,
+            lambda line: None if (s := node_bytes_per_s(line.row.record, line.value)) is None else s / 1e9,
+            optional=True,
+            help=_BETWEEN,
+        ),
         Column("R²", RATIO, "r_squared"),
         Column("largest error (%)", PERCENT, "worst"),
     ]
@@ -152,12 +158,10 @@ def _nodes(record: Record) -> int | None:
     return nodes if nodes > 1 else None
 
 
-def _between_nodes(line: Line) -> float | None:
-    """GB/s that the fitted bandwidth sends from each node to the next."""
-    record = row_of(line).record
-    if not record.fact("node_bytes"):
-        return None
-    return float(line.value.beta_bytes_per_s * record.fact("node_bytes") / record.fact("payload_bytes") / 1e9)
+def node_bytes_per_s(record: Record, fit: LatencyFit) -> float | None:
+    """Bytes a second that each node sends to the next at the fitted bandwidth; None inside nodes. `record`: one of the series."""
+    sent = record.fact("node_bytes")
+    return float(fit.beta_bytes_per_s * sent / record.fact("payload_bytes")) if sent else None
 
 
 def size_words(payload_bytes: float) -> str:
