@@ -19,7 +19,7 @@ from trainstep.report.parallel.links import links_of
 
 __all__ = ["nodes"]
 WITHIN = 0.15
-WORDS = ("--level", "across_nodes,all", "--mib", "0.25,1,4", "--warmups", "2", "--steps", "4", "--out", "c.jsonl")
+WORDS = ("--level", "across_nodes", "--mib", "0.25,1,4", "--warmups", "2", "--steps", "4", "--out", "c.jsonl")
 
 
 def collectives(places: tuple[tuple[str, str], ...], folder: Path) -> None:
@@ -49,7 +49,7 @@ def collectives(places: tuple[tuple[str, str], ...], folder: Path) -> None:
         for number, (namespace, link) in enumerate(places)
     ]
     try:
-        outputs = [agent.communicate(timeout=100)[0] for agent in agents]
+        outputs = [agent.communicate(timeout=150)[0] for agent in agents]
     finally:
         for agent in agents:
             if agent.poll() is None:
@@ -59,7 +59,7 @@ def collectives(places: tuple[tuple[str, str], ...], folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("rate", "bytes_per_s"), [("1gbit", 125e6), ("200mbit", 25e6)])
 def test_the_speed_of_the_link_between_nodes_is_found(
     nodes: tuple[tuple[str, str], ...], tmp_path: Path, rate: str, bytes_per_s: float
@@ -76,4 +76,4 @@ def test_the_speed_of_the_link_between_nodes_is_found(
         assert fit is not None
         found[alike[0].record.config["level"]] = node_bytes_per_s(alike[0].record, fit)
         found |= {link.name: link.bytes_per_s for link in links_of(alike)}
-    assert found == {name: pytest.approx(bytes_per_s, rel=WITHIN) for name in ("across_nodes", "n1 - n2", "all")}
+    assert found == {name: pytest.approx(bytes_per_s, rel=WITHIN) for name in ("across_nodes", "n1 - n2")}
