@@ -94,14 +94,21 @@ def test_under_torchrun_only_the_first_task_runs_the_cells(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("variables", "code", "words"),
+    ("verb", "variables", "code", "words"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 0, ""),  # the first task runs the cells
-        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, "ranks: 4 tasks on several nodes"),
-        ({"RANK": "3", "WORLD_SIZE": "2"}, 2, "RANK: 3 is not one of 2 ranks"),
+        (
+            "collectives",
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            0,
+            "",
+        ),  # the first task runs the cells
+        ("collectives", {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 0, ""),
+        ("attention", {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, "ranks: 4 tasks on several nodes"),
+        ("collectives", {"RANK": "3", "WORLD_SIZE": "2"}, 2, "RANK: 3 is not one of 2 ranks"),
     ],
 )
 def test_other_tasks_of_a_launcher_run_nothing_or_are_refused(
+    verb: str,
     variables: dict[str, str],
     code: int,
     words: str,
@@ -112,7 +119,7 @@ def test_other_tasks_of_a_launcher_run_nothing_or_are_refused(
     monkeypatch.chdir(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert app.run(["collectives", "--device", "cpu"]) == code
+    assert app.run([verb, "--device", "cpu"]) == code
     printed = capsys.readouterr()
     assert words in printed.err
     assert printed.out == ""

@@ -17,7 +17,7 @@ from trainstep.config.parallel import OURS
 from trainstep.records.ranks import node_of_rank, rank_values
 from trainstep.records.store import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PLACES = [name for name in NAMES for _ in range(RANKS_OF_NODE)]
 
 
@@ -135,20 +135,29 @@ def test_one_process_runs_on_the_first_node(tmp_path: Path):
     assert "nodes" not in record.config
 
 
+def on_slurm(command: list[str], folder: Path, cluster: SlurmCluster, mark: str) -> None:
+    """Run a command with the pretend cluster, to exit code 0, and check that nothing is left of it."""
+    environ = {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": import_path(), MARK: mark}
+    done = subprocess.run(
+        command, cwd=folder, env={**cluster.environ, **environ}, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert wait_until(lambda: not marked(mark))
+
+
 def test_srun_on_two_nodes(tmp_path: Path, slurm_daemons: SlurmCluster):
     command = ["srun", "--nodes", "2", "--ntasks-per-node", "2", sys.executable, "-m", "trainstep", "collectives"]
     options = ["--level", "across_nodes", "--mib", "0.01", "--steps", "3", "--out", "c.jsonl"]
-    environ = {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": import_path(), MARK: "srun"}
-    done = subprocess.run(
-        [*command, *options],
-        cwd=tmp_path,
-        env={**slurm_daemons.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    on_slurm([*command, *options], tmp_path, slurm_daemons, "srun")
     [record] = Store(tmp_path / "c.jsonl").read()
     assert record.failure is None
     assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
-    assert wait_until(lambda: not marked("srun"))
+
+
+def test_jobs_of_a_sweep_on_two_nodes(tmp_path: Path, slurm_daemons: SlurmCluster):
+    (tmp_path / "it.toml").write_text(SWEEP)
+    command = [sys.executable, "-m", "trainstep", *SWEEPING, "--slurm", slurm_daemons.partition, "--slurm-gpus", "0"]
+    on_slurm([*command, "--set", "name=a"], tmp_path, slurm_daemons, "jobs")
+    [record] = Store(tmp_path / "it.jsonl").read()
+    assert record.failure is None
+    assert record.config["ranks"] == 4

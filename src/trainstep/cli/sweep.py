@@ -114,7 +114,10 @@ def sweep(
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args, how.budget_minutes)
     here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
     check_compared(bounds, groups)
-    check_nodes([cell for group in groups for cell in group], how, here)
+    if request is None:
+        check_nodes([cell for group in groups for cell in group], how, here)
+    else:
+        request.check(groups)
     from trainstep.cli.cells import check_page, run_cells, show, show_dry_run, unfinished
 
     store = how.store(out or RUNS / f"{config.name}.jsonl", "sweep")

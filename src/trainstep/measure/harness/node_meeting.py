@@ -1,6 +1,7 @@
 """The nodes of a launch by torchrun or srun find each other: the first task of all is the driver, those of other nodes are agents.
 
-They meet in the launch's store (torch.distributed), in which the driver leaves its port.
+They meet in the launch's store (torch.distributed), in which the driver leaves its port. In a job that a sweep has submitted, the
+driver is the batch script, and srun starts the agents as `python -m trainstep.measure.harness.node_meeting`.
 
 [Note: whom nodes trust]
 Driver and agent prove to each other that they know the token of process_group.py before anything is run. As there, the network
@@ -13,13 +14,18 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+from trainstep.config.import_path import python_command
 from trainstep.measure.harness.node_agent import Agent
 from trainstep.measure.harness.nodes import Lines, Node, Nodes, node_name
+from trainstep.measure.harness.rank_connection import free_port
 from trainstep.measure.machine.environment import environment
-from trainstep.parallel.launch import Launch
+from trainstep.parallel.launch import Launch, find_launch, first_host, hosts_of
 from trainstep.parallel.liveness.link import listen, proof
 from trainstep.parallel.process_group import open_store
 from trainstep.records.record import Environment
@@ -27,12 +33,17 @@ from trainstep.records.record import Environment
 MEETING_S = 60.0
 """How long the nodes of a launch wait for each other."""
 _HELLO_S = 30.0
+_END_S = 15.0
+"""How long the agents of a job may take to end."""
 _KEY = "trainstep nodes"
 
 
-def meet_nodes(launch: Launch, *, timeout_s: float = MEETING_S) -> Nodes:
-    """Wait for the agents of a launch's other nodes. ValueError, naming them, for nodes that do not come in time."""
-    own_token = os.environ.get("TRAINSTEP_TOKEN")
+def meet_nodes(launch: Launch, *, timeout_s: float = MEETING_S, token: str | None = None) -> Nodes:
+    """Wait for the agents of a launch's other nodes. ValueError, naming them, for nodes that do not come in time.
+
+    `token`: a secret that the agents have in TRAINSTEP_TOKEN; by default this process's own.
+    """
+    own_token = token or os.environ.get("TRAINSTEP_TOKEN")
     token = own_token or secrets.token_hex(16)
     store = open_store(launch, timeout_s)
     deadline_s = time.monotonic() + timeout_s
@@ -67,6 +78,61 @@ def serve_node(launch: Launch, *, timeout_s: float = MEETING_S) -> int:
     _introduce(lines, launch, os.environ.get("TRAINSTEP_TOKEN") or stored_token)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver says when it ends
     return Agent(lines).serve()
+
+
+@contextmanager
+def nodes_of_job(count: int) -> Iterator[Nodes | None]:
+    """The nodes of this Slurm job, whose batch script this is; None for a single node. Leaving it ends the agents.
+
+    ValueError as `meet_nodes`.
+    """
+    if count == 1:
+        yield None
+        return
+    hosts = os.environ["SLURM_JOB_NODELIST"]
+    address, port = os.environ.get("MASTER_ADDR") or first_host(hosts), free_port()
+    token = os.environ.get("TRAINSTEP_TOKEN") or secrets.token_hex(16)
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TRAINSTEP_TOKEN": token}
+    # Else srun would give its tasks a part of the job's cores.
+    places = [
+        "--nodes",
+        str(count),
+        "--ntasks",
+        str(count),
+        "--ntasks-per-node",
+        "1",
+        "--overlap",
+        "--cpu-bind",
+        "none",
+    ]
+    srun = subprocess.Popen(
+        ["srun", *places, *python_command("trainstep.measure.harness.node_meeting")],
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+    )
+    launch = Launch(
+        rank=0,
+        world_size=count,
+        local_rank=0,
+        local_size=1,
+        address=address,
+        port=port,
+        nodes=count,
+        node=0,
+        hosts=hosts_of(hosts),
+    )
+    nodes = None
+    try:
+        nodes = meet_nodes(launch, token=token)
+        yield nodes
+    finally:
+        if nodes is not None:
+            nodes.end(0)
+        try:
+            srun.wait(_END_S if nodes is not None else 0)
+        except subprocess.TimeoutExpired:
+            srun.kill()  # which ends its tasks
+            srun.wait()
 
 
 def _store_key() -> str:
@@ -116,3 +182,16 @@ def _introduce(lines: Lines, launch: Launch, token: str) -> None:
         raise ValueError(
             "TRAINSTEP_TOKEN: the first node and this one do not have the same; set it alike on every node"
         )
+
+
+def main() -> None:
+    """A task of `nodes_of_job`'s srun: this node's agent; on the first node, nothing."""
+    launch = find_launch(os.environ)
+    try:
+        sys.exit(serve_node(launch) if launch.node else 0)
+    except ValueError as error:
+        sys.exit(f"trainstep: {error}")
+
+
+if __name__ == "__main__":
+    main()

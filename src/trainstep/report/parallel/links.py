@@ -96,7 +96,8 @@ def slowest_words(rows: Sequence[Row]) -> str:
     if links := links_of(rows):
         first = links[0]
         others = f"; the fastest {rate_words(links[-1].bytes_per_s, 'bytes/s')}" if len(links) > 1 else ""
-        latency = f" and {seconds_words(first.latency_s)} latency" if (first.latency_s or 0) > 0 else ""
+        seconds = first.latency_s or 0.0
+        latency = f" and {seconds_words(seconds)} latency" if seconds > 0 else ""
         parts.append(f"slowest link {first.name}: {rate_words(first.bytes_per_s, 'bytes/s')}{latency}{others}")
     if (spread := rank_spread(record, "time")) is not None:
         more = spread.slowest_value / spread.fastest_value - 1 if spread.fastest_value else 0.0
