@@ -171,3 +171,45 @@ def test_a_machine_with_two_gpus_runs_nccl_unless_told_otherwise(
     configs = [group[0].config for group in groups_run]
     assert {(config["backend"], config["device"], config["ranks"]) for config in configs} == {(backend, device, ranks)}
     assert len(configs) > 3
+
+
+@pytest.mark.parametrize(
+    ("options", "begins"),
+    [
+        (
+            ["--slurm", "p", "--nodes", "1,2", "--ranks", "8"],
+            "--partition=p --nodes=2 --ntasks-per-node=1 --gres=gpu:4 ",
+        ),
+        (
+            ["--slurm", "p", "--device", "cpu", "--slurm-args", "exclusive=true"],
+            "--partition=p --nodes=1 --ntasks-per-node=1 --exclusive",
+        ),
+    ],
+)
+def test_slurm_runs_the_same_words_by_srun(
+    options: list[str], begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\nexit 3\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert app.run(["collectives", *options]) == 3
+    printed = capfd.readouterr().out.strip()
+    assert printed.startswith(begins)
+    assert printed.endswith(f"-m trainstep collectives {' '.join(options)}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--slurm-gpus", "2"], "slurm_gpus: has no effect without --slurm PARTITION"),
+        (["--slurm", " "], "slurm: needs the name of a partition"),
+        (["--slurm", "p", "--slurm-args", "flag"], "slurm_args: 'flag' has no value"),
+        (["--device", "cpu", "--nodes", "2"], "nodes: 2 nodes are asked for and this is one; add --slurm PARTITION"),
+        (["--device", "cpu", "--nodes", "2", "--ranks", "3"], "nodes: 3 ranks cannot be spread evenly over 2 nodes"),
+        (["--device", "cpu", "--level", "in_nodes"], "level: in_nodes needs several nodes"),
+    ],
+)
+def test_wrong_options_of_nodes_are_refused(
+    arguments: list[str], sentence: str, refused: Callable[[Sequence[str], str], None]
+):
+    refused(["collectives", *arguments], sentence)

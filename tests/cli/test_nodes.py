@@ -145,10 +145,22 @@ def on_slurm(command: list[str], folder: Path, cluster: SlurmCluster, mark: str)
     assert wait_until(lambda: not marked(mark))
 
 
-def test_srun_on_two_nodes(tmp_path: Path, slurm_daemons: SlurmCluster):
-    command = ["srun", "--nodes", "2", "--ntasks-per-node", "2", sys.executable, "-m", "trainstep", "collectives"]
-    options = ["--level", "across_nodes", "--mib", "0.01", "--steps", "3", "--out", "c.jsonl"]
-    on_slurm([*command, *options], tmp_path, slurm_daemons, "srun")
+TRAINSTEP = (sys.executable, "-m", "trainstep")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        (("srun", "--nodes", "2", "--ntasks-per-node", "2"), ()),
+        ((), ("--slurm", "debug", "--slurm-gpus", "0", "--nodes", "2", "--ranks", "4")),
+    ],
+    ids=["srun", "option"],
+)
+def test_srun_on_two_nodes(
+    launcher: tuple[str, ...], options: tuple[str, ...], tmp_path: Path, slurm_daemons: SlurmCluster
+):
+    few = ["--level", "across_nodes", "--mib", "0.01", "--steps", "3", "--out", "c.jsonl"]
+    on_slurm([*launcher, *TRAINSTEP, "collectives", *few, *options], tmp_path, slurm_daemons, "srun")
     [record] = Store(tmp_path / "c.jsonl").read()
     assert record.failure is None
     assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
@@ -160,4 +172,4 @@ def test_jobs_of_a_sweep_on_two_nodes(tmp_path: Path, slurm_daemons: SlurmCluste
     on_slurm([*command, "--set", "name=a"], tmp_path, slurm_daemons, "jobs")
     [record] = Store(tmp_path / "it.jsonl").read()
     assert record.failure is None
-    assert record.config["ranks"] == 4
+    assert [node_of_rank(record, rank) for rank in range(4)] == PLACES

@@ -21,6 +21,7 @@ import trainstep
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from inspect import BoundArguments
+    from typing import Any
 
     from cyclopts import App, ArgumentCollection
 
@@ -169,11 +170,33 @@ def _run_verb(words: Sequence[str], nodes: "Nodes | None" = None) -> int:
             _note_options(bound, files.words)
         if nodes is not None:
             _give(bound, nodes=nodes)
+        if command := _srun(bound):
+            return _run_by_srun(command, words)
         return verb(*bound.args, **bound.kwargs) or 0
     except CycloptsError as error:
         raise ValueError(str(error)) from None
     except ValueError as error:
         raise ValueError(files.with_source(str(error))) from None
+
+
+def _srun(bound: "BoundArguments") -> list[str]:
+    """The beginning of srun's command line, if a verb is to run by srun and does not yet."""
+    from trainstep.parallel.launch import is_launched
+
+    how: Any = bound.arguments.get("how")
+    if not hasattr(how, "srun") or is_launched(os.environ):
+        return []
+    command: list[str] = how.srun({**bound.arguments, **bound.arguments.get("fields", {})})
+    return command
+
+
+def _run_by_srun(command: list[str], words: Sequence[str]) -> int:
+    """Run the same words by srun, whose tasks leave with the verb's exit code."""
+    import subprocess
+
+    from trainstep.config.import_path import python_command
+
+    return subprocess.run([*command, *python_command("trainstep", *words)], check=False).returncode
 
 
 def _note_options(bound: "BoundArguments", words: str) -> None:

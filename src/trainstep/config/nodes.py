@@ -1,8 +1,8 @@
 """The field `nodes` of configs with ranks: over how many nodes a cell's ranks are spread."""
 
 NODES_HELP = (
-    "nodes that the ranks are spread over, in equal numbers; more than one needs a launch by srun or torchrun, whose nodes are the "
-    "default there"
+    "nodes that the ranks are spread over, in equal numbers; more than one needs --slurm, or a launch by srun or torchrun, "
+    "whose nodes are the default there"
 )
 
 

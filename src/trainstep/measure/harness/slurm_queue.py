@@ -200,6 +200,17 @@ def check_slurm() -> None:
             raise ValueError(f"slurm: there is no {program} here; run this on a login node of a Slurm cluster")
 
 
+def srun_command(request: JobRequest, nodes: int) -> list[str]:
+    """The beginning of a command line: srun, with one task on each of so many nodes. ValueError if there is no srun here."""
+    if shutil.which("srun") is None:
+        raise ValueError("slurm: there is no srun here; run this on a login node of a Slurm cluster")
+    return [
+        *("srun", f"--partition={request.partition}", f"--nodes={nodes}", "--ntasks-per-node=1"),
+        *([f"--gres=gpu:{request.gpus}"] if request.gpus else []),
+        *(f"--{name}" if value == "true" else f"--{name}={value}" for name, value in request.arguments.items()),
+    ]
+
+
 def job_states(names: Iterable[str]) -> dict[str, str] | None:
     """Job -> state of all jobs with these names, for some minutes also of ended jobs; None if Slurm does not answer.
 

@@ -50,7 +50,7 @@ class CollectiveWorkload:
             check_gpus(cell.ranks // cell.nodes, cell.device)
             self._ranks = alone(cell.device) if cell.ranks == 1 else start_ranks(cell.backend, device=cell.device)
             self._others = others_on_gpu(self._ranks)
-            self._levels = _levels(cell, self._ranks)
+            self._levels = levels_of(cell, self._ranks)
         stage("build")
         call = CollectiveCall(cell, self._ranks, self._levels)
         stage("warmup")
@@ -180,7 +180,7 @@ def link_ranks(config: CollectiveConfig) -> list[tuple[int, int]]:
     return [(first, second) for first, second in dict.fromkeys(pairs)]
 
 
-def _levels(config: CollectiveConfig, ranks: Ranks) -> dict[str, Collectives]:
+def levels_of(config: CollectiveConfig, ranks: Ranks) -> dict[str, Collectives]:
     """Level -> the collectives of this rank's group at that level; only `all` where there is one node."""
     everyone = Collectives(ranks)
     on_each = config.ranks // config.nodes
