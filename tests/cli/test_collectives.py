@@ -94,14 +94,21 @@ def test_under_torchrun_only_the_first_task_runs_the_cells(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("variables", "code", "words"),
+    ("verb", "variables", "code", "words"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 0, ""),  # the first task runs the cells
-        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, "ranks: 4 tasks on several nodes"),
-        ({"RANK": "3", "WORLD_SIZE": "2"}, 2, "RANK: 3 is not one of 2 ranks"),
+        (
+            "collectives",
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            0,
+            "",
+        ),  # the first task runs the cells
+        ("collectives", {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 0, ""),
+        ("attention", {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, "ranks: 4 tasks on several nodes"),
+        ("collectives", {"RANK": "3", "WORLD_SIZE": "2"}, 2, "RANK: 3 is not one of 2 ranks"),
     ],
 )
 def test_other_tasks_of_a_launcher_run_nothing_or_are_refused(
+    verb: str,
     variables: dict[str, str],
     code: int,
     words: str,
@@ -112,7 +119,7 @@ def test_other_tasks_of_a_launcher_run_nothing_or_are_refused(
     monkeypatch.chdir(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert app.run(["collectives", "--device", "cpu"]) == code
+    assert app.run([verb, "--device", "cpu"]) == code
     printed = capsys.readouterr()
     assert words in printed.err
     assert printed.out == ""
@@ -164,3 +171,45 @@ def test_a_machine_with_two_gpus_runs_nccl_unless_told_otherwise(
     configs = [group[0].config for group in groups_run]
     assert {(config["backend"], config["device"], config["ranks"]) for config in configs} == {(backend, device, ranks)}
     assert len(configs) > 3
+
+
+@pytest.mark.parametrize(
+    ("options", "begins"),
+    [
+        (
+            ["--slurm", "p", "--nodes", "1,2", "--ranks", "8"],
+            "--partition=p --nodes=2 --ntasks-per-node=1 --gres=gpu:4 ",
+        ),
+        (
+            ["--slurm", "p", "--device", "cpu", "--slurm-args", "exclusive=true"],
+            "--partition=p --nodes=1 --ntasks-per-node=1 --exclusive",
+        ),
+    ],
+)
+def test_slurm_runs_the_same_words_by_srun(
+    options: list[str], begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\nexit 3\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert app.run(["collectives", *options]) == 3
+    printed = capfd.readouterr().out.strip()
+    assert printed.startswith(begins)
+    assert printed.endswith(f"-m trainstep collectives {' '.join(options)}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--slurm-gpus", "2"], "slurm_gpus: has no effect without --slurm PARTITION"),
+        (["--slurm", " "], "slurm: needs the name of a partition"),
+        (["--slurm", "p", "--slurm-args", "flag"], "slurm_args: 'flag' has no value"),
+        (["--device", "cpu", "--nodes", "2"], "nodes: 2 nodes are asked for and this is one; add --slurm PARTITION"),
+        (["--device", "cpu", "--nodes", "2", "--ranks", "3"], "nodes: 3 ranks cannot be spread evenly over 2 nodes"),
+        (["--device", "cpu", "--level", "in_nodes"], "level: in_nodes needs several nodes"),
+    ],
+)
+def test_wrong_options_of_nodes_are_refused(
+    arguments: list[str], sentence: str, refused: Callable[[Sequence[str], str], None]
+):
+    refused(["collectives", *arguments], sentence)

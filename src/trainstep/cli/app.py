@@ -21,8 +21,12 @@ import trainstep
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from inspect import BoundArguments
+    from typing import Any
 
     from cyclopts import App, ArgumentCollection
+
+    from trainstep.measure.harness.nodes import Nodes
+    from trainstep.parallel.launch import Launch
 
 _VERBS = {
     "bench": "Time the step of one model, or of a grid of models.",
@@ -44,6 +48,8 @@ _VERBS = {
 }
 _RUNNING = ("bench", "attention", "op", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
 """The verbs that run cells."""
+_ON_NODES = ("bench", "memory", "parallel", "collectives", "sweep")
+"""The verbs that use all nodes of a launch."""
 _COMPLETION = "Let the Tab key complete verbs and options, in bash, zsh or fish."
 _LONG_RUNS = "Check a long run first: `trainstep {0} --dry-run`. Limit its time: `trainstep {0} --budget-minutes 30`."
 _OPTION_FILES = (
@@ -101,7 +107,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = _run_verb(words) if _is_first_task(words) else 0
+        code = _run_task(words)
         sys.stdout.flush()
         return code
     except ValueError as error:
@@ -116,8 +122,44 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"{error.filename or 'the operating system refused'}: {error.strerror or error}")
 
 
-def _run_verb(words: Sequence[str]) -> int:
-    """Parse the command line and run its verb. ValueError also for words that are not a command line."""
+def _run_task(words: Sequence[str]) -> int:
+    """Run this task's part of the command line, which under torchrun or srun every task has.
+
+    The first task runs the verb and starts the ranks of cells itself. Over several nodes, the first task of each other node is
+    that node's agent (measure/harness/nodes.py). All others have nothing to do.
+
+    ValueError for tasks on several nodes, if the verb runs on one.
+    """
+    from trainstep.parallel.launch import find_launch, is_launched
+
+    if not words or words[0] not in _VERBS or words[0] == "run" or not is_launched(os.environ):
+        return _run_verb(words)  # of `run`, every task runs its rank of a script
+    launch = find_launch(os.environ)
+    if launch.nodes > 1 and words[0] not in _ON_NODES:
+        raise ValueError(
+            f"ranks: {launch.world_size} tasks on several nodes, but {words[0]} runs on one; start it once, on one node"
+        )
+    if launch.nodes == 1 or not _HELP_OPTIONS.isdisjoint(words):
+        return _run_verb(words) if launch.rank == 0 else 0
+    return _run_on_nodes(words, launch) if launch.local_rank == 0 else 0
+
+
+def _run_on_nodes(words: Sequence[str], launch: "Launch") -> int:
+    """Run the verb on the first node, with the agents of the others; elsewhere be an agent."""
+    from trainstep.measure.harness.node_meeting import meet_nodes, serve_node
+
+    if launch.node:
+        return serve_node(launch)
+    nodes, code = meet_nodes(launch), 2
+    try:
+        code = _run_verb(words, nodes)
+    finally:
+        nodes.end(code)
+    return code
+
+
+def _run_verb(words: Sequence[str], nodes: "Nodes | None" = None) -> int:
+    """Parse the command line and run its verb. ValueError also for words that are not a command line. `nodes`: of the launch."""
     from cyclopts import CycloptsError
 
     app, files = build_app(words), OptionFiles()
@@ -126,6 +168,10 @@ def _run_verb(words: Sequence[str]) -> int:
         verb, bound, _ = app.parse_args(_split(words), exit_on_error=False, print_error=False)
         if files.words is not None:
             _note_options(bound, files.words)
+        if nodes is not None:
+            _give(bound, nodes=nodes)
+        if command := _srun(bound):
+            return _run_by_srun(command, words)
         return verb(*bound.args, **bound.kwargs) or 0
     except CycloptsError as error:
         raise ValueError(str(error)) from None
@@ -133,14 +179,39 @@ def _run_verb(words: Sequence[str]) -> int:
         raise ValueError(files.with_source(str(error))) from None
 
 
+def _srun(bound: "BoundArguments") -> list[str]:
+    """The beginning of srun's command line, if a verb is to run by srun and does not yet."""
+    from trainstep.parallel.launch import is_launched
+
+    how: Any = bound.arguments.get("how")
+    if not hasattr(how, "srun") or is_launched(os.environ):
+        return []
+    command: list[str] = how.srun({**bound.arguments, **bound.arguments.get("fields", {})})
+    return command
+
+
+def _run_by_srun(command: list[str], words: Sequence[str]) -> int:
+    """Run the same words by srun, whose tasks leave with the verb's exit code."""
+    import subprocess
+
+    from trainstep.config.import_path import python_command
+
+    return subprocess.run([*command, *python_command("trainstep", *words)], check=False).returncode
+
+
 def _note_options(bound: "BoundArguments", words: str) -> None:
     """Show the user the options that came from files, and give them to the verb, which records them."""
+    _give(bound, defaults_from=words)
+    if not bound.arguments["how"].quiet:
+        _say(f"options from {words}")
+
+
+def _give(bound: "BoundArguments", **fields: object) -> None:
+    """Give the verb fields of its parameter `how` that no option sets."""
     from dataclasses import replace
 
     how = bound.arguments.get("how", bound.signature.parameters["how"].default)
-    bound.arguments["how"] = replace(how, defaults_from=words)
-    if not how.quiet:
-        _say(f"options from {words}")
+    bound.arguments["how"] = replace(how, **fields)
 
 
 def _split(words: Sequence[str]) -> list[str]:
@@ -169,24 +240,6 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_first_task(words: Sequence[str]) -> bool:
-    """Whether this process runs the command line. ValueError for tasks on several nodes, because a cell runs on one node.
-
-    Under torchrun or srun every task has this command line; only the first task runs it, and starts the ranks of cells itself.
-    """
-    from trainstep.parallel.launch import find_launch, is_launched
-
-    if not words or words[0] not in _VERBS or words[0] == "run" or not is_launched(os.environ):
-        return True  # every task runs its rank of a script
-    launch = find_launch(os.environ)
-    if launch.world_size > 1 and launch.local_size != launch.world_size:
-        raise ValueError(
-            f"ranks: {launch.world_size} tasks on several nodes, but the ranks of a cell run on one node; start trainstep "
-            "once, on one node, or submit jobs: trainstep sweep FILE --slurm PARTITION"
-        )
-    return launch.rank == 0
 
 
 def _refuse(reason: str) -> int:

@@ -59,7 +59,7 @@ def bench(
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     _check_preset(preset, compare, allow_precision)
-    bounds = limits(timeout_s, memory_limit_gib, processes=processes)
+    bounds = limits(timeout_s, memory_limit_gib, processes=processes, nodes=how.nodes)
     here, device = this_machine(fields.get("device"), forks=not how.dry_run)
     grid = {"model": ["small" if device == "cuda" else "tiny"], **grid}
     cells = expand(grid, {"device": device})

@@ -24,6 +24,7 @@ from trainstep.records.store import RUNS, Store
 from trainstep.report.kit.visible import one_line
 
 if TYPE_CHECKING:
+    from trainstep.measure.harness.nodes import Nodes
     from trainstep.measure.harness.runner import Limits
     from trainstep.report.kit.rows import Row
 
@@ -57,7 +58,7 @@ def measure_grid(
             groups, store, environment=environment, options=options, rerun=not options.resume, as_json=options.json
         )
     if kept_files is not None:
-        check_kept([cell for group in groups for cell in group], kept_files)
+        check_kept([cell for group in groups for cell in group], kept_files, bounds.nodes)
     from trainstep.measure.harness.local import run_groups
 
     def execute(waiting: Sequence[Sequence[Cell]], tell: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
@@ -160,9 +161,13 @@ def _continuing_command(store: Store, options: RunOptions) -> str:
 
 @contextlib.contextmanager
 def interrupt_says(words: Callable[[], str]) -> Iterator[None]:
-    """Give a KeyboardInterrupt the words that say what is kept; `words` is called when it happens."""
+    """Give a KeyboardInterrupt, or the loss of a node, the words that say what is kept; `words` is called when it happens."""
+    from trainstep.measure.harness.nodes import NodeLost
+
     try:
         yield
+    except NodeLost as error:
+        raise ValueError(f"{error}; {words()}") from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(words()) from None
 
@@ -259,12 +264,14 @@ def check_page(page: Path | None, records: Path) -> None:
     check_output("page", page, "html")
 
 
-def check_kept(cells: Sequence[Cell], field: str) -> None:
+def check_kept(cells: Sequence[Cell], field: str, nodes: "Nodes | None" = None) -> None:
     """ValueError for a folder in which the cells could not keep their files: before hours of measuring, not after."""
     from trainstep.measure.harness.files import kept_folder
 
     for folder in {str(cell.config[field]) for cell in cells if cell.config[field] is not None}:
         kept_folder(field, folder)
+        if nodes is not None and any(cell.config["nodes"] > 1 for cell in cells):
+            nodes.check_shared(field, Path(folder))
 
 
 def write_page(

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainstep.cli.options import GridOptions, limits, this_machine, with_fields
-from trainstep.config.collective import CollectiveConfig
+from trainstep.cli.options import GridOptions, check_nodes, limits, this_machine, with_fields, with_nodes
+from trainstep.config.collective import LEVELS, CollectiveConfig
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.records.record import Environment
 
@@ -31,7 +31,8 @@ def collectives(
     """Time collectives: bandwidth by size, latency, slowest and fastest rank, share of the link's speed where that is known.
 
     Without options: all-reduce with NCCL over all GPUs if there are two or more, else with gloo between two CPU processes.
-    Each call starts from a barrier. Every rank times its own call, and the slowest rank's time counts.
+    Each call starts from a barrier. Every rank times its own call, and the slowest rank's time counts. Over several nodes each
+    level is measured (inside nodes, across nodes, all), and the slowest link is named.
 
     Examples:
 
@@ -43,6 +44,8 @@ def collectives(
 
         trainstep collectives --compare dtype --dtype fp32,bf16 --mib 16 --page report.html
 
+        srun --nodes 2 --ntasks-per-node 1 trainstep collectives --level in_nodes,across_nodes
+
     Parameters
     ----------
     kib
@@ -53,15 +56,19 @@ def collectives(
         Seconds after which a cell is killed and recorded as a time-out.
     """
     grid = grid_from_text(fields)
-    bounds = limits(timeout_s, None)
+    bounds = limits(timeout_s, None, nodes=how.nodes)
     requested_device = ",".join(map(str, grid.pop("device", []))) or _device_of(grid)
     instead = "--backend gloo --device cpu" if "nccl" in grid.get("backend", ()) else "--device cpu"
     here, device = this_machine(requested_device, instead=instead, forks=False)
+    if device == "cpu" or "nccl" in grid.get("backend", ["nccl"]):
+        grid = with_nodes(grid, device, here, how.nodes)
     grid = _with_defaults(grid, _sizes_in_mib(kib), device, here)
     _check_gpus(grid, device, here)
     if device == "cuda" and grid["backend"] == ["gloo"] and fields.get("device") is None:
         device = "cpu"
-    groups = groups_along(expand({"workload": ["collective"], **grid}, {"device": device}), compare)
+    cells = expand({"workload": ["collective"], **grid}, {"device": device})
+    check_nodes(cells, how, here)
+    groups = groups_along(cells, compare)
     from trainstep.cli.cells import measure_grid
 
     return measure_grid(groups, "collectives", bounds, how, here, compare=compare)
@@ -84,7 +91,16 @@ def _with_defaults(
     ranks = grid.get("ranks", [here.gpu_count if several and "nccl" in backend else 2])
     mib = small_mib + grid.get("mib", []) or _SIZES["nccl" if "nccl" in backend else "gloo"]
     rest = {name: values for name, values in grid.items() if name not in ("backend", "ranks", "mib")}
+    if grid.get("nodes", [1]) != [1] and "level" not in grid:
+        rest["level"] = _levels(ranks, grid["nodes"])
     return {"backend": backend, "ranks": ranks, **rest, "mib": mib}
+
+
+def _levels(ranks: Sequence[Any], nodes: Sequence[Any]) -> list[str]:
+    """The levels that all of these cells have."""
+    if 1 in nodes:
+        return ["all"]
+    return ["all", "across_nodes"] if set(ranks) & set(nodes) else list(LEVELS)
 
 
 def _sizes_in_mib(kib: str | None) -> list[float]:
@@ -97,7 +113,8 @@ def _sizes_in_mib(kib: str | None) -> list[float]:
 
 def _check_gpus(grid: Mapping[str, list[Any]], device: str, here: Environment) -> None:
     """ValueError for more NCCL ranks than GPUs: this is bad input, not failed cells."""
-    most = max((ranks for ranks in grid["ranks"] if isinstance(ranks, int)), default=0)
+    nodes = min((count for count in grid.get("nodes", [1]) if isinstance(count, int) and count > 0), default=1)
+    most = max((ranks // nodes for ranks in grid["ranks"] if isinstance(ranks, int)), default=0)
     if device == "cuda" and "nccl" in grid["backend"] and most > here.gpu_count:
         raise ValueError(
             f"ranks: {most} NCCL ranks need a GPU each, but {here.gpu_count} {'is' if here.gpu_count == 1 else 'are'} visible; "

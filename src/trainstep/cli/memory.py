@@ -15,11 +15,13 @@ from trainstep.cli.options import (
     check_cells,
     check_file_alone,
     check_gpus,
+    check_nodes,
     check_sync_options,
     limits,
     read_limits,
     this_machine,
     with_fields,
+    with_nodes,
 )
 from trainstep.cli.streams import outliving_reader, show_within
 from trainstep.config.grid import Cell, expand, grid_from_text, groups_along
@@ -91,8 +93,8 @@ def memory(
         check_file_alone("a snapshot", {"fit": fit, **fields, **how.given, "min_share": None})
         reading = read_limits(timeout_s, memory_limit_gib)
         return _show_snapshot(from_, fields.get("min_share"), reading, as_json=how.json, every=how.every)
-    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
-    here, cells = _cells(fields, memory_limit_gib, forks=not how.dry_run)
+    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib, nodes=how.nodes)
+    here, cells = _cells(fields, memory_limit_gib, how)
     groups = groups_along(cells, None)
     if fit is None:
         return measure_grid(groups, "memory", bounds, how, here, kept_files="keep_snapshot")
@@ -105,20 +107,23 @@ def memory(
         return show_dry_run(
             groups, store, environment=here, options=how, rerun=not how.resume, as_json=how.json, note=note
         )
-    check_kept(cells, "keep_snapshot")
+    check_kept(cells, "keep_snapshot", how.nodes)
     return _fit_cells(cells, fit, store, bounds, how)
 
 
 def _cells(
-    fields: Mapping[str, str | None], memory_limit_gib: float | None, *, forks: bool
+    fields: Mapping[str, str | None], memory_limit_gib: float | None, how: GridOptions
 ) -> tuple[Environment, list[Cell]]:
     """This machine, and the cells to run on it."""
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    here, device = this_machine(fields.get("device"), forks=forks)
+    here, device = this_machine(fields.get("device"), forks=not how.dry_run)
+    if grid.get("ranks", [1]) != [1]:
+        grid = with_nodes(grid, device, here, how.nodes)
     grid = _with_strategies({"workload": ["memory"], "model": ["small" if device == "cuda" else "tiny"], **grid})
-    check_gpus(grid.get("ranks", ()), device, here, verb="memory")
+    check_gpus(grid.get("ranks", ()), device, here, verb="memory", nodes=grid.get("nodes", [1]))
     cells = expand(grid, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
+    check_nodes(cells, how, here)
     return here, cells
 
 

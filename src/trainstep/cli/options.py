@@ -6,7 +6,9 @@ options that say how cells are run.
 
 import dataclasses
 import inspect
+import itertools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import Group, Parameter
 
 from trainstep.config.fields import aliases_of
+from trainstep.config.grid import grid_from_text
 from trainstep.config.model import ModelConfig, size_names
 from trainstep.config.parallel import USED_BY
 from trainstep.config.parsing import CONFIGS, fields_of
@@ -29,6 +32,7 @@ from trainstep.records.store import Store, new_records_path
 
 if TYPE_CHECKING:
     from trainstep.config.grid import Cell
+    from trainstep.measure.harness.nodes import Nodes
     from trainstep.measure.harness.runner import Limits
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -50,6 +54,15 @@ _GRID = Group("What to run (commas make a grid, except for switches)", sort_key=
 _ALL_GRID = Group("What to run (commas make a grid)", sort_key=1)
 _SHAPE = Group("The built-in model's shape, instead of its size's", sort_key=2)
 _HOW = Group("How to run it", sort_key=4)
+SLURM = Group("On a Slurm cluster", sort_key=3)
+ARGUMENTS_HELP = (
+    "More options of sbatch as key=value,key=value: account, qos, constraint, cpus_per_task, mem; exclusive=true."
+)
+_PARTITION_HELP = (
+    "Run this command in this partition, on as many nodes as --nodes says, by srun, which waits for them. The nodes must see this "
+    "folder and this Python."
+)
+_GPUS_HELP = "GPUs of each node; 0: run on CPUs [1, or with --ranks a node's share of them]."
 _OWN_HELP = {
     "model": f"sizes: {', '.join(size_names())}; or your own: package.module:function, installed or in this folder",
     "device": "device to run on: cpu or cuda; by default the GPU, if there is one",
@@ -86,11 +99,13 @@ class RunOptions:
     allow_mixed: Annotated[bool, _switch(_MIXED_HELP)] = False
     defaults_from: Annotated[str | None, Parameter(parse=False)] = None
     """The options that came from files, and which files; None if there are none."""
+    nodes: Annotated[Any, Parameter(parse=False)] = None
+    """The nodes of this launch (measure/harness/nodes.py); None if there is one."""
 
     @property
     def given(self) -> dict[str, object]:
         """The options without meaning where nothing runs, by name; an option that was not given is None or False."""
-        shown = ("quiet", "every", "json", "defaults_from")
+        shown = ("quiet", "every", "json", "defaults_from", "nodes")
         return {name: value for name, value in vars(self).items() if name not in shown}
 
     def store(self, out: Path | None, verb: str) -> Store:
@@ -110,16 +125,54 @@ class GridOptions(RunOptions):
     resume: Annotated[bool, _switch("Leave out the cells that the file of --out has already.")] = False
     config: Annotated[Path | None, Parameter(help=_CONFIG_HELP)] = None
     """Read by app.py, before the other options."""
+    slurm: Annotated[str | None, Parameter(help=_PARTITION_HELP, group=SLURM)] = None
+    slurm_gpus: Annotated[int | None, Parameter(help=_GPUS_HELP, group=SLURM)] = None
+    slurm_args: Annotated[str | None, Parameter(help=ARGUMENTS_HELP, group=SLURM)] = None
+    """With the two options before it, carried out by app.py."""
+
+    def srun(self, fields: Mapping[str, Any]) -> list[str]:
+        """The beginning of the command line that runs a verb with these fields by srun; empty without a partition.
+
+        ValueError for options that have no effect, and for those that Slurm or a grid cannot have.
+        """
+        if self.slurm is None:
+            if name := next((name for name in ("slurm_gpus", "slurm_args") if getattr(self, name) is not None), None):
+                raise ValueError(f"{name}: has no effect without --slurm PARTITION; add that, or leave it out")
+            return []
+        from trainstep.measure.harness.slurm_queue import JobRequest, srun_command
+
+        grid = grid_from_text({name: fields.get(name) for name in ("nodes", "ranks")})
+        most = {name: max(filter(lambda value: type(value) is int, values), default=1) for name, values in grid.items()}
+        nodes = most.get("nodes", 1)
+        if nodes < 1:
+            raise ValueError(f"nodes: must be a whole number of at least 1, not {nodes}")
+        gpus = -(-most.get("ranks", 1) // nodes) if self.slurm_gpus is None else self.slurm_gpus
+        on_cpus = self.slurm_gpus is None and fields.get("device") == "cpu"
+        arguments = slurm_arguments(self.slurm_args)
+        request = JobRequest(partition=self.slurm, gpus=0 if on_cpus else gpus, arguments=arguments)
+        return srun_command(request, nodes)
 
     def open_store(self, verb: str) -> Store:
         """The store for the records; with --resume its file must be named."""
         if self.resume and self.out is None:
             raise ValueError("resume: a new file holds no cell yet; name the file of records with --out")
-        if self.allow_mixed and not self.resume:
+        if self.allow_mixed and not self.resume and self.nodes is None:
             raise ValueError(
                 "allow_mixed: every cell runs anew, which no record hinders; add --resume, or leave it out"
             )
         return self.store(self.out, verb)
+
+
+def slurm_arguments(text: str | None) -> dict[str, str]:
+    """The options of sbatch in --slurm-args, without their dashes. ValueError for a word that is no key=value."""
+    # A comma separates arguments only where a new key begins: nodelist=n1,n2,qos=high has two arguments.
+    pairs = [pair.strip().partition("=") for pair in re.split(r",(?=[^,=]+=)", text or "") if pair.strip()]
+    for key, _, value in pairs:
+        if not key.strip() or not value.strip():
+            raise ValueError(
+                f"slurm_args: {key!r} has no value; write key=value,key=value, and a flag as exclusive=true"
+            )
+    return {key.strip().lstrip("-").replace("_", "-"): value.strip() for key, _, value in pairs}
 
 
 def with_fields(config_class: type, defaults: Defaults = MappingProxyType({})) -> Callable[[Verb], Verb]:
@@ -218,9 +271,13 @@ def chosen_device(requested: str | None, grid: dict[str, list[Any]]) -> str | No
 
 
 def limits(
-    timeout_s: float, memory_limit_gib: float | None, rounds: int | None = None, processes: int | None = None
+    timeout_s: float,
+    memory_limit_gib: float | None,
+    rounds: int | None = None,
+    processes: int | None = None,
+    nodes: "Nodes | None" = None,
 ) -> "Limits":
-    """The limits of each cell's process, and the number of rounds or processes of compared variants."""
+    """The limits of each cell's process, the number of rounds or processes of compared variants, and the nodes of this launch."""
     from trainstep.measure.harness.runner import Limits
 
     check_positive({"timeout_s": timeout_s, "memory_limit_gib": memory_limit_gib})
@@ -236,6 +293,7 @@ def limits(
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         rounds=rounds,
         processes=processes,
+        nodes=nodes,
     )
 
 
@@ -303,9 +361,37 @@ def check_sync_options(options: Mapping[str, Sequence[Any]], strategies: Sequenc
             raise ValueError(f"{option}: has no effect with sync {', '.join(names)}; it is for {', '.join(users)}")
 
 
-def check_gpus(ranks: Sequence[Any], device: str, here: Environment, *, verb: str) -> None:
-    """ValueError for more ranks than GPUs: this is bad input, not failed cells."""
-    most = max((count for count in ranks if isinstance(count, int)), default=0)
+def with_nodes(
+    grid: Mapping[str, list[Any]], device: str, here: Environment, nodes: "Nodes | None"
+) -> dict[str, list[Any]]:
+    """The grid, by default with every node of this launch, and a rank for each of their GPUs, or for each task on CPUs."""
+    if nodes is None:
+        return dict(grid)
+    ranks = here.gpu_count * len(nodes) if device == "cuda" else nodes.tasks
+    return {"ranks": [ranks], "nodes": [len(nodes)], **grid}
+
+
+def check_nodes(cells: "Sequence[Cell]", how: RunOptions, here: Environment | None) -> None:
+    """ValueError for cells on more nodes than this launch has, and, unless --allow-mixed, for nodes that are not alike."""
+    most, there = max((int(cell.config.get("nodes", 1)) for cell in cells), default=1), len(how.nodes or ("here",))
+    if most > there:
+        launch = "this is one" if how.nodes is None else f"this launch has {there}"
+        raise ValueError(
+            f"nodes: {most} nodes are asked for and {launch}; add --slurm PARTITION, or start the same command on every "
+            f"node, by `srun --nodes {most} --ntasks-per-node 1 trainstep ...` or `torchrun --nnodes {most} ... -m trainstep ...`"
+        )
+    if most > 1 and here is not None and not how.allow_mixed:
+        from trainstep.measure.harness.sweep import MUST_MATCH
+
+        how.nodes.check_alike(here, MUST_MATCH)
+
+
+def check_gpus(ranks: Sequence[Any], device: str, here: Environment, *, verb: str, nodes: Sequence[Any] = (1,)) -> None:
+    """ValueError for more ranks than GPUs on a node: this is bad input, not failed cells."""
+    spread = itertools.product(ranks, nodes)
+    most = max(
+        (count // on for count, on in spread if isinstance(count, int) and isinstance(on, int) and on), default=0
+    )
     if device == "cuda" and most > here.gpu_count:
         raise ValueError(
             f"ranks: {most} ranks need a GPU each, but {here.gpu_count} {'is' if here.gpu_count == 1 else 'are'} visible; "

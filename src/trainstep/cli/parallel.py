@@ -8,10 +8,12 @@ from trainstep.cli.options import (
     check_cells,
     check_compared,
     check_gpus,
+    check_nodes,
     check_sync_options,
     limits,
     this_machine,
     with_fields,
+    with_nodes,
 )
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.parallel import OURS, USED_BY, ParallelConfig
@@ -56,12 +58,14 @@ def parallel(
 
         trainstep parallel --device cpu --model mini --ranks 4 --sync none,sharded,sharded_flat,fsdp --keep-trace traces
 
+        srun --nodes 2 --ntasks-per-node 1 trainstep parallel --model xl --nodes 1,2 --ranks 8 --sync none,bucketed,fsdp
+
     Parameters
     ----------
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
-        GiB of memory that a CPU cell may use, all its ranks together; by default 90 % of the machine's.
+        GiB of memory that a CPU cell may use, all its ranks of a node together; by default 90 % of the machine's.
     rounds
         Run compared variants in this many rounds of whole processes, with steps rounded up; by default their processes live side
         by side, or 5 rounds if not all fit.
@@ -71,15 +75,16 @@ def parallel(
         else its share of them.
     """
     options = grid_from_text({name: text for name, text in fields.items() if name != "device"})
-    bounds = limits(timeout_s, memory_limit_gib, rounds, processes)
+    bounds = limits(timeout_s, memory_limit_gib, rounds, processes, how.nodes)
     here, device = this_machine(fields.get("device"), forks=False)
-    if fields.get("device") is None and "ranks" not in options and here.gpu_count < 2:
+    if fields.get("device") is None and "ranks" not in options and here.gpu_count < 2 and how.nodes is None:
         device = "cpu"
-    grid = _with_defaults(options, device, here)
+    grid = _with_defaults(with_nodes(options, device, here, how.nodes), device, here)
     check_sync_options(options, grid["sync"])
-    check_gpus(grid["ranks"], device, here, verb="parallel")
+    check_gpus(grid["ranks"], device, here, verb="parallel", nodes=grid.get("nodes", [1]))
     cells = expand({"workload": ["parallel"], **grid}, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
+    check_nodes(cells, how, here)
     groups = groups_along(cells, "sync" if len(cells) > 1 and len(grid["sync"]) > 1 else None)
     check_compared(bounds, groups)
 

@@ -1,19 +1,22 @@
 """`trainstep sweep`: run a whole table from a TOML file, resumable, on this machine or on Slurm."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from trainstep.cli.options import (
+    ARGUMENTS_HELP,
+    SLURM,
     RunOptions,
     check_cells,
     check_compared,
+    check_nodes,
     chosen_device,
     limits,
+    slurm_arguments,
     this_machine,
     with_fields,
 )
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from trainstep.measure.harness.slurm_queue import JobRequest
     from trainstep.records.record import Environment, Record
 
-_SLURM = Group("On a Slurm cluster", sort_key=3)
 _PARTITION_HELP = (
     "Submit each cell (or group of compared variants) as a job to this partition, and wait. The nodes must see this folder, the "
     "records' folder and this Python. Partial results and logs are kept beside the records in NAME.slurm/."
@@ -39,14 +41,11 @@ _SET_HELP = (
     "FIELD=VALUE, for any field of the sweep's workload, replaces the file's value; commas make a list. Repeat it for more fields. "
     "If the file's [[rows]] give the field, it selects the rows that have the value."
 )
-_ARGUMENTS_HELP = (
-    "More options of sbatch as key=value,key=value: account, qos, constraint, cpus_per_task, mem; exclusive=true."
-)
 _SIDE_BY_SIDE = "The estimate is for one cell after the other, but jobs run side by side."
 
 
 def _on_slurm(help: str) -> Parameter:
-    return Parameter(group=_SLURM, help=help)
+    return Parameter(group=SLURM, help=help)
 
 
 @with_fields(RunConfig)
@@ -67,7 +66,7 @@ def sweep(
     slurm_gpus: Annotated[int | None, _on_slurm("GPUs of a job; 0: run on CPUs [1].")] = None,
     slurm_time: Annotated[float | None, _on_slurm("Time limit of a job in minutes [its cells' time-outs + 5].")] = None,
     slurm_jobs: Annotated[int | None, _on_slurm("Jobs that may run at the same time [16].")] = None,
-    slurm_args: Annotated[str | None, _on_slurm(_ARGUMENTS_HELP)] = None,
+    slurm_args: Annotated[str | None, _on_slurm(ARGUMENTS_HELP)] = None,
     how: RunOptions = RunOptions(),
     **fields: str | None,
 ) -> int:
@@ -107,10 +106,16 @@ def sweep(
         Print JSON: `answer`, and the tables as `rows` with plain numbers and units in the names.
     """
     config = load_sweep(file)
-    bounds = limits(timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes)
+    bounds = limits(
+        timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes, how.nodes
+    )
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args, how.budget_minutes)
     here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
     check_compared(bounds, groups)
+    if request is None:
+        check_nodes([cell for group in groups for cell in group], how, here)
+    else:
+        request.check(groups)
     from trainstep.cli.cells import check_page, run_cells, show, show_dry_run, unfinished
 
     store = how.store(out or RUNS / f"{config.name}.jsonl", "sweep")
@@ -201,17 +206,10 @@ def _job_request(
 
     from trainstep.measure.harness.slurm_queue import JobRequest
 
-    # A comma separates arguments only where a new key begins: nodelist=n1,n2,qos=high has two arguments.
-    pairs = [pair.strip().partition("=") for pair in re.split(r",(?=[^,=]+=)", arguments or "") if pair.strip()]
-    for key, _, value in pairs:
-        if not key.strip() or not value.strip():
-            raise ValueError(
-                f"slurm_args: {key!r} has no value; write key=value,key=value, and a flag as exclusive=true"
-            )
     return JobRequest(
         partition=partition,
         gpus=JobRequest.gpus if gpus is None else gpus,
         minutes=minutes,
         at_once=JobRequest.at_once if at_once is None else at_once,
-        arguments={key.strip().lstrip("-").replace("_", "-"): value.strip() for key, _, value in pairs},
+        arguments=slurm_arguments(arguments),
     )

@@ -7,11 +7,15 @@ import math
 from dataclasses import dataclass
 
 from trainstep.config.fields import check_choices, check_integer, check_positive, described
+from trainstep.config.nodes import NODES_HELP, check_nodes
+from trainstep.costs.rank_groups import Level
 
 BACKENDS = ("gloo", "nccl")
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+LEVELS = {"all": Level.ALL, "in_nodes": Level.IN_GROUPS, "across_nodes": Level.ACROSS_GROUPS}
+"""Name -> among which ranks the messages go, where the ranks of a node are a group."""
 _MOST_RANKS = 64
-"""Ranks of a collective run on one machine: each rank is a process that imports torch and connects to every other rank."""
+"""Ranks of a collective on one node: each rank is a process that imports torch and connects to every other rank."""
 KINDS = ("matmul", "copy", "host_to_device", "device_to_host", "peer_copy")
 
 
@@ -24,6 +28,13 @@ class CollectiveConfig:
     )
     backend: str = described("gloo, through the host, or nccl, between GPUs", "gloo", BACKENDS)
     ranks: int = described("processes; with nccl one GPU each; 1: only the cost of the call", 2)
+    nodes: int = described(NODES_HELP, 1)
+    level: str = described(
+        "among whom; in_nodes: the ranks of each node, all nodes at once; across_nodes: the ranks with the same place on every "
+        "node, all places at once; default: all, and over several nodes each of the three",
+        "all",
+        tuple(LEVELS),
+    )
     dtype: str = described("dtype of the tensor", "fp32", tuple(ELEMENT_BYTES))
     mib: float = described("MiB of the whole tensor that is reduced, gathered or sent; 0.001 is 1 KiB", 1.0)
     device: str = described("device of the tensor", "cpu", ("cpu", "cuda"))
@@ -34,13 +45,34 @@ class CollectiveConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_positive(self, "steps")
-        check_integer(self, "ranks", at_least=1, at_most=_MOST_RANKS)
+        check_integer(self, "ranks", at_least=1)
+        check_nodes(self.ranks, self.nodes)
+        if self.ranks // self.nodes > _MOST_RANKS:
+            raise ValueError(
+                f"ranks: must be at most {_MOST_RANKS * self.nodes}, not {self.ranks}: {_MOST_RANKS} on each node"
+            )
+        if self.level != "all" and self.nodes == 1:
+            raise ValueError(f"level: {self.level} needs several nodes; leave it out on one")
+        if self.level == "in_nodes" and self.ranks == self.nodes:
+            raise ValueError("level: in_nodes needs several ranks on each node; leave it out, or take more ranks")
         check_integer(self, "warmups", at_least=0)
         check_integer(self, "seed", at_least=0, at_most=2**63 - 1)
         if not 0 < self.mib < math.inf or self.mib > 2**20:
             raise ValueError(f"mib: must be over 0 and at most {2**20}, not {self.mib:g}")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend: nccl sends between GPUs; on a CPU take gloo")
+
+    @property
+    def members(self) -> int:
+        """Ranks among which each message goes."""
+        on_each = self.ranks // self.nodes
+        return {"all": self.ranks, "in_nodes": on_each, "across_nodes": self.nodes}[self.level]
+
+    @property
+    def node_messages(self) -> int:
+        """How many rings, of all messages that go at once, lead through each node and its link to the next node."""
+        on_each = self.ranks // self.nodes
+        return 0 if self.nodes == 1 else {"all": 1, "in_nodes": 0, "across_nodes": on_each}[self.level]
 
     @property
     def elements(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trainstep.config.fields import check_integer, described, part
+from trainstep.config.nodes import NODES_HELP, check_nodes
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
 from trainstep.costs.strategies import YARDSTICK
@@ -32,6 +33,7 @@ class MemoryConfig(RanksConfig):
     """
 
     ranks: int = described("processes, each with a GPU of its own where there are GPUs; 1: a step in one process", 1)
+    nodes: int = described(NODES_HELP, 1)
     sync: SyncConfig = part(SyncConfig(name=YARDSTICK))
     run: RecordedRunConfig = part(
         without=("learning_rate", "steps", "sync", "cold_compile", "nvtx", "recompute_budget_gib")
@@ -43,6 +45,7 @@ class MemoryConfig(RanksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_nodes(self.ranks, self.nodes)
         if not 0 <= self.min_share <= 1:
             raise ValueError(f"min_share: must be a share from 0 to 1, not {self.min_share!r}")
         if self.ranks == 1 and self.sync.strategy.communicates:

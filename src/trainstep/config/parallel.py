@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from trainstep.config.fields import check_choices, check_integer, check_parts, described, flat_name, part
+from trainstep.config.nodes import NODES_HELP, check_nodes
 from trainstep.config.run import RunConfig
 from trainstep.costs.rank_groups import check_shard_ranks
 from trainstep.costs.strategies import STRATEGIES, YARDSTICK, Strategy, strategy_named
@@ -187,6 +188,7 @@ class ParallelConfig(RanksConfig):
     """The training step of every rank, and the parallel strategy. ValueError names the field."""
 
     ranks: int = described("processes, each with a GPU of its own where there are GPUs", 2)
+    nodes: int = described(NODES_HELP, 1)
     sync: SyncConfig = part(SyncConfig())
     run: RankRunConfig = part(without=("mode", "sync", "cold_compile", "nvtx", "recompute_budget_gib"))
     window_steps: int = described(
@@ -201,6 +203,7 @@ class ParallelConfig(RanksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_nodes(self.ranks, self.nodes)
         check_integer(self, "window_steps", at_least=1)
         if self.keep_trace is not None and self.run.capture != "none":
             raise ValueError(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from functools import cache, reduce
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from trainstep.config.fields import aliases_of, check_known, flat_name
@@ -134,13 +135,21 @@ def to_plain(config: Any) -> dict[str, Any]:
     return {name: vars(value).copy() if name == "model" else value for name, value in values.items()}
 
 
+ADDED_LATER: Mapping[str, Any] = MappingProxyType({"nodes": 1, "level": "all"})
+"""Field -> its default."""
+
+
 def config_hash(workload: str, plain: Mapping[str, Any]) -> str:
     """16 hexadecimal digits that identify a workload and its config, whatever the order of keys.
+
+    Fields in ADDED_LATER count only where they differ from their default: records from before have the same keys.
 
     ValueError names the field whose value JSON cannot represent: a NaN, an infinity, a date.
     """
     try:
-        canonical = _canonical([workload, plain])
+        later = {} if ":" in workload else ADDED_LATER  # a user's workload has fields of its own
+        counted = {name: value for name, value in plain.items() if name not in later or later[name] != value}
+        canonical = _canonical([workload, counted])
     except (TypeError, ValueError) as error:
         name = next((name for name, value in plain.items() if not _is_json(value)), "config")
         raise ValueError(f"{name}: {plain.get(name)!r} is not a value that a record can hold ({error})") from None

@@ -161,6 +161,18 @@ class Collectives:
         with self._counted("broadcast", tensor, label):
             return _BROADCAST(tensor, group=self.ranks.group, group_src=source, async_op=True)
 
+    def there_and_back(self, tensor: Tensor, first: int, second: int) -> None:
+        """Rank `first` sends the tensor to rank `second`, which sends it back; waits. Others return at once. Not counted."""
+        group, rank = self.ranks.group, self.ranks.rank
+        if group is None or rank not in (first, second):
+            return
+        if rank == first:
+            dist.send(tensor, group=group, group_dst=second)
+            dist.recv(tensor, group=group, group_src=second)
+        else:
+            dist.recv(tensor, group=group, group_src=first)
+            dist.send(tensor, group=group, group_dst=first)
+
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, in the order of ranks. Waits; for messages to people, not for speed."""
         if self.ranks.group is None:

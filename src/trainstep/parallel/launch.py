@@ -37,6 +37,11 @@ class Launch:
     """Whether the launcher serves the store at that port; else rank 0 does."""
     own_gpu_only: bool = False
     """Whether this process sees only its own GPU."""
+    nodes: int = 1
+    node: int = 0
+    """Number of nodes, and which of them this is, counted from 0: the first has rank 0."""
+    hosts: tuple[str, ...] = ()
+    """The nodes' names, where the launcher says them."""
 
     @property
     def meeting_address(self) -> str:
@@ -66,13 +71,31 @@ def first_host(nodes: str) -> str:
     return prefix + re.split(r"[-,]", numbers)[0] + suffix
 
 
+def hosts_of(nodes: str) -> tuple[str, ...]:
+    """Every host of Slurm's list: `n07 n08 m3` for `n[07-08],m3`."""
+    hosts: list[str] = []
+    for word in filter(None, re.split(r",(?![^\[]*\])", nodes.strip())):
+        prefix, bracket, rest = word.partition("[")
+        numbers, _, suffix = rest.partition("]")
+        for span in numbers.split(",") if bracket else ():
+            first, _, last = span.partition("-")
+            if first.isdecimal() and (last or first).isdecimal():
+                hosts += [f"{prefix}{n:0{len(first)}d}{suffix}" for n in range(int(first), int(last or first) + 1)]
+        hosts += [] if bracket else [word]
+    return tuple(hosts)
+
+
 def _torchrun(environ: Mapping[str, str]) -> Launch:
-    rank = _number(environ, "RANK")
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
+    on_each = max(local_size or world_size, 1)
     return Launch(
         rank=rank,
-        world_size=_number(environ, "WORLD_SIZE"),
+        world_size=world_size,
         local_rank=_number(environ, "LOCAL_RANK", rank),
-        local_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
+        local_size=local_size,
+        nodes=_number(environ, "GROUP_WORLD_SIZE", -(-world_size // on_each)),
+        node=_number(environ, "GROUP_RANK", rank // on_each),
         address=environ.get("MASTER_ADDR", LOOPBACK),
         port=_number(environ, "MASTER_PORT", _TORCHRUN_PORT),
         store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -82,7 +105,8 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 def _slurm(environ: Mapping[str, str]) -> Launch:
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     world_size = _number(environ, tasks)
-    one_node = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1"
+    node_count = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES"))
+    one_node = node_count == "1"
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     if not one_node and not nodes and "MASTER_ADDR" not in environ:
         raise ValueError("SLURM_JOB_NODELIST: is not set; set MASTER_ADDR to the host of rank 0")
@@ -95,6 +119,9 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         local_size=world_size if one_node else None,
         address=environ.get("MASTER_ADDR") or (LOOPBACK if one_node else first_host(nodes)),
         port=_number(environ, "MASTER_PORT", _FIRST_PORT + job % _PORTS),
+        nodes=_number({"SLURM_NNODES": node_count or "1"}, "SLURM_NNODES"),
+        node=_number(environ, "SLURM_NODEID", 0),
+        hosts=hosts_of(nodes),
         own_gpu_only=environ.get("SLURM_GPUS_PER_TASK") == "1",
     )
 

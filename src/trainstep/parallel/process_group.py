@@ -154,8 +154,8 @@ def _rank_0_expected(launch: Launch, timeout_s: float) -> Iterator[None]:
         warning.cancel()
 
 
-def _store(launch: Launch, timeout_s: float) -> Store:
-    """The key-value store of the group; groups that follow each other use different prefixes in it."""
+def open_store(launch: Launch, timeout_s: float) -> Store:
+    """The launch's key-value store, which rank 0 serves unless the launcher does. ConnectionError where rank 0 does not come."""
     address = _store_address(launch)
     if launch.rank == 0 and not launch.store_is_there:
         _serve_store(address, launch.port)
@@ -165,6 +165,12 @@ def _store(launch: Launch, timeout_s: float) -> Store:
     # The store does not wait for the other ranks: the watch does, and sees which rank dies meanwhile.
     store = TCPStore(address, launch.port, timeout=timeout_of_try, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _store(launch: Launch, timeout_s: float) -> Store:
+    """The key-value store of the group; groups that follow each other use different prefixes in it."""
+    store = open_store(launch, timeout_s)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     group = (store.add(f"trainstep {restart}", 1) - 1) // launch.world_size
     place: Store = PrefixStore(f"trainstep {restart}.{group}", store)

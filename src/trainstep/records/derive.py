@@ -117,7 +117,9 @@ def bandwidth(record: Record) -> Bandwidth | None:
     time_s = median(samples.values)
     if not time_s:
         return None
-    spec = machine_spec(record.environment.gpu) if record.config.get("backend") == "nccl" else None
+    between_nodes = bool(record.fact("node_bytes"))  # whose links are no part of a GPU's data sheet
+    on_link = record.config.get("backend") == "nccl" and not between_nodes
+    spec = machine_spec(record.environment.gpu) if on_link else None
     link = spec.link_bytes_per_s if spec else None
     return Bandwidth(
         algorithm_bytes_per_s=payload_bytes / time_s,

@@ -235,6 +235,9 @@ FACTS: Mapping[str, FactKind] = {
     "route": FactKind("", str, "path of a copy between GPUs"),
     "multiprocessors": FactKind("count", int, "multiprocessors of the GPU; 1 of a CPU"),
     "payload_bytes": FactKind("bytes", float, "bytes of the whole tensor"),
+    "node_bytes": FactKind(
+        "bytes", float, "bytes that a node sends to the next node in a call, if messages go in rings"
+    ),
     "ring_bytes": FactKind("bytes", float, "bytes of the whole tensor that a ring's busiest rank sends"),
     "messages": FactKind("count", int, "number of messages sent"),
     "message_bytes": FactKind("bytes", float, "bytes of all messages together"),

@@ -42,6 +42,12 @@ def rank_spread(record: Record, quantity: str) -> RankSpread | None:
     return RankSpread(slowest=slowest, slowest_value=medians[slowest], fastest=fastest, fastest_value=medians[fastest])
 
 
+def node_of_rank(record: Record, rank: int) -> str | None:
+    """The name of the node on which a rank ran; None where the cell ran on one."""
+    table = record.tables.get(RANKS, {})
+    return dict(zip(table.get("rank", ()), table.get("node", ()), strict=False)).get(rank)
+
+
 def fullest_rank(record: Record) -> int:
     """The rank with the highest peak of memory, which the record's own facts describe; 0 where there is one rank."""
     return int(record.fact("fullest_rank", 0))

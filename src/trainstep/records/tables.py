@@ -31,6 +31,7 @@ class TableKind:
 _RANKS = TableKind(
     rows="a rank and quantity: its raw values",
     columns={"rank": int, "quantity": str, "unit": str, "values": list[float]},
+    optional={"node": str},
 )
 _RANK = {"rank": int}
 """Where there are several ranks, every table of `trainstep memory` has this column."""
@@ -54,13 +55,19 @@ _PARALLEL = {
     ),
     "communication": TableKind(
         rows="a rank: its times of communication in a step",
-        columns={"rank": int, "communication_s": float, "waiting_s": float, "transfer_s": float, "exposed_s": float}
-        | {"tail_s": float},
+        columns={"rank": int, "communication_s": float, "waiting_s": float | None, "transfer_s": float | None}
+        | {"exposed_s": float, "tail_s": float},
     ),
     "buckets": TableKind(
         rows="a message of rank 0, in order of launch; times count from the beginning of the step",
         columns={"name": str, "phase": str, "bytes": int | None, "launched_s": float, "started_s": float}
         | {"finished_s": float, "waiting_s": float | None, "hidden_s": float, "exposed_s": float},
+    ),
+}
+_COLLECTIVE = {
+    "links": TableKind(
+        rows="two neighbouring ranks of a level: times of a message from one to the other, halves of there and back",
+        columns={"rank": int, "to_rank": int, "bytes": int, "times_s": list[float]},
     ),
 }
 _MEMORY = {
@@ -238,6 +245,7 @@ _LOSSES = {
 }
 TABLES: Mapping[str, Mapping[str, TableKind]] = {
     "train_step": _RECOMPUTATION | _LOSSES,
+    "collective": _COLLECTIVE,
     "parallel": _PARALLEL | _LOSSES,
     "memory": _MEMORY,
     "profile": _PROFILE | _RECOMPUTATION,

@@ -66,6 +66,15 @@ def a_sweep(folder: Path, text: str, partition: str = "debug") -> list[str]:
 # Without Slurm
 
 
+def test_cells_of_different_numbers_of_nodes_are_no_jobs_of_one_sweep():
+    groups = [[Cell(workload="tests.workloads:SLEEP", config={"nodes": nodes}, point={})] for nodes in (2, 1, 2)]
+    REQUEST.check(groups[::2])
+    with pytest.raises(
+        ValueError, match=r"^nodes: the jobs of a sweep have one size, and its cells need 1 and 2 nodes"
+    ):
+        REQUEST.check(groups)
+
+
 def test_parts_come_first_and_are_removed_once_they_are_stored(tmp_path: Path):
     store, cell, pair = Store(tmp_path / "it.jsonl"), a_cell("a"), [a_cell("b"), a_cell("c")]
     parts = [

@@ -17,7 +17,14 @@ from trainstep.costs.collectives import ring_bytes
 from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.local import run_groups
 from trainstep.measure.harness.runner import Limits
-from trainstep.measure.parallel.collective import WORKLOAD, CollectiveCall, CollectiveMeasurement, CollectiveWorkload
+from trainstep.measure.parallel.collective import (
+    WORKLOAD,
+    CollectiveCall,
+    CollectiveMeasurement,
+    CollectiveWorkload,
+    levels_of,
+    link_ranks,
+)
 from trainstep.measure.parallel.meeting import count_others
 from trainstep.parallel.ranks import Ranks
 from trainstep.records.derive import bandwidth
@@ -29,7 +36,7 @@ __all__ = ["importable"]
 
 def measured(ranks: Ranks, config: dict[str, Any]) -> dict[str, Any]:
     """Run two warm-ups, a call that settles and three timed calls on this rank; its facts, and its tensors at the end."""
-    call = CollectiveCall(CollectiveConfig(**config), ranks)
+    call = CollectiveCall(CollectiveConfig(**config), ranks, levels_of(CollectiveConfig(**config), ranks))
     warmups = call.times(call.config.warmups)
     call.collectives.traffic.clear()
     measurement = CollectiveMeasurement(call, lambda stage: None, {}, warmups)
@@ -116,3 +123,26 @@ def test_nccl_is_timed_by_events_on_every_rank(operation: str):
     assert speed is not None
     assert speed.bus_bytes_per_s > 1e9
     assert record.fact("messages") == 5
+
+
+def test_links_are_those_of_neighbours_in_each_ring():
+    def pairs(level: str, ranks: int = 6, nodes: int = 3) -> list[tuple[int, int]]:
+        return link_ranks(CollectiveConfig(ranks=ranks, nodes=nodes, level=level))
+
+    assert pairs("across_nodes") == [(0, 4), (0, 2), (2, 4)]
+    assert pairs("in_nodes") == [(0, 1), (2, 3), (4, 5)]
+    assert pairs("in_nodes", ranks=8, nodes=2) == [(0, 3), (0, 1), (1, 2), (2, 3), (4, 7), (4, 5), (5, 6), (6, 7)]
+
+
+@pytest.mark.parametrize(("level", "members"), [("in_nodes", 2), ("across_nodes", 2), ("all", 4)])
+def test_a_level_goes_among_its_own_ranks(level: str, members: int):
+    config = {"ranks": 4, "nodes": 2, "level": level, "mib": 1e-9, "warmups": 1}
+    results = run_ranks(4, measured, config)
+    sources = torch.tensor([result["tensors"][0] for result in results])
+    groups = {"in_nodes": [[0, 1], [2, 3]], "across_nodes": [[0, 2], [1, 3]], "all": [[0, 1, 2, 3]]}[level]
+    for rank, result in enumerate(results):
+        [own] = [group for group in groups if rank in group]
+        torch.testing.assert_close(torch.tensor(result["tensors"][1]), sources[own].sum(0))
+        facts = result["facts"]
+        assert facts["ring_bytes"] == ring_bytes("all_reduce", facts["payload_bytes"], members)
+        assert facts["messages"] == 4

@@ -96,3 +96,48 @@ def test_a_page_of_failures_has_no_charts():
     (section,) = collective_sections(rows(failed))
     assert section.charts == ()
     assert "rank 1: gone" in page(rows(failed))
+
+
+LINK_ALPHA_S, LINK_BETA = 123e-6, (2.4e9, 1.2e9, 2.4e9)
+
+
+def across(mib: float) -> Record:
+    """A collective across three nodes of two ranks, whose second link has half of the others' speed."""
+    record = cell(mib, ranks=6, nodes=3, level="across_nodes", backend="gloo", device="cpu")
+    payload_bytes = record.fact("payload_bytes")
+    links = {
+        "rank": [0, 2, 0],
+        "to_rank": [2, 4, 4],
+        "bytes": [payload_bytes] * 3,
+        "times_s": [[LINK_ALPHA_S + payload_bytes / beta] * 5 for beta in LINK_BETA],
+    }
+    ranks = {
+        "rank": list(range(6)),
+        "quantity": ["time"] * 6,
+        "unit": ["s"] * 6,
+        "values": [[1.0], [1.0], [1.0], [1.5], [1.0], [1.0]],
+        "node": ["n1", "n1", "n2", "n2", "n3", "n3"],
+    }
+    facts = {**record.facts, "node_bytes": Fact(value=4 * payload_bytes, unit="bytes")}
+    return dataclasses.replace(record, tables={"links": links, "ranks": ranks}, facts=facts)
+
+
+def test_levels_have_their_own_fits_and_the_slowest_link_and_rank_are_named():
+    all_rows = rows(*map(across, (1, 4, 16)), *(cell(mib, ranks=6, nodes=3) for mib in (1, 4, 16)))
+    _, fit, links = all_tables(all_rows)
+    assert [(line["level"], line["nodes"]) for line in texts(fit)] == [("across nodes", "3"), ("all nodes", "3")]
+    assert texts(fit)[0]["between nodes (GB/s)"] == "480"  # four times the fitted 120
+    assert [line["link"] for line in texts(links)] == ["n2 - n3", "n1 - n2", "n1 - n3"]
+    assert [line["bandwidth (GB/s)"] for line in texts(links)] == ["1.20", "2.40", "2.40"]
+    assert {line["latency (µs)"] for line in texts(links)} == {"123"}
+    (section,) = collective_sections(all_rows)
+    assert "slowest link n2 - n3: 1.2 GB/s and 0.1230 ms latency; the fastest 2.4 GB/s" in section.paragraphs[0]
+    assert "slowest rank 3 (n2), 50.0 % longer than rank" in section.paragraphs[0]
+    assert "slowest" not in section.paragraphs[1]
+
+
+def test_on_one_node_nothing_speaks_of_levels():
+    (section,) = collective_sections(rows(*map(cell, (0.25, 16, 1024))))
+    titles = [column.title for table in section.tables for column in table.columns]
+    assert not {"nodes", "level", "between nodes (GB/s)"} & set(titles)
+    assert [table.title for table in section.tables] == ["Collectives", "Latency and bandwidth"]

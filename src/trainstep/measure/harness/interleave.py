@@ -96,7 +96,7 @@ def _run_live(
     cells: Sequence[Cell], limits: Limits, tell: Tell, idle: IdleProcesses | None = None
 ) -> Iterator[list[Record]]:
     """Run the sets; only the last set runs the extra steps that follow the timed steps."""
-    processes = idle or IdleProcesses(forks=limits.forks)
+    processes = idle or IdleProcesses(forks=limits.forks, nodes=limits.nodes)
     parts: dict[str, list[Record]] = {cell.key: [] for cell in cells}
     plan = _Plan(cells, limits.processes)
     try:

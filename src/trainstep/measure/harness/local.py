@@ -21,7 +21,7 @@ def run_groups(
     the caller asks for the next group; by then it has stored the records. Closing the iterator ends whatever runs.
     """
     remove_abandoned()  # folders of an earlier driver that was killed
-    idle = IdleProcesses(forks=limits.forks)
+    idle = IdleProcesses(forks=limits.forks, nodes=limits.nodes)
     try:
         for group in groups:
             if len(group) > 1:

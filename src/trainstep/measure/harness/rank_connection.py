@@ -4,7 +4,9 @@ The processes start with torchrun's variables, so that the workload's `start_ran
 goes to all ranks at the same time. As soon as one rank is lost or answers with a failure, the other ranks are ended,
 because they would wait for that rank in a collective; its failure is the cell's, and names the rank.
 
-The ranks meet on this machine's loopback address and prove to each other that they know a token that only they and their
+The ranks of a cell on several nodes are started there by the nodes' agents (nodes.py), in equal numbers and in the nodes' order.
+
+Ranks of one machine meet on its loopback address and prove to each other that they know a token that only they and their
 driver have (parallel/process_group.py), so no other process can join them. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME keep
 the values that the user has set.
 
@@ -28,6 +30,7 @@ from typing import Any
 from trainstep.config.grid import Cell
 from trainstep.config.instruments import INSTRUMENTS
 from trainstep.measure.harness.connection import Answer, CellConnection, CellLost, Connection, Tell, tell_nobody
+from trainstep.measure.harness.nodes import Node, NodeCell, Nodes
 from trainstep.measure.machine.environment import cores
 from trainstep.parallel.liveness.desk import SAYS
 from trainstep.parallel.liveness.link import LOOPBACK, loopback_interface
@@ -40,6 +43,8 @@ from trainstep.records.tables import RANKS
 _MOMENT_S = 2.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RANKS_COLUMNS = ("rank", "quantity", "unit", "values")
+_NODE = "node"
+"""The further column of a cell on several nodes."""
 
 Plain = Mapping[str, Any]
 
@@ -49,41 +54,75 @@ def ranks_of(cell: Cell) -> int:
     return int(cell.config.get("ranks", 1))
 
 
-def connect(cell: Cell, tell: Tell, *, forks: bool = True) -> Connection:
+def nodes_of(cell: Cell) -> int:
+    """The number of nodes over which the cell's ranks are spread."""
+    return int(cell.config.get("nodes", 1))
+
+
+def connect(cell: Cell, tell: Tell, *, forks: bool = True, nodes: Nodes | None = None) -> Connection:
     """Start a fresh process for the cell, or one for each of its ranks.
 
-    `forks`: a process of our own workloads may be forked from a server that has imported torch.
+    `forks`: a process of our own workloads may be forked from a server that has imported torch. `nodes`: those of this launch.
+
+    NodeLost if a node that the cell needs is gone; ValueError if the launch has too few.
     """
     ranks = ranks_of(cell)
     # A user's workload may have to do something before torch is imported, and a cell that compiles with an empty cache
     # must name its cache before Triton is imported: both start as new processes.
     may_fork = forks and cell.workload in INSTRUMENTS and not cell.config.get("cold_compile")
     forked_for = cell.workload if may_fork else ""
-    return (
-        RankConnection(tell, ranks, forked_for=forked_for) if ranks > 1 else CellConnection(tell, forked_for=forked_for)
-    )
+    if ranks == 1:
+        return CellConnection(tell, forked_for=forked_for)
+    count, there = nodes_of(cell), 1 if nodes is None else len(nodes)
+    if count == 1:
+        return RankConnection(tell, ranks, forked_for=forked_for)
+    if count > there:
+        raise ValueError(f"nodes: the cell needs {count} and the launch has {there}")
+    return RankConnection(tell, ranks, forked_for=forked_for, nodes=nodes, node_count=count)
 
 
 class RankConnection:
-    """A CellConnection for each rank. Reports the stages of rank 0. On a CPU the ranks share cores and memory limit."""
+    """A connection for each rank. Reports the stages of rank 0. On a CPU the ranks of a node share cores and memory limit.
 
-    def __init__(self, tell: Tell, ranks: int, *, forked_for: str = "") -> None:
+    `nodes`: of the launch, whose first `node_count` the ranks are spread over; None: all ranks are here.
+    """
+
+    def __init__(
+        self, tell: Tell, ranks: int, *, forked_for: str = "", nodes: Nodes | None = None, node_count: int = 1
+    ) -> None:
+        members: list[Node | None] = [None] if nodes is None else nodes.first(node_count)
+        self._on_each = ranks // len(members)
+        self._places = () if nodes is None else tuple(nodes.names[rank // self._on_each] for rank in range(ranks))
+        address = LOOPBACK if nodes is None else nodes.address
         common = {
             "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": LOOPBACK,
+            "LOCAL_WORLD_SIZE": str(self._on_each),
+            "GROUP_WORLD_SIZE": str(len(members)),
+            "MASTER_ADDR": address,
             "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": str(max(cores() // ranks, 1)),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TRAINSTEP_TOKEN": secrets.token_hex(16),
         }
-        interface = loopback_interface()
+        interface = loopback_interface() if nodes is None or nodes.on_loopback else None
         if interface is not None:
             common |= {name: interface for name in _INTERFACES if name not in os.environ}
-        self._ranks: list[CellConnection] = []
+        self._ranks: list[CellConnection | NodeCell] = []
         for rank in range(ranks):
-            variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._ranks.append(CellConnection(tell if rank == 0 else tell_nobody, variables, forked_for=forked_for))
+            number, local_rank = divmod(rank, self._on_each)
+            node = members[number]
+            threads = max((cores() if node is None else node.environment.cores) // self._on_each, 1)
+            variables = {
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "GROUP_RANK": str(number),
+                "OMP_NUM_THREADS": str(threads),
+            }
+            if node is None:
+                told = tell if rank == 0 else tell_nobody
+                self._ranks.append(CellConnection(told, variables, forked_for=forked_for))
+            else:
+                self._ranks.append(NodeCell(node, self._places[rank], variables, forked_for=forked_for))
         self._threads = ThreadPoolExecutor(max_workers=ranks, thread_name_prefix="rank")
 
     @property
@@ -97,7 +136,9 @@ class RankConnection:
 
     def empty_compile_cache(self) -> str:
         """Make a new folder, in which every rank has a part: else one rank would find what another has compiled."""
-        return self._ranks[0].empty_compile_cache()
+        first = self._ranks[0]
+        assert isinstance(first, CellConnection)
+        return first.empty_compile_cache()
 
     def ask(self, cell: Cell, request: Mapping[str, Any], *, timeout_s: float, limit_s: float) -> Answer:
         """Send the request to all ranks, wait for all, and merge their answers.
@@ -106,20 +147,20 @@ class RankConnection:
         """
         futures = [
             self._threads.submit(
-                connection.ask, cell, _for_rank(rank, request, len(self._ranks)), timeout_s=timeout_s, limit_s=limit_s
+                connection.ask, cell, _for_rank(rank, request, self._on_each), timeout_s=timeout_s, limit_s=limit_s
             )
             for rank, connection in enumerate(self._ranks)
         ]
         ends = _wait_for_ends(futures)
         failed = [end for end in ends if end.failed]
         if not failed:
-            return _merged(ends)
+            return _merged(ends, self._places)
         if len(failed) == len(self._ranks) and all(end.answer and end.answer["again"] for end in failed):
             # Every rank refused the same unsupported cell, and can measure another one.
             return failed[0].with_message(failed[0].message)
         self.kill()
         wait(futures)
-        return _worst(failed, len(self._ranks))
+        return _worst(failed, len(self._ranks), self._places)
 
     def close(self) -> None:
         """Let all ranks end."""
@@ -176,7 +217,7 @@ class _End:
 
 
 def _for_rank(rank: int, request: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """The request with this rank's share of the memory limit and of the compile cache."""
+    """The request with this rank's share of its node's memory limit, and of the compile cache. `ranks`: on its node."""
     rank_request = dict(request)
     if request.get("memory_limit_bytes"):
         rank_request["memory_limit_bytes"] //= ranks
@@ -205,28 +246,35 @@ def _end(rank: int, future: Future[Answer]) -> _End:
         return _End(rank=rank, lost=lost.failure, exit_code=lost.exit_code)
 
 
-def _worst(failed: Sequence[_End], ranks: int) -> Answer:
-    """The failure of the cell. Raises CellLost if a process was lost. [Note: who failed first]"""
+def _worst(failed: Sequence[_End], ranks: int, places: Sequence[str] = ()) -> Answer:
+    """The failure of the cell. Raises CellLost if a process was lost. `places`: the node of each rank, where there are several.
+
+    [Note: who failed first]
+    """
     first = min(failed, key=lambda end: end.order)
     timed_out = len(failed) == ranks and all(end.lost is not None and end.lost.kind == "timeout" for end in failed)
     if timed_out:
         waits = next((f"; {end.sentence.removeprefix(SAYS)}" for end in failed if end.sentence), "")
-        return first.with_message(_by_message(failed, ranks) + waits)
+        return first.with_message(_by_message(failed, ranks, places) + waits)
     if first.order == 2:
         return first.with_message(first.sentence.removeprefix(SAYS).rpartition("; ")[0] or first.message)
     # An error that every rank found together belongs to no single rank.
     same = len(failed) == ranks and all(end.lost is None and end.message == first.message for end in failed)
-    return first.with_message(_by_message(failed if same else [first], ranks))
+    return first.with_message(_by_message(failed if same else [first], ranks, places))
 
 
-def _by_message(ends: Sequence[_End], ranks: int) -> str:
-    """`rank 2: MESSAGE`, `every rank: MESSAGE`, or each message with its ranks."""
+def _by_message(ends: Sequence[_End], ranks: int, places: Sequence[str] = ()) -> str:
+    """`rank 2: MESSAGE`, `rank 2 (n1): MESSAGE` with its node, `every rank: MESSAGE`, or each message with its ranks."""
+
+    def names(members: Sequence[int]) -> str:
+        nodes = dict.fromkeys(places[rank] for rank in members) if places else ()
+        return rank_words(members) + (f" ({', '.join(nodes)})" if nodes else "")
+
     groups: dict[str, list[int]] = {}
     for end in ends:
         groups.setdefault(end.message, []).append(end.rank)
     return "; ".join(
-        f"{'every rank' if len(members) == ranks else rank_words(members)}: {message}"
-        for message, members in groups.items()
+        f"{'every rank' if len(members) == ranks else names(members)}: {message}" for message, members in groups.items()
     )
 
 
@@ -237,18 +285,18 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _merged(ends: Sequence[_End]) -> Answer:
+def _merged(ends: Sequence[_End], places: Sequence[str]) -> Answer:
     """The answer of rank 0 with the findings of all ranks in it; no rank failed."""
     answers = [end.answer for end in sorted(ends, key=lambda end: end.rank) if end.answer is not None]
     if "findings" not in answers[0]:
         return answers[0]
     again = all(answer["again"] for answer in answers)
-    findings = merged_findings([answer["findings"] for answer in answers])
+    findings = merged_findings([answer["findings"] for answer in answers], places)
     return {**answers[0], "findings": findings, "again": again}
 
 
-def merged_findings(findings: Sequence[Plain]) -> dict[str, Any]:
-    """Merge the findings of all ranks, as their processes send them, in the order of ranks.
+def merged_findings(findings: Sequence[Plain], places: Sequence[str] = ()) -> dict[str, Any]:
+    """Merge the findings of all ranks, as their processes send them, in the order of ranks. `places`: each rank's node.
 
     Facts and tables are rank 0's. Each value of the samples in SLOWEST (`step` and the like) is the slowest rank's,
     because a step is over when its last rank is. The table `ranks` has every quantity of which all ranks took as many
@@ -269,19 +317,23 @@ def merged_findings(findings: Sequence[Plain]) -> dict[str, Any]:
         for name in common
         for rank, samples in enumerate(by_rank)
     ]
-    return {**first, "samples": merged, "tables": {**first["tables"], RANKS: _ranks_table(rows)}}
+    table = _ranks_table(rows)
+    if places:
+        table[_NODE] = [places[rank] for rank in table["rank"]]
+    return {**first, "samples": merged, "tables": {**first["tables"], RANKS: table}}
 
 
 def joined_ranks(tables: Sequence[Plain]) -> dict[str, list[Any]]:
     """Join the tables `ranks` of several rounds of one cell: the values of each rank and quantity, end to end."""
     rounds = [list(zip(*(table[name] for name in _RANKS_COLUMNS), strict=True)) for table in tables]
     later = [{(rank, name): values for rank, name, _, values in rows} for rows in rounds[1:]]
-    return _ranks_table(
+    joined = _ranks_table(
         [
             (rank, name, unit, [*values, *(value for table in later for value in table.get((rank, name), ()))])
             for rank, name, unit, values in rounds[0]
         ]
     )
+    return {**joined, _NODE: list(tables[0][_NODE])} if _NODE in tables[0] else joined
 
 
 def _alike(samples: Sequence[Plain | None]) -> bool:

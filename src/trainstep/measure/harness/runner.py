@@ -10,7 +10,8 @@ from trainstep.config.grid import Cell
 from trainstep.config.memory import LARGEST_TRIED, MemoryConfig
 from trainstep.config.parsing import from_plain, to_plain
 from trainstep.measure.harness.connection import Answer, CellLost, Connection, Tell
-from trainstep.measure.harness.rank_connection import connect, ranks_of
+from trainstep.measure.harness.nodes import Nodes
+from trainstep.measure.harness.rank_connection import connect, nodes_of, ranks_of
 from trainstep.measure.machine.environment import environment, load_before, memory_bytes
 from trainstep.plan.time.recorded import recorded_prediction
 from trainstep.records.facts import facts_of
@@ -29,7 +30,7 @@ class Limits:
     90 % of the machine's memory. `visible_devices`: the value of CUDA_VISIBLE_DEVICES. `rounds`: the number of rounds of
     whole processes in which compared variants run; None: they run interleaved, alive together, if they fit. `forks`: a
     process may be forked from a server that has imported torch. `processes`: how many fresh processes run each compared
-    variant; None: as many as their cost allows (interleave.py).
+    variant; None: as many as their cost allows (interleave.py). `nodes`: those of a launch over several (nodes.py).
     """
 
     timeout_s: float = 600.0
@@ -38,6 +39,7 @@ class Limits:
     rounds: int | None = None
     forks: bool = True
     processes: int | None = None
+    nodes: Nodes | None = None
 
     def memory_for(self, cell: Cell) -> int | None:
         """The memory limit of a CPU cell in bytes; None on a GPU."""
@@ -150,15 +152,15 @@ def with_facts(record: Record, **values: Any) -> Record:
 
 def open_run(cell: Cell, limits: Limits, tell: Tell) -> CellRun:
     """A run of the cell in a fresh process, or in a fresh process for each of its ranks."""
-    return CellRun(cell, limits, connect(cell, tell, forks=limits.forks))
+    return CellRun(cell, limits, connect(cell, tell, forks=limits.forks, nodes=limits.nodes))
 
 
 class IdleProcesses:
     """Processes that can measure another cell of their workload, kept because starting a process takes seconds."""
 
-    def __init__(self, *, forks: bool = True) -> None:
-        """`forks`: fresh processes may be forked."""
-        self._forks = forks
+    def __init__(self, *, forks: bool = True, nodes: Nodes | None = None) -> None:
+        """`forks`: fresh processes may be forked. `nodes`: those of this launch."""
+        self._forks, self._nodes = forks, nodes
         self._idle: list[tuple[object, Connection]] = []  # the longest idle first
 
     def take(self, cell: Cell, tell: Tell) -> Connection:
@@ -168,7 +170,7 @@ class IdleProcesses:
             if kind == _kind(cell) and connection.alive:
                 return connection
             connection.close()
-        return connect(cell, tell, forks=self._forks)
+        return connect(cell, tell, forks=self._forks, nodes=self._nodes)
 
     def give(self, cell: Cell, connection: Connection) -> None:
         """Keep the process of a cell that is done."""
@@ -187,7 +189,7 @@ class IdleProcesses:
 
 def _kind(cell: Cell) -> object:
     """What cells must have in common to share processes; ranks that met over one backend cannot change it."""
-    return cell.workload, ranks_of(cell), cell.config.get("backend"), cell.config.get("device")
+    return cell.workload, ranks_of(cell), nodes_of(cell), cell.config.get("backend"), cell.config.get("device")
 
 
 def largest_fit(cell: Cell, field: str, run: Callable[[Cell], Record]) -> Iterator[Record]:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,8 @@ from trainstep.config.grid import Cell, group_name
 from trainstep.config.import_path import python
 from trainstep.measure.harness.connection import tell_nobody
 from trainstep.measure.harness.local import run_groups
+from trainstep.measure.harness.nodes import Nodes
+from trainstep.measure.harness.rank_connection import nodes_of
 from trainstep.measure.harness.runner import Limits
 from trainstep.measure.machine.environment import environment
 from trainstep.records.record import Record, record_from_plain, record_to_plain
@@ -74,6 +76,10 @@ class JobRequest:
             if name in _OURS:
                 raise ValueError(f"slurm_args: {name} is set by trainstep itself")
 
+    def check(self, groups: Sequence[Sequence[Cell]]) -> None:
+        """ValueError for groups that cannot be the jobs of one request."""
+        job_nodes(groups)
+
     def minutes_for(self, groups: Sequence[Sequence[Cell]], limits: Limits) -> int:
         """Whole minutes that a job may take; all jobs of an array have the same limit."""
         if self.minutes is not None:
@@ -112,6 +118,8 @@ class Submission:
             job_name=self.name,
             partition=request.partition,
             time=request.minutes_for(groups, limits),
+            nodes=job_nodes(groups),
+            ntasks_per_node=1,
             array_parallelism=request.at_once,
             use_srun=False,  # srun would give its step one core of the job, and send it signals that mean requeue
             **({"gres": f"gpu:{request.gpus}"} if request.gpus else {}),
@@ -163,6 +171,17 @@ class Submission:
         return self.folder / f"{group_name(group)}.node"
 
 
+def job_nodes(groups: Iterable[Sequence[Cell]]) -> int:
+    """The number of nodes of each job. ValueError unless all cells need the same: a job for two would idle one of them."""
+    counts = sorted({nodes_of(cell) for group in groups for cell in group})
+    if len(counts) > 1:
+        raise ValueError(
+            f"nodes: the jobs of a sweep have one size, and its cells need {' and '.join(map(str, counts))} nodes; run it once for "
+            f"each: --set nodes={counts[0]}, then --set nodes={counts[-1]}"
+        )
+    return counts[0] if counts else 1
+
+
 def new_submission(folder: Path) -> Submission:
     """A submission with a new folder below this folder."""
     return Submission(folder / f"{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}")
@@ -179,6 +198,17 @@ def check_slurm() -> None:
     for program in ("sbatch", "squeue", "srun"):
         if shutil.which(program) is None:
             raise ValueError(f"slurm: there is no {program} here; run this on a login node of a Slurm cluster")
+
+
+def srun_command(request: JobRequest, nodes: int) -> list[str]:
+    """The beginning of a command line: srun, with one task on each of so many nodes. ValueError if there is no srun here."""
+    if shutil.which("srun") is None:
+        raise ValueError("slurm: there is no srun here; run this on a login node of a Slurm cluster")
+    return [
+        *("srun", f"--partition={request.partition}", f"--nodes={nodes}", "--ntasks-per-node=1"),
+        *([f"--gres=gpu:{request.gpus}"] if request.gpus else []),
+        *(f"--{name}" if value == "true" else f"--{name}={value}" for name, value in request.arguments.items()),
+    ]
 
 
 def job_states(names: Iterable[str]) -> dict[str, str] | None:
@@ -249,10 +279,22 @@ def run_group(group: Sequence[Cell], limits: Limits, part: Path, node: Path) -> 
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     _write_whole(node, json.dumps(here))
-    lists = run_groups([group], replace(limits, visible_devices=visible_devices, forks=False), tell_nobody)
-    # A variant's record may come twice: the second from rounds, after the live variants did not fit into memory.
-    latest = {record.key: record for records in lists for record in records}
+    with _nodes(group) as nodes:
+        here_limits = replace(limits, visible_devices=visible_devices, forks=False, nodes=nodes)
+        # A variant's record may come twice: the second from rounds, after the live variants did not fit into memory.
+        latest = {record.key: record for records in run_groups([group], here_limits, tell_nobody) for record in records}
     _write_whole(part, "".join(json.dumps(record_to_plain(record)) + "\n" for record in latest.values()))
+
+
+def _nodes(group: Sequence[Cell]) -> AbstractContextManager[Nodes | None]:
+    """The nodes of this job, if its cells need several."""
+    count = job_nodes([group])
+    if count == 1:
+        return nullcontext()
+    # Its store is torch's, which a driver of one node never imports.
+    meeting = importlib.import_module("trainstep.measure.harness.node_meeting")
+    nodes: AbstractContextManager[Nodes | None] = meeting.nodes_of_job(count)
+    return nodes
 
 
 def part_path(folder: Path, group: Sequence[Cell]) -> Path:

@@ -66,7 +66,7 @@ class StepMemoryWorkload:
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "StepMemoryMeasurement":
         """Build, and run the steps before the recorded step. CellFailed if there are too few GPUs."""
         cell = from_plain(MemoryConfig, config)
-        device = own_device(cell.ranks, cell.run.device)
+        device = own_device(cell.ranks, cell.run.device, cell.nodes)
         if cell.keep_snapshot is not None:
             kept_folder("keep_snapshot", cell.keep_snapshot)
         stages = Stages(stage)

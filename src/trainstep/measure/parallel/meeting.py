@@ -34,9 +34,9 @@ def check_gpus(ranks: int, device: str) -> None:
         raise CellFailed(Failure(kind="unsupported", phase="build", message=message))
 
 
-def own_device(ranks: int, device: str) -> torch.device:
-    """This rank's device. CellFailed if there are fewer GPUs than ranks."""
-    check_gpus(ranks, device)
+def own_device(ranks: int, device: str, nodes: int = 1) -> torch.device:
+    """This rank's device. CellFailed if there are fewer GPUs than ranks on a node."""
+    check_gpus(ranks // nodes, device)
     if device == "cpu":
         return torch.device(device)
     # No GPU is touched here: the first touch makes a context, and its memory is measured later.

@@ -25,22 +25,31 @@ from trainstep.traces.nesting import union_s
 from trainstep.traces.work import read_work
 
 _TIMES = ("communication_s", "waiting_s", "transfer_s", "exposed_s", "tail_s")
+_BY_CLOCK = ("waiting_s", "transfer_s")
+"""The times that compare the clocks of ranks."""
 
 
 def communication_of(
-    path: Path, expected: Sequence[Message], collectives: Collectives, shard_ranks: int | None = None
+    path: Path,
+    expected: Sequence[Message],
+    collectives: Collectives,
+    shard_ranks: int | None = None,
+    *,
+    one_clock: bool = True,
 ) -> tuple[dict[str, Fact], dict[str, Mapping[str, Sequence[Any]]]]:
     """Facts of this rank and tables of the first step in the trace. Every rank must call this.
 
     Tables: `buckets`, this rank's messages with times since the step began; `communication`, a row a rank. A trace that cannot be
     read costs no timed step: the fact `trace_failed` says why, on all ranks.
+
+    Without `one_clock`, on several nodes, nothing tells when the last rank joined a message, and nothing is said of waiting.
     """
     step, error = _read_first_step(path, expected)
     errors = collectives.gather_texts(error)
     if step is None or any(errors):
         return facts_of(trace_failed=next(filter(None, errors))), {}
     messages = step.messages
-    waits_s = _waits(step, collectives, shard_ranks)
+    waits_s = _waits(step, collectives, shard_ranks) if one_clock else None
     times = _times(step, waits_s)
     all_times = [json.loads(text) for text in collectives.gather_texts(json.dumps(times))]
     tables: dict[str, Mapping[str, Sequence[Any]]] = {
@@ -57,10 +66,14 @@ def communication_of(
         },
         "communication": {
             "rank": list(range(len(all_times))),
-            **{name: [rank_times[name] for rank_times in all_times] for name in _TIMES},
+            **{
+                name: [rank_times[name] if one_clock or name not in _BY_CLOCK else None for rank_times in all_times]
+                for name in _TIMES
+            },
         },
     }
-    return facts_of(**times), tables if messages else {}
+    known = {name: value for name, value in times.items() if one_clock or name not in _BY_CLOCK}
+    return facts_of(**known), tables if messages else {}
 
 
 @dataclass(frozen=True, kw_only=True)

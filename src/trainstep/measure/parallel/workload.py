@@ -49,7 +49,7 @@ class ParallelWorkload:
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "ParallelMeasurement":
         """Connect the ranks, build and warm up. CellFailed if there are too few GPUs."""
         cell = from_plain(ParallelConfig, config)
-        device = own_device(cell.ranks, cell.run.device)
+        device = own_device(cell.ranks, cell.run.device, cell.nodes)
         if cell.keep_trace is not None:
             kept_folder("keep_trace", cell.keep_trace)
         opened, ranks, meeting_facts = open_ranks(cell.ranks, device, Stages(stage))
@@ -198,7 +198,11 @@ class ParallelMeasurement:
             self._record(1, path)  # the profiler's first start is slow
             self._record(_TRACED_STEPS, path)
             facts, tables = communication_of(
-                path, self.expected, Collectives(self._ranks), self.config.sync.shard_ranks
+                path,
+                self.expected,
+                Collectives(self._ranks),
+                self.config.sync.shard_ranks,
+                one_clock=self.config.nodes == 1,
             )
             if self.config.keep_trace is not None:
                 self._record(1, path)

@@ -30,6 +30,7 @@ from trainstep.report.kit.ranking import (
 )
 from trainstep.report.kit.rows import Row, grouped
 from trainstep.report.parallel.collectives import fit_of, series_of, size_words
+from trainstep.report.parallel.links import level_words, slowest_words
 from trainstep.report.parallel.tables import StrategyRow, strategies_of
 from trainstep.traces.verdict import LAUNCH_BOUND, step_limit
 
@@ -222,7 +223,8 @@ def _series_words(rows: Sequence[Row]) -> str:
     link = f", {percent(share)} % of the link" if share else ""
     fit = fit_of(rows)
     latency = f", plus {seconds_words(fit.alpha_s)} latency per call" if fit and fit.alpha_s > 0 else ""
-    return f"{_name(best)}: {rate_words(rate, 'bytes/s')} on the bus at {_size(best)}{link}{latency}."
+    slowest = f"; {words}" if (words := slowest_words(rows)) else ""
+    return f"{_name(best)}: {rate_words(rate, 'bytes/s')} on the bus at {_size(best)}{link}{latency}{slowest}."
 
 
 def _message_size(series: Sequence[Sequence[Row]]) -> str:
@@ -260,7 +262,8 @@ def _least_size(shares: Mapping[float, Mapping[str, float]], least: float) -> fl
 def _link(rows: Sequence[Row]) -> tuple[object, ...]:
     """What the series of all operations on one link share."""
     config = rows[0].record.config
-    return config["backend"], config["ranks"], config["dtype"], config["device"], rows[0].file
+    place = config.get("nodes", 1), level_words(config)
+    return config["backend"], config["ranks"], *place, config["dtype"], config["device"], rows[0].file
 
 
 def _best(rows: Sequence[Row]) -> tuple[Row, float, float | None]:
@@ -272,7 +275,8 @@ def _best(rows: Sequence[Row]) -> tuple[Row, float, float | None]:
 
 def _name(row: Row) -> str:
     config = row.record.config
-    return f"{config['operation']} of {config['dtype']} on {config['ranks']} ranks by {config['backend']}"
+    level = f" ({words})" if (words := level_words(config)) else ""
+    return f"{config['operation']} of {config['dtype']} on {config['ranks']} ranks{level} by {config['backend']}"
 
 
 def _size(row: Row) -> str:

@@ -37,8 +37,11 @@ from trainstep.report.kit.forms import (
 from trainstep.report.kit.ranking import mean_column, median_and_range, median_words
 from trainstep.report.kit.rows import Row, grouped, machines, quantities, words
 from trainstep.report.kit.tables import Column, Line, Table, doubts_column, point_columns, rank_columns, row_of
+from trainstep.report.parallel.links import level_words, links_tables, slowest_words
 
 LABEL = ("operation", "backend", "ranks", "dtype")
+_PLACED = ("nodes", "level")
+"""What else tells series apart where ranks are on several nodes."""
 _HOW = (
     "Time: of the slowest rank, median ± half the interquartile range. Algorithm bandwidth: size over median time. Bus "
     "bandwidth: bytes that a ring's busiest rank sends over median time, comparable with one direction of a link."
@@ -47,9 +50,10 @@ _FIT = (
     "Median time of a call = latency + size / algorithm bandwidth, fitted over the sizes of one run by least squares of relative "
     "residuals. A negative latency means that these sizes do not show a latency."
 )
+_BETWEEN = "What each node sends to the next at the fitted bandwidth, if messages go in rings."
 _ALONE = "With one rank nothing is sent, so the time is the cost of the call."
 Key = tuple[Any, ...]
-"""The values that the sizes of a series share: LABEL, then device, machine and file."""
+"""The values that the sizes of a series share: LABEL, nodes and level, then device, machine and file."""
 
 
 def series_of(rows: Sequence[Row]) -> dict[Key, list[Row]]:
@@ -59,7 +63,8 @@ def series_of(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     def key_of(row: Row) -> Key:
         config, environment = row.record.config, row.record.environment
         machine = labels.get(environment, environment.gpu or environment.cpu)
-        return *(config[name] for name in LABEL), config["device"], machine, row.file
+        placed = config.get("nodes", 1), level_words(config)
+        return *(config[name] for name in LABEL), *placed, config["device"], machine, row.file
 
     return {
         key: sorted(alike, key=lambda row: row.record.config["mib"]) for key, alike in grouped(rows, key_of).items()
@@ -76,7 +81,7 @@ def fit_of(rows: Sequence[Row]) -> LatencyFit | None:
 
 def collective_tables(rows: Sequence[Row]) -> list[Table]:
     """The table of cells, and the table of each series' fit."""
-    return [cells_table(rows), *fit_tables(rows)]
+    return [cells_table(rows), *fit_tables(rows), *links_tables(list(series_of(rows).values()))]
 
 
 def cells_table(rows: Sequence[Row]) -> Table:
@@ -85,7 +90,8 @@ def cells_table(rows: Sequence[Row]) -> Table:
     lines = [Line(row, _numbers(row)) for row in rows]
     columns = [
         *_NAMED,
-        *point_columns(rows, without=(*LABEL, "mib")),
+        *_PLACE_COLUMNS,
+        *point_columns(rows, without=(*LABEL, *_PLACED, "mib")),
         # A cell that failed early did not record its bytes.
         Column(
             "size",
@@ -111,9 +117,17 @@ def fit_tables(rows: Sequence[Row]) -> list[Table]:
     lines = [Line(alike[0], fit) for alike in series_of(rows).values() if (fit := fit_of(alike))]
     columns = [
         *_NAMED,
+        *_PLACE_COLUMNS,
         Column("sizes", COUNT),
         Column("latency (µs)", DIGITS, lambda line: line.value.alpha_s * 1e6),
         Column("algorithm (GB/s)", DIGITS, lambda line: line.value.beta_bytes_per_s / 1e9),
+        Column(
+            "between nodes (GB/s)",
+            DIGITS,
+            lambda line: None if (s := node_bytes_per_s(line.row.record, line.value)) is None else s / 1e9,
+            optional=True,
+            help=_BETWEEN,
+        ),
         Column("R²", RATIO, "r_squared"),
         Column("largest error (%)", PERCENT, "worst"),
     ]
@@ -126,6 +140,28 @@ def _named(name: str) -> Column:
 
 
 _NAMED = [_named(name) for name in LABEL]
+_PLACE_COLUMNS = [
+    Column("nodes", COUNT, lambda row: _nodes(row_of(row).record), failed=None, names=True, optional=True),
+    Column(
+        "level",
+        TEXT,
+        lambda row: level_words(row_of(row).record.config) or None,
+        failed=None,
+        names=True,
+        optional=True,
+    ),
+]
+
+
+def _nodes(record: Record) -> int | None:
+    nodes = int(record.config.get("nodes", 1))
+    return nodes if nodes > 1 else None
+
+
+def node_bytes_per_s(record: Record, fit: LatencyFit) -> float | None:
+    """Bytes a second that each node sends to the next at the fitted bandwidth; None inside nodes. `record`: one of the series."""
+    sent = record.fact("node_bytes")
+    return float(fit.beta_bytes_per_s * sent / record.fact("payload_bytes")) if sent else None
 
 
 def size_words(payload_bytes: float) -> str:
@@ -176,7 +212,8 @@ def _sentence(key: Key, rows: Sequence[Row]) -> str:
     )
     fit = fit_of(rows)
     latency = f"; the latency of a call is {seconds_words(fit.alpha_s)}" if fit and fit.alpha_s > 0 else ""
-    return f"{sentence}{latency}."
+    slowest = f"; {words}" if (words := slowest_words(rows)) else ""
+    return f"{sentence}{latency}{slowest}."
 
 
 def _chart(
@@ -211,8 +248,8 @@ def _rest(key: Key, series: dict[Key, list[Row]]) -> str:
 
 
 def _name(key: Key) -> str:
-    operation, backend, ranks, dtype, *_ = key
-    return f"{operation} by {backend}, {ranks} ranks, {dtype}"
+    operation, backend, ranks, dtype, _, level, *_ = key
+    return f"{operation} by {backend}, {ranks} ranks, {dtype}{', ' * bool(level)}{level}"
 
 
 def _mib(record: Record) -> float:

@@ -310,10 +310,12 @@ def _fit(strategy: StrategyRow, collectives: Sequence[Row]) -> LatencyFit | None
     config, environment = strategy.record.config, strategy.record.environment
     backend = "gloo" if config["device"] == "cpu" else "nccl"
     wanted = {"operation": "all_reduce", "backend": backend, "ranks": config["ranks"]}
+    placed = {"nodes": config.get("nodes", 1), "level": "all"}
     matches = [
         row
         for row in collectives
         if all(row.record.config[name] == value for name, value in wanted.items())
+        and all(row.record.config.get(name, value) == value for name, value in placed.items())
         and row.record.environment.difference(environment, "gpu", "cpu") is None
     ]
     return next(filter(None, map(fit_of, series_of(matches).values())), None)

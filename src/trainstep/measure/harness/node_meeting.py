@@ -1,0 +1,197 @@
+"""The nodes of a launch by torchrun or srun find each other: the first task of all is the driver, those of other nodes are agents.
+
+They meet in the launch's store (torch.distributed), in which the driver leaves its port. In a job that a sweep has submitted, the
+driver is the batch script, and srun starts the agents as `python -m trainstep.measure.harness.node_meeting`.
+
+[Note: whom nodes trust]
+Driver and agent prove to each other that they know the token of process_group.py before anything is run. As there, the network
+between the nodes is the boundary of trust.
+"""
+
+import dataclasses
+import hmac
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from trainstep.config.import_path import python_command
+from trainstep.measure.harness.node_agent import Agent
+from trainstep.measure.harness.nodes import Lines, Node, Nodes, node_name
+from trainstep.measure.harness.rank_connection import free_port
+from trainstep.measure.machine.environment import environment
+from trainstep.parallel.launch import Launch, find_launch, first_host, hosts_of
+from trainstep.parallel.liveness.link import listen, proof
+from trainstep.parallel.process_group import open_store
+from trainstep.records.record import Environment
+
+MEETING_S = 60.0
+"""How long the nodes of a launch wait for each other."""
+_HELLO_S = 30.0
+_END_S = 15.0
+"""How long the agents of a job may take to end."""
+_KEY = "trainstep nodes"
+
+
+def meet_nodes(launch: Launch, *, timeout_s: float = MEETING_S, token: str | None = None) -> Nodes:
+    """Wait for the agents of a launch's other nodes. ValueError, naming them, for nodes that do not come in time.
+
+    `token`: a secret that the agents have in TRAINSTEP_TOKEN; by default this process's own.
+    """
+    own_token = token or os.environ.get("TRAINSTEP_TOKEN")
+    token = own_token or secrets.token_hex(16)
+    store = open_store(launch, timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    came: dict[int, Node] = {}
+    with listen(launch.address) as listener:
+        store.set(_store_key(), f"{listener.getsockname()[1]} {'' if own_token else token}")
+        while len(came) < launch.nodes - 1:
+            listener.settimeout(max(deadline_s - time.monotonic(), 0.01))
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                for node in came.values():
+                    node.end(2)
+                raise ValueError(_absent(launch, came, timeout_s)) from None
+            arrived = _welcomed(Lines(peer), token)
+            if arrived is not None and 0 < arrived.number < launch.nodes and arrived.number not in came:
+                came[arrived.number] = arrived
+    others = [came[number] for number in sorted(came)]
+    return Nodes(here=node_name(), address=launch.address, others=others, tasks=launch.world_size)
+
+
+def serve_node(launch: Launch, *, timeout_s: float = MEETING_S) -> int:
+    """Be this node's agent until the driver ends; returns the driver's exit code. ValueError if the driver is not there."""
+    where = f"the first node, at {launch.address}"
+    try:
+        port, _, stored_token = open_store(launch, timeout_s).get(_store_key()).decode().partition(" ")
+        peer = socket.create_connection((launch.address, int(port)), timeout=timeout_s)
+    except (OSError, RuntimeError, ValueError) as error:  # torch's errors are RuntimeErrors
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"nodes: {where}, did not come within {timeout_s:g} s ({reason})") from None
+    lines = Lines(peer)
+    _introduce(lines, launch, os.environ.get("TRAINSTEP_TOKEN") or stored_token)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver says when it ends
+    return Agent(lines).serve()
+
+
+@contextmanager
+def nodes_of_job(count: int) -> Iterator[Nodes | None]:
+    """The nodes of this Slurm job, whose batch script this is; None for a single node. Leaving it ends the agents.
+
+    ValueError as `meet_nodes`.
+    """
+    if count == 1:
+        yield None
+        return
+    hosts = os.environ["SLURM_JOB_NODELIST"]
+    address, port = os.environ.get("MASTER_ADDR") or first_host(hosts), free_port()
+    token = os.environ.get("TRAINSTEP_TOKEN") or secrets.token_hex(16)
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TRAINSTEP_TOKEN": token}
+    # Else srun would give its tasks a part of the job's cores.
+    places = [
+        "--nodes",
+        str(count),
+        "--ntasks",
+        str(count),
+        "--ntasks-per-node",
+        "1",
+        "--overlap",
+        "--cpu-bind",
+        "none",
+    ]
+    srun = subprocess.Popen(
+        ["srun", *places, *python_command("trainstep.measure.harness.node_meeting")],
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+    )
+    launch = Launch(
+        rank=0,
+        world_size=count,
+        local_rank=0,
+        local_size=1,
+        address=address,
+        port=port,
+        nodes=count,
+        node=0,
+        hosts=hosts_of(hosts),
+    )
+    nodes = None
+    try:
+        nodes = meet_nodes(launch, token=token)
+        yield nodes
+    finally:
+        if nodes is not None:
+            nodes.end(0)
+        try:
+            srun.wait(_END_S if nodes is not None else 0)
+        except subprocess.TimeoutExpired:
+            srun.kill()  # which ends its tasks
+            srun.wait()
+
+
+def _store_key() -> str:
+    """Where the driver's port is in the store; each restart by torchrun has its own."""
+    return f"{_KEY} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _welcomed(lines: Lines, token: str) -> Node | None:
+    """The node at the other end; None if it does not prove in time that it knows the token."""
+    challenge = secrets.token_hex(16)
+    lines.send(challenge=challenge)
+    hello = lines.receive(_HELLO_S) or {}
+    known = isinstance(hello.get("proof"), str) and hmac.compare_digest(
+        hello["proof"].encode(), proof(token, challenge, "node").encode()
+    )
+    if not known:
+        lines.send(refused=True)
+        lines.close()
+        return None
+    lines.send(proof=proof(token, str(hello["challenge"]), "driver"))
+    return Node(int(hello["node"]), str(hello["name"]), Environment(**hello["environment"]), lines)
+
+
+def _absent(launch: Launch, came: Mapping[int, Node], timeout_s: float) -> str:
+    absent = [number for number in range(1, launch.nodes) if number not in came]
+    named = [launch.hosts[number] if number < len(launch.hosts) else f"node {number}" for number in absent]
+    return (
+        f"nodes: {', '.join(named)} of {launch.nodes} nodes did not come within {timeout_s:g} s; look there for the reason, and "
+        "check that every node runs the same command and reaches "
+        f"{launch.address}"
+    )
+
+
+def _introduce(lines: Lines, launch: Launch, token: str) -> None:
+    """Prove that this node knows the token, and check that the driver does."""
+    challenge = secrets.token_hex(16)
+    asked = lines.receive(_HELLO_S) or {}
+    lines.send(
+        node=launch.node,
+        name=node_name(),
+        environment=dataclasses.asdict(environment(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))),
+        challenge=challenge,
+        proof=proof(token, str(asked.get("challenge")), "node"),
+    )
+    answer = lines.receive(_HELLO_S) or {}
+    if answer.get("proof") != proof(token, challenge, "driver"):
+        raise ValueError(
+            "TRAINSTEP_TOKEN: the first node and this one do not have the same; set it alike on every node"
+        )
+
+
+def main() -> None:
+    """A task of `nodes_of_job`'s srun: this node's agent; on the first node, nothing."""
+    launch = find_launch(os.environ)
+    try:
+        sys.exit(serve_node(launch) if launch.node else 0)
+    except ValueError as error:
+        sys.exit(f"trainstep: {error}")
+
+
+if __name__ == "__main__":
+    main()

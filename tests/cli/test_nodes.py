@@ -1,0 +1,175 @@
+"""Verbs in a launch over two pretend nodes of two tasks: one record a cell, strategies agree, a killed node loses no record."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cell_maker import MARK, finish, import_path, marked, wait_until
+from node_launch import NAMES, RANKS_OF_NODE, two_nodes
+from slurm_cluster import SlurmCluster
+from trainstep.config.parallel import OURS
+from trainstep.records.ranks import node_of_rank, rank_values
+from trainstep.records.store import Store
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+PLACES = [name for name in NAMES for _ in range(RANKS_OF_NODE)]
+
+
+def ran(*words: object, folder: Path, mark: str, expected: int = 0) -> tuple[str, str]:
+    """Run on both nodes to the end, which is this exit code; what the first printed."""
+    with two_nodes(*words, folder=folder, mark=mark) as (first, second):
+        code, out, err = finish(first, timeout_s=100)
+        assert code == expected, err
+        assert finish(second)[0] == expected
+    assert wait_until(lambda: not marked(mark))
+    return out, err
+
+
+def test_every_strategy_agrees_over_two_nodes(tmp_path: Path):
+    strategies = [*(name for name in OURS if name != "none"), "torch_ddp"]
+    options = ["--steps", "2", "--warmups", "1", "--window-steps", "1", "--processes", "1", "--context", "16"]
+    ran("parallel", "--sync", ",".join(strategies), *options, "--out", "p.jsonl", folder=tmp_path, mark="parity")
+    records = Store(tmp_path / "p.jsonl").read()
+    assert [record.config["sync"] for record in records] == strategies
+    losses = {}
+    for record in records:
+        assert record.failure is None, record.failure
+        assert (record.config["ranks"], record.config["nodes"]) == (4, 2)
+        assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
+        assert all(len(values) == 2 for values in rank_values(record, "step").values())
+        assert record.fact("waiting_s") is None, "clocks of nodes are not compared"
+        losses[record.config["sync"]] = record.tables["losses"]["loss"]
+    for name, values in losses.items():
+        assert values == pytest.approx(losses[strategies[0]], rel=1e-5), name
+
+
+def test_collectives_by_level(tmp_path: Path):
+    out, _ = ran(
+        "collectives", "--mib", "0.01,0.1,1", "--steps", "3", "--out", "c.jsonl", folder=tmp_path, mark="levels"
+    )
+    records = Store(tmp_path / "c.jsonl").read()
+    assert [record.config["level"] for record in records] == [
+        level for level in ("all", "in_nodes", "across_nodes") for _ in range(3)
+    ]
+    for record in records:
+        links = record.tables.get("links")
+        pairs = None if links is None else list(zip(links["rank"], links["to_rank"], strict=True))
+        assert pairs == {"all": None, "in_nodes": [(0, 1), (2, 3)], "across_nodes": [(0, 2)]}[record.config["level"]]
+        size = record.fact("payload_bytes")
+        sent = {"all": 1.5 * size, "in_nodes": None, "across_nodes": 2 * size}[record.config["level"]]
+        assert record.fact("node_bytes") == (None if sent is None else pytest.approx(sent, abs=2))
+    assert "n1 - n2" in out
+    assert "slowest link" in out
+
+
+SWEEP = """
+timeout_s = 60
+[grid]
+workload = "workloads:SLEEP"
+device = ["cpu"]
+ranks = [4]
+nodes = [2]
+seconds = [0.05]
+steps = [6]
+name = ["a", "b", "c"]
+"""
+SWEEPING = ("sweep", "it.toml", "--out", "it.jsonl")
+IN_PARALLEL = (
+    *("parallel", "--sync", "flat", "--context", "8,16,24", "--steps", "2", "--window-steps", "1", "--warmups", "1"),
+    *("--out", "it.jsonl", "--resume"),
+)
+
+
+@pytest.mark.parametrize(("words", "seed"), [(SWEEPING, 1), (IN_PARALLEL, 2)], ids=["sweep", "parallel"])
+def test_a_node_that_is_killed_loses_no_finished_cell(words: tuple[str, ...], seed: int, tmp_path: Path):
+    (tmp_path / "it.toml").write_text(SWEEP)
+    store, mark = Store(tmp_path / "it.jsonl"), f"killed{seed}"
+    with two_nodes(*words, folder=tmp_path, mark=mark) as (first, second):
+        assert wait_until(lambda: store.path.exists() and len(store.read()) >= 1, 40)
+        time.sleep(random.Random(seed).uniform(0, 2.0))
+        os.killpg(second.pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        code, _, err = finish(first, timeout_s=60)
+        assert time.monotonic() - killed_s < 60
+    assert wait_until(lambda: not marked(mark))
+    before = store.read()
+    failures = [record.failure for record in before if record.failure is not None]
+    assert len(failures) <= 1
+    assert all("n2" in failure.message for failure in failures)
+    assert len(before) == 3 or (code == 2 and "nodes: n2 is lost" in err and "to continue: trainstep" in err)
+    retries = ["--retry-failed"] if words is SWEEPING else []
+    ran(*words, *retries, folder=tmp_path, mark=f"again{seed}", expected=0 if retries or not failures else 3)
+    after = store.latest()
+    assert len(after) == 3
+    assert sum(record.failure is not None for record in after.values()) == (0 if words is SWEEPING else len(failures))
+    assert all(after[record.key] == record for record in before if record.failure is None)
+
+
+def test_a_driver_that_is_killed_leaves_nothing_on_the_other_node(tmp_path: Path):
+    (tmp_path / "it.toml").write_text(SWEEP.replace("0.05", "5"))
+    with two_nodes("sweep", "it.toml", folder=tmp_path, mark="driver") as (first, second):
+        assert wait_until(lambda: len(marked("driver")) >= 2 + 4, 40)
+        os.killpg(first.pid, signal.SIGKILL)
+        assert finish(second)[0] == 3
+    assert wait_until(lambda: not marked("driver"))
+
+
+def test_bad_input_ends_both_nodes(tmp_path: Path):
+    with two_nodes("parallel", "--ranks", "3", folder=tmp_path, mark="bad") as (first, second):
+        code, _, err = finish(first)
+        assert (code, finish(second)[0]) == (2, 2)
+    assert "nodes: 3 ranks cannot be spread evenly over 2 nodes" in err
+
+
+def test_one_process_runs_on_the_first_node(tmp_path: Path):
+    options = ["--context", "16", "--steps", "2", "--out", "b.jsonl"]
+    ran("bench", *options, folder=tmp_path, mark="bench")
+    [record] = Store(tmp_path / "b.jsonl").read()
+    assert record.failure is None
+    assert "nodes" not in record.config
+
+
+def on_slurm(command: list[str], folder: Path, cluster: SlurmCluster, mark: str) -> None:
+    """Run a command with the pretend cluster, to exit code 0, and check that nothing is left of it."""
+    environ = {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": import_path(), MARK: mark}
+    done = subprocess.run(
+        command, cwd=folder, env={**cluster.environ, **environ}, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert wait_until(lambda: not marked(mark))
+
+
+TRAINSTEP = (sys.executable, "-m", "trainstep")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        (("srun", "--nodes", "2", "--ntasks-per-node", "2"), ()),
+        ((), ("--slurm", "debug", "--slurm-gpus", "0", "--nodes", "2", "--ranks", "4")),
+    ],
+    ids=["srun", "option"],
+)
+def test_srun_on_two_nodes(
+    launcher: tuple[str, ...], options: tuple[str, ...], tmp_path: Path, slurm_daemons: SlurmCluster
+):
+    few = ["--level", "across_nodes", "--mib", "0.01", "--steps", "3", "--out", "c.jsonl"]
+    on_slurm([*launcher, *TRAINSTEP, "collectives", *few, *options], tmp_path, slurm_daemons, "srun")
+    [record] = Store(tmp_path / "c.jsonl").read()
+    assert record.failure is None
+    assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
+
+
+def test_jobs_of_a_sweep_on_two_nodes(tmp_path: Path, slurm_daemons: SlurmCluster):
+    (tmp_path / "it.toml").write_text(SWEEP)
+    command = [sys.executable, "-m", "trainstep", *SWEEPING, "--slurm", slurm_daemons.partition, "--slurm-gpus", "0"]
+    on_slurm([*command, "--set", "name=a"], tmp_path, slurm_daemons, "jobs")
+    [record] = Store(tmp_path / "it.jsonl").read()
+    assert record.failure is None
+    assert [node_of_rank(record, rank) for rank in range(4)] == PLACES

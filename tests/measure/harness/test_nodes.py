@@ -1,0 +1,202 @@
+"""A node's agent and its driver over a pair of sockets: ranks on both, a lost node, bad hellos, and nodes that differ."""
+
+import dataclasses
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cell_maker import importable, silent, wait_until
+from ranks import free_port
+from record_maker import ENVIRONMENT
+from trainstep.config.grid import Cell
+from trainstep.measure.harness import node_meeting
+from trainstep.measure.harness.node_agent import Agent
+from trainstep.measure.harness.node_meeting import _introduce, _welcomed, meet_nodes
+from trainstep.measure.harness.nodes import Lines, Node, NodeLost, Nodes
+from trainstep.measure.harness.rank_connection import RankConnection, connect, joined_ranks, merged_findings
+from trainstep.measure.harness.runner import CellRun, Limits, run_alone
+from trainstep.parallel.launch import Launch, hosts_of
+from trainstep.records.ranks import node_of_rank, rank_values
+
+__all__ = ["importable"]
+pytestmark = [
+    pytest.mark.usefixtures("importable"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Nodes, socket.socket, list[int]]]:
+    """Nodes n1 and n2, of which the second's agent is a thread; its end of the connection; the agent's exit code."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    driver_end, agent_end = socket.socketpair()
+    codes: list[int] = []
+    agent = threading.Thread(target=lambda: codes.append(Agent(Lines(agent_end)).serve()), daemon=True)
+    agent.start()
+    node = Node(1, "n2", ENVIRONMENT, Lines(driver_end))
+    nodes = Nodes(here="n1", address="127.0.0.1", others=[node], tasks=4)
+    yield nodes, agent_end, codes
+    nodes.end(0)
+    agent.join(10)
+    assert not agent.is_alive()
+
+
+def ranked(**config: object) -> Cell:
+    return Cell(
+        workload="rank_workloads:RANKED",
+        config={"device": "cpu", "ranks": 2, "nodes": 2, "steps": 4, **config},
+        point={},
+    )
+
+
+def run(cell: Cell, nodes: Nodes, timeout_s: float = 60):
+    connection = connect(cell, silent, nodes=nodes)
+    try:
+        return run_alone(CellRun(cell, Limits(timeout_s=timeout_s, memory_limit_bytes=2**30), connection))[0]
+    finally:
+        connection.close()
+
+
+def test_ranks_of_both_nodes_make_one_record(two: tuple[Nodes, socket.socket, list[int]]):
+    record = run(ranked(), two[0])
+    assert record.failure is None
+    assert record.samples["step"].values == (1.0, 1.0, 3.0, 3.0)
+    assert rank_values(record, "clock") == {0: (100,), 1: (101,)}
+    assert [node_of_rank(record, rank) for rank in (0, 1)] == ["n1", "n2"]
+    assert record.fact("memory_limit_bytes") == 2**30, "each node has the whole limit"
+    two[0].end(7)
+    assert wait_until(lambda: two[2] == [7])
+
+
+@pytest.mark.slow
+def test_an_error_names_rank_and_node(two: tuple[Nodes, socket.socket, list[int]]):
+    record = run(ranked(act="raise", victim=1, wait=True), two[0])
+    assert record.failure is not None
+    assert record.failure.message == "rank 1 (n2): RuntimeError: this was planted"
+
+
+@pytest.mark.slow
+def test_a_hang_is_timed_by_each_node(two: tuple[Nodes, socket.socket, list[int]]):
+    record = run(ranked(wait=True), two[0], timeout_s=2)
+    assert record.failure is not None
+    assert record.failure.message == "every rank: killed in steps at its time limit of 2 s"
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_named_and_needed_no_more(two: tuple[Nodes, socket.socket, list[int]]):
+    nodes, agent_end, _ = two
+    stages: list[str] = []
+
+    def lose(_cell: Cell, stage: str) -> None:
+        stages.append(stage)
+        if stage == "steps":
+            agent_end.shutdown(socket.SHUT_RDWR)
+
+    connection = RankConnection(lose, 2, nodes=nodes, node_count=2)
+    try:
+        record, _ = run_alone(CellRun(ranked(wait=True), Limits(timeout_s=60), connection))
+    finally:
+        connection.close()
+    assert record.failure is not None
+    assert record.failure.kind == "crash"
+    assert record.failure.message.startswith("rank 1 (n2): node n2 was lost in ")
+    with pytest.raises(NodeLost, match=r"^nodes: n2 is lost; start the launch again"):
+        connect(ranked(), silent, nodes=nodes)
+
+
+def test_more_nodes_than_the_launch_has_are_refused(two: tuple[Nodes, socket.socket, list[int]]):
+    with pytest.raises(ValueError, match=r"^nodes: the cell needs 3 and the launch has 2$"):
+        connect(ranked(ranks=3, nodes=3), silent, nodes=two[0])
+
+
+def test_nodes_that_differ_are_refused(two: tuple[Nodes, socket.socket, list[int]]):
+    two[0].check_alike(ENVIRONMENT, ("torch", "source"))
+    here = dataclasses.replace(ENVIRONMENT, torch="9.9")
+    with pytest.raises(ValueError, match=r"^nodes: n1 and n2 differ: torch 9.9 against .*--allow-mixed$"):
+        two[0].check_alike(here, ("torch",))
+
+
+def test_a_folder_that_is_not_shared_is_refused(
+    two: tuple[Nodes, socket.socket, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    two[0].check_shared("keep_trace", tmp_path)
+    monkeypatch.setattr(os, "listdir", lambda _folder: [])  # as the agent's node has it
+    with pytest.raises(
+        ValueError, match=r"^keep_trace: n2 does not see what n1 writes into .*; name a folder that all"
+    ):
+        two[0].check_shared("keep_trace", tmp_path)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nodes_of_one_name_are_told_apart(two: tuple[Nodes, socket.socket, list[int]]):
+    assert dataclasses.replace(two[0], here="n2").names == ("n2 (node 0)", "n2 (node 1)")
+
+
+@pytest.mark.parametrize(("token", "known"), [("secret", True), ("guessed", False)])
+def test_both_sides_prove_that_they_know_the_token(token: str, known: bool):
+    driver_end, agent_end = map(Lines, socket.socketpair())
+    launch = Launch(rank=2, world_size=4, local_rank=0, local_size=2, address="n1", port=1, nodes=2, node=1)
+    welcomed: list[Node | None] = []
+    driver = threading.Thread(target=lambda: welcomed.append(_welcomed(driver_end, "secret")))
+    driver.start()
+    if known:
+        _introduce(agent_end, launch, token)
+    else:
+        with pytest.raises(ValueError, match=r"^TRAINSTEP_TOKEN: the first node and this one do not have the same"):
+            _introduce(agent_end, launch, token)
+    driver.join()
+    assert [node.number if node else None for node in welcomed] == [1 if known else None]
+
+
+def a_launch(port: int, hosts: tuple[str, ...] = ()) -> Launch:
+    return Launch(
+        rank=0, world_size=4, local_rank=0, local_size=2, address="127.0.0.1", port=port, nodes=3, node=0, hosts=hosts
+    )
+
+
+def test_nodes_that_never_come_are_named():
+    with pytest.raises(ValueError, match=r"^nodes: n2, n3 of 3 nodes did not come within 0.2 s; look there"):
+        meet_nodes(a_launch(free_port(), ("n1", "n2", "n3")), timeout_s=0.2)
+    with pytest.raises(ValueError, match=r"^nodes: node 1, node 2 of 3 nodes did not come"):
+        meet_nodes(a_launch(free_port()), timeout_s=0.2)
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"^MASTER_PORT: port {port} of 127.0.0.1 is in use"):
+            meet_nodes(a_launch(port), timeout_s=1)
+
+
+def test_a_driver_that_never_comes_is_named():
+    launch = dataclasses.replace(a_launch(free_port()), rank=2, node=1)
+    with pytest.raises(ValueError, match=r"^nodes: the first node, at 127.0.0.1, did not come within 0.2 s"):
+        node_meeting.serve_node(launch, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ("n1",)),
+        ("n[07-09,12],m3", ("n07", "n08", "n09", "n12", "m3")),
+        ("r1n[1-2]-ib", ("r1n1-ib", "r1n2-ib")),
+        ("", ()),
+    ],
+)
+def test_slurms_list_of_hosts(text: str, hosts: tuple[str, ...]):
+    assert hosts_of(text) == hosts
+
+
+def test_rounds_keep_the_nodes_of_ranks():
+    sample = {"step": {"unit": "s", "values": [1.0], "warmups": []}}
+    findings = [{"samples": sample, "facts": {}, "tables": {}}] * 2
+    table = merged_findings(findings, ("n1", "n2"))["tables"]["ranks"]
+    assert table["node"] == ["n1", "n2"]
+    assert joined_ranks([table, table])["node"] == ["n1", "n2"]
+    assert joined_ranks([table, table])["values"] == [[1.0, 1.0]] * 2
