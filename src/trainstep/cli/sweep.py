@@ -106,9 +106,8 @@ def sweep(
         Print JSON: `answer`, and the tables as `rows` with plain numbers and units in the names.
     """
     config = load_sweep(file)
-    bounds = limits(
-        timeout_s if timeout_s is not None else config.timeout_s, memory_limit_gib, rounds, processes, how.nodes
-    )
+    timeout_s = config.timeout_s if timeout_s is None else timeout_s
+    bounds = limits(timeout_s, memory_limit_gib, rounds, processes, how.nodes)
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args, how.budget_minutes)
     here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
     check_compared(bounds, groups)

@@ -119,7 +119,8 @@ def _reference_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def _run(gate_up: Tensor) -> Tensor:
-    return launch_swiglu(*gate_up.contiguous().chunk(2, dim=-1), row_stride=gate_up.shape[-1])
+    gate, up = gate_up.contiguous().chunk(2, dim=-1)
+    return launch_swiglu(gate, up, row_stride=gate_up.shape[-1])
 
 
 def _run_backward(dy: Tensor, gate_up: Tensor, write_y: bool) -> tuple[Tensor, Tensor]:
