@@ -31,7 +31,14 @@ MYPY = ["--no-warn-unused-ignores"]
 """A newer torch has annotations that the older one lacks, so a comment that the older one needs may be unused."""
 ABOUT_WORDS = (
     *("attacks", "cli", "config", "records", "report"),
-    *("test_documents.py", "test_house.py", "test_layers.py", "test_setup_venv.py", "test_wheel.py", "test_workflows.py"),
+    *(
+        "test_documents.py",
+        "test_house.py",
+        "test_layers.py",
+        "test_setup_venv.py",
+        "test_wheel.py",
+        "test_workflows.py",
+    ),
 )
 """Folders and files of tests that read words, files and command lines: no release changes those."""
 SIDE_BY_SIDE = ["-n", "logical", "--dist", "worksteal"]

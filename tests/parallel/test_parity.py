@@ -44,7 +44,7 @@ PAIRS = [
 def alternated(strategy: str, case: str) -> list[str]:
     """The optimizers, in an order that changes from case to case and from strategy to strategy.
 
-    With the first for three ranks and the other for four, each strategy meets each optimizer with both numbers, and so does each case.
+    With the first for three ranks and the other for four, each strategy and each case meets each optimizer with both numbers.
     """
     names = [*OPTIMIZERS]
     turn = [*STRATEGIES, *TORCH_STRATEGIES].index(strategy) + [*CASES].index(case)
