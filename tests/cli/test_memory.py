@@ -134,7 +134,7 @@ def test_an_interrupted_search_keeps_its_trials(
 @pytest.mark.slow
 def test_a_search_finds_the_largest_batch_that_fits(tmp_path: Path):
     model = ("--model", "tiny", "--layers", "1", "--mode", "forward_backward", "--device", "cpu")
-    search = ("--fit", "batch_size", "--batch-size", "64", "--memory-limit-gib", "1.5")
+    search = ("--fit", "batch_size", "--batch-size", "64", "--memory-limit-gib", "0.75")
     command = ("memory", *model, *search, "--out", "fit.jsonl")
     code, out, err = run_here(*command, folder=tmp_path)
     assert code == 0, err
