@@ -1,5 +1,7 @@
 """Cells of `workloads`, the command line in its own process, and functions that find the processes it left running."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -7,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import trainstep
+from trainstep.cli import app
 from trainstep.config.grid import Cell
 
 TESTS = Path(__file__).parent
@@ -63,6 +67,22 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, 
         process.kill()
         raise
     return process.returncode, out, err
+
+
+def run_here(*arguments: object, folder: Path) -> tuple[int, str, str]:
+    """What `finish(start(...))` returns, without a new process for the command line: the server of forked cells is kept.
+
+    So the import of torch is paid for once, and not by every test. For what is not about the process: signals, kills, streams.
+    """
+    environ = {"PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", MARK: ""}
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        mock.patch.dict(os.environ, environ),
+    ):
+        code = app.run([*map(str, arguments)])
+    return code, out.getvalue(), err.getvalue()
 
 
 def is_alive(pid: int) -> bool:

@@ -51,7 +51,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     With one more the slow tests ran a Slurm job out of its time: compilers and browsers beside it leave no core free.
     """
-    return (os.cpu_count() or 1) + ("not slow" in config.option.markexpr)
+    # A container or taskset may leave this process fewer cores than the machine has
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + ("not slow" in config.option.markexpr)
 
 
 @pytest.hookimpl(wrapper=True)

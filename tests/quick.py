@@ -65,7 +65,7 @@ SAMPLED: Mapping[str, int] = {
     "training/test_captured_ranks.py::test_a_captured_strategy_has_the_same_losses_and_weights": 6,
     "training/test_captured_ranks.py::test_messages_by_copies_change_nothing": 4,
     "training/test_recompute.py::test_recomputing_changes_no_loss_and_no_gradient": 9,
-    "training/test_update_in_backward.py::test_buckets_are_updated_behind_their_messages_as_by_the_plain_step": 4,
+    "training/test_update_in_backward.py::test_buckets_are_updated_behind_their_messages_as_by_the_plain_step": 3,
 }
 """Family, by its path under tests/ -> how many of it `make test` runs."""
 

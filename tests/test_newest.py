@@ -198,3 +198,11 @@ def test_an_interrupted_installation_leaves_no_folder(script, monkeypatch, tmp_p
     assert installed == [("--no-deps", "torch==2.15.0", "numpy==2.5")]
     assert [path.name for path in tmp_path.iterdir()] == ["newest-numpy2.5-torch2.15.0"], "older ones are removed"
     assert "Installing torch==2.15.0 numpy==2.5" in capsys.readouterr().out
+
+
+def test_what_a_release_can_fail_is_tested_and_what_reads_words_is_not(script):
+    files = script.tests_of_torch()
+    rooms = {path.split("/")[1] for path in files if path.count("/") > 1}
+    assert rooms == {"capture", "costs", "measure", "ops", "parallel", "plan", "traces", "training"}
+    assert {"tests/test_newest.py", "tests/test_spans.py", "tests/test_strategies.py"} <= set(files)
+    assert "tests/ops/test_adamw.py" in files

@@ -30,7 +30,7 @@ COMMANDS = {
     "sweep": "s.toml --rounds 2",
     "parallel": "--device cpu --model tiny --context 16 --ranks 2 --sync none,flat --steps 2",
     "memory": "--device cpu --model tiny --context 16,32 --keep-snapshot kept",
-    "profile": "--device cpu --model tiny --context 16,32 --steps 2 --keep-trace kept",
+    "profile": "--device cpu --model tiny --context 16,32 --steps 2 --keep-trace kept --page page.html",
     "numerics": "--device cpu --model toy --precision fp32,bf16",
     "attention": "--device cpu --seq 16,32 --implementation plain,trainstep --steps 2",
     "op": "rms_norm,swiglu --device cpu --implementation eager,trainstep --steps 2",

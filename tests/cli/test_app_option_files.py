@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cell_maker import finish, start
+from cell_maker import run_here
 from trainstep.cli import app
 from trainstep.records.store import Store
 
@@ -142,14 +142,14 @@ def test_records_keep_the_options_that_came_from_files(tmp_path: Path):
     (tmp_path / "o.toml").write_text("context = 16\nsteps = 2\n")
     (tmp_path / "trainstep.toml").write_text("[all]\nwarmups = 0\n")
     options = ["--config", "o.toml", "--out", "r.jsonl"]
-    code, _, err = finish(start("bench", *options, folder=tmp_path), timeout_s=100)
+    code, _, err = run_here("bench", *options, folder=tmp_path)
     assert code == 0, err
     words = "o.toml: context=16 steps=2; trainstep.toml: warmups=0"
     assert err.splitlines()[0] == f"trainstep: options from {words}"
     [record] = Store(tmp_path / "r.jsonl").read()
     assert record.fact("defaults_from") == words
     assert (record.config["context"], record.config["steps"], record.config["warmups"]) == (16, 2, 0)
-    code, _, _ = finish(start("report", "r.jsonl", "--format", "html", "--out", "p.html", folder=tmp_path))
+    code, _, _ = run_here("report", "r.jsonl", "--format", "html", "--out", "p.html", folder=tmp_path)
     assert code == 0
     assert "context=16 steps=2" in (tmp_path / "p.html").read_text()
 

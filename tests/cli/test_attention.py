@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cell_maker import finish, start
+from cell_maker import finish, run_here, start
 from sources import ROOT
 from trainstep.cli import app
 from trainstep.cli.attention import runnable, with_defaults
@@ -22,7 +22,7 @@ QUICK = ["--device", "cpu", "--seq", 32, "--heads", 2, "--steps", 3, "--warmups"
 
 def attention(folder: Path, *arguments: object) -> tuple[int, str, str, list[Record]]:
     """Exit code, stdout, stderr and records of `trainstep attention` in a folder."""
-    code, out, err = finish(start("attention", *arguments, folder=folder), timeout_s=100)
+    code, out, err = run_here("attention", *arguments, folder=folder)
     assert "Traceback" not in err
     paths = [line.removeprefix("records: ") for line in (out + err).splitlines() if line.startswith("records: ")]
     return code, out, err, Store(folder / paths[0]).read()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cell_maker import finish, planted, start
+from cell_maker import planted, run_here
 from record_maker import a_record
 from trainstep.cli import app
 from trainstep.cli.cells import run_cells
@@ -33,7 +33,7 @@ def build(run, device):
 
 def bench(folder: Path, *arguments: object) -> tuple[int, str, str, list[Record]]:
     """Exit code, stdout, stderr and records of `trainstep bench` in a folder."""
-    code, out, err = finish(start("bench", *arguments, folder=folder), timeout_s=100)
+    code, out, err = run_here("bench", *arguments, folder=folder)
     assert "Traceback" not in err
     [path] = [line.removeprefix("records: ") for line in out.splitlines() if line.startswith("records: ")]
     return code, out, err, Store(folder / path).read()
@@ -85,8 +85,9 @@ def test_a_users_model_is_found_in_the_current_folder(tmp_path: Path):
 
 @pytest.mark.slow
 def test_compared_variants_are_interleaved(tmp_path: Path):
-    options = ["--attention", "plain,sdpa", "--compare", "attention", "--context", 32, "--steps", 5, "--warmups", 1]
-    code, _, err, records = bench(tmp_path, *options)
+    """Twenty-four turns of five steps each, so the step is a small one."""
+    small = ["--layers", 1, "--batch-size", 1, "--context", 16, "--steps", 5, "--warmups", 1]
+    code, _, err, records = bench(tmp_path, "--attention", "plain,sdpa", "--compare", "attention", *small)
     assert code == 0
     assert "[2/2]" in err
     assert [record.config["attention"] for record in records] == ["plain", "sdpa"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cell_maker import finish, import_path, start
+from cell_maker import import_path, run_here
 from record_maker import ENVIRONMENT
 from trainstep.cli import app, collectives
 from trainstep.records.ranks import rank_values
@@ -22,7 +22,7 @@ from trainstep.records.store import Store
 
 def test_two_gloo_ranks_give_records_a_table_and_a_page(tmp_path: Path):
     options = ["--operation", "all_reduce,broadcast", "--kib", "1,64", "--mib", "0.5", "--steps", 4, "--page", "p.html"]
-    code, out, err = finish(start("collectives", *options, folder=tmp_path), timeout_s=110)
+    code, out, err = run_here("collectives", *options, folder=tmp_path)
     assert code == 0, err
     assert "Traceback" not in err
     assert "busiest rank" in out, "the table's note; the fit is left out where noise hides it"
@@ -46,7 +46,7 @@ def test_two_gloo_ranks_give_records_a_table_and_a_page(tmp_path: Path):
 @pytest.mark.slow
 def test_compared_dtypes_are_interleaved_and_json_has_their_bandwidths(tmp_path: Path):
     options = ["--compare", "dtype", "--dtype", "fp32,bf16", "--mib", "0.25", "--steps", 10, "--json"]
-    code, out, err = finish(start("collectives", *options, folder=tmp_path), timeout_s=110)
+    code, out, err = run_here("collectives", *options, folder=tmp_path)
     assert code == 0, err
     rows = json.loads(out)["rows"]
     cells = [row for row in rows if row["workload"] == "collective" and "bus_bytes_per_s" in row]

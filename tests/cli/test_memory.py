@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cell_maker import finish, start
+from cell_maker import run_here
 from record_maker import ENVIRONMENT, a_record
 from trainstep.cli.app import run
 from trainstep.records.record import Record
@@ -33,7 +33,7 @@ def test_a_step_is_recorded_and_its_snapshot_kept(tmp_path: Path):
         "--min-share",
         "0.01",
     )
-    code, out, err = finish(start(*command, folder=tmp_path))
+    code, out, err = run_here(*command, folder=tmp_path)
     assert code == 0, err
     assert "Largest allocations at the peak" in out
     [record] = Store(tmp_path / "m.jsonl").read()
@@ -48,7 +48,7 @@ def test_a_step_is_recorded_and_its_snapshot_kept(tmp_path: Path):
 @pytest.mark.slow
 def test_two_ranks_give_a_record_with_both_ledgers(tmp_path: Path):
     options = ("--ranks", "1,2", "--sync", "fsdp", "--page", "m.html", "--keep-snapshot", "kept", "--out", "m.jsonl")
-    code, out, err = finish(start("memory", *SMALL, *options, folder=tmp_path), timeout_s=100)
+    code, out, err = run_here("memory", *SMALL, *options, folder=tmp_path)
     assert code == 0, err
     assert "Peak of each rank" in out
     assert "Held by each rank" in out
@@ -134,9 +134,9 @@ def test_an_interrupted_search_keeps_its_trials(
 @pytest.mark.slow
 def test_a_search_finds_the_largest_batch_that_fits(tmp_path: Path):
     model = ("--model", "tiny", "--layers", "1", "--mode", "forward_backward", "--device", "cpu")
-    search = ("--fit", "batch_size", "--batch-size", "64", "--memory-limit-gib", "1.5")
+    search = ("--fit", "batch_size", "--batch-size", "64", "--memory-limit-gib", "0.75")
     command = ("memory", *model, *search, "--out", "fit.jsonl")
-    code, out, err = finish(start(*command, folder=tmp_path), timeout_s=110)
+    code, out, err = run_here(*command, folder=tmp_path)
     assert code == 0, err
     assert "What fits" in out
     records = Store(tmp_path / "fit.jsonl").read()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cell_maker import finish, start
+from cell_maker import run_here
 from trainstep.records.store import Store
 
 NO_MATRICES = """
@@ -30,7 +30,7 @@ def build(run, device):
 def test_the_toy_and_a_users_model_give_records_tables_and_a_page(tmp_path: Path):
     (tmp_path / "own.py").write_text(NO_MATRICES)
     options = ["--model", "toy,own:build", "--precision", "fp32,fp16_autocast", "--context", 8, "--steps", 2]
-    code, out, err = finish(start("numerics", *options, "--page", "p.html", folder=tmp_path), timeout_s=110)
+    code, out, err = run_here("numerics", *options, "--page", "p.html", folder=tmp_path)
     assert "Traceback" not in err
     assert code == 0
     for words in (

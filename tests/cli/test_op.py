@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cell_maker import finish, start
+from cell_maker import run_here
 from sources import ROOT
 from trainstep.cli import app
 from trainstep.cli.op import grids_of, runnable
@@ -22,7 +22,7 @@ QUICK = ["--device", "cpu", "--steps", 6, "--warmups", 1]
 
 def op(folder: Path, *arguments: object) -> tuple[int, str, str, list[Record]]:
     """Exit code, stdout, stderr and records of `trainstep op` in a folder."""
-    code, out, err = finish(start("op", *arguments, folder=folder), timeout_s=100)
+    code, out, err = run_here("op", *arguments, folder=folder)
     assert "Traceback" not in err
     paths = [line.removeprefix("records: ") for line in (out + err).splitlines() if line.startswith("records: ")]
     return code, out, err, Store(folder / paths[0]).read()

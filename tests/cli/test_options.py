@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cell_maker import finish, import_path, planted, start
+from cell_maker import import_path, planted, run_here
 from record_maker import a_record
 from trainstep.cli import app, cells
 from trainstep.cli.cells import run_cells, unfinished
@@ -101,10 +101,10 @@ def test_a_dry_run_of_a_sweep_says_which_cells_are_done(folder: Path, capsys: py
 
 def test_quiet_prints_the_answer_and_errors_only(tmp_path: Path):
     (tmp_path / "s.toml").write_text(SWEEP)
-    code, out, err = finish(start("sweep", "s.toml", "--quiet", folder=tmp_path))
+    code, out, err = run_here("sweep", "s.toml", "--quiet", folder=tmp_path)
     assert (code, err) == (0, "")
     assert "records: runs/s.jsonl" in out
-    code, out, err = finish(start("sweep", "s.toml", "--quiet", "--timeout-s", "-1", folder=tmp_path))
+    code, out, err = run_here("sweep", "s.toml", "--quiet", "--timeout-s", "-1", folder=tmp_path)
     assert (code, out) == (2, "")
     assert err.startswith("trainstep: timeout_s")
 
@@ -176,7 +176,7 @@ def test_a_sweep_continues_after_each_spent_budget(tmp_path: Path):
     """Each cell takes longer than the budget, so every call of the same command runs one cell more."""
     (tmp_path / "s.toml").write_text(SWEEP)
     command = ["sweep", "s.toml", "--budget-minutes", 0.0001]
-    codes = [finish(start(*command, folder=tmp_path))[0] for _ in range(3)]
+    codes = [run_here(*command, folder=tmp_path)[0] for _ in range(3)]
     assert codes == [4, 4, 0]
     assert len(Store(tmp_path / "runs" / "s.jsonl").read()) == 3
 
@@ -184,10 +184,10 @@ def test_a_sweep_continues_after_each_spent_budget(tmp_path: Path):
 @pytest.mark.slow
 def test_resume_runs_the_cells_that_are_left(tmp_path: Path):
     options = ["--kib", 1, "--mib", 0.5, "--out", "r.jsonl", "--steps", 2, "--warmups", 0]
-    code, _, err = finish(start("collectives", *options, "--budget-minutes", 0.0001, folder=tmp_path))
+    code, _, err = run_here("collectives", *options, "--budget-minutes", 0.0001, folder=tmp_path)
     assert code == 4
     assert "1 of 2 cells are left" in err
-    code, out, err = finish(start("collectives", *options, "--resume", folder=tmp_path))
+    code, out, err = run_here("collectives", *options, "--resume", folder=tmp_path)
     assert code == 0, err
     assert "1 of 2 cells are done already" in err
     assert len(Store(tmp_path / "r.jsonl").read()) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cell_maker import finish, start
+from cell_maker import run_here
 from record_maker import ENVIRONMENT
 from trainstep.cli import app, parallel
 from trainstep.config.parallel import OURS, PEERS
@@ -22,7 +22,7 @@ SMALL = ["--model", "tiny", "--layers", 1, "--context", 16, "--steps", 4, "--war
 @pytest.mark.slow
 def test_compared_strategies_are_interleaved_and_send_the_expected_bytes(tmp_path: Path):
     options = ["--sync", "bucketed,none", "--bucket-mib", "0.1,1", "--page", "p.html", "--json"]
-    code, out, err = finish(start("parallel", *SMALL, *options, folder=tmp_path), timeout_s=115)
+    code, out, err = run_here("parallel", *SMALL, *options, folder=tmp_path)
     assert code == 0, err
     assert "Traceback" not in err
     cells = [row for row in json.loads(out)["rows"] if row.get("workload") == "parallel"]
@@ -66,7 +66,7 @@ def build(run, device):
 def test_replicas_that_drift_apart_are_named(tmp_path: Path):
     (tmp_path / "drifting.py").write_text(DRIFTING)
     options = ["--model", "drifting:build", "--sync", "bucketed", "--steps", 1, "--warmups", 1, "--window-steps", 1]
-    code, out, err = finish(start("parallel", *options, "--out", "d.jsonl", folder=tmp_path), timeout_s=100)
+    code, out, err = run_here("parallel", *options, "--out", "d.jsonl", folder=tmp_path)
     assert code == 3
     assert "Traceback" not in err
     assert "divergence in agreement" in out
@@ -82,7 +82,7 @@ def test_replicas_that_drift_apart_are_named(tmp_path: Path):
 @pytest.mark.timeout(400)
 def test_every_strategy_runs_from_the_command_line(tmp_path: Path):
     options = ["--sync", ",".join((*OURS, *PEERS)), "--out", "all.jsonl"]
-    code, out, err = finish(start("parallel", *SMALL, *options, folder=tmp_path), timeout_s=380)
+    code, out, err = run_here("parallel", *SMALL, *options, folder=tmp_path)
     assert code == 0, err
     assert "What a rank holds" in out
     records = Store(tmp_path / "all.jsonl").read()

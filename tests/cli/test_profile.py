@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cell_maker import finish, start
+from cell_maker import run_here
 from trace_maker import COMPILED, EAGER
 from trainstep.cli import app
 from trainstep.config.grid import expand
@@ -35,7 +35,7 @@ def test_a_grid_on_a_cpu_gives_tables_a_page_and_traces(tmp_path: Path):
         3,
     ]
     command = ["profile", *options, "--out", "p.jsonl", "--page", "p.html", "--keep-trace", "traces"]
-    code, out, err = finish(start(*command, folder=tmp_path), timeout_s=100)
+    code, out, err = run_here(*command, folder=tmp_path)
     assert (code, "Traceback" in err) == (0, False)
     for words in (
         "What limits each step",
@@ -62,11 +62,11 @@ def test_a_grid_on_a_cpu_gives_tables_a_page_and_traces(tmp_path: Path):
 def test_the_trace_is_kept_beside_the_records(tmp_path: Path):
     """That is the default; the cell has the same key with a kept trace and without."""
     command = ["profile", "--context", 8, "--batch-size", 1, "--d-model", 32, "--steps", 3, "--warmups", 0]
-    code, out, _ = finish(start(*command, "--out", "p.jsonl", folder=tmp_path), timeout_s=100)
+    code, out, _ = run_here(*command, "--out", "p.jsonl", folder=tmp_path)
     [trace] = (tmp_path / "p.traces").iterdir()
     assert code == 0
     assert f"p.traces/{trace.name}: open it at https://ui.perfetto.dev" in " ".join(out.split())
-    assert finish(start(*command, "--out", "q.jsonl", "--keep-trace", "none", folder=tmp_path), timeout_s=100)[0] == 0
+    assert run_here(*command, "--out", "q.jsonl", "--keep-trace", "none", folder=tmp_path)[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["p.traces"]
     [with_trace], [without] = (Store(tmp_path / name).read() for name in ("p.jsonl", "q.jsonl"))
     assert with_trace.key == without.key

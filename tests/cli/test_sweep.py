@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cell_maker import finish, is_alive, marked, start, wait_until
+from cell_maker import finish, is_alive, marked, run_here, start, wait_until
 from sources import ROOT
 from trainstep.cli import app
 from trainstep.config.grid import Cell, expand_all, grid_from_settings, groups_along
@@ -43,7 +43,7 @@ def reported(stderr: str) -> set[int]:
 
 
 def sweep(folder: Path, *arguments: object) -> tuple[int, str, str]:
-    return finish(start("sweep", "s.toml", *arguments, folder=folder))
+    return run_here("sweep", "s.toml", *arguments, folder=folder)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cell_maker import finish, import_path, start
+from cell_maker import import_path, run_here
 from trainstep.cli import app
 from trainstep.ops.flash_attention.portable import tiles
 from trainstep.records.store import Store
@@ -77,7 +77,7 @@ def test_a_run_ends_in_rows_for_the_table_of_tiles(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", import_path())
     command = ["tune", *TINY.split(), "--shape", "1x2x32,1x2x48", "--rounds", "3", "--workers", "1", "--out", "t.jsonl"]
-    code, out, err = finish(start(*command, folder=tmp_path), timeout_s=110)
+    code, out, err = run_here(*command, folder=tmp_path)
     assert code == 0, err
     records = list(Store(tmp_path / "t.jsonl").read())
     assert [record.config["shape"] for record in records] == ["1x2x32", "1x2x48"]
@@ -91,7 +91,7 @@ def test_a_run_ends_in_rows_for_the_table_of_tiles(tmp_path: Path, monkeypatch: 
     (row,) = eval(line.strip()[1:-1], vars(tiles))  # as if pasted
     assert (row.architecture, row.arithmetic, row.pass_, row.most_head_dim) == ("any", "half", "forward", 16)
     assert row.record == "t.jsonl"
-    code, again, err = finish(start(*command, "--allow-mixed", folder=tmp_path), timeout_s=110)
+    code, again, err = run_here(*command, "--allow-mixed", folder=tmp_path)
     assert code == 0
     assert "2 of 2 cells are done already" in err
     assert again.splitlines()[-1] == line
