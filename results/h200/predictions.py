@@ -1,12 +1,13 @@
 """Predictions of sweeps/predicted.toml that are written down before its steps are measured, and what was measured then.
 
-    python results/h200/predicted.py freeze > results/h200/predicted.ndjson   # before; needs no GPU
+    python results/h200/predictions.py freeze > results/h200/predictions.ndjson   # before; needs no GPU
     trainstep sweep sweeps/predicted.toml --out results/h200/predicted.jsonl  # on an H200
-    python results/h200/predicted.py table > results/h200/predicted.md        # the two side by side
+    python results/h200/predictions.py table > results/h200/predictions.md        # the two side by side
 
-A line of predicted.ndjson is a cell: its key, its label, and what `trainstep plan` says of its time and memory with the calibration
-that comes with trainstep. With a calibration of the same machine the
-times are predicted anew by `trainstep plan --grade results/h200/predicted.jsonl --calibration FILE`.
+A line of predictions.ndjson is a cell: its key, its label, and what `trainstep plan` says of its time and memory with the
+calibration that comes with trainstep. predicted_calibration.jsonl has what `trainstep doctor --measure` found on the same machine
+minutes before; `trainstep plan --grade results/h200/predicted.jsonl --calibration results/h200/predicted_calibration.jsonl` predicts
+with that.
 """
 
 import argparse
@@ -25,10 +26,11 @@ from trainstep.plan.time.recorded import recorded_prediction
 from trainstep.plan.time.step_time import step_time
 from trainstep.records.record import Record
 from trainstep.records.store import Store
+from trainstep.report.plan.grade import step_words
 
 HERE = Path(__file__).parent
 SWEEP = HERE.parents[1] / "sweeps" / "predicted.toml"
-FROZEN, RECORDS = HERE / "predicted.ndjson", HERE / "predicted.jsonl"
+FROZEN, RECORDS = HERE / "predictions.ndjson", HERE / "predicted.jsonl"
 GPU = "NVIDIA H200"
 
 
@@ -72,7 +74,12 @@ def table() -> None:
 
 def _row(line: Mapping[str, Any], record: Record) -> Iterator[str]:
     low, high = (1e3 * bound for bound in line["step_interval_s"])
-    yield from (line["label"], line["group"], f"{1e3 * line['step_s']:.1f}", f"{low:.1f} to {high:.1f}")
+    yield from (
+        step_words(planned_config(record.workload, record.config)),
+        line["group"],
+        f"{1e3 * line['step_s']:.1f}",
+        f"{low:.1f} to {high:.1f}",
+    )
     if record.failure is not None:
         yield from (record.failure.kind, "", f"{line['peak_allocated_bytes'] / 2**30:.2f}", "", "", "")
         return
