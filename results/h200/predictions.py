@@ -6,7 +6,7 @@
 
 A line of predictions.ndjson is a cell: its key, its label, and what `trainstep plan` says of its time and memory with the
 calibration that comes with trainstep. predicted_calibration.jsonl has what `trainstep doctor --measure` found on the same machine
-minutes before; `trainstep plan --grade results/h200/predicted.jsonl --calibration results/h200/predicted_calibration.jsonl` predicts
+minutes before; `trainstep plan --grade predicted.jsonl --calibration predicted_calibration.jsonl` predicts
 with that.
 """
 
