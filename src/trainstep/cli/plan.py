@@ -284,11 +284,11 @@ def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
 
     if not path.exists():
         raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
-    published = sorted(path.glob("*.toml")) if path.is_dir() else [path] if path.suffix == ".toml" else []
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    published = sorted(path.glob("*.toml")) if path.is_dir() and not files else [path] if path.suffix == ".toml" else []
     if published:
         return _show_published(published, calibration, as_json=as_json)
     speeds = None if calibration is None else _calibration(calibration)
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     with outliving_reader(sys.stderr):
         print(
             f"predicting the steps of {len(files)} files of records anew, about ten a second",

@@ -20,6 +20,7 @@ from trainstep.plan.time.attention_speed import AttentionSpeed, attention_speeds
 from trainstep.plan.time.fits import Curve, curve_of, nonnegative_fit
 from trainstep.plan.time.kernels import ATTENTION_KINDS, Kernel, Kind
 from trainstep.plan.time.matmul_work import matmul_work
+from trainstep.plan.time.power import LIMITED
 from trainstep.records.record import Record, record_from_plain
 
 WORKLOAD = "calibration"
@@ -100,6 +101,8 @@ class Calibration:
     """Of all times together, where they are another machine's."""
     origin: str = ""
     """Where the calibration came from, in words."""
+    power_limited: bool = False
+    """Whether power.py knows this chip."""
     peaks: Mapping[str, float] = field(default_factory=dict)
     """A data sheet's FLOP/s by dtype, for a dtype that was not measured."""
     used: frozenset[str] = frozenset()
@@ -221,6 +224,7 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
         collectives=collectives,
         extra_spread=_BUSY_CPU if units == 1 else 0.0,
         origin=origin,
+        power_limited=spec is not None and spec.name in LIMITED,
         peaks=spec.peak_flops if spec else {},
         used=frozenset(
             word for rows in tables.values() for row in rows for word in _KEY.findall(row.get("source", ""))
@@ -325,6 +329,7 @@ def scaled_to(spec: MachineSpec) -> Calibration:
         collectives=stretched(base.collectives, link) if spec.link_bytes_per_s else {},
         extra_spread=_SCALED,
         origin=f"H200's efficiency at the data sheet's rates ({spec.source})",
+        power_limited=spec.name in LIMITED,
         peaks=spec.peak_flops,
     )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from trainstep.plan.grade import ranks_config
 from trainstep.plan.time.calibration import Calibration
+from trainstep.plan.time.power import BURST_S
 from trainstep.plan.time.step_time import StepTime, step_time
 from trainstep.records.record import Record
 
@@ -57,7 +58,7 @@ def grade_times(records: Iterable[Record], calibration: Calibration) -> tuple[li
             refusals[_USED] += 1
             continue
         try:
-            predicted = step_time(ranks_config(record), calibration)
+            predicted = step_time(ranks_config(record), calibration, sustained=_is_sustained(record))
         except ValueError as error:
             refusals[str(error)] += 1
             continue
@@ -68,6 +69,12 @@ def grade_times(records: Iterable[Record], calibration: Calibration) -> tuple[li
 def _is_timed(record: Record) -> bool:
     times = record.samples.get("step")
     return record.failure is None and times is not None and bool(times.values) and "device" in record.config
+
+
+def _is_sustained(record: Record) -> bool:
+    """Whether the steps took long enough for the power limit to act."""
+    steps = record.samples["step"]
+    return sum((*steps.values, *steps.warmups)) >= BURST_S
 
 
 def _measured_s(record: Record) -> float:

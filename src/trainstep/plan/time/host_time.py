@@ -1,8 +1,9 @@
 """The host's time to enqueue the kernels of an eager step, by phase.
 
 Plain PyTorch costs about the same for each launch: Python, dispatch, autograd and the driver. A compiled block has one call, with
-its guards and its own autograd function, whatever it launches. How fast a host is differs between machines by a factor of two, and
-between moments: the range is the calibration's.
+its guards and its own autograd function, whatever it launches. An operator of ops/ launches one kernel through a function in
+Python and Triton's launcher. A mode of recomputation that keeps chosen results sees every operator in Python. How fast a host is
+differs between machines by a factor of two, and between moments: the range is the calibration's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,17 @@ from trainstep.config.run import Phase, RunConfig
 from trainstep.plan.model_ops import model_of
 from trainstep.plan.time.calibration import Calibration, HostCost
 from trainstep.plan.time.interval import Interval
-from trainstep.plan.time.kernels import Kernel
+from trainstep.plan.time.kernels import Kernel, Kind
 
 _PER_MODEL = 0.5
 """A model compiled whole has one call, but launches as many kernels: about half of what its blocks cost by themselves."""
 _AROUND_BLOCKS = 40
 """Kernels around compiled blocks that are enqueued one by one: norm, head, loss."""
+_OPERATORS = (Kind.FUSED, Kind.FUSED_COLUMNS)
+_OPERATOR_LAUNCHES = {Phase.FORWARD: 16, Phase.BACKWARD: 12}
+"""Launches of plain PyTorch that a kernel of ops/ costs as much as (medium, 1 x 256, results/h200/predicted.jsonl)."""
+_SEEN_LAUNCHES = 5
+"""Launches that it costs when a mode sees the operators of one kernel (xl, 8 x 1,024, the same file)."""
 
 
 def host_time(
@@ -33,7 +39,11 @@ def host_time(
     """
     found = {}
     for phase, counted in kernels.items():
-        launches = sum(count for _, count in counted)
+        enqueued = sum(count for _, count in counted)
+        ours = sum(count for kernel, count in counted if kernel.kind in _OPERATORS)
+        launches = enqueued + ours * (_OPERATOR_LAUNCHES.get(Phase(phase), 1) - 1)
+        if run.recompute in ("selective", "narrow") and phase in (Phase.FORWARD, Phase.BACKWARD):
+            launches += _SEEN_LAUNCHES * sum(count for _, count in kernels[Phase.FORWARD])
         costs: list[tuple[float, HostCost]] = []
         block = calibration.host.get(f"compiled block {phase}")
         if run.compile != "none" and phase in (Phase.FORWARD, Phase.BACKWARD) and block is not None:

@@ -12,6 +12,7 @@ from trainstep.config.machine import machine_spec
 from trainstep.plan.grade import planned_config
 from trainstep.plan.step_memory import replay
 from trainstep.plan.time.calibration import Calibration, calibration_for
+from trainstep.plan.time.power import BURST_S
 from trainstep.plan.time.step_time import step_time
 
 _STEPS = 2
@@ -42,6 +43,8 @@ def _time_fields(planned: Any, gpu: str) -> dict[str, Any]:
         return {}
     try:
         predicted = step_time(planned, calibration)
+        if predicted.step.time_s * (planned.run.steps + planned.run.warmups) < BURST_S:
+            predicted = step_time(planned, calibration, sustained=False)
     except ValueError:
         return {}  # its memory may be known all the same
     return {

@@ -4,7 +4,8 @@
     predicted.step.time_s, predicted.step.low_s, predicted.step.high_s
     predicted.phases["backward"], predicted.classes["matmul"], predicted.lines       # lines: every term with its formula
 
-Device: each kernel takes what the calibration says of its kind and size, and the gap before it. Eager, the host enqueues kernels
+Device: each kernel takes what the calibration says of its kind and size, at the clock that the power limit leaves in the long
+run, and the gap before it. Eager, the host enqueues kernels
 phase by phase, and a phase ends when both are done:
 
     end of a phase = max(host's end of the phase, device's end of the phase before + the phase's kernels)
@@ -12,11 +13,11 @@ phase by phase, and a phase ends when both are done:
 Captured, the host launches one graph, and only the device's time counts. Messages: message_time.py.
 
 Interval: errors of kernels of one shape go together, those of others are independent, and 1.64 times their root of squares is the
-half-width; at the upper end 16-bit matmuls may also be slowed down by the power limit. The host's range is its calibration's.
+half-width; the ends allow for another clock than the power limit's (power.py). The host's range is its calibration's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainstep.config.parallel import RanksConfig
 from trainstep.config.run import Phase, RunConfig
@@ -27,6 +28,7 @@ from trainstep.plan.time.host_time import host_time
 from trainstep.plan.time.interval import ENDS, Interval, total_of
 from trainstep.plan.time.kernels import CLASSES, Kernel, Kind, class_of
 from trainstep.plan.time.message_time import Exposed, copied_gradients, exposed_messages, updated_share
+from trainstep.plan.time.power import Load, load_of, sustained_clock
 from trainstep.plan.time.step_kernels import StepKernels, step_kernels
 
 GAPS = "gaps between kernels"
@@ -38,11 +40,12 @@ _MACHINE = 0.02
 _DEVIATIONS = 1.64
 """Of 90 % of normal errors."""
 _POWER = 0.15
-"""How much longer 16-bit matmuls take where the power limit lowers the clock (2.7B, 1,024 tokens, results/h200/captured.jsonl:
-1,530 of 1,980 MHz)."""
+"""How much longer 16-bit matmuls may take at the upper end where nothing is known of the GPU's power (2.7B, 1,024 tokens,
+results/h200/captured.jsonl: 1,530 of 1,980 MHz)."""
+_CLOCK = 0.05
+"""The same at both ends where power.py knows the clock."""
 _LAUNCH = {"low_s": 0.7, "time_s": 1.0, "high_s": 3.0}
 """A graph's launch at the ends of the interval: 0.3 to 0.9 ms of the same graph on two hosts (captured.jsonl, fused.jsonl)."""
-_SIXTEEN_BITS = ("bf16", "fp16")
 KernelsOf = Callable[..., StepKernels]
 MessagesOf = Callable[[RanksConfig, Calibration, Mapping[str, Interval], Interval | None], Exposed]
 
@@ -60,6 +63,8 @@ class Line:
     time_s: float
     """Of all of them."""
     spread: float
+    load: Load
+    """In a burst."""
     guess: str = ""
 
     @property
@@ -86,6 +91,8 @@ class StepTime:
     messages: Exposed
     model_flops: int
     """Of a rank's step."""
+    clock: float = 1.0
+    """The share of the GPU's highest clock that the power limit leaves."""
 
     @property
     def is_captured(self) -> bool:
@@ -132,8 +139,11 @@ def step_time(
     *,
     messages_of: MessagesOf = exposed_messages,
     kernels_of: KernelsOf = step_kernels,
+    sustained: bool = True,
 ) -> StepTime:
     """The time of a step. ValueError for what has no formulas, or is not in the calibration.
+
+    `sustained`: in training, where the power limit acts; else in a second of steps after a pause.
 
     `messages_of`: what messages add to the device's phases; those between nodes are plan/fleet's. `kernels_of`: the kernels, where
     they are not those of trainstep's own step.
@@ -151,6 +161,8 @@ def step_time(
         for phase, counted in by_phase.items()
         for kernel, count in counted
     ]
+    clock = sustained_clock([line.load for line in lines]) if sustained and calibration.power_limited else 1.0
+    lines = [replace(line, time_s=line.load.at(clock)) for line in lines]
     gap_s = calibration.gaps.get("graph" if run.capture != "none" else "eager", 0.0)
     device = {phase: _device(lines, phase, gap_s, calibration) for phase in by_phase}
     update = None
@@ -188,6 +200,7 @@ def step_time(
         lines=tuple(lines),
         messages=messages,
         model_flops=run.model_flops(model_of(run)),
+        clock=clock,
     )
 
 
@@ -220,6 +233,7 @@ def _line(phase: str, kernel: Kernel, count: int, symbols: Mapping[str, int], ca
         count=count,
         time_s=count * estimate.time_s,
         spread=estimate.spread,
+        load=load_of(kernel, symbols, one_s=estimate.time_s, count=count),
         guess=estimate.guess,
     )
 
@@ -235,9 +249,10 @@ def _device(lines: Sequence[Line], phase: str, gap_s: float, calibration: Calibr
     deviation_s = sum(value**2 for value in alike.values()) ** 0.5
     deviation_s = (deviation_s**2 + (_MACHINE**2 + calibration.extra_spread**2) * time_s**2) ** 0.5
     half_s = _DEVIATIONS * deviation_s + gaps_s / 2
-    power_s = _POWER * sum(line.time_s for line in own if line.dtype in _SIXTEEN_BITS)
+    slowed_s = sum(line.time_s for line in own if line.load.slows)
+    faster_s, slower_s = (_CLOCK * slowed_s,) * 2 if calibration.power_limited else (0.0, _POWER * slowed_s)
     total_s = time_s + gaps_s
-    return Interval(time_s=total_s, low_s=max(0.0, total_s - half_s), high_s=total_s + half_s + power_s)
+    return Interval(time_s=total_s, low_s=max(0.0, total_s - half_s - faster_s), high_s=total_s + half_s + slower_s)
 
 
 def _pipeline(
