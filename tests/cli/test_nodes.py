@@ -12,6 +12,7 @@ import pytest
 
 from cell_maker import MARK, finish, import_path, marked, wait_until
 from node_launch import NAMES, RANKS_OF_NODE, two_nodes
+from ranks import free_port
 from slurm_cluster import SlurmCluster
 from trainstep.config.parallel import OURS
 from trainstep.records.ranks import node_of_rank, rank_values
@@ -137,7 +138,9 @@ def test_one_process_runs_on_the_first_node(tmp_path: Path):
 
 def on_slurm(command: list[str], folder: Path, cluster: SlurmCluster, mark: str) -> None:
     """Run a command with the pretend cluster, to exit code 0, and check that nothing is left of it."""
-    environ = {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": import_path(), MARK: mark}
+    # Pretend clusters that run side by side number their jobs alike, and share the ports of this machine.
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ = {**meeting, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": import_path(), MARK: mark}
     done = subprocess.run(
         command, cwd=folder, env={**cluster.environ, **environ}, capture_output=True, text=True, timeout=150
     )

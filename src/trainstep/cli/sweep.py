@@ -109,12 +109,8 @@ def sweep(
     timeout_s = config.timeout_s if timeout_s is None else timeout_s
     bounds = limits(timeout_s, memory_limit_gib, rounds, processes, how.nodes)
     request = _job_request(slurm, slurm_gpus, slurm_time, slurm_jobs, slurm_args, how.budget_minutes)
-    here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib)
+    here, groups = _groups(config, _overrides(fields, settings or []), request, memory_limit_gib, how)
     check_compared(bounds, groups)
-    if request is None:
-        check_nodes([cell for group in groups for cell in group], how, here)
-    else:
-        request.check(groups)
     from trainstep.cli.cells import check_page, run_cells, show, show_dry_run, unfinished
 
     store = how.store(out or RUNS / f"{config.name}.jsonl", "sweep")
@@ -136,6 +132,7 @@ def _groups(
     overrides: tuple[dict[str, list[Any]], str | None],
     request: "JobRequest | None",
     memory_limit_gib: float | None,
+    how: RunOptions,
 ) -> "tuple[Environment | None, list[list[Cell]]]":
     """This machine (None if Slurm jobs run on others), and the groups of cells that are compared with each other."""
     grids = config.grids(overrides[0])
@@ -147,7 +144,12 @@ def _groups(
         device = _device_of_jobs(requested, request.gpus)
     cells = expand_all(grids, {"device": device})
     check_cells(cells, memory_limit_gib=memory_limit_gib)
-    return here, groups_along(cells, config.compare)
+    groups = groups_along(cells, config.compare)
+    if request is None:
+        check_nodes(cells, how, here)
+    else:
+        request.check(groups)
+    return here, groups
 
 
 def _overrides(fields: Mapping[str, str | None], settings: Sequence[str]) -> tuple[dict[str, list[Any]], str | None]:
