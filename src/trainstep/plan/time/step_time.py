@@ -32,9 +32,9 @@ from trainstep.plan.time.step_kernels import StepKernels, step_kernels
 GAPS = "gaps between kernels"
 HOST = "host"
 MESSAGES = "exposed messages"
-_MACHINE = 0.02
+MACHINE = 0.02
 """Relative standard deviation between machines of one kind, and between steps."""
-_DEVIATIONS = 1.64
+DEVIATIONS = 1.64
 """Of 90 % of normal errors."""
 _POWER = 0.15
 """How much longer 16-bit matmuls take where the power limit lowers the clock (2.7B, 1,024 tokens, results/h200/captured.jsonl:
@@ -218,8 +218,8 @@ def _device(lines: Sequence[Line], phase: str, gap_s: float, calibration: Calibr
         key = line.kind, line.formula
         alike[key] = alike.get(key, 0.0) + line.spread * line.time_s
     deviation_s = sum(value**2 for value in alike.values()) ** 0.5
-    deviation_s = (deviation_s**2 + (_MACHINE**2 + calibration.extra_spread**2) * time_s**2) ** 0.5
-    half_s = _DEVIATIONS * deviation_s + gaps_s / 2
+    deviation_s = (deviation_s**2 + (MACHINE**2 + calibration.extra_spread**2) * time_s**2) ** 0.5
+    half_s = DEVIATIONS * deviation_s + gaps_s / 2
     power_s = _POWER * sum(line.time_s for line in own if line.dtype in _SIXTEEN_BITS)
     total_s = time_s + gaps_s
     return Interval(time_s=total_s, low_s=max(0.0, total_s - half_s), high_s=total_s + half_s + power_s)
