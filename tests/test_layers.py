@@ -41,7 +41,7 @@ ROOMS = {
         "run": 3,
         "memory": 4,
     },
-    "plan": {"": 0, "time": 1},
+    "plan": {"": 0, "time": 1, "search": 2},
     "report": {
         "kit": 0,
         "step": 1,

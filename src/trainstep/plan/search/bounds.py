@@ -83,15 +83,22 @@ class Bounds:
                 raise ValueError(f"sync: what {config.sync.name} of torch holds is not known")
             self._known[key] = expected.peak.total_bytes, expected.after_forward.total_bytes
         peak, after_forward = self._known[key]
-        return max(peak, after_forward + self.kept_bytes(computed_run(config)))
+        least: int = max(peak, after_forward + self.kept_bytes(computed_run(config)))
+        return least
 
     def kept_bytes(self, run: RunConfig) -> int:
-        """What forward keeps for backward."""
-        layers = model_of(run).layers
-        recomputed = _recomputed_blocks(run)
-        around, block = self._kept(run, "none")
-        kept = around + (layers - recomputed) * block
-        return kept + recomputed * self._kept(run, run.recompute)[1] if recomputed else kept
+        """What forward keeps for backward: as much more for each further group of blocks as for the second."""
+        key = ("kept", *_compute_of(run, run.recompute), run.recompute_every)
+        if key not in self._known:
+            layers, every = model_of(run).layers, run.recompute_every
+            groups, rest = divmod(layers, every)
+            few = [rest + every, rest + 2 * every] if groups > 2 else [layers, layers]
+            first, second = (
+                sum(kept_bytes(replace(run, model=replace(model_of(run), layers=count))).values()) for count in few
+            )
+            self._known[key] = first + (groups - 1) * (second - first)
+        kept: int = self._known[key]
+        return kept
 
     def parameters(self, run: RunConfig) -> Sequence[ParameterSize]:
         key = "parameters", run.precision, run.ops
@@ -99,18 +106,6 @@ class Bounds:
             self._known[key] = transformer_parameters(model_of(run), run.precision, run.ops)
         found: Sequence[ParameterSize] = self._known[key]
         return found
-
-    def _kept(self, run: RunConfig, mode: str) -> tuple[int, int]:
-        """Bytes around the blocks, and of a block that is recomputed so."""
-        key = ("kept", *_compute_of(run, mode))
-        if key not in self._known:
-            one, two = (
-                sum(kept_bytes(replace(_every_block(run, mode), model=replace(model_of(run), layers=layers))).values())
-                for layers in (1, 2)
-            )
-            self._known[key] = 2 * one - two, two - one
-        around, block = self._known[key]
-        return around, block
 
     def _passes(self, run: RunConfig) -> _Passes:
         key = ("passes", *_compute_of(run, run.recompute), run.recompute_every)

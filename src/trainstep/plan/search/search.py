@@ -64,11 +64,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """The best with one field changed. `prediction`: of its memory, if it is faster or the runner-up."""
+    """The best with one field changed. `prediction`: of its memory, where it decides something; `least_bytes`: the bound of it."""
 
     field: str
     value: Any
     time: StepTime
+    least_bytes: int
     prediction: Prediction | None = None
 
 
@@ -273,14 +274,14 @@ class _Search:
         end_bytes = min((pair.nbytes + self._likely_more(pair) for pair in left), default=least_bytes)
         step = min(1 - _STEP, (end_bytes / least_bytes) ** (1 / _MOST_POINTS))
         for _ in range(_MOST_POINTS):
-            pair = next((pair for pair in left if pair.nbytes + self._likely_more(pair) <= step * least_bytes), None)
-            if pair is None:
+            leaner = next((pair for pair in left if pair.nbytes + self._likely_more(pair) <= step * least_bytes), None)
+            if leaner is None:
                 return
-            left.remove(pair)
-            time = self._time(pair.config)
+            left.remove(leaner)
+            time = self._time(leaner.config)
             candidate = None if time is None else self._predicted(time)
             if candidate is not None:
-                self._learn(pair, candidate)
+                self._learn(leaner, candidate)
                 self._add(candidate)
                 least_bytes = min(least_bytes, candidate.needed_bytes)
 
@@ -301,8 +302,10 @@ class _Search:
         left = sorted(pairs, key=lambda pair: (pair.nbytes, pair.time_s))
         least_bytes = math.inf
         for _ in range(_MOST_TRIES):
-            pair = min(left, key=lambda pair: pair.nbytes + self._likely_more(pair), default=None)
-            if pair is None or pair.nbytes + self._likely_more(pair) >= least_bytes:
+            if not left:
+                return
+            pair = min(left, key=lambda pair: pair.nbytes + self._likely_more(pair))
+            if pair.nbytes + self._likely_more(pair) >= least_bytes:
                 return
             left.remove(pair)
             time = self._time(pair.config)
@@ -324,23 +327,31 @@ class _Search:
         while True:
             best, alternatives = min(self._points, key=lambda one: _order(one, minimize)), list[Alternative]()
             for name, value, config in self._space.neighbours(best.config):
+                try:
+                    least_bytes, candidate = self._bounds.bytes(config), None
+                except ValueError:  # counted already
+                    continue
                 time = self._time(config)
                 if time is None:
                     continue
-                candidate = None
-                if config in self._known or minimize == MEMORY or time.step.time_s < best.time_s:
+                is_better = time.step.time_s < best.time_s and least_bytes <= self._memory
+                if minimize == MEMORY:
+                    is_better = least_bytes < best.needed_bytes
+                if config in self._known or is_better:
                     candidate = self._predicted(time)
                 if candidate is not None:
                     self._add(candidate)
                 prediction = None if candidate is None else candidate.prediction
-                alternatives.append(Alternative(field=name, value=value, time=time, prediction=prediction))
+                alternatives.append(
+                    Alternative(field=name, value=value, time=time, least_bytes=least_bytes, prediction=prediction)
+                )
             if min(self._points, key=lambda one: _order(one, minimize)) is best:
                 return best, sorted(alternatives, key=lambda one: one.time.step.time_s)
 
     def _runner_up(self, best: Candidate, alternatives: Iterable[Alternative], minimize: str) -> Candidate | None:
         """The next best of which the objective differs, of the points and the single changes."""
         for one in alternatives if minimize != MEMORY else ():
-            if differs(best.time_s, one.time.step.time_s):
+            if differs(best.time_s, one.time.step.time_s) and one.least_bytes <= self._memory:
                 candidate = self._predicted(one.time)
                 if candidate is not None:
                     self._add(candidate)

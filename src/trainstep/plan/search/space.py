@@ -12,9 +12,11 @@ of messages change the mathematics, so they are chosen only among named values.
 A step reads `global_batch` sequences on all ranks: ranks x batch_size x accumulation. Whoever names it leaves the division free.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -72,7 +74,7 @@ class Space:
                 point = {**self._fixed(of_sync=False), **division, **dict(zip(names, values, strict=True))}
                 if _is_idle(point, "recompute_every", self.choices):
                     continue
-                if (run := self._made(lambda point=point: build(PlannedRunConfig, point, where="plan"))) is not None:
+                if (run := self._made(partial(build, PlannedRunConfig, point, where="plan"))) is not None:
                     found.append(run)
         return found
 
@@ -89,7 +91,7 @@ class Space:
             own = {option: value for option, value in fixed.items() if option != "sync" and option not in idle}
             for values in product(*(self.choices[option] for option in used)):
                 point = {**own, **dict(zip(used, values, strict=True))}
-                if (sync := self._made(lambda name=name, point=point: SyncConfig(name=name, **point))) is not None:
+                if (sync := self._made(partial(SyncConfig, name=name, **point))) is not None:
                     found[sync] = None
         return list(found)
 
@@ -111,6 +113,18 @@ class Space:
         if config.run.recompute == "none":
             names = [name for name in names if name != "recompute_every"]
         return {**({"ranks": config.ranks} if len(self.ranks) > 1 else {}), **{name: values[name] for name in names}}
+
+    def command_options(self, config: RanksConfig) -> dict[str, Any]:
+        """Every option that was named or chosen, as `bench` takes them, or `parallel` for several ranks."""
+        idle = _SYNC_FIELDS if config.ranks == 1 else needless({"sync": config.sync.name})
+        several = {"ranks": config.ranks, "sync": config.sync.name} if config.ranks > 1 else {}
+        division = {name: getattr(config.run, name) for name in DIVISION}
+        values = {**self.fixed, **division, **several, **self.options(config), "device": config.run.device}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and name != "mode" and (name not in idle or name in several)
+        }
 
     def neighbours(self, config: RanksConfig) -> Iterator[tuple[str, Any, RanksConfig]]:
         """The steps that differ from this one in one chosen field, with what that needs: field, value and config."""
@@ -159,10 +173,9 @@ class Space:
         each, left = divmod(self.global_batch, ranks)
         if left:
             return []
-        sizes = [size for size in range(1, each + 1) if each % size == 0]
         return [
             {"batch_size": size, "accumulation": each // size}
-            for size in sizes
+            for size in divisors(each)
             if self._may("batch_size", size) and self._may("accumulation", each // size)
         ]
 
@@ -198,15 +211,17 @@ def space_of(named: Values, *, global_batch: int | None, ranks: Sequence[int]) -
             several[name] = tuple(values)
         else:
             fixed[name] = values[0]
+    if any(mode != "step" for mode in named.get("mode", ())):
+        raise ValueError("mode: a search is of whole steps; leave it out")
     batch = global_batch if global_batch is not None else _global_batch(named, ranks)
     searched = [name for name in FREE if max(ranks) > 1 or name not in _SYNC_FIELDS]
     free = [name for name in searched if name not in named and _is_possible(name, named)]
     choices = {**{name: FREE[name] for name in free}, **several}
     if global_batch is not None or len(ranks) > 1:
-        least, most = min(batch // count for count in ranks), max(batch // count for count in ranks)
-        divided = [name for name in DIVISION if name not in named and most > 1]
+        sizes = sorted({size for count in ranks if batch % count == 0 for size in divisors(batch // count)})
+        divided = [name for name in DIVISION if name not in named and len(sizes) > 1]
         free += divided
-        choices |= {name: tuple(range(1, max(least, most) + 1)) for name in divided}
+        choices |= {name: tuple(sizes) for name in divided}
     choices = {name: choices[name] for name in (*FREE, *DIVISION, *several) if name in choices}
     if not choices and len(ranks) == 1:
         raise ValueError(
@@ -218,6 +233,12 @@ def space_of(named: Values, *, global_batch: int | None, ranks: Sequence[int]) -
             f"global_batch: {batch} sequences are not ranks x batch_size x accumulation of the named values; name others"
         )
     return space
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors in order."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def _global_batch(named: Values, ranks: Sequence[int]) -> int:

@@ -15,8 +15,7 @@ from trainstep.plan.traced_memory import HELD, kept_by_label
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import MS, ROUGH_SIZE, SIZE, TEXT, WHOLE, listed, milliseconds, needed_words
 from trainstep.report.kit.tables import Column, Table, filled
-from trainstep.report.plan.time import plain as time_plain
-from trainstep.report.plan.time import time_tables, time_words
+from trainstep.report.plan.time import time_plain, time_tables, time_words
 
 
 @dataclass(frozen=True, kw_only=True)
