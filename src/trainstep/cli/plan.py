@@ -55,11 +55,13 @@ def plan(
 
         trainstep plan --model 2.7B --ranks 8 --sync bucketed,sharded_flat,fsdp --gpu h100 --precision bf16_autocast --tokens 5e10
 
-        trainstep plan --model my_package.my_module:build --context 4096 --gpu h200
+        trainstep plan --model my_package.my_module:build --gpu h200
 
         trainstep plan --model 8B --ranks 8 --gpu h200 --precision bf16_autocast --global-batch 64 --minimize time
 
         trainstep plan --model 2.7B --ranks 8 --gpu h100 --minimize ranks --precision fp32,bf16_autocast --out-config best.toml
+
+        trainstep plan --model 2.7B --gpu h200 --fit context --precision bf16_autocast --recompute block
 
         trainstep plan --model medium --terms
 

@@ -26,6 +26,13 @@ _CONFIG_HELP = (
 )
 
 
+_FIT_HELP = (
+    "Find the largest batch_size, context or layers that fits, by formula; it ends at a batch of 4,096, a context of 131,072 or "
+    "1,024 layers and says 'at least'."
+)
+_VERIFY_HELP = "With --fit: also run one trial of the value on the GPUs here, as trainstep memory does."
+
+
 @Parameter(name="*", group=_SEARCH)
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
@@ -35,6 +42,9 @@ class SearchOptions:
     global_batch: Annotated[int | None, Parameter(help=_BATCH_HELP)] = None
     page: Annotated[Path | None, Parameter(help=_PAGE_HELP)] = None
     out_config: Annotated[Path | None, Parameter(help=_CONFIG_HELP)] = None
+
+    fit: Annotated[str | None, Parameter(help=_FIT_HELP)] = None
+    verify: Annotated[bool, Parameter(help=_VERIFY_HELP, negative=(), show_default=False)] = False
 
     def given(self) -> Mapping[str, Any]:
         """The options with a value, by name."""

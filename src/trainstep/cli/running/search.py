@@ -39,9 +39,13 @@ def run_search(
 
     `unused`: options that have no effect here, None if not given.
     """
+    if options.fit is not None:
+        return _fit(fields, options, unused, gpu=gpu, memory_bytes=memory_bytes, as_json=as_json)
     minimize, page, out_config = options.minimize, options.page, options.out_config
-    if minimize is None:
-        raise ValueError(f"{next(iter(options.given()))}: has no effect without --minimize; leave it out")
+    if minimize is None or options.verify:
+        idle = "verify" if options.verify else next(iter(options.given()))
+        needed = "--fit" if options.verify else "--minimize"
+        raise ValueError(f"{idle}: has no effect without {needed}; leave it out")
     if name := next((name for name, value in unused.items() if value is not None), None):
         raise ValueError(f"{name}: has no effect on --minimize; leave it out, and plan the options that it finds")
     if memory_bytes is None or speeds is None:
@@ -70,6 +74,27 @@ def run_search(
             if path is not None:
                 print(one_line(f"{name}: {path}"), file=sys.stderr)
     return 0 if found.best is not None else 1
+
+
+def _fit(
+    fields: Mapping[str, str | None],
+    options: SearchOptions,
+    unused: Mapping[str, Any],
+    *,
+    gpu: str | None,
+    memory_bytes: int | None,
+    as_json: bool,
+) -> int:
+    from trainstep.cli.running.plan_fit import run_fit
+
+    assert options.fit is not None
+    if options.minimize is not None:
+        raise ValueError("fit: and --minimize are two searches; leave one of them out")
+    others = {name: value for name, value in options.given().items() if name not in ("fit", "verify")}
+    if name := next((name for name, value in {**others, **unused}.items() if value is not None), None):
+        raise ValueError(f"{name}: has no effect on --fit; leave it out")
+    verify = options.verify
+    return run_fit(fields, options.fit, gpu=gpu, memory_bytes=memory_bytes, verify=verify, as_json=as_json)
 
 
 def _space(fields: Mapping[str, str | None], minimize: str, global_batch: int | None) -> Space:
