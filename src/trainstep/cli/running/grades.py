@@ -1,18 +1,86 @@
 """`trainstep plan --grade`: predicts the steps of records anew, and shows how far the predictions are off."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.machine import machine_spec
 from trainstep.plan.grade import grade_records
+from trainstep.plan.search.graded import GridGrade, graded, grids_of
 from trainstep.plan.time.calibration import Calibration, calibration_for
 from trainstep.plan.time.grade import grade_times
+from trainstep.records.record import Record
 from trainstep.records.store import Store
+from trainstep.report.kit.answer import Answer, plain_answers
+from trainstep.report.kit.frames import markdown
+from trainstep.report.kit.visible import ascii_json
 from trainstep.report.plan.grade import FiledGrade, grade_answer, grade_tables, plain, refusal_lines
-from trainstep.report.plan.time_grade import FiledTimeGrade, time_answer, time_tables
+from trainstep.report.plan.search_grade import choices_table
+from trainstep.report.plan.search_grade import plain as plain_choice
+from trainstep.report.plan.time_grade import FiledTimeGrade, faulty_terms, time_answer, time_tables
 from trainstep.report.plan.time_grade import plain as plain_time
+
+
+@dataclass(kw_only=True)
+class Graded:
+    """Predictions beside what records say: of memory, of times, and of a search's choices."""
+
+    grades: list[FiledGrade] = field(default_factory=list)
+    times: list[FiledTimeGrade] = field(default_factory=list)
+    choices: list[GridGrade] = field(default_factory=list)
+    refusals: dict[str, int] = field(default_factory=dict)
+    untimed: dict[str, int] = field(default_factory=dict)
+    """Reasons why there is no time -> number of cells."""
+
+    def answers(self) -> list[Answer]:
+        """How far predictions are off."""
+        found = [grade_answer(self.grades)] if self.grades else []
+        if self.times:
+            found.append(time_answer(self.times, self.times[0].grade.predicted.calibration.origin))
+        return found
+
+    def markdown(self) -> str:
+        """All of it, as a document."""
+        tables = [
+            *(time_tables(self.times) if self.times else []),
+            *([choices_table(self.choices)] if self.choices else []),
+            *(grade_tables(self.grades) if self.grades else []),
+        ]
+        text = markdown(tables, self.answers())
+        faults = faulty_terms(self.times)
+        if faults:
+            text += f"\nOff by more than 10 % in the median, which is the formula's fault: {'; '.join(faults)}.\n"
+        for kind, reasons in (("", self.refusals), ("Time: ", self.untimed)):
+            text += "".join(f"\n{kind}{line}\n" for line in refusal_lines(reasons))
+        return text
+
+
+def graded_files(files: Sequence[Path], speeds: Calibration | None = None) -> Graded:
+    """Grade files of records. `speeds`: a calibration instead of each GPU's own."""
+    found, of_gpus = Graded(), dict[str | None, list[Record]]()
+    for file in files:
+        records = Store(file).read()
+        graded_memory, refused = grade_records(records)
+        found.grades += [FiledGrade(file=file.stem, grade=grade) for grade in graded_memory]
+        _add(found.refusals, refused)
+        for gpu in {record.environment.gpu for record in records}:
+            own = speeds or calibration_for(machine_spec(gpu))
+            of_gpu = [record for record in records if record.environment.gpu == gpu]
+            if own is None:
+                _add(found.untimed, {f"the speeds of {gpu or 'a CPU'} are not known; give --calibration": len(of_gpu)})
+                continue
+            of_gpus.setdefault(gpu, []).extend(of_gpu)
+            timed, refused = grade_times(of_gpu, own)
+            found.times += [FiledTimeGrade(file=file.stem, grade=grade) for grade in timed]
+            _add(found.untimed, refused)
+    for gpu, records in of_gpus.items():
+        own = speeds or calibration_for(machine_spec(gpu))
+        assert own is not None
+        choices = [graded(grid, own) for grid in grids_of(records, own)]
+        found.choices += [choice for choice in choices if choice is not None]
+    return found
 
 
 def show_grades(path: Path, speeds: Calibration | None, *, as_json: bool) -> int:
@@ -26,50 +94,25 @@ def show_grades(path: Path, speeds: Calibration | None, *, as_json: bool) -> int
             file=sys.stderr,
             flush=True,
         )
-    grades, times = list[FiledGrade](), list[FiledTimeGrade]()
-    refusals, untimed = dict[str, int](), dict[str, int]()
-    for file in files:
-        records = Store(file).read()
-        graded, refused = grade_records(records)
-        grades += [FiledGrade(file=file.stem, grade=grade) for grade in graded]
-        _add(refusals, refused)
-        for gpu in {record.environment.gpu for record in records}:
-            own = speeds or calibration_for(machine_spec(gpu))
-            of_gpu = [record for record in records if record.environment.gpu == gpu]
-            if own is None:
-                _add(untimed, {f"the speeds of {gpu or 'a CPU'} are not known; give --calibration": len(of_gpu)})
-                continue
-            timed, refused = grade_times(of_gpu, own)
-            times += [FiledTimeGrade(file=file.stem, grade=grade) for grade in timed]
-            _add(untimed, refused)
-    if not grades and not times:
+    found = graded_files(files, speeds)
+    if not found.grades and not found.times:
         reason = next(
-            iter(refusals), "a step on a GPU with its peaks, as bench, profile, memory and parallel record them"
+            iter(found.refusals), "a step on a GPU with its peaks, as bench, profile, memory and parallel record them"
         )
         raise ValueError(f"grade: {path} holds no step that can be graded: {reason}")
-    answers = [grade_answer(grades)] if grades else []
-    if times:
-        answers.append(time_answer(times, times[0].grade.predicted.calibration.origin))
-    if as_json:
-        from trainstep.report.kit.answer import plain_answers
-        from trainstep.report.kit.visible import ascii_json
-
-        out = {
-            "answer": plain_answers(answers),
-            "rows": [plain(item) for item in grades],
-            "refused": refusals,
-            "times": [plain_time(item) for item in times],
-            "times_refused": untimed,
-        }
-        print(ascii_json(out, indent=1))
+    if not as_json:
+        sys.stdout.write(found.markdown())
         return 0
-    from trainstep.report.kit.frames import markdown
-
-    tables = [*(time_tables(times) if times else []), *(grade_tables(grades) if grades else [])]
-    sys.stdout.write(markdown(tables, answers))
-    for kind, reasons in (("", refusals), ("Time: ", untimed)):
-        for line in refusal_lines(reasons):
-            print(f"\n{kind}{line}")
+    out = {
+        "answer": plain_answers(found.answers()),
+        "rows": [plain(item) for item in found.grades],
+        "refused": found.refusals,
+        "times": [plain_time(item) for item in found.times],
+        "times_refused": found.untimed,
+        "faults": faulty_terms(found.times),
+        "choices": [plain_choice(choice) for choice in found.choices],
+    }
+    print(ascii_json(out, indent=1))
     return 0
 
 

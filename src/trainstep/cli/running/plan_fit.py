@@ -7,6 +7,7 @@ from typing import Any
 from trainstep.cli.options import check_sync_options
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.grid import grid_from_text
+from trainstep.config.machine import gpu_named, machine_spec
 from trainstep.config.model import UserModel
 from trainstep.config.parallel import SyncConfig
 from trainstep.config.parsing import build
@@ -44,7 +45,7 @@ def run_fit(
     found = largest_fit(config, field, gpu_memory_bytes=memory_bytes)
     best, trial = found.surely or found.probably, None
     if verify and best is not None:
-        trial = _verified(options, field, best)
+        trial = _verified(options, field, best, gpu)
     answer = fit_answer(found, gpu, memory_bytes, trial)
     with outliving_reader(sys.stdout):
         if as_json:
@@ -71,8 +72,8 @@ def _options(fields: Mapping[str, str | None]) -> dict[str, Any]:
     return options
 
 
-def _verified(options: Mapping[str, Any], field: str, best: Fit) -> dict[str, Any]:
-    """One trial of this value in a process of its own, as `trainstep memory` runs it. ValueError without enough GPUs."""
+def _verified(options: Mapping[str, Any], field: str, best: Fit, gpu: str | None) -> dict[str, Any]:
+    """One trial of this value in its own process, as of `trainstep memory`. ValueError without enough GPUs of this kind."""
     from trainstep.cli.options import TIMEOUT_S, check_gpus, limits, this_machine
     from trainstep.config.grid import expand
     from trainstep.measure.harness.local import run_groups
@@ -82,6 +83,10 @@ def _verified(options: Mapping[str, Any], field: str, best: Fit) -> dict[str, An
     here, device = this_machine(None)
     if device != "cuda":
         raise ValueError("verify: there is no GPU here to run a trial on; leave it out for the answer by formula")
+    if gpu is not None and machine_spec(here.gpu) != gpu_named(gpu):
+        raise ValueError(
+            f"verify: the GPU here is {here.gpu}, not {gpu}; name this one with --gpu, or leave --verify out"
+        )
     check_gpus([options.get("ranks", 1)], device, here, verb="memory")
     grid = {name: [value] for name, value in {**options, field: best.value}.items()}
     [cell] = expand({"workload": ["memory"], **grid}, {"device": device})
