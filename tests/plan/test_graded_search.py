@@ -1,6 +1,7 @@
 """A search graded by grids of measured steps, and the published predictions beside measurements."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -70,12 +71,14 @@ def test_the_search_itself_chooses_the_same_in_a_grid_that_is_whole(on_h100: lis
 
 
 def test_cells_that_differ_in_timing_alone_are_one():
-    [grade] = [grade for grade in grades_of("h200", ["ddp", "ddp_xl", "captured_fsdp_bf16", "ddp_xl_bf16", "captured_ranks"])
-               if grade.grid.work[1:4] == ("xl", 512, 2)] or [None]  # fmt: skip
-    if grade is not None:
-        keys = [str(cell.options) for cell in grade.grid.cells]
-        assert len(keys) == len(set(keys))
-        assert all(cell.options["sync"] != "none" for cell in grade.grid.cells)
+    records = Store(RECORDS / "h100" / "plan_grids_ranks.jsonl").read()
+    own = calibration_for(machine_spec(records[0].environment.gpu))
+    assert own is not None
+    again = [replace(record, config={**record.config, "window_steps": 10}) for record in records]
+    assert again[0].key != records[0].key
+    [grid] = grids_of([*records, *again], own)
+    assert len(grid.cells) == len(records)
+    assert all(cell.records == 2 for cell in grid.cells)
 
 
 def test_fewer_cells_are_no_grid():
