@@ -78,8 +78,7 @@ def plan(
     bandwidth
         The bandwidth of its memory in TB/s; with --peak-tflops.
     calibration
-        A file of records with a calibration that `trainstep doctor --measure --out` wrote; by default the one that comes with
-        trainstep: H200's, and for other GPUs its efficiency at their data sheets' rates.
+        What `trainstep doctor --measure --out` wrote; by default that of H200s, for other GPUs at their data sheets' rates.
     tokens
         Also predict the GPU-hours to train on so many tokens.
     grade
