@@ -70,6 +70,7 @@ def test_steps_that_cannot_be_told_apart_come_with_the_command_that_measures_bot
     assert app.run([*SEARCH, *NARROW, *fixed, "--capture", "none", "--ranks", "2", "--sync", "bucketed,flat"]) == 0
     out = capsys.readouterr().out
     assert "cannot be told apart by prediction. Measure both: `trainstep parallel " in out
+    assert "A slow host may make it longer" in out
     assert "--sync bucketed,flat" in out.replace("--sync flat,bucketed", "--sync bucketed,flat")
 
 

@@ -78,7 +78,7 @@ def graded_files(files: Sequence[Path], speeds: Calibration | None = None) -> Gr
     for gpu, records in of_gpus.items():
         own = speeds or calibration_for(machine_spec(gpu))
         assert own is not None
-        choices = [graded(grid, own) for grid in grids_of(records, own)]
+        choices = [graded(grid) for grid in grids_of(records, own)]
         found.choices += [choice for choice in choices if choice is not None]
     return found
 

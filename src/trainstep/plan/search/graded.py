@@ -1,7 +1,7 @@
 """Grades a search by grids of measured steps: how much slower is what it would choose than the fastest that was measured?
 
     for grid in grids_of(records, calibration):
-        grade = graded(grid, calibration)
+        grade = graded(grid)
         grade.loss, grade.chosen.measured_s, grade.best.measured_s
 
 A grid is the same work on the same GPU: model, context, ranks, global batch and precision, measured with several options. The
@@ -68,7 +68,6 @@ class GridCell:
     records: int
     time: StepTime | None = None
     no_time: str = ""
-    fits: bool = True
     is_known: bool = False
     """Whether the calibration has points of it."""
 
@@ -130,13 +129,18 @@ def grids_of(records: Iterable[Record], calibration: Calibration) -> list[Grid]:
     return sorted(grids, key=lambda grid: -len(grid.cells))
 
 
-def graded(grid: Grid, calibration: Calibration) -> GridGrade | None:
-    """The grade; None if no cell has a predicted time."""
-    able = [cell for cell in grid.cells if cell.time is not None and cell.fits]
-    if not able:
-        return None
-    chosen = min(able, key=lambda cell: cell.time.step.time_s if cell.time is not None else 0.0)
-    return GridGrade(grid=grid, chosen=chosen, best=min(grid.cells, key=lambda cell: cell.measured_s))
+def graded(grid: Grid) -> GridGrade | None:
+    """The grade; None if no cell has a predicted time and surely fits."""
+    spec = machine_spec(grid.work[0])
+    able = [(cell.time.step.time_s, number) for number, cell in enumerate(grid.cells) if cell.time is not None]
+    for _, number in sorted(able):
+        chosen = grid.cells[number]
+        if spec is not None:
+            prediction = predict(chosen.config, gpu_memory_bytes=spec.memory_bytes)
+            if not prediction.fits or prediction.is_tight:
+                continue
+        return GridGrade(grid=grid, chosen=chosen, best=min(grid.cells, key=lambda cell: cell.measured_s))
+    return None
 
 
 def options_of(config: RanksConfig) -> dict[str, object]:
@@ -149,16 +153,12 @@ def options_of(config: RanksConfig) -> dict[str, object]:
 
 
 def _cell(measured: list[tuple[Record, RanksConfig]], calibration: Calibration) -> GridCell:
-    record, config = measured[-1]
-    spec = machine_spec(record.environment.gpu)
-    time, no_time, fits = None, "", True
+    _, config = measured[-1]
+    time, no_time = None, ""
     try:
         time = step_time(config, calibration)
-        if spec is not None:
-            prediction = predict(config, gpu_memory_bytes=spec.memory_bytes)
-            fits = bool(prediction.fits) and not prediction.is_tight
     except ValueError as error:
-        time, no_time = None, str(error)
+        no_time = str(error)
     return GridCell(
         options=options_of(config),
         config=config,
@@ -166,7 +166,6 @@ def _cell(measured: list[tuple[Record, RanksConfig]], calibration: Calibration) 
         records=len(measured),
         time=time,
         no_time=no_time,
-        fits=fits,
         is_known=any(record.key in calibration.used for record, _ in measured),
     )
 

@@ -142,7 +142,10 @@ def _runner_up_words(found: Found, commands: tuple[str, ...]) -> str:
             f", {_signed_ms(apart.low_s)} to {_signed_ms(apart.high_s)}: they cannot be told apart by prediction. Measure both: "
             + listed(f"`{command}`" for command in commands)
         )
-    return f"{words}." + (f" As fast: {listed(ties)}." if ties else "")
+    words += "." + (f" As fast: {listed(ties)}." if ties else "")
+    if best.time.host_may_limit and not best.time.is_captured:
+        words += " A slow host may make it longer, which a captured step (`--capture step`) would not wait for."
+    return words
 
 
 def _because(apart: Difference) -> str:

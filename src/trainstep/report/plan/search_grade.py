@@ -14,7 +14,7 @@ def choices_table(grades: Sequence[GridGrade]) -> Table:
         {
             "work": _work_words(grade),
             "cells": len(grade.grid.cells),
-            "choosable": sum(cell.time is not None and cell.fits for cell in grade.grid.cells),
+            "choosable": sum(cell.time is not None for cell in grade.grid.cells),
             "choice": _words(grade, grade.chosen),
             "predicted": grade.chosen.time.step.time_s if grade.chosen.time is not None else None,
             "measured": grade.chosen.measured_s,

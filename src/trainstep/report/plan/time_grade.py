@@ -14,6 +14,8 @@ from trainstep.report.plan.grade import SHARE, SIGNED, sizes_of, step_kinds, ste
 _WORST = 15
 _FAULT = 0.1
 """A term that is off by more in the median is the formula's fault."""
+_ENOUGH = 3
+"""Fewer steps may be off because of their machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ def faulty_terms(grades: Sequence[FiledTimeGrade]) -> list[str]:
     return [
         f"{name}: {100 * statistics.median(errors):+.0f} % in the median of {len(errors)}"
         for name, errors in terms.items()
-        if statistics.median(map(abs, errors)) > _FAULT
+        if len(errors) >= _ENOUGH and statistics.median(map(abs, errors)) > _FAULT
     ]
 
 
