@@ -41,7 +41,7 @@ ROOMS = {
         "run": 3,
         "memory": 4,
     },
-    "plan": {"": 0, "time": 1, "fleet": 2},
+    "plan": {"": 0, "time": 1, "fleet": 2, "search": 3},
     "report": {
         "kit": 0,
         "step": 1,

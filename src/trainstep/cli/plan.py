@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from trainstep.cli.options import check_sync_options, with_fields
+from trainstep.cli.running.plan_options import SearchOptions
 from trainstep.config.grid import grid_from_text
 from trainstep.config.machine import gpu_named, machine_spec
 from trainstep.config.model import UserModel
@@ -35,6 +36,7 @@ def plan(
     grade: Path | None = None,
     terms: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
+    searching: SearchOptions = SearchOptions(),
     **fields: str | None,
 ) -> int:
     """Predict the memory and the time of a training step by formula: whether it fits on a GPU, and how long it takes.
@@ -54,7 +56,11 @@ def plan(
 
         trainstep plan --model 8B --nodes 1,2,16,128 --sync fsdp --shard-ranks 8 --gpu h100 --tokens 5e10
 
-        trainstep plan --model my_package.my_module:build --context 4096 --gpu h200
+        trainstep plan --model 8B --ranks 8 --gpu h200 --precision bf16_autocast --global-batch 64 --minimize time
+
+        trainstep plan --model 2.7B --ranks 8 --gpu h100 --minimize ranks --precision fp32,bf16_autocast --out-config best.toml
+
+        trainstep plan --model 2.7B --gpu h200 --fit context --precision bf16_autocast --recompute block
 
         trainstep plan --grade results/h200
 
@@ -69,8 +75,7 @@ def plan(
     bandwidth
         The bandwidth of its memory in TB/s; with --peak-tflops.
     calibration
-        A file of records with a calibration that `trainstep doctor --measure --out` wrote; by default the one that comes with
-        trainstep: H200's, and for other GPUs its efficiency at their data sheets' rates.
+        What `trainstep doctor --measure --out` wrote; by default that of H200s, for other GPUs at their data sheets' rates.
     tokens
         Also predict the GPU-hours to train on so many tokens.
     grade
@@ -82,13 +87,36 @@ def plan(
     json
         Print JSON, which begins with `answer`; sizes in bytes.
     """
+    machine = {"gpu": gpu, "gpu_memory_gib": gpu_memory_gib, "peak_tflops": peak_tflops, "bandwidth": bandwidth}
+    extra = {"tokens": tokens, "terms": terms or None}
     if grade is not None:
-        machine = {"gpu": gpu, "gpu_memory_gib": gpu_memory_gib, "peak_tflops": peak_tflops, "bandwidth": bandwidth}
-        _check_alone("grade", {**machine, "tokens": tokens, "terms": terms or None, **fields})
-        return _show_grades(grade, calibration, as_json=json)
+        from trainstep.cli.running.grades import show_grades
+
+        _check_alone("grade", {**machine, **extra, **searching.given(), **fields})
+        return show_grades(grade, None if calibration is None else _calibration(calibration), as_json=json)
     memory_bytes = _gpu_memory_bytes(gpu, gpu_memory_gib)
     _check_positive(tokens=tokens, peak_tflops=peak_tflops, bandwidth=bandwidth)
     speeds = _calibration(calibration, gpu, peak_tflops, bandwidth, tokens)
+    where = {"gpu": None if gpu_memory_gib else gpu, "memory_bytes": memory_bytes, "speeds": speeds}
+    if searching.given():
+        from trainstep.cli.running.search import run_search
+
+        return run_search(fields, searching, extra, **where, as_json=json)
+    return _plan_steps(fields, **where, card=gpu, tokens=tokens, terms=terms, as_json=json)
+
+
+def _plan_steps(
+    fields: Mapping[str, str | None],
+    *,
+    gpu: str | None,
+    memory_bytes: int | None,
+    speeds: Any,
+    card: str | None,
+    tokens: float | None,
+    terms: bool,
+    as_json: bool,
+) -> int:
+    """Predict one step, or compare several. Returns the exit code. `card`: the GPU whose links the nodes have."""
     points = _points(fields, single=terms)
     configs = [build(PlanConfig, point, where="plan") for point in points]
 
@@ -96,13 +124,13 @@ def plan(
     from trainstep.report.plan.prediction import Planned
 
     predictions = _predictions(configs, memory_bytes)
-    shown: dict[str, Any] = {"gpu": None if gpu_memory_gib else gpu, "tokens": tokens}
+    shown: dict[str, Any] = {"gpu": gpu, "tokens": tokens}
     has_nodes = any(fields.get(name) is not None for name in FLEET_FIELDS)
-    times = [_timed(item.config, speeds, gpu, has_nodes=has_nodes) for item in predictions]
+    times = [_timed(item.config, speeds, card, has_nodes=has_nodes) for item in predictions]
     planned = [Planned(prediction=item, **shown, **time) for item, time in zip(predictions, times, strict=True)]
     if len(planned) == 1:
         planned = [replace(planned[0], cuts=cuts(predictions[0]))]
-    _show(planned, _varied(points), terms=terms, as_json=json)
+    _show(planned, _varied(points), terms=terms, as_json=as_json)
     return 1 if all(prediction.fits is False for prediction in predictions) else 0
 
 
@@ -268,99 +296,3 @@ def _terms(planned: Any) -> dict[str, Any]:
     if planned.time is not None:
         tables["time_terms"] = time_terms_table(planned.time)
     return tables
-
-
-def _show_grades(path: Path, calibration: Path | None, *, as_json: bool) -> int:
-    """Grade a file of records, or every *.jsonl of a folder, and print it. ValueError if nothing in it can be graded."""
-    # Only grading reads records.
-    from trainstep.cli.streams import outliving_reader
-    from trainstep.plan.grade import grade_records
-    from trainstep.plan.time.calibration import calibration_for
-    from trainstep.plan.time.grade import grade_times
-    from trainstep.records.store import Store
-    from trainstep.report.plan.grade import FiledGrade, grade_answer, grade_tables, plain, refusal_lines
-    from trainstep.report.plan.time_grade import FiledTimeGrade, time_answer, time_tables
-    from trainstep.report.plan.time_grade import plain as plain_time
-
-    if not path.exists():
-        raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    published = sorted(path.glob("*.toml")) if path.is_dir() and not files else [path] if path.suffix == ".toml" else []
-    if published:
-        return _show_published(published, calibration, as_json=as_json)
-    speeds = None if calibration is None else _calibration(calibration)
-    with outliving_reader(sys.stderr):
-        print(
-            f"predicting the steps of {len(files)} files of records anew, about ten a second",
-            file=sys.stderr,
-            flush=True,
-        )
-    grades, times = list[FiledGrade](), list[FiledTimeGrade]()
-    refusals, untimed = dict[str, int](), dict[str, int]()
-    for file in files:
-        records = Store(file).read()
-        graded, refused = grade_records(records)
-        grades += [FiledGrade(file=file.stem, grade=grade) for grade in graded]
-        _add(refusals, refused)
-        for gpu in {record.environment.gpu for record in records}:
-            own = speeds or calibration_for(machine_spec(gpu))
-            of_gpu = [record for record in records if record.environment.gpu == gpu]
-            if own is None:
-                _add(untimed, {f"the speeds of {gpu or 'a CPU'} are not known; give --calibration": len(of_gpu)})
-                continue
-            timed, refused = grade_times(of_gpu, own)
-            times += [FiledTimeGrade(file=file.stem, grade=grade) for grade in timed]
-            _add(untimed, refused)
-    if not grades and not times:
-        reason = next(
-            iter(refusals), "a step on a GPU with its peaks, as bench, profile, memory and parallel record them"
-        )
-        raise ValueError(f"grade: {path} holds no step that can be graded: {reason}")
-    answers = [grade_answer(grades)] if grades else []
-    if times:
-        answers.append(time_answer(times, times[0].grade.predicted.calibration.origin))
-    if as_json:
-        from trainstep.report.kit.answer import plain_answers
-        from trainstep.report.kit.visible import ascii_json
-
-        out = {
-            "answer": plain_answers(answers),
-            "rows": [plain(item) for item in grades],
-            "refused": refusals,
-            "times": [plain_time(item) for item in times],
-            "times_refused": untimed,
-        }
-        print(ascii_json(out, indent=1))
-        return 0
-    from trainstep.report.kit.frames import markdown
-
-    tables = [*(time_tables(times) if times else []), *(grade_tables(grades) if grades else [])]
-    sys.stdout.write(markdown(tables, answers))
-    for kind, reasons in (("", refusals), ("Time: ", untimed)):
-        for line in refusal_lines(reasons):
-            print(f"\n{kind}{line}")
-    return 0
-
-
-def _show_published(files: Sequence[Path], calibration: Path | None, *, as_json: bool) -> int:
-    """Grade tables that others published, and print it."""
-    from trainstep.plan.fleet.published import grade_table, read_table
-    from trainstep.report.kit.answer import plain_answers
-    from trainstep.report.kit.frames import markdown
-    from trainstep.report.kit.visible import ascii_json
-    from trainstep.report.plan.published import plain, published_answer, published_tables
-
-    if calibration is not None:
-        raise ValueError("calibration: a published table was measured on its own machine; leave it out")
-    grades = [grade_table(read_table(file)) for file in files]
-    answer = published_answer(grades)
-    if as_json:
-        print(ascii_json({"answer": plain_answers([answer]), "tables": [plain(grade) for grade in grades]}, indent=1))
-    else:
-        sys.stdout.write(markdown(published_tables(grades), [answer]))
-    return 0
-
-
-def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
-    for reason, count in more.items():
-        counts[reason] = counts.get(reason, 0) + count

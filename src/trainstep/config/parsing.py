@@ -69,10 +69,10 @@ def build(config_class: Any, values: Mapping[str, Any], *, where: str) -> Any:
     known = fields_of(config_class)
     check_known(values, known, where)
     if "model" not in known:
-        return config_class(**_typed(config_class, values))
+        return config_class(**typed_values(config_class, values))
     toy = config_class is NumericsConfig and values.get("model") == ToyModel().name
     model, rest = _toy_and_rest(values) if toy else _model_and_rest(values)
-    return _assemble(config_class, {"model": model, **_typed(config_class, rest)})
+    return _assemble(config_class, {"model": model, **typed_values(config_class, rest)})
 
 
 def build_run(values: Mapping[str, Any]) -> RunConfig:
@@ -101,7 +101,23 @@ def _model_and_rest(values: Mapping[str, Any]) -> tuple[ModelConfig | UserModel,
         if shape:
             raise ValueError(f"{next(iter(shape))}: belongs to the built-in model; {name} decides its own shape")
         return UserModel(function=name), rest
-    return dataclasses.replace(size(name), **_typed(ModelConfig, shape)) if shape else size(name), rest
+    return dataclasses.replace(size(name), **typed_values(ModelConfig, shape)) if shape else size(name), rest
+
+
+def typed_values(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, each checked against its field's type; the second name of a choice becomes the recorded name."""
+    typed, form = {}, flat_form(config_class)
+    for name, value in values.items():
+        _, field = form[name]
+        hint: Any = field.type
+        if value is None and hint is str:
+            value = "none"  # a choice of that name, which the command line reads as None
+        if isinstance(value, int) and not isinstance(value, bool) and hint in (float, float | None):
+            value = float(value) if abs(value) < 10**300 else math.inf
+        if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+            raise ValueError(f"{name}: must be {_type_words(hint)}, not {value!r}")
+        typed[name] = aliases_of(field).get(value, value) if isinstance(value, str) else value
+    return typed
 
 
 def from_plain(config_class: type[Config], plain: Mapping[str, Any]) -> Config:
@@ -178,22 +194,6 @@ def parse_value(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def _typed(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, each checked against its field's type; the second name of a choice becomes the recorded name."""
-    typed, form = {}, flat_form(config_class)
-    for name, value in values.items():
-        _, field = form[name]
-        hint: Any = field.type
-        if value is None and hint is str:
-            value = "none"  # a choice of that name, which the command line reads as None
-        if isinstance(value, int) and not isinstance(value, bool) and hint in (float, float | None):
-            value = float(value) if abs(value) < 10**300 else math.inf
-        if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-            raise ValueError(f"{name}: must be {_type_words(hint)}, not {value!r}")
-        typed[name] = aliases_of(field).get(value, value) if isinstance(value, str) else value
-    return typed
 
 
 def _type_words(hint: Any) -> str:

@@ -8,7 +8,7 @@ A process needs what the allocator reserves, and beside it the CUDA context, ker
 segments before it fails, so a step whose tensors fit, but not what it would like to reserve, runs with retries.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainstep.config.model import ModelConfig
@@ -17,8 +17,9 @@ from trainstep.config.run import RunConfig
 from trainstep.costs.traced_step import TracedStep
 from trainstep.plan.activations import kept_bytes
 from trainstep.plan.live_tensors import ACTIVATION, COPY, GRADIENTS, LOGITS, PARAMETERS, STATE
+from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import RECOMPUTED, TILED
-from trainstep.plan.peak_memory import computed_run
+from trainstep.plan.peak_memory import computed_run, expected_memory
 from trainstep.plan.step_memory import replay
 from trainstep.plan.step_replay import StepMemory
 
@@ -130,20 +131,16 @@ def predict(
     traced = None
     if trace is not None and not isinstance(config.run.model, ModelConfig):
         traced = trace(computed_run(config))
-    ranks = range(config.ranks) if config.sync.name == "sharded" else range(1)  # the others hold the same on every rank
     memory = max(
-        (replay(config, rank=rank, steps=steps, traced=traced) for rank in ranks),
+        (replay(config, rank=rank, steps=steps, traced=traced) for rank in _fullest_ranks(config)),
         key=lambda memory: memory.peak.allocated_bytes,
     )
     unmeasured = tuple(_unmeasured(config))
-    interval = _MEASURED_ALLOCATED, _COMPILED_RESERVED if config.run.compile == "model" else _MEASURED_RESERVED
-    if unmeasured:
-        interval = _UNMEASURED_ALLOCATED, _UNMEASURED_RESERVED
     return Prediction(
         config=config,
         memory=memory,
-        outside=_outside(config),
-        interval=interval,
+        outside=beside_allocator(config),
+        interval=interval_of(config),
         unmeasured=unmeasured,
         gpu_memory_bytes=gpu_memory_bytes,
         traced=traced,
@@ -151,15 +148,11 @@ def predict(
     )
 
 
-def _outside(config: RanksConfig) -> dict[str, int]:
-    run = config.run
-    uses_triton = run.compile != "none" or run.ops == "fused" or "trainstep" in (run.attention, run.adamw)
-    outside = {"CUDA context": CONTEXT_BYTES, "kernels": KERNELS_BYTES + (_TRITON_BYTES if uses_triton else 0)}
-    if config.ranks > 1:
-        outside["NCCL"] = NCCL_BYTES
-    if config.ranks > 1 and config.sync.transport == "copies":
-        outside["inbox of copies"] = config.sync.inbox_mib * 2**20
-    return outside
+def interval_of(config: RanksConfig) -> tuple[float, float]:
+    """The relative half-widths of allocated and reserved bytes."""
+    if any(_unmeasured(config)):
+        return _UNMEASURED_ALLOCATED, _UNMEASURED_RESERVED
+    return _MEASURED_ALLOCATED, _COMPILED_RESERVED if config.run.compile == "model" else _MEASURED_RESERVED
 
 
 def _unmeasured(config: RanksConfig) -> Iterator[str]:
@@ -177,6 +170,30 @@ def _unmeasured(config: RanksConfig) -> Iterator[str]:
         f"shard_ranks {sync.shard_ranks}": sync.shard_ranks is not None and sync.shard_ranks < config.ranks,
     }
     yield from (name for name, applies in options.items() if applies)
+
+
+def _fullest_ranks(config: RanksConfig) -> Sequence[int]:
+    """The ranks that may hold most. `sharded` gives whole tensors to ranks, so that one of them has most state."""
+    if config.sync.name != "sharded" or config.ranks == 1:
+        return (0,)  # the others hold the same on every rank
+    if not isinstance(config.run.model, ModelConfig):
+        return range(config.ranks)
+    parameters = transformer_parameters(config.run.model, config.run.precision, config.run.ops)
+    held = [expected_memory(config, parameters, rank=rank) for rank in range(config.ranks)]
+    state = [0 if one is None else one.after_step.total_bytes for one in held]
+    return (state.index(max(state)),)
+
+
+def beside_allocator(config: RanksConfig) -> dict[str, int]:
+    """What a process takes beside the allocator, in bytes by term."""
+    run = config.run
+    uses_triton = run.compile != "none" or run.ops == "fused" or "trainstep" in (run.attention, run.adamw)
+    outside = {"CUDA context": CONTEXT_BYTES, "kernels": KERNELS_BYTES + (_TRITON_BYTES if uses_triton else 0)}
+    if config.ranks > 1:
+        outside["NCCL"] = NCCL_BYTES
+    if config.ranks > 1 and config.sync.transport == "copies":
+        outside["inbox of copies"] = config.sync.inbox_mib * 2**20
+    return outside
 
 
 def cuts(prediction: Prediction) -> list[Cut]:

@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from trainstep.config.instruments import resolve
 from trainstep.report.answers import answers
+from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.charts import Chart, Section, chart_table
 from trainstep.report.kit.forms import byte_words, failure_sentence, failure_word
 from trainstep.report.kit.notes import environments, mfu_conventions, mixed_machines, notes, provenance, summary
@@ -40,24 +41,44 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
     noted = footnotes(rows)
     rows = noted.rows
     shown = sections(rows)
-    charts = [chart for section in shown for chart in section.charts]
-    figures = [{"data": list(chart.data), "layout": dict(chart.layout)} for chart in charts]
     warnings = mixed_machines(rows)
     shown_elsewhere = [*warnings, *mfu_conventions(rows)]
+    return _rendered(
+        title=title or title_of(rows),
+        description=description,
+        answers=answers(rows),
+        shown=shown,
+        summary=noted.shortened(summary(rows)),
+        warnings=map(noted.shortened, warnings),
+        notes=[note for note in notes(rows) if note not in shown_elsewhere],
+        provenance=provenance(rows),
+        environments=[(noted.marks.get(name, ""), name, facts) for name, facts in environments(rows)],
+    )
+
+
+def page_of_sections(
+    sections: Sequence[Section],
+    *,
+    title: str,
+    answers: Sequence[Answer],
+    summary: str,
+    sources: Sequence[tuple[str, str]],
+) -> str:
+    """A page of finished sections, of which no records are the source. `sources`: name and value of each line at its foot."""
+    return _rendered(title=title, answers=answers, shown=sections, summary=summary, provenance=sources)
+
+
+def _rendered(*, shown: Sequence[Section], **parts: Any) -> str:
+    charts = [chart for section in shown for chart in section.charts]
+    figures = [{"data": list(chart.data), "layout": dict(chart.layout)} for chart in charts]
+    empty = {"description": None, "warnings": (), "notes": (), "environments": ()}
     return (
         _environment()
         .get_template("template.html")
         .render(
-            title=title or title_of(rows),
-            description=description,
-            answers=answers(rows),
-            summary=noted.shortened(summary(rows)),
-            warnings=map(noted.shortened, warnings),
+            **empty | parts,
             parts=folded(shown),
             numbers=itertools.count(),
-            notes=[note for note in notes(rows) if note not in shown_elsewhere],
-            provenance=provenance(rows),
-            environments=[(noted.marks.get(name, ""), name, facts) for name, facts in environments(rows)],
             charts_json=script_json(figures),
             plotly_js=get_plotlyjs() if charts else "",
         )

@@ -43,6 +43,18 @@ class TimeGrade:
         return self.predicted.step.low_s <= self.measured_s <= self.predicted.step.high_s
 
     @property
+    def phase_errors(self) -> dict[str, float]:
+        """The errors of the device's time by phase, where a lone rank's record has them and the device limits the step."""
+        if self.group != DEVICE or self.predicted.config.ranks > 1:
+            return {}
+        measured = {phase: self.record.samples.get(phase) for phase in self.predicted.device}
+        return {
+            phase: self.predicted.device[phase].time_s / statistics.median(samples.values) - 1
+            for phase, samples in measured.items()
+            if samples is not None and samples.values
+        }
+
+    @property
     def group(self) -> str:
         if self.predicted.is_captured:
             return CAPTURED
@@ -51,7 +63,7 @@ class TimeGrade:
 
 def grade_times(records: Iterable[Record], calibration: Calibration) -> tuple[list[TimeGrade], dict[str, int]]:
     """The grades in the records' order, and the reasons why there is none -> number of cells."""
-    latest = {record.key: record for record in records if _is_timed(record)}
+    latest = {record.key: record for record in records if is_timed(record)}
     grades, refusals = list[TimeGrade](), Counter[str]()
     for record in latest.values():
         if record.key in calibration.used:
@@ -62,11 +74,12 @@ def grade_times(records: Iterable[Record], calibration: Calibration) -> tuple[li
         except ValueError as error:
             refusals[str(error)] += 1
             continue
-        grades.append(TimeGrade(record=record, predicted=predicted, measured_s=_measured_s(record)))
+        grades.append(TimeGrade(record=record, predicted=predicted, measured_s=measured_time_s(record)))
     return grades, dict(refusals)
 
 
-def _is_timed(record: Record) -> bool:
+def is_timed(record: Record) -> bool:
+    """Whether the record has the time of a step."""
     times = record.samples.get("step")
     return record.failure is None and times is not None and bool(times.values) and "device" in record.config
 
@@ -77,7 +90,8 @@ def _is_sustained(record: Record) -> bool:
     return sum((*steps.values, *steps.warmups)) >= BURST_S
 
 
-def _measured_s(record: Record) -> float:
+def measured_time_s(record: Record) -> float:
+    """The median of its windows, or else of its steps."""
     windows = record.samples.get("window_step")
     samples = windows if windows is not None and windows.values else record.samples["step"]
     return statistics.median(samples.values)

@@ -18,6 +18,7 @@ bandwidth, copy engines bandwidth alone. Buckets and units are flat: gradients a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from trainstep.config.parallel import RanksConfig
 from trainstep.config.run import Phase
@@ -26,6 +27,7 @@ from trainstep.costs.exchange import (
     ROOT,
     Exchange,
     ParameterSize,
+    Unit,
     buckets_of,
     owners_of,
     pack_bytes,
@@ -111,12 +113,13 @@ def exposed_messages(
         )
     link = _Link(calibration, config)
     parameters = transformer_parameters(model_of(config.run), config.run.precision, config.run.ops)
+    timeline = _Timeline(exchange, parameters, link, layers=model_of(config.run).layers)
     found = {}
     for end, (factor, slowed) in _ENDS.items():
         if config.sync.transport == "copies":
             factor, slowed = _COPIES[end], slowed * _COPIES_SLOW
         link.counts = end == "time_s"
-        timeline = _Timeline(exchange, parameters, link, factor, slowed, layers=model_of(config.run).layers)
+        timeline.factor, timeline.slowed = factor, slowed
         busy_s = {phase: getattr(busy, end) for phase, busy in device.items()}
         found[end] = timeline.added(busy_s, getattr(update or NOTHING, end))
     phases = {phase: Interval(**{end: found[end][phase] for end in ENDS}) for phase in device}
@@ -132,12 +135,16 @@ class _Link:
     def __init__(self, calibration: Calibration, config: RanksConfig) -> None:
         self._curves = calibration.collectives
         self._ranks = config.ranks
+        self._known: dict[tuple[str, float], float] = {}
+        """Operation and bytes -> seconds; most messages are alike."""
         self.guess = ""
         self.counts, self.phase = False, ""
         self.sent_s, self.messages, self.payload_bytes = 0.0, dict[str, int](), 0
 
     def seconds(self, operation: str, nbytes: float) -> float:
-        time_s = self._seconds(operation, nbytes)
+        time_s = self._known.get((operation, nbytes))
+        if time_s is None:
+            time_s = self._known[operation, nbytes] = self._seconds(operation, nbytes)
         if self.counts:
             self.sent_s += time_s
             self.messages[self.phase] = self.messages.get(self.phase, 0) + 1
@@ -160,23 +167,37 @@ class _Link:
 class _Timeline:
     """The messages of a step at one end of the interval. `factor`: of their times; `slowed`: of a hidden message's time."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        parameters: Sequence[ParameterSize],
-        link: _Link,
-        factor: float,
-        slowed: float,
-        *,
-        layers: int,
-    ) -> None:
+    def __init__(self, exchange: Exchange, parameters: Sequence[ParameterSize], link: _Link, *, layers: int) -> None:
         self._exchange, self._parameters = exchange, parameters
         self._kinds = exchange.strategy.sends
-        self._layers, self._factor, self._slowed = layers, factor, slowed
+        self._layers, self.factor, self.slowed = layers, 1.0, 0.0
         self._link = link
 
     def _seconds(self, operation: str, nbytes: float) -> float:
-        return self._factor * self._link.seconds(operation, nbytes)
+        return self.factor * self._link.seconds(operation, nbytes)
+
+    @cached_property
+    def _units(self) -> Sequence[Unit]:
+        return units_sent(self._exchange, self._parameters)
+
+    @cached_property
+    def _buckets(self) -> Sequence[tuple[int, int]]:
+        """Parameters and bytes of each message of gradients, in the order of sending."""
+        if MessageKind.GRADIENTS_ONE_BY_ONE in self._kinds:
+            return [
+                (parameter.numel, parameter.numel * self._exchange.gradient_bytes(parameter))
+                for parameter in reversed(self._parameters)
+            ]
+        return [
+            (sum(parameter.numel for parameter in bucket.parameters), bucket.nbytes)
+            for bucket in buckets_of(self._exchange, self._parameters)
+        ]
+
+    @cached_property
+    def _broadcasts(self) -> Sequence[int]:
+        """Bytes of each message of updated parameters."""
+        owners = owners_of(self._exchange, self._parameters)
+        return [pack_bytes(pack) for owned in owners for pack in packs_of(self._exchange, owned)]
 
     def added(self, device: Mapping[str, float], update_s: float) -> dict[str, float]:
         """Seconds that messages add to each phase."""
@@ -201,7 +222,7 @@ class _Timeline:
 
     def _gathered(self, compute_s: float) -> float:
         """Forward's waits for units: each is gathered while the one before computes."""
-        units = units_sent(self._exchange, self._parameters)
+        units = self._units
         blocks = [
             max(1, len({parameter.unit for parameter in unit.parameters})) if unit.name != ROOT else 0 for unit in units
         ]
@@ -216,27 +237,17 @@ class _Timeline:
 
     def _with_slowing(self, exposed_s: float, sent_s: float) -> float:
         exposed_s = max(0.0, exposed_s)
-        return exposed_s + self._slowed * max(0.0, sent_s - exposed_s)
+        return exposed_s + self.slowed * max(0.0, sent_s - exposed_s)
 
     def _reduced(self, compute_s: float, update_s: float) -> float:
         """Messages of gradients while backward goes on. With an update by bucket each waits for its message alone."""
         whole = sum(parameter.numel for parameter in self._parameters)
         if MessageKind.GRADIENTS_OF_UNITS in self._kinds:
             return self._reduced_units(compute_s, whole)
-        if MessageKind.GRADIENTS_ONE_BY_ONE in self._kinds:
-            sent = [
-                (parameter.numel, parameter.numel * self._exchange.gradient_bytes(parameter))
-                for parameter in reversed(self._parameters)
-            ]
-        else:
-            sent = [
-                (sum(parameter.numel for parameter in bucket.parameters), bucket.nbytes)
-                for bucket in buckets_of(self._exchange, self._parameters)
-            ]
         overlaps = self._exchange.strategy.overlaps
         link_s = sent_s = done = 0.0
         updated_s = compute_s
-        for numel, nbytes in sent:
+        for numel, nbytes in self._buckets:
             done += numel / whole
             message_s = self._seconds("all_reduce", nbytes)
             link_s = max(link_s, compute_s * (done if overlaps else 1.0)) + message_s
@@ -248,7 +259,7 @@ class _Timeline:
         return self._with_slowing(exposed_s, sent_s) if overlaps else exposed_s
 
     def _reduced_units(self, compute_s: float, whole: int) -> float:
-        units = units_sent(self._exchange, self._parameters)
+        units = self._units
         gathers = MessageKind.NEEDED_UNITS in self._kinds and self._exchange.reshard_after_forward
         link_s = device_s = sent_s = 0.0
         for number, unit in enumerate(reversed(units)):
@@ -268,8 +279,4 @@ class _Timeline:
         return self._with_slowing(max(device_s, link_s) - compute_s, sent_s)
 
     def _broadcast(self) -> float:
-        return sum(
-            self._seconds("broadcast", pack_bytes(pack))
-            for owned in owners_of(self._exchange, self._parameters)
-            for pack in packs_of(self._exchange, owned)
-        )
+        return sum(self._seconds("broadcast", nbytes) for nbytes in self._broadcasts)

@@ -1,5 +1,6 @@
 """The kernels of a whole step by phase: embedding, blocks, head and loss, recomputation, gradients that add up, the update."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,7 +41,11 @@ def step_kernels(
     model = model_of(run)
     compute = run if compute is None else compute
     block = block_passes(compute)
-    again = [kernel for mode in modes_of(run) for kernel in _again(block.forward, mode)]
+    again = [
+        replace(kernel, count=blocks * kernel.count)
+        for mode, blocks in Counter(modes_of(run)).items()
+        for kernel in _again(block.forward, mode)
+    ]
     forward, backward = _around(compute)
     layers = model.layers
     parameters = transformer_parameters(model, run.precision, run.ops)

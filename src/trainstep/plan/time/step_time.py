@@ -35,9 +35,9 @@ GAPS = "gaps between kernels"
 HOST = "host"
 MESSAGES = "exposed messages"
 STRAGGLERS = "waiting for the slowest rank"
-_MACHINE = 0.02
+MACHINE = 0.02
 """Relative standard deviation between machines of one kind, and between steps."""
-_DEVIATIONS = 1.64
+DEVIATIONS = 1.64
 """Of 90 % of normal errors."""
 _POWER = 0.15
 """How much longer 16-bit matmuls may take at the upper end where nothing is known of the GPU's power (2.7B, 1,024 tokens,
@@ -247,8 +247,8 @@ def _device(lines: Sequence[Line], phase: str, gap_s: float, calibration: Calibr
         key = line.kind, line.formula
         alike[key] = alike.get(key, 0.0) + line.spread * line.time_s
     deviation_s = sum(value**2 for value in alike.values()) ** 0.5
-    deviation_s = (deviation_s**2 + (_MACHINE**2 + calibration.extra_spread**2) * time_s**2) ** 0.5
-    half_s = _DEVIATIONS * deviation_s + gaps_s / 2
+    deviation_s = (deviation_s**2 + (MACHINE**2 + calibration.extra_spread**2) * time_s**2) ** 0.5
+    half_s = DEVIATIONS * deviation_s + gaps_s / 2
     slowed_s = sum(line.time_s for line in own if line.load.slows)
     faster_s, slower_s = (_CLOCK * slowed_s,) * 2 if calibration.power_limited else (0.0, _POWER * slowed_s)
     total_s = time_s + gaps_s

@@ -18,8 +18,7 @@ from trainstep.report.kit.forms import MS, ROUGH_SIZE, SIZE, TEXT, WHOLE, listed
 from trainstep.report.kit.tables import Column, Table, filled
 from trainstep.report.plan.fleet import fleet_columns, fleet_row, fleet_tables, fleet_words
 from trainstep.report.plan.fleet import plain as fleet_plain
-from trainstep.report.plan.time import plain as time_plain
-from trainstep.report.plan.time import time_tables, time_words
+from trainstep.report.plan.time import time_plain, time_tables, time_words
 
 
 @dataclass(frozen=True, kw_only=True)

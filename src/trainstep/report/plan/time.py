@@ -16,7 +16,7 @@ _LONG_S = 10
 def time_words(predicted: StepTime, tokens: float | None, *, fits: bool = True) -> str:
     """`A step takes 152 ms (141 to 170): 53,900 tokens/s, MFU 41 %; most of it: matmul.`"""
     step = predicted.step
-    words = f"A step {'takes' if fits else 'would take'} {_interval(step)}: {predicted.tokens_per_s:,.0f} tokens/s"
+    words = f"A step {'takes' if fits else 'would take'} {interval_words(step)}: {predicted.tokens_per_s:,.0f} tokens/s"
     if (mfu := utilisation(predicted)) is not None:
         words += f", MFU {100 * mfu:.0f} %"
     classes = sorted(predicted.classes.items(), key=lambda item: -item[1])
@@ -86,7 +86,7 @@ def time_terms_table(predicted: StepTime) -> Table:
     )
 
 
-def plain(predicted: StepTime, tokens: float | None) -> dict[str, Any]:
+def time_plain(predicted: StepTime, tokens: float | None) -> dict[str, Any]:
     """The prediction for programs, in seconds."""
     return {
         "step_s": predicted.step.time_s,
@@ -158,7 +158,7 @@ def _by_class(predicted: StepTime) -> Table:
     return Table.of("Time by class", rows, columns, note=note if predicted.classes[HOST] else "")
 
 
-def _interval(interval: Interval) -> str:
+def interval_words(interval: Interval) -> str:
     if interval.time_s >= _LONG_S:
         return f"{_ms(interval.time_s)} ({three_digits(interval.low_s)} to {three_digits(interval.high_s)})"
     return f"{_ms(interval.time_s)} ({milliseconds(interval.low_s)} to {milliseconds(interval.high_s)})"

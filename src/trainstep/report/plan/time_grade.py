@@ -12,6 +12,10 @@ from trainstep.report.kit.tables import Column, Table, filled
 from trainstep.report.plan.grade import SHARE, SIGNED, sizes_of, step_kinds, step_words
 
 _WORST = 15
+_FAULT = 0.1
+"""A term that is off by more in the median is the formula's fault."""
+_ENOUGH = 3
+"""Fewer steps may be off because of their machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +60,25 @@ def time_tables(grades: Sequence[FiledTimeGrade]) -> list[Table]:
             [item for item in grades if item.grade.group != HOST],
             lambda grade: step_kinds(grade.predicted.config),
         ),
+        _by_phase(grades),
         _worst(grades),
     )
+
+
+def faulty_terms(grades: Sequence[FiledTimeGrade]) -> list[str]:
+    """The terms whose error is above 10 % in the median: what the formula has wrong."""
+    terms: dict[str, list[float]] = {}
+    for item in grades:
+        for phase, error in item.grade.phase_errors.items():
+            terms.setdefault(f"device time of {phase}", []).append(error)
+        if item.grade.group != HOST:
+            for kind in step_kinds(item.grade.predicted.config):
+                terms.setdefault(f"steps with {kind}", []).append(item.grade.error)
+    return [
+        f"{name}: {100 * statistics.median(errors):+.0f} % in the median of {len(errors)}"
+        for name, errors in terms.items()
+        if len(errors) >= _ENOUGH and statistics.median(map(abs, errors)) > _FAULT
+    ]
 
 
 def plain(item: FiledTimeGrade) -> dict[str, Any]:
@@ -104,6 +125,25 @@ def _errors(title: str, grades: Sequence[FiledTimeGrade], kinds_of: Callable[[Ti
     ]
     note = "Errors without signs, relative to the measured time; bias and half-width of the interval: medians."
     return Table.of(title, rows, columns, note=note)
+
+
+def _by_phase(grades: Sequence[FiledTimeGrade]) -> Table:
+    phases: dict[str, list[float]] = {}
+    for item in grades:
+        for phase, error in item.grade.phase_errors.items():
+            phases.setdefault(str(phase), []).append(error)
+    rows = [
+        {"phase": phase, "count": len(errors), **sizes_of("", errors), "bias": statistics.median(errors)}
+        for phase, errors in phases.items()
+    ]
+    columns = [
+        Column("phase", TEXT, names=True),
+        Column("count", COUNT),
+        *(Column(name, SHARE) for name in ("median", "95 %", "worst")),
+        Column("bias", SIGNED),
+    ]
+    note = "The device's time by phase, of eager steps of one rank that the device limits."
+    return Table.of("Errors of predicted device times, by phase", rows, columns, note=note)
 
 
 def _worst(grades: Sequence[FiledTimeGrade]) -> Table:

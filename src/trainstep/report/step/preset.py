@@ -73,7 +73,7 @@ def preset_toml(label: str, result: Result, chosen: Options, *, command: str, re
         *(f"# kept: {step.change}: {_gain_words(step)}" for step in result.kept),
         *(f"# not kept: {step.change}: {step.word}: {step.reason}" for step in result.steps if not step.kept),
         *(f"# not tried, the budget was spent: {name}" for name in result.untried),
-        *(f"{name} = {_toml_value(value)}" for name, value in chosen.items()),
+        *(f"{name} = {toml_value(value)}" for name, value in chosen.items()),
     ]
     return "\n".join(map(one_line, lines)) + "\n"
 
@@ -99,7 +99,8 @@ def _interval_words(step: Step) -> str:
     return f"{ratio_words(known.ratio)} (99 % interval {ratio_words(known.low)} to {ratio_words(known.high)})"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value of an option as TOML."""
     # JSON's texts, numbers, true and false are TOML's too, but for a letter above U+FFFF as two escapes: so none is escaped.
     return json.dumps("none" if value is None else value, ensure_ascii=False)
 

@@ -1,0 +1,1 @@
+"""Chooses options of a step by its predicted memory and time."""

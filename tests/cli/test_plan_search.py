@@ -1,0 +1,162 @@
+"""`trainstep plan --minimize`: its answer, JSON, page, the file of options, exit codes and sentences about bad input."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainstep.cli import app
+from trainstep.config.grid import grid_from_text
+from trainstep.config.parallel import ParallelConfig
+from trainstep.config.parsing import build, fields_of
+from trainstep.config.run import RunConfig
+from trainstep.config.sweep import options_of_file
+
+STEP = [
+    "plan",
+    "--model",
+    "small",
+    "--layers",
+    "3",
+    "--context",
+    "512",
+    "--precision",
+    "bf16_autocast",
+    "--gpu",
+    "h200",
+]
+SEARCH = [*STEP, "--minimize", "time"]
+NARROW = ["--recompute", "none", "--compile", "none", "--ops", "plain", "--update", "after_backward"]
+
+
+def searched(capsys: pytest.CaptureFixture[str], *options: str) -> dict:
+    assert app.run([*SEARCH, *options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_answer_comes_first_and_says_why_the_runner_up_lost(capsys: pytest.CaptureFixture[str]):
+    assert app.run([*SEARCH, *NARROW, "--global-batch", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "Fastest that fits h200: capture step, attention trainstep, adamw trainstep, batch size 8, accumulation 1; "
+    )
+    assert "The runner-up, " in out
+    assert " slower because of " in out
+    for title in ("Single changes of the best", "What less memory costs in time", "What was searched"):
+        assert title in out
+    assert "combinations are allowed" in out
+
+
+def test_a_value_is_fixed_a_list_is_a_choice_and_the_rest_is_free(capsys: pytest.CaptureFixture[str]):
+    out = searched(capsys, *NARROW, "--attention", "plain,sdpa")
+    assert out["choices"]["attention"] == ["plain", "sdpa"]
+    assert out["fixed"]["compile"] == "none"
+    assert set(out["free"]) == {"capture", "adamw"}
+    assert out["best"]["options"] == {"capture": "step", "attention": "sdpa", "adamw": "trainstep"}
+    assert out["global_batch"] == 1
+
+
+def test_combinations_without_a_time_are_left_out_and_said(capsys: pytest.CaptureFixture[str]):
+    out = searched(capsys, *NARROW, "--ranks", "2", "--sync", "bucketed,torch_ddp", "--bucket-mib", "none")
+    assert out["best"]["options"]["sync"] == "bucketed"
+    [(reason, count)] = out["effort"]["without_prediction"].items()
+    assert "what torch_ddp of torch holds is not known" in reason
+    assert count == out["effort"]["combinations"] / 2
+
+
+def test_steps_that_cannot_be_told_apart_come_with_the_command_that_measures_both(capsys: pytest.CaptureFixture[str]):
+    fixed = ["--attention", "sdpa", "--adamw", "fused"]
+    assert app.run([*SEARCH, *NARROW, *fixed, "--capture", "none", "--ranks", "2", "--sync", "bucketed,flat"]) == 0
+    out = capsys.readouterr().out
+    assert "cannot be told apart by prediction. Measure both: `trainstep parallel " in out
+    assert "A slow host may make it longer" in out
+    assert "--sync bucketed,flat" in out.replace("--sync flat,bucketed", "--sync bucketed,flat")
+
+
+def test_nothing_that_fits_ends_with_1_and_the_least_memory(capsys: pytest.CaptureFixture[str]):
+    command = ["plan", "--model", "2.7B", "--gpu-memory-gib", "8", "--peak-tflops", "300", "--bandwidth", "1"]
+    assert app.run([*command, "--minimize", "time", *NARROW]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("Nothing fits the GPU (8.00 GiB): the least that was found is ")
+    assert "more ranks (--ranks 2)" in out
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_verbs_read_the_file_of_options(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "best.toml"
+    sync = ["--ranks", "2", "--sync", "fsdp,sharded_flat"] if ranks == 2 else []
+    out = searched(
+        capsys, "--capture", "none", "--compile", "none", "--global-batch", "4", *sync, "--out-config", str(path)
+    )
+    kind, verb = (ParallelConfig, "parallel") if ranks == 2 else (RunConfig, "bench")
+    [values] = [
+        {name: value for name, [value] in grid_from_text(options_of_file(path, fields_of(kind).keys())).items()}
+    ]
+    config = build(kind, values, where=verb)
+    run = config.run if ranks == 2 else config
+    best = out["best"]["options"]
+    assert (run.model.layers, run.context, run.precision, run.device) == (3, 512, "bf16_autocast", "cuda")
+    assert (run.batch_size, run.accumulation, run.ops) == (best["batch_size"], best["accumulation"], best["ops"])
+    if ranks == 2:
+        assert (config.ranks, config.sync.name) == (2, best["sync"])
+    assert app.run([verb, "--config", str(path), "--device", "cpu", "--dry-run", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["cells"]) == 1
+    searched(capsys, "--capture", "none", "--compile", "none", "--out-config", str(path))
+
+
+def test_the_page_has_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "search.html"
+    searched(capsys, *NARROW, "--global-batch", "8", "--page", str(page))
+    text = page.read_text()
+    assert "What less memory costs in time" in text
+    assert "Fastest that fits h200" in text
+    assert 'id="chart-0"' in text
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--minimize", "speed"], "minimize: 'speed' is not known; known: time, memory, ranks"),
+        (["--minimize", "time", "--heads", "6,12"], "heads: its values are different work, not a choice"),
+        (["--minimize", "time", "--batch-size", "1,2"], "batch_size: its values make steps of different sizes"),
+        (["--minimize", "time", "--global-batch", "0"], "global_batch: must be a whole number from 1 on, not 0"),
+        (["--minimize", "time", "--global-batch", "6", "--batch-size", "4"], "global_batch: 6 sequences are not ranks x"),
+        (["--minimize", "time", "--sync", "fsdp"], "sync: has no effect on one rank"),
+        (["--minimize", "time", "--ranks", "2", "--sync", "none,fsdp"], "sync: with none each rank trains for itself"),
+        (["--minimize", "time", "--compile", "none,blok"], "compile: 'blok' is not known"),
+        (["--minimize", "time", "--tokens", "1e9"], "tokens: has no effect on --minimize"),
+        (["--minimize", "time", "--mode", "forward"], "mode: a search is of whole steps"),
+        (["--minimize", "ranks", "--ranks", "2,4"], "ranks: --minimize ranks tries 1, 2, 4... up to one number"),
+        (["--minimize", "time", "--out-config", __file__], "was not written by --out-config; name another file"),
+        (["--global-batch", "8"], "global_batch: has no effect without --minimize"),
+        (["--page", "x.html"], "page: has no effect without --minimize"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
+    assert app.run([*STEP, *options]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_a_search_needs_a_known_gpu_and_model_and_something_to_choose(capsys: pytest.CaptureFixture[str]):
+    assert app.run(["plan", "--minimize", "time", "--gpu", "h9000"]) == 2
+    assert "h9000" in capsys.readouterr().err
+    assert app.run(["plan", "--minimize", "time", "--gpu", "h200", "--model", "a.b:c"]) == 2
+    assert "minimize: the time of a model of your own has no formulas" in capsys.readouterr().err
+    assert app.run(["plan", "--minimize", "time"]) == 2
+    assert "minimize: needs a GPU's memory and speed; name --gpu" in capsys.readouterr().err
+    assert app.run(["plan", "--minimize", "time", "--gpu-memory-gib", "8"]) == 2
+    assert "minimize: needs a GPU's memory and speed" in capsys.readouterr().err
+    fixed = ["--attention", "sdpa", "--adamw", "fused", "--capture", "none"]
+    assert app.run([*SEARCH, *NARROW, *fixed]) == 2
+    assert "minimize: every option has one value, so nothing is left to choose" in capsys.readouterr().err
+
+
+def test_a_search_imports_no_torch():
+    code = f"import sys; from trainstep.cli import app; app.run({[*SEARCH, *NARROW]!r}); print('torch' in sys.modules)"
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,101 @@
+"""A search graded by grids of measured steps, and the published predictions beside measurements."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from sources import ROOT, load_script
+from trainstep.config.machine import machine_spec
+from trainstep.plan.search.graded import LEAST_CELLS, Grid, GridGrade, graded, grids_of
+from trainstep.plan.search.search import search
+from trainstep.plan.search.space import space_of
+from trainstep.plan.time.calibration import calibration_for
+from trainstep.records.store import Store
+from trainstep.report.plan.search_grade import choices_table, plain
+
+RECORDS = ROOT / "results"
+pytestmark = pytest.mark.skipif(not RECORDS.exists(), reason="a source distribution holds no records")
+
+
+def grades_of(folder: str, names: Sequence[str]) -> list[GridGrade]:
+    records = [record for name in names for record in Store(RECORDS / folder / f"{name}.jsonl").read()]
+    own = calibration_for(machine_spec(records[0].environment.gpu))
+    assert own is not None
+    return [grade for grid in grids_of(records, own) if (grade := graded(grid)) is not None]
+
+
+@pytest.fixture(scope="module")
+def on_h100() -> list[GridGrade]:
+    return grades_of("h100", ["plan_grids", "plan_grids_ranks"])
+
+
+def test_the_choice_is_within_3_percent_of_the_best_where_a_captured_step_is_among_the_cells(on_h100: list[GridGrade]):
+    captured = [grade for grade in on_h100 if any(cell.options["capture"] == "step" for cell in grade.grid.cells)]
+    assert [(grade.grid.work[1], grade.grid.work[3]) for grade in captured] == [
+        ("medium", 1),
+        ("small", 1),
+        ("medium", 2),
+    ]
+    for grade in captured:
+        assert len(grade.grid.cells) >= LEAST_CELLS
+        assert grade.loss <= 0.03, plain(grade)
+
+
+def test_an_eager_choice_can_be_far_off_and_the_table_says_so(on_h100: list[GridGrade]):
+    [eager] = [grade for grade in on_h100 if all(cell.options["capture"] == "none" for cell in grade.grid.cells)]
+    assert eager.loss > 0.03
+    [row] = [row for row in choices_table(on_h100).raw if row["model"] == "large"]
+    assert row["behind"] == pytest.approx(eager.loss)
+    assert row["place"] == eager.place > 1
+
+
+def test_the_search_itself_chooses_the_same_in_a_grid_that_is_whole(on_h100: list[GridGrade]):
+    [grade] = [grade for grade in on_h100 if grade.grid.work[1] == "medium" and grade.grid.work[3] == 1]
+    options: dict[str, list[object]] = {}
+    for cell in grade.grid.cells:
+        for name, value in cell.options.items():
+            if value not in options.setdefault(name, []):
+                options[name].append(value)
+    gpu, model, context, _, batch, precision = grade.grid.work
+    spec = machine_spec(gpu)
+    own = calibration_for(spec)
+    assert spec is not None
+    assert own is not None
+    named = {"model": [model], "context": [context], "precision": [precision], **options}
+    found = search(
+        space_of(named, global_batch=batch, ranks=[1]), own, gpu_memory_bytes=spec.memory_bytes, minimize="time"
+    )
+    assert found.best is not None
+    assert found.best.time_s == grade.chosen.time.step.time_s  # type: ignore[union-attr]
+
+
+def test_cells_that_differ_in_timing_alone_are_one():
+    records = Store(RECORDS / "h100" / "plan_grids_ranks.jsonl").read()
+    own = calibration_for(machine_spec(records[0].environment.gpu))
+    assert own is not None
+    again = [
+        replace(record, key=f"{record.key} again", config={**record.config, "window_steps": 10}) for record in records
+    ]
+    [grid] = grids_of([*records, *again], own)
+    assert len(grid.cells) == len(records)
+    assert all(cell.records == 2 for cell in grid.cells)
+
+
+def test_fewer_cells_are_no_grid():
+    assert grades_of("h100", ["plan_grids_ranks"])[0].grid.work[3] == 2
+    records = Store(RECORDS / "h100" / "plan_grids_ranks.jsonl").read()[: LEAST_CELLS - 1]
+    own = calibration_for(machine_spec(records[0].environment.gpu))
+    assert own is not None
+    assert grids_of(records, own) == []
+
+
+def test_a_grid_without_predictions_has_no_grade(on_h100: list[GridGrade]):
+    assert graded(Grid(work=on_h100[0].grid.work, cells=())) is None
+
+
+@pytest.mark.slow
+def test_the_published_predictions_are_what_the_records_say(monkeypatch: pytest.MonkeyPatch):
+    script = load_script("plan_grades", monkeypatch)
+    for path, text in script.made(RECORDS).items():
+        assert path.read_text("utf-8") == text, f"{path.name}: run python scripts/plan_grades.py"
