@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -11,8 +12,11 @@ from trainstep.plan.search.graded import LEAST_CELLS, Grid, GridGrade, graded, g
 from trainstep.plan.search.search import search
 from trainstep.plan.search.space import space_of
 from trainstep.plan.time.calibration import calibration_for
+from trainstep.plan.time.grade import grade_times
 from trainstep.records.store import Store
+from trainstep.report.plan.grade_chart import grade_chart
 from trainstep.report.plan.search_grade import choices_table, plain
+from trainstep.report.plan.time_grade import FiledTimeGrade
 
 RECORDS = ROOT / "results"
 pytestmark = pytest.mark.skipif(not RECORDS.exists(), reason="a source distribution holds no records")
@@ -92,6 +96,18 @@ def test_fewer_cells_are_no_grid():
 
 def test_a_grid_without_predictions_has_no_grade(on_h100: list[GridGrade]):
     assert graded(Grid(work=on_h100[0].grid.work, cells=())) is None
+
+
+def test_the_chart_has_a_mark_for_each_graded_step():
+    records = Store(RECORDS / "h100" / "plan_grids_ranks.jsonl").read()
+    own = calibration_for(machine_spec(records[0].environment.gpu))
+    assert own is not None
+    grades, _ = grade_times(records, own)
+    root = ElementTree.fromstring(grade_chart([FiledTimeGrade(file="x", grade=grade) for grade in grades]))
+    marks = [mark for mark in root.iter("{http://www.w3.org/2000/svg}circle") if mark.get("r") == "3.5"]
+    assert len(marks) == len(grades) == 14
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    assert all(0 < float(mark.attrib["cx"]) < width and 0 < float(mark.attrib["cy"]) < height for mark in marks)
 
 
 @pytest.mark.slow
