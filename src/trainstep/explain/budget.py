@@ -47,9 +47,25 @@ _GRAPH_LAUNCH = 3.0
 _MODELLED = 0.25
 """Relative deviation of a group that plan divided, and nobody profiled."""
 _CALIBRATED = 0.05
-_REST = {MATMUL: "matmul_shapes", ATTENTION: "attention_kernel", ATTENTION_MATMUL: "attention_kernel", MEMORY: "unfused"}
+_REST = {
+    MATMUL: "matmul_shapes",
+    ATTENTION: "attention_kernel",
+    ATTENTION_MATMUL: "attention_kernel",
+    MEMORY: "unfused",
+}
 _REST |= {OPTIMIZER: "optimizer", CASTS: "casts", HOST_COPIES: "host_copies", OVERHEAD: "host_launches"}
 """Group -> the cause of what is left above its floor."""
+_CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "host_launches": {"capture": "step"},
+    "recomputation": {"recompute": "none"},
+    "casts": {"compile": "block"},
+    "unfused": {"compile": "block"},
+    "small_kernels": {"compile": "block"},
+    "attention_kernel": {"attention": "trainstep"},
+    "precision": {"precision": "bf16_autocast"},
+    "optimizer": {"adamw": "fused"},
+}
+"""Cause -> fields of RunConfig that remove it; an exposed message's is a strategy (`_Parts.change_of`)."""
 AS_THEY_RUN = "work as it runs"
 """The floor of kernels for which there is no formula."""
 
@@ -64,6 +80,8 @@ class Finding:
     """What the step gains by the change: by plan where it predicts the changed config, else from nothing to the excess."""
     evidence: str
     change: Mapping[str, Any] = field(default_factory=dict)
+    is_taken: bool = False
+    """Whether the config has the change already, so that no other is known."""
     place: Place | None = None
 
 
@@ -102,18 +120,19 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
             unexplained_s += excess_s
             continue
         half_s = parts.half_width_s(cause, excess_s)
-        change = parts.change_of(cause)
+        change, is_taken = parts.change_of(cause)
         excess = Interval(time_s=excess_s, low_s=max(0.0, excess_s - half_s), high_s=excess_s + half_s)
         after = None
-        if change and parts.config is not None and calibration is not None:
+        if change and not is_taken and parts.config is not None and calibration is not None:
             after = changed(parts.config, dict(change), calibration)
         findings.append(
             Finding(
                 cause=cause,
                 excess=excess,
-                gain=gain_of(excess, evidence.measured_s, parts.predicted, after),
+                gain=gain_of(excess, evidence.measured_s, parts.predicted, after, is_taken=is_taken),
                 evidence=parts.words.get(cause, ""),
                 change=change,
+                is_taken=is_taken,
                 place=evidence.places.get(cause),
             )
         )
@@ -250,7 +269,9 @@ class _Parts:
         late_s = exposed_s * self.evidence.late_share
         floor_s = min(exposed_s - late_s, self.least.get(MESSAGES, 0.0))
         self.floor[MESSAGES] = floor_s
-        self.add("stragglers", late_s, f"for {self.evidence.late_share:.0%} of the messages' time a rank had not joined")
+        self.add(
+            "stragglers", late_s, f"for {self.evidence.late_share:.0%} of the messages' time a rank had not joined"
+        )
         count, nbytes = self.evidence.messages, self.evidence.message_bytes
         sizes = f" in {count:,} messages of {nbytes / count / 2**20:.3g} MiB on average" if count else ""
         words = f"nothing is computed for {1e3 * exposed_s:.3g} ms while messages are in flight{sizes}"
@@ -266,7 +287,11 @@ class _Parts:
             ("recompiles", evidence.recompile_s, "torch.compile compiled functions again, spread over all steps"),
             ("allocator", evidence.allocator_s, "the allocator asked the driver for memory in the step"),
             ("garbage_collector", evidence.collector_s, "Python collected garbage in the step"),
-            ("synchronisations", evidence.blocked_s, f"calls that wait for the device block the host {_ms(evidence.blocked_s)}"),
+            (
+                "synchronisations",
+                evidence.blocked_s,
+                f"calls that wait for the device block the host {_ms(evidence.blocked_s)}",
+            ),
         ):
             cut_s = min(left_s, time_s)
             self.add(cause, cut_s, words)
@@ -288,32 +313,26 @@ class _Parts:
             return left_s - launch_s
         enqueue = f"; the host enqueues for {_ms(evidence.enqueue_s)}" if evidence.enqueue_s else ""
         many = f" of {evidence.pieces:,.0f} kernels" if evidence.pieces else ""
-        self.add("host_launches", left_s, f"the device has no work for {_ms(left_s)} while the host launches{many}{enqueue}")
+        self.add(
+            "host_launches", left_s, f"the device has no work for {_ms(left_s)} while the host launches{many}{enqueue}"
+        )
         return 0.0
 
     # Changes
 
-    def change_of(self, cause: str) -> dict[str, Any]:
-        """The fields that remove the cause; empty without a config, or if they are taken already."""
+    def change_of(self, cause: str) -> tuple[dict[str, Any], bool]:
+        """The fields that remove the cause (none where there are only words), and whether the config has them already."""
         if self.config is None:
-            return {}
-        run, sync = self.config.run, self.config.sync
-        options: dict[str, dict[str, Any]] = {
-            "host_launches": {"capture": "step"},
-            "recomputation": {"recompute": "none"},
-            "casts": {"compile": "block"},
-            "unfused": {"compile": "block"},
-            "small_kernels": {"compile": "block"},
-            "attention_kernel": {"attention": "trainstep"},
-            "precision": {"precision": "bf16_autocast"},
-            "optimizer": {"adamw": "fused"},
-        }
-        if cause == "exposed_messages" and sync.name in ("naive", "flat"):
-            return {"name": "bucketed"}
-        fields = options.get(cause, {})
+            return {}, False
+        run = self.config.run
+        if cause == "exposed_messages":
+            return ({"name": "bucketed"}, False) if self.config.sync.name in ("naive", "flat") else ({}, False)
+        fields = dict(_CHANGES.get(cause, {}))
         if cause == "host_launches" and run.adamw in ("loop", "foreach"):
-            fields = fields | {"adamw": "fused"}
-        return fields if any(getattr(run, name) != value for name, value in fields.items()) else {}
+            fields |= {"adamw": "fused"}
+        if cause == "optimizer" and run.adamw == "trainstep":
+            fields = {"adamw": "trainstep"}
+        return fields, bool(fields) and all(getattr(run, name) == value for name, value in fields.items())
 
 
 def _ms(time_s: float) -> str:

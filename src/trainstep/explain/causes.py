@@ -1,7 +1,7 @@
 """The causes that can make a step longer than its floor, each with its name in words and its page of docs.
 
-    CAUSES["host_launches"].title       # "host launches"
-    page_of("host_launches")            # "docs/guide/slow/host_launches.md"
+CAUSES["host_launches"].title       # "host launches"
+page_of("host_launches")            # "docs/guide/slow/host_launches.md"
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,22 @@ class Cause(NamedTuple):
 
 
 CAUSES: Mapping[str, Cause] = {
-    "host_launches": Cause("host launches", "capture the step as a CUDA graph, compile the model, or take a larger batch"),
+    "host_launches": Cause(
+        "host launches", "capture the step as a CUDA graph, compile the model, or take a larger batch"
+    ),
     "synchronisations": Cause("synchronisations", "read values less often, or after the next step was launched"),
     "data": Cause("waiting for data", "more workers (num_workers), a cheaper transform, or batches made ahead of time"),
-    "host_copies": Cause("copies from the host", "pin the batch's memory and copy it with non_blocking=True, a step ahead"),
-    "exposed_messages": Cause("exposed messages", "fewer or larger messages, begun earlier: compare strategies with parallel"),
+    "host_copies": Cause(
+        "copies from the host", "pin the batch's memory and copy it with non_blocking=True, a step ahead"
+    ),
+    "exposed_messages": Cause(
+        "exposed messages", "fewer or larger messages, begun earlier: compare strategies with parallel"
+    ),
     "stragglers": Cause("stragglers", "give every rank the same work, and look at the slowest rank's machine"),
     "recomputation": Cause("recomputation", "recompute fewer blocks, or a cheaper part of each, if memory allows"),
-    "casts": Cause("casts and copies", "compile the blocks, or keep 16-bit weights, so that values are not converted apart"),
+    "casts": Cause(
+        "casts and copies", "compile the blocks, or keep 16-bit weights, so that values are not converted apart"
+    ),
     "unfused": Cause("unfused memory-bound ops", "compile the blocks, or take fused ops"),
     "attention_kernel": Cause("attention kernel", "take an attention that does not write scores to memory"),
     "matmul_shapes": Cause("matmul shapes", "more tokens in a batch, and widths that are multiples of 128"),
@@ -32,7 +40,9 @@ CAUSES: Mapping[str, Cause] = {
     "small_kernels": Cause("gaps between small kernels", "compile the blocks: fewer kernels have fewer gaps"),
     "recompiles": Cause("recompiles", "mark changing sizes as dynamic, or pad them to a few sizes"),
     "allocator": Cause("allocator", "keep shapes alike, set expandable_segments:True, or need less memory"),
-    "garbage_collector": Cause("garbage collector", "gc.freeze() once the model is built, then collect every some hundred steps"),
+    "garbage_collector": Cause(
+        "garbage collector", "gc.freeze() once the model is built, then collect every some hundred steps"
+    ),
     "clocks": Cause("clocks and power", "see what lowered the clock: power limit, heat, or a fixed clock"),
     "another_process": Cause("another process", "end the other process, or measure on a machine of your own"),
 }

@@ -171,7 +171,9 @@ def _step_times(record: Record) -> tuple[float, ...]:
         samples = record.samples.get(name)
         if samples is not None and samples.values:
             return tuple(samples.values)
-    raise ValueError(f"record: a record of {record.workload} holds no time of a step to explain; give one of bench or profile")
+    raise ValueError(
+        f"record: a record of {record.workload} holds no time of a step to explain; give one of bench or profile"
+    )
 
 
 def _median(record: Record, name: str) -> float | None:

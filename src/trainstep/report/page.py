@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from trainstep.config.instruments import resolve
 from trainstep.report.answers import answers
+from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.charts import Chart, Section, chart_table
 from trainstep.report.kit.forms import byte_words, failure_sentence, failure_word
 from trainstep.report.kit.notes import environments, mfu_conventions, mixed_machines, notes, provenance, summary
@@ -35,11 +36,21 @@ _NAMED = 5
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def page(rows: Sequence[Row], *, title: str | None = None, description: str | None = None) -> str:
-    """The page of these rows as text. `title` and `description`: a sweep's heading and first paragraph."""
+def page(
+    rows: Sequence[Row],
+    *,
+    title: str | None = None,
+    description: str | None = None,
+    lead: Sequence[Section] = (),
+    lead_answers: Sequence[Answer] = (),
+) -> str:
+    """The page of these rows as text. `title` and `description`: a sweep's heading and first paragraph.
+
+    `lead` and `lead_answers`: sections and answers to stand before those that the rows have.
+    """
     noted = footnotes(rows)
     rows = noted.rows
-    shown = sections(rows)
+    shown = [*lead, *sections(rows)]
     charts = [chart for section in shown for chart in section.charts]
     figures = [{"data": list(chart.data), "layout": dict(chart.layout)} for chart in charts]
     warnings = mixed_machines(rows)
@@ -50,7 +61,7 @@ def page(rows: Sequence[Row], *, title: str | None = None, description: str | No
         .render(
             title=title or title_of(rows),
             description=description,
-            answers=answers(rows),
+            answers=[*lead_answers, *answers(rows)],
             summary=noted.shortened(summary(rows)),
             warnings=map(noted.shortened, warnings),
             parts=folded(shown),
