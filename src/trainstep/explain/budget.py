@@ -121,7 +121,9 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
             continue
         half_s = parts.half_width_s(cause, excess_s)
         change, is_taken = parts.change_of(cause)
-        excess = Interval(time_s=excess_s, low_s=max(0.0, excess_s - half_s), high_s=excess_s + half_s)
+        most_s = max(excess_s, evidence.measured_s - sum(parts.floor.values()))
+        high_s = min(most_s, excess_s + half_s)
+        excess = Interval(time_s=excess_s, low_s=max(0.0, excess_s - half_s), high_s=high_s)
         after = None
         if change and not is_taken and parts.config is not None and calibration is not None:
             after = changed(parts.config, dict(change), calibration)

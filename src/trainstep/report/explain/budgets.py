@@ -69,7 +69,7 @@ def _calibration(gpu: str | None) -> Calibration | None:
 
 
 def explain_answers(explained: Sequence[Explained]) -> list[Answer]:
-    """One answer: of one step its first cause and the change to make; of several, that of the step with the largest excess share."""
+    """One answer: a step's first cause and the change to make; of several steps, those of the one furthest above its floor."""
     if not explained:
         return []
     worst = max(explained, key=lambda one: 1 - one.budget.floor_s / one.budget.measured_s)
