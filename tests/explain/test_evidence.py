@@ -85,6 +85,6 @@ def test_a_clock_that_nothing_lowered_is_full():
 
 def test_a_failed_cell_and_a_record_without_steps_are_refused():
     with pytest.raises(ValueError, match="no step to explain"):
-        evidence_of(a_record(failure=Failure(kind="crash", message="dead")))
+        evidence_of(a_record(failure=Failure(kind="crash", phase=None, message="dead")))
     with pytest.raises(ValueError, match="no time of a step"):
         evidence_of(a_record(samples={"time": seconds([1])}))

@@ -64,8 +64,15 @@ def reference(run: RunConfig) -> RunConfig:
     precision = run.precision if run.precision in ("bf16", "fp16_autocast", "bf16_master") else "bf16_autocast"
     return replace(
         run,
-        precision=precision, attention="sdpa", compile="block", ops="plain", recompute="none",
-        recompute_budget_gib=None, adamw="fused", update="after_backward", capture="none",
+        precision=precision,
+        attention="sdpa",
+        compile="block",
+        ops="plain",
+        recompute="none",
+        recompute_budget_gib=None,
+        adamw="fused",
+        update="after_backward",
+        capture="none",
     )
 
 
