@@ -202,10 +202,16 @@ def test_the_host_is_the_first_cause_of_small_eager_steps(h200: Calibration):
     assert first_cause("captured.jsonl", h200, model="small", capture="none") == {"host_launches"}
 
 
-def test_messages_are_the_first_cause_of_a_strategy_that_hides_none(h200: Calibration):
-    causes = first_cause("ddp.jsonl", h200, model="xl", sync="flat")
-    assert causes
-    assert causes <= {"exposed_messages", "stragglers"}
+def test_messages_are_of_a_recorded_strategys_first_two_causes(h200: Calibration):
+    """Steps of ddp.jsonl are host-bound: without any message xl takes 100 ms, which a captured step needs half of."""
+    for record in recorded("ddp.jsonl"):
+        if record.config["model"]["name"] == "xl":
+            budget = step_budget(evidence_of(record), h200)
+            assert_adds_up(budget)
+            causes = [finding.cause for finding in budget.findings[:2]]
+            sends = record.config["sync"] != "none"
+            assert ({"exposed_messages", "stragglers"} & set(causes) != set()) is sends
+            assert budget.floor_s > 0.02, "the messages of a slow profiled step leave the work its time"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@
 [Note: the algebra] The step is divided first by what the device did, and each part is then divided among causes:
 
     measured = busy + exposed + idle             idle = max(0, measured - busy - exposed)
-    busy     = sum of groups of kernels          scaled to measured - exposed if profiled kernels take longer than that
+    busy     = sum of groups of kernels          scaled to measured if profiled kernels take longer than that
+    exposed  = as profiled, at most measured - busy: a profiled step is longer than others, and so are its messages
     group    = floor of the group + excess       the floor is at most the group's time
 
 A group's excess is what is left of its time above its floor when causes are removed one after the other, in this order:
@@ -31,9 +32,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainstep.config.parallel import RanksConfig
 from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place
 from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
 from trainstep.explain.gain import gain_of
+from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import StepTime, step_time
@@ -47,6 +50,7 @@ _GRAPH_LAUNCH = 3.0
 _MODELLED = 0.25
 """Relative deviation of a group that plan divided, and nobody profiled."""
 _CALIBRATED = 0.05
+_WORK = (MATMUL, ATTENTION, MEMORY, OPTIMIZER)
 _REST = {
     MATMUL: "matmul_shapes",
     ATTENTION: "attention_kernel",
@@ -109,7 +113,7 @@ class Budget:
 def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
     """The budget of a measured step. [Note: the algebra]"""
     parts = _Parts(evidence, calibration)
-    exposed_s = min(evidence.exposed_s, evidence.measured_s)
+    exposed_s = min(evidence.exposed_s, max(0.0, evidence.measured_s - parts.known_work_s()))
     parts.divide_work(evidence.measured_s - exposed_s)
     parts.divide_messages(exposed_s)
     busy_s = sum(parts.groups.values())
@@ -167,12 +171,21 @@ class _Parts:
         if calibration is None or self.config is None:
             self.notes.append("No floor is known for this model or machine: its work counts as it runs.")
             return
+        self._predict(self.config, calibration)
+
+    def _predict(self, config: RanksConfig, calibration: Calibration) -> None:
+        """Plan's step and floor; of a strategy without formulas those of a rank that trains for itself."""
         try:
-            self.predicted = step_time(self.config, calibration)
-            self.least = floor_of(self.config, calibration, self.predicted)
+            self.predicted = step_time(config, calibration)
+            self.least = floor_of(config, calibration, self.predicted)
         except ValueError as error:
             self.predicted = None
-            self.notes.append(f"The floor is not known, so that work counts as it runs: {error}.")
+            if config.ranks == 1:
+                self.notes.append(f"The floor is not known, so that work counts as it runs: {error}.")
+                return
+            self.notes.append(f"The floor is that of a rank by itself: {error}.")
+            self.config = alone(config.run)
+            self._predict(self.config, calibration)
 
     def add(self, cause: str, excess_s: float, words: str) -> None:
         self.excess[cause] = self.excess.get(cause, 0.0) + excess_s
@@ -183,9 +196,17 @@ class _Parts:
         """90 % of normal errors: of the steps' times, and of the division of device time."""
         modelled = not self.profiled and cause in _REST.values()
         relative = (self.evidence.spread**2 + (_MODELLED if modelled else _CALIBRATED) ** 2) ** 0.5
-        return 1.64 * relative * max(excess_s, 0.1 * self.evidence.measured_s)
+        return float(1.64 * relative) * max(excess_s, 0.1 * self.evidence.measured_s)
 
     # Busy time
+
+    def known_work_s(self) -> float:
+        """Busy time as profiled, as a whole, or as predicted. A profiled step is longer than others, and so are its messages."""
+        if self.evidence.work:
+            return sum(self.evidence.work.values())
+        if self.evidence.busy_s is not None or self.predicted is None:
+            return self.evidence.busy_s or 0.0
+        return sum(self.predicted.classes[name] for name in _WORK)
 
     def divide_work(self, room_s: float) -> None:
         """Groups of kernels -> floor and excesses. `room_s`: what the step has beside exposed messages."""
@@ -204,7 +225,7 @@ class _Parts:
         if evidence.work:
             groups = dict(evidence.work)
         elif self.predicted is not None:
-            groups = {name: self.predicted.classes[name] for name in (MATMUL, ATTENTION, MEMORY, OPTIMIZER)}
+            groups = {name: self.predicted.classes[name] for name in _WORK}
             whole_s, busy_s = sum(groups.values()), evidence.busy_s
             self.notes.append(
                 "No profile: kernels are divided as plan predicts them, and their whole is "

@@ -8,7 +8,7 @@ The floor is of the same mathematics computed best: each class's work at the cei
     attention      FLOPs of the causal triangle, 2 matmuls forward and 5 backward / the same rate
     memory-bound   bytes of the compiled step in bf16_autocast / bandwidth of large contiguous kernels
     optimizer      AdamW's bytes in one pass over what this rank updates / that bandwidth
-    messages       what the transfer of all payloads takes longer than the backward that can hide it
+    messages       what the transfer of all payloads, in buckets, takes longer than the backward that can hide it
 
 No launch, no gap, no partly filled wave of tiles is in it, so that no step reaches it.
 """
@@ -30,6 +30,8 @@ from trainstep.plan.time.step_time import StepTime, step_time
 
 MATMUL, ATTENTION, MEMORY, OPTIMIZER, MESSAGES = "matmul", "attention", "memory-bound", "optimizer", "messages"
 SIXTEEN_BITS = ("bf16", "fp16")
+_MANY_MESSAGES = ("naive", "overlapped")
+"""Strategies with a message for each gradient, which buckets send in less time."""
 
 
 def floor_of(config: RanksConfig, calibration: Calibration, predicted: StepTime) -> dict[str, float]:
@@ -55,7 +57,10 @@ def floor_of(config: RanksConfig, calibration: Calibration, predicted: StepTime)
         numel = sum(parameter.numel for parameter in transformer_parameters(model, run.precision, run.ops))
         floor[OPTIMIZER] = updated_share(config) * adamw_bytes(numel, 4) / bandwidth
     hidden_s = sum(line.time_s for line in predicted.lines if line.phase == "backward")
-    floor[MESSAGES] = max(0.0, predicted.messages.sent_s - hidden_s)
+    sent_s = predicted.messages.sent_s
+    if config.sync.name in _MANY_MESSAGES and (buckets := changed(config, {"name": "bucketed"}, calibration)) is not None:
+        sent_s = min(sent_s, buckets.messages.sent_s)
+    floor[MESSAGES] = max(0.0, sent_s - hidden_s)
     return floor
 
 
