@@ -1,8 +1,13 @@
 """A run of a script: what it waits for is found, with the line of the user's code."""
 
-import pytest
+import time
+from pathlib import Path
 
-from run_records import COMPILED, WAITS, a_run
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from run_records import COMPILED, WAITS, a_run, records_of, watched
 from trainstep.config.script import Part
 from trainstep.explain.budget import AS_THEY_RUN, step_budget
 from trainstep.explain.script_evidence import script_evidence
@@ -51,3 +56,29 @@ def test_a_collector_is_found_and_two_records_are_one_run():
 def test_a_run_of_warm_ups_alone_is_refused():
     with pytest.raises(ValueError, match="only warm-ups"):
         script_evidence([a_run(steps=0)])
+
+
+class SlowSamples(Dataset[torch.Tensor]):
+    """Samples that each take 10 ms to make."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return torch.full((8,), float(index))
+
+
+@pytest.mark.slow
+def test_a_real_slow_loader_is_found(tmp_path: Path):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watched(tmp_path) as watch:
+        for batch in DataLoader(SlowSamples(), batch_size=1):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    budget = step_budget(script_evidence(records_of(watch)), None)
+    assert budget.findings[0].cause == "data"
+    assert budget.findings[0].excess.time_s > 0.01
+    assert budget.explained_share >= 0.95

@@ -62,7 +62,7 @@ def explain(
     here, cells = profile_cells(fields, memory_limit_gib, forks=not how.dry_run)
     store = how.open_store("explain")
 
-    from trainstep.cli.cells import check_page, run_cells, show_dry_run, unfinished
+    from trainstep.cli.cells import check_kept, check_page, run_cells, show_dry_run, unfinished
     from trainstep.measure.harness.local import run_groups
     from trainstep.report.kit.rows import rows_of
 
@@ -70,6 +70,7 @@ def explain(
     groups = groups_along(cells, None)
     if how.dry_run:
         return show_dry_run(groups, store, environment=here, options=how, rerun=not how.resume, as_json=how.json)
+    check_kept(cells, "keep_trace")
 
     def execute(waiting: Sequence[Sequence[Cell]], tell: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
         return run_groups(waiting, bounds, tell)

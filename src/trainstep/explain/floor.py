@@ -58,7 +58,10 @@ def floor_of(config: RanksConfig, calibration: Calibration, predicted: StepTime)
         floor[OPTIMIZER] = updated_share(config) * adamw_bytes(numel, 4) / bandwidth
     hidden_s = sum(line.time_s for line in predicted.lines if line.phase == "backward")
     sent_s = predicted.messages.sent_s
-    if config.sync.name in _MANY_MESSAGES and (buckets := changed(config, {"name": "bucketed"}, calibration)) is not None:
+    if (
+        config.sync.name in _MANY_MESSAGES
+        and (buckets := changed(config, {"name": "bucketed"}, calibration)) is not None
+    ):
         sent_s = min(sent_s, buckets.messages.sent_s)
     floor[MESSAGES] = max(0.0, sent_s - hidden_s)
     return floor

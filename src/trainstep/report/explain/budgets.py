@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.machine import machine_spec
-from trainstep.explain.budget import Budget, Finding, step_budget
+from trainstep.explain.budget import AS_THEY_RUN, Budget, Finding, step_budget
 from trainstep.explain.causes import CAUSES, page_of
 from trainstep.explain.evidence import evidence_of
 from trainstep.explain.script_evidence import script_evidence
@@ -88,7 +88,8 @@ def verdict_of(budget: Budget) -> str:
     if not budget.findings:
         return f"{takes}, and nothing was found that it waits for."
     first = budget.findings[0]
-    needs = f"{takes}, and its work needs at least {ms_words(budget.floor_s)}" if budget.floor_s else takes
+    least = "takes" if AS_THEY_RUN in budget.floor else "needs at least"
+    needs = f"{takes}, and its work {least} {ms_words(budget.floor_s)}" if budget.floor_s else takes
     share = f"{percent(first.excess.time_s / above_s)} % of the rest" if above_s else ""
     where = f" ({first.place})" if first.place else ""
     return (
