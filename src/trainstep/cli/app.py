@@ -33,6 +33,7 @@ _VERBS = {
     "attention": "Find which attention is fastest here, and whether it is right.",
     "op": "Find how fast one other op is here (norm, rotary, SwiGLU, loss, AdamW), and whether it is right.",
     "profile": "Show where the time of a step goes, by kernel and phase, and what limits it.",
+    "explain": "Say why a step takes its time: its floor, then each excess with its cause and a change.",
     "numerics": "Show the error that each precision causes in a model, beside its cost.",
     "memory": "Show where the memory of a step goes, when it peaks, and what fits.",
     "parallel": "Find which parallel strategy is fastest, and whether its communication is hidden.",
@@ -46,7 +47,19 @@ _VERBS = {
     "gate": "May a change land? Run two versions alternately until their difference is decided.",
     "doctor": "Show this machine, what it can do, and what is missing.",
 }
-_RUNNING = ("bench", "attention", "op", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune")
+_RUNNING = (
+    "bench",
+    "attention",
+    "op",
+    "profile",
+    "explain",
+    "numerics",
+    "memory",
+    "parallel",
+    "collectives",
+    "sweep",
+    "tune",
+)
 """The verbs that run cells."""
 _ON_NODES = ("bench", "memory", "parallel", "collectives", "sweep")
 """The verbs that use all nodes of a launch."""

@@ -118,7 +118,7 @@ def profile(
         reading = read_limits(timeout_s, memory_limit_gib)
         return show_trace(from_, top, reading, page=how.page, as_json=how.json, every=how.every)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
-    here, cells = _cells(fields, memory_limit_gib, forks=not how.dry_run)
+    here, cells = profile_cells(fields, memory_limit_gib, forks=not how.dry_run)
     store = how.open_store("profile")
     if nsys:
         check_nsys(cells, how.page)
@@ -134,7 +134,7 @@ def profile(
     return _run(groups_along(cells, None), store, bounds, how, here, traces=traces, top=top)
 
 
-def _cells(
+def profile_cells(
     fields: Mapping[str, str | None], memory_limit_gib: float | None, *, forks: bool
 ) -> "tuple[Environment, list[Cell]]":
     """This machine, and the cells to run on it."""

@@ -36,17 +36,27 @@ _NAMED = 5
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def page(rows: Sequence[Row], *, title: str | None = None, description: str | None = None) -> str:
-    """The page of these rows as text. `title` and `description`: a sweep's heading and first paragraph."""
+def page(
+    rows: Sequence[Row],
+    *,
+    title: str | None = None,
+    description: str | None = None,
+    lead: Sequence[Section] = (),
+    lead_answers: Sequence[Answer] = (),
+) -> str:
+    """The page of these rows as text. `title` and `description`: a sweep's heading and first paragraph.
+
+    `lead` and `lead_answers`: sections and answers to stand before those that the rows have.
+    """
     noted = footnotes(rows)
     rows = noted.rows
-    shown = sections(rows)
+    shown = [*lead, *sections(rows)]
     warnings = mixed_machines(rows)
     shown_elsewhere = [*warnings, *mfu_conventions(rows)]
     return _rendered(
         title=title or title_of(rows),
         description=description,
-        answers=answers(rows),
+        answers=[*lead_answers, *answers(rows)],
         shown=shown,
         summary=noted.shortened(summary(rows)),
         warnings=map(noted.shortened, warnings),

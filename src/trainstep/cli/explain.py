@@ -1,0 +1,146 @@
+"""`trainstep explain`: why a step takes its time, as a floor and a ranked list of excesses."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from trainstep.cli.options import TIMEOUT_S, GridOptions, limits, read_limits, with_fields
+from trainstep.cli.profile import profile_cells
+from trainstep.config.grid import Cell, groups_along
+from trainstep.config.profile import ProfileConfig
+from trainstep.records.record import Record
+
+if TYPE_CHECKING:
+    from trainstep.plan.time.calibration import Calibration
+    from trainstep.report.kit.rows import Row
+
+
+@with_fields(ProfileConfig)
+def explain(
+    paths: Annotated[list[Path] | None, Parameter(consume_multiple=True, json_list=False)] = None,
+    /,
+    *,
+    calibration: Path | None = None,
+    timeout_s: float | None = None,
+    memory_limit_gib: float | None = None,
+    how: GridOptions = GridOptions(),
+    **fields: str | None,
+) -> int:
+    """Say why a step takes its time: what its work needs at least, then each excess in ms with its cause, the longest first.
+
+    With files of records (of bench, profile, parallel, numerics, run), nothing runs. Without, the options are those of `profile`:
+    the step is profiled, and then explained. The floor is the model's work at the speeds that a calibration measured: one comes
+    with trainstep for H200 and is scaled for other known GPUs. Each excess has the change that removes it, the predicted gain with
+    its interval, and a page of docs/guide/slow/. Floor, excesses and what is unexplained add up to the measured step.
+
+    Examples:
+
+        trainstep explain --model small --context 256 --precision bf16_autocast
+
+        trainstep explain results/h200/profile.jsonl --json
+
+        trainstep explain runs/train.jsonl --page why.html    (a run of your own script, by trainstep run)
+
+    Parameters
+    ----------
+    paths
+        Files of records, or folders: every *.jsonl in them. Of runs, the last record of each.
+    calibration
+        File that `trainstep doctor --measure --out FILE` wrote; by default the GPU's own.
+    timeout_s
+        Seconds after which a cell is killed, by default 600; with files the limit for reading, 60.
+    memory_limit_gib
+        GiB of memory that a CPU cell may use, by default 90 % of the machine's; with files the reader's, 1.86.
+    """
+    measured = _calibration(calibration)
+    if paths:
+        return _explain_files(paths, measured, timeout_s, memory_limit_gib, how, fields)
+    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
+    here, cells = profile_cells(fields, memory_limit_gib, forks=not how.dry_run)
+    store = how.open_store("explain")
+
+    from trainstep.cli.cells import check_kept, check_page, run_cells, show_dry_run, unfinished
+    from trainstep.measure.harness.local import run_groups
+    from trainstep.report.kit.rows import rows_of
+
+    check_page(how.page, store.path)
+    groups = groups_along(cells, None)
+    if how.dry_run:
+        return show_dry_run(groups, store, environment=here, options=how, rerun=not how.resume, as_json=how.json)
+    check_kept(cells, "keep_trace")
+
+    def execute(waiting: Sequence[Sequence[Cell]], tell: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
+        return run_groups(waiting, bounds, tell)
+
+    records = run_cells(groups, store, execute, environment=here, options=how, rerun=not how.resume)
+    code = _show(rows_of([(str(store.path), record) for record in records]), measured, how)
+    print(f"records: {store.path}", file=sys.stderr if how.json else sys.stdout, flush=True)
+    return unfinished(groups, records, store, how) or code
+
+
+def _calibration(path: Path | None) -> "Calibration | None":
+    if path is None:
+        return None
+    from trainstep.plan.time.stored import read_calibration
+
+    return read_calibration(path)
+
+
+def _explain_files(
+    paths: Sequence[Path],
+    measured: "Calibration | None",
+    timeout_s: float | None,
+    memory_limit_gib: float | None,
+    how: GridOptions,
+    fields: Mapping[str, str | None],
+) -> int:
+    """Read the records and explain them. ValueError for options that have no effect there. Returns the exit code."""
+    given = {**fields, **how.given, "page": None}
+    name = next((name for name, value in given.items() if value is not None and value is not False), None)
+    if name is not None:
+        raise ValueError(f"{name}: records are read, nothing runs, so that it would have no effect; leave it out")
+    from trainstep.cli.streams import tell_reading
+    from trainstep.reading import limited_here
+    from trainstep.report.kit.rows import read_rows, record_files
+
+    tell_reading([file for path in paths for file in record_files(path)])
+    with limited_here(read_limits(timeout_s, memory_limit_gib), ", ".join(map(str, paths))):
+        rows = read_rows(paths)
+    return _show(rows, measured, how)
+
+
+def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOptions) -> int:
+    """Print the verdict and the budgets, and write the page. ValueError if no record can be explained."""
+    from trainstep.cli.streams import outliving_reader
+    from trainstep.report.explain.budgets import explain_answers, explain_rows, explain_sections, explain_tables
+    from trainstep.report.kit.answer import print_answers
+    from trainstep.report.kit.frames import json_text
+    from trainstep.report.kit.terminal import print_tables
+
+    explained, refusals = explain_rows(rows, measured)
+    if not explained:
+        raise ValueError(
+            next(iter(refusals), "records: there are none to explain; give a file of bench, profile or run")
+        )
+    answers, tables = explain_answers(explained), explain_tables(explained)
+    notes = [f"Not explained, {count} record{'s' if count > 1 else ''}: {why}" for why, count in refusals.items()]
+    with outliving_reader(sys.stdout):
+        if how.json:
+            sys.stdout.write(json_text(tables, answers))
+        else:
+            print_answers(answers, sys.stdout)
+            print_tables(tables, notes, sys.stdout, every=how.every)
+    if how.page is not None:
+        from trainstep.report.kit.output_file import check_output, write_output
+        from trainstep.report.page import page as make_page
+
+        check_output("page", how.page, "html")
+        text = make_page(
+            rows, title="Why the step takes its time", lead=explain_sections(explained), lead_answers=answers
+        )
+        write_output("page", how.page, "html", text)
+        print(f"page: {how.page}", file=sys.stderr if how.json else sys.stdout, flush=True)
+    return 0

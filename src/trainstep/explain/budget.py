@@ -1,0 +1,362 @@
+"""A measured step as a sum: floor + findings + unexplained = measured, in seconds, with nothing counted twice.
+
+    budget = step_budget(evidence, calibration)
+    budget.floor_s, budget.findings[0].cause, budget.findings[0].gain.time_s, budget.explained_share
+
+[Note: the algebra] The step is divided first by what the device did, and each part is then divided among causes:
+
+    measured = busy + exposed + idle             idle = max(0, measured - busy - exposed)
+    busy     = sum of groups of kernels          scaled to measured if profiled kernels take longer than that
+    exposed  = as profiled, at most measured - busy: a profiled step is longer than others, and so are its messages
+    group    = floor of the group + excess       the floor is at most the group's time
+
+A group's excess is what is left of its time above its floor when causes are removed one after the other, in this order:
+
+    clocks         t x (1 - clock / highest clock)               matmuls, if something lowered the clock
+    recomputation  t x (1 - P(no recomputation) / P(now))        of each class, P: the class's time by plan
+    precision      t x (1 - P(bf16) / P(now))                    matmuls, those of plain attention too
+    the rest       matmul shapes, attention kernel, unfused ops, optimizer; casts and host copies have no floor
+
+Each takes at most what is left above the floor, so that the parts add up. Exposed messages are stragglers by the share of the
+messages' time in which the last rank had not joined, and exposed messages for the rest above their floor. Idle time goes to what
+was seen to take time on the host, each at most what is left: data, recompiles, allocator, garbage collector, synchronisations;
+then to another process if one was seen and the host was not busy launching; then to gaps between kernels if a captured step has
+them; the rest is host launches while the host could have been enqueueing: in an eager step all of it, because a device
+without work and without a known wait waits for launches; in a captured step at most what a graph's launch takes at the slow end.
+What then is left is unexplained. Host time of unknown cause on a CPU, between ops, is host launches as well.
+
+Without a calibration or formulas, kernels count as they run: they are floor, and only waits are findings.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainstep.config.parallel import RanksConfig
+from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place
+from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
+from trainstep.explain.gain import gain_of
+from trainstep.plan.step_memory import alone
+from trainstep.plan.time.calibration import Calibration
+from trainstep.plan.time.interval import Interval
+from trainstep.plan.time.step_time import StepTime, step_time
+from trainstep.traces.kernel_classes import OTHER, OVERHEAD
+
+_LEAST = 1e-3
+"""The least share of the step that a finding takes; smaller excesses are added to what is unexplained."""
+_LAUNCHING = 0.9
+_GRAPH_LAUNCH = 3.0
+"""A graph's launch at the slow end: plan/time/step_time.py."""
+_MODELLED = 0.25
+"""Relative deviation of a group that plan divided, and nobody profiled."""
+_CALIBRATED = 0.05
+_WORK = (MATMUL, ATTENTION, MEMORY, OPTIMIZER)
+_REST = {
+    MATMUL: "matmul_shapes",
+    ATTENTION: "attention_kernel",
+    ATTENTION_MATMUL: "attention_kernel",
+    MEMORY: "unfused",
+}
+_REST |= {OPTIMIZER: "optimizer", CASTS: "casts", HOST_COPIES: "host_copies", OVERHEAD: "host_launches"}
+"""Group -> the cause of what is left above its floor."""
+_CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "host_launches": {"capture": "step"},
+    "recomputation": {"recompute": "none"},
+    "casts": {"compile": "block"},
+    "unfused": {"compile": "block"},
+    "small_kernels": {"compile": "block"},
+    "attention_kernel": {"attention": "trainstep"},
+    "precision": {"precision": "bf16_autocast"},
+    "optimizer": {"adamw": "fused"},
+}
+"""Cause -> fields of RunConfig that remove it; an exposed message's is a strategy (`_Parts.change_of`)."""
+AS_THEY_RUN = "work as it runs"
+"""The floor of kernels for which there is no formula."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """An excess with its cause. `change`: fields of a config that remove it; empty where advice is words (causes.py)."""
+
+    cause: str
+    excess: Interval
+    gain: Interval
+    """What the step gains by the change: by plan where it predicts the changed config, else from nothing to the excess."""
+    evidence: str
+    change: Mapping[str, Any] = field(default_factory=dict)
+    is_taken: bool = False
+    """Whether the config has the change already, so that no other is known."""
+    place: Place | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The sum. `floor`: seconds by part. `findings`: the longest excess first."""
+
+    measured_s: float
+    floor: Mapping[str, float]
+    findings: tuple[Finding, ...]
+    unexplained_s: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def floor_s(self) -> float:
+        return sum(self.floor.values())
+
+    @property
+    def explained_share(self) -> float:
+        """The findings' share of measured - floor; 1 if nothing is above the floor."""
+        above_s = self.measured_s - self.floor_s
+        return 1.0 - self.unexplained_s / above_s if above_s > 1e-12 else 1.0
+
+
+def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
+    """The budget of a measured step. [Note: the algebra]"""
+    parts = _Parts(evidence, calibration)
+    exposed_s = min(evidence.exposed_s, max(0.0, evidence.measured_s - parts.known_work_s()))
+    parts.divide_work(evidence.measured_s - exposed_s)
+    parts.divide_messages(exposed_s)
+    busy_s = sum(parts.groups.values())
+    unexplained_s = parts.divide_idle(max(0.0, evidence.measured_s - exposed_s - busy_s)) + parts.unexplained_s
+    findings = []
+    for cause, excess_s in parts.excess.items():
+        if excess_s < _LEAST * evidence.measured_s:
+            unexplained_s += excess_s
+            continue
+        half_s = parts.half_width_s(cause, excess_s)
+        change, is_taken = parts.change_of(cause)
+        most_s = max(excess_s, evidence.measured_s - sum(parts.floor.values()))
+        high_s = min(most_s, excess_s + half_s)
+        excess = Interval(time_s=excess_s, low_s=max(0.0, excess_s - half_s), high_s=high_s)
+        after = None
+        if change and not is_taken and parts.config is not None and calibration is not None:
+            after = changed(parts.config, dict(change), calibration)
+        findings.append(
+            Finding(
+                cause=cause,
+                excess=excess,
+                gain=gain_of(excess, evidence.measured_s, parts.predicted, after, is_taken=is_taken),
+                evidence=parts.words.get(cause, ""),
+                change=change,
+                is_taken=is_taken,
+                place=evidence.places.get(cause),
+            )
+        )
+    findings.sort(key=lambda finding: -finding.excess.time_s)
+    return Budget(
+        measured_s=evidence.measured_s,
+        floor={part: time_s for part, time_s in parts.floor.items() if time_s > 0},
+        findings=tuple(findings),
+        unexplained_s=unexplained_s,
+        notes=(*evidence.notes, *parts.notes),
+    )
+
+
+class _Parts:
+    """The sum while it is made: `groups` of busy time, `floor` by part, `excess` by cause, `words` of evidence by cause."""
+
+    def __init__(self, evidence: Evidence, calibration: Calibration | None) -> None:
+        self.evidence = evidence
+        self.groups: dict[str, float] = {}
+        self.floor: dict[str, float] = {}
+        self.excess: dict[str, float] = {}
+        self.words: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.unexplained_s = 0.0
+        self.calibration = calibration
+        self.config = evidence.config
+        self.predicted: StepTime | None = None
+        self.least: dict[str, float] = {}
+        self.profiled = bool(evidence.work)
+        if calibration is None or self.config is None:
+            self.notes.append("No floor is known for this model or machine: its work counts as it runs.")
+            return
+        self._predict(self.config, calibration)
+
+    def _predict(self, config: RanksConfig, calibration: Calibration) -> None:
+        """Plan's step and floor; of a strategy without formulas those of a rank that trains for itself."""
+        try:
+            self.predicted = step_time(config, calibration)
+            self.least = floor_of(config, calibration, self.predicted)
+        except ValueError as error:
+            self.predicted = None
+            if config.ranks == 1:
+                self.notes.append(f"The floor is not known, so that work counts as it runs: {error}.")
+                return
+            self.notes.append(f"The floor is that of a rank by itself: {error}.")
+            self.config = alone(config.run)
+            self._predict(self.config, calibration)
+
+    def add(self, cause: str, excess_s: float, words: str) -> None:
+        self.excess[cause] = self.excess.get(cause, 0.0) + excess_s
+        if excess_s > 0:
+            self.words.setdefault(cause, words)
+
+    def half_width_s(self, cause: str, excess_s: float) -> float:
+        """90 % of normal errors: of the steps' times, and of the division of device time."""
+        modelled = not self.profiled and cause in _REST.values()
+        relative = (self.evidence.spread**2 + (_MODELLED if modelled else _CALIBRATED) ** 2) ** 0.5
+        return float(1.64 * relative) * max(excess_s, 0.1 * self.evidence.measured_s)
+
+    # Busy time
+
+    def known_work_s(self) -> float:
+        """Busy time as profiled, as a whole, or as predicted. A profiled step is longer than others, and so are its messages."""
+        if self.evidence.work:
+            return sum(self.evidence.work.values())
+        if self.evidence.busy_s is not None or self.predicted is None:
+            return self.evidence.busy_s or 0.0
+        return sum(self.predicted.classes[name] for name in _WORK)
+
+    def divide_work(self, room_s: float) -> None:
+        """Groups of kernels -> floor and excesses. `room_s`: what the step has beside exposed messages."""
+        self.groups = self._groups(room_s)
+        for group, time_s in self.groups.items():
+            if not self.least and group not in (OVERHEAD, HOST_COPIES):
+                self.floor[AS_THEY_RUN] = self.floor.get(AS_THEY_RUN, 0.0) + time_s
+            elif group == OTHER:
+                self.unexplained_s += time_s
+            else:
+                self._divide_group(group, time_s)
+
+    def _groups(self, room_s: float) -> dict[str, float]:
+        """Busy time by group: profiled, else a known whole divided as plan does, else as plan predicts it."""
+        evidence = self.evidence
+        if evidence.work:
+            groups = dict(evidence.work)
+        elif self.predicted is not None:
+            groups = {name: self.predicted.classes[name] for name in _WORK}
+            whole_s, busy_s = sum(groups.values()), evidence.busy_s
+            self.notes.append(
+                "No profile: kernels are divided as plan predicts them, and their whole is "
+                + ("the measured busy time." if busy_s is not None else "predicted, too.")
+            )
+            if busy_s is not None and whole_s:
+                groups = {name: time_s * busy_s / whole_s for name, time_s in groups.items()}
+        else:
+            return {OTHER: min(room_s, room_s if evidence.busy_s is None else evidence.busy_s)}
+        scale = min(1.0, room_s / (sum(groups.values()) or 1.0))
+        if not evidence.on_device:  # a profiler slows the ops of a CPU: only their shares are true
+            scale = self._host_room_s(room_s) / (sum(groups.values()) or 1.0)
+        return {name: time_s * scale for name, time_s in groups.items()}
+
+    def _host_room_s(self, room_s: float) -> float:
+        evidence = self.evidence
+        return max(0.0, room_s - evidence.data_s - evidence.recompile_s - evidence.collector_s)
+
+    def _divide_group(self, group: str, time_s: float) -> None:
+        part = ATTENTION if group == ATTENTION_MATMUL else group
+        taken_s = self.floor.get(part, 0.0)
+        floor_s = min(time_s, max(0.0, self.least.get(part, 0.0) - taken_s))
+        self.floor[part] = taken_s + floor_s
+        left_s = time_s - floor_s
+        for cause, share, words in self._removals(group):
+            cut_s = min(left_s, share * time_s)
+            self.add(cause, cut_s, words)
+            left_s, time_s = left_s - cut_s, time_s - cut_s
+        if group in (MATMUL, ATTENTION, MEMORY) and self.predicted is None:
+            self.unexplained_s += left_s
+            return
+        floor_words = f", at least {1e3 * self.floor[part]:.3g} ms" if self.floor[part] else ""
+        self.add(_REST[group], left_s, f"{group} takes {1e3 * (left_s + floor_s):.3g} ms{floor_words}")
+
+    def _removals(self, group: str) -> list[tuple[str, float, str]]:
+        """Causes with the share of the group's time that each removes, one after the other."""
+        found, evidence = [], self.evidence
+        if group == MATMUL and evidence.clock < 1:
+            words = f"the clock was {evidence.clock:.0%} of the highest: {evidence.throttle}"
+            found.append(("clocks", 1 - evidence.clock, words))
+        if self.config is None or self.predicted is None or self.calibration is None:
+            return found
+        run, now = self.config.run, self.predicted
+        part = MATMUL if group == ATTENTION_MATMUL else group
+        if run.recompute != "none" and part in now.classes:
+            without = changed(self.config, {"recompute": "none"}, self.calibration)
+            if without is not None and now.classes[part]:
+                share = 1 - without.classes[part] / now.classes[part]
+                found.append(("recomputation", max(0.0, share), f"blocks recompute in mode {run.recompute}"))
+        dtypes = {line.dtype for line in now.lines if line.what == MATMUL}
+        if part == MATMUL and dtypes.isdisjoint(SIXTEEN_BITS):
+            sixteen = changed(self.config, {"precision": "bf16_autocast"}, self.calibration)
+            if sixteen is not None and now.classes[MATMUL]:
+                share = 1 - sixteen.classes[MATMUL] / now.classes[MATMUL]
+                found.append(("precision", max(0.0, share), f"matmuls are computed in {', '.join(sorted(dtypes))}"))
+        return found
+
+    # Messages
+
+    def divide_messages(self, exposed_s: float) -> None:
+        """Exposed time -> floor, stragglers and exposed messages."""
+        if not exposed_s:
+            return
+        late_s = exposed_s * self.evidence.late_share
+        floor_s = min(exposed_s - late_s, self.least.get(MESSAGES, 0.0))
+        self.floor[MESSAGES] = floor_s
+        self.add(
+            "stragglers", late_s, f"for {self.evidence.late_share:.0%} of the messages' time a rank had not joined"
+        )
+        count, nbytes = self.evidence.messages, self.evidence.message_bytes
+        sizes = f" in {count:,} messages of {nbytes / count / 2**20:.3g} MiB on average" if count else ""
+        words = f"nothing is computed for {1e3 * exposed_s:.3g} ms while messages are in flight{sizes}"
+        self.add("exposed_messages", exposed_s - late_s - floor_s, words)
+
+    # Idle time
+
+    def divide_idle(self, idle_s: float) -> float:
+        """Idle time -> waits of the host, in the order of the note. Returns what is left unexplained."""
+        evidence, left_s = self.evidence, idle_s
+        for cause, time_s, words in (
+            ("data", evidence.data_s, f"the step waits {1e3 * evidence.data_s:.3g} ms for its batch"),
+            ("recompiles", evidence.recompile_s, "torch.compile compiled functions again, spread over all steps"),
+            ("allocator", evidence.allocator_s, "the allocator asked the driver for memory in the step"),
+            ("garbage_collector", evidence.collector_s, "Python collected garbage in the step"),
+            (
+                "synchronisations",
+                evidence.blocked_s,
+                f"calls that wait for the device block the host {_ms(evidence.blocked_s)}",
+            ),
+        ):
+            cut_s = min(left_s, time_s)
+            self.add(cause, cut_s, words)
+            left_s -= cut_s
+        if not left_s or not (evidence.on_device or self.profiled):
+            return left_s
+        enqueues = evidence.enqueue_s is not None and evidence.enqueue_s >= _LAUNCHING * evidence.measured_s
+        if evidence.others and not enqueues:
+            self.add("another_process", left_s, evidence.others)
+            return 0.0
+        is_captured = self.predicted is not None and self.predicted.is_captured
+        if is_captured and self.calibration is not None and self.predicted is not None:
+            pieces = evidence.pieces or sum(line.count for line in self.predicted.lines)
+            gap_s = min(left_s, pieces * self.calibration.gaps.get("graph", 0.0))
+            self.add("small_kernels", gap_s, f"{pieces:,.0f} kernels with a gap before each")
+            left_s -= gap_s
+            launch_s = min(left_s, _GRAPH_LAUNCH * pieces * self.calibration.gaps.get("graph launch", 0.0))
+            self.add("host_launches", launch_s, "the device waits for the graph's launch")
+            return left_s - launch_s
+        enqueue = f"; the host enqueues for {_ms(evidence.enqueue_s)}" if evidence.enqueue_s else ""
+        many = f" of {evidence.pieces:,.0f} kernels" if evidence.pieces else ""
+        self.add(
+            "host_launches", left_s, f"the device has no work for {_ms(left_s)} while the host launches{many}{enqueue}"
+        )
+        return 0.0
+
+    # Changes
+
+    def change_of(self, cause: str) -> tuple[dict[str, Any], bool]:
+        """The fields that remove the cause (none where there are only words), and whether the config has them already."""
+        if self.config is None:
+            return {}, False
+        run = self.config.run
+        if cause == "exposed_messages":
+            return ({"name": "bucketed"}, False) if self.config.sync.name in ("naive", "flat") else ({}, False)
+        fields = dict(_CHANGES.get(cause, {}))
+        if cause == "host_launches" and run.adamw in ("loop", "foreach"):
+            fields |= {"adamw": "fused"}
+        if cause == "optimizer" and run.adamw == "trainstep":
+            fields = {"adamw": "trainstep"}
+        return fields, bool(fields) and all(getattr(run, name) == value for name, value in fields.items())
+
+
+def _ms(time_s: float) -> str:
+    return f"{1e3 * time_s:.3g} ms"

@@ -1,0 +1,55 @@
+"""The causes that can make a step longer than its floor, each with its name in words and its page of docs.
+
+CAUSES["host_launches"].title       # "host launches"
+page_of("host_launches")            # "docs/guide/slow/host_launches.md"
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Cause(NamedTuple):
+    """`title`: its name in tables and sentences. `advice`: the change in words, where no field of a config is the change."""
+
+    title: str
+    advice: str
+
+
+CAUSES: Mapping[str, Cause] = {
+    "host_launches": Cause(
+        "host launches", "capture the step as a CUDA graph, compile the model, or take a larger batch"
+    ),
+    "synchronisations": Cause("synchronisations", "read values less often, or after the next step was launched"),
+    "data": Cause("waiting for data", "more workers (num_workers), a cheaper transform, or batches made ahead of time"),
+    "host_copies": Cause(
+        "copies from the host", "pin the batch's memory and copy it with non_blocking=True, a step ahead"
+    ),
+    "exposed_messages": Cause(
+        "exposed messages", "fewer or larger messages, begun earlier: compare strategies with parallel"
+    ),
+    "stragglers": Cause("stragglers", "give every rank the same work, and look at the slowest rank's machine"),
+    "recomputation": Cause("recomputation", "recompute fewer blocks, or a cheaper part of each, if memory allows"),
+    "casts": Cause(
+        "casts and copies", "compile the blocks, or keep 16-bit weights, so that values are not converted apart"
+    ),
+    "unfused": Cause("unfused memory-bound ops", "compile the blocks, or take fused ops"),
+    "attention_kernel": Cause("attention kernel", "take an attention that does not write scores to memory"),
+    "matmul_shapes": Cause("matmul shapes", "more tokens in a batch, and widths that are multiples of 128"),
+    "precision": Cause("precision", "compute matmuls in bf16, or in tf32 where weights must stay fp32"),
+    "optimizer": Cause("optimizer", "take a fused AdamW, which reads and writes everything once"),
+    "small_kernels": Cause("gaps between small kernels", "compile the blocks: fewer kernels have fewer gaps"),
+    "recompiles": Cause("recompiles", "mark changing sizes as dynamic, or pad them to a few sizes"),
+    "allocator": Cause("allocator", "keep shapes alike, set expandable_segments:True, or need less memory"),
+    "garbage_collector": Cause(
+        "garbage collector", "gc.freeze() once the model is built, then collect every some hundred steps"
+    ),
+    "clocks": Cause("clocks and power", "see what lowered the clock: power limit, heat, or a fixed clock"),
+    "another_process": Cause("another process", "end the other process, or measure on a machine of your own"),
+}
+"""Name -> cause; the name is that of its page."""
+_PAGES = "docs/guide/slow"
+
+
+def page_of(cause: str) -> str:
+    """The cause's page, from the root of the repository."""
+    return f"{_PAGES}/{cause}.md"

@@ -1,0 +1,206 @@
+"""What was measured of a step, taken from a record of bench, profile, parallel or numerics, in seconds per step.
+
+    evidence = evidence_of(record)
+    evidence.measured_s, evidence.work["matmul"], evidence.data_s
+
+Device time is from a profile, because a profiler does not slow kernels. Where a record has none, `work` is empty, and the budget
+divides the busy time as plan does. script_evidence.py takes the same from a run of somebody's script.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainstep.config.parallel import RanksConfig
+from trainstep.plan.grade import ranks_config
+from trainstep.records.record import Record
+from trainstep.traces.kernel_classes import ATTENTION, COMMUNICATION, COPIES, IDLE, MATMUL, OPTIMIZER, OTHER, OVERHEAD
+
+MEMORY, CASTS, HOST_COPIES = "memory-bound", "casts", "host copies"
+ATTENTION_MATMUL = "attention matmuls"
+"""Groups of device time beside those of traces/kernel_classes.py. Plain attention's matmuls are apart from its other kernels."""
+_ONLY_OUTSIDE = "outside phases"
+_HOST_COPY = ("Memcpy HtoD", "Memcpy DtoH")
+_IN_ATTENTION = ("attention scores", "attention softmax", "attention values")
+_BUSY_GPU, _BUSY_CPU = 0.05, 0.5
+"""Shares used by others from which they are named."""
+_FULL_CLOCK = 0.98
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A line of the user's code. `source`: its text, or what was seen there."""
+
+    file: str
+    line: int
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A measured step; all times are seconds per step, and 0 is nothing seen."""
+
+    measured_s: float
+    spread: float = 0.0
+    """Relative deviation of the step's time: half of its middle half, over the median."""
+    on_device: bool = True
+    """Whether kernels run apart from the host; on a CPU ops are the work, and time between them the host's."""
+    work: Mapping[str, float] = field(default_factory=dict)
+    """Busy time by group, without messages; empty if nobody looked."""
+    busy_s: float | None = None
+    """Busy time without messages, where it is known only as a whole."""
+    exposed_s: float = 0.0
+    """Time in which a message was in flight and nothing computed."""
+    late_share: float = 0.0
+    """Share of the messages' time in which the last rank had not joined."""
+    messages: int = 0
+    message_bytes: float = 0.0
+    data_s: float = 0.0
+    blocked_s: float = 0.0
+    """Host time in calls that wait for the device."""
+    recompile_s: float = 0.0
+    allocator_s: float = 0.0
+    collector_s: float = 0.0
+    enqueue_s: float | None = None
+    pieces: float = 0.0
+    clock: float = 1.0
+    """The clock over the highest, if something lowered it."""
+    throttle: str = ""
+    others: str = ""
+    """Who else used the machine, in words."""
+    config: RanksConfig | None = None
+    """None of a model that plan has no formulas for."""
+    places: Mapping[str, Place] = field(default_factory=dict)
+    """Cause -> where in the user's code."""
+    notes: tuple[str, ...] = ()
+
+
+def evidence_of(record: Record) -> Evidence:
+    """The evidence of a cell's record. ValueError for a failure, and for a record without a time of a step."""
+    if record.failure is not None:
+        raise ValueError(f"record: its cell failed ({record.failure.kind}), so that there is no step to explain")
+    times = _step_times(record)
+    verdict = {name: values[0] for name, values in record.tables.get("verdict", {}).items() if values}
+    on_device = record.config.get("device") == "cuda"
+    try:
+        config = ranks_config(record) if on_device else None
+    except ValueError:
+        config = None
+    waiting, communication = record.fact("waiting_s"), record.fact("communication_s")
+    fraction = verdict.get("exposed_share", 0.0) * verdict.get("step_s", 0.0)
+    work = work_of(record.tables)
+    measured_s = statistics.median(times)
+    busy_s = record.fact("device_busy_s")
+    exposed_s = record.fact("exposed_s", fraction) or 0.0
+    host = [row for row in rows_of(record.tables.get("host")) if row["phase"] != _ONLY_OUTSIDE]
+    return Evidence(
+        measured_s=measured_s,
+        spread=spread_of(times),
+        on_device=on_device,
+        work=work,
+        busy_s=None if busy_s is None or exposed_s else busy_s,
+        exposed_s=exposed_s,
+        late_share=min(1.0, waiting / communication) if waiting and communication else 0.0,
+        messages=sum(record.tables.get("traffic", {}).get("messages", ())),
+        message_bytes=float(sum(record.tables.get("traffic", {}).get("bytes", ()))),
+        blocked_s=sum(row["blocked_s"] for row in host),
+        allocator_s=max(sum(row["allocation_s"] for row in host), _retries_s(record, measured_s)),
+        enqueue_s=_median(record, "enqueue"),
+        pieces=record.fact("pieces", 0.0),
+        clock=_clock(record),
+        throttle=record.fact("throttle_reasons") or "",
+        others=_others(record),
+        config=config,
+    )
+
+
+def work_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Device time by group from a profile's tables; each kernel is in one group.
+
+    Kernels of the phase `optimizer` are the optimizer's, whatever their class. Plain attention's parts (table `attention`) are
+    attention's: its matmuls are taken out of the class matmul, the rest out of softmax, element-wise and copies. Copies that are
+    left are casts, or copies between host and device.
+    """
+    groups: dict[str, float] = {}
+    for row in rows_of(tables.get("classes")):
+        kind = OPTIMIZER if row["phase"] == "optimizer" and row["class"] not in (COMMUNICATION, IDLE) else row["class"]
+        kind = kind if kind in (MATMUL, ATTENTION, OPTIMIZER, COPIES, OTHER, OVERHEAD, COMMUNICATION, IDLE) else MEMORY
+        if kind not in (COMMUNICATION, IDLE):
+            groups[kind] = groups.get(kind, 0.0) + row["time_s"]
+    inner = {True: 0.0, False: 0.0}
+    for row in rows_of(tables.get("attention")):
+        inner[row["part"] == "matmuls"] += row["time_s"]
+    kernels = [row for row in rows_of(tables.get("kernels")) if row["class"] == COPIES and row["phase"] != "optimizer"]
+    copies_s = groups.pop(COPIES, 0.0)
+    host_s = min(copies_s, sum(row["time_s"] for row in kernels if row["name"].startswith(_HOST_COPY)))
+    attention_s = sum(row["time_s"] for row in kernels if row["span"] in _IN_ATTENTION)
+    copies_inside_s = min(attention_s, inner[False], copies_s - host_s)
+    if inner[True]:
+        taken_s = min(inner[True], groups.get(MATMUL, 0.0))
+        groups[MATMUL] = groups.get(MATMUL, 0.0) - taken_s
+        groups[ATTENTION_MATMUL] = taken_s
+    if inner[False]:
+        taken_s = min(inner[False] - copies_inside_s, groups.get(MEMORY, 0.0))
+        groups[MEMORY] = groups.get(MEMORY, 0.0) - taken_s
+        groups[ATTENTION] = groups.get(ATTENTION, 0.0) + taken_s + copies_inside_s
+    groups |= {HOST_COPIES: host_s, CASTS: copies_s - host_s - copies_inside_s}
+    return {group: time_s for group, time_s in groups.items() if time_s > 0}
+
+
+def rows_of(columns: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The rows of a stored table; none of one that is absent or empty."""
+    for values in zip(*columns.values(), strict=True) if columns else ():
+        yield dict(zip(columns or (), values, strict=True))
+
+
+def spread_of(times: tuple[float, ...]) -> float:
+    """Half of the distance between the quartiles, over the median."""
+    if len(times) < 2:
+        return 0.1
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / 2 / middle if middle else 0.0
+
+
+def _step_times(record: Record) -> tuple[float, ...]:
+    """Windows of steps where there are some, because steps run into each other there as in training."""
+    for name in ("window_step", "step"):
+        samples = record.samples.get(name)
+        if samples is not None and samples.values:
+            return tuple(samples.values)
+    raise ValueError(
+        f"record: a record of {record.workload} holds no time of a step to explain; give one of bench or profile"
+    )
+
+
+def _median(record: Record, name: str) -> float | None:
+    samples = record.samples.get(name)
+    return statistics.median(samples.values) if samples is not None and samples.values else None
+
+
+def _retries_s(record: Record, measured_s: float) -> float:
+    """What the allocator adds where it asked the driver for memory in the median step: the slow step after an emptied cache is
+    the only measure of it that a bench has."""
+    after_s = record.fact("reallocated_step_s")
+    if not after_s or not (record.fact("allocation_retries") and _median(record, "device_allocations")):
+        return 0.0
+    return float(min(max(0.0, after_s - measured_s), measured_s))
+
+
+def _clock(record: Record) -> float:
+    highest, clock = record.fact("sm_clock_max_hz"), _median(record, "sm_clock")
+    if not highest or not clock or not record.fact("throttle_reasons"):
+        return 1.0
+    ratio = clock / highest
+    return ratio if ratio < _FULL_CLOCK else 1.0
+
+
+def _others(record: Record) -> str:
+    gpu, cpu, count = (record.fact(name) or 0 for name in ("gpu_busy_before", "cpu_busy_before", "gpu_other_processes"))
+    if gpu > _BUSY_GPU or count:
+        processes = f"{count} other process{'es' if count > 1 else ''} on the GPU" if count else "another process"
+        return f"{processes}, which used {gpu:.0%} of it just before" if gpu else processes
+    return f"other processes used {cpu:.0%} of the CPU just before" if cpu > _BUSY_CPU else ""

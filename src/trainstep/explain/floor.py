@@ -1,0 +1,95 @@
+"""What a step needs at least on a calibrated machine, and what plan says of its work: the budget's two yardsticks.
+
+    floor_of(config, calibration)              # {"matmul": s, "attention": s, "memory-bound": s, "optimizer": s, "messages": s}
+
+The floor is of the same mathematics computed best: each class's work at the ceiling that the calibration measured.
+
+    matmul         model FLOPs without recomputation / the highest rate of 16-bit matmuls
+    attention      FLOPs of the causal triangle, 2 matmuls forward and 5 backward / the same rate
+    memory-bound   bytes of the compiled step in bf16_autocast / bandwidth of large contiguous kernels
+    optimizer      AdamW's bytes in one pass over what this rank updates / that bandwidth
+    messages       what the transfer of all payloads, in buckets, takes longer than the backward that can hide it
+
+No launch, no gap, no partly filled wave of tiles is in it, so that no step reaches it.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from trainstep.config.parallel import RanksConfig
+from trainstep.config.run import RunConfig
+from trainstep.costs.attention import attention_backward_flops, attention_flops
+from trainstep.costs.transformer import adamw_bytes
+from trainstep.plan.memory_terms import transformer_parameters
+from trainstep.plan.model_ops import model_of
+from trainstep.plan.time.calibration import Calibration
+from trainstep.plan.time.kernels import Kind, class_of
+from trainstep.plan.time.message_time import updated_share
+from trainstep.plan.time.step_kernels import step_kernels
+from trainstep.plan.time.step_time import StepTime, step_time
+
+MATMUL, ATTENTION, MEMORY, OPTIMIZER, MESSAGES = "matmul", "attention", "memory-bound", "optimizer", "messages"
+SIXTEEN_BITS = ("bf16", "fp16")
+_MANY_MESSAGES = ("naive", "overlapped")
+"""Strategies with a message for each gradient, which buckets send in less time."""
+
+
+def floor_of(config: RanksConfig, calibration: Calibration, predicted: StepTime) -> dict[str, float]:
+    """Seconds that each class of work takes at least. ValueError for what has no formulas. `predicted`: of the same config."""
+    run = config.run
+    model = model_of(run)
+    rate = max(speed.flops_per_s for name, speed in calibration.matmuls.items())
+    bandwidth = max(nbytes / time_s for nbytes, time_s in calibration.traffic[Kind.CONTIGUOUS][0].points)
+    heads = run.batch_size * model.heads * model.layers
+    forward = attention_flops(heads, run.context, run.context, model.head_dim, causal=True)
+    backward = attention_backward_flops(heads, run.context, run.context, model.head_dim, causal=True)
+    trains = run.mode in ("forward_backward", "step")
+    attention = run.accumulation * (forward + backward * trains)
+    matmuls = run.model_flops(model) - run.accumulation * forward * (3 if trains else 1)
+    best = reference(run)
+    kernels = step_kernels(best)
+    passes = (*kernels.forward, *(kernels.backward if trains else ()))
+    nbytes = run.accumulation * sum(
+        kernel.count * kernel.nbytes(kernels.symbols) for kernel in passes if class_of(kernel.kind) == MEMORY
+    )
+    floor = {MATMUL: matmuls / rate, ATTENTION: attention / rate, MEMORY: nbytes / bandwidth}
+    if run.mode == "step":
+        numel = sum(parameter.numel for parameter in transformer_parameters(model, run.precision, run.ops))
+        floor[OPTIMIZER] = updated_share(config) * adamw_bytes(numel, 4) / bandwidth
+    hidden_s = sum(line.time_s for line in predicted.lines if line.phase == "backward")
+    sent_s = predicted.messages.sent_s
+    if (
+        config.sync.name in _MANY_MESSAGES
+        and (buckets := changed(config, {"name": "bucketed"}, calibration)) is not None
+    ):
+        sent_s = min(sent_s, buckets.messages.sent_s)
+    floor[MESSAGES] = max(0.0, sent_s - hidden_s)
+    return floor
+
+
+def reference(run: RunConfig) -> RunConfig:
+    """The same mathematics, compiled, in 16-bit matmuls, without recomputation: what the memory-bound floor counts the bytes of."""
+    precision = run.precision if run.precision in ("bf16", "fp16_autocast", "bf16_master") else "bf16_autocast"
+    return replace(
+        run,
+        precision=precision,
+        attention="sdpa",
+        compile="block",
+        ops="plain",
+        recompute="none",
+        recompute_budget_gib=None,
+        adamw="fused",
+        update="after_backward",
+        capture="none",
+    )
+
+
+def changed(config: RanksConfig, fields: dict[str, Any], calibration: Calibration) -> StepTime | None:
+    """The predicted step with these fields of its run or its strategy changed; None where that is refused or has no formulas."""
+    of_run = {name: value for name, value in fields.items() if hasattr(config.run, name)}
+    of_sync = {name: value for name, value in fields.items() if name not in of_run}
+    try:
+        sync = replace(config.sync, **of_sync) if of_sync else config.sync
+        return step_time(replace(config, run=replace(config.run, **of_run), sync=sync), calibration)
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,28 @@
+"""What a change gains, with an interval."""
+
+from trainstep.plan.time.interval import Interval
+from trainstep.plan.time.step_time import StepTime
+
+_EXPECTED = 0.5
+"""Share of an excess that a change gains if nobody can predict it: the middle between nothing and all."""
+
+
+def gain_of(
+    excess: Interval, measured_s: float, now: StepTime | None, after: StepTime | None, *, is_taken: bool = False
+) -> Interval:
+    """The gain of a change whose step plan predicts, else of one of which nothing but the excess is known.
+
+    Predicted: measured x (1 - after / now). Errors of both are alike, and those of the ratio are taken as the wider one's half
+    width. Else: half of the excess, from nothing to all of it; nothing is expected where the known change is taken already.
+    """
+    if is_taken:
+        return Interval(time_s=0.0, low_s=0.0, high_s=excess.high_s)
+    if now is None or after is None or not now.step.time_s:
+        return Interval(time_s=_EXPECTED * excess.time_s, low_s=0.0, high_s=excess.high_s)
+    ratio = after.step.time_s / now.step.time_s
+    half = ratio * max(now.step.half_width, after.step.half_width)
+
+    def gain_s(share: float) -> float:
+        return min(measured_s, max(0.0, measured_s * (1 - share)))
+
+    return Interval(time_s=gain_s(ratio), low_s=gain_s(ratio + half), high_s=gain_s(ratio - half))
