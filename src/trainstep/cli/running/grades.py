@@ -1,4 +1,4 @@
-"""`trainstep plan --grade`: predicts the steps of records anew, and shows how far the predictions are off."""
+"""For --grade of `trainstep plan`: predicts the steps of records anew, and shows how far the predictions are off."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -101,8 +101,8 @@ def slowest_words(rows: Sequence[Row]) -> str:
         parts.append(f"slowest link {first.name}: {rate_words(first.bytes_per_s, 'bytes/s')}{latency}{others}")
     if (spread := rank_spread(record, "time")) is not None:
         more = spread.slowest_value / spread.fastest_value - 1 if spread.fastest_value else 0.0
-        if more >= _WORTH:
-            node = node_of_rank(record, spread.slowest)
+        node = node_of_rank(record, spread.slowest)
+        if more >= _WORTH and node is not None:
             parts.append(f"slowest rank {spread.slowest} ({node}), {percent(more)} % longer than rank {spread.fastest}")
     return "; ".join(parts)
 
