@@ -1,13 +1,13 @@
-"""Predictions of sweeps/predicted.toml that are written down before its steps are measured, and what was measured then.
+"""Predictions of a sweep that are written down before its steps are measured, and what was measured then.
 
-    python results/h200/predictions.py freeze > results/h200/predictions.ndjson   # before; needs no GPU
-    trainstep sweep sweeps/predicted.toml --out results/h200/predicted.jsonl  # on an H200
-    python results/h200/predictions.py table > results/h200/predictions.md        # the two side by side
+    python results/h200/predictions.py freeze predicted > results/h200/predicted.ndjson        # before; needs no GPU
+    trainstep sweep sweeps/predicted.toml --out results/h200/predicted.jsonl                   # on an H200
+    python results/h200/predictions.py table predicted > results/h200/predicted_beside.md      # the two side by side
 
-A line of predictions.ndjson is a cell: its key, its label, and what `trainstep plan` says of its time and memory with the
-calibration that comes with trainstep. predicted_calibration.jsonl has what `trainstep doctor --measure` found on the same machine
-minutes before; `trainstep plan --grade predicted.jsonl --calibration predicted_calibration.jsonl` predicts
-with that.
+So far sweeps/predicted.toml, and sweeps/predicted_again.toml, which waits for a GPU. A line of NAME.ndjson is a cell: its key, its
+label, and what `trainstep plan` says of its time and memory with the calibration that comes with trainstep.
+predicted_calibration.jsonl has what `trainstep doctor --measure` found on the same machine minutes before;
+`trainstep plan --grade predicted.jsonl --calibration predicted_calibration.jsonl` predicts with that.
 """
 
 import argparse
@@ -29,31 +29,30 @@ from trainstep.records.store import Store
 from trainstep.report.plan.grade import step_words
 
 HERE = Path(__file__).parent
-SWEEP = HERE.parents[1] / "sweeps" / "predicted.toml"
-FROZEN, RECORDS = HERE / "predictions.ndjson", HERE / "predicted.jsonl"
+SWEEPS = HERE.parents[1] / "sweeps"
 GPU = "NVIDIA H200"
 
 
-def cells() -> list[Cell]:
+def cells(sweep: str) -> list[Cell]:
     """The cells of the sweep, which are the same on a machine without a GPU."""
-    return expand_all(load_sweep(SWEEP).grids({}), {"device": "cuda"})
+    return expand_all(load_sweep(SWEEPS / f"{sweep}.toml").grids({}), {"device": "cuda"})
 
 
-def freeze() -> None:
+def freeze(sweep: str) -> None:
     """Print a line a cell."""
     calibration = shipped(GPU)
     assert calibration is not None
-    for cell in cells():
+    for cell in cells(sweep):
         predicted = step_time(planned_config(cell.workload, cell.config), calibration)
         group = CAPTURED if predicted.is_captured else HOST if predicted.host_may_limit else DEVICE
         prediction = recorded_prediction(cell.workload, cell.config, gpu=GPU)
         print(json.dumps({"key": cell.key, "label": cell.label, "group": group, **(prediction or {})}))
 
 
-def table() -> None:
+def table(sweep: str) -> None:
     """Print Markdown: a row a step, then the errors of each group."""
-    frozen = [json.loads(line) for line in FROZEN.read_text().splitlines()]
-    measured = {record.key: record for record in Store(RECORDS).read()}
+    frozen = [json.loads(line) for line in (HERE / f"{sweep}.ndjson").read_text().splitlines()]
+    measured = {record.key: record for record in Store(HERE / f"{sweep}.jsonl").read()}
     rows = [(line, measured[line["key"]]) for line in frozen if line["key"] in measured]
     print(
         "| step | limit | predicted ms | interval | measured ms | off | peak GiB, predicted | measured | off | reserved, off |"
@@ -115,4 +114,6 @@ def _bytes_off(line: Mapping[str, Any], record: Record, name: str) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("freeze", "table"))
-    freeze() if parser.parse_args().what == "freeze" else table()
+    parser.add_argument("sweep", help="the name of its file in sweeps/")
+    asked = parser.parse_args()
+    freeze(asked.sweep) if asked.what == "freeze" else table(asked.sweep)
