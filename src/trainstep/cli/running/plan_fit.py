@@ -1,4 +1,4 @@
-"""For --fit of `trainstep plan`: the largest batch, context or number of layers that fits, by formula, and by one trial with --verify."""
+"""For --fit of `trainstep plan`: the largest batch, context or number of layers, by formula, and by one trial with --verify."""
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""For --minimize of `trainstep plan`: searches options by prediction, shows the best and why the others lost, and writes it as TOML."""
+"""For --minimize of `trainstep plan`: searches options by prediction, shows the best and why others lost, and writes it as TOML."""
 
 import shlex
 import sys
