@@ -81,7 +81,10 @@ def test_options_without_records_widen_the_interval(capsys: pytest.CaptureFixtur
         return float(high - low) / float(row["peak_reserved_bytes"])
 
     assert width() == pytest.approx(0.08)
-    assert width("--accumulation", "2") == pytest.approx(0.2)
+    assert width("--accumulation", "2") == pytest.approx(0.08)
+    assert width("--adamw", "loop") == pytest.approx(0.2)
+    assert width("--recompute", "selective") == pytest.approx(0.08)
+    assert width("--recompute", "selective", "--compile", "block") == pytest.approx(0.2)
 
 
 def test_a_model_of_the_users_is_traced(capsys: pytest.CaptureFixture[str]):

@@ -37,7 +37,7 @@ _VERBS = {
     "numerics": "Show the error that each precision causes in a model, beside its cost.",
     "memory": "Show where the memory of a step goes, when it peaks, and what fits.",
     "parallel": "Find which parallel strategy is fastest, and whether its communication is hidden.",
-    "plan": "Predict whether a step fits on a GPU, and what to cut first; nothing runs.",
+    "plan": "Predict whether a step fits, how long it takes, and which options are fastest; nothing runs.",
     "collectives": "Measure bandwidth and latency of collectives on the interconnect.",
     "run": "Run your own training script, unchanged, and show where the time of its steps goes.",
     "sweep": "Run a whole table from a TOML file; kill and resume it at will.",

@@ -8,7 +8,7 @@ and the clock is the highest at which the power is within the limit. Kernels on 
 than it falls, since memory does not; other kernels hardly do. `watts` is what a kernel draws above idle at the full clock.
 
 All figures: 2.5 s of the same kernel on an H200 at 700 W, results/h200/power_limit.txt. Mixtures of matmuls and copies, which
-were not fitted to, ran at 1,590 and 1,545 MHz, where the formula says 1,600 and 1,550.
+were not fitted to, ran at 1,590, 1,545 and 1,515 MHz, where the formula says 1,587, 1,537 and 1,523.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,14 @@ BURST_S = 1.0
 _IDLE_W = 120.0
 _LIMIT_W = 690.0
 """What the driver keeps the mean at, with a limit of 700."""
-_SLOWED = 0.71
-_LEAST = 0.3
+_TIME_EXPONENT = 0.71
+"""Tensor cores at a clock of x take x^-0.71 as long: 798 TFLOP/s at the full clock, 660 at 0.765 of it."""
+_LOWEST_CLOCK = 0.3
 _TENSOR_CORES_W = {"bf16": 1275.0, "fp16": 1275.0, "tf32": 1135.0}
 _AT_FLOPS_PER_S = {"bf16": 798e12, "fp16": 798e12, "tf32": 415e12}
-"""The rate of the matmul that draws so much; slower ones draw less, by this power of their rate (2,048 x 4,096 x 1,024)."""
-_OF_RATE = 2.3
+"""The rate of the matmuls that draw so much."""
+_WATTS_EXPONENT = 2.3
+"""Slower matmuls draw less, by this power of their rate: 2,048 x 4,096 x 1,024 at 636 TFLOP/s drew 756 W."""
 _ATTENTION_W = 1203.0
 _FP32_W = 553.0
 _MEMORY_W = 300.0
@@ -45,7 +47,7 @@ class Load:
 
     def at(self, clock: float) -> float:
         """Seconds at this share of the highest clock."""
-        return self.time_s * clock**-_SLOWED if self.slows else self.time_s
+        return self.time_s * clock**-_TIME_EXPONENT if self.slows else self.time_s
 
 
 def load_of(kernel: Kernel, symbols: Mapping[str, int], *, one_s: float, count: int) -> Load:
@@ -57,7 +59,7 @@ def load_of(kernel: Kernel, symbols: Mapping[str, int], *, one_s: float, count: 
         m, n, k, batch = kernel.matrix(symbols)
         rate = 2 * m * n * k * batch / one_s if one_s else 0.0
         share = min(1.0, rate / _AT_FLOPS_PER_S[kernel.dtype])
-        watts, slows = max(_MEMORY_W, _TENSOR_CORES_W[kernel.dtype] * share**_OF_RATE), True
+        watts, slows = max(_MEMORY_W, _TENSOR_CORES_W[kernel.dtype] * share**_WATTS_EXPONENT), True
     elif kernel.kind == Kind.MATMUL or kernel.kind in ATTENTION_KINDS:
         watts = _FP32_W
     return Load(time_s=count * one_s, watts=watts, slows=slows)
@@ -67,7 +69,7 @@ def sustained_clock(loads: Sequence[Load]) -> float:
     """The clock at the power limit as a share of the highest, at most 1; found by halving."""
     if _power_w(loads, 1.0) <= _LIMIT_W:
         return 1.0
-    low, high = _LEAST, 1.0
+    low, high = _LOWEST_CLOCK, 1.0
     while high - low > 1e-4:
         middle = (low + high) / 2
         low, high = (middle, high) if _power_w(loads, middle) <= _LIMIT_W else (low, middle)

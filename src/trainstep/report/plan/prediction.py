@@ -270,7 +270,9 @@ def _moments(prediction: Prediction) -> Table:
     rows.append({"term": "reserved", **{title: moment.reserved_bytes for title, moment in moments.items()}})
     columns = [Column("({unit})", TEXT, "term", names=True), *(Column(title, ROUGH_SIZE, title) for title in moments)]
     unmeasured = (
-        f"{listed(prediction.unmeasured)}: never measured, so the interval is wider." if prediction.unmeasured else ""
+        f"{listed(prediction.unmeasured)}: not measured yet, or further off, so the interval is wider."
+        if prediction.unmeasured
+        else ""
     )
     return Table.of("Memory at each moment of a step", rows, columns, note=unmeasured)
 
