@@ -1,10 +1,12 @@
 """A node's agent and its driver over a pair of sockets: ranks on both, a lost node, bad hellos, and nodes that differ."""
 
+import contextlib
 import dataclasses
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,3 +202,38 @@ def test_rounds_keep_the_nodes_of_ranks():
     assert table["node"] == ["n1", "n2"]
     assert joined_ranks([table, table])["node"] == ["n1", "n2"]
     assert joined_ranks([table, table])["values"] == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [b'{"proof": "\\ud800"}\n', b"[" * 60_000 + b"\n", b"\xff\xfe\n", b"[1]\n", b"x" * 100_000, b"", b'{"proof": 1}\n'],
+    ids=["surrogate", "deep", "no text", "list", "endless", "nothing", "number"],
+)
+def test_a_stranger_is_refused_whatever_it_says(hello: bytes):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(hello)
+        theirs.shutdown(socket.SHUT_WR)
+        assert _welcomed(Lines(ours), "secret") is None
+
+
+def test_a_slow_stranger_has_one_time_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainstep.measure.harness.node_meeting._HELLO_S", 0.2)
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.05):
+                theirs.sendall(b" ")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    began_s = time.monotonic()
+    try:
+        assert _welcomed(Lines(ours), "secret") is None
+        assert time.monotonic() - began_s < 5
+    finally:
+        ended.set()
+        thread.join()
+        theirs.close()

@@ -11,14 +11,16 @@ between the nodes is the boundary of trust.
 import dataclasses
 import hmac
 import os
+import queue
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from trainstep.config.import_path import python_command
 from trainstep.measure.harness.node_agent import Agent
@@ -50,17 +52,20 @@ def meet_nodes(launch: Launch, *, timeout_s: float = MEETING_S, token: str | Non
     came: dict[int, Node] = {}
     with listen(launch.address) as listener:
         store.set(_store_key(), f"{listener.getsockname()[1]} {'' if own_token else token}")
-        while len(came) < launch.nodes - 1:
-            listener.settimeout(max(deadline_s - time.monotonic(), 0.01))
-            try:
-                peer, _ = listener.accept()
-            except TimeoutError:
-                for node in came.values():
-                    node.end(2)
-                raise ValueError(_absent(launch, came, timeout_s)) from None
-            arrived = _welcomed(Lines(peer), token)
-            if arrived is not None and 0 < arrived.number < launch.nodes and arrived.number not in came:
-                came[arrived.number] = arrived
+        arrivals = queue.SimpleQueue[Node]()
+        threading.Thread(target=_welcome_all, args=(listener, token, arrivals), daemon=True).start()
+        try:
+            while len(came) < launch.nodes - 1:
+                arrived = arrivals.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+                if 0 < arrived.number < launch.nodes and arrived.number not in came:
+                    came[arrived.number] = arrived
+        except queue.Empty:
+            for node in came.values():
+                node.end(2)
+            raise ValueError(_absent(launch, came, timeout_s)) from None
+        finally:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait, which closing would not
     others = [came[number] for number in sorted(came)]
     return Nodes(here=node_name(), address=launch.address, others=others, tasks=launch.world_size)
 
@@ -140,13 +145,28 @@ def _store_key() -> str:
     return f"{_KEY} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
+def _welcome_all(listener: socket.socket, token: str, arrivals: "queue.SimpleQueue[Node]") -> None:
+    """Welcome whoever comes, each in a thread, so that a stranger holds nobody up; until the listener is closed."""
+
+    def welcome(peer: socket.socket) -> None:
+        if (node := _welcomed(Lines(peer), token)) is not None:
+            arrivals.put(node)
+
+    while True:
+        try:
+            peer, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=welcome, args=(peer,), daemon=True).start()
+
+
 def _welcomed(lines: Lines, token: str) -> Node | None:
     """The node at the other end; None if it does not prove in time that it knows the token."""
     challenge = secrets.token_hex(16)
     lines.send(challenge=challenge)
-    hello = lines.receive(_HELLO_S) or {}
+    hello = lines.receive_hello(_HELLO_S) or {}
     known = isinstance(hello.get("proof"), str) and hmac.compare_digest(
-        hello["proof"].encode(), proof(token, challenge, "node").encode()
+        hello["proof"].encode(errors="replace"), proof(token, challenge, "node").encode()
     )
     if not known:
         lines.send(refused=True)

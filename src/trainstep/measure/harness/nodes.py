@@ -44,6 +44,9 @@ _MARGIN_S = 15.0
 """How much longer than the agent the driver waits for an answer that the agent gives up at its time limit."""
 
 
+_HELLO_BYTES = 2**16
+
+
 class NodeLost(ValueError):
     """A node that a cell needs is gone."""
 
@@ -68,6 +71,21 @@ class Lines:
         try:
             found = json.loads(self._file.readline() or "null")
         except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def receive_hello(self, timeout_s: float) -> dict[str, Any] | None:
+        """The first object of a peer that nobody knows yet; None unless it comes whole in time, and is of a hello's size."""
+        deadline_s, line = time.monotonic() + timeout_s, b""
+        try:
+            while not line.endswith(b"\n"):
+                self._peer.settimeout(max(deadline_s - time.monotonic(), 0.001))  # for each part of the line
+                part = self._peer.recv(_HELLO_BYTES)
+                line += part
+                if not part or len(line) > _HELLO_BYTES or time.monotonic() > deadline_s:
+                    return None
+            found = json.loads(line)
+        except (OSError, ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
 
