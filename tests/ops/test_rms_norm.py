@@ -106,3 +106,11 @@ def test_the_module_is_torchs():
 def test_shapes_that_do_not_fit_are_named(weight: tuple[int, ...], residual: tuple[int, ...] | None, words: str):
     with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
         rms_norm(torch.ones(5, 8), torch.ones(weight), residual=None if residual is None else torch.ones(residual))
+
+
+def test_results_lie_as_compilers_expect():
+    """A dimension of size 1 may have any stride; results have those of new tensors, as their fakes have."""
+    x = normal(2, 1, 8).as_strided((2, 1, 8), (8, 7, 1))
+    assert x.is_contiguous()
+    y, total = rms_norm(x, normal(8), residual=x)
+    assert y.stride() == total.stride() == (8, 8, 1)

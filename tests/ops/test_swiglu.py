@@ -108,3 +108,8 @@ def test_the_module_loads_separate_gate_and_up():
 def test_shapes_that_do_not_fit_are_named(call: Any, words: str):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_two_numbers_are_no_rows():
+    gate, up = torch.tensor(1.5), torch.tensor(-2.0)
+    assert torch.equal(swiglu(gate, up), reference.swiglu(gate, up))

@@ -11,7 +11,7 @@ from trainstep.plan.prediction import predict
 from trainstep.plan.search.bounds import Bounds
 from trainstep.plan.search.difference import difference
 from trainstep.plan.search.search import Found, search
-from trainstep.plan.search.space import FREE, Space, divisors, space_of
+from trainstep.plan.search.space import FREE, Space, divisors, space_of, spread
 from trainstep.plan.time.calibration import Calibration, calibration_for
 from trainstep.plan.time.step_time import step_time
 
@@ -135,6 +135,14 @@ def test_every_division_of_the_batch_is_the_global_batch():
     divisions = {(run.batch_size, run.accumulation) for run in space.runs(2)}
     assert divisions == {(size, 12 // size) for size in divisors(12)}
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_of_many_divisors_those_next_to_powers_of_two_are_tried():
+    sizes = spread(divisors(720_720))
+    assert len(divisors(720_720)) == 240
+    assert len(sizes) == 16
+    assert sizes[:8] == [1, 2, 4, 8, 16, 33, 65, 130]
+    assert spread([1, 3, 9]) == [1, 3, 9]
 
 
 def test_precision_is_chosen_only_among_named_values():

@@ -35,7 +35,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         raise ValueError(
             f"up: must have gate's shape and dtype, {tuple(gate.shape)} and {gate.dtype}, but has {tuple(up.shape)} and {up.dtype}"
         )
-    return _swiglu_pair(gate, up) if has_kernel(gate, up) else reference.swiglu(gate, up)
+    return _swiglu_pair(gate, up) if gate.dim() and has_kernel(gate, up) else reference.swiglu(gate, up)
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:

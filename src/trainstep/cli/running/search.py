@@ -16,7 +16,7 @@ from trainstep.config.parsing import build
 from trainstep.config.plan import PlanConfig
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.plan.search.search import OBJECTIVES, RANKS, Found, search
-from trainstep.plan.search.space import Space, space_of
+from trainstep.plan.search.space import MOST_SEQUENCES, Space, space_of
 from trainstep.plan.time.calibration import Calibration
 from trainstep.report.kit.answer import Answer, plain_answers, print_answers
 from trainstep.report.kit.visible import ascii_json, one_line
@@ -100,8 +100,8 @@ def _fit(
 def _space(fields: Mapping[str, str | None], minimize: str, global_batch: int | None) -> Space:
     if minimize not in OBJECTIVES:
         raise ValueError(f"minimize: {minimize!r} is not known; known: {', '.join(OBJECTIVES)}")
-    if global_batch is not None and global_batch < 1:
-        raise ValueError(f"global_batch: must be a whole number from 1 on, not {global_batch}")
+    if global_batch is not None and not 1 <= global_batch <= MOST_SEQUENCES:
+        raise ValueError(f"global_batch: must be a whole number from 1 to {MOST_SEQUENCES:,}, not {global_batch}")
     named = grid_from_text(dict(fields))
     ranks = named.pop("ranks", [1])
     for count in ranks:

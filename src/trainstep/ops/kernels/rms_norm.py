@@ -76,8 +76,8 @@ def launch_rms_norm(
     """y in `dtype`, h (x itself without a residual) and 1 / rms (rows,) in fp32, of (..., C) tensors without gaps."""
     width = x.shape[-1]
     rows = x.numel() // width
-    h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
-    y, inverse_rms = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+    h = x if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    y, inverse_rms = x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
     tile_rows, tile_width, warps = _tile(width)
     with on_device(x.device):
         rms_norm_kernel[(max(1, triton.cdiv(rows, tile_rows)),)](
@@ -93,7 +93,7 @@ def launch_rms_norm_backward(
     """dh in h's dtype and dweight in the weight's, of (..., C) tensors without gaps."""
     width = h.shape[-1]
     rows = h.numel() // width
-    dh = torch.empty_like(h)
+    dh = h.new_empty(h.shape)
     tile_rows, tile_width, warps = _tile(width)
     programs = max(1, min(triton.cdiv(rows, tile_rows), _PROGRAMS_PER_SM * _processors(h.device)))
     dweight = h.new_empty(programs, width, dtype=torch.float32)

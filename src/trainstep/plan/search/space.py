@@ -47,6 +47,10 @@ DIVISION = ("batch_size", "accumulation")
 """Free too, if the global batch is named."""
 LISTED = ("precision", "compute_dtype", "reduce_dtype")
 """They change the mathematics: chosen only among named values."""
+_MOST_SIZES = 16
+"""Micro-batches that are tried: each is multiplied by every other choice."""
+MOST_SEQUENCES = 2**24
+"""A larger global batch is no step of anyone's, and takes too long to divide."""
 _SAME_WORK = ("model", "context", "mode", "clip_grad_norm", "d_model", "d_ff", "layers", "heads", "vocab_size")
 _SYNC_FIELDS = frozenset(("sync", *(option for strategy in STRATEGIES for option in strategy.options)))
 _BAD_VALUE = (": must be ", " is not known")
@@ -175,7 +179,7 @@ class Space:
             return []
         return [
             {"batch_size": size, "accumulation": each // size}
-            for size in divisors(each)
+            for size in spread(divisors(each))
             if self._may("batch_size", size) and self._may("accumulation", each // size)
         ]
 
@@ -239,6 +243,13 @@ def divisors(number: int) -> list[int]:
     """The divisors in order."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
+
+
+def spread(sizes: Sequence[int]) -> list[int]:
+    """At most 16 of these divisors: where there are more, those up to 32,768 that are next to a power of two."""
+    if len(sizes) <= _MOST_SIZES:
+        return list(sizes)
+    return sorted({min(sizes, key=lambda size: abs(math.log2(size) - power)) for power in range(_MOST_SIZES)})
 
 
 def _global_batch(named: Values, ranks: Sequence[int]) -> int:

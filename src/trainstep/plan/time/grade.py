@@ -79,9 +79,14 @@ def grade_times(records: Iterable[Record], calibration: Calibration) -> tuple[li
 
 
 def is_timed(record: Record) -> bool:
-    """Whether the record has the time of a step."""
+    """Whether the record has the time of a step; one of 0 s is none."""
     times = record.samples.get("step")
-    return record.failure is None and times is not None and bool(times.values) and "device" in record.config
+    return (
+        record.failure is None
+        and times is not None
+        and min(times.values, default=0.0) > 0
+        and "device" in record.config
+    )
 
 
 def _is_sustained(record: Record) -> bool:
