@@ -1,6 +1,7 @@
 """`trainstep plan --minimize`: its answer, JSON, page, the file of options, exit codes and sentences about bad input."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -103,6 +104,31 @@ def test_other_verbs_read_the_file_of_options(ranks: int, tmp_path: Path, capsys
     assert app.run([verb, "--config", str(path), "--device", "cpu", "--dry-run", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["cells"]) == 1
     searched(capsys, "--capture", "none", "--compile", "none", "--out-config", str(path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--minimize", "ranks", "--ranks", "2", "--reduce-dtype", "own,fp32"],
+        ["--minimize", "ranks", "--ranks", "2", "--attention", "plain"],
+        ["--minimize", "time", "--ranks", "1,2", "--sync", "flat,fsdp", "--global-batch", "2"],
+        ["--minimize", "memory", "--ranks", "2", "--sync", "fsdp", "--reshard-after-forward", "true,false"],
+    ],
+)
+def test_every_command_and_file_is_taken_by_its_verb(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "best.toml"
+    assert app.run([*STEP, *NARROW, "--capture", "none", *options, "--json", "--out-config", str(path)]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["measure"]
+    said = path.read_text().splitlines()[3].removeprefix("# For: ")
+    for command in (*out["measure"], said):
+        words = shlex.split(command)
+        assert words[0] == "trainstep"
+        words = [word for word in words[1:] if word not in ("--device", "cuda")]
+        assert app.run([*words, "--device", "cpu", "--dry-run", "--json"]) == 0, capsys.readouterr().err
+        capsys.readouterr()
 
 
 def test_the_page_has_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
