@@ -64,6 +64,14 @@ def test_the_largest_of_several_ranks(capsys: pytest.CaptureFixture[str]):
     assert out["verified"] is None
 
 
+def test_the_largest_on_several_nodes_is_that_of_all_their_ranks(capsys: pytest.CaptureFixture[str]):
+    values = []
+    for ranks in (["--nodes", "2"], ["--ranks", "16"]):
+        assert app.run([*STEP, *ranks, "--sync", "fsdp", "--fit", "batch_size", "--json"]) == 0
+        values.append(json.loads(capsys.readouterr().out)["value"])
+    assert values[0] == values[1] > 1
+
+
 def test_nothing_that_fits_ends_with_1(capsys: pytest.CaptureFixture[str]):
     assert app.run(["plan", "--model", "2.7B", "--gpu-memory-gib", "8", "--fit", "batch_size"]) == 1
     assert capsys.readouterr().out.startswith("No batch size fits the GPU (8.00 GiB): even 1 needs ")
@@ -79,6 +87,10 @@ def test_nothing_that_fits_ends_with_1(capsys: pytest.CaptureFixture[str]):
         (["--fit", "batch_size", "--page", "x.html"], "page: has no effect on --fit"),
         (["--fit", "batch_size", "--terms"], "terms: has no effect on --fit"),
         (["--fit", "batch_size", "--sync", "fsdp"], "sync: has no effect on one rank"),
+        (
+            ["--fit", "batch_size", "--nodes", "2", "--verify"],
+            "verify: a trial runs on the GPUs here, whatever nodes says",
+        ),
         (["--verify"], "verify: has no effect without --fit"),
     ],
 )

@@ -10,16 +10,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_sync_options, with_fields
-from trainstep.cli.running.plan_options import SearchOptions
+from trainstep.cli.options import with_fields
+from trainstep.cli.running.plan_options import SearchOptions, planned_strategies
 from trainstep.config.grid import grid_from_text
 from trainstep.config.machine import gpu_named, machine_spec
 from trainstep.config.model import UserModel
-from trainstep.config.parallel import SyncConfig
 from trainstep.config.parsing import build
-from trainstep.config.plan import FLEET_FIELDS, PlanConfig, planned_ranks, with_ranks
+from trainstep.config.plan import FLEET_FIELDS, PlanConfig, with_ranks
 from trainstep.config.run import RunConfig
-from trainstep.costs.strategies import YARDSTICK
 
 _MOST_STEPS = 200
 
@@ -236,13 +234,7 @@ def _points(fields: Mapping[str, str | None], *, single: bool) -> list[dict[str,
     """The flat values of each step. `single`: ValueError for several."""
     options = grid_from_text(dict(fields))
     grid = {"model": ["small"], **options}
-    alone = all(ranks == 1 for ranks in planned_ranks(options))
-    if "sync" not in options:
-        grid["sync"] = [YARDSTICK if alone else SyncConfig().name]
-    elif alone and grid["sync"] not in ([None], [YARDSTICK]):
-        raise ValueError("sync: has no effect on one rank; add --ranks 2 or more")
-    check_sync_options(options, grid["sync"])
-    grid["sync"] = [YARDSTICK if name is None else name for name in grid["sync"]]
+    grid["sync"] = planned_strategies(options)
     count = 1
     for values in grid.values():
         count *= len(values)
