@@ -19,8 +19,8 @@ _MINIMIZE_HELP = (
     "time: search the fastest options that fit; memory: those that need least; ranks: the fewest ranks (1, 2, 4... up to --ranks) "
     "on which it fits, and the fastest options there. One value fixes an option, a list is a choice, and free are, if not named: "
     "sync, bucket_mib, reshard_after_forward, recompute, recompute_every, compile, capture, attention, ops, adamw and update; with "
-    "--global-batch also batch_size and accumulation. Precision changes the mathematics, so it is chosen only from a list. Ranks are "
-    "on one node; plan the result on several with --nodes."
+    "--global-batch also batch_size and accumulation. Precision changes the mathematics, so it is chosen only from a list. Ranks "
+    "are on one node; plan the result on several with --nodes."
 )
 _BATCH_HELP = (
     "With --minimize: sequences in a step of all ranks, which ranks, batch_size and accumulation divide; by default those of the "
