@@ -51,7 +51,10 @@ def test_the_search_ends_at_its_bound_and_says_at_least(
     out = capsys.readouterr().out
     assert out.startswith("The largest batch size that fits the GPU (4.00 GiB) is at least 5: it needs ")
     assert "The search ends at 5." in out
-    assert "By formula only: --verify also runs one trial on the GPU here" in out
+    assert "By formula only: on a machine with this GPU, --verify runs one trial" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith(("surely", "probably"))] == [
+        ["surely", "5"]
+    ]
 
 
 def test_the_largest_of_several_ranks(capsys: pytest.CaptureFixture[str]):
