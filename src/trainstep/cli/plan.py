@@ -256,9 +256,10 @@ def _varied(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms: bool, as_json: bool) -> None:
     from trainstep.report.kit.answer import plain_answers, print_answers
     from trainstep.report.kit.visible import ascii_json
-    from trainstep.report.plan.prediction import comparison_table, plain, plan_answer, plan_tables
+    from trainstep.report.plan.prediction import comparison_answer, comparison_table, plain, plan_answer, plan_tables
 
-    answers = [plan_answer(planned[0])] if len(planned) == 1 else []
+    is_single = len(planned) == 1
+    answers = [plan_answer(planned[0]) if is_single else comparison_answer(planned, points)]
     if as_json:
         rows = [
             {**plain(item), **({"options": point} if point else {})}
@@ -270,7 +271,7 @@ def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms:
     from trainstep.report.kit.terminal import print_tables
 
     print_answers(answers, sys.stdout)
-    tables = plan_tables(planned[0]) if answers else [comparison_table(planned, points)]
+    tables = plan_tables(planned[0]) if is_single else [comparison_table(planned, points)]
     if terms:
         tables += _terms(planned[0]).values()
     print_tables(tables, [], sys.stdout)
