@@ -56,10 +56,21 @@ def test_categories_add_up_at_every_moment(capsys: pytest.CaptureFixture[str]):
 def test_lists_compare_steps(capsys: pytest.CaptureFixture[str]):
     assert app.run(["plan", "--model", "xl", "--ranks", "2", "--sync", "none,fsdp", "--gpu-memory-gib", "24"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1 of 2 fits the GPU (24.0 GiB); least memory: sync fsdp, ")
     rows = {line.split()[0]: line.split() for line in lines if line.startswith(("none", "fsdp"))}
     assert "no" in rows["none"]
     assert "yes" in rows["fsdp"]
     assert app.run(["plan", "--model", "xl", "--context", "256,512", "--gpu-memory-gib", "8"]) == 1
+    assert capsys.readouterr().out.startswith("None of 2 fits the GPU (8.00 GiB); least memory: context 256, ")
+    assert app.run(["plan", "--model", "tiny", "--context", "32,64"]) == 0
+    assert capsys.readouterr().out.startswith("2 steps; least memory: context 32, ")
+    assert (
+        app.run(["plan", "--model", "xl", "--context", "64,512", "--batch-size", "1,64", "--gpu", "h200", "--json"])
+        == 0
+    )
+    [answer] = json.loads(capsys.readouterr().out)["answer"]
+    assert answer["verdict"].startswith("3 of 4 fit h200; fastest that fits: batch size 64, context 64, ")
+    assert answer["verdict"].endswith(" tokens/s.")
 
 
 def test_terms_are_formulas_with_sources(capsys: pytest.CaptureFixture[str]):
@@ -257,7 +268,9 @@ def test_a_fleet_is_answered_first_and_compared_by_nodes(capsys: pytest.CaptureF
     for words in ("tokens/s, MFU", "GPU-hours", "On 16 nodes of 8 GPUs a GPU is", "Assumed: NVLink 450 GB/s one way"):
         assert words in text
     assert app.run([*fleet, "--nodes", "1,4,128", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    out = json.loads(capsys.readouterr().out)
+    assert out["answer"][0]["verdict"].startswith("All 3 fit h100; fastest: nodes 128, ")
+    rows = out["rows"]
     assert [row["options"]["ranks"] for row in rows] == [8, 32, 1024]
     assert [row["fleet"]["nodes"] for row in rows] == [1, 4, 128]
     assert rows[0]["fleet"]["efficiency"] == 1 > rows[1]["fleet"]["efficiency"] > rows[2]["fleet"]["efficiency"]

@@ -51,7 +51,10 @@ def test_the_search_ends_at_its_bound_and_says_at_least(
     out = capsys.readouterr().out
     assert out.startswith("The largest batch size that fits the GPU (4.00 GiB) is at least 5: it needs ")
     assert "The search ends at 5." in out
-    assert "By formula only: --verify also runs one trial on the GPU here" in out
+    assert "By formula only: on a machine with this GPU, --verify runs one trial" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith(("surely", "probably"))] == [
+        ["surely", "5"]
+    ]
 
 
 def test_the_largest_of_several_ranks(capsys: pytest.CaptureFixture[str]):
@@ -62,6 +65,14 @@ def test_the_largest_of_several_ranks(capsys: pytest.CaptureFixture[str]):
     assert out["spare_bytes"] > 0
     assert out["at_least"] is False
     assert out["verified"] is None
+
+
+def test_the_largest_on_several_nodes_is_that_of_all_their_ranks(capsys: pytest.CaptureFixture[str]):
+    values = []
+    for ranks in (["--nodes", "2"], ["--ranks", "16"]):
+        assert app.run([*STEP, *ranks, "--sync", "fsdp", "--fit", "batch_size", "--json"]) == 0
+        values.append(json.loads(capsys.readouterr().out)["value"])
+    assert values[0] == values[1] > 1
 
 
 def test_nothing_that_fits_ends_with_1(capsys: pytest.CaptureFixture[str]):
@@ -79,6 +90,10 @@ def test_nothing_that_fits_ends_with_1(capsys: pytest.CaptureFixture[str]):
         (["--fit", "batch_size", "--page", "x.html"], "page: has no effect on --fit"),
         (["--fit", "batch_size", "--terms"], "terms: has no effect on --fit"),
         (["--fit", "batch_size", "--sync", "fsdp"], "sync: has no effect on one rank"),
+        (
+            ["--fit", "batch_size", "--nodes", "2", "--verify"],
+            "verify: a trial runs on the GPUs here, whatever nodes says",
+        ),
         (["--verify"], "verify: has no effect without --fit"),
     ],
 )

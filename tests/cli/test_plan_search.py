@@ -1,17 +1,25 @@
 """`trainstep plan --minimize`: its answer, JSON, page, the file of options, exit codes and sentences about bad input."""
 
 import json
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trainstep.cli import app
 from trainstep.config.grid import grid_from_text
+from trainstep.config.machine import gpu_named
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.parsing import build, fields_of
 from trainstep.config.run import RunConfig
 from trainstep.config.sweep import options_of_file
+from trainstep.plan.prediction import predict
+from trainstep.plan.search.search import search
+from trainstep.plan.search.space import space_of
+from trainstep.plan.time.calibration import calibration_for
+from trainstep.report.plan.search import search_tables
 
 STEP = [
     "plan",
@@ -69,9 +77,33 @@ def test_steps_that_cannot_be_told_apart_come_with_the_command_that_measures_bot
     fixed = ["--attention", "sdpa", "--adamw", "fused"]
     assert app.run([*SEARCH, *NARROW, *fixed, "--capture", "none", "--ranks", "2", "--sync", "bucketed,flat"]) == 0
     out = capsys.readouterr().out
-    assert "cannot be told apart by prediction. Measure both: `trainstep parallel " in out
+    assert "cannot be told apart from the best by prediction: +" in out
+    assert " ms). Measure both: `trainstep parallel " in out
+    assert "slower because of" not in out.splitlines()[0]
     assert "A slow host may make it longer" in out
     assert "--sync bucketed,flat" in out.replace("--sync flat,bucketed", "--sync bucketed,flat")
+
+
+def test_the_fewest_ranks_are_said_once_and_just_is_explained(capsys: pytest.CaptureFixture[str]):
+    assert app.run([*STEP, *NARROW, "--minimize", "ranks", "--ranks", "2"]) == 0
+    answer = capsys.readouterr().out.splitlines()[0]
+    assert answer.startswith("Fewest ranks: 1, with the fastest that fits h200: ")
+    assert "ranks 1" not in answer
+
+
+def test_what_the_column_fits_means_is_said_below():
+    h200 = calibration_for(gpu_named("h200"))
+    assert h200 is not None
+    named = {"model": ["small"], "layers": [2], "capture": ["none"], "compile": ["none"], "adamw": ["fused"]}
+    found = search(space_of(named, global_batch=1, ranks=[1]), h200, gpu_memory_bytes=2**34, minimize="time")
+    first, second = found.alternatives[:2]
+    bound = predict(found.best.config, gpu_memory_bytes=2**34)
+    just = predict(found.best.config, gpu_memory_bytes=bound.needed_bytes - 1)
+    shown = replace(found, alternatives=(replace(first, prediction=just), replace(second, prediction=None)))
+    table = search_tables(shown)[0]
+    assert "just: it would take more memory than the GPU has, so the allocator returns cached memory" in table.note
+    assert "\N{EN DASH}: its memory was not predicted, because it would be no better in any case." in table.note
+    assert "just:" not in search_tables(found)[0].note
 
 
 def test_nothing_that_fits_ends_with_1_and_the_least_memory(capsys: pytest.CaptureFixture[str]):
@@ -105,6 +137,31 @@ def test_other_verbs_read_the_file_of_options(ranks: int, tmp_path: Path, capsys
     searched(capsys, "--capture", "none", "--compile", "none", "--out-config", str(path))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--minimize", "ranks", "--ranks", "2", "--reduce-dtype", "own,fp32"],
+        ["--minimize", "ranks", "--ranks", "2", "--attention", "plain"],
+        ["--minimize", "time", "--ranks", "1,2", "--sync", "flat,fsdp", "--global-batch", "2"],
+        ["--minimize", "memory", "--ranks", "2", "--sync", "fsdp", "--reshard-after-forward", "true,false"],
+    ],
+)
+def test_every_command_and_file_is_taken_by_its_verb(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "best.toml"
+    assert app.run([*STEP, *NARROW, "--capture", "none", *options, "--json", "--out-config", str(path)]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["measure"]
+    said = path.read_text().splitlines()[3].removeprefix("# For: ")
+    for command in (*out["measure"], said):
+        words = shlex.split(command)
+        assert words[0] == "trainstep"
+        words = [word for word in words[1:] if word not in ("--device", "cuda")]
+        assert app.run([*words, "--device", "cpu", "--dry-run", "--json"]) == 0, capsys.readouterr().err
+        capsys.readouterr()
+
+
 def test_the_page_has_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page = tmp_path / "search.html"
     searched(capsys, *NARROW, "--global-batch", "8", "--page", str(page))
@@ -130,6 +187,12 @@ def test_the_page_has_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--minimize", "time", "--mode", "forward"], "mode: a search is of whole steps"),
         (["--minimize", "ranks", "--ranks", "2,4"], "ranks: --minimize ranks tries 1, 2, 4... up to one number"),
         (["--minimize", "time", "--out-config", __file__], "was not written by --out-config; name another file"),
+        (["--minimize", "time", "--nodes", "2", "--sync", "fsdp"], "nodes: --minimize searches one node; plan its result with --n"),
+        (["--minimize", "time", "--ranks", "16", "--nodes", "2"], "nodes: --minimize searches one node; plan its result with --n"),
+        (["--minimize", "time", "--rails", "2", "--ranks", "4"], "rails: --minimize searches one node; plan its result with --r"),
+        (["--minimize", "time", "--bucket-mib", "25"], "bucket_mib: has no effect with sync none"),
+        (["--minimize", "time", "--ranks", "4", "--sync", "fsdp", "--shard-ranks", "2"],
+            "shard_ranks: --minimize does not compare groups of ranks; leave it out, or plan them as a list"),
         (["--global-batch", "8"], "global_batch: has no effect without --minimize"),
         (["--page", "x.html"], "page: has no effect without --minimize"),
     ],

@@ -173,7 +173,8 @@ def test_every_rank_writes_and_rank_0_shows(tmp_path: Path):
     ranks = [Store(file).read() for file in files]
     assert [records[-1].config["rank"] for records in ranks] == [0, 1]
     assert len({records[-1].config["run"] for records in ranks}) == 1
-    assert ranks[0][0].fact("communication_s") > 0
+    inspected = [record.fact("communication_s") or 0 for record in ranks[0]]  # a slow machine may write a record before
+    assert max(inspected) > 0
     assert not any(record.fact("inspected_step") for record in ranks[1])
     assert "(rank 1 of 2)" in done.stderr
 

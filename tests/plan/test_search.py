@@ -165,3 +165,11 @@ def test_what_both_steps_share_is_no_doubt(h200: Calibration):
     assert slower.time_s == pytest.approx(sum(part for _, part in slower.terms))
     whole = step_time(recomputed, h200).step
     assert slower.half_s < (whole.high_s - whole.low_s) / 2
+
+
+def test_another_strategy_keeps_the_options_that_were_named():
+    space = space_of({**SMALL, "sync": ["bucketed", "sharded", "flat"], "in_place": [True]}, global_batch=2, ranks=[2])
+    bucketed = next(config for config in every_config(space, 2) if config.sync.name == "bucketed")
+    changed = {value: config for name, value, config in space.neighbours(bucketed) if name == "sync"}
+    assert changed["sharded"].sync.in_place
+    assert not changed["flat"].sync.in_place  # it has no buckets

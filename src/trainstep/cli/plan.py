@@ -10,16 +10,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import check_sync_options, with_fields
-from trainstep.cli.running.plan_options import SearchOptions
+from trainstep.cli.options import with_fields
+from trainstep.cli.running.plan_options import SearchOptions, planned_strategies
 from trainstep.config.grid import grid_from_text
 from trainstep.config.machine import gpu_named, machine_spec
 from trainstep.config.model import UserModel
-from trainstep.config.parallel import SyncConfig
 from trainstep.config.parsing import build
-from trainstep.config.plan import FLEET_FIELDS, PlanConfig, planned_ranks, with_ranks
+from trainstep.config.plan import FLEET_FIELDS, PlanConfig, with_ranks
 from trainstep.config.run import RunConfig
-from trainstep.costs.strategies import YARDSTICK
 
 _MOST_STEPS = 200
 
@@ -236,13 +234,7 @@ def _points(fields: Mapping[str, str | None], *, single: bool) -> list[dict[str,
     """The flat values of each step. `single`: ValueError for several."""
     options = grid_from_text(dict(fields))
     grid = {"model": ["small"], **options}
-    alone = all(ranks == 1 for ranks in planned_ranks(options))
-    if "sync" not in options:
-        grid["sync"] = [YARDSTICK if alone else SyncConfig().name]
-    elif alone and grid["sync"] not in ([None], [YARDSTICK]):
-        raise ValueError("sync: has no effect on one rank; add --ranks 2 or more")
-    check_sync_options(options, grid["sync"])
-    grid["sync"] = [YARDSTICK if name is None else name for name in grid["sync"]]
+    grid["sync"] = planned_strategies(options)
     count = 1
     for values in grid.values():
         count *= len(values)
@@ -264,9 +256,10 @@ def _varied(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms: bool, as_json: bool) -> None:
     from trainstep.report.kit.answer import plain_answers, print_answers
     from trainstep.report.kit.visible import ascii_json
-    from trainstep.report.plan.prediction import comparison_table, plain, plan_answer, plan_tables
+    from trainstep.report.plan.prediction import comparison_answer, comparison_table, plain, plan_answer, plan_tables
 
-    answers = [plan_answer(planned[0])] if len(planned) == 1 else []
+    is_single = len(planned) == 1
+    answers = [plan_answer(planned[0]) if is_single else comparison_answer(planned, points)]
     if as_json:
         rows = [
             {**plain(item), **({"options": point} if point else {})}
@@ -278,7 +271,7 @@ def _show(planned: Sequence[Any], points: Sequence[Mapping[str, Any]], *, terms:
     from trainstep.report.kit.terminal import print_tables
 
     print_answers(answers, sys.stdout)
-    tables = plan_tables(planned[0]) if answers else [comparison_table(planned, points)]
+    tables = plan_tables(planned[0]) if is_single else [comparison_table(planned, points)]
     if terms:
         tables += _terms(planned[0]).values()
     print_tables(tables, [], sys.stdout)

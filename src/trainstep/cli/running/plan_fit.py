@@ -4,15 +4,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from trainstep.cli.options import check_sync_options
+from trainstep.cli.running.plan_options import planned_strategies
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.grid import grid_from_text
 from trainstep.config.machine import gpu_named, machine_spec
 from trainstep.config.model import UserModel
-from trainstep.config.parallel import SyncConfig
 from trainstep.config.parsing import build
-from trainstep.config.plan import PlanConfig
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.config.plan import FLEET_FIELDS, PlanConfig, with_ranks
 from trainstep.plan.search.fit import BOUNDS, Fit, largest_fit
 from trainstep.report.kit.answer import plain_answers, print_answers
 from trainstep.report.kit.visible import ascii_json
@@ -36,6 +34,8 @@ def run_fit(
     if fields.get(field) is not None:
         raise ValueError(f"{field}: is what --fit searches; leave it out")
     options = _options(fields)
+    if verify and (name := next((name for name in options if name in FLEET_FIELDS), None)):
+        raise ValueError(f"verify: a trial runs on the GPUs here, whatever {name} says; leave one of both out")
     config = build(PlanConfig, options, where="plan")
     if isinstance(config.run.model, UserModel):
         raise ValueError(
@@ -64,12 +64,8 @@ def _options(fields: Mapping[str, str | None]) -> dict[str, Any]:
     if several := next((name for name, values in grid.items() if len(values) > 1), None):
         raise ValueError(f"{several}: --fit searches for one step; give one value")
     options = {name: value for name, [value] in grid.items()}
-    alone = options.get("ranks", 1) == 1
-    if alone and options.get("sync") not in (None, YARDSTICK):
-        raise ValueError("sync: has no effect on one rank; add --ranks 2 or more")
-    options["sync"] = options.get("sync", YARDSTICK if alone else SyncConfig().name) or YARDSTICK
-    check_sync_options({name: [value] for name, value in options.items()}, [options["sync"]])
-    return options
+    [options["sync"]] = planned_strategies(grid)
+    return with_ranks(options)
 
 
 def _verified(options: Mapping[str, Any], field: str, best: Fit, gpu: str | None) -> dict[str, Any]:

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainstep.cli.options import check_sync_options
-from trainstep.cli.running.plan_options import SearchOptions
+from trainstep.cli.running.plan_options import SearchOptions, planned_strategies
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.grid import grid_from_text
 from trainstep.config.model import UserModel
 from trainstep.config.parallel import OURS, RanksConfig
 from trainstep.config.parsing import build
-from trainstep.config.plan import PlanConfig
+from trainstep.config.plan import FLEET_FIELDS, PlanConfig
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.plan.search.search import OBJECTIVES, RANKS, Found, search
 from trainstep.plan.search.space import MOST_SEQUENCES, Space, space_of
@@ -102,7 +101,10 @@ def _space(fields: Mapping[str, str | None], minimize: str, global_batch: int | 
         raise ValueError(f"minimize: {minimize!r} is not known; known: {', '.join(OBJECTIVES)}")
     if global_batch is not None and not 1 <= global_batch <= MOST_SEQUENCES:
         raise ValueError(f"global_batch: must be a whole number from 1 to {MOST_SEQUENCES:,}, not {global_batch}")
+    if name := next((name for name, value in fields.items() if name in FLEET_FIELDS and value is not None), None):
+        raise ValueError(f"{name}: --minimize searches one node; plan its result with --{name.replace('_', '-')}")
     named = grid_from_text(dict(fields))
+    strategies = planned_strategies(named, OURS)
     ranks = named.pop("ranks", [1])
     for count in ranks:
         build(PlanConfig, {"ranks": count}, where="plan")  # refuses what is no number of ranks
@@ -117,15 +119,15 @@ def _space(fields: Mapping[str, str | None], minimize: str, global_batch: int | 
             "--preset fastest"
         )
     if "sync" in named:
-        named["sync"] = [YARDSTICK if name is None else name for name in named["sync"]]
-        if max(ranks) == 1:
-            raise ValueError("sync: has no effect on one rank; add --ranks 2 or more")
-        if YARDSTICK in named["sync"]:
+        named["sync"] = strategies
+        if YARDSTICK in strategies:
             raise ValueError(
                 "sync: with none each rank trains for itself, which no strategy can be compared with; leave it out"
             )
-    if max(ranks) > 1:
-        check_sync_options(named, named.get("sync", OURS))
+    if any(isinstance(shards, int) and shards < max(ranks) for shards in named.get("shard_ranks", ())):
+        raise ValueError(
+            "shard_ranks: --minimize does not compare groups of ranks; leave it out, or plan them as a list"
+        )
     return space_of(named, global_batch=global_batch, ranks=ranks)
 
 

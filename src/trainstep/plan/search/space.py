@@ -6,8 +6,9 @@
 
 A field that is named with one value is fixed, with several values it is chosen among them, and unnamed it has the values of `FREE`.
 Free are only options that leave the mathematics of a step as they are, and of these the values whose time a calibration measures:
-torch's strategies and groups of ranks have no time yet, and copies between GPUs or flex no measured one. Precision and the dtypes
-of messages change the mathematics, so they are chosen only among named values.
+torch's strategies have no time yet, and copies between GPUs or flex no measured one. The time of groups of ranks is simulated,
+which takes too long for thousands of combinations. Precision and the dtypes of messages change the mathematics, so they are chosen
+only among named values.
 
 A step reads `global_batch` sequences on all ranks: ranks x batch_size x accumulation. Whoever names it leaves the division free.
 """
@@ -123,12 +124,9 @@ class Space:
         idle = _SYNC_FIELDS if config.ranks == 1 else needless({"sync": config.sync.name})
         several = {"ranks": config.ranks, "sync": config.sync.name} if config.ranks > 1 else {}
         division = {name: getattr(config.run, name) for name in DIVISION}
-        values = {**self.fixed, **division, **several, **self.options(config), "device": config.run.device}
-        return {
-            name: value
-            for name, value in values.items()
-            if value is not None and name != "mode" and (name not in idle or name in several)
-        }
+        values = {**self.fixed, **division, **self.options(config), **several, "device": config.run.device}
+        without = {"mode", "ranks", *idle} - several.keys()  # one rank is what bench runs, and it has no option for it
+        return {name: value for name, value in values.items() if value is not None and name not in without}
 
     def neighbours(self, config: RanksConfig) -> Iterator[tuple[str, Any, RanksConfig]]:
         """The steps that differ from this one in one chosen field, with what that needs: field, value and config."""
@@ -143,7 +141,8 @@ class Space:
     def _changed(self, config: RanksConfig, name: str, value: Any) -> RanksConfig | None:
         try:
             if name == "sync":
-                kept = {option: getattr(config.sync, option) for option in LISTED[1:]}
+                named = {option: each for option, each in self._fixed(of_sync=True).items() if option != "sync"}
+                kept = named | {option: getattr(config.sync, option) for option in LISTED[1:]}
                 kept = {option: kept[option] for option in kept if option not in needless({"sync": value})}
                 return replace(config, sync=SyncConfig(name=value, **kept))
             if name in _SYNC_FIELDS:

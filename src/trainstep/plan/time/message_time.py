@@ -105,7 +105,9 @@ def exposed_messages(
             f"--nodes {-(-config.ranks // _MOST_RANKS)}"
         )
     if config.sync.shard_ranks is not None and config.sync.shard_ranks < config.ranks:
-        raise ValueError("shard_ranks: messages in groups are simulated by plan/fleet alone")
+        raise ValueError(
+            f"shard_ranks: groups of {config.sync.shard_ranks} have no time where many steps are compared; plan this step by itself"
+        )
     if not calibration.collectives:
         raise ValueError(
             f"ranks: {calibration.name} has no messages in its calibration; measure them with trainstep doctor --measure on a "

@@ -39,7 +39,9 @@ def fit_answer(found: LargestFit, gpu: str | None, gpu_memory_bytes: int, trial:
 
 def fit_table(found: LargestFit) -> Table:
     """The values at both limits, and the first that does not fit."""
-    named = (("surely", found.surely), ("probably", found.probably), ("no", found.above))
+    sure = None if found.surely is None else found.surely.value
+    probably = None if found.probably is None or found.probably.value == sure else found.probably
+    named = (("surely", found.surely), ("probably", probably), ("no", found.above))
     rows = [
         {
             "fits": word,
@@ -93,7 +95,7 @@ def _plain(fit: Fit | None) -> dict[str, Any] | None:
 
 def _trial_words(trial: Mapping[str, Any] | None) -> str:
     if trial is None:
-        return "By formula only: --verify also runs one trial on the GPU here, and `trainstep memory --fit` searches by trials."
+        return "By formula only: on a machine with this GPU, --verify runs one trial; `trainstep memory --fit` takes trials alone."
     if trial["failure"] is not None:
         return f"But a trial on {trial['gpu']} failed: {trial['failure']}"
     return (

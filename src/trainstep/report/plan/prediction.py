@@ -75,6 +75,33 @@ def plan_tables(planned: Planned) -> list[Table]:
     return memory if planned.time is None else [*time_tables(planned.time), *fleet_tables(planned.fleet), *memory]
 
 
+def comparison_answer(planned: Sequence[Planned], points: Sequence[Mapping[str, Any]]) -> Answer:
+    """How many of several steps fit, and the fastest of these; the one that needs least where none fits or has a time."""
+    steps = list(zip(planned, points, strict=True))
+    fitting = [(item, point) for item, point in steps if item.prediction.fits is not False]
+    count, fits = len(steps), len(fitting)
+    known = planned[0].prediction.fits is not None
+    where = planned[0].gpu or f"the GPU ({needed_words(planned[0].prediction.gpu_memory_bytes or 0)})"
+    share = "All" if fits == count else f"{fits} of" if fits else "None of"
+    counted = f"{share} {count} {'fits' if fits < 2 else 'fit'} {where}" if known else f"{count} steps"
+    timed = [(item.time, item, point) for item, point in fitting if item.time is not None]
+    if timed:
+        time, item, point = max(timed, key=lambda one: one[0].tokens_per_s)
+        doubt = f", which {_word(item.prediction)} fits" if _word(item.prediction) in ("just", "probably") else ""
+        title = "fastest" if fits == count else "fastest that fits"
+        result = f"{title}: {_point_words(point)}, {time.tokens_per_s:,.0f} tokens/s{doubt}"
+    else:
+        item, point = min(fitting or steps, key=lambda one: one[0].prediction.needed_bytes)
+        result = f"least memory: {_point_words(point)}, {needed_words(item.prediction.needed_bytes)} a GPU"
+    return Answer(workload="plan", verdict=f"{counted}; {result}.")
+
+
+def _point_words(point: Mapping[str, Any]) -> str:
+    """`context 256, sync fsdp`: what distinguishes a step; its ranks are those of its nodes."""
+    names = [name for name in point if name != "ranks" or "nodes" not in point]
+    return ", ".join(f"{name.replace('_', ' ')} {_text_of(name)(point)}" for name in names) or "any of them"
+
+
 def comparison_table(planned: Sequence[Planned], points: Sequence[Mapping[str, Any]]) -> Table:
     """One row for each of several steps. `points`: what distinguishes them."""
     names = list(dict.fromkeys(name for point in points for name in point))

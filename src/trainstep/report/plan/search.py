@@ -14,6 +14,13 @@ from trainstep.report.kit.tables import Column, Table, filled
 from trainstep.report.plan.time import interval_words, time_plain
 
 _MOST_SHOWN = 24
+_NOT_PREDICTED = "\N{EN DASH}"
+_FITS_MEANING = {
+    "just": "just: it would take more memory than the GPU has, so the allocator returns cached memory and asks again, which takes "
+    "time.",
+    _NOT_PREDICTED: f"{_NOT_PREDICTED}: its memory was not predicted, because it would be no better in any case.",
+}
+"""What the words of the column `fits` mean that do not say it themselves."""
 
 
 def search_answer(found: Found, gpu: str | None, commands: tuple[str, ...] = ()) -> Answer:
@@ -25,8 +32,11 @@ def search_answer(found: Found, gpu: str | None, commands: tuple[str, ...] = ())
     doubt = "" if best.fits_surely else "probably " if best.prediction.spare_bytes >= 0 else "just "
     title = what.get(found.minimize, f"Fastest that {doubt}fits")
     where = gpu or needed_words(best.prediction.gpu_memory_bytes or 0)
+    chosen = found.space.options(best.config)
+    if found.minimize == RANKS:
+        chosen.pop("ranks", None)  # the title has them
     verdict = (
-        f"{title} {where}: {words_of(found.space.options(best.config))}; {interval_words(best.time.step)}, "
+        f"{title} {where}: {words_of(chosen)}; {interval_words(best.time.step)}, "
         f"{best.time.tokens_per_s:,.0f} tokens/s, {needed_words(best.needed_bytes)} of "
         f"{needed_words(best.prediction.gpu_memory_bytes or 0)}."
     )
@@ -131,17 +141,19 @@ def _runner_up_words(found: Found, commands: tuple[str, ...]) -> str:
         return f"The runner-up, {changes} instead, needs {needed_words(more)} more."
     apart = difference(best.time, other.time)
     share = 100 * apart.time_s / best.time_s
-    words = f"The runner-up, {changes} instead, is {_share(share)} slower because of {_because(apart)}"
+    words = f"The runner-up, {changes} instead, "
+    if apart.is_sure:
+        words += f"is {_share(share)} slower because of {_because(apart)}"
+    else:
+        words += (
+            f"cannot be told apart from the best by prediction: {_signed_ms(apart.time_s)} ({_signed_ms(apart.low_s)} to "
+            f"{_signed_ms(apart.high_s)}). Measure both: " + listed(f"`{command}`" for command in commands)
+        )
     ties = [
         f"{one.field.replace('_', ' ')} {_text(one.value)}"
         for one in found.alternatives
         if not differs(best.time_s, one.time.step.time_s) and one.least_bytes <= (best.prediction.gpu_memory_bytes or 0)
     ]
-    if not apart.is_sure:
-        words += (
-            f", {_signed_ms(apart.low_s)} to {_signed_ms(apart.high_s)}: they cannot be told apart by prediction. Measure both: "
-            + listed(f"`{command}`" for command in commands)
-        )
     words += "." + (f" As fast: {listed(ties)}." if ties else "")
     if best.time.host_may_limit and not best.time.is_captured:
         words += " A slow host may make it longer, which a captured step (`--capture step`) would not wait for."
@@ -187,13 +199,15 @@ def _changes(found: Found) -> Table:
         Column("fits", TEXT),
     ]
     note = "The best with one option changed. The interval is that of the difference: what both share has the same error in both."
+    words = {str(row["fits"]).partition(":")[0] for row in rows}
+    note += "".join(f" {meaning}" for word, meaning in _FITS_MEANING.items() if word in words)
     return Table.of("Single changes of the best", rows, columns, note=note)
 
 
 def _fits(best: Prediction, one: Alternative) -> str:
     memory_bytes = best.gpu_memory_bytes or 0
     if one.prediction is None:
-        return f"no: {needed_words(one.least_bytes)} at least" if one.least_bytes > memory_bytes else ""
+        return f"no: {needed_words(one.least_bytes)} at least" if one.least_bytes > memory_bytes else _NOT_PREDICTED
     needed = needed_words(one.prediction.needed_bytes)
     if not one.prediction.fits:
         return f"no: {needed}"
