@@ -40,6 +40,36 @@ def test_json_has_the_answer_first_and_seconds_that_add_up(capsys: pytest.Captur
                 assert row["change"] is None or isinstance(row["change"], dict)
 
 
+def test_of_many_steps_five_tables_are_shown_and_all_with_all(capsys: pytest.CaptureFixture[str]):
+    path = str(ROOT / "results/h200/profile.jsonl")
+    assert app.run(["explain", path]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("In 56 of 60 steps precision is first; in 4 host launches. Furthest above its floor: ")
+    assert out.count("\nBudget of the step") == 5
+    assert "55 more steps" in out
+    assert app.run(["explain", path, "--all"]) == 0
+    assert capsys.readouterr().out.count("\nBudget of the step") == 60
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([str(ROOT / "results/cpu/same_against_same.jsonl")], "no floor is known for a step of a CPU"),
+        (["--device", "cpu", "--model", "tiny", "--dry-run"], "no floor is known for a step of a CPU"),
+    ],
+)
+def test_a_calibration_without_effect_is_refused(
+    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    measured = tmp_path / "h200.jsonl"
+    shipped = json.loads((ROOT / "src/trainstep/plan/time/calibrations/h200.json").read_text())
+    measured.write_text(json.dumps(shipped) + "\n")
+    assert app.run(["explain", *words, "--calibration", str(measured)]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.splitlines()[-1].startswith("trainstep: calibration: ")
+
+
 def test_a_run_of_a_script_is_explained_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "train.jsonl"
     for first_step in (1, 21):

@@ -186,6 +186,7 @@ def test_the_page_has_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--minimize", "time", "--tokens", "1e9"], "tokens: has no effect on --minimize"),
         (["--minimize", "time", "--mode", "forward"], "mode: a search is of whole steps"),
         (["--minimize", "ranks", "--ranks", "2,4"], "ranks: --minimize ranks tries 1, 2, 4... up to one number"),
+        (["--minimize", "time", "--page", "both", "--out-config", "both"], "out_config: both is the page's file too"),
         (["--minimize", "time", "--out-config", __file__], "was not written by --out-config; name another file"),
         (["--minimize", "time", "--nodes", "2", "--sync", "fsdp"], "nodes: --minimize searches one node; plan its result with --n"),
         (["--minimize", "time", "--ranks", "16", "--nodes", "2"], "nodes: --minimize searches one node; plan its result with --n"),

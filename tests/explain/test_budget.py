@@ -13,6 +13,7 @@ from trainstep.config.run import RunConfig
 from trainstep.explain.budget import AS_THEY_RUN, Budget, step_budget
 from trainstep.explain.causes import CAUSES
 from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, evidence_of
+from trainstep.explain.floor import changed
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration, shipped
 from trainstep.plan.time.step_time import step_time
@@ -93,6 +94,12 @@ def test_a_planted_slowdown_is_ranked_first(cause: str, h200: Calibration):
     assert_adds_up(budget)
 
 
+def test_the_host_launches_kernels_and_times_are_left_to_the_report(h200: Calibration):
+    first = step_budget(a_step(h200, idle_s=MUCH_S), h200).findings[0]
+    assert first.evidence == "the device has no work for {idle} while the host launches 1,000 kernels"
+    assert first.times_s["idle"] == pytest.approx(MUCH_S)
+
+
 def test_a_captured_step_of_many_small_kernels_has_gaps(h200: Calibration):
     evidence = replace(a_step(h200, idle_s=1.0, capture="step"), pieces=200_000)
     budget = step_budget(evidence, h200)
@@ -139,10 +146,10 @@ def test_plain_attentions_matmuls_share_attentions_floor(h200: Calibration):
 
 def test_the_change_is_of_the_config_and_a_taken_one_promises_nothing(h200: Calibration):
     eager, fast = (
-        step_budget(a_step(h200, more={MEMORY: MUCH_S}, compile=compile), h200).findings[0]
-        for compile in ("none", "block")
+        step_budget(a_step(h200, more={MEMORY: MUCH_S}, **taken), h200).findings[0]
+        for taken in ({"compile": "none"}, {"compile": "block", "ops": "fused"})
     )
-    assert eager.change == fast.change == {"compile": "block"}
+    assert (eager.change, fast.change) == ({"compile": "block"}, {"ops": "fused"})
     assert not eager.is_taken
     assert eager.gain.time_s > 0
     assert fast.is_taken
@@ -155,13 +162,18 @@ def test_a_loop_of_adamw_is_replaced_by_the_fused_one(h200: Calibration):
     assert budget.findings[0].change == {"adamw": "fused"}
 
 
-def test_messages_of_a_strategy_without_overlap_go_in_buckets(h200: Calibration):
-    config = replace(a_config(), ranks=2, sync=SyncConfig(name="naive"))
+@pytest.mark.parametrize("sync", ["naive", "overlapped"])
+def test_messages_of_a_strategy_with_many_go_in_buckets(sync: str, h200: Calibration):
+    config = replace(a_config(), ranks=2, sync=SyncConfig(name=sync))
     evidence = replace(a_step(h200, idle_s=MUCH_S), exposed_s=MUCH_S, messages=300, message_bytes=3e8, config=config)
     first = step_budget(evidence, h200).findings[0]
-    assert (first.cause, dict(first.change)) == ("exposed_messages", {"name": "bucketed"})
+    assert (first.cause, dict(first.change)) == ("exposed_messages", {"sync": "bucketed"})
     assert "300 messages of 0.954 MiB" in first.evidence
     assert first.gain.high_s > 0
+    after = changed(config, dict(first.change), h200)
+    bucketed = step_time(replace(config, sync=SyncConfig(name="bucketed")), h200)
+    assert after is not None
+    assert after.step.time_s == bucketed.step.time_s
 
 
 def recorded(name: str) -> Iterator[Record]:

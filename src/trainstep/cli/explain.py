@@ -31,10 +31,11 @@ def explain(
 ) -> int:
     """Say why a step takes its time: what its work needs at least, then each excess in ms with its cause, the longest first.
 
-    With files of records (of bench, profile, parallel, numerics, run), nothing runs. Without, the options are those of `profile`:
-    the step is profiled, and then explained. The floor is the model's work at the speeds that a calibration measured: one comes
-    with trainstep for H200 and is scaled for other known GPUs. Each excess has the change that removes it, the predicted gain with
-    its interval, and a page of docs/guide/slow/. Floor, excesses and what is unexplained add up to the measured step.
+    With files of records (of bench, profile, parallel, numerics, run), nothing runs; of many steps, five have their tables shown.
+    Without, the options are those of `profile`: the step is profiled, and then explained. The floor is the model's work at the
+    speeds that a calibration measured: one comes with trainstep for H200 and is scaled for other known GPUs. Each excess has the
+    change that removes it, the predicted gain with its interval, and a page of docs/guide/slow/. Floor, excesses and what is
+    unexplained add up to the measured step.
 
     Examples:
 
@@ -49,7 +50,7 @@ def explain(
     paths
         Files of records, or folders: every *.jsonl in them. Of runs, the last record of each.
     calibration
-        File that `trainstep doctor --measure --out FILE` wrote; by default the GPU's own.
+        File that `trainstep doctor --measure --out FILE` wrote on the GPU of the steps; by default the GPU's own.
     timeout_s
         Seconds after which a cell is killed, by default 600; with files the limit for reading, 60.
     memory_limit_gib
@@ -60,6 +61,10 @@ def explain(
         return _explain_files(paths, measured, timeout_s, memory_limit_gib, how, fields)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
     here, cells = profile_cells(fields, memory_limit_gib, forks=not how.dry_run)
+    if measured is not None:
+        from trainstep.explain.floor import check_calibration
+
+        check_calibration(measured, device=cells[0].config["device"], gpu=here.gpu)
     store = how.open_store("explain")
 
     from trainstep.cli.cells import check_kept, check_page, run_cells, show_dry_run, unfinished
@@ -115,7 +120,13 @@ def _explain_files(
 def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOptions) -> int:
     """Print the verdict and the budgets, and write the page. ValueError if no record can be explained."""
     from trainstep.cli.streams import outliving_reader
-    from trainstep.report.explain.budgets import explain_answers, explain_rows, explain_sections, explain_tables
+    from trainstep.report.explain.budgets import (
+        explain_answers,
+        explain_rows,
+        explain_sections,
+        explain_tables,
+        first_tables,
+    )
     from trainstep.report.kit.answer import print_answers
     from trainstep.report.kit.frames import json_text
     from trainstep.report.kit.terminal import print_tables
@@ -125,14 +136,15 @@ def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOption
         raise ValueError(
             next(iter(refusals), "records: there are none to explain; give a file of bench, profile or run")
         )
-    answers, tables = explain_answers(explained), explain_tables(explained)
+    answers = explain_answers(explained)
     notes = [f"Not explained, {count} record{'s' if count > 1 else ''}: {why}" for why, count in refusals.items()]
     with outliving_reader(sys.stdout):
         if how.json:
-            sys.stdout.write(json_text(tables, answers))
+            sys.stdout.write(json_text(explain_tables(explained), answers))
         else:
             print_answers(answers, sys.stdout)
-            print_tables(tables, notes, sys.stdout, every=how.every)
+            tables, left_out = (explain_tables(explained), []) if how.every else first_tables(explained)
+            print_tables(tables, [*notes, *left_out], sys.stdout, every=how.every)
     if how.page is not None:
         from trainstep.report.kit.output_file import check_output, write_output
         from trainstep.report.page import page as make_page

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainstep.config.parallel import RanksConfig
+from trainstep.explain.changes import change_of
 from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place
 from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
 from trainstep.explain.gain import gain_of
@@ -59,17 +60,6 @@ _REST = {
 }
 _REST |= {OPTIMIZER: "optimizer", CASTS: "casts", HOST_COPIES: "host_copies", OVERHEAD: "host_launches"}
 """Group -> the cause of what is left above its floor."""
-_CHANGES: Mapping[str, Mapping[str, Any]] = {
-    "host_launches": {"capture": "step"},
-    "recomputation": {"recompute": "none"},
-    "casts": {"compile": "block"},
-    "unfused": {"compile": "block"},
-    "small_kernels": {"compile": "block"},
-    "attention_kernel": {"attention": "trainstep"},
-    "precision": {"precision": "bf16_autocast"},
-    "optimizer": {"adamw": "fused"},
-}
-"""Cause -> fields of RunConfig that remove it; an exposed message's is a strategy (`_Parts.change_of`)."""
 AS_THEY_RUN = "work as it runs"
 """The floor of kernels for which there is no formula."""
 
@@ -83,9 +73,11 @@ class Finding:
     gain: Interval
     """What the step gains by the change: by plan where it predicts the changed config, else from nothing to the excess."""
     evidence: str
+    """What was seen, in words; `{name}` stands for a time of `times_s`, which the report writes as its tables do."""
+    times_s: Mapping[str, float] = field(default_factory=dict)
     change: Mapping[str, Any] = field(default_factory=dict)
     is_taken: bool = False
-    """Whether the config has the change already, so that no other is known."""
+    """Whether the config has this change already and every other that is known."""
     place: Place | None = None
 
 
@@ -98,6 +90,10 @@ class Budget:
     findings: tuple[Finding, ...]
     unexplained_s: float
     notes: tuple[str, ...] = ()
+    on_device: bool = True
+    is_profiled: bool = False
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase of the step, where they were measured."""
 
     @property
     def floor_s(self) -> float:
@@ -124,7 +120,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
             unexplained_s += excess_s
             continue
         half_s = parts.half_width_s(cause, excess_s)
-        change, is_taken = parts.change_of(cause)
+        change, is_taken = change_of(parts.config, cause)
         most_s = max(excess_s, evidence.measured_s - sum(parts.floor.values()))
         high_s = min(most_s, excess_s + half_s)
         excess = Interval(time_s=excess_s, low_s=max(0.0, excess_s - half_s), high_s=high_s)
@@ -137,6 +133,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
                 excess=excess,
                 gain=gain_of(excess, evidence.measured_s, parts.predicted, after, is_taken=is_taken),
                 evidence=parts.words.get(cause, ""),
+                times_s=parts.times.get(cause, {}),
                 change=change,
                 is_taken=is_taken,
                 place=evidence.places.get(cause),
@@ -149,6 +146,9 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
         findings=tuple(findings),
         unexplained_s=unexplained_s,
         notes=(*evidence.notes, *parts.notes),
+        on_device=evidence.on_device,
+        is_profiled=parts.profiled,
+        phases_s=evidence.phases_s,
     )
 
 
@@ -161,6 +161,7 @@ class _Parts:
         self.floor: dict[str, float] = {}
         self.excess: dict[str, float] = {}
         self.words: dict[str, str] = {}
+        self.times: dict[str, Mapping[str, float]] = {}
         self.notes: list[str] = []
         self.unexplained_s = 0.0
         self.calibration = calibration
@@ -169,7 +170,8 @@ class _Parts:
         self.least: dict[str, float] = {}
         self.profiled = bool(evidence.work)
         if calibration is None or self.config is None:
-            self.notes.append("No floor is known for this model or machine: its work counts as it runs.")
+            where = "for this model or machine" if evidence.on_device else "on a CPU"
+            self.notes.append(f"No floor is known {where}: its work counts as it runs.")
             return
         self._predict(self.config, calibration)
 
@@ -187,10 +189,11 @@ class _Parts:
             self.config = alone(config.run)
             self._predict(self.config, calibration)
 
-    def add(self, cause: str, excess_s: float, words: str) -> None:
+    def add(self, cause: str, excess_s: float, words: str, **times_s: float) -> None:
+        """Add to the cause's excess; of its first, `words` are kept, in which `{name}` stands for a time of `times_s`."""
         self.excess[cause] = self.excess.get(cause, 0.0) + excess_s
-        if excess_s > 0:
-            self.words.setdefault(cause, words)
+        if excess_s > 0 and cause not in self.words:
+            self.words[cause], self.times[cause] = words, times_s
 
     def half_width_s(self, cause: str, excess_s: float) -> float:
         """90 % of normal errors: of the steps' times, and of the division of device time."""
@@ -257,8 +260,9 @@ class _Parts:
         if group in (MATMUL, ATTENTION, MEMORY) and self.predicted is None:
             self.unexplained_s += left_s
             return
-        floor_words = f", at least {1e3 * self.floor[part]:.3g} ms" if self.floor[part] else ""
-        self.add(_REST[group], left_s, f"{group} takes {1e3 * (left_s + floor_s):.3g} ms{floor_words}")
+        floor_words = ", at least {least}" if self.floor[part] else ""
+        words = f"{group} takes {{takes}}{floor_words}"
+        self.add(_REST[group], left_s, words, takes=left_s + floor_s, least=self.floor[part])
 
     def _removals(self, group: str) -> list[tuple[str, float, str]]:
         """Causes with the share of the group's time that each removes, one after the other."""
@@ -297,8 +301,8 @@ class _Parts:
         )
         count, nbytes = self.evidence.messages, self.evidence.message_bytes
         sizes = f" in {count:,} messages of {nbytes / count / 2**20:.3g} MiB on average" if count else ""
-        words = f"nothing is computed for {1e3 * exposed_s:.3g} ms while messages are in flight{sizes}"
-        self.add("exposed_messages", exposed_s - late_s - floor_s, words)
+        words = f"nothing is computed for {{exposed}} while messages are in flight{sizes}"
+        self.add("exposed_messages", exposed_s - late_s - floor_s, words, exposed=exposed_s)
 
     # Idle time
 
@@ -306,18 +310,14 @@ class _Parts:
         """Idle time -> waits of the host, in the order of the note. Returns what is left unexplained."""
         evidence, left_s = self.evidence, idle_s
         for cause, time_s, words in (
-            ("data", evidence.data_s, f"the step waits {1e3 * evidence.data_s:.3g} ms for its batch"),
+            ("data", evidence.data_s, "the step waits {time} for its batch"),
             ("recompiles", evidence.recompile_s, "torch.compile compiled functions again, spread over all steps"),
             ("allocator", evidence.allocator_s, "the allocator asked the driver for memory in the step"),
             ("garbage_collector", evidence.collector_s, "Python collected garbage in the step"),
-            (
-                "synchronisations",
-                evidence.blocked_s,
-                f"calls that wait for the device block the host {_ms(evidence.blocked_s)}",
-            ),
+            ("synchronisations", evidence.blocked_s, "calls that wait for the device block the host {time}"),
         ):
             cut_s = min(left_s, time_s)
-            self.add(cause, cut_s, words)
+            self.add(cause, cut_s, words, time=time_s)
             left_s -= cut_s
         if not left_s or not (evidence.on_device or self.profiled):
             return left_s
@@ -334,29 +334,8 @@ class _Parts:
             launch_s = min(left_s, _GRAPH_LAUNCH * pieces * self.calibration.gaps.get("graph launch", 0.0))
             self.add("host_launches", launch_s, "the device waits for the graph's launch")
             return left_s - launch_s
-        enqueue = f"; the host enqueues for {_ms(evidence.enqueue_s)}" if evidence.enqueue_s else ""
-        many = f" of {evidence.pieces:,.0f} kernels" if evidence.pieces else ""
-        self.add(
-            "host_launches", left_s, f"the device has no work for {_ms(left_s)} while the host launches{many}{enqueue}"
-        )
+        enqueue = "; the host enqueues for {enqueue}" if evidence.enqueue_s else ""
+        many = f" {evidence.pieces:,.0f} kernels" if evidence.pieces else ""
+        words = f"the device has no work for {{idle}} while the host launches{many}{enqueue}"
+        self.add("host_launches", left_s, words, idle=left_s, enqueue=evidence.enqueue_s or 0.0)
         return 0.0
-
-    # Changes
-
-    def change_of(self, cause: str) -> tuple[dict[str, Any], bool]:
-        """The fields that remove the cause (none where there are only words), and whether the config has them already."""
-        if self.config is None:
-            return {}, False
-        run = self.config.run
-        if cause == "exposed_messages":
-            return ({"name": "bucketed"}, False) if self.config.sync.name in ("naive", "flat") else ({}, False)
-        fields = dict(_CHANGES.get(cause, {}))
-        if cause == "host_launches" and run.adamw in ("loop", "foreach"):
-            fields |= {"adamw": "fused"}
-        if cause == "optimizer" and run.adamw == "trainstep":
-            fields = {"adamw": "trainstep"}
-        return fields, bool(fields) and all(getattr(run, name) == value for name, value in fields.items())
-
-
-def _ms(time_s: float) -> str:
-    return f"{1e3 * time_s:.3g} ms"

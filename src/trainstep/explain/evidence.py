@@ -26,6 +26,7 @@ _IN_ATTENTION = ("attention scores", "attention softmax", "attention values")
 _BUSY_GPU, _BUSY_CPU = 0.05, 0.5
 """Shares used by others from which they are named."""
 _FULL_CLOCK = 0.98
+_PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,8 @@ class Evidence:
     places: Mapping[str, Place] = field(default_factory=dict)
     """Cause -> where in the user's code."""
     notes: tuple[str, ...] = ()
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase of the step, where they were measured."""
 
 
 def evidence_of(record: Record) -> Evidence:
@@ -115,6 +118,7 @@ def evidence_of(record: Record) -> Evidence:
         throttle=record.fact("throttle_reasons") or "",
         others=_others(record),
         config=config,
+        phases_s={name: time_s for name in _PHASES if (time_s := _median(record, name))},
     )
 
 

@@ -16,10 +16,12 @@ No launch, no gap, no partly filled wave of tiles is in it, so that no step reac
 from dataclasses import replace
 from typing import Any
 
+from trainstep.config.machine import machine_spec
 from trainstep.config.parallel import RanksConfig
 from trainstep.config.run import RunConfig
 from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.costs.transformer import adamw_bytes
+from trainstep.explain.changes import MANY_MESSAGES
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import model_of
 from trainstep.plan.time.calibration import Calibration
@@ -30,8 +32,6 @@ from trainstep.plan.time.step_time import StepTime, step_time
 
 MATMUL, ATTENTION, MEMORY, OPTIMIZER, MESSAGES = "matmul", "attention", "memory-bound", "optimizer", "messages"
 SIXTEEN_BITS = ("bf16", "fp16")
-_MANY_MESSAGES = ("naive", "overlapped")
-"""Strategies with a message for each gradient, which buckets send in less time."""
 
 
 def floor_of(config: RanksConfig, calibration: Calibration, predicted: StepTime) -> dict[str, float]:
@@ -59,12 +59,23 @@ def floor_of(config: RanksConfig, calibration: Calibration, predicted: StepTime)
     hidden_s = sum(line.time_s for line in predicted.lines if line.phase == "backward")
     sent_s = predicted.messages.sent_s
     if (
-        config.sync.name in _MANY_MESSAGES
-        and (buckets := changed(config, {"name": "bucketed"}, calibration)) is not None
+        config.sync.name in MANY_MESSAGES
+        and (buckets := changed(config, {"sync": "bucketed"}, calibration)) is not None
     ):
         sent_s = min(sent_s, buckets.messages.sent_s)
     floor[MESSAGES] = max(0.0, sent_s - hidden_s)
     return floor
+
+
+def check_calibration(calibration: Calibration, *, device: str, gpu: str | None, has_formulas: bool = True) -> None:
+    """ValueError if the user's calibration is of another machine than the step's, or nothing would be computed with it."""
+    if device != "cuda" or not has_formulas:
+        why = "a model without formulas" if device == "cuda" else "a CPU"
+        raise ValueError(f"calibration: no floor is known for a step of {why}, so that it has no effect; leave it out")
+    if gpu is not None and (machine_spec(calibration.name) or calibration.name) != (machine_spec(gpu) or gpu):
+        raise ValueError(
+            f"calibration: it was measured on {calibration.name}, and the step on {gpu}; leave it out, or measure one there"
+        )
 
 
 def reference(run: RunConfig) -> RunConfig:
@@ -85,11 +96,10 @@ def reference(run: RunConfig) -> RunConfig:
 
 
 def changed(config: RanksConfig, fields: dict[str, Any], calibration: Calibration) -> StepTime | None:
-    """The predicted step with these fields of its run or its strategy changed; None where that is refused or has no formulas."""
-    of_run = {name: value for name, value in fields.items() if hasattr(config.run, name)}
-    of_sync = {name: value for name, value in fields.items() if name not in of_run}
+    """The predicted step with these fields of its run changed, and `sync`, its strategy; None where refused or without formulas."""
+    of_run = {name: value for name, value in fields.items() if name != "sync"}  # a run's own sync is when it is timed
     try:
-        sync = replace(config.sync, **of_sync) if of_sync else config.sync
+        sync = replace(config.sync, name=fields["sync"]) if "sync" in fields else config.sync
         return step_time(replace(config, run=replace(config.run, **of_run), sync=sync), calibration)
     except (ValueError, TypeError):
         return None

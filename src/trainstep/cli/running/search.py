@@ -165,6 +165,8 @@ def _check_files(page: Path | None, out_config: Path | None) -> None:
         check_output("page", page, "html")
     if out_config is None:
         return
+    if page is not None and page.resolve() == out_config.resolve():
+        raise ValueError(f"out_config: {out_config} is the page's file too; name another")
     try:
         check_writable(out_config)
         ours = not out_config.exists() or out_config.read_bytes().startswith(_MARK.encode())

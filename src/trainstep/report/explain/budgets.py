@@ -8,6 +8,7 @@ calibration of the user's, that of the record's GPU is taken (plan/time/calibrat
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from trainstep.config.machine import machine_spec
 from trainstep.explain.budget import AS_THEY_RUN, Budget, Finding, step_budget
 from trainstep.explain.causes import CAUSES, page_of
 from trainstep.explain.evidence import evidence_of
+from trainstep.explain.floor import check_calibration
 from trainstep.explain.script_evidence import script_evidence
 from trainstep.plan.time.calibration import Calibration, calibration_for
 from trainstep.plan.time.interval import Interval
@@ -27,6 +29,9 @@ from trainstep.report.kit.tables import Column, Line, Table
 from trainstep.report.run.runs import main_runs, runs_of
 
 _RUN = "run"
+_FEW = 5
+"""Steps whose tables a terminal shows by default."""
+_WITH_ABOVE = "with the above"
 _FLOOR, _FINDING, _UNEXPLAINED = "floor", "finding", "unexplained"
 
 
@@ -47,15 +52,23 @@ def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) ->
         if record.workload == _RUN:
             continue
         try:
-            chosen = calibration or _calibration(record.environment.gpu)
-            budget = step_budget(evidence_of(record), chosen)
+            evidence, gpu = evidence_of(record), record.environment.gpu
+            if calibration is not None:
+                device = str(record.config.get("device"))
+                check_calibration(calibration, device=device, gpu=gpu, has_formulas=evidence.config is not None)
+            budget = step_budget(evidence, calibration or _calibration(gpu))
         except ValueError as error:
             refusals[str(error)] = refusals.get(str(error), 0) + 1
             continue
         done.append(Explained(row=row, label=row.label(), budget=budget))
     for run in main_runs(runs_of([row for row in rows if row.record.workload == _RUN])):
         try:
-            budget = step_budget(script_evidence([row.record for row in run.rows]), None)
+            evidence = script_evidence([row.record for row in run.rows])
+            if calibration is not None:
+                check_calibration(
+                    calibration, device="cuda" if evidence.on_device else "cpu", gpu=None, has_formulas=False
+                )
+            budget = step_budget(evidence, None)
         except ValueError as error:
             refusals[str(error)] = refusals.get(str(error), 0) + 1
             continue
@@ -69,16 +82,37 @@ def _calibration(gpu: str | None) -> Calibration | None:
 
 
 def explain_answers(explained: Sequence[Explained]) -> list[Answer]:
-    """One answer: a step's first cause and the change to make; of several steps, those of the one furthest above its floor."""
+    """One answer: a step's first cause and the change to make; of several steps, how often each cause is first, then those of the
+    step furthest above its floor."""
     if not explained:
         return []
-    worst = max(explained, key=lambda one: 1 - one.budget.floor_s / one.budget.measured_s)
-    several = (
-        f"Of {len(explained)} steps, the one furthest above its floor is {worst.label}. " if len(explained) > 1 else ""
-    )
+    worst = _furthest(explained)[0]
+    several = f"{_first_causes(explained)} Furthest above its floor: {worst.label}. " if len(explained) > 1 else ""
     return [
         Answer(workload="explain", verdict=several + verdict_of(worst.budget), suggestion=suggestion_of(worst.budget))
     ]
+
+
+def _furthest(explained: Sequence[Explained]) -> list[Explained]:
+    """The steps, those with the largest share above the floor first."""
+    return sorted(explained, key=lambda one: one.budget.floor_s / one.budget.measured_s)
+
+
+def _first_causes(explained: Sequence[Explained]) -> str:
+    """`In 56 of 60 steps precision is first; in 4 host launches.`"""
+    firsts = Counter(CAUSES[one.budget.findings[0].cause].title for one in explained if one.budget.findings)
+    if not firsts:
+        return f"In none of {len(explained)} steps an excess was found."
+    (title, count), *others = firsts.most_common()
+    rest = "".join(f"; in {number} {name}" for name, number in others)
+    without = len(explained) - firsts.total()
+    none = f"; in {without} nothing was found" if without else ""
+    return f"In {count} of {len(explained)} steps {title} {_is(title)} first{rest}{none}."
+
+
+def _is(title: str) -> str:
+    words = title.split()
+    return "are" if any(word.endswith("s") and not word.endswith("ss") for word in (words[0], words[-1])) else "is"
 
 
 def verdict_of(budget: Budget) -> str:
@@ -86,7 +120,7 @@ def verdict_of(budget: Budget) -> str:
     takes = f"The step takes {ms_words(budget.measured_s)}"
     above_s = budget.measured_s - budget.floor_s
     if not budget.findings:
-        return f"{takes}, and nothing was found that it waits for."
+        return f"{takes}{_without_findings(budget)}"
     first = budget.findings[0]
     least = "takes" if AS_THEY_RUN in budget.floor else "needs at least"
     needs = f"{takes}, and its work {least} {ms_words(budget.floor_s)}" if budget.floor_s else takes
@@ -94,8 +128,29 @@ def verdict_of(budget: Budget) -> str:
     where = f" ({first.place})" if first.place else ""
     return (
         f"{needs}. First of the excesses: {CAUSES[first.cause].title}, {ms_words(first.excess.time_s)}, {share}{where}: "
-        f"{first.evidence}."
+        f"{evidence_words(first)}."
     )
+
+
+def _without_findings(budget: Budget) -> str:
+    """The rest of a verdict without findings: what the largest phase is where no floor is known."""
+    if AS_THEY_RUN not in budget.floor and budget.on_device:
+        return ", and nothing was found that it waits for."
+    where = "for this model or machine" if budget.on_device else "on a CPU"
+    largest = max(budget.phases_s, key=lambda name: budget.phases_s[name], default=None)
+    phase = (
+        f"; {largest} takes {percent(budget.phases_s[largest] / sum(budget.phases_s.values()))} %" if largest else ""
+    )
+    hint = "; `trainstep profile` shows the ops" if largest and not budget.is_profiled else ""
+    return f". No floor is known {where}, so nothing is explained{phase}{hint}."
+
+
+def evidence_words(finding: Finding) -> str:
+    """What was seen, with its times as in other sentences."""
+    words = finding.evidence
+    for name, time_s in finding.times_s.items():
+        words = words.replace(f"{{{name}}}", ms_words(time_s))
+    return words
 
 
 def suggestion_of(budget: Budget) -> str:
@@ -114,9 +169,8 @@ def change_words(finding: Finding) -> str:
     """The change as options, or the cause's advice in words."""
     if not finding.change:
         return CAUSES[finding.cause].advice
-    names = {"name": "sync"}
-    options = " ".join(f"--{names.get(name, name).replace('_', '-')} {value}" for name, value in finding.change.items())
-    return f"`{options}` is taken already; no other change is known" if finding.is_taken else f"`{options}`"
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in finding.change.items())
+    return f"`{options}` is taken already; no further option is known" if finding.is_taken else f"`{options}`"
 
 
 def span_words(interval: Interval) -> str:
@@ -127,6 +181,13 @@ def span_words(interval: Interval) -> str:
 def explain_tables(explained: Sequence[Explained]) -> list[Table]:
     """A table for each budget: the floor, the excesses from the longest on, what is unexplained."""
     return [_table(one) for one in explained]
+
+
+def first_tables(explained: Sequence[Explained]) -> tuple[list[Table], list[str]]:
+    """The tables of the few steps furthest above their floors, as a terminal shows them, with a note about the others."""
+    shown, left = {id(one) for one in _furthest(explained)[:_FEW]}, len(explained) - _FEW
+    steps = f"{left} more step{'s' if left > 1 else ''}, nearer to the floor: add --all."
+    return [_table(one) for one in explained if id(one) in shown], [steps] if left > 0 else []
 
 
 def explain_sections(explained: Sequence[Explained]) -> list[Section]:
@@ -143,8 +204,12 @@ def explain_sections(explained: Sequence[Explained]) -> list[Section]:
 
 def _table(one: Explained) -> Table:
     budget = one.budget
-    share = percent(budget.explained_share)
-    note = f"The findings explain {share} % of measured - floor. {' '.join(budget.notes)}".strip()
+    notes = list(budget.notes)
+    if budget.findings:
+        notes.insert(0, f"The findings explain {percent(budget.explained_share)} % of measured - floor.")
+    if any(finding.gain.time_s > finding.excess.time_s for finding in budget.findings):
+        notes.append("A change also removes other causes, so that a gain may exceed its row.")
+    note = " ".join(notes)
     columns = [
         Column("where the time goes", TEXT, "title", names=True),
         Column("time (ms)", MS, "time_s"),
@@ -160,8 +225,20 @@ def _table(one: Explained) -> Table:
     lines = list(_lines(budget))
     raw = [{"cell": one.label, **line} for line in lines]
     return Table.of(
-        f"Budget of the step: {one.label}", [Line(one.row, line) for line in lines], columns, note=note, raw=raw
+        f"Budget of the step: {one.label}", [Line(one.row, line) for line in _once(lines)], columns, note=note, raw=raw
     )
+
+
+def _once(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lines with the gain of each change in its first line only."""
+    seen = list[dict[str, Any]]()
+    for line in lines:
+        change = line["change"]
+        if change and not line["is_taken"] and change in seen:
+            yield line | {"gain_s": None, "gain_low_s": None, "gain_high_s": None, "change_words": _WITH_ABOVE}
+            continue
+        seen.append(change)
+        yield line
 
 
 def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
@@ -184,7 +261,7 @@ def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
             is_taken=finding.is_taken,
             change_words=change_words(finding),
             where=str(finding.place) if finding.place else None,
-            evidence=finding.evidence,
+            evidence=evidence_words(finding),
             page=page_of(finding.cause),
         )
     yield _line(budget, _UNEXPLAINED, budget.unexplained_s, title="unexplained")

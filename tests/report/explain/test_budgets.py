@@ -1,0 +1,142 @@
+"""What a person reads of budgets: verdicts without a floor, one form of a time, each change's gain once, many steps in short."""
+
+from dataclasses import replace
+
+import pytest
+
+from record_maker import ENVIRONMENT, a_record, seconds
+from sources import ROOT
+from trainstep.explain.budget import AS_THEY_RUN, Budget, Finding
+from trainstep.plan.time.calibration import Calibration, shipped
+from trainstep.plan.time.interval import Interval
+from trainstep.records.record import Record
+from trainstep.records.store import Store
+from trainstep.report.explain.budgets import (
+    Explained,
+    evidence_words,
+    explain_answers,
+    explain_rows,
+    explain_tables,
+    first_tables,
+    verdict_of,
+)
+from trainstep.report.kit.rows import rows_of
+
+CPU = ROOT / "results/cpu/same_against_same.jsonl"
+PROFILES = ROOT / "results/h200/profile_captured.jsonl"
+
+
+@pytest.fixture(scope="module")
+def h200() -> Calibration:
+    calibration = shipped("NVIDIA H200")
+    assert calibration is not None
+    return calibration
+
+
+def first_of(path: object) -> Record:
+    return next(record for record in Store(path).read() if record.failure is None)  # type: ignore[arg-type]
+
+
+def an_interval(time_ms: float) -> Interval:
+    return Interval(time_s=time_ms / 1e3, low_s=time_ms / 2e3, high_s=time_ms / 5e2)
+
+
+def a_finding(cause: str = "host_launches", excess_ms: float = 1.0, gain_ms: float = 0.5, **more: object) -> Finding:
+    given = {"evidence": "it was seen", **more}
+    return Finding(cause=cause, excess=an_interval(excess_ms), gain=an_interval(gain_ms), **given)  # type: ignore[arg-type]
+
+
+def a_step(*findings: Finding, label: str = "small", floor_ms: float = 1.0) -> Explained:
+    [row] = rows_of([("a.jsonl", a_record())])
+    excess_s = sum(finding.excess.time_s for finding in findings)
+    budget = Budget(
+        measured_s=floor_ms / 1e3 + excess_s, floor={"matmul": floor_ms / 1e3}, findings=findings, unexplained_s=0.0
+    )
+    return Explained(row=row, label=label, budget=budget)
+
+
+def test_a_cpus_step_has_no_floor_and_its_longest_phase_is_named():
+    config = {"device": "cpu", "model": {"name": "tiny"}}
+    samples = {
+        "step": seconds([0.010]),
+        "forward": seconds([0.003]),
+        "backward": seconds([0.006]),
+        "optimizer": seconds([0.001]),
+    }
+    record = a_record(config=config, samples=samples, environment=replace(ENVIRONMENT, gpu=None))
+    explained, refusals = explain_rows(rows_of([("a.jsonl", record)]))
+    assert not refusals
+    assert verdict_of(explained[0].budget) == (
+        "The step takes 10.00 ms. No floor is known on a CPU, so nothing is explained; backward takes 60.0 %; "
+        "`trainstep profile` shows the ops."
+    )
+    [table] = explain_tables(explained)
+    assert "%" not in table.note, "no share of nothing"
+    assert explained[0].budget.floor == {AS_THEY_RUN: pytest.approx(0.010)}
+
+
+@pytest.mark.parametrize(
+    ("path", "gpu", "why"),
+    [
+        (CPU, None, "calibration: no floor is known for a step of a CPU, so that it has no effect"),
+        (PROFILES, "NVIDIA H100 80GB HBM3", "calibration: it was measured on NVIDIA H200, and the step on NVIDIA H100"),
+        (PROFILES, "Another GPU", "calibration: it was measured on NVIDIA H200, and the step on Another GPU"),
+    ],
+)
+def test_a_calibration_of_another_machine_or_without_effect_is_refused(
+    path: object, gpu: str | None, why: str, h200: Calibration
+):
+    record = first_of(path)
+    record = replace(record, environment=replace(record.environment, gpu=gpu))
+    explained, refusals = explain_rows(rows_of([("a.jsonl", record)]), h200)
+    assert not explained
+    [reason] = refusals
+    assert reason.startswith(why)
+
+
+def test_a_calibration_of_the_steps_gpu_is_taken(h200: Calibration):
+    explained, refusals = explain_rows(rows_of([("a.jsonl", first_of(PROFILES))]), h200)
+    assert len(explained) == 1
+    assert not refusals
+
+
+def test_a_time_of_the_evidence_is_written_as_in_the_verdict():
+    words = "the device has no work for {idle} while the host launches 1,629 kernels"
+    step = a_step(a_finding(excess_ms=23.97, evidence=words, times_s={"idle": 0.02397}))
+    assert evidence_words(step.budget.findings[0]).startswith("the device has no work for 23.97 ms while")
+    assert verdict_of(step.budget).count("23.97 ms") == 2
+
+
+def test_the_evidence_of_a_recorded_step_is_a_whole_sentence():
+    explained, _ = explain_rows(
+        rows_of([("a.jsonl", record) for record in Store(ROOT / "results/h200/captured.jsonl").read()])
+    )
+    words = [evidence_words(finding) for one in explained for finding in one.budget.findings]
+    assert any("while the host launches" in text for text in words)
+    assert not any("launches of" in text or "{" in text for text in words)
+
+
+def test_the_gain_of_a_change_is_printed_once_and_stored_in_each_row():
+    change = {"change": {"compile": "block"}}
+    [table] = explain_tables([a_step(a_finding("unfused", 2.0, 3.6, **change), a_finding("casts", 1.0, 3.6, **change))])
+    titles = [column.title for column in table.columns]
+    gains = [row[titles.index("gain (ms)")].text for row in table.entries]
+    assert len([text for text in gains if text.startswith("3.6")]) == 1
+    changes = [row[titles.index("change")].text for row in table.entries]
+    assert changes[1:3] == ["`--compile block`", "with the above"]
+    assert "a gain may exceed its row" in table.note
+    assert [row["gain_s"] for row in table.raw if row["kind"] == "finding"] == [0.0036, 0.0036]
+
+
+def test_many_steps_are_counted_by_first_cause_and_five_are_shown():
+    steps = [a_step(a_finding("precision", 10.0), label=f"step {number}") for number in range(6)]
+    steps.append(a_step(a_finding("host_launches", 90.0), label="the furthest"))
+    [answer] = explain_answers(steps)
+    assert answer.verdict.startswith(
+        "In 6 of 7 steps precision is first; in 1 host launches. Furthest above its floor: the furthest. The step takes 91.00 ms"
+    )
+    tables, notes = first_tables(steps)
+    assert [table.title.split(": ")[1] for table in tables] == ["step 0", "step 1", "step 2", "step 3", "the furthest"]
+    assert notes == ["2 more steps, nearer to the floor: add --all."]
+    assert first_tables(steps[:5])[1] == []
+    assert len(explain_tables(steps)) == 7
