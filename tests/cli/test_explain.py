@@ -114,3 +114,11 @@ def test_a_tiny_model_is_profiled_and_explained(tmp_path: Path, capsys: pytest.C
     assert shown.startswith("The step takes ")
     assert "floor: work as it runs" in shown
     assert len(Store(out).finished()) == 1
+
+
+def test_a_page_that_would_replace_something_else_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "mine.html"
+    page.write_text("mine")
+    assert app.run(["explain", PROFILES, "--page", str(page)]) == 2
+    assert capsys.readouterr().out == ""
+    assert page.read_text() == "mine"

@@ -88,3 +88,9 @@ def test_a_failed_cell_and_a_record_without_steps_are_refused():
         evidence_of(a_record(failure=Failure(kind="crash", phase=None, message="dead")))
     with pytest.raises(ValueError, match="no time of a step"):
         evidence_of(a_record(samples={"time": seconds([1])}))
+
+
+@pytest.mark.parametrize("step_s", [0.0, -1.0])
+def test_times_that_no_step_takes_are_refused(step_s: float):
+    with pytest.raises(ValueError, match="no time of a step"):
+        evidence_of(a_record(samples={"step": seconds([1.0, step_s])}))

@@ -129,8 +129,11 @@ def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOption
     )
     from trainstep.report.kit.answer import print_answers
     from trainstep.report.kit.frames import json_text
+    from trainstep.report.kit.output_file import check_output, write_output
     from trainstep.report.kit.terminal import print_tables
 
+    if how.page is not None:
+        check_output("page", how.page, "html")
     explained, refusals = explain_rows(rows, measured)
     if not explained:
         raise ValueError(
@@ -146,10 +149,8 @@ def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOption
             tables, left_out = (explain_tables(explained), []) if how.every else first_tables(explained)
             print_tables(tables, [*notes, *left_out], sys.stdout, every=how.every)
     if how.page is not None:
-        from trainstep.report.kit.output_file import check_output, write_output
         from trainstep.report.page import page as make_page
 
-        check_output("page", how.page, "html")
         text = make_page(
             rows, title="Why the step takes its time", lead=explain_sections(explained), lead_answers=answers
         )

@@ -173,7 +173,7 @@ def _step_times(record: Record) -> tuple[float, ...]:
     """Windows of steps where there are some, because steps run into each other there as in training."""
     for name in ("window_step", "step"):
         samples = record.samples.get(name)
-        if samples is not None and samples.values:
+        if samples is not None and min(samples.values, default=0.0) > 0:
             return tuple(samples.values)
     raise ValueError(
         f"record: a record of {record.workload} holds no time of a step to explain; give one of bench or profile"
