@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from record_maker import ENVIRONMENT, a_record, seconds
+from run_records import a_run
 from sources import ROOT
 from trainstep.explain.budget import AS_THEY_RUN, Budget, Finding
 from trainstep.plan.time.calibration import Calibration, shipped
@@ -92,6 +93,14 @@ def test_a_calibration_of_another_machine_or_without_effect_is_refused(
     assert not explained
     [reason] = refusals
     assert reason.startswith(why)
+
+
+def test_a_calibration_has_no_effect_on_a_script(h200: Calibration):
+    rows = rows_of([("train.jsonl", a_run())])
+    assert len(explain_rows(rows)[0]) == 1
+    explained, [reason] = explain_rows(rows, h200)
+    assert not explained
+    assert "has no effect" in reason
 
 
 def test_a_calibration_of_the_steps_gpu_is_taken(h200: Calibration):
