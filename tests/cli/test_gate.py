@@ -96,7 +96,8 @@ def test_a_verdict_has_its_exit_code(repository: Path, capsys, head: str, code: 
     found = answer(capsys)
     assert (found["verdict"], found["exit_code"]) == (verdict, code)
     assert words in found["answer"][0]["verdict"]
-    assert [cell["blocks"] for cell in found["cells"]] == [5]
+    [cell] = found["cells"]
+    assert 5 <= cell["blocks"] <= 8, "five decide; on a busy machine the next look comes after one or two more"
     assert git("worktree", "list").count("\n") == 1
 
 
