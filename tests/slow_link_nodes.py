@@ -1,11 +1,16 @@
 """Two pretend nodes for tests: network namespaces joined by a veth pair whose speed is limited. Skips where that is not allowed."""
 
 import os
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
+from cell_maker import import_path
+from ranks import free_port
 from slow_link_ranks import limited_to
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -40,3 +45,42 @@ def nodes() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     finally:
         for name, _ in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def on_both_nodes(
+    places: Sequence[tuple[str, str]], words_of: Callable[[str], Sequence[str]], *, folder: Path, timeout_s: float
+) -> None:
+    """Run torchrun on both nodes, two processes each, with `words_of(link)` behind its own options; both must end with 0."""
+    port = str(free_port())
+    agents = [
+        subprocess.Popen(
+            [
+                *("ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
+                *("--nproc-per-node", "2", "--node-rank", str(number), "--master-addr", ADDRESSES[0]),
+                *("--master-port", port, *words_of(link)),
+            ],
+            cwd=folder,
+            env={
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": link,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": import_path(),
+                "SLURMD_NODENAME": f"n{number + 1}",
+                "TRAINSTEP_TOKEN": "slow link",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for number, (namespace, link) in enumerate(places)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=timeout_s)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(output[-2000:] for output in outputs)

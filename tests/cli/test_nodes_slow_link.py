@@ -1,16 +1,11 @@
 """torchrun on two pretend nodes, joined by a link of known speed: `trainstep collectives` finds that speed between the nodes."""
 
-import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from cell_maker import import_path
-from ranks import free_port
-from slow_link_nodes import ADDRESSES, nodes
+from slow_link_nodes import nodes, on_both_nodes
 from slow_link_ranks import limited_to
 from trainstep.records.store import Store
 from trainstep.report.kit.rows import rows_of
@@ -24,38 +19,7 @@ WORDS = ("--level", "across_nodes", "--mib", "0.25,1,4", "--warmups", "2", "--st
 
 def collectives(places: tuple[tuple[str, str], ...], folder: Path) -> None:
     """Run `trainstep collectives` on both nodes, two tasks each."""
-    port = str(free_port())
-    agents = [
-        subprocess.Popen(
-            [
-                *("ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
-                *("--nproc-per-node", "2", "--node-rank", str(number), "--master-addr", ADDRESSES[0]),
-                *("--master-port", port, "-m", "trainstep", "collectives", *WORDS),
-            ],
-            cwd=folder,
-            env={
-                **os.environ,
-                "GLOO_SOCKET_IFNAME": link,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "PYTHONPATH": import_path(),
-                "SLURMD_NODENAME": f"n{number + 1}",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for number, (namespace, link) in enumerate(places)
-    ]
-    try:
-        outputs = [agent.communicate(timeout=150)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
-                agent.wait()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(output[-2000:] for output in outputs)
+    on_both_nodes(places, lambda _: ("-m", "trainstep", "collectives", *WORDS), folder=folder, timeout_s=150)
 
 
 @pytest.mark.slow

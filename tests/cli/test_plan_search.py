@@ -187,7 +187,7 @@ def test_the_page_has_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--minimize", "time", "--mode", "forward"], "mode: a search is of whole steps"),
         (["--minimize", "ranks", "--ranks", "2,4"], "ranks: --minimize ranks tries 1, 2, 4... up to one number"),
         (["--minimize", "time", "--page", "both", "--out-config", "both"], "out_config: both is the page's file too"),
-        (["--minimize", "time", "--out-config", __file__], "was not written by --out-config; name another file"),
+        (["--minimize", "time", "--out-config", __file__], "does not look like a file of options that this version"),
         (["--minimize", "time", "--nodes", "2", "--sync", "fsdp"], "nodes: --minimize searches one node; plan its result with --n"),
         (["--minimize", "time", "--ranks", "16", "--nodes", "2"], "nodes: --minimize searches one node; plan its result with --n"),
         (["--minimize", "time", "--rails", "2", "--ranks", "4"], "rails: --minimize searches one node; plan its result with --r"),

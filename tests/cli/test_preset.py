@@ -46,7 +46,7 @@ FEW = (
         ("--preset fastest --allow-precision bf16,", "allow_precision: '' is not known; known: fp32"),
         ("--allow-precision bf16", "allow_precision: has no effect without --preset fastest"),
         ("--preset fastest --page p.html", "page: a preset writes TOML and Markdown"),
-        ("--preset fastest --out mine.jsonl", "out: mine.toml is not a preset of trainstep and would be replaced"),
+        ("--preset fastest --out mine.jsonl", "out: mine.toml does not look like a preset that this version"),
         ("--preset fastest --model tiny,tiny", "preset: two cells of the grid are the same"),
         ("--preset fastest --ranks 2", "Unknown option: --ranks"),
         ("--preset fastest --budget-minutes 0", "budget_minutes: must be a positive number"),

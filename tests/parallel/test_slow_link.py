@@ -2,17 +2,12 @@
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import slow_link_ranks
-from ranks import free_port
-from slow_link_nodes import ADDRESSES, nodes
+from slow_link_nodes import nodes, on_both_nodes
 from slow_link_ranks import KINDS, RANKS_OF_NODE, expected
 from trainstep.costs.gradient_sync import wire_bytes
 from trainstep.costs.rank_groups import Level
@@ -25,31 +20,9 @@ RATES = (("200mbit", 6), ("1gbit", 3))
 
 def launched(nodes: tuple[tuple[str, str], ...], result: Path) -> list[list[dict[str, list[tuple[float, int]]]]]:
     """What slow_link_ranks.py wrote on each node."""
-    port = str(free_port())
-    agents = [
-        subprocess.Popen(
-            [
-                *("ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run"),
-                *("--nnodes", "2", "--nproc-per-node", str(RANKS_OF_NODE), "--node-rank", str(number)),
-                *("--master-addr", ADDRESSES[0], "--master-port", port, slow_link_ranks.__file__, str(result), link),
-                *(str(word) for rate in RATES for word in rate),
-            ],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1", "TRAINSTEP_TOKEN": "slow link"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for number, (namespace, link) in enumerate(nodes)
-    ]
-    try:
-        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
-                agent.wait()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(output[-2000:] for output in outputs)
+    rates = [str(word) for rate in RATES for word in rate]
+    script = slow_link_ranks.__file__
+    on_both_nodes(nodes, lambda link: (script, str(result), link, *rates), folder=result.parent, timeout_s=120)
     return [json.loads(Path(f"{result}-{number}").read_text()) for number in range(len(nodes))]
 
 

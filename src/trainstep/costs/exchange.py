@@ -146,6 +146,19 @@ def buckets_of(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[
     ]
 
 
+def gradients_sent(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[tuple[int, int]]:
+    """Elements and bytes of each message of gradients, in the order of sending: one a parameter, or one a bucket."""
+    if MessageKind.GRADIENTS_ONE_BY_ONE in exchange.strategy.sends:
+        return [
+            (parameter.numel, parameter.numel * exchange.gradient_bytes(parameter))
+            for parameter in reversed(parameters)
+        ]
+    return [
+        (sum(parameter.numel for parameter in bucket.parameters), bucket.nbytes)
+        for bucket in buckets_of(exchange, parameters)
+    ]
+
+
 def units_sent(exchange: Exchange, parameters: Sequence[ParameterSize]) -> list[Unit]:
     """The units of a strategy in the order of forward: single blocks if it shards parameters, else several blocks together."""
     if exchange.strategy.shards_parameters:

@@ -239,17 +239,9 @@ def _toml_path(records: Path, label: str) -> Path:
 
 def _check_replaceable(path: Path) -> None:
     """ValueError for a file that is not a preset, before hours of measuring."""
-    from trainstep.records.whole_file import check_writable
     from trainstep.report.kit.output_file import check_output
-    from trainstep.report.step.preset import TOML_MARK
 
-    try:
-        check_writable(path)
-        ours = not path.exists() or path.read_bytes().startswith(TOML_MARK.encode())
-    except OSError as error:
-        raise ValueError(f"out: {path} cannot be written: {error.strerror}; give --out another name") from None
-    if not ours:
-        raise ValueError(f"out: {path} is not a preset of trainstep and would be replaced; give --out another name")
+    check_output("out", path, "preset")
     check_output("out", path.with_suffix(".md"), "markdown")
 
 

@@ -21,8 +21,6 @@ from trainstep.report.kit.answer import Answer, plain_answers, print_answers
 from trainstep.report.kit.visible import ascii_json, one_line
 from trainstep.report.plan.search import plain, search_answer, search_section, search_tables
 
-_MARK = "# Options that trainstep plan --minimize chose."
-
 
 def run_search(
     fields: Mapping[str, str | None],
@@ -158,7 +156,6 @@ def _word(value: Any) -> str:
 
 def _check_files(page: Path | None, out_config: Path | None) -> None:
     """ValueError for files that cannot be written or would replace something else."""
-    from trainstep.records.whole_file import check_writable
     from trainstep.report.kit.output_file import check_output
 
     if page is not None:
@@ -167,13 +164,7 @@ def _check_files(page: Path | None, out_config: Path | None) -> None:
         return
     if page is not None and page.resolve() == out_config.resolve():
         raise ValueError(f"out_config: {out_config} is the page's file too; name another")
-    try:
-        check_writable(out_config)
-        ours = not out_config.exists() or out_config.read_bytes().startswith(_MARK.encode())
-    except OSError as error:
-        raise ValueError(f"out_config: {out_config} cannot be written: {error.strerror}; name another file") from None
-    if not ours:
-        raise ValueError(f"out_config: {out_config} was not written by --out-config; name another file")
+    check_output("out_config", out_config, "options")
 
 
 def _write_page(page: Path, found: Found, answer: Answer, calibration: Calibration) -> None:
@@ -192,16 +183,15 @@ def _write_page(page: Path, found: Found, answer: Answer, calibration: Calibrati
 
 
 def _write_toml(path: Path, space: Space, config: RanksConfig, answer: Answer) -> None:
-    from trainstep.records.whole_file import whole_file
+    from trainstep.report.kit.output_file import FIRST_LINES, write_output
     from trainstep.report.step.preset import toml_value
 
     assert not isinstance(config.run.model, UserModel)
     lines: Sequence[str] = [
-        _MARK,
+        FIRST_LINES["options"],
         f"# By: {shlex.join(['trainstep', *sys.argv[1:]])}",
         f"# {answer.verdict}",
         f"# For: trainstep {'bench' if config.ranks == 1 else 'parallel'} --config {path}",
         *(f"{name} = {toml_value(value)}" for name, value in space.command_options(config).items()),
     ]
-    with whole_file(path) as file:
-        file.write(("\n".join(map(one_line, lines)) + "\n").encode())
+    write_output("out_config", path, "options", "\n".join(map(one_line, lines)) + "\n")

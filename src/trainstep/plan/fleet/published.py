@@ -183,7 +183,7 @@ def _tokens_per_s(options: dict[str, Any], shape: Mapping[str, Any], machine: Ma
 
 
 def flops_per_token(shape: Mapping[str, Any], context: int, *, recomputes: bool = False) -> float:
-    """Of a whole step, all of attention's scores counted. l: layers, h: width, s: context, V: vocabulary.
+    """FLOPs of a whole step for a token, all of attention's scores counted. l: layers, h: width, s: context, V: vocabulary.
 
     72 l h^2 (1 + s / 6 h + V / 12 l h), or with blocks computed again 96 l h^2 (1 + s / 6 h + V / 16 l h) (arXiv:2104.04473, 5.1).
     """

@@ -27,8 +27,8 @@ from trainstep.costs.exchange import (
     Exchange,
     ParameterSize,
     Unit,
-    buckets_of,
     freed_between,
+    gradients_sent,
     owners_of,
     pack_bytes,
     packs_of,
@@ -156,7 +156,7 @@ class Schedule:
         return units_sent(self._exchange, self._parameters) if in_units & set(self._kinds) else []
 
     def _head_share(self) -> float:
-        """Of a pass's computation, the head's: half of what is outside the blocks, over what multiplies."""
+        """The head's share of a pass's computation: half of what is outside the blocks, over what multiplies."""
         outside = sum(parameter.numel for parameter in self._parameters if parameter.unit == ROOT) / 2
         return outside / (sum(parameter.numel for parameter in self._parameters) - outside)
 
@@ -193,24 +193,12 @@ class Schedule:
         overlaps = self._exchange.strategy.overlaps
         complete = -1 if overlaps else self._compute(compute_s)
         sent: list[tuple[int, int]] = []
-        for numel, nbytes in self._gradients():
+        for numel, nbytes in gradients_sent(self._exchange, self._parameters):
             complete = self._compute(compute_s * numel / whole) if overlaps else complete
             sent.append((self._averaged(nbytes, [complete], whole=True), numel))
         if update_s:  # each bucket's, as soon as it is averaged
             for message, numel in sent:
                 self._compute(update_s * numel / whole, [message])
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        """Elements and bytes of each message of gradients, in the order of sending."""
-        if MessageKind.GRADIENTS_ONE_BY_ONE in self._kinds:
-            return [
-                (parameter.numel, parameter.numel * self._exchange.gradient_bytes(parameter))
-                for parameter in reversed(self._parameters)
-            ]
-        return [
-            (sum(parameter.numel for parameter in bucket.parameters), bucket.nbytes)
-            for bucket in buckets_of(self._exchange, self._parameters)
-        ]
 
     def _backward_in_units(self, compute_s: float, before: int, *, reduces: bool) -> None:
         units = self._units()

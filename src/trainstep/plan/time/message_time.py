@@ -28,7 +28,7 @@ from trainstep.costs.exchange import (
     Exchange,
     ParameterSize,
     Unit,
-    buckets_of,
+    gradients_sent,
     owners_of,
     pack_bytes,
     packs_of,
@@ -184,16 +184,7 @@ class _Timeline:
 
     @cached_property
     def _buckets(self) -> Sequence[tuple[int, int]]:
-        """Parameters and bytes of each message of gradients, in the order of sending."""
-        if MessageKind.GRADIENTS_ONE_BY_ONE in self._kinds:
-            return [
-                (parameter.numel, parameter.numel * self._exchange.gradient_bytes(parameter))
-                for parameter in reversed(self._parameters)
-            ]
-        return [
-            (sum(parameter.numel for parameter in bucket.parameters), bucket.nbytes)
-            for bucket in buckets_of(self._exchange, self._parameters)
-        ]
+        return gradients_sent(self._exchange, self._parameters)
 
     @cached_property
     def _broadcasts(self) -> Sequence[int]:

@@ -4,7 +4,8 @@
     write_output("page", Path("page.html"), "html", text)
 
 An existing file is replaced if it is empty or recognised as output of that format: a page by its head; Markdown, LaTeX and plain
-text by their last line, which is added here; CSV and JSON, which cannot carry a mark, by columns that every report of records has.
+text by their last line, which is added here; files of options by their first; CSV and JSON, which cannot carry a mark, by
+columns that every report of records has.
 """
 
 import csv
@@ -18,6 +19,11 @@ from trainstep.records.whole_file import check_writable, whole_file
 _WRITTEN = "written by trainstep report"
 _MARKS = {"markdown": f"\n<!-- {_WRITTEN} -->\n", "latex": f"% {_WRITTEN}\n", "terminal": f"\n({_WRITTEN})\n"}
 """Format -> the end of a file; a file to which somebody added text is not recognised. An empty line would end a LaTeX paragraph."""
+FIRST_LINES = {
+    "preset": "# A preset that trainstep bench --preset wrote.",
+    "options": "# Options that trainstep plan --minimize chose.",
+}
+"""Of TOML files that `--config` reads, which their writers begin with these."""
 _PAGE = b'<meta name="generator" content="trainstep">'
 _EARLIER_PAGE = (
     b"<!DOCTYPE html>\n"
@@ -39,6 +45,8 @@ _NAMES = {
     "csv": "CSV table",
     "json": "JSON table",
     "terminal": "text table",
+    "preset": "preset",
+    "options": "file of options",
 }
 _HEAD_BYTES = 1000
 """A page names its generator within these bytes."""
@@ -81,6 +89,8 @@ def _is_ours(path: Path, format: str) -> bool:
         return True
     if format == "html":
         return head.startswith(_EARLIER_PAGE) or _PAGE in head[:_HEAD_BYTES]
+    if format in FIRST_LINES:
+        return head.startswith(FIRST_LINES[format].encode())
     if format in _MARKS:
         return tail.endswith(_MARKS[format].encode())
     if format == "csv":

@@ -7,10 +7,9 @@ from trainstep.plan.preset import Options, Result, Step
 from trainstep.records.record import Environment
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import MS, RATIO, listed, ratio_words
+from trainstep.report.kit.output_file import FIRST_LINES
 from trainstep.report.kit.tables import Column, Table
 from trainstep.report.kit.visible import one_line
-
-TOML_MARK = "# A preset that trainstep bench --preset wrote."
 
 
 def preset_answer(label: str, result: Result, toml: str) -> Answer:
@@ -66,7 +65,7 @@ def preset_table(label: str, result: Result) -> Table:
 def preset_toml(label: str, result: Result, chosen: Options, *, command: str, record: str, here: Environment) -> str:
     """The chosen options as TOML that `--config` reads; comments have each change's ratio and where the records are."""
     lines = [
-        TOML_MARK,
+        FIRST_LINES["preset"],
         f"# {label}, by: {command}",
         f"# On {here.gpu or here.cpu}, torch {here.torch}, commit {here.commit or 'unknown'}. Records: {record}",
         f"# {_whole_words(result)}",
