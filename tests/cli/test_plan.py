@@ -279,7 +279,7 @@ def test_a_fleet_is_answered_first_and_compared_by_nodes(capsys: pytest.CaptureF
     assert app.run(["plan", "--model", "tiny", "--nodes", "2"]) == 0
     assert "No time: name a GPU" in " ".join(capsys.readouterr().out.split())
     assert app.run([*fleet, "--nodes", "3", "--ranks", "16"]) == 2
-    assert "16 ranks cannot be divided among 3 nodes" in capsys.readouterr().err
+    assert "16 ranks cannot be spread evenly over 3 nodes" in capsys.readouterr().err
 
 
 def test_shards_of_groups_have_a_time_and_own_models_none(capsys: pytest.CaptureFixture[str]):

@@ -166,7 +166,7 @@ def test_updates_by_bucket_and_forward_alone():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"nodes": 3, "ranks": 16}, "nodes: 16 ranks cannot be divided among 3 nodes"),
+        ({"nodes": 3, "ranks": 16}, "nodes: 16 ranks cannot be spread evenly over 3 nodes"),
         ({"nodes": 2, "ranks": 12, "shard_ranks": 4}, "shard_ranks: groups of 4 would lie across"),
         ({"nodes": 2, "ranks": 16, "gpus_per_node": 4}, "gpus_per_node: 2 nodes of 4 have 8 GPUs, not 16"),
         ({"nodes": 0}, "nodes: must be a whole number of at least 1"),

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from trainstep.config.fields import check_integer, described, part
+from trainstep.config.nodes import check_nodes
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import DEVICES, RunConfig
 from trainstep.costs.strategies import YARDSTICK
@@ -80,11 +81,7 @@ class PlanConfig(RanksConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         nodes, own = self.fleet.nodes, self.fleet.gpus_per_node
-        if self.ranks % nodes:
-            raise ValueError(
-                f"nodes: {self.ranks} rank{'s' * (self.ranks > 1)} cannot be divided among {nodes} nodes; take as many on each, "
-                f"as {nodes * -(-self.ranks // nodes)} ranks"
-            )
+        check_nodes(self.ranks, nodes)
         if own is not None and own * nodes != self.ranks:
             raise ValueError(
                 f"gpus_per_node: {nodes} node{'s' * (nodes > 1)} of {own} have {own * nodes} GPUs, not {self.ranks}; leave out "

@@ -103,7 +103,8 @@ def show_grades(path: Path, speeds: Calibration | None, *, as_json: bool) -> int
     found = graded_files(files, speeds)
     if not found.grades and not found.times:
         reason = next(
-            iter(found.refusals), "a step on a GPU with its peaks, as bench, profile, memory and parallel record them"
+            iter(found.refusals),
+            "it takes records of steps on a GPU, as bench, profile, memory and parallel write them",
         )
         raise ValueError(f"grade: {path} holds no step that can be graded: {reason}")
     if not as_json:

@@ -16,6 +16,9 @@ from trainstep.report.kit.answer import plain_answers, print_answers
 from trainstep.report.kit.visible import ascii_json
 from trainstep.report.plan.fit import fit_answer, fit_table, plain
 
+_RANKS_BY = ("nodes", "gpus_per_node")
+"""Options of nodes that say how many ranks there are."""
+
 
 def run_fit(
     fields: Mapping[str, str | None],
