@@ -37,6 +37,8 @@ def run_fit(
     if fields.get(field) is not None:
         raise ValueError(f"{field}: is what --fit searches; leave it out")
     options = _options(fields)
+    if name := next((name for name in options if name in FLEET_FIELDS and name not in _RANKS_BY), None):
+        raise ValueError(f"{name}: has no effect on --fit, since links hold no memory; leave it out")
     if verify and (name := next((name for name in options if name in FLEET_FIELDS), None)):
         raise ValueError(f"verify: a trial runs on the GPUs here, whatever {name} says; leave one of both out")
     config = build(PlanConfig, options, where="plan")
