@@ -168,10 +168,7 @@ class _LiveSet:
             run.connection.close()
 
     def _prepare_together(self) -> None:
-        """Prepare all variants at the same time. [Note: why several sets] Some properties of a process last as long as it does, so the set is the unit of the comparison;
-        sets_plan.py decides how many there are.
-
-        [Note: who prepares at the same time]"""
+        """Prepare all variants at the same time. [Note: who prepares at the same time]"""
         for run in self._runs:
             run.see_load()
         with ThreadPoolExecutor(len(self._runs), thread_name_prefix="prepare") as threads:
@@ -298,8 +295,5 @@ def _facts(how: str, cells: Sequence[Cell], cell: Cell, turn: int, steps: int, *
 
 
 def _prepares_beside_others(cell: Cell) -> bool:
-    """Whether the cell's process may prepare while the others do. [Note: why several sets] Some properties of a process last as long as it does, so the set is the unit of the comparison;
-    sets_plan.py decides how many there are.
-
-    [Note: who prepares at the same time]"""
+    """Whether the cell's process may prepare while the others do. [Note: who prepares at the same time]"""
     return cell.config.get("device") == "cuda" and ranks_of(cell) == 1
