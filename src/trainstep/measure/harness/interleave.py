@@ -33,7 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from trainstep.config.grid import Cell, group_name
-from trainstep.measure.harness.connection import Answer, CellLost, Tell
+from trainstep.measure.harness.connection import Answer, CellLost, Connection, Tell
 from trainstep.measure.harness.rank_connection import joined_ranks, ranks_of
 from trainstep.measure.harness.runner import CellRun, IdleProcesses, Limits, open_run, run_alone, steps_of, with_facts
 from trainstep.measure.harness.sets_plan import FEWEST_SETS, SetsPlan, half_width, window_of
@@ -128,6 +128,8 @@ class _LiveSet:
         self._cells, self._limits, self._tell, self._processes = cells, limits, tell, processes
         self._runs: list[CellRun] = []
         self._ended: dict[str, Record] = {}
+        self._leaving: list[Connection] = []
+        """Of processes that have finished. They end together, because the end of a process that used a GPU takes a while."""
         self._shared = False
 
     @property
@@ -162,10 +164,13 @@ class _LiveSet:
         return self._ended[cell.key]
 
     def close(self) -> None:
-        """End what is still alive."""
+        """End what is still alive, and wait for the end of what has finished."""
         for run in self.alive:
             run.connection.kill()
             run.connection.close()
+        with ThreadPoolExecutor(max(len(self._leaving), 1), thread_name_prefix="close") as threads:
+            list(threads.map(lambda connection: connection.close(), self._leaving))
+        self._leaving.clear()
 
     def _prepare_together(self) -> None:
         """Prepare all variants at the same time. [Note: who prepares at the same time]"""
@@ -213,6 +218,8 @@ class _LiveSet:
         self._ended[run.cell.key] = record
         if again:
             self._processes.give(run.cell, run.connection)
+        elif do == "finish":
+            self._leaving.append(run.connection)
         else:
             run.connection.close()
 
