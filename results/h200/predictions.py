@@ -4,7 +4,8 @@
     trainstep sweep sweeps/predicted.toml --out results/h200/predicted.jsonl                   # on an H200
     python results/h200/predictions.py table predicted > results/h200/predicted_beside.md      # the two side by side
 
-So far sweeps/predicted.toml, and sweeps/predicted_again.toml, which waits for a GPU. A line of NAME.ndjson is a cell: its key, its
+So far sweeps/predicted.toml; sweeps/predicted_again.toml and sweeps/predicted_ranks.toml wait for GPUs. With `--machine h100` the same
+for H100s, in results/h100. A line of NAME.ndjson is a cell: its key, its
 label, and what `trainstep plan` says of its time and memory with the calibration that comes with trainstep.
 predicted_calibration.jsonl has what `trainstep doctor --measure` found on the same machine minutes before;
 `trainstep plan --grade predicted.jsonl --calibration predicted_calibration.jsonl` predicts with that.
@@ -18,9 +19,10 @@ from statistics import median
 from typing import Any
 
 from trainstep.config.grid import Cell, expand_all
+from trainstep.config.machine import machine_spec
 from trainstep.config.sweep import load_sweep
 from trainstep.plan.grade import planned_config
-from trainstep.plan.time.calibration import shipped
+from trainstep.plan.time.calibration import calibration_for
 from trainstep.plan.time.grade import CAPTURED, DEVICE, GROUPS, HOST
 from trainstep.plan.time.recorded import recorded_prediction
 from trainstep.plan.time.step_time import step_time
@@ -28,9 +30,9 @@ from trainstep.records.record import Record
 from trainstep.records.store import Store
 from trainstep.report.plan.grade import step_words
 
-HERE = Path(__file__).parent
-SWEEPS = HERE.parents[1] / "sweeps"
-GPU = "NVIDIA H200"
+RESULTS = Path(__file__).parents[1]
+SWEEPS = RESULTS.parent / "sweeps"
+GPUS = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}
 
 
 def cells(sweep: str) -> list[Cell]:
@@ -38,21 +40,21 @@ def cells(sweep: str) -> list[Cell]:
     return expand_all(load_sweep(SWEEPS / f"{sweep}.toml").grids({}), {"device": "cuda"})
 
 
-def freeze(sweep: str) -> None:
+def freeze(sweep: str, machine: str) -> None:
     """Print a line a cell."""
-    calibration = shipped(GPU)
+    calibration = calibration_for(machine_spec(GPUS[machine]))
     assert calibration is not None
     for cell in cells(sweep):
         predicted = step_time(planned_config(cell.workload, cell.config), calibration)
         group = CAPTURED if predicted.is_captured else HOST if predicted.host_may_limit else DEVICE
-        prediction = recorded_prediction(cell.workload, cell.config, gpu=GPU)
+        prediction = recorded_prediction(cell.workload, cell.config, gpu=GPUS[machine])
         print(json.dumps({"key": cell.key, "label": cell.label, "group": group, **(prediction or {})}))
 
 
-def table(sweep: str) -> None:
+def table(sweep: str, machine: str) -> None:
     """Print Markdown: a row a step, then the errors of each group."""
-    frozen = [json.loads(line) for line in (HERE / f"{sweep}.ndjson").read_text().splitlines()]
-    measured = {record.key: record for record in Store(HERE / f"{sweep}.jsonl").read()}
+    frozen = [json.loads(line) for line in (RESULTS / machine / f"{sweep}.ndjson").read_text().splitlines()]
+    measured = {record.key: record for record in Store(RESULTS / machine / f"{sweep}.jsonl").read()}
     rows = [(line, measured[line["key"]]) for line in frozen if line["key"] in measured]
     print(
         "| step | limit | predicted ms | interval | measured ms | off | peak GiB, predicted | measured | off | reserved, off |"
@@ -115,5 +117,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("freeze", "table"))
     parser.add_argument("sweep", help="the name of its file in sweeps/")
+    parser.add_argument("--machine", choices=tuple(GPUS), default="h200")
     asked = parser.parse_args()
-    freeze(asked.sweep) if asked.what == "freeze" else table(asked.sweep)
+    (freeze if asked.what == "freeze" else table)(asked.sweep, asked.machine)

@@ -102,7 +102,9 @@ class _Replay(StepReplay):
     # Forward.
 
     def forward(self, *, keeps: bool) -> None:
-        copies: list[Tensor] = []  # autograd keeps them only in blocks that keep all, autocast until forward ends
+        # Autograd keeps them only in blocks that keep all. Autocast's cache has them until forward ends, but a compiled block
+        # rounds its weights inside its graph, where there is no cache.
+        copies: list[Tensor] = []
         ranks = self._ranks
         ranks.before_forward(ROOT)
         if not keeps:
@@ -151,7 +153,7 @@ class _Replay(StepReplay):
                 new = self._new(tensor, op.name) if of_kept else self._temporary(tensor)
                 if block.keeps(tensor, of_kept=of_kept):
                     held.setdefault(tensor, []).append(new)
-                elif tensor.category == COPY:
+                elif tensor.category == COPY and self._run.compile == "none":
                     copies.append(new)
                 else:
                     temporary.append(new)

@@ -13,10 +13,12 @@ block first.
 
 A message takes what the calibration has for its operation, ranks and bytes; where it has another operation, by the bytes that a
 ring sends (costs/collectives.py). What is hidden slows the kernels beside it: NCCL's own kernels take multiprocessors and memory
-bandwidth, copy engines bandwidth alone. Buckets and units are flat: gradients are copied into them.
+bandwidth, copy engines bandwidth alone. A message slows them for as long as its bytes take at the link's best rate; the rest of its
+time is latency. Kernels that wait for the link anyway lose nothing by it. Buckets and units are flat: gradients are copied into
+them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -43,13 +45,22 @@ from trainstep.plan.time.interval import ENDS, NOTHING, Interval, total_of
 
 _MOST_RANKS = 8
 """GPUs of one machine: messages between machines are plan/fleet's."""
-_ENDS = {"low_s": (0.88, 0.05), "time_s": (1.0, 0.2), "high_s": (1.2, 0.4)}
-"""For each end of the interval: a message's time relative to the calibration's, and the share of a hidden message's time by which
-the kernels beside it take longer; assumed: NCCL takes up to a quarter of the multiprocessors."""
-_COPIES = {"low_s": 0.85, "time_s": 1.0, "high_s": 1.6}
-"""Of copies, which have no calibration of their own, the time relative to NCCL's."""
+_FACTORS = {"low_s": 0.88, "time_s": 1.0, "high_s": 1.2}
+"""A message's time relative to the calibration's, for each end of the interval."""
+SLOWED = {"low_s": 0.15, "time_s": 0.45, "high_s": 0.75}
+"""The share of the time in which a hidden message's bytes move by which the kernels beside it take longer; fitted to the phases of
+captured steps (results/h200/captured_ranks.jsonl, results/h100/plan_grids_ranks.jsonl)."""
+_CROWDED = 1.25
+"""How much longer NCCL's hidden messages take, whose kernels share the device too; of the same fit."""
+_COPIES = {"low_s": 0.75, "time_s": 0.95, "high_s": 1.5}
+"""Of copies, which have no calibration of their own, the time relative to NCCL's (H200s: reduce-scatter 275 GB/s, all-reduce 331, a
+copy 392)."""
 _COPIES_SLOW = 0.3
 """Of that share, what copies by copy engines still take."""
+
+
+_PASSES = {"all_reduce": 2}
+"""How often a ring passes a message around: an all-reduce is a reduce-scatter and an all-gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +93,13 @@ def copied_gradients(config: RanksConfig) -> bool:
     """Whether gradients are copied into flat buffers before they are sent."""
     flat = {MessageKind.GRADIENTS_AT_ONCE, MessageKind.GRADIENTS_IN_BUCKETS, MessageKind.GRADIENTS_OF_UNITS}
     return config.ranks > 1 and not config.sync.in_place and bool(flat & set(config.sync.strategy.sends))
+
+
+def summing_ranks(config: RanksConfig) -> int:
+    """Between how many ranks gradients are averaged by copies, whose sums are kernels of the ranks; 0 where they are not."""
+    sends = config.sync.strategy.sends
+    averaged = {MessageKind.GRADIENTS_AT_ONCE, MessageKind.GRADIENTS_IN_BUCKETS, MessageKind.GRADIENTS_OF_UNITS}
+    return config.ranks if config.sync.transport == "copies" and averaged & set(sends) else 0
 
 
 def exposed_messages(
@@ -117,9 +135,11 @@ def exposed_messages(
     parameters = transformer_parameters(model_of(config.run), config.run.precision, config.run.ops)
     timeline = _Timeline(exchange, parameters, link, layers=model_of(config.run).layers)
     found = {}
-    for end, (factor, slowed) in _ENDS.items():
+    for end, factor in _FACTORS.items():
+        slowed = SLOWED[end]
+        timeline.crowded = _CROWDED
         if config.sync.transport == "copies":
-            factor, slowed = _COPIES[end], slowed * _COPIES_SLOW
+            factor, slowed, timeline.crowded = _COPIES[end], slowed * _COPIES_SLOW, 1.0
         link.counts = end == "time_s"
         timeline.factor, timeline.slowed = factor, slowed
         busy_s = {phase: getattr(busy, end) for phase, busy in device.items()}
@@ -153,30 +173,46 @@ class _Link:
             self.payload_bytes += round(nbytes)
         return time_s
 
+    def moving_s(self, operation: str, nbytes: float) -> float:
+        """Of a message's seconds, those that its bytes take at the best rate of its operation."""
+        key = (operation, self._ranks) if (operation, self._ranks) in self._curves else self._known_key(operation)
+        best = min(time_s / size for size, time_s in self._curves[key][0].points if size)
+        return best * nbytes * float(bus_factor(operation, self._ranks) / bus_factor(*key))
+
     def _seconds(self, operation: str, nbytes: float) -> float:
         if (operation, self._ranks) in self._curves:
             return self._curves[operation, self._ranks][0].seconds(nbytes)
-        known = min(
-            self._curves, key=lambda key: (abs(key[1] - self._ranks), key[0] != operation, key[0] != "all_reduce")
-        )
+        known = self._known_key(operation)
         self.guess = f"{operation} of {self._ranks} ranks as {known[0]} of {known[1]}"
         curve = self._curves[known][0]
         fixed_s = min(time_s for _, time_s in curve.points)
+        passes = _PASSES.get(operation, 1) / _PASSES.get(known[0], 1)
         sent = float(bus_factor(operation, self._ranks) / bus_factor(*known))
-        return fixed_s + max(0.0, curve.seconds(nbytes) - fixed_s) * sent
+        return fixed_s * passes + max(0.0, curve.seconds(nbytes) - fixed_s) * sent
+
+    def _known_key(self, operation: str) -> tuple[str, int]:
+        """The operation and ranks of the calibration that are nearest."""
+        return min(
+            self._curves, key=lambda key: (abs(key[1] - self._ranks), key[0] != operation, key[0] != "all_reduce")
+        )
 
 
 class _Timeline:
-    """The messages of a step at one end of the interval. `factor`: of their times; `slowed`: of a hidden message's time."""
+    """The messages of a step at one end of the interval. `factor`: of their times; `slowed`: of the time in which a hidden
+    message's bytes move; `crowded`: of a hidden message's time."""
 
     def __init__(self, exchange: Exchange, parameters: Sequence[ParameterSize], link: _Link, *, layers: int) -> None:
         self._exchange, self._parameters = exchange, parameters
         self._kinds = exchange.strategy.sends
-        self._layers, self.factor, self.slowed = layers, 1.0, 0.0
+        self._layers, self.factor, self.slowed, self.crowded = layers, 1.0, 0.0, 1.0
         self._link = link
+        self._sent_s = self._moving_s = 0.0
 
     def _seconds(self, operation: str, nbytes: float) -> float:
-        return self.factor * self._link.seconds(operation, nbytes)
+        time_s = self.factor * self._link.seconds(operation, nbytes)
+        self._sent_s += time_s
+        self._moving_s += min(time_s, self.factor * self._link.moving_s(operation, nbytes))
+        return time_s
 
     @cached_property
     def _units(self) -> Sequence[Unit]:
@@ -201,66 +237,75 @@ class _Timeline:
         repeats = batches if gathers and self._exchange.reshard_after_forward else 1
         self._link.phase = Phase.FORWARD
         if gathers or (MessageKind.UPDATED_UNITS in self._kinds and Phase.OPTIMIZER in device):
-            added[Phase.FORWARD] = sum(self._gathered(forward_s) for _ in range(repeats))
+            added[Phase.FORWARD] = sum(self._beside(self._gathered, forward_s) for _ in range(repeats))
         self._link.phase = Phase.BACKWARD
         if Phase.BACKWARD in device:
             backward_s = (device[Phase.BACKWARD] - update_s) / batches
             # Gradients are sent in the last micro-batch; those before it only gather.
             added[Phase.BACKWARD] = self._reduced(backward_s, update_s)
-            added[Phase.BACKWARD] += sum(self._gathered(backward_s) for _ in range(repeats - 1))
+            added[Phase.BACKWARD] += sum(self._beside(self._gathered, backward_s) for _ in range(repeats - 1))
         self._link.phase = Phase.OPTIMIZER
         if MessageKind.PARAMETERS_OF_OWNERS in self._kinds and Phase.OPTIMIZER in device:
-            added[Phase.OPTIMIZER] = self._broadcast()
+            added[Phase.OPTIMIZER] = sum(self._seconds("broadcast", nbytes) for nbytes in self._broadcasts)
         return added
 
+    def _beside(self, end_of: Callable[[float], float], compute_s: float) -> float:
+        """What messages add to kernels of `compute_s` beside them. `end_of`: when both are done, by the kernels' time."""
+        self._sent_s = self._moving_s = 0.0
+        exposed_s = max(0.0, end_of(compute_s) - compute_s)
+        if not self._sent_s:
+            return exposed_s
+        hidden = max(0.0, 1 - exposed_s / self._sent_s)
+        slowed_s = compute_s + self.slowed * hidden * self._moving_s
+        counts, factor = self._link.counts, self.factor
+        self._link.counts, self.factor = (
+            False,
+            factor * (1 + (self.crowded - 1) * hidden),
+        )  # the same messages once more
+        added_s = max(0.0, end_of(slowed_s) - compute_s)
+        self._link.counts, self.factor = counts, factor
+        return added_s
+
     def _gathered(self, compute_s: float) -> float:
-        """Forward's waits for units: each is gathered while the one before computes."""
+        """The end of a forward that waits for units: each is gathered while the one before computes."""
         units = self._units
         blocks = [
             max(1, len({parameter.unit for parameter in unit.parameters})) if unit.name != ROOT else 0 for unit in units
         ]
-        link_s = device_s = hidden_s = 0.0
+        link_s = device_s = 0.0
         for unit, count in zip(units, blocks, strict=True):
             element_bytes = self._exchange.compute_bytes(unit.parameters[0])
-            message_s = self._seconds("all_gather", unit.layout.numel * element_bytes)
-            link_s += message_s
-            hidden_s += message_s
+            link_s += self._seconds("all_gather", unit.layout.numel * element_bytes)
             device_s = max(device_s, link_s) + compute_s * count / self._layers
-        return self._with_slowing(device_s - compute_s, hidden_s)
-
-    def _with_slowing(self, exposed_s: float, sent_s: float) -> float:
-        exposed_s = max(0.0, exposed_s)
-        return exposed_s + self.slowed * max(0.0, sent_s - exposed_s)
+        return device_s
 
     def _reduced(self, compute_s: float, update_s: float) -> float:
-        """Messages of gradients while backward goes on. With an update by bucket each waits for its message alone."""
-        whole = sum(parameter.numel for parameter in self._parameters)
+        """What messages of gradients add to backward. With an update by bucket each update waits for its message alone."""
         if MessageKind.GRADIENTS_OF_UNITS in self._kinds:
-            return self._reduced_units(compute_s, whole)
-        overlaps = self._exchange.strategy.overlaps
-        link_s = sent_s = done = 0.0
+            return self._beside(self._reduced_units, compute_s)
+        if not self._exchange.strategy.overlaps:
+            return sum(self._seconds("all_reduce", nbytes) for _, nbytes in self._buckets)
+        return self._beside(lambda seconds: self._reduced_buckets(seconds, update_s) - update_s, compute_s)
+
+    def _reduced_buckets(self, compute_s: float, update_s: float) -> float:
+        whole = sum(parameter.numel for parameter in self._parameters)
+        link_s = done = 0.0
         updated_s = compute_s
         for numel, nbytes in self._buckets:
             done += numel / whole
-            message_s = self._seconds("all_reduce", nbytes)
-            link_s = max(link_s, compute_s * (done if overlaps else 1.0)) + message_s
-            sent_s += message_s
+            link_s = max(link_s, compute_s * done) + self._seconds("all_reduce", nbytes)
             updated_s = max(updated_s, link_s) + update_s * numel / whole
-        if update_s:
-            return self._with_slowing(updated_s - compute_s - update_s, sent_s if overlaps else 0.0)
-        exposed_s = link_s - compute_s
-        return self._with_slowing(exposed_s, sent_s) if overlaps else exposed_s
+        return updated_s
 
-    def _reduced_units(self, compute_s: float, whole: int) -> float:
+    def _reduced_units(self, compute_s: float) -> float:
         units = self._units
+        whole = sum(parameter.numel for parameter in self._parameters)
         gathers = MessageKind.NEEDED_UNITS in self._kinds and self._exchange.reshard_after_forward
-        link_s = device_s = sent_s = 0.0
+        link_s = device_s = 0.0
         for number, unit in enumerate(reversed(units)):
             parameters = unit.parameters
             if gathers and 0 < number < len(units) - 1:  # the last block and what is around the blocks stay
-                message_s = self._seconds("all_gather", unit.layout.numel * self._exchange.compute_bytes(parameters[0]))
-                link_s += message_s
-                sent_s += message_s
+                link_s += self._seconds("all_gather", unit.layout.numel * self._exchange.compute_bytes(parameters[0]))
                 device_s = max(device_s, link_s)
             device_s += compute_s * sum(parameter.numel for parameter in parameters) / whole
             if unit.trained:
@@ -268,8 +313,4 @@ class _Timeline:
                     "reduce_scatter", unit.layout.numel * self._exchange.gradient_bytes(parameters[0])
                 )
                 link_s = max(link_s, device_s) + message_s if not gathers else link_s + message_s
-                sent_s += message_s
-        return self._with_slowing(max(device_s, link_s) - compute_s, sent_s)
-
-    def _broadcast(self) -> float:
-        return sum(self._seconds("broadcast", nbytes) for nbytes in self._broadcasts)
+        return max(device_s, link_s)

@@ -30,11 +30,17 @@ class StepKernels:
 
 
 def step_kernels(
-    run: RunConfig, *, updated_share: float = 1.0, copies_gradients: bool = False, compute: RunConfig | None = None
+    run: RunConfig,
+    *,
+    updated_share: float = 1.0,
+    copies_gradients: bool = False,
+    summing_ranks: int = 0,
+    compute: RunConfig | None = None,
 ) -> StepKernels:
     """The kernels of this run. ValueError for what has no formulas.
 
     `updated_share`: of the parameters, which this rank updates. `copies_gradients`: into flat buffers, from which they are sent.
+    `summing_ranks`: between which gradients are averaged by copies, so that each rank adds up its part of all of them itself.
     `compute`: the run in the precision that the model computes in, where that is another than its parameters'.
     """
     check_known(run)
@@ -54,6 +60,9 @@ def step_kernels(
     added = [traffic("gradients", Kind.CONTIGUOUS, 3 * weight, "W")]
     if copies_gradients:
         backward += _in_pieces([traffic("gradients", Kind.CONTIGUOUS, 2 * weight, "W")], len(parameters))
+    if summing_ranks:
+        symbols["M"] = numel // summing_ranks
+        backward += [traffic("sums of messages", Kind.CONTIGUOUS, (summing_ranks + 1) * weight, "M")]
     return StepKernels(
         forward=(*(replace(kernel, count=layers * kernel.count) for kernel in block.forward), *forward),
         backward=(*(replace(kernel, count=layers * kernel.count) for kernel in block.backward), *again, *backward),

@@ -27,7 +27,7 @@ from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.host_time import host_time
 from trainstep.plan.time.interval import ENDS, Interval, total_of
 from trainstep.plan.time.kernels import CLASSES, Kernel, Kind, class_of
-from trainstep.plan.time.message_time import Exposed, copied_gradients, exposed_messages, updated_share
+from trainstep.plan.time.message_time import Exposed, copied_gradients, exposed_messages, summing_ranks, updated_share
 from trainstep.plan.time.power import Load, load_of, sustained_clock
 from trainstep.plan.time.step_kernels import StepKernels, step_kernels
 
@@ -153,6 +153,7 @@ def step_time(
         run,
         updated_share=updated_share(config),
         copies_gradients=copied_gradients(config),
+        summing_ranks=summing_ranks(config),
         compute=computed_run(config),
     )
     by_phase = _kernels_by_phase(kernels, run)
@@ -177,7 +178,7 @@ def step_time(
         left_out = (Phase.OPTIMIZER,) if run.adamw in ("loop", "foreach") else ()
         host = {phase: cost for phase, cost in host.items() if phase in left_out}
     launch_s = 0.0
-    if run.capture != "none" and config.ranks == 1:  # a window of several ranks' steps hides it behind the step before
+    if run.capture != "none":
         launch_s = calibration.gaps.get("graph launch", 0.0) * sum(line.count for line in lines)
     phases = _pipeline(device, host, messages, launch_s)
     step = total_of(phases.values())
