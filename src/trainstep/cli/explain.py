@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from trainstep.plan.time.calibration import Calibration
     from trainstep.report.kit.rows import Row
 
+_FEW_PROCESSES = 6
+"""Of each side of a proof's comparison under a budget: the fewest that give a verdict, so that more changes are measured."""
+
 
 @with_fields(ProfileConfig)
 def explain(
@@ -24,6 +27,11 @@ def explain(
     /,
     *,
     calibration: Path | None = None,
+    prove: Annotated[bool, Parameter(negative=())] = False,
+    out_config: Path | None = None,
+    allow_precision: str | None = None,
+    allow_batch_size: str | None = None,
+    processes: int | None = None,
     timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     how: GridOptions = GridOptions(),
@@ -45,18 +53,40 @@ def explain(
 
         trainstep explain runs/train.jsonl --page why.html    (a run of your own script, by trainstep run)
 
+        trainstep explain --model small --prove --allow-precision bf16_autocast --budget-minutes 20 --out-config fast.toml
+
     Parameters
     ----------
     paths
         Files of records, or folders: every *.jsonl in them. Of runs, the last record of each.
     calibration
         File that `trainstep doctor --measure --out FILE` wrote on the GPU of the steps; by default the GPU's own.
+    prove
+        Then apply the changes, one at a time and together: each is interleaved with the original step in fresh processes, and its
+        losses are checked. Predicted and measured gain stand side by side. The same command goes on where it stopped: records are
+        in runs/explain-prove.jsonl or --out. Of records with several steps, the one furthest above its floor. Of a script of your
+        own: the lines to write.
+    out_config
+        With --prove: write the winning options as a TOML file for --config of bench, or of parallel.
+    allow_precision
+        With --prove: the precisions that may be tried, as bf16_autocast,bf16_master; they change the losses.
+    allow_batch_size
+        With --prove: the batch sizes that may be tried, as 8,16, by their time per token; they change the losses.
+    processes
+        With --prove: fresh processes for each side of a comparison; by default as bench, and with --budget-minutes 6.
     timeout_s
         Seconds after which a cell is killed, by default 600; with files the limit for reading, 60.
     memory_limit_gib
         GiB of memory that a CPU cell may use, by default 90 % of the machine's; with files the reader's, 1.86.
     """
     measured = _calibration(calibration)
+    if prove:
+        request = out_config, allow_precision, allow_batch_size
+        return _prove(paths, measured, request, processes, timeout_s, memory_limit_gib, how, fields)
+    proving: dict[str, object] = {"out_config": out_config, "allow_precision": allow_precision}
+    proving |= {"allow_batch_size": allow_batch_size, "processes": processes}
+    if name := next((name for name, value in proving.items() if value is not None), None):
+        raise ValueError(f"{name}: has no effect without --prove; add that, or leave it out")
     if paths:
         return _explain_files(paths, measured, timeout_s, memory_limit_gib, how, fields)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
@@ -86,6 +116,33 @@ def explain(
     return unfinished(groups, records, store, how) or code
 
 
+def _prove(
+    paths: Sequence[Path] | None,
+    measured: "Calibration | None",
+    request: tuple[Path | None, str | None, str | None],
+    processes: int | None,
+    timeout_s: float | None,
+    memory_limit_gib: float | None,
+    how: GridOptions,
+    fields: Mapping[str, str | None],
+) -> int:
+    """Prove the step of records, or of the options. Returns the exit code."""
+    from trainstep.cli.running.prove import prove_model, prove_rows, request_of
+
+    if how.resume:
+        raise ValueError("resume: --prove always goes on with what its file of records has; leave it out")
+    asked = request_of(*request)
+    if processes is None and how.budget_minutes is not None:
+        processes = _FEW_PROCESSES
+    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib, processes=processes)
+    if not paths:
+        return prove_model(fields, measured, bounds, memory_limit_gib, asked, how)
+    given = {**fields, "config": how.config}
+    if name := next((name for name, value in given.items() if value is not None), None):
+        raise ValueError(f"{name}: the step is that of the records, so that it would have no effect; leave it out")
+    return prove_rows(_read(paths, None, None), measured, bounds, asked, how)
+
+
 def _calibration(path: Path | None) -> "Calibration | None":
     if path is None:
         return None
@@ -107,14 +164,18 @@ def _explain_files(
     name = next((name for name, value in given.items() if value is not None and value is not False), None)
     if name is not None:
         raise ValueError(f"{name}: records are read, nothing runs, so that it would have no effect; leave it out")
+    return _show(_read(paths, timeout_s, memory_limit_gib), measured, how)
+
+
+def _read(paths: Sequence[Path], timeout_s: float | None, memory_limit_gib: float | None) -> "Sequence[Row]":
+    """The rows of the files, read within limits."""
     from trainstep.cli.streams import tell_reading
     from trainstep.reading import limited_here
     from trainstep.report.kit.rows import read_rows, record_files
 
     tell_reading([file for path in paths for file in record_files(path)])
     with limited_here(read_limits(timeout_s, memory_limit_gib), ", ".join(map(str, paths))):
-        rows = read_rows(paths)
-    return _show(rows, measured, how)
+        return read_rows(paths)
 
 
 def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOptions) -> int:

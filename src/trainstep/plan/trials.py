@@ -33,7 +33,7 @@ from trainstep.records.compare import Comparison
 Options = Mapping[str, Any]
 """Flat config fields, as the command line gives them."""
 HOPELESS = 1.5
-"""A trial that takes this many times the best's time is not compared further. Two processes of the same step differ by less."""
+"""A change of which two trials take this many times the best's time is not compared further."""
 _ROUNDOFF = {"fp32": 2**-24, "tf32": 2**-11, "fp16_autocast": 2**-11}
 _BF16_ROUNDOFF = 2**-8
 _SHARE, _LEAST = 2**-6, 2**-20
@@ -190,8 +190,12 @@ class Trials:
             )
             return step, tried
         if fastest_s and alone_s and alone_s > HOPELESS * fastest_s * work:
+            # A neighbour may have slowed the whole process: a second one must be as slow before the change is given up.
+            alone_s = min(alone_s, self.measured(after, 1).step_s or alone_s)
+            tried = replace(tried, step_s=alone_s)
+        if fastest_s and alone_s and alone_s > HOPELESS * fastest_s * work:
             ratio = alone_s / fastest_s / work
-            why = f"its fastest step took {ratio:.3g} times the best's, each alone, so it was not compared further"
+            why = f"its fastest step took {ratio:.3g} times the best's, each alone and twice, so it was not compared further"
             return Step(change=name, word="slower", reason=why, alone_s=alone_s), tried
         step = self.judged(name, before, after, tried)
         return replace(step, apart=check.apart, allowed=check.allowed), tried

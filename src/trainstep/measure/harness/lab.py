@@ -121,10 +121,10 @@ class Lab:
         return expected_time(self._trial_cell(options), earlier_durations([self.store.path, RUNS])).seconds
 
     def comparison_s(self, options: Options) -> float:
-        """About how many seconds a comparison takes; before the first, as many trials as it has processes at least."""
+        """About how many seconds a comparison takes; before the first, a trial for each set of processes: both start at once."""
         if self._comparisons_s:
             return fmean(self._comparisons_s)
-        return 2 * (self._limits.processes or _FEWEST_PROCESSES) * self.trial_s(options)
+        return (self._limits.processes or _FEWEST_PROCESSES) * self.trial_s(options)
 
     def _cell(self, options: Options, named: Sequence[str] = ()) -> Cell:
         grid = {name: [value] for name, value in options.items()}
