@@ -173,7 +173,7 @@ def test_the_budget_leaves_the_rest_and_says_so(budget: int):
 def test_room_is_reserved_for_what_helped_so_far_together():
     lab = Lab({"step": 0.5})
     lab.run(CAPTURE, BLOCK)
-    begin, capture, block, together = [1, 1], [1, 0], [2, 1], [0, 2, 0]
+    begin, capture, block, together = [0, 0], [1, 0], [2, 1], [0, 2, 0]
     assert lab.reserved == begin + capture + block + together
 
 

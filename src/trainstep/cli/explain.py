@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from trainstep.cli.options import TIMEOUT_S, GridOptions, limits, read_limits, with_fields
 from trainstep.cli.profile import profile_cells
+from trainstep.cli.running.prove_options import ProveOptions
 from trainstep.config.grid import Cell, groups_along
 from trainstep.config.profile import ProfileConfig
 from trainstep.records.record import Record
@@ -27,11 +28,7 @@ def explain(
     /,
     *,
     calibration: Path | None = None,
-    prove: Annotated[bool, Parameter(negative=())] = False,
-    out_config: Path | None = None,
-    allow_precision: str | None = None,
-    allow_batch_size: str | None = None,
-    processes: int | None = None,
+    proof: ProveOptions = ProveOptions(),
     timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     how: GridOptions = GridOptions(),
@@ -61,31 +58,15 @@ def explain(
         Files of records, or folders: every *.jsonl in them. Of runs, the last record of each.
     calibration
         File that `trainstep doctor --measure --out FILE` wrote on the GPU of the steps; by default the GPU's own.
-    prove
-        Then apply the changes, one at a time and together: each is interleaved with the original step in fresh processes, and its
-        losses are checked. Predicted and measured gain stand side by side. The same command goes on where it stopped: records are
-        in runs/explain-prove.jsonl or --out. Of records with several steps, the one furthest above its floor. Of a script of your
-        own: the lines to write.
-    out_config
-        With --prove: write the winning options as a TOML file for --config of bench, or of parallel.
-    allow_precision
-        With --prove: the precisions that may be tried, as bf16_autocast,bf16_master; they change the losses.
-    allow_batch_size
-        With --prove: the batch sizes that may be tried, as 8,16, by their time per token; they change the losses.
-    processes
-        With --prove: fresh processes for each side of a comparison; by default as bench, and with --budget-minutes 6.
     timeout_s
         Seconds after which a cell is killed, by default 600; with files the limit for reading, 60.
     memory_limit_gib
         GiB of memory that a CPU cell may use, by default 90 % of the machine's; with files the reader's, 1.86.
     """
     measured = _calibration(calibration)
-    if prove:
-        request = out_config, allow_precision, allow_batch_size
-        return _prove(paths, measured, request, processes, timeout_s, memory_limit_gib, how, fields)
-    proving: dict[str, object] = {"out_config": out_config, "allow_precision": allow_precision}
-    proving |= {"allow_batch_size": allow_batch_size, "processes": processes}
-    if name := next((name for name, value in proving.items() if value is not None), None):
+    if proof.prove:
+        return _prove(paths, measured, proof, timeout_s, memory_limit_gib, how, fields)
+    if name := next(iter(proof.given()), None):
         raise ValueError(f"{name}: has no effect without --prove; add that, or leave it out")
     if paths:
         return _explain_files(paths, measured, timeout_s, memory_limit_gib, how, fields)
@@ -119,8 +100,7 @@ def explain(
 def _prove(
     paths: Sequence[Path] | None,
     measured: "Calibration | None",
-    request: tuple[Path | None, str | None, str | None],
-    processes: int | None,
+    proof: ProveOptions,
     timeout_s: float | None,
     memory_limit_gib: float | None,
     how: GridOptions,
@@ -131,10 +111,9 @@ def _prove(
 
     if how.resume:
         raise ValueError("resume: --prove always goes on with what its file of records has; leave it out")
-    asked = request_of(*request)
-    if processes is None and how.budget_minutes is not None:
-        processes = _FEW_PROCESSES
-    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib, processes=processes)
+    asked = request_of(proof)
+    few = _FEW_PROCESSES if proof.processes is None and how.budget_minutes is not None else proof.processes
+    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib, processes=few)
     if not paths:
         return prove_model(fields, measured, bounds, memory_limit_gib, asked, how)
     given = {**fields, "config": how.config}

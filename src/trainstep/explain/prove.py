@@ -229,7 +229,8 @@ def prove(
     """Measure the candidates in their order, each against the start, then all that helped together.
 
     `reserve`: is told for how many comparisons the budget must have room after the next measurement, so that what helped is
-    measured together before the budget ends. `said`: is told of each candidate that is measured, with its place among them.
+    measured together before the budget ends. `said`: is told of each candidate that is measured, the joined one last,
+    with its place and their number.
     """
     return _Prover(start, measured_s, predict, key_of, trial, compare, reserve).run(tried, said)
 
@@ -250,15 +251,18 @@ class _Prover(Trials):
         self._predict, self._reserve = predict, reserve
         self._names: dict[str, str] = {}
         """Key -> the candidate that has these options."""
+        self._count = 0
+        """How many comparisons there will be, with the one of all together."""
 
     def run(self, tried: Sequence[Candidate], said: Callable[[int, int, Candidate], None]) -> Proof:
         proof, waiting = self.proof, list(tried)
         try:
             self._begin()
             can_run = [candidate for candidate in tried if not self._why_not(candidate)]
+            self._count = len(can_run) + 1
             while waiting and not proof.trouble:
                 if waiting[0] in can_run:
-                    said(can_run.index(waiting[0]) + 1, len(can_run), waiting[0])
+                    said(can_run.index(waiting[0]) + 1, self._count, waiting[0])
                 proof.singles.append(self._single(waiting[0]))
                 waiting.pop(0)
         except BudgetSpent:
@@ -266,14 +270,14 @@ class _Prover(Trials):
             proof.singles += [self._not_run(candidate) for candidate in waiting if self._why_not(candidate)]
         self._reserve(0)
         try:
-            self._measure_together()
+            self._measure_together(said)
         except BudgetSpent:
             proof.untried.append(TOGETHER)
         return proof
 
     def measured(self, options: Options, repeat: int = 0) -> Any:
-        """The trial, if the budget has room for what it leads to."""
-        self._reserve(1 + bool(self.proof.helped))
+        """The trial, if the budget has room for what it leads to, too; those of the start lead to everything."""
+        self._reserve(0 if self.proof.start_s is None else 1 + bool(self.proof.helped))
         return super().measured(options, repeat)
 
     def judged(self, name: str, before: Options, after: Options, tried: Any) -> Step:
@@ -323,7 +327,7 @@ class _Prover(Trials):
         )
         return step
 
-    def _measure_together(self) -> None:
+    def _measure_together(self, said: Callable[[int, int, Candidate], None]) -> None:
         """Join what helped, the fastest first, as far as a config takes it, and compare that with the start once more."""
         proof = self.proof
         fields: dict[str, Any] = {}
@@ -337,11 +341,11 @@ class _Prover(Trials):
             else:
                 fields |= more
         if fields:
-            step = self._against_start(TOGETHER, fields)
             candidate = Candidate(fields=fields, gain=self._predict(fields))
             if len(proof.helped) == 1:
                 candidate = proof.helped[0].candidate
-            proof.together = Tried(candidate=candidate, step=step)
+            said(self._count, self._count, candidate)
+            proof.together = Tried(candidate=candidate, step=self._against_start(TOGETHER, fields))
 
 
 def _ratio(step: Step) -> float:

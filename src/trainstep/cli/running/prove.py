@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainstep.cli.cells import FAULTED, UNFINISHED, check_page, interrupt_says, run_cells, show_dry_run
+from trainstep.cli.cells import FAULTED, UNFINISHED, check_kept, check_page, interrupt_says, run_cells, show_dry_run
 from trainstep.cli.options import GridOptions, this_machine
 from trainstep.cli.profile import profile_cells
 from trainstep.cli.running.preset import allowed_precisions, lab_of, tell
 from trainstep.cli.running.progress import span_words
+from trainstep.cli.running.prove_options import ProveOptions
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.grid import Cell, groups_along
 from trainstep.explain.floor import check_calibration
@@ -67,18 +68,17 @@ class Request:
     batch_sizes: Sequence[int]
 
 
-def request_of(out_config: Path | None, allow_precision: str | None, allow_batch_size: str | None) -> Request:
+def request_of(proof: ProveOptions) -> Request:
     """The request of the command line's texts. ValueError names the option."""
-    if out_config is not None:
-        check_output("out_config", out_config, "proof")
+    if proof.out_config is not None:
+        check_output("out_config", proof.out_config, "proof")
     sizes = []
-    for word in [] if allow_batch_size is None else allow_batch_size.split(","):
+    for word in [] if proof.allow_batch_size is None else proof.allow_batch_size.split(","):
         if not word.strip().isdecimal() or not int(word):
             raise ValueError(f"allow_batch_size: {word.strip()!r} is no positive number; write it as 8,16")
         sizes.append(int(word))
-    return Request(
-        out_config=out_config, precisions=allowed_precisions(allow_precision), batch_sizes=list(dict.fromkeys(sizes))
-    )
+    precisions = allowed_precisions(proof.allow_precision)
+    return Request(out_config=proof.out_config, precisions=precisions, batch_sizes=list(dict.fromkeys(sizes)))
 
 
 def prove_model(
@@ -101,6 +101,8 @@ def prove_model(
     if how.dry_run and cells[0].key not in store.latest():
         note = "Then each change of its explanation is measured against it."
         return show_dry_run(groups, store, environment=here, options=how, as_json=how.json, note=note)
+
+    check_kept(cells, "keep_trace")
 
     def execute(waiting: Sequence[Sequence[Cell]], told: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
         return run_groups(waiting, bounds, told)
@@ -203,8 +205,8 @@ def _prove(
 
 
 def _progress_words(lab: Lab, place: int, of: int, candidate: Candidate) -> str:
-    """`[2/5] capture step; about 3 min left`: of all changes that are left, and then all together."""
-    left_s = (of - place + 1) * (lab.trial_s(lab.start) + lab.comparison_s(lab.start)) + lab.comparison_s(lab.start)
+    """`[2/6] capture step; at most about 3 min left`; the last is all changes together."""
+    left_s = (of - place + 1) * (lab.trial_s(lab.start) + lab.comparison_s(lab.start))
     return f"[{place}/{of}] {candidate.name}; at most about {span_words(left_s)} left"
 
 

@@ -204,4 +204,4 @@ def _comment(proof: Proof, tried: Tried) -> str:
     predicted = (
         f", predicted {ms_words(candidate.gain.time_s)} ({span_words(candidate.gain)})" if candidate.gain else ""
     )
-    return f"{candidate.name}: {tried.step.word}: {ms_words(gain.time_s)} less ({span_words(gain)}){predicted}"
+    return f"{candidate.name}: {tried.step.word}: gain {ms_words(gain.time_s)} ({span_words(gain)}){predicted}"
