@@ -239,6 +239,7 @@ def test_of_a_script_the_lines_and_a_patch_are_shown(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_real_proof_is_killed_goes_on_and_its_options_are_read(folder: Path):
     command = [*COMMAND, "--processes", 1, "--out-config", "fast.toml"]
     records = folder / "p.jsonl"
@@ -269,6 +270,7 @@ def test_a_real_proof_is_killed_goes_on_and_its_options_are_read(folder: Path):
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_on_a_gpu_predicted_gains_are_measured_and_the_options_are_read(capsys: pytest.CaptureFixture[str]):
     words = ["explain", "--device", "cuda", "--model", "small", "--context", "256", "--steps", "20"]
     options = ["--prove", "--budget-minutes", "4", "--allow-precision", "bf16_autocast", "--out", "p.jsonl"]
