@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,25 @@ def test_a_record_of_another_verb_is_proved_too(fake: FakeGroups, capsys: pytest
     command = ["explain", "bench.jsonl", "--prove", "--out", "p.jsonl"]
     out = shown(capsys, command=command)
     assert "with compile block a step takes 0.800" in out, "its attention is sdpa already"
+
+
+def test_a_record_of_several_ranks_is_proved_by_their_strategies(fake: FakeGroups, capsys: pytest.CaptureFixture[str]):
+    fake.speeds = {"bucketed": 0.5}
+    cell = cell_of(workload="parallel", context=16, ranks=2, sync="naive")
+    [[record]] = fake([[cell]], None, lambda *_: None)
+    Store(Path("parallel.jsonl")).append(record)
+    out = shown(
+        capsys, "--out-config", "fast.toml", command=["explain", "parallel.jsonl", "--prove", "--out", "p.jsonl"]
+    )
+    assert "with sync bucketed a step takes 0.500" in out
+    assert "`trainstep parallel --config fast.toml` takes these options." in out
+    options = tomllib.loads(Path("fast.toml").read_text())
+    assert (options["sync"], options["ranks"]) == ("bucketed", 2)
+    assert app.run(["parallel", "--config", "fast.toml", "--dry-run", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["cells"]) == 1
+    Store(Path("nodes.jsonl")).append(replace(record, config={**record.config, "nodes": 2}))
+    assert app.run(["explain", "nodes.jsonl", "--prove"]) == 2
+    assert "prove: the step ran on several nodes" in capsys.readouterr().err
 
 
 def cell_of(**values: object) -> prove.Cell:

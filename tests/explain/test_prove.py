@@ -106,6 +106,13 @@ def test_the_faster_of_two_values_of_a_field_is_taken():
     assert proof.left_out == [("adamw loop", "adamw foreach is faster")]
 
 
+def test_strategies_with_their_options_are_one_choice():
+    bucketed, larger = (Candidate(fields={"sync": "bucketed", **more}) for more in ({}, {"bucket_mib": 25.0}))
+    proof = Lab({"bucketed": 0.5}).run(bucketed, larger)
+    assert proof.chosen == {**START, "sync": "bucketed"}
+    assert proof.left_out == [("sync bucketed with bucket_mib 25.0", "sync bucketed is faster")]
+
+
 def test_what_a_config_refuses_beside_a_faster_change_is_left_out_with_the_reason():
     lab = Lab({"step": 0.9, "block": 0.5})
     lab.refused = ("step", "block")

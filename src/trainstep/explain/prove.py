@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainstep.config.parallel import RanksConfig
+from trainstep.config.parallel import STRATEGY_FIELDS, RanksConfig
 from trainstep.config.parsing import CONFIGS, given_values
 from trainstep.config.run import RunConfig
 from trainstep.explain.budget import Budget
@@ -333,9 +333,11 @@ class _Prover(Trials):
         fields: dict[str, Any] = {}
         for tried in proof.helped:
             more = dict(tried.candidate.fields)
-            other = next((name for name in more if fields.get(name, more[name]) != more[name]), None)
-            if other is not None:
-                proof.left_out.append((tried.candidate.name, f"{name_of({other: fields[other]})} is faster"))
+            rivals = [name for name in more if fields.get(name, more[name]) != more[name]]
+            if STRATEGY_FIELDS & set(more):  # a strategy and its options are one choice
+                rivals += sorted(STRATEGY_FIELDS & set(fields))
+            if rivals:
+                proof.left_out.append((tried.candidate.name, f"{name_of({rivals[0]: fields[rivals[0]]})} is faster"))
             elif why := self.refusal({**proof.start, **fields, **more}):
                 proof.left_out.append((tried.candidate.name, f"beside {name_of(fields)} it is refused: {why}"))
             else:

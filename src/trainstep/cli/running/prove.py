@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.cli.cells import FAULTED, UNFINISHED, check_kept, check_page, interrupt_says, run_cells, show_dry_run
-from trainstep.cli.options import GridOptions, this_machine
+from trainstep.cli.options import GridOptions, check_gpus, this_machine
 from trainstep.cli.profile import profile_cells
 from trainstep.cli.running.preset import allowed_precisions, lab_of, tell
 from trainstep.cli.running.progress import span_words
@@ -137,17 +137,28 @@ def prove_rows(
         raise ValueError(
             f"prove: a record of {record.workload} cannot be built again; give one of {', '.join(_PROVABLE)}, or --model"
         )
-    here, _ = this_machine(
-        str(record.config["device"]), instead="--model, which explains a step of this machine", forks=not how.dry_run
-    )
-    if here.gpu != record.environment.gpu and record.config["device"] == "cuda" and not how.allow_mixed:
+    here = _same_machine(record, how)
+    if len(explained) > 1:
+        tell(f"of {len(explained)} steps, the one furthest above its floor is proved: {one.label}", how)
+    return _prove(one, _store(how), bounds, request, how, here, began_s)
+
+
+def _same_machine(record: Record, how: GridOptions) -> Environment:
+    """This machine. ValueError if it is not like the one on which the record's step ran."""
+    device, ranks = str(record.config["device"]), int(record.config.get("ranks", 1))
+    if record.config.get("nodes", 1) > 1:
+        raise ValueError(
+            "prove: the step ran on several nodes, and a proof runs on one; give a record of a step on one node"
+        )
+    forks = not how.dry_run and ranks == 1
+    here, _ = this_machine(device, instead="--model, which explains a step of this machine", forks=forks)
+    check_gpus([ranks], device, here, verb="parallel")
+    if device == "cuda" and here.gpu != record.environment.gpu and not how.allow_mixed:
         raise ValueError(
             f"prove: the step was measured on {record.environment.gpu}, and here is {here.gpu}; take --model to explain and prove "
             "a step of this machine, or --allow-mixed"
         )
-    if len(explained) > 1:
-        tell(f"of {len(explained)} steps, the one furthest above its floor is proved: {one.label}", how)
-    return _prove(one, _store(how), bounds, request, how, here, began_s)
+    return here
 
 
 def _store(how: GridOptions) -> Store:
