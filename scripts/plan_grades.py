@@ -12,9 +12,11 @@ from trainstep.report.plan.grade_chart import grade_chart
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 FOLDERS = ("h200", "h100")
+LEFT_OUT = {"same_against_same"}
+"""A hundred records of one step."""
 HEAD = """# Predictions beside measurements
 
-By `python scripts/plan_grades.py`, of the records in h200/ and h100/: what `trainstep plan --grade` prints of both.
+By `python scripts/plan_grades.py`, of the records in h200/ and h100/ but same_against_same, a hundred records of one step: what `trainstep plan --grade` prints of both.
 
 ![Predicted against measured time of every graded step](plan.svg)
 
@@ -24,6 +26,7 @@ By `python scripts/plan_grades.py`, of the records in h200/ and h100/: what `tra
 def made(results: Path) -> dict[Path, str]:
     """The files with their texts."""
     files = [file for folder in FOLDERS for file in sorted((results / folder).glob("*.jsonl"))]
+    files = [file for file in files if file.stem not in LEFT_OUT]
     found = graded_files(files)
     return {results / "plan.md": HEAD + found.markdown(), results / "plan.svg": grade_chart(found.times)}
 

@@ -27,6 +27,7 @@ _NO_PUBLISHED_TABLE = {
     "captured_ranks": "a table of our own: strategies as one graph, measured in part",
     "ops": "a table of our own: ops beside attention against other packages, measured in part",
     "predicted_again": "a table of our own: steps that were predicted and wait for a GPU",
+    "same_against_same": "a table of our own: a captured step compared with itself",
     "plan_grids": "a table of our own: what a search is graded on; its records are in results/h100",
     "plan_grids_ranks": "the same on two GPUs",
     "copy_ceiling": "what the ops are compared with; its record is in ops.jsonl",

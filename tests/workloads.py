@@ -131,6 +131,28 @@ def _abort_second(config: Config) -> None:
     Path(config["file"]).touch()
 
 
+def _run_out_second(config: Config) -> None:
+    """Run out of memory in the second process alone."""
+    first, second = Path(config["file"]), Path(config["file"] + ".second")
+    if first.exists() and not second.exists():
+        second.touch()
+        _run_out(config)
+    first.touch()
+
+
+def _meet(config: Config) -> None:
+    """From a variant's second process on, wait until the other of two variants is here as often; fail after ten seconds."""
+    folder = Path(config["folder"])
+    folder.mkdir(exist_ok=True)
+    (folder / f"{config['name']} {os.getpid()}").touch()
+    times = len(list(folder.glob(f"{config['name']} *")))
+    end_s = time.monotonic() + 10
+    while times > 1 and len(list(folder.iterdir())) < 2 * times:
+        if time.monotonic() > end_s:
+            raise RuntimeError("the other variant did not come")
+        time.sleep(0.01)
+
+
 def _send(number: int) -> Callable[[Config], None]:
     return lambda config: os.kill(os.getpid(), number)
 
@@ -232,6 +254,8 @@ ACTS: dict[str, Callable[[Config], None]] = {
     "words": _nothing,
     "abort": _abort,
     "abort_second": _abort_second,
+    "run_out_second": _run_out_second,
+    "meet": _meet,
     "segfault": _send(signal.SIGSEGV),
     "kill": _send(signal.SIGKILL),
     "real_time_signal": _send(40),

@@ -13,8 +13,9 @@ import pytest
 
 from cell_maker import importable, is_alive, planted, silent, wait_until
 from trainstep.config.grid import Cell
-from trainstep.measure.harness.interleave import _Plan, run_interleaved
+from trainstep.measure.harness.interleave import _prepares_beside_others, run_interleaved
 from trainstep.measure.harness.runner import Limits
+from trainstep.measure.harness.sets_plan import SetsPlan
 from trainstep.measure.harness.sweep import RoundParts
 from trainstep.measure.machine.environment import environment
 from trainstep.records.compare import Comparison, compare_records, compare_samples
@@ -102,7 +103,7 @@ def test_slow_steps_are_split_over_processes(log: Path, seconds: float, steps: i
 def test_a_step_of_a_turn_cut_short_counts_whole(log: Path, monkeypatch: pytest.MonkeyPatch):
     """A variant with fewer steps than a turn has its seconds divided by the steps that it took."""
     decided: list[float] = []
-    monkeypatch.setattr(_Plan, "decide_steps", lambda _plan, step_s, shared: decided.append(step_s))
+    monkeypatch.setattr(SetsPlan, "decide_steps", lambda _plan, step_s, shared: decided.append(step_s))
     run([*variants(log, "a", steps=40), *variants(log, "b", steps=1, seconds=0.2)])
     assert calls_of(log, "take")[:2] == ["a 4", "b 1"]
     assert decided[0] >= 0.2
@@ -111,7 +112,7 @@ def test_a_step_of_a_turn_cut_short_counts_whole(log: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(("set_s", "sets"), [(0.1, 12), (5.1, 10), (6.1, 8), (8.0, 6), (600.0, 6)])
 def test_as_many_sets_of_processes_run_as_fit_into_a_minute(set_s: float, sets: int):
     """Sets come in pairs of both orders. The first set, which waits for imports, does not count."""
-    plan = _Plan([planted(steps=10)], None)
+    plan = SetsPlan([planted(steps=10)], None)
     plan.decide_sets(100.0)
     assert plan.sets is None
     for later_s in (set_s, 100.0):
@@ -125,7 +126,7 @@ def test_as_many_sets_of_processes_run_as_fit_into_a_minute(set_s: float, sets: 
 )
 def test_a_noisy_machine_gets_more_processes(set_s: float, half_width: float, sets: int):
     """They are decided once, and never where the user gave a number."""
-    plan, given = (_Plan([planted(steps=10)], processes) for processes in (None, 5))
+    plan, given = (SetsPlan([planted(steps=10)], processes) for processes in (None, 5))
     for each in (plan, given):
         each.decide_sets(100.0)
         each.decide_sets(set_s)
@@ -148,7 +149,7 @@ def test_further_processes_keep_the_interval_honest_and_find_5_percent(
     different = 0
     for _ in range(400):
         logs = random.normal(offset, noise, 24)
-        plan = _Plan([planted(steps=10)], None)
+        plan = SetsPlan([planted(steps=10)], None)
         for _ in range(2):
             plan.decide_sets(1.0)
         first = compared(11, logs)
@@ -164,6 +165,29 @@ def test_few_steps_and_shared_workers_have_one_process(log: Path):
     for records in (run(variants(log, "a", "b", steps=2), processes=None), run(shared(log, "a", "b"), processes=None)):
         assert len({record.fact("process_steps") for record in records}) == 1
         assert [len(record.samples["step"].values) for record in records] == [int(records[0].config["steps"])] * 2
+
+
+def test_processes_of_a_gpu_prepare_at_the_same_time_after_the_first_set(log: Path):
+    """Each waits for the other in the second set, so that one after the other would fail."""
+    names, meets = ("a", "b"), {"act": "meet", "where": "prepare", "steps": 6, "folder": str(log) + ".met"}
+    records = run(variants(log, *names, **meets, device="cuda"), processes=2)
+    assert [record.failure for record in records] == [None, None]
+    assert calls_of(log, "prepare")[:2] == ["a", "b"]
+    assert calls_of(log, "take")[-6:] == ["b 1", "a 1"] * 3
+
+
+def test_a_variant_that_runs_out_while_others_prepare_makes_rounds(log: Path):
+    """Both prepare in the second set, and one of them has no memory for it."""
+    hungry = {"act": "run_out_second", "where": "prepare", "file": str(log) + ".held"}
+    cells = [*variants(log, "a", steps=5, device="cuda"), *variants(log, "b", steps=5, device="cuda", **hungry)]
+    records = run(cells, processes=2)
+    assert {record.fact("interleaving") for record in records if record.failure is None} == {"rounds"}
+
+
+@pytest.mark.parametrize("changed", [{"device": "cpu"}, {"device": "cuda", "ranks": 2, "sync": "none"}])
+def test_others_prepare_in_turn(changed: dict[str, Any]):
+    assert not _prepares_beside_others(planted(**changed))
+    assert _prepares_beside_others(planted(device="cuda"))
 
 
 def test_a_variant_lost_in_its_second_process_has_failed(log: Path):

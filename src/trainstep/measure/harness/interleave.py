@@ -16,47 +16,33 @@ Every turn follows a turn of another process. If the order were reversed after e
 have two turns in succession, the second with warm caches, and b would have them in one more pair than a. The median of the
 pairs' ratios would then lie between the pairs where b was warm and the others: below 1 for two equal variants.
 
-[Note: why several sets]
-Some properties of a process last from its start to its end (where its memory lies, which core it got) and are in all its
-turns: no number of turns separates them from a difference of the variants. So several sets run, in an order that is
-reversed from set to set, and the set is the unit of the comparison (records/compare.py). There are twelve sets, or as many
-as fit into a minute, but at least six. The second set says how long a set takes, because the first may also wait until
-torch is imported. Where the machine is so noisy that 5 % would not show, up to twice as many sets run. The width alone
-decides on more sets, never the ratio, so the interval stays near 99 %: of 200,000 simulated comparisons of equal variants
-it excluded 1 in 1.0 to 1.6 %. (Stein's two-stage test of 1945 would be exact.) Each process takes all steps of the config
-while they take no longer than a second; else its share of them. Workloads whose processes measure several cells get one
-set, because starting a process takes longer than the steps.
+[Note: why several sets] Some properties of a process last as long as it does, so the set is the unit of the comparison;
+sets_plan.py decides how many there are.
+
+[Note: who prepares at the same time]
+On a GPU preparing a process (imports, weights, compilation, capture) takes longer than its steps, and most of it is one core's
+work. So the processes of a set prepare at the same time, which also makes their starts alike, except in the first set: it fills
+the caches of compiled code, chooses between kernels by their times, and shows whether the variants fit beside each other. On a
+CPU, whose cores are what is measured, and with several ranks, whose messages would wait for each other, they prepare in turn.
 """
 
 import itertools
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from trainstep.config.grid import Cell, group_name
-from trainstep.measure.harness.connection import CellLost, Tell
-from trainstep.measure.harness.rank_connection import joined_ranks
+from trainstep.measure.harness.connection import Answer, CellLost, Connection, Tell
+from trainstep.measure.harness.rank_connection import joined_ranks, ranks_of
 from trainstep.measure.harness.runner import CellRun, IdleProcesses, Limits, open_run, run_alone, steps_of, with_facts
+from trainstep.measure.harness.sets_plan import FEWEST_SETS, SetsPlan, half_width, window_of
 from trainstep.measure.harness.sweep import RoundParts
-from trainstep.records.compare import MINIMUM_PAIRS, compare_samples
 from trainstep.records.record import Record, Samples
 from trainstep.records.tables import RANKS
 
-_TURNS = 10
 _ROUNDS = 5
 """A round gives one pair, and a comparison needs five."""
-_MOST_SETS = 12
-_FEWEST_SETS = 6
-"""An even number, so that both orders are equally frequent, and one more than an interval needs."""
-_SETS_S = 60.0
-"""About how many seconds all sets may take together."""
-_MOST_SETS_IF_NOISY, _SETS_S_IF_NOISY = 24, 120.0
-"""The same limits for all sets, those before included, where the machine is noisy."""
-_HALF_WIDTH = 0.025
-"""Half of the 99 % interval, as a log ratio, that further sets aim at: a true 5 % is then found in over 95 % of comparisons."""
-_STEPS_S = 1.0
-"""The least seconds of steps that a process of a set takes."""
 
 
 class DoNotFit(Exception):
@@ -98,17 +84,18 @@ def _run_live(
     """Run the sets; only the last set runs the extra steps that follow the timed steps."""
     processes = idle or IdleProcesses(forks=limits.forks, nodes=limits.nodes)
     parts: dict[str, list[Record]] = {cell.key: [] for cell in cells}
-    plan = _Plan(cells, limits.processes)
+    plan = SetsPlan(cells, limits.processes)
     try:
         for index in itertools.count():
             working = [cell for cell in cells if not any(part.failure for part in parts[cell.key])]
             for cell in working if index else ():
-                tell(cell, f"process {index + 1} of {plan.sets or f'{_FEWEST_SETS} or more'}")
+                tell(cell, f"process {index + 1} of {plan.sets or f'{FEWEST_SETS} or more'}")
             live = _LiveSet(working if index % 2 == 0 else working[::-1], limits, tell, processes)
             try:
-                live.run(plan)
+                live.run(plan, together=index > 0 and all(map(_prepares_beside_others, working)))
                 if index + 1 == plan.sets:
-                    plan.extend(_half_width(cells, parts, plan))
+                    joined = {key: _joined(found) for key, found in parts.items() if found}
+                    plan.extend(half_width(cells, joined, plan))
                 # One variant alone is compared with nothing: it takes the steps that its config asks for, and no more.
                 last = index + 1 == plan.sets or len(live.alive) < (2 if plan.takes_all else 1)
                 for cell in cells:
@@ -130,79 +117,6 @@ def _run_live(
             processes.close()
 
 
-class _Plan:
-    """The number of sets, and the steps of a process and of a turn. The first two sets decide them for all sets."""
-
-    def __init__(self, cells: Sequence[Cell], sets: int | None) -> None:
-        self._window = _window(cells)
-        self._all_steps = max(map(steps_of, cells))
-        self.sets = 1 if self._all_steps // self._window < MINIMUM_PAIRS and sets is None else sets
-        self.turn = _whole_windows(self._all_steps // _TURNS, self._window)
-        self._steps: int | None = None
-        self._sets_taken = 0
-        self._set_s: float | None = None
-        """How long a set takes, if further sets may follow those that were decided first."""
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether each process takes all steps of the config."""
-        return self._steps == self._all_steps
-
-    def steps_of(self, cell: Cell) -> int:
-        """The number of steps that a process of the cell takes."""
-        return steps_of(cell) if self._steps is None else min(self._steps, steps_of(cell))
-
-    def decide_steps(self, step_s: float, *, shared: bool) -> None:
-        """Decide, after the first turn, how many steps a process takes.
-
-        `step_s`: what a step of the slowest variant took in this turn. `shared`: the processes can measure several
-        cells, so one set is enough.
-        """
-        if self._steps is not None:
-            return
-        if shared:
-            self.sets = 1
-        share = -(-self._all_steps // (self.sets or _FEWEST_SETS))
-        wanted = max(share, self.turn, int(_STEPS_S / step_s))
-        self._steps = self._all_steps if wanted >= self._all_steps else _whole_windows(wanted, self._window)
-
-    def decide_sets(self, set_s: float) -> None:
-        """Decide the number of sets after the second set, which took `set_s`; do nothing after the others."""
-        if self._sets_taken == 1 and self.sets is None:
-            self._set_s = set_s
-            self.sets = max(min(_even_number_of_sets(_SETS_S, set_s), _MOST_SETS), _FEWEST_SETS)
-        self._sets_taken += 1
-
-    def extend(self, half_width: float) -> None:
-        """Decide on further sets, once, before the last set ends. `half_width`: of the widest interval so far, as a log ratio."""
-        if self._set_s is not None and self.sets is not None:
-            wanted = math.ceil(self.sets * (half_width / _HALF_WIDTH) ** 2 / 2) * 2
-            fitting = _even_number_of_sets(_SETS_S_IF_NOISY, self._set_s)
-            self.sets = max(min(wanted, _MOST_SETS_IF_NOISY, fitting), self.sets)
-        self._set_s = None
-
-
-def _even_number_of_sets(seconds: float, set_s: float) -> int:
-    """The number of sets that fit, rounded down to an even number, so that both orders are equally frequent."""
-    return 2 * int(seconds / set_s / 2)
-
-
-def _half_width(cells: Sequence[Cell], parts: Mapping[str, Sequence[Record]], plan: _Plan) -> float:
-    """Half of the widest 99 % interval of the variants' times against the first one's, as a log ratio; 0 without intervals."""
-    timed = [
-        (record.samples["step"], plan.turn // _window([cell]), plan.steps_of(cell) // _window([cell]))
-        for cell in cells
-        if parts[cell.key] and "step" in (record := _joined(parts[cell.key])).samples
-    ]
-    widths = [0.0]
-    for other, turn, steps in timed[1:]:
-        first, first_turn, first_steps = timed[0]
-        ratio = compare_samples(first, other, turn_steps=(first_turn, turn), process_steps=(first_steps, steps))
-        if ratio.low and ratio.high:
-            widths.append(math.log(ratio.high / ratio.low))
-    return max(widths) / 2
-
-
 class _LiveSet:
     """A set.
 
@@ -214,6 +128,8 @@ class _LiveSet:
         self._cells, self._limits, self._tell, self._processes = cells, limits, tell, processes
         self._runs: list[CellRun] = []
         self._ended: dict[str, Record] = {}
+        self._leaving: list[Connection] = []
+        """Of processes that have finished. They end together, because the end of a process that used a GPU takes a while."""
         self._shared = False
 
     @property
@@ -221,12 +137,15 @@ class _LiveSet:
         """The variants that have no record yet."""
         return [run for run in self._runs if run.cell.key not in self._ended]
 
-    def run(self, plan: _Plan) -> None:
-        """Prepare every variant in order, then take all steps, interleaved."""
+    def run(self, plan: SetsPlan, *, together: bool) -> None:
+        """Prepare every variant, in order or all `together`, then take all steps, interleaved."""
         began_s = time.monotonic()
         for cell in self._cells:
             self._runs.append(CellRun(cell, self._limits, self._processes.take(cell, self._tell)))
-            self._advance(self._runs[-1], "prepare")
+            if not together:
+                self._advance(self._runs[-1], "prepare")
+        if together:
+            self._prepare_together()
         firsts = [(run, min(plan.turn, steps_of(run.cell))) for run in self.alive]
         step_s = [self._take(run, steps) / steps for run, steps in firsts]
         plan.decide_steps(max(step_s, default=1.0), shared=self._shared)
@@ -245,10 +164,27 @@ class _LiveSet:
         return self._ended[cell.key]
 
     def close(self) -> None:
-        """End what is still alive."""
+        """End what is still alive, and wait for the end of what has finished."""
         for run in self.alive:
             run.connection.kill()
             run.connection.close()
+        with ThreadPoolExecutor(max(len(self._leaving), 1), thread_name_prefix="close") as threads:
+            list(threads.map(lambda connection: connection.close(), self._leaving))
+        self._leaving.clear()
+
+    def _prepare_together(self) -> None:
+        """Prepare all variants at the same time. [Note: who prepares at the same time]"""
+        for run in self._runs:
+            run.see_load()
+        with ThreadPoolExecutor(len(self._runs), thread_name_prefix="prepare") as threads:
+            prepared: list[Future[Answer]] = [threads.submit(run.prepare, load_seen=True) for run in self._runs]
+            try:
+                wait(prepared)
+            except BaseException:
+                self.close()  # the threads wait for these processes, and this block for the threads
+                raise
+        for run, answer in zip(self._runs, prepared, strict=True):
+            self._settle(run, "prepare", answer.result)
 
     def _take(self, run: CellRun, steps: int) -> float:
         """Take a turn and return the seconds that it took."""
@@ -261,10 +197,14 @@ class _LiveSet:
 
         DoNotFit if it ran out of memory beside other live processes.
         """
+        self._settle(run, do, run.prepare if do == "prepare" else lambda: run.ask(do, **fields))
+
+    def _settle(self, run: CellRun, do: str, answered: Callable[[], Answer]) -> None:
+        """Take the answer to the action `do`, which `answered` returns, or raises CellLost; the rest is `_advance`'s."""
         others = len(self.alive) - 1
         again = False
         try:
-            answer = run.prepare() if do == "prepare" else run.ask(do, **fields)
+            answer = answered()
         except CellLost as lost:
             record = run.failed(lost.failure)
         else:
@@ -278,6 +218,8 @@ class _LiveSet:
         self._ended[run.cell.key] = record
         if again:
             self._processes.give(run.cell, run.connection)
+        elif do == "finish":
+            self._leaving.append(run.connection)
         else:
             run.connection.close()
 
@@ -295,7 +237,7 @@ def _run_in_rounds(
     A variant that failed is not run again. Only the last round runs the extra steps that follow the timed steps.
     """
     parts: dict[str, list[Record]] = {cell.key: [] for cell in cells}
-    window = _window(cells)
+    window = window_of(cells)
     share = -(-max(map(steps_of, cells)) // rounds)
     steps = -(-share // window) * window
     for index in range(rounds):
@@ -350,7 +292,7 @@ def _facts(how: str, cells: Sequence[Cell], cell: Cell, turn: int, steps: int, *
     the record `first` tells this run of the group from another, whose records may lie beside these; rounds that go on
     after a kill keep it.
     """
-    window = _window([cell])
+    window = window_of([cell])
     return {
         "interleaving": how,
         "interleaving_group": f"{group_name(cells)} {first.started_at} {first.duration_s}",
@@ -359,12 +301,6 @@ def _facts(how: str, cells: Sequence[Cell], cell: Cell, turn: int, steps: int, *
     }
 
 
-def _whole_windows(steps: int, window: int) -> int:
-    """The largest number of steps up to `steps` that is whole windows; at least one window."""
-    return max(steps // window, 1) * window
-
-
-def _window(cells: Sequence[Cell]) -> int:
-    """The number of steps after which a window of every cell ends."""
-    sizes = [cell.config.get("sync") for cell in cells]
-    return math.lcm(*(size for size in sizes if isinstance(size, int)))
+def _prepares_beside_others(cell: Cell) -> bool:
+    """Whether the cell's process may prepare while the others do. [Note: who prepares at the same time]"""
+    return cell.config.get("device") == "cuda" and ranks_of(cell) == 1

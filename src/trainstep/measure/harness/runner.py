@@ -71,8 +71,13 @@ class CellRun:
         finally:
             self._left_s -= time.monotonic() - asked_s
 
-    def prepare(self) -> Answer:
+    def see_load(self) -> None:
+        """Note what other processes do to this machine. `prepare` does it, unless it is done before other cells prepare."""
         self._load_before = load_before(str(self.cell.config.get("device")), self._limits.visible_devices)
+
+    def prepare(self, *, load_seen: bool = False) -> Answer:
+        if not load_seen:
+            self.see_load()
         self.connection.begin()
         return self.ask(
             "prepare",
