@@ -219,6 +219,14 @@ def test_candidates_are_the_changes_of_the_causes_the_largest_predicted_gain_fir
     assert len(names) == len(set(names))
 
 
+def test_what_explain_advises_is_held_to_what_it_printed_and_the_rest_to_plan():
+    advised = replace(finding("unfused", 0.2), change={"compile": "block"})
+    plans = Interval(time_s=-0.3, low_s=-0.4, high_s=-0.2)
+    found = {one.name: one.gain for one in candidates(a_budget(advised), a_config(), lambda fields: plans)}
+    assert found["compile block"] == advised.gain
+    assert found["ops fused"] == plans
+
+
 def test_on_a_cpu_capture_is_impossible_and_a_finding_predicts_what_plan_cannot():
     budget = a_budget(finding("host_launches", 0.2))
     config = a_config(device="cpu")

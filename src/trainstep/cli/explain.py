@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from trainstep.plan.time.calibration import Calibration
     from trainstep.report.kit.rows import Row
 
-_FEW_PROCESSES = 6
-"""Of each side of a proof's comparison under a budget: the fewest that give a verdict, so that more changes are measured."""
-
 
 @with_fields(ProfileConfig)
 def explain(
@@ -36,7 +33,8 @@ def explain(
 ) -> int:
     """Say why a step takes its time: what its work needs at least, then each excess in ms with its cause, the longest first.
 
-    With files of records (of bench, profile, parallel, numerics, run), nothing runs; of many steps, five have their tables shown.
+    With files of records (of bench, profile, parallel, numerics, run), nothing runs without --prove; of many steps, five have their
+    tables shown.
     Without, the options are those of `profile`: the step is profiled, and then explained. The floor is the model's work at the
     speeds that a calibration measured: one comes with trainstep for H200 and is scaled for other known GPUs. Each excess has the
     change that removes it, the predicted gain with its interval, and a page of docs/guide/slow/. Floor, excesses and what is
@@ -108,12 +106,14 @@ def _prove(
 ) -> int:
     """Prove the step of records, or of the options. Returns the exit code."""
     from trainstep.cli.running.prove import prove_model, prove_rows, request_of
+    from trainstep.measure.harness.sets_plan import FEWEST_SETS
 
     if how.resume:
         raise ValueError("resume: --prove always goes on with what its file of records has; leave it out")
     asked = request_of(proof)
-    few = _FEW_PROCESSES if proof.processes is None and how.budget_minutes is not None else proof.processes
-    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib, processes=few)
+    # Under a budget a comparison takes the fewest processes that give a verdict, so that more changes are measured.
+    processes = FEWEST_SETS if proof.processes is None and how.budget_minutes is not None else proof.processes
+    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib, processes=processes)
     if not paths:
         return prove_model(fields, measured, bounds, memory_limit_gib, asked, how)
     given = {**fields, "config": how.config}

@@ -179,10 +179,11 @@ def candidates(
 ) -> list[Candidate]:
     """What is tried: every change that the config has not taken, the largest predicted gain first, those that are not last.
 
-    Where plan predicts nothing, a change of a finding's cause gains what the budget says of that. `precisions`, `batch_sizes`:
-    those that the user allows.
+    A finding's change gains what the budget says of it. Another of its cause gains what plan predicts, or, where that predicts
+    nothing, as much. `precisions`, `batch_sizes`: those that the user allows.
     """
-    known = {finding.cause: finding.gain for finding in budget.findings if not finding.is_taken}
+    open_findings = [finding for finding in budget.findings if not finding.is_taken]
+    known = {finding.cause: finding.gain for finding in open_findings}
     changes = changes_of(config)
     named = [fields.get("precision") for _, fields in changes]
     changes += [
@@ -191,9 +192,8 @@ def candidates(
     changes += [(_BATCH_CAUSE, {_BATCH: size}) for size in batch_sizes if size != config.run.batch_size]
     found = []
     for cause, fields in changes:
-        gain = predict(fields)
-        if gain is None and _BATCH not in fields:
-            gain = known.get(cause)
+        said = next((finding.gain for finding in open_findings if finding.change == fields), None)
+        gain = said or predict(fields) or (None if _BATCH in fields else known.get(cause))
         found.append(Candidate(fields=fields, cause=cause, gain=gain, refusal=_refusal(config, fields, precisions)))
 
     def order(candidate: Candidate) -> tuple[bool, bool, float]:

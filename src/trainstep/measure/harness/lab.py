@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from trainstep.config.grid import Cell, expand, group_name
 from trainstep.measure.harness.local import run_groups
 from trainstep.measure.harness.runner import Limits, with_facts
+from trainstep.measure.harness.sets_plan import FEWEST_SETS
 from trainstep.plan.trials import Options, Trial
 from trainstep.records.compare import Comparison, compare_records
 from trainstep.records.durations import earlier_durations, expected_time
@@ -25,8 +26,6 @@ from trainstep.records.store import RUNS, Store
 
 TRIAL_STEPS = 10
 """The least warm-ups of a trial. Their losses are compared; wrong gradients show only after some updates."""
-_FEWEST_PROCESSES = 6
-"""Of each variant in a comparison, unless the limits say otherwise (measure/harness/interleave.py)."""
 _LEAST_VOCABULARY = 256
 """Bytes of text need it."""
 
@@ -124,7 +123,7 @@ class Lab:
         """About how many seconds a comparison takes; before the first, a trial for each set of processes: both start at once."""
         if self._comparisons_s:
             return fmean(self._comparisons_s)
-        return (self._limits.processes or _FEWEST_PROCESSES) * self.trial_s(options)
+        return (self._limits.processes or FEWEST_SETS) * self.trial_s(options)
 
     def _cell(self, options: Options, named: Sequence[str] = ()) -> Cell:
         grid = {name: [value] for name, value in options.items()}
