@@ -104,7 +104,7 @@ def test_predicted_and_measured_gains_stand_side_by_side(fake: FakeGroups, capsy
     assert "--allow-precision bf16_autocast allows it" in out
     assert "\nBudget of the step: tiny 32" in out
     assert "options: fast.toml" in out
-    assert "[6/6] attention sdpa with compile block" in printed.err
+    assert "[7/7] attention sdpa with compile block" in printed.err
     assert out.index("all changes that helped, together") < out.index("Losses of two runs of the original differ by 0")
     page = Path("page.html").read_text()
     assert "What the changes gained: tiny 32" in page

@@ -65,6 +65,7 @@ def test_all_changes_are_those_that_are_not_taken_each_once():
     )
     taken = {"capture": "step", "compile": "block", "ops": "fused", "adamw": "trainstep", "attention": "trainstep"}
     assert changes_of(a_config(**taken, precision="bf16_autocast")) == [
+        ("host_launches", {"compile": "model"}),
         ("casts", {"precision": "bf16_master"}),
         ("attention_kernel", {"attention": "sdpa"}),
     ]

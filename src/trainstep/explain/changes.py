@@ -24,7 +24,7 @@ _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
 }
 """Cause -> changes in the order in which they are advised, as the pages of docs/guide/slow/ name them."""
 _ALSO: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "host_launches": ({"compile": "block"},),
+    "host_launches": ({"compile": "block"}, {"compile": "model"}),
     "attention_kernel": ({"attention": "sdpa"},),
     "exposed_messages": (
         {"sync": "bucketed", "bucket_mib": 25.0},
