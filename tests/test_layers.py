@@ -72,6 +72,7 @@ DRIVER_MODULES = (
     "harness.sweep",
     "harness.runner",
     "harness.interleave",
+    "harness.lab",
     "harness.local",
     "harness.slurm",
     "harness.workload",

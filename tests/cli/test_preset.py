@@ -15,11 +15,13 @@ import trainstep.training.attention
 from cell_maker import finish, start, wait_until
 from record_maker import ENVIRONMENT
 from trainstep.cli import app
-from trainstep.cli.running.preset import TRIAL_STEPS
 from trainstep.config.parsing import build_run
 from trainstep.config.run import RunConfig
+from trainstep.measure.harness.lab import TRIAL_STEPS
 from trainstep.plan import preset as plan
-from trainstep.plan.preset import CHANGES, Change, Trial, allowed_difference, difference_of, name_of, search
+from trainstep.plan import trials
+from trainstep.plan.preset import CHANGES, Change, search
+from trainstep.plan.trials import Trial, allowed_difference, difference_of, name_of
 from trainstep.records.compare import Comparison
 from trainstep.records.store import Store
 from trainstep.report.kit.frames import markdown
@@ -153,8 +155,8 @@ def test_a_search_stops_at_its_budget_goes_on_and_then_answers_at_once(
 def test_the_toml_makes_bench_run_the_chosen_cell_and_parallel_reads_it(
     few_changes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(plan._Search, "_judged", _always_kept)
-    monkeypatch.setattr(plan, "HOPELESS", 1e9)  # whatever else this machine does meanwhile
+    monkeypatch.setattr(plan._Search, "judged", _always_kept)
+    monkeypatch.setattr(trials, "HOPELESS", 1e9)  # whatever else this machine does meanwhile
     assert app.run([*COMMAND, "--json", "--clip-grad-norm", "none"]) == 0
     capsys.readouterr()
     [path] = Path("runs").glob("*.toml")
@@ -175,8 +177,8 @@ def app_key(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return str(cell["key"])
 
 
-def _always_kept(_search: object, name: str, *_: object) -> plan.Step:
-    return plan.Step(change=name, kept=True, word="faster", comparison=Comparison(verdict="faster", reason="made up"))
+def _always_kept(_search: object, name: str, *_: object) -> trials.Step:
+    return trials.Step(change=name, kept=True, word="faster", comparison=Comparison(verdict="faster", reason="made up"))
 
 
 @pytest.mark.slow

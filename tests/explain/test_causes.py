@@ -19,3 +19,10 @@ def test_a_page_says_what_it_is_how_to_see_it_and_how_to_fix_it(cause: str):
     assert text.lower().startswith(f"# {CAUSES[cause].title}\n")
     assert re.findall(r"(?m)^## (.+)$", text) == ["What it is", "How to see it", "How to fix it"]
     assert f"](slow/{cause}.md)" in (ROOT / "docs/guide/explain.md").read_text()
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_lines_to_write_are_those_of_the_page(cause: str):
+    text = (ROOT / page_of(cause)).read_text()
+    for line in CAUSES[cause].lines:
+        assert line in text, line

@@ -8,7 +8,7 @@ from sources import ROOT
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.parsing import build_run
 from trainstep.explain.causes import page_of
-from trainstep.explain.changes import change_of
+from trainstep.explain.changes import change_of, changes_of
 from trainstep.plan.step_memory import alone
 
 
@@ -52,3 +52,20 @@ def test_only_strategies_without_buckets_are_told_of_them():
 
 def test_a_model_without_formulas_has_no_change():
     assert change_of(None, "optimizer") == ({}, False)
+
+
+def test_all_changes_are_those_that_are_not_taken_each_once():
+    changes = [fields for _, fields in changes_of(a_config(adamw="loop", attention="plain"))]
+    assert {"capture": "step", "adamw": "fused"} in changes, "what capture needs"
+    assert [fields for fields in changes if set(fields) == {"adamw"}] == [{"adamw": "fused"}, {"adamw": "trainstep"}]
+    assert changes.count({"compile": "block"}) == 1
+    assert {"attention": "sdpa"} in changes
+    assert not any("sync" in fields or "recompute" in fields for fields in changes), (
+        "one rank, and nothing is recomputed"
+    )
+    taken = {"capture": "step", "compile": "block", "ops": "fused", "adamw": "trainstep", "attention": "trainstep"}
+    assert changes_of(a_config(**taken, precision="bf16_autocast")) == [
+        ("host_launches", {"compile": "model"}),
+        ("casts", {"precision": "bf16_master"}),
+        ("attention_kernel", {"attention": "sdpa"}),
+    ]

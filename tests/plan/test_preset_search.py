@@ -4,19 +4,8 @@ from typing import Any
 
 import pytest
 
-from trainstep.plan.preset import (
-    CHANGES,
-    IF_LESS,
-    IF_TOO_LARGE,
-    Change,
-    Options,
-    Result,
-    Trial,
-    allowed_difference,
-    changes_within,
-    difference_of,
-    search,
-)
+from trainstep.plan.preset import CHANGES, IF_LESS, IF_TOO_LARGE, Change, Result, changes_within, search
+from trainstep.plan.trials import Options, Trial, allowed_difference, difference_of
 from trainstep.records.compare import Comparison
 
 START = {"model": "tiny"}

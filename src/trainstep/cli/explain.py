@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from trainstep.cli.options import TIMEOUT_S, GridOptions, limits, read_limits, with_fields
 from trainstep.cli.profile import profile_cells
+from trainstep.cli.running.prove_options import ProveOptions
 from trainstep.config.grid import Cell, groups_along
 from trainstep.config.profile import ProfileConfig
 from trainstep.records.record import Record
@@ -24,6 +25,7 @@ def explain(
     /,
     *,
     calibration: Path | None = None,
+    proof: ProveOptions = ProveOptions(),
     timeout_s: float | None = None,
     memory_limit_gib: float | None = None,
     how: GridOptions = GridOptions(),
@@ -31,7 +33,8 @@ def explain(
 ) -> int:
     """Say why a step takes its time: what its work needs at least, then each excess in ms with its cause, the longest first.
 
-    With files of records (of bench, profile, parallel, numerics, run), nothing runs; of many steps, five have their tables shown.
+    With files of records (of bench, profile, parallel, numerics, run), nothing runs without --prove; of many steps, five have their
+    tables shown.
     Without, the options are those of `profile`: the step is profiled, and then explained. The floor is the model's work at the
     speeds that a calibration measured: one comes with trainstep for H200 and is scaled for other known GPUs. Each excess has the
     change that removes it, the predicted gain with its interval, and a page of docs/guide/slow/. Floor, excesses and what is
@@ -45,6 +48,8 @@ def explain(
 
         trainstep explain runs/train.jsonl --page why.html    (a run of your own script, by trainstep run)
 
+        trainstep explain --model small --prove --allow-precision bf16_autocast --budget-minutes 20 --out-config fast.toml
+
     Parameters
     ----------
     paths
@@ -57,6 +62,10 @@ def explain(
         GiB of memory that a CPU cell may use, by default 90 % of the machine's; with files the reader's, 1.86.
     """
     measured = _calibration(calibration)
+    if proof.prove:
+        return _prove(paths, measured, proof, timeout_s, memory_limit_gib, how, fields)
+    if name := next(iter(proof.given()), None):
+        raise ValueError(f"{name}: has no effect without --prove; add that, or leave it out")
     if paths:
         return _explain_files(paths, measured, timeout_s, memory_limit_gib, how, fields)
     bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib)
@@ -86,6 +95,33 @@ def explain(
     return unfinished(groups, records, store, how) or code
 
 
+def _prove(
+    paths: Sequence[Path] | None,
+    measured: "Calibration | None",
+    proof: ProveOptions,
+    timeout_s: float | None,
+    memory_limit_gib: float | None,
+    how: GridOptions,
+    fields: Mapping[str, str | None],
+) -> int:
+    """Prove the step of records, or of the options. Returns the exit code."""
+    from trainstep.cli.running.prove import prove_model, prove_rows, request_of
+    from trainstep.measure.harness.sets_plan import FEWEST_SETS
+
+    if how.resume:
+        raise ValueError("resume: --prove always goes on with what its file of records has; leave it out")
+    asked = request_of(proof)
+    # Under a budget a comparison takes the fewest processes that give a verdict, so that more changes are measured.
+    processes = FEWEST_SETS if proof.processes is None and how.budget_minutes is not None else proof.processes
+    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib, processes=processes)
+    if not paths:
+        return prove_model(fields, measured, bounds, memory_limit_gib, asked, how)
+    given = {**fields, "config": how.config}
+    if name := next((name for name, value in given.items() if value is not None), None):
+        raise ValueError(f"{name}: the step is that of the records, so that it would have no effect; leave it out")
+    return prove_rows(_read(paths, None, None), measured, bounds, asked, how)
+
+
 def _calibration(path: Path | None) -> "Calibration | None":
     if path is None:
         return None
@@ -107,14 +143,18 @@ def _explain_files(
     name = next((name for name, value in given.items() if value is not None and value is not False), None)
     if name is not None:
         raise ValueError(f"{name}: records are read, nothing runs, so that it would have no effect; leave it out")
+    return _show(_read(paths, timeout_s, memory_limit_gib), measured, how)
+
+
+def _read(paths: Sequence[Path], timeout_s: float | None, memory_limit_gib: float | None) -> "Sequence[Row]":
+    """The rows of the files, read within limits."""
     from trainstep.cli.streams import tell_reading
     from trainstep.reading import limited_here
     from trainstep.report.kit.rows import read_rows, record_files
 
     tell_reading([file for path in paths for file in record_files(path)])
     with limited_here(read_limits(timeout_s, memory_limit_gib), ", ".join(map(str, paths))):
-        rows = read_rows(paths)
-    return _show(rows, measured, how)
+        return read_rows(paths)
 
 
 def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOptions) -> int:

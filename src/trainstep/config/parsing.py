@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from functools import cache, reduce
 from types import MappingProxyType
@@ -149,6 +149,29 @@ def to_plain(config: Any) -> dict[str, Any]:
     kind: Any = type(config)
     values = {name: reduce(getattr, path, config) for name, (path, _) in flat_form(kind).items()}
     return {name: vars(value).copy() if name == "model" else value for name, value in values.items()}
+
+
+def given_values(config_class: Any, config: Any, *, always: Collection[str] = ()) -> dict[str, Any]:
+    """Flat values from which `build` makes this config again: those that differ from the class's defaults, and `always`.
+
+    `config` may be of a subclass, whose further fields are left out.
+    """
+    values: dict[str, Any] = {}
+    for name, (path, field) in flat_form(config_class).items():
+        value = reduce(getattr, path, config)
+        if name == "model":
+            values |= {"model": value.name, **_shape_of(value)}
+        elif name in always or value != field.default:
+            values[name] = value
+    return values
+
+
+def _shape_of(model: ModelConfig | UserModel) -> dict[str, Any]:
+    """The fields in which a built-in model differs from the size of its name."""
+    if isinstance(model, UserModel):
+        return {}
+    named = vars(size(model.name))
+    return {name: value for name, value in vars(model).items() if value != named[name]}
 
 
 ADDED_LATER: Mapping[str, Any] = MappingProxyType({"nodes": 1, "level": "all"})

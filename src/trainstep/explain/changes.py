@@ -1,6 +1,7 @@
 """Cause -> the change of a config that removes it: the first of an ordered list that the config has not taken yet.
 
 change_of(config, "optimizer")     # ({"adamw": "fused"}, False) of a loop, ({"adamw": "trainstep"}, False) of a fused one
+changes_of(config)                 # every change that a proof can try, with its cause
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,21 @@ _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "exposed_messages": ({"sync": "bucketed"},),
 }
 """Cause -> changes in the order in which they are advised, as the pages of docs/guide/slow/ name them."""
+_ALSO: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "host_launches": ({"compile": "block"}, {"compile": "model"}),
+    "attention_kernel": ({"attention": "sdpa"},),
+    "exposed_messages": (
+        {"sync": "bucketed", "bucket_mib": 25.0},
+        {"sync": "bucketed", "bucket_mib": 100.0},
+        {"sync": "sharded_flat"},
+    ),
+}
+"""Cause -> changes that a proof tries besides: they help some steps and not others, so that only a measurement can tell."""
 _AS_GOOD: Mapping[tuple[str, str], Sequence[str]] = {
     ("compile", "block"): ("model",),
     ("precision", "bf16_master"): ("fp32", "tf32", "bf16"),  # only autocast converts weights in each forward pass
     ("adamw", "fused"): ("trainstep",),
+    ("attention", "sdpa"): ("sdpa_flash", "sdpa_cudnn"),
 }
 """A change -> other values of its field with which it is not to be advised."""
 MANY_MESSAGES = ("naive", "overlapped")
@@ -53,6 +65,33 @@ def change_of(config: RanksConfig | None, cause: str) -> tuple[dict[str, str], b
         if _is_valid(config.run, fields):
             return fields, False
     return taken, bool(taken)
+
+
+def changes_of(config: RanksConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Every change that the config has not taken, with the first cause that it removes; each set of fields once.
+
+    Also those that the config refuses, because a reader asks why they are missing. Strategies are for several ranks.
+    """
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for cause in (*_CHANGES, *_ALSO):
+        for change in (*_CHANGES.get(cause, ()), *_ALSO.get(cause, ())):
+            if cause == "exposed_messages":
+                fields = _of_strategy(config, change)
+            else:
+                fields = {} if _is_taken(config.run, change) else dict(change)
+            if "capture" in fields and config.run.adamw in ("loop", "foreach"):
+                fields |= {"adamw": "fused"}
+            if fields:
+                found.setdefault(str(sorted(fields.items())), (cause, fields))
+    return list(found.values())
+
+
+def _of_strategy(config: RanksConfig, change: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the change that differ from the config's strategy; none on one rank."""
+    if config.ranks == 1:
+        return {}
+    now = {"sync": config.sync.name, "bucket_mib": config.sync.bucket_mib}
+    return {name: value for name, value in change.items() if now[name] != value}
 
 
 def _is_taken(run: RunConfig, change: Mapping[str, str]) -> bool:

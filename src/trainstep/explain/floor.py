@@ -13,11 +13,12 @@ The floor is of the same mathematics computed best: each class's work at the cei
 No launch, no gap, no partly filled wave of tiles is in it, so that no step reaches it.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from trainstep.config.machine import machine_spec
-from trainstep.config.parallel import RanksConfig
+from trainstep.config.parallel import STRATEGY_FIELDS, RanksConfig
 from trainstep.config.run import RunConfig
 from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.costs.transformer import adamw_bytes
@@ -95,11 +96,13 @@ def reference(run: RunConfig) -> RunConfig:
     )
 
 
-def changed(config: RanksConfig, fields: dict[str, Any], calibration: Calibration) -> StepTime | None:
-    """The predicted step with these fields of its run changed, and `sync`, its strategy; None where refused or without formulas."""
-    of_run = {name: value for name, value in fields.items() if name != "sync"}  # a run's own sync is when it is timed
+def changed(config: RanksConfig, fields: Mapping[str, Any], calibration: Calibration) -> StepTime | None:
+    """The predicted step with these fields of its run or its strategy (`sync`) changed; None where refused or without formulas."""
+    of_sync = {"name" if name == "sync" else name: value for name, value in fields.items() if name in STRATEGY_FIELDS}
+    of_run = {name: value for name, value in fields.items() if name not in STRATEGY_FIELDS}
     try:
-        sync = replace(config.sync, name=fields["sync"]) if "sync" in fields else config.sync
-        return step_time(replace(config, run=replace(config.run, **of_run), sync=sync), calibration)
+        return step_time(
+            replace(config, run=replace(config.run, **of_run), sync=replace(config.sync, **of_sync)), calibration
+        )
     except (ValueError, TypeError):
         return None

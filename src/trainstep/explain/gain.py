@@ -12,17 +12,31 @@ def gain_of(
 ) -> Interval:
     """The gain of a change whose step plan predicts, else of one of which nothing but the excess is known.
 
-    Predicted: measured x (1 - after / now). Errors of both are alike, and those of the ratio are taken as the wider one's half
-    width. Else: half of the excess, from nothing to all of it; nothing is expected where the known change is taken already.
+    Predicted: `predicted_gain`, at least nothing. Else: half of the excess, from nothing to all of it; nothing is expected where
+    the known change is taken already.
     """
     if is_taken:
         return Interval(time_s=0.0, low_s=0.0, high_s=excess.high_s)
-    if now is None or after is None or not now.step.time_s:
+    gain = predicted_gain(measured_s, now, after)
+    if gain is None:
         return Interval(time_s=_EXPECTED * excess.time_s, low_s=0.0, high_s=excess.high_s)
-    ratio = after.step.time_s / now.step.time_s
+    return Interval(time_s=max(0.0, gain.time_s), low_s=max(0.0, gain.low_s), high_s=max(0.0, gain.high_s))
+
+
+def predicted_gain(
+    measured_s: float, now: StepTime | None, after: StepTime | None, *, work: float = 1.0
+) -> Interval | None:
+    """measured x (1 - after / now), below 0 for a slower step; None where plan does not predict both.
+
+    Errors of both are alike, and those of the ratio are taken as the wider one's half width. `work`: tokens of the changed step
+    over those of this one; the gain is then of the time that the same tokens take.
+    """
+    if now is None or after is None or not now.step.time_s:
+        return None
+    ratio = after.step.time_s / now.step.time_s / work
     half = ratio * max(now.step.half_width, after.step.half_width)
 
     def gain_s(share: float) -> float:
-        return min(measured_s, max(0.0, measured_s * (1 - share)))
+        return min(measured_s, measured_s * (1 - share))
 
     return Interval(time_s=gain_s(ratio), low_s=gain_s(ratio + half), high_s=gain_s(ratio - half))

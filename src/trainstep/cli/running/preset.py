@@ -8,38 +8,30 @@ import itertools
 import json
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from trainstep.cli.cells import FAULTED, UNFINISHED, interrupt_says
 from trainstep.cli.options import GridOptions
 from trainstep.cli.running.progress import CellProgress, span_words
 from trainstep.cli.streams import outliving_reader
-from trainstep.config.grid import Cell, expand, group_name
+from trainstep.config.grid import expand
 from trainstep.config.run import PRECISIONS
+from trainstep.measure.harness.lab import Lab
 from trainstep.measure.harness.sweep import check_same_place
-from trainstep.plan.preset import Options, Result, Trial, changes_within, search
-from trainstep.records.compare import Comparison, compare_records
-from trainstep.records.durations import earlier_durations, expected_time
-from trainstep.records.record import Environment, Record
+from trainstep.plan.preset import Result, changes_within, search
+from trainstep.plan.trials import Options
+from trainstep.records.record import Environment
 from trainstep.records.store import RUNS, Store
 from trainstep.report.kit.visible import one_line
 
 if TYPE_CHECKING:
     from trainstep.measure.harness.runner import Limits
 
-TRIAL_STEPS = 10
-"""The least warm-ups of a trial. Their losses are compared; wrong gradients show only after some updates."""
 TIMING_FIELDS = frozenset(("steps", "warmups", "sync", "nvtx", "cold_compile", "seed"))
 """Fields that say how a step is timed: a preset leaves them to its user."""
 _FILE = "preset-fastest.jsonl"
-_FEWEST_PROCESSES = 6
-"""Of each variant in a comparison, unless --processes says otherwise (measure/harness/interleave.py)."""
-_LEAST_VOCABULARY = 256
-"""Bytes of text need it."""
 
 
 def run_presets(
@@ -72,13 +64,13 @@ def run_presets(
         starts = [{**start, "device": given_device} for start in starts]
     if not how.allow_mixed:
         check_same_place(store, here)
-    lab = _Lab(store, bounds, how, device)
+    lab = lab_of(store, bounds, how, device)
     if how.dry_run:
         return _show_plan([_searched(start, precisions, lab) for start in starts], starts, labels, lab, store, how)
     results = []
     with store.locked(), interrupt_says(lambda: f"finished measurements are kept in {store.path}; run it again"):
         for start, label in zip(starts, labels, strict=True):
-            lab.tell(f"{label}: searching the fastest options; records: {store.path}")
+            tell(f"{label}: searching the fastest options; records: {store.path}", how)
             results.append(_searched(start, precisions, lab))
     return _show(results, labels, paths, lab, store, how, here)
 
@@ -92,143 +84,33 @@ def allowed_precisions(text: str | None) -> list[str]:
     return names
 
 
-def _searched(start: Options, precisions: Sequence[str], lab: "_Lab") -> Result:
+def _searched(start: Options, precisions: Sequence[str], lab: Lab) -> Result:
     changes = changes_within(precisions, built_in=":" not in str(start["model"]))
     lab.start = start
     return search(start, changes, key_of=lab.key_of, trial=lab.trial, compare=lab.compare)
 
 
-class _Lab:
-    """Measures for a search what the store does not have, until the budget is spent; nothing in a dry run."""
-
-    def __init__(self, store: Store, bounds: "Limits", how: GridOptions, device: str) -> None:
-        self._store, self._bounds, self._how, self._device = store, bounds, how, device
-        self._records = store.finished()
-        self._command = shlex.join(["trainstep", *sys.argv[1:]])
-        self._began_s = time.monotonic()
-        self.start: Options = {}
-        """The start of the search that runs; progress names what differs from it."""
-        self._trials_s: list[float] = []
-        self._comparisons_s: list[float] = []
-
-    def key_of(self, options: Options) -> str:
-        """The key of the options' cell. ValueError says why the config refuses them."""
-        return self._cell(options).key
-
-    def trial(self, options: Options, repeat: int) -> Trial | None:
-        """One process alone, or an earlier run's record of that."""
-        cell = self._trial_cell(options)
-        known = [record for record in self._records if record.key == cell.key and _is_trial(record)]
-        if len(known) > repeat:
-            record = known[repeat]
-        elif self._how.dry_run or self._is_spent(self.trial_s(options)):
-            return None
-        else:
-            [record] = self._run([cell], self._trials_s)
-        failure = record.failure
-        if failure is not None:
-            return Trial(failure_kind=failure.kind, phase=failure.phase, message=failure.message)
-        losses = tuple(record.tables["losses"]["loss"])
-        return Trial(losses=losses, step_s=min(record.samples["step"].values))
-
-    def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
-        """Both interleaved, or an earlier run's records of that: its first comparison of this pair, or with repeat 1 its second."""
-        changed = _changed(before, after)
-        cells = [self._cell(before, changed), self._cell(after, changed)]
-        pairs = self._stored(cells)
-        if len(pairs) > repeat:
-            pair = pairs[repeat]
-        elif self._how.dry_run or self._is_spent(self.comparison_s(after)):
-            return None
-        else:
-            records = {record.key: record for record in self._run(cells, self._comparisons_s)}
-            pair = (records[cells[0].key], records[cells[1].key])
-            self.tell(f"{cells[1].label}: {compare_records(*pair).reason}")
-        return compare_records(*pair)
-
-    def record_key(self, options: Options) -> str | None:
-        """The key of the options' records; None if the store has none."""
-        key = self._cell(options).key
-        return key if any(record.key == key for record in self._records) else None
-
-    def trial_s(self, options: Options) -> float:
-        """About how many seconds a trial takes."""
-        if self._trials_s:
-            return fmean(self._trials_s)
-        return expected_time(self._trial_cell(options), earlier_durations([self._store.path, RUNS])).seconds
-
-    def comparison_s(self, options: Options) -> float:
-        """About how many seconds a comparison takes; before the first, as many trials as it has processes at least."""
-        if self._comparisons_s:
-            return fmean(self._comparisons_s)
-        return 2 * (self._bounds.processes or _FEWEST_PROCESSES) * self.trial_s(options)
-
-    def tell(self, line: str) -> None:
-        """Print a line of progress."""
-        if not self._how.quiet:
-            with outliving_reader(sys.stderr):
-                print(one_line(line), file=sys.stderr, flush=True)
-
-    def _cell(self, options: Options, named: Sequence[str] = ()) -> Cell:
-        grid = {name: [value] for name, value in options.items()}
-        [cell] = expand(grid, {"device": self._device}, named=named)
-        return cell
-
-    def _trial_cell(self, options: Options) -> Cell:
-        """The cell with enough warm-ups, and on text where the model is ours and can read it."""
-        config = self._cell(options).config
-        # On random tokens there is little to learn, and a wrong gradient changes the loss by less than bf16's rounding does.
-        reads = config["data"] == "random" and config["model"].get("vocab_size", 0) >= _LEAST_VOCABULARY
-        text = {"data": "stdlib"} if reads else {}
-        trial = {**options, **text, "warmups": max(config["warmups"], TRIAL_STEPS)}
-        return self._cell(trial, _changed(self.start, options))
-
-    def _stored(self, cells: Sequence[Cell]) -> list[tuple[Record, Record]]:
-        """The complete comparisons of these cells, oldest first."""
-        runs: dict[str, dict[str, Record]] = {}
-        for record in self._records:
-            group = str(record.fact("interleaving_group", ""))
-            if group.startswith(f"{group_name(cells)} "):
-                runs.setdefault(group, {})[record.key] = record
-        first, second = (cell.key for cell in cells)
-        return [(run[first], run[second]) for run in runs.values() if run.keys() == {first, second}]
-
-    def _run(self, cells: Sequence[Cell], durations_s: list[float]) -> list[Record]:
-        """Measure one group; each record is on disk before this returns."""
-        from trainstep.measure.harness.local import run_groups
-        from trainstep.measure.harness.runner import with_facts
-
-        measured: list[Record] = []
-        began_s = time.monotonic()
-        with CellProgress(cells, quiet=self._how.quiet) as progress:
-            progress.finished(0, len(cells), ())
-            for records in run_groups([cells], self._bounds, progress.tell):
-                for record in records:
-                    noted = with_facts(record, command=self._command, defaults_from=self._how.defaults_from)
-                    self._store.append(noted)
-                    measured.append(noted)
-                done = len({record.key for record in measured})
-                progress.finished(done, len(cells), records, whole=done == len(cells))
-        durations_s.append(time.monotonic() - began_s)
-        self._records += measured
-        return measured
-
-    def _is_spent(self, next_s: float) -> bool:
-        """Whether a measurement of so many seconds would end after the budget. The first always runs."""
-        minutes = self._how.budget_minutes
-        if minutes is None or not (self._trials_s or self._comparisons_s):
-            return False
-        return time.monotonic() - self._began_s + next_s > minutes * 60
+def lab_of(store: Store, bounds: "Limits", how: GridOptions, device: str, *, began_s: float | None = None) -> Lab:
+    """A lab that shows its progress on standard error, and notes this command in its records."""
+    command = shlex.join(["trainstep", *sys.argv[1:]])
+    return Lab(
+        store,
+        bounds,
+        device=device,
+        progress=lambda cells: CellProgress(cells, quiet=how.quiet),
+        say=lambda line: tell(line, how),
+        facts={"command": command, "defaults_from": how.defaults_from},
+        budget_minutes=how.budget_minutes,
+        began_s=began_s,
+        dry_run=how.dry_run,
+    )
 
 
-def _changed(before: Options, after: Options) -> list[str]:
-    return [name for name in {**before, **after} if before.get(name) != after.get(name)]
-
-
-def _is_trial(record: Record) -> bool:
-    """Whether the record tells what a trial must tell; those of earlier versions have no losses."""
-    alone = record.fact("interleaving_group") is None
-    return alone and (record.failure is not None or "losses" in record.tables)
+def tell(line: str, how: GridOptions) -> None:
+    """Print a line of progress."""
+    if not how.quiet:
+        with outliving_reader(sys.stderr):
+            print(one_line(line), file=sys.stderr, flush=True)
 
 
 def _toml_path(records: Path, label: str) -> Path:
@@ -249,7 +131,7 @@ def _show_plan(
     results: Sequence[Result],
     starts: Sequence[Options],
     labels: Sequence[str],
-    lab: _Lab,
+    lab: Lab,
     store: Store,
     how: GridOptions,
 ) -> int:
@@ -281,7 +163,7 @@ def _show(
     results: Sequence[Result],
     labels: Sequence[str],
     paths: Sequence[Path],
-    lab: _Lab,
+    lab: Lab,
     store: Store,
     how: GridOptions,
     here: Environment,

@@ -42,6 +42,8 @@ class Explained:
     row: Row
     label: str
     budget: Budget
+    calibration: Calibration | None = None
+    """Whose speeds the budget's floor and predictions are of."""
 
 
 def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) -> tuple[list[Explained], dict[str, int]]:
@@ -56,11 +58,12 @@ def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) ->
             if calibration is not None:
                 device = str(record.config.get("device"))
                 check_calibration(calibration, device=device, gpu=gpu, has_formulas=evidence.config is not None)
-            budget = step_budget(evidence, calibration or _calibration(gpu))
+            speeds = calibration or _calibration(gpu)
+            budget = step_budget(evidence, speeds)
         except ValueError as error:
             refusals[str(error)] = refusals.get(str(error), 0) + 1
             continue
-        done.append(Explained(row=row, label=row.label(), budget=budget))
+        done.append(Explained(row=row, label=row.label(), budget=budget, calibration=speeds))
     for run in main_runs(runs_of([row for row in rows if row.record.workload == _RUN])):
         try:
             evidence = script_evidence([row.record for row in run.rows])
@@ -86,14 +89,14 @@ def explain_answers(explained: Sequence[Explained]) -> list[Answer]:
     step furthest above its floor."""
     if not explained:
         return []
-    worst = _furthest(explained)[0]
+    worst = furthest(explained)[0]
     several = f"{_first_causes(explained)} Furthest above its floor: {worst.label}. " if len(explained) > 1 else ""
     return [
         Answer(workload="explain", verdict=several + verdict_of(worst.budget), suggestion=suggestion_of(worst.budget))
     ]
 
 
-def _furthest(explained: Sequence[Explained]) -> list[Explained]:
+def furthest(explained: Sequence[Explained]) -> list[Explained]:
     """The steps, those with the largest share above the floor first."""
     return sorted(explained, key=lambda one: one.budget.floor_s / one.budget.measured_s)
 
@@ -185,7 +188,7 @@ def explain_tables(explained: Sequence[Explained]) -> list[Table]:
 
 def first_tables(explained: Sequence[Explained]) -> tuple[list[Table], list[str]]:
     """The tables of the few steps furthest above their floors, as a terminal shows them, with a note about the others."""
-    shown, left = {id(one) for one in _furthest(explained)[:_FEW]}, len(explained) - _FEW
+    shown, left = {id(one) for one in furthest(explained)[:_FEW]}, len(explained) - _FEW
     steps = f"{left} more step{'s' if left > 1 else ''}, nearer to the floor: add --all."
     return [_table(one) for one in explained if id(one) in shown], [steps] if left > 0 else []
 

@@ -22,6 +22,7 @@ _MARKS = {"markdown": f"\n<!-- {_WRITTEN} -->\n", "latex": f"% {_WRITTEN}\n", "t
 FIRST_LINES = {
     "preset": "# A preset that trainstep bench --preset wrote.",
     "options": "# Options that trainstep plan --minimize chose.",
+    "proof": "# Options that trainstep explain --prove chose.",
 }
 """Of TOML files that `--config` reads, which their writers begin with these."""
 _PAGE = b'<meta name="generator" content="trainstep">'
@@ -47,6 +48,7 @@ _NAMES = {
     "terminal": "text table",
     "preset": "preset",
     "options": "file of options",
+    "proof": "file of proved options",
 }
 _HEAD_BYTES = 1000
 """A page names its generator within these bytes."""

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from trainstep.plan.preset import Options, Result, Step
+from trainstep.plan.preset import Result
+from trainstep.plan.trials import Options, Step
 from trainstep.records.record import Environment
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import MS, RATIO, listed, ratio_words

@@ -1,0 +1,319 @@
+"""`trainstep explain --prove`: measures the gains that the explanation predicts, resumably, and writes the winning options.
+
+The step comes from a record, or is profiled first. explain/prove.py decides what is tried; measure/harness/lab.py measures, and
+looks up first what the file of records has.
+"""
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainstep.cli.cells import FAULTED, UNFINISHED, check_kept, check_page, interrupt_says, run_cells, show_dry_run
+from trainstep.cli.options import GridOptions, check_gpus, this_machine
+from trainstep.cli.profile import profile_cells
+from trainstep.cli.running.preset import allowed_precisions, lab_of, tell
+from trainstep.cli.running.progress import span_words
+from trainstep.cli.running.prove_options import ProveOptions
+from trainstep.cli.streams import outliving_reader
+from trainstep.config.grid import Cell, groups_along
+from trainstep.explain.floor import check_calibration
+from trainstep.explain.prove import Candidate, Proof, candidates, predictor, prove, start_of
+from trainstep.explain.script_patch import lines_to_write, patch_of
+from trainstep.measure.harness.lab import Lab
+from trainstep.measure.harness.local import run_groups
+from trainstep.measure.harness.sweep import check_same_place
+from trainstep.plan.grade import planned_config
+from trainstep.plan.time.calibration import Calibration
+from trainstep.reading import read_file
+from trainstep.records.record import Environment, Record
+from trainstep.records.store import RUNS, Store
+from trainstep.report.explain.budgets import (
+    Explained,
+    explain_answers,
+    explain_rows,
+    explain_sections,
+    explain_tables,
+    furthest,
+)
+from trainstep.report.explain.proof import option_lines, proof_answer, proof_section, proof_table, proof_toml
+from trainstep.report.explain.script import patch_table, script_answer, script_table
+from trainstep.report.kit.answer import Answer, print_answers
+from trainstep.report.kit.charts import Section
+from trainstep.report.kit.frames import json_text
+from trainstep.report.kit.output_file import check_output, write_output
+from trainstep.report.kit.rows import Row, rows_of
+from trainstep.report.kit.terminal import print_tables
+from trainstep.report.kit.visible import visible
+from trainstep.report.page import page as make_page
+
+if TYPE_CHECKING:
+    from trainstep.measure.harness.runner import Limits
+
+_FILE = "explain-prove.jsonl"
+_SCRIPT = "run"
+_PROVABLE = ("train_step", "profile", "parallel", "numerics")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asks a proof for."""
+
+    out_config: Path | None
+    precisions: Sequence[str]
+    batch_sizes: Sequence[int]
+
+
+def request_of(proof: ProveOptions) -> Request:
+    """The request of the command line's texts. ValueError names the option."""
+    if proof.out_config is not None:
+        check_output("out_config", proof.out_config, "proof")
+    sizes = []
+    for word in [] if proof.allow_batch_size is None else proof.allow_batch_size.split(","):
+        if not word.strip().isdecimal() or not int(word):
+            raise ValueError(f"allow_batch_size: {word.strip()!r} is no positive number; write it as 8,16")
+        sizes.append(int(word))
+    precisions = allowed_precisions(proof.allow_precision)
+    return Request(out_config=proof.out_config, precisions=precisions, batch_sizes=list(dict.fromkeys(sizes)))
+
+
+def prove_model(
+    fields: Mapping[str, str | None],
+    calibration: Calibration | None,
+    bounds: "Limits",
+    memory_limit_gib: float | None,
+    request: Request,
+    how: GridOptions,
+) -> int:
+    """Profile the step of the options, unless the file of records has it, and prove what its explanation predicts."""
+    began_s = time.monotonic()
+    here, cells = profile_cells(fields, memory_limit_gib, forks=not how.dry_run)
+    if len(cells) > 1:
+        raise ValueError(f"prove: takes one step, and these options are {len(cells)}; give each option one value")
+    if calibration is not None:
+        check_calibration(calibration, device=cells[0].config["device"], gpu=here.gpu)
+    store = _store(how)
+    groups = groups_along(cells, None)
+    if how.dry_run and cells[0].key not in store.latest():
+        note = "Then each change of its explanation is measured against it."
+        return show_dry_run(groups, store, environment=here, options=how, as_json=how.json, note=note)
+
+    check_kept(cells, "keep_trace")
+
+    def execute(waiting: Sequence[Sequence[Cell]], told: Callable[[Cell, str], None]) -> Iterator[list[Record]]:
+        return run_groups(waiting, bounds, told)
+
+    if how.dry_run:
+        records = [store.latest()[cells[0].key]]
+    else:
+        records = run_cells(groups, store, execute, environment=here, options=how, retry_failed=True)
+    explained, refusals = explain_rows(rows_of([(str(store.path), record) for record in records]), calibration)
+    if not explained:
+        raise ValueError(next(iter(refusals)))
+    return _prove(explained[0], store, bounds, request, how, here, began_s)
+
+
+def prove_rows(
+    rows: Sequence[Row],
+    calibration: Calibration | None,
+    bounds: "Limits",
+    request: Request,
+    how: GridOptions,
+) -> int:
+    """Prove the explanation of a record's step: of several, the one furthest above its floor."""
+    began_s = time.monotonic()
+    explained, refusals = explain_rows(rows, calibration)
+    if not explained:
+        raise ValueError(next(iter(refusals), "records: there are none to explain; give a file of bench or profile"))
+    one = furthest(explained)[0]
+    record = one.row.record
+    if record.workload == _SCRIPT:
+        return _show_script(one, request, how)
+    if record.workload not in _PROVABLE:
+        raise ValueError(
+            f"prove: a record of {record.workload} cannot be built again; give one of {', '.join(_PROVABLE)}, or --model"
+        )
+    here = _same_machine(record, how)
+    if len(explained) > 1:
+        tell(f"of {len(explained)} steps, the one furthest above its floor is proved: {one.label}", how)
+    return _prove(one, _store(how), bounds, request, how, here, began_s)
+
+
+def _same_machine(record: Record, how: GridOptions) -> Environment:
+    """This machine. ValueError if it is not like the one on which the record's step ran."""
+    device, ranks = str(record.config["device"]), int(record.config.get("ranks", 1))
+    if record.config.get("nodes", 1) > 1:
+        raise ValueError(
+            "prove: the step ran on several nodes, and a proof runs on one; give a record of a step on one node"
+        )
+    forks = not how.dry_run and ranks == 1
+    here, _ = this_machine(device, instead="--model, which explains a step of this machine", forks=forks)
+    check_gpus([ranks], device, here, verb="parallel")
+    if device == "cuda" and here.gpu != record.environment.gpu and not how.allow_mixed:
+        raise ValueError(
+            f"prove: the step was measured on {record.environment.gpu}, and here is {here.gpu}; take --model to explain and prove "
+            "a step of this machine, or --allow-mixed"
+        )
+    return here
+
+
+def _store(how: GridOptions) -> Store:
+    store = how.store(how.out or RUNS / _FILE, "explain")
+    check_page(how.page, store.path)
+    return store
+
+
+def _prove(
+    one: Explained,
+    store: Store,
+    bounds: "Limits",
+    request: Request,
+    how: GridOptions,
+    here: Environment,
+    began_s: float,
+) -> int:
+    """Measure what is to be tried, and show it. Returns the exit code."""
+    record, budget = one.row.record, one.budget
+    config = planned_config(record.workload, record.config)
+    start = start_of(record.workload, config)
+    predict = predictor(config, one.calibration, budget.measured_s)
+    found = candidates(budget, config, predict, precisions=request.precisions, batch_sizes=request.batch_sizes)
+    if not how.allow_mixed:
+        check_same_place(store, here)
+    lab = lab_of(store, bounds, how, str(record.config["device"]), began_s=began_s)
+    lab.start = start
+
+    def reserve(comparisons: int) -> None:
+        lab.reserved = comparisons
+
+    def said(place: int, of: int, candidate: Candidate) -> None:
+        if not how.dry_run:
+            tell(_progress_words(lab, place, of, candidate), how)
+
+    def measure() -> Proof:
+        return prove(
+            start,
+            found,
+            budget.measured_s,
+            predict,
+            key_of=lab.key_of,
+            trial=lab.trial,
+            compare=lab.compare,
+            reserve=reserve,
+            said=said,
+        )
+
+    if how.dry_run:
+        return _show_plan(one, measure(), found, lab, how)
+    with store.locked(), interrupt_says(lambda: f"finished measurements are kept in {store.path}; run it again"):
+        tell(f"{one.label}: {len(found)} changes to prove, records: {store.path}", how)
+        proof = measure()
+    return _show(one, proof, store, request, how, here)
+
+
+def _progress_words(lab: Lab, place: int, of: int, candidate: Candidate) -> str:
+    """`[2/6] capture step; at most about 3 min left`; the last is all changes together."""
+    left_s = (of - place + 1) * (lab.trial_s(lab.start) + lab.comparison_s(lab.start))
+    return f"[{place}/{of}] {candidate.name}; at most about {span_words(left_s)} left"
+
+
+def _show_plan(one: Explained, proof: Proof, found: Sequence[Candidate], lab: Lab, how: GridOptions) -> int:
+    """What the file of records has, what would be measured next, and about how long that takes."""
+    left_s = len(proof.untried) * (lab.trial_s(proof.start) + lab.comparison_s(proof.start))
+    known = [{"change": tried.candidate.name, "outcome": tried.step.word} for tried in proof.singles]
+    with outliving_reader(sys.stdout):
+        if how.json:
+            plan = {"dry_run": True, "label": one.label, "known": known, "to_try": proof.untried, "expected_s": left_s}
+            print(json.dumps({**plan, "records": str(lab.store.path)}, indent=1))
+            return 0
+        words = (
+            f"{len(proof.untried)} to try, at most about {span_words(left_s)}" if proof.untried else "it is finished"
+        )
+        print(f"{one.label}: of {len(found)} changes, {words}")
+        for tried in proof.singles:
+            print(f"  {tried.candidate.name}: {tried.step.word}: {tried.step.reason}")
+        for name in proof.untried:
+            print(f"  {name}: to try")
+        print(f"records: {lab.store.path} (nothing was run)", flush=True)
+    return 0
+
+
+def _show(one: Explained, proof: Proof, store: Store, request: Request, how: GridOptions, here: Environment) -> int:
+    """Print the answers, the tables and the winning options; write the file of options and the page. Returns the exit code."""
+    wins = proof.best is not None
+    out_config = request.out_config if wins else None
+    answer = proof_answer(one.label, proof, None if out_config is None else str(out_config))
+    answers = [answer, *explain_answers([one])]
+    tables = [*([proof_table(one, proof)] if proof.singles else []), *explain_tables([one])]
+    stream = sys.stderr if how.json else sys.stdout
+    with outliving_reader(sys.stdout):
+        if how.json:
+            sys.stdout.write(json_text(tables, answers))
+        else:
+            print_answers(answers, sys.stdout)
+            print_tables(tables, [], sys.stdout, every=how.every)
+            if wins:
+                print("", "The winning options, as a file for --config:", *option_lines(proof), "", sep="\n")
+    lines = [f"records: {store.path}"]
+    if out_config is not None:
+        command = shlex.join(["trainstep", *sys.argv[1:]])
+        toml = proof_toml(one.label, proof, command=command, records=str(store.path), here=here, answer=answer)
+        write_output("out_config", out_config, "proof", toml)
+        lines.append(f"options: {out_config}")
+    elif request.out_config is not None:
+        lines.append(f"options: nothing is faster for sure, so {request.out_config} was not written")
+    if how.page is not None:
+        _write_page(one, [proof_section(one, proof, answer), *explain_sections([one])], answers, how.page)
+        lines.append(f"page: {how.page}")
+    with outliving_reader(stream):
+        print(*lines, sep="\n", file=stream, flush=True)
+    if proof.untried:
+        return UNFINISHED
+    return FAULTED if proof.trouble else 0
+
+
+def _show_script(one: Explained, request: Request, how: GridOptions) -> int:
+    """What to write in the user's own script, which the tool cannot change from outside. Returns the exit code."""
+    if request.out_config is not None:
+        raise ValueError("out_config: a script of your own has no options that a file could hold; leave it out")
+    if request.precisions or request.batch_sizes or how.out is not None or how.budget_minutes is not None:
+        raise ValueError(
+            "prove: nothing is measured of a script of your own, so that --out, --budget-minutes, --allow-precision and "
+            "--allow-batch-size have no effect; leave them out"
+        )
+    to_write = lines_to_write(one.budget)
+    patch = _patch(str(one.row.record.config["script"]), [item.cause for item in to_write])
+    answers = [script_answer(one, to_write, patch), *explain_answers([one])]
+    tables = [script_table(one, to_write), *explain_tables([one])]
+    with outliving_reader(sys.stdout):
+        if how.json:
+            sys.stdout.write(json_text([*tables, patch_table(one, patch)], answers))
+        else:
+            print_answers(answers, sys.stdout)
+            print_tables(tables, [], sys.stdout, every=how.every)
+            sys.stdout.write(f"\n{visible(patch)}" if patch else "")
+        sys.stdout.flush()
+    if how.page is not None:
+        paragraphs = (answers[0].text, *([f"Patch: {patch}"] if patch else []))
+        section = Section(title=f"What to write: {one.label}", paragraphs=paragraphs, tables=(tables[0],))
+        _write_page(one, [section, *explain_sections([one])], answers, how.page)
+        print(f"page: {how.page}", file=sys.stderr if how.json else sys.stdout, flush=True)
+    return 0
+
+
+def _patch(script: str, causes: Sequence[str]) -> str:
+    """The patch of the script as it is now; empty if it is not here."""
+    try:
+        text = read_file(Path(script)).decode()
+    except (OSError, ValueError):  # `-m module`, another machine's path, or no text
+        return ""
+    return patch_of(script.lstrip("/"), text, causes)
+
+
+def _write_page(one: Explained, sections: Sequence[Section], answers: Sequence[Answer], path: Path) -> None:
+    text = make_page([one.row], title="What the changes gained", lead=list(sections), lead_answers=list(answers))
+    write_output("page", path, "html", text)

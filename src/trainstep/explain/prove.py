@@ -1,0 +1,355 @@
+"""Proves the gains that a budget predicts: each change is measured against the original step, then all that helped together.
+
+    predict = predictor(config, calibration, budget.measured_s)
+    tried = candidates(budget, config, predict, precisions=["bf16_autocast"])
+    proof = prove(start, tried, budget.measured_s, predict, key_of=..., trial=..., compare=..., reserve=...)
+    proof.singles[0].measured(proof.measured_s), proof.chosen
+
+The callbacks measure (measure/harness/lab.py); tests give them numbers. As in the search of a preset, a change costs a trial first,
+whose losses must be the original's but for rounding (plan/trials.py has the rule). Unlike there, each change is compared with the
+original and not with the best so far, because that is what was predicted.
+
+[Note: a changed loss] A change of precision moves the losses lawfully, and one of the batch trains on other batches, so both are
+tried only if the user allows them. With another batch size the losses of the original say nothing: they must be finite, and what is
+combined with that batch must have the losses of that batch alone. Its step is compared by the time per token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainstep.config.parallel import STRATEGY_FIELDS, RanksConfig
+from trainstep.config.parsing import CONFIGS, given_values
+from trainstep.config.run import RunConfig
+from trainstep.explain.budget import Budget
+from trainstep.explain.changes import changes_of
+from trainstep.explain.floor import changed
+from trainstep.explain.gain import predicted_gain
+from trainstep.plan.time.calibration import Calibration
+from trainstep.plan.time.interval import Interval
+from trainstep.plan.time.step_time import step_time
+from trainstep.plan.trials import (
+    BudgetSpent,
+    CompareFunction,
+    KeyFunction,
+    Options,
+    Reference,
+    Step,
+    TrialFunction,
+    Trials,
+    name_of,
+    reference_of,
+)
+
+TOGETHER = "all changes that helped, together"
+_BATCH = "batch_size"
+_BATCH_CAUSE = "matmul_shapes"
+"""Its page advises more tokens in a batch."""
+_UNGRAPHED = "a CPU has no CUDA graphs: a captured step is replayed there operator by operator, and nothing is gained"
+_ALWAYS = ("batch_size", "context", "device")
+"""Fields that the start names even where they are defaults: they say what was measured."""
+_NEVER = ("keep_trace", "nvtx", "cold_compile")
+
+Predict = Callable[[Mapping[str, Any]], Interval | None]
+"""Fields of a config -> the seconds that the step should gain by them; None where nobody predicts them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A change to try. `gain`: as predicted, None if it is not. `refusal`: why it is not tried; empty if it is."""
+
+    fields: Mapping[str, Any]
+    cause: str = ""
+    gain: Interval | None = None
+    refusal: str = ""
+
+    @property
+    def name(self) -> str:
+        return name_of(self.fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A change and what became of it."""
+
+    candidate: Candidate
+    step: Step
+
+    def measured(self, measured_s: float) -> Interval | None:
+        """The gain that was measured, of a step that takes `measured_s`, with the comparison's 99 % interval."""
+        known = self.step.comparison
+        if known is None or known.ratio is None:
+            return None
+        low, high = (known.ratio if end is None else end for end in (known.low, known.high))
+        return Interval(
+            time_s=measured_s * (1 - known.ratio), low_s=measured_s * (1 - high), high_s=measured_s * (1 - low)
+        )
+
+    def held(self, measured_s: float) -> str:
+        """Whether the predicted interval holds the measured gain.
+
+        `yes` if the gain is inside, `no` if even its whole interval is outside, else `cannot tell`; empty if either is unknown.
+        """
+        predicted, gain = self.candidate.gain, self.measured(measured_s)
+        if predicted is None or gain is None:
+            return ""
+        if predicted.low_s <= gain.time_s <= predicted.high_s:
+            return "yes"
+        return "no" if gain.high_s < predicted.low_s or gain.low_s > predicted.high_s else "cannot tell"
+
+
+@dataclass(kw_only=True)
+class Proof:
+    """The proof so far. `measured_s`: the step as it was explained, of which all gains are."""
+
+    start: Options
+    measured_s: float
+    start_s: float | None = None
+    """The fastest step of the original's trial; None until two runs of it have shown that changes can be checked."""
+    spread: float | None = None
+    """Relative difference of the losses of two runs of the original."""
+    trouble: str = ""
+    """Why nothing can be tried from this start."""
+    singles: list[Tried] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
+    """What the budget left, or what a dry run would measure next."""
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    """Changes that helped and are not in `together`, with the reason."""
+    together: Tried | None = None
+
+    @property
+    def helped(self) -> list[Tried]:
+        """The changes that are faster than the original, the fastest first."""
+        kept = [tried for tried in self.singles if tried.step.kept]
+        return sorted(kept, key=lambda tried: _ratio(tried.step))
+
+    @property
+    def best(self) -> Tried | None:
+        """What to take: all together, unless they failed or one alone is clearly faster; None if nothing helped for sure."""
+        first, whole = next(iter(self.helped), None), self.together
+        if first is None or whole is None:
+            return first
+        is_alone = whole.candidate.fields == first.candidate.fields
+        if not whole.step.kept:
+            return None if is_alone else first
+        known, other = first.step.comparison, whole.step.comparison
+        beats = known and other and known.high is not None and other.low is not None and known.high < other.low
+        return first if beats and not is_alone else whole
+
+    @property
+    def chosen(self) -> Options:
+        """The options to recommend; the start's if nothing helped."""
+        return self.start if self.best is None else {**self.start, **self.best.candidate.fields}
+
+
+def start_of(workload: str, config: RanksConfig) -> dict[str, Any]:
+    """The flat options that describe the explained step again, for bench, or for parallel where it is of several ranks."""
+    if workload == "parallel":
+        values = given_values(CONFIGS["parallel"], config, always=(*_ALWAYS, "ranks", "sync"))
+        return {"workload": "parallel", **{name: value for name, value in values.items() if name not in _NEVER}}
+    values = given_values(RunConfig, config.run, always=_ALWAYS)
+    return {name: value for name, value in values.items() if name not in _NEVER}
+
+
+def predictor(config: RanksConfig, calibration: Calibration | None, measured_s: float) -> Predict:
+    """Predicts by plan's step of the changed config; of a machine or model without formulas nothing."""
+    try:
+        now = None if calibration is None or config.run.device == "cpu" else step_time(config, calibration)
+    except ValueError:
+        now = None
+
+    def predict(fields: Mapping[str, Any]) -> Interval | None:
+        if now is None or calibration is None:
+            return None
+        after = changed(config, fields, calibration)
+        return predicted_gain(
+            measured_s, now, after, work=fields.get(_BATCH, config.run.batch_size) / config.run.batch_size
+        )
+
+    return predict
+
+
+def candidates(
+    budget: Budget,
+    config: RanksConfig,
+    predict: Predict,
+    *,
+    precisions: Sequence[str] = (),
+    batch_sizes: Sequence[int] = (),
+) -> list[Candidate]:
+    """What is tried: every change that the config has not taken, the largest predicted gain first, those that are not last.
+
+    A finding's change gains what the budget says of it. Another of its cause gains what plan predicts, or, where that predicts
+    nothing, as much. `precisions`, `batch_sizes`: those that the user allows.
+    """
+    open_findings = [finding for finding in budget.findings if not finding.is_taken]
+    known = {finding.cause: finding.gain for finding in open_findings}
+    changes = changes_of(config)
+    named = [fields.get("precision") for _, fields in changes]
+    changes += [
+        ("precision", {"precision": name}) for name in precisions if name not in named and name != config.run.precision
+    ]
+    changes += [(_BATCH_CAUSE, {_BATCH: size}) for size in batch_sizes if size != config.run.batch_size]
+    found = []
+    for cause, fields in changes:
+        said = next((finding.gain for finding in open_findings if finding.change == fields), None)
+        gain = said or predict(fields) or (None if _BATCH in fields else known.get(cause))
+        found.append(Candidate(fields=fields, cause=cause, gain=gain, refusal=_refusal(config, fields, precisions)))
+
+    def order(candidate: Candidate) -> tuple[bool, bool, float]:
+        gain = candidate.gain
+        return bool(candidate.refusal), gain is None, -gain.time_s if gain else 0.0
+
+    return sorted(found, key=order)
+
+
+def _refusal(config: RanksConfig, fields: Mapping[str, Any], precisions: Sequence[str]) -> str:
+    precision = fields.get("precision")
+    if precision is not None and precision not in precisions:
+        return f"it changes the losses: --allow-precision {precision} allows it"
+    if "capture" in fields and config.run.device == "cpu":
+        return _UNGRAPHED
+    if "attention" in fields or "ops" in fields:
+        return "" if hasattr(config.run.model, "d_model") else "a model of your own brings its own attention and ops"
+    return ""
+
+
+def prove(
+    start: Options,
+    tried: Sequence[Candidate],
+    measured_s: float,
+    predict: Predict,
+    *,
+    key_of: KeyFunction,
+    trial: TrialFunction,
+    compare: CompareFunction,
+    reserve: Callable[[int], None],
+    said: Callable[[int, int, Candidate], None] = lambda place, of, candidate: None,
+) -> Proof:
+    """Measure the candidates in their order, each against the start, then all that helped together.
+
+    `reserve`: is told for how many comparisons the budget must have room after the next measurement, so that what helped is
+    measured together before the budget ends. `said`: is told of each candidate that is measured, the joined one last,
+    with its place and their number.
+    """
+    return _Prover(start, measured_s, predict, key_of, trial, compare, reserve).run(tried, said)
+
+
+class _Prover(Trials):
+    def __init__(
+        self,
+        start: Options,
+        measured_s: float,
+        predict: Predict,
+        key_of: KeyFunction,
+        trial: TrialFunction,
+        compare: CompareFunction,
+        reserve: Callable[[int], None],
+    ) -> None:
+        super().__init__(key_of, trial, compare)
+        self.proof = Proof(start=start, measured_s=measured_s)
+        self._predict, self._reserve = predict, reserve
+        self._names: dict[str, str] = {}
+        """Key -> the candidate that has these options."""
+        self._count = 0
+        """How many comparisons there will be, with the one of all together."""
+
+    def run(self, tried: Sequence[Candidate], said: Callable[[int, int, Candidate], None]) -> Proof:
+        proof, waiting = self.proof, list(tried)
+        try:
+            self._begin()
+            can_run = [candidate for candidate in tried if not self._why_not(candidate)]
+            self._count = len(can_run) + 1
+            while waiting and not proof.trouble:
+                if waiting[0] in can_run:
+                    said(can_run.index(waiting[0]) + 1, self._count, waiting[0])
+                proof.singles.append(self._single(waiting[0]))
+                waiting.pop(0)
+        except BudgetSpent:
+            proof.untried += [candidate.name for candidate in waiting if not self._why_not(candidate)]
+            proof.singles += [self._not_run(candidate) for candidate in waiting if self._why_not(candidate)]
+        self._reserve(0)
+        try:
+            self._measure_together(said)
+        except BudgetSpent:
+            proof.untried.append(TOGETHER)
+        return proof
+
+    def measured(self, options: Options, repeat: int = 0) -> Any:
+        """The trial, if the budget has room for what it leads to, too; those of the start lead to everything."""
+        self._reserve(0 if self.proof.start_s is None else 1 + bool(self.proof.helped))
+        return super().measured(options, repeat)
+
+    def judged(self, name: str, before: Options, after: Options, tried: Any) -> Step:
+        """The comparison, if the budget has room for the one of all changes together, too."""
+        self._reserve(int(bool(self.proof.helped) and name != TOGETHER))
+        return super().judged(name, before, after, tried)
+
+    def _begin(self) -> None:
+        start, proof = self.proof.start, self.proof
+        tried = self.measured(start)
+        if tried.failure_kind:
+            proof.trouble = tried.message
+            return
+        self._names[self.key_of(start)] = "the original"
+        proof.trouble = self.repeats(start, tried)
+        proof.spread = self.spread
+        if not proof.trouble:
+            proof.start_s = tried.step_s
+
+    def _why_not(self, candidate: Candidate) -> str:
+        """Why the candidate is not measured; empty if it is."""
+        return candidate.refusal or self.refusal({**self.proof.start, **candidate.fields})
+
+    def _not_run(self, candidate: Candidate) -> Tried:
+        return Tried(candidate=candidate, step=Step(change=candidate.name, reason=self._why_not(candidate)))
+
+    def _single(self, candidate: Candidate) -> Tried:
+        if self._why_not(candidate):
+            return self._not_run(candidate)
+        key = self.key_of({**self.proof.start, **candidate.fields})
+        if key in self._names:
+            why = f"these are the options of {self._names[key]}"
+            return Tried(candidate=candidate, step=Step(change=candidate.name, reason=why))
+        self._names[key] = candidate.name
+        return Tried(candidate=candidate, step=self._against_start(candidate.name, candidate.fields))
+
+    def _against_start(self, name: str, fields: Mapping[str, Any]) -> Step:
+        start = self.proof.start
+        reference, work = None, 1.0
+        if _BATCH in fields:  # [Note: a changed loss]
+            work = fields[_BATCH] / start[_BATCH]
+            lone = {**start, _BATCH: fields[_BATCH]}
+            is_lone = len(fields) == 1
+            reference = Reference("", ()) if is_lone else reference_of(lone, self.measured(lone))
+        step, _ = self.attempt(
+            name, start, {**start, **fields}, fastest_s=self.proof.start_s, reference=reference, work=work
+        )
+        return step
+
+    def _measure_together(self, said: Callable[[int, int, Candidate], None]) -> None:
+        """Join what helped, the fastest first, as far as a config takes it, and compare that with the start once more."""
+        proof = self.proof
+        fields: dict[str, Any] = {}
+        for tried in proof.helped:
+            more = dict(tried.candidate.fields)
+            rivals = [name for name in more if fields.get(name, more[name]) != more[name]]
+            if STRATEGY_FIELDS & set(more):  # a strategy and its options are one choice
+                rivals += sorted(STRATEGY_FIELDS & set(fields))
+            if rivals:
+                proof.left_out.append((tried.candidate.name, f"{name_of({rivals[0]: fields[rivals[0]]})} is faster"))
+            elif why := self.refusal({**proof.start, **fields, **more}):
+                proof.left_out.append((tried.candidate.name, f"beside {name_of(fields)} it is refused: {why}"))
+            else:
+                fields |= more
+        if fields:
+            candidate = Candidate(fields=fields, gain=self._predict(fields))
+            if len(proof.helped) == 1:
+                candidate = proof.helped[0].candidate
+            said(self._count, self._count, candidate)
+            proof.together = Tried(candidate=candidate, step=self._against_start(TOGETHER, fields))
+
+
+def _ratio(step: Step) -> float:
+    known = step.comparison
+    return known.ratio if known is not None and known.ratio is not None else 1.0

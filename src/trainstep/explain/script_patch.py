@@ -1,0 +1,127 @@
+"""What to write in somebody's own script: the lines of each finding's page, and where the script allows it, a patch.
+
+    lines_to_write(budget)                           # a line or more for each finding, with the place where it was seen
+    patch_of("train.py", text, ["data"])             # unified diff, as `git apply` takes it; "" if nothing was recognised
+
+A program that does not know how a script is meant changes nothing of it: the patch is shown, never applied. It adds keywords to
+calls, and only those that the causes' pages name.
+"""
+
+import ast
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainstep.explain.budget import Budget
+from trainstep.explain.causes import CAUSES
+from trainstep.plan.time.interval import Interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToWrite:
+    """A finding's lines. `where`: file and line at which it was seen, or empty."""
+
+    cause: str
+    gain: Interval
+    lines: tuple[str, ...]
+    where: str = ""
+
+
+def lines_to_write(budget: Budget) -> list[ToWrite]:
+    """The lines for each finding of a script's step, the longest excess first."""
+    return [
+        ToWrite(
+            cause=finding.cause,
+            gain=finding.gain,
+            lines=CAUSES[finding.cause].lines,
+            where=str(finding.place) if finding.place else "",
+        )
+        for finding in budget.findings
+    ]
+
+
+class _Keyword(NamedTuple):
+    """Keywords for calls of `callee` that have none of `unless`. `in_loop`: only inside a loop, where batches are."""
+
+    callee: str
+    keywords: str
+    unless: Collection[str]
+    in_loop: bool = False
+
+
+_KEYWORDS: Mapping[str, Sequence[_Keyword]] = {
+    "data": (_Keyword("DataLoader", "num_workers=8, persistent_workers=True, prefetch_factor=4", {"num_workers"}),),
+    "host_copies": (
+        _Keyword("DataLoader", "pin_memory=True", {"pin_memory"}),
+        _Keyword("to", "non_blocking=True", {"non_blocking"}, in_loop=True),
+    ),
+    "optimizer": (_Keyword("AdamW", "fused=True", {"fused", "foreach"}),),
+    "recompiles": (_Keyword("compile", "dynamic=True", {"dynamic"}),),
+}
+"""Cause -> what its page adds to a call."""
+
+
+def patch_of(path: str, text: str, causes: Sequence[str]) -> str:
+    """The unified diff that adds the causes' keywords to the script's calls; empty if it has none of them, or is no Python."""
+    patched = text
+    for cause in causes:
+        for keyword in _KEYWORDS.get(cause, ()):
+            patched = _with_keyword(patched, keyword)
+    before, after = (part.splitlines(keepends=True) for part in (text, patched))
+    return "".join(difflib.unified_diff(before, after, fromfile=f"a/{path}", tofile=f"b/{path}"))
+
+
+def _with_keyword(text: str, keyword: _Keyword) -> str:
+    """The text with the keywords in every call that lacks them. A call in which they would land elsewhere stays as it is."""
+    try:
+        places = [_end_of_arguments(call) for call in _calls(ast.parse(text), keyword)]
+    except (SyntaxError, ValueError):  # ValueError: a null byte
+        return text
+    for line, column, comma in sorted(places, reverse=True):
+        lines = text.encode().split(b"\n")
+        before, after = lines[line - 1][:column], lines[line - 1][column:]
+        lines[line - 1] = before + f"{', ' if comma else ''}{keyword.keywords}".encode() + after
+        changed = b"\n".join(lines).decode()
+        if _count(changed, keyword) == _count(text, keyword) - 1:
+            text = changed
+    return text
+
+
+def _count(text: str, keyword: _Keyword) -> int:
+    try:
+        return len(_calls(ast.parse(text), keyword))
+    except SyntaxError:
+        return -1
+
+
+def _calls(tree: ast.AST, keyword: _Keyword, in_loop: bool = False) -> list[ast.Call]:
+    """The calls that lack the keywords."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        inside = in_loop or isinstance(node, ast.For | ast.While)
+        if isinstance(node, ast.Call) and _lacks(node, keyword) and (inside or not keyword.in_loop):
+            found.append(node)
+        found += _calls(node, keyword, inside)
+    return found
+
+
+def _lacks(call: ast.Call, keyword: _Keyword) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if keyword.callee == "compile" and not (isinstance(call.func, ast.Attribute) and _is_torch(call.func.value)):
+        return False  # re.compile, and Python's own
+    given = {item.arg for item in call.keywords}
+    return name == keyword.callee and None not in given and not given & set(keyword.unless)
+
+
+def _is_torch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "torch"
+
+
+def _end_of_arguments(call: ast.Call) -> tuple[int, int, bool]:
+    """Line and column (in bytes) behind the last argument, and whether there is one."""
+    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    if arguments:
+        line, column = max((node.end_lineno or 0, node.end_col_offset or 0) for node in arguments)
+        return line, column, True
+    return call.end_lineno or 0, (call.end_col_offset or 1) - 1, False

@@ -1,0 +1,246 @@
+"""Tries options of a training step: one process alone, whose losses are checked, then a comparison with other options.
+
+    trials = Trials(key_of, trial, compare)      # the callbacks measure; tests give them numbers
+    trials.repeats(start, trials.measured(start))            # "" if a second run has the same losses: changes can be checked
+    step, tried = trials.attempt("capture auto", start, {**start, "capture": "auto"}, fastest_s=0.1)
+
+A search of the fastest options (plan/preset.py) and a proof of predicted gains (explain/prove.py) are made of these.
+
+[Note: which difference of the losses is rounding]
+A trial and the start have the same seed, weights and batches. If both are right, their losses differ by rounding alone. The spread
+of several seeds would tell nothing: without a causal mask, or without any update, the losses of ten steps lie within it. Let d be
+the norm of the difference of both sequences of losses over the norm of the start's. Measured on a CPU (tiny, mini, and small in
+fp32, ten steps) with right variants and with four wrong attentions (no mask, another scale, shifted keys, no gradient for q):
+
+                  right             wrong, random tokens   wrong, text
+    fp32          at most 2e-7      at least 5e-6          at least 1.4e-4
+    fp16_autocast at most 4e-6      not measured           at least 1.3e-4
+    bf16          at most 2.6e-5    at least 1.2e-5        at least 1.3e-4
+
+So losses are compared on text where the model can read it. A 64th of the unit roundoff (2^-8 for bf16) is allowed, but at least
+2^-20: fp32's loss itself has steps of 2^-24. Another precision moves the loss lawfully: against fp32, fp16_autocast by 6e-6,
+bf16_autocast by 6e-5, bf16_master by 1.3e-3 and bf16 by 2.9e-3. A whole unit roundoff is allowed there, which a missing mask
+exceeds (1.0e-2). Later changes are held to the losses of the new precision.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from trainstep.records.compare import Comparison
+
+Options = Mapping[str, Any]
+"""Flat config fields, as the command line gives them."""
+HOPELESS = 1.5
+"""A change of which two trials take this many times the best's time is not compared further."""
+_ROUNDOFF = {"fp32": 2**-24, "tf32": 2**-11, "fp16_autocast": 2**-11}
+_BF16_ROUNDOFF = 2**-8
+_SHARE, _LEAST = 2**-6, 2**-20
+"""[Note: which difference of the losses is rounding]"""
+
+
+def name_of(options: Options) -> str:
+    """`compile block with capture none`"""
+    return " with ".join(f"{name} {'none' if value is None else value}" for name, value in options.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A set of options, run alone in one process. `losses` of its first steps, on the first batches (None: not finite)."""
+
+    failure_kind: str = ""
+    """Empty if it ran."""
+    phase: str = ""
+    """Where it failed."""
+    message: str = ""
+    losses: tuple[float | None, ...] = ()
+    step_s: float | None = None
+    """The fastest step, because disturbances of a lone process only add."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What became of a change. Without `comparison` it was not compared, and `reason` says why."""
+
+    change: str
+    kept: bool = False
+    reason: str = ""
+    comparison: Comparison | None = None
+    word: str = "not run"
+    """The verdict as a table shows it."""
+    alone_s: float | None = None
+    """The step's time in the trial."""
+    apart: float | None = None
+    """Relative difference of its losses; None where losses were not compared."""
+    allowed: float | None = None
+    """The largest difference that rounding explains."""
+
+
+KeyFunction = Callable[[Options], str]
+"""Identifies the cell that options describe, whether or not they are defaults. ValueError says why a config refuses them."""
+TrialFunction = Callable[[Options, int], Trial | None]
+"""Runs options alone; 1 as the last argument asks for another run than 0. None: the budget is spent."""
+CompareFunction = Callable[[Options, Options, int], Comparison | None]
+"""Compares the second options with the first; the last argument and None as above."""
+
+
+def allowed_difference(precision: str, reference_precision: str) -> float:
+    """The largest relative difference of losses that is rounding. [Note: which difference of the losses is rounding]"""
+    roundoff, other = (_ROUNDOFF.get(name, _BF16_ROUNDOFF) for name in (precision, reference_precision))
+    return max(roundoff, other) if precision != reference_precision else max(_SHARE * roundoff, _LEAST)
+
+
+def difference_of(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Norm of the difference over the norm of the reference, over the steps that both have."""
+    pairs = list(zip(losses, reference, strict=False))
+    apart = math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs))
+    size = math.sqrt(math.fsum(b * b for _, b in pairs))
+    return apart / size if size else math.inf if apart else 0.0
+
+
+class BudgetSpent(Exception):
+    """A measurement did not run."""
+
+
+class Reference(NamedTuple):
+    """Losses to which changes are held, and the precision that gave them."""
+
+    precision: str
+    losses: Sequence[float]
+
+
+class LossCheck(NamedTuple):
+    """`why` the losses are not those of the same mathematics; empty if they are. Differences as in `Step`."""
+
+    why: str
+    apart: float | None = None
+    allowed: float | None = None
+
+
+class Trials:
+    """Measures options by its callbacks, and judges what they return. BudgetSpent where a callback did not measure."""
+
+    def __init__(self, key_of: KeyFunction, trial: TrialFunction, compare: CompareFunction) -> None:
+        self.key_of, self._trial, self._compare = key_of, trial, compare
+        self.reference = Reference("", ())
+        self.spread: float | None = None
+        """Relative difference of the losses of two runs of the start."""
+        self._compared: set[tuple[str, str]] = set()
+
+    def refusal(self, options: Options) -> str:
+        """Why a config refuses the options; empty if it takes them."""
+        try:
+            self.key_of(options)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def measured(self, options: Options, repeat: int = 0) -> Trial:
+        """The options alone in one process."""
+        tried = self._trial(options, repeat)
+        if tried is None:
+            raise BudgetSpent
+        return tried
+
+    def repeats(self, options: Options, tried: Trial) -> str:
+        """Take the losses of `tried` as the reference, if a second run repeats them; else say why no change can be checked."""
+        precision, losses = precision_of(options), tried.losses
+        if not losses or None in losses:
+            return f"its loss is not finite: {_shown(losses)}" if losses else "its record has no losses"
+        self.reference = reference_of(options, tried)
+        again = self.measured(options, 1)
+        check = self.check_losses(again, precision, self.reference)
+        self.spread = check.apart
+        if why := again.message or check.why:
+            return (
+                f"a second run of the start with the same seed is not alike ({why}), so no change's loss can be checked; draw "
+                "weights and batches from run.seed"
+            )
+        return ""
+
+    def attempt(
+        self,
+        name: str,
+        before: Options,
+        after: Options,
+        *,
+        fastest_s: float | None,
+        reference: Reference | None = None,
+        work: float = 1.0,
+    ) -> tuple[Step, Trial]:
+        """Run `after` alone, check its losses, and compare it with `before` unless it failed or is far slower.
+
+        `fastest_s`: the fastest step of `before`. `reference`: whose losses it must have, by default the start's; one without
+        losses asks for finite ones alone. `work`: tokens of a step of `after` over those of `before`.
+        """
+        tried = self.measured(after)
+        if tried.failure_kind:
+            return Step(change=name, word=tried.failure_kind.replace("_", " "), reason=tried.message), tried
+        check = self.check_losses(tried, precision_of(after), self.reference if reference is None else reference)
+        alone_s = tried.step_s
+        if check.why:
+            step = Step(
+                change=name,
+                word="another loss",
+                reason=f"not kept: {check.why}",
+                alone_s=alone_s,
+                apart=check.apart,
+                allowed=check.allowed,
+            )
+            return step, tried
+        if fastest_s and alone_s and alone_s > HOPELESS * fastest_s * work:
+            # A neighbour may have slowed the whole process: a second one must be as slow before the change is given up.
+            alone_s = min(alone_s, self.measured(after, 1).step_s or alone_s)
+            tried = replace(tried, step_s=alone_s)
+        if fastest_s and alone_s and alone_s > HOPELESS * fastest_s * work:
+            ratio = alone_s / fastest_s / work
+            why = f"its fastest step took {ratio:.3g} times the best's, each alone and twice, so it was not compared further"
+            return Step(change=name, word="slower", reason=why, alone_s=alone_s), tried
+        step = self.judged(name, before, after, tried)
+        return replace(step, apart=check.apart, allowed=check.allowed), tried
+
+    def judged(self, name: str, before: Options, after: Options, tried: Trial | None) -> Step:
+        """Compare, and keep what is faster."""
+        pair = (self.key_of(before), self.key_of(after))
+        known = self._compare(before, after, int(pair in self._compared))
+        if known is None:
+            raise BudgetSpent
+        self._compared.add(pair)
+        kept, reason = known.verdict == "faster", known.reason
+        alone_s = tried.step_s if tried else None
+        return Step(change=name, kept=kept, reason=reason, comparison=known, word=known.word, alone_s=alone_s)
+
+    @staticmethod
+    def check_losses(tried: Trial, precision: str, reference: Reference) -> LossCheck:
+        """Whether losses are those of the same mathematics as the reference's."""
+        losses = [loss for loss in tried.losses if loss is not None]
+        if len(losses) < len(tried.losses):
+            return LossCheck(f"its loss is not finite: {_shown(tried.losses)}")
+        if not losses:
+            return LossCheck("its record has no losses")
+        if not reference.losses:
+            return LossCheck("")
+        apart = difference_of(losses, reference.losses)
+        allowed = allowed_difference(precision, reference.precision)
+        if apart <= allowed:
+            return LossCheck("", apart, allowed)
+        steps = min(len(losses), len(reference.losses))
+        why = f"the losses of {steps} steps differ from the start's by {apart:.2g}, and rounding explains {allowed:.2g}"
+        return LossCheck(why, apart, allowed)
+
+
+def reference_of(options: Options, tried: Trial) -> Reference:
+    """The trial's losses as what later changes are held to."""
+    return Reference(precision_of(options), [loss for loss in tried.losses if loss is not None])
+
+
+def precision_of(options: Options) -> str:
+    """The precision that the options ask for."""
+    return str(options.get("precision", "fp32"))
+
+
+def _shown(losses: Sequence[float | None]) -> str:
+    """The losses up to the first that is not finite."""
+    shown = losses[: losses.index(None) + 1] if None in losses else losses
+    return ", ".join("nan or inf" if loss is None else f"{loss:.4g}" for loss in shown)

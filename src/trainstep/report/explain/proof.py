@@ -1,0 +1,207 @@
+"""Shows a proof: its answer, the predicted beside the measured gain of each change, and the winning options as TOML.
+
+proof_answer(label, proof), proof_table(one, proof), proof_toml(label, proof, ...)
+"""
+
+from typing import Any
+
+from trainstep.explain.causes import CAUSES, page_of
+from trainstep.explain.prove import TOGETHER, Proof, Tried
+from trainstep.plan.time.interval import Interval
+from trainstep.records.record import Environment
+from trainstep.report.explain.budgets import Explained, span_words
+from trainstep.report.kit.answer import Answer
+from trainstep.report.kit.charts import Section
+from trainstep.report.kit.forms import MS, RATIO, TEXT, listed, ms_words, ratio_words
+from trainstep.report.kit.output_file import FIRST_LINES
+from trainstep.report.kit.tables import Column, Line, Table
+from trainstep.report.kit.visible import one_line
+from trainstep.report.step.preset import toml_value
+
+TIMING_FIELDS = frozenset(
+    ("steps", "warmups", "seed", "window_steps", "check_agreement", "workload", "nvtx", "cold_compile")
+)
+"""Options that say how a step is timed, and not what it is: the file leaves them to its user. So is `sync` of a single process."""
+
+
+def proof_answer(label: str, proof: Proof, out_config: str | None = None) -> Answer:
+    """What was proved, how many predictions held, and what to run with it."""
+    left = (
+        f" The budget is spent; the same command goes on. Not tried: {listed(proof.untried)}." if proof.untried else ""
+    )
+    best = proof.best
+    use = ""
+    if best is not None:
+        verb = "parallel" if proof.start.get("workload") == "parallel" else "bench"
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in best.candidate.fields.items())
+        use = f"Take `{options}`."
+        if out_config is not None:
+            use = f"`trainstep {verb} --config {out_config}` takes these options."
+    return Answer(workload="explain", verdict=f"{label}: {_verdict(proof)}{_held_words(proof)}{left}", suggestion=use)
+
+
+def _verdict(proof: Proof) -> str:
+    if proof.trouble:
+        return f"nothing was proved, because the original does not serve: {proof.trouble}"
+    if proof.start_s is None:
+        return "nothing was tried yet."
+    compared = [tried for tried in proof.singles if tried.step.comparison]
+    best = proof.best
+    if best is None:
+        one = proof.helped
+        if one:
+            return f"{listed([tried.candidate.name for tried in one])} seemed faster, and a second comparison did not confirm it."
+        count = len(compared)
+        return f"of {count} change{'' if count == 1 else 's'} that {'was' if count == 1 else 'were'} compared, none is faster."
+    gain = best.measured(proof.measured_s)
+    assert gain is not None, "what helped was compared"
+    per = " per token" if "batch_size" in best.candidate.fields else ""
+    predicted = f", predicted {ms_words(best.candidate.gain.time_s)}" if best.candidate.gain else ""
+    confirmed = "" if proof.together else " Not yet compared together."
+    return (
+        f"with {_fields_words(best)} a step takes {_ratio_words(best)} of the original's time{per}: {ms_words(gain.time_s)} less "
+        f"({span_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
+    )
+
+
+def _held_words(proof: Proof) -> str:
+    """` Of 3 predictions that were measured, 2 held.`"""
+    words = [held for tried in proof.singles if (held := tried.held(proof.measured_s))]
+    if not words:
+        return ""
+    count, inside, unsure = len(words), words.count("yes"), words.count("cannot tell")
+    open_words = f", and {unsure} cannot be told" if unsure else ""
+    gains = "gain that was" if count == 1 else "gains that were"
+    return f" Of {count} predicted {gains} measured, {inside} held{open_words}."
+
+
+def _fields_words(tried: Tried) -> str:
+    return listed([f"{name} {value}" for name, value in tried.candidate.fields.items()])
+
+
+def _ratio_words(tried: Tried) -> str:
+    known = tried.step.comparison
+    if known is None or known.ratio is None:
+        return "an unknown part"
+    if known.low is None or known.high is None:
+        return ratio_words(known.ratio)
+    return f"{ratio_words(known.ratio)} (99 % interval {ratio_words(known.low)} to {ratio_words(known.high)})"
+
+
+def proof_table(one: Explained, proof: Proof) -> Table:
+    """A line for each change: what was predicted, what was measured, and whether the prediction held; the last line has all."""
+    columns = [
+        Column("change", TEXT, "name", names=True),
+        Column("predicted (ms)", MS, "predicted_gain_s", optional=True, help="gain that explain predicts"),
+        Column("from (ms)", MS, "predicted_gain_low_s", optional=True, help="the low end of the prediction's interval"),
+        Column("to (ms)", MS, "predicted_gain_high_s", optional=True, help="the high end of the prediction's interval"),
+        Column("measured (ms)", MS, "measured_gain_s", optional=True, help="gain that was measured; below 0 is slower"),
+        Column("99 % from", MS, "measured_gain_low_s", optional=True),
+        Column("99 % to", MS, "measured_gain_high_s", optional=True),
+        Column("verdict", TEXT, "verdict"),
+        Column("held", TEXT, "held", optional=True, help="whether the predicted interval holds the measured gain"),
+        Column("ratio", RATIO, "ratio", optional=True, more=True),
+        Column(
+            "losses apart", TEXT, "losses_words", optional=True, more=True, help="relative, and what rounding explains"
+        ),
+        Column("alone (ms)", MS, "step_alone_s", optional=True, more=True, help="the fastest step of its trial"),
+        Column("cause", TEXT, "cause_words", optional=True, more=True),
+        Column("page", TEXT, "page", optional=True, more=True),
+        Column("why", TEXT, "why", optional=True),
+    ]
+    lines = [_line(proof, tried, "change") for tried in proof.singles]
+    if proof.together is not None:
+        lines.append(_line(proof, proof.together, "together"))
+    raw = [{"cell": one.label, **line} for line in lines]
+    rows = [Line(one.row, line) for line in lines]
+    return Table.of(f"Gains, predicted and measured: {one.label}", rows, columns, note=_note(proof), raw=raw)
+
+
+def _note(proof: Proof) -> str:
+    spread = "" if proof.spread is None else f" Losses of two runs of the original differ by {proof.spread:.2g}."
+    left_out = "".join(f" Not among all together: {name}, because {why}." for name, why in proof.left_out)
+    return (
+        f"Gains are of the explained step's {ms_words(proof.measured_s)}; each change was interleaved with the original in fresh "
+        f"processes.{spread}{left_out}"
+    )
+
+
+def _line(proof: Proof, tried: Tried, kind: str) -> dict[str, Any]:
+    """A row, with every key, in the units of their names."""
+    candidate, step = tried.candidate, tried.step
+    gain, known = tried.measured(proof.measured_s), step.comparison
+    is_whole = kind == "together"
+    apart = None if step.apart is None else f"{step.apart:.2g} of {step.allowed:.2g}"
+    return {
+        "kind": kind,
+        "name": TOGETHER if is_whole else candidate.name,
+        "fields": dict(candidate.fields),
+        "cause": candidate.cause or None,
+        "cause_words": CAUSES[candidate.cause].title if candidate.cause and not is_whole else None,
+        "page": page_of(candidate.cause) if candidate.cause and not is_whole else None,
+        **_ends("predicted_gain", candidate.gain),
+        **_ends("measured_gain", gain),
+        "held": tried.held(proof.measured_s) or None,
+        "verdict": step.word,
+        "ratio": known.ratio if known else None,
+        "ratio_low": known.low if known else None,
+        "ratio_high": known.high if known else None,
+        "pairs": known.n if known else None,
+        "step_alone_s": step.alone_s,
+        "losses_apart": step.apart,
+        "losses_allowed": step.allowed,
+        "losses_words": apart,
+        "reason": step.reason,
+        "why": None if known else step.reason,
+        "chosen": tried is proof.best,
+    }
+
+
+def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:
+    return {
+        f"{name}_s": interval.time_s if interval else None,
+        f"{name}_low_s": interval.low_s if interval else None,
+        f"{name}_high_s": interval.high_s if interval else None,
+    }
+
+
+def proof_section(one: Explained, proof: Proof, answer: Answer) -> Section:
+    """The proof on the page."""
+    winning = [] if proof.best is None else ["The winning options: " + "; ".join(option_lines(proof)) + "."]
+    return Section(
+        title=f"What the changes gained: {one.label}",
+        paragraphs=(answer.text, *winning),
+        tables=(proof_table(one, proof),),
+    )
+
+
+def option_lines(proof: Proof) -> list[str]:
+    """The chosen options as lines of TOML."""
+    without = set(TIMING_FIELDS) | (set() if proof.start.get("workload") == "parallel" else {"sync"})
+    return [f"{name} = {toml_value(value)}" for name, value in proof.chosen.items() if name not in without]
+
+
+def proof_toml(label: str, proof: Proof, *, command: str, records: str, here: Environment, answer: Answer) -> str:
+    """The chosen options as TOML that `--config` of bench or parallel reads; comments have the gains and where the records are."""
+    verb = "parallel" if proof.start.get("workload") == "parallel" else "bench"
+    lines = [
+        FIRST_LINES["proof"],
+        f"# {label}, by: {command}",
+        f"# On {here.gpu or here.cpu}, torch {here.torch}, commit {here.commit or 'unknown'}. Records: {records}",
+        f"# {answer.verdict}",
+        *(f"# {_comment(proof, tried)}" for tried in proof.singles),
+        *(f"# not tried, the budget was spent: {name}" for name in proof.untried),
+        f"# For: trainstep {verb} --config FILE",
+        *option_lines(proof),
+    ]
+    return "\n".join(map(one_line, lines)) + "\n"
+
+
+def _comment(proof: Proof, tried: Tried) -> str:
+    gain, candidate = tried.measured(proof.measured_s), tried.candidate
+    if gain is None:
+        return f"{candidate.name}: {tried.step.word}: {tried.step.reason}"
+    predicted = (
+        f", predicted {ms_words(candidate.gain.time_s)} ({span_words(candidate.gain)})" if candidate.gain else ""
+    )
+    return f"{candidate.name}: {tried.step.word}: gain {ms_words(gain.time_s)} ({span_words(gain)}){predicted}"

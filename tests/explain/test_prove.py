@@ -1,0 +1,297 @@
+"""The proof on made-up measurements: what is tried and in which order, what is joined, what the budget leaves, what held."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainstep.config.parallel import RanksConfig, SyncConfig
+from trainstep.config.parsing import build_config, build_run, to_plain
+from trainstep.explain.budget import Budget, Finding
+from trainstep.explain.prove import TOGETHER, Candidate, Proof, candidates, predictor, prove, start_of
+from trainstep.plan.step_memory import alone
+from trainstep.plan.time.calibration import shipped
+from trainstep.plan.time.interval import Interval
+from trainstep.plan.time.step_time import step_time
+from trainstep.plan.trials import Options, Trial
+from trainstep.records.compare import Comparison
+
+START = {"model": "tiny", "batch_size": 4}
+LOSSES = (2.0, 1.9, 1.8)
+CAPTURE = Candidate(fields={"capture": "step"}, gain=Interval(time_s=0.4, low_s=0.3, high_s=0.6))
+BLOCK = Candidate(fields={"compile": "block"}, gain=Interval(time_s=0.1, low_s=0.0, high_s=0.2))
+LOOP, FOREACH = (Candidate(fields={"adamw": name}) for name in ("loop", "foreach"))
+BATCH = Candidate(fields={"batch_size": 8})
+
+
+class Lab:
+    """Answers from `speeds`: option value -> factor of the original's time, per token. Notes what was measured."""
+
+    def __init__(self, speeds: dict[Any, float], *, budget: int = 99, together: float | None = None):
+        self.speeds, self.budget, self.together = speeds, budget, together
+        self.tried: list[Options] = []
+        self.compared: list[tuple[Options, int]] = []
+        self.refused: tuple[str, ...] = ()
+        """Two values that a config refuses beside each other."""
+        self.losses: dict[Any, tuple[float, ...]] = {}
+        self.reserved: list[int] = []
+
+    def key_of(self, options: Options) -> str:
+        if self.refused and set(self.refused) <= set(options.values()):
+            raise ValueError(f"{self.refused[0]} and {self.refused[1]} refuse each other")
+        return str(sorted(options.items()))
+
+    def trial(self, options: Options, _repeat: int) -> Trial | None:
+        if len(self.tried) + len(self.compared) >= self.budget:
+            return None
+        self.tried.append(options)
+        losses = next((losses for value, losses in self.losses.items() if value in options.values()), LOSSES)
+        return Trial(losses=losses, step_s=1.0)
+
+    def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
+        if len(self.tried) + len(self.compared) >= self.budget:
+            return None
+        changed = {name: value for name, value in after.items() if before.get(name) != value}
+        self.compared.append((changed, repeat))
+        ratio = 1.0
+        for value in changed.values():
+            ratio *= self.speeds.get(value, 1.0)
+        if self.together is not None and (len(changed) > 1 or repeat):
+            ratio = self.together
+        verdict = "faster" if ratio < 0.98 else "slower" if ratio > 1.02 else "cannot tell"
+        return Comparison(verdict=verdict, reason="made up", ratio=ratio, low=ratio - 0.05, high=ratio + 0.05, n=6)
+
+    def run(self, *tried: Candidate) -> Proof:
+        return prove(
+            START,
+            tried,
+            1.0,
+            lambda fields: None,
+            key_of=self.key_of,
+            trial=self.trial,
+            compare=self.compare,
+            reserve=self.reserved.append,
+        )
+
+
+def test_each_change_is_compared_with_the_original_and_then_what_helped_together():
+    lab = Lab({"step": 0.5, "block": 0.8, "loop": 1.5})
+    proof = lab.run(CAPTURE, BLOCK, LOOP)
+    assert lab.compared == [
+        ({"capture": "step"}, 0),
+        ({"compile": "block"}, 0),
+        ({"adamw": "loop"}, 0),
+        ({"capture": "step", "compile": "block"}, 0),
+    ]
+    assert [tried.step.word for tried in proof.singles] == ["faster", "faster", "slower"]
+    assert proof.chosen == {**START, "capture": "step", "compile": "block"}
+    assert proof.together is proof.best
+    assert proof.spread == 0.0
+
+
+def test_the_measured_gain_is_of_the_explained_step_and_says_whether_the_prediction_held():
+    proof = Lab({"step": 0.5, "block": 0.5}).run(CAPTURE, BLOCK, LOOP)
+    capture, block, loop = proof.singles
+    gain = capture.measured(2.0)
+    assert gain is not None
+    assert (gain.time_s, gain.low_s, gain.high_s) == pytest.approx((1.0, 0.9, 1.1))
+    assert [capture.held(1.0), block.held(1.0), loop.held(1.0)] == ["yes", "no", ""]
+    near = replace(block, candidate=replace(BLOCK, gain=Interval(time_s=0.4, low_s=0.3, high_s=0.46)))
+    assert near.held(1.0) == "cannot tell"
+
+
+def test_the_faster_of_two_values_of_a_field_is_taken():
+    proof = Lab({"loop": 0.9, "foreach": 0.7}).run(LOOP, FOREACH)
+    assert proof.chosen == {**START, "adamw": "foreach"}
+    assert proof.left_out == [("adamw loop", "adamw foreach is faster")]
+
+
+def test_strategies_with_their_options_are_one_choice():
+    bucketed, larger = (Candidate(fields={"sync": "bucketed", **more}) for more in ({}, {"bucket_mib": 25.0}))
+    proof = Lab({"bucketed": 0.5}).run(bucketed, larger)
+    assert proof.chosen == {**START, "sync": "bucketed"}
+    assert proof.left_out == [("sync bucketed with bucket_mib 25.0", "sync bucketed is faster")]
+
+
+def test_what_a_config_refuses_beside_a_faster_change_is_left_out_with_the_reason():
+    lab = Lab({"step": 0.9, "block": 0.5})
+    lab.refused = ("step", "block")
+    proof = lab.run(CAPTURE, BLOCK)
+    assert proof.chosen == {**START, "compile": "block"}
+    assert proof.left_out == [("capture step", "beside compile block it is refused: step and block refuse each other")]
+
+
+def test_a_single_change_that_helped_is_measured_a_second_time_and_dropped_if_that_does_not_confirm_it():
+    assert Lab({"step": 0.5}).run(CAPTURE).chosen == {**START, "capture": "step"}
+    lab = Lab({"step": 0.5}, together=1.0)
+    proof = lab.run(CAPTURE)
+    assert [repeat for _, repeat in lab.compared] == [0, 1]
+    assert (proof.best, proof.chosen) == (None, START)
+
+
+def test_where_all_together_are_slower_the_fastest_alone_is_taken():
+    proof = Lab({"step": 0.5, "block": 0.8}, together=0.9).run(CAPTURE, BLOCK)
+    assert proof.chosen == {**START, "capture": "step"}
+    proof = Lab({"step": 0.5, "block": 0.8}, together=1.2).run(CAPTURE, BLOCK)
+    assert proof.chosen == {**START, "capture": "step"}
+
+
+def test_a_changed_loss_is_not_compared():
+    lab = Lab({"step": 0.5})
+    lab.losses["step"] = (2.0, 1.9, 1.81)
+    proof = lab.run(CAPTURE)
+    assert (proof.singles[0].step.word, lab.compared, proof.chosen) == ("another loss", [], START)
+    assert proof.singles[0].step.apart == pytest.approx(3e-3, rel=0.1)
+
+
+def test_another_batch_has_other_losses_and_what_joins_it_is_held_to_these():
+    lab = Lab({8: 0.5, "block": 0.8})
+    lab.losses = {8: (3.0, 2.0, 1.0)}
+    proof = lab.run(BATCH, BLOCK)
+    assert proof.chosen == {**START, "batch_size": 8, "compile": "block"}
+    wrong = Lab({8: 0.5, "block": 0.8})
+    wrong.losses = {8: (3.0, 2.0, 1.0)}
+    trial = wrong.trial
+
+    def of_both(options: Options, repeat: int) -> Trial | None:
+        tried = trial(options, repeat)
+        both = options.get("batch_size") == 8 and options.get("compile") == "block"
+        return replace(tried, losses=LOSSES) if tried and both else tried
+
+    wrong.trial = of_both  # type: ignore[method-assign]
+    proof = wrong.run(BATCH, BLOCK)
+    assert proof.together is not None
+    assert proof.together.step.word == "another loss"
+    assert proof.chosen == {**START, "batch_size": 8}
+
+
+@pytest.mark.parametrize("budget", range(8))
+def test_the_budget_leaves_the_rest_and_says_so(budget: int):
+    lab = Lab({"step": 0.5, "block": 0.8}, budget=budget)
+    proof = lab.run(CAPTURE, replace(LOOP, refusal="not here"), BLOCK)
+    names = {2: ["capture step", "compile block"], 4: ["compile block", TOGETHER], 5: ["compile block", TOGETHER]}
+    expected = names[2] if budget < 4 else names.get(budget, [TOGETHER])
+    assert proof.untried == expected
+    assert [tried.step.reason for tried in proof.singles if tried.candidate.name == "adamw loop"] == ["not here"]
+    if budget >= 4:
+        assert proof.chosen == {**START, "capture": "step"}, "one that is not yet confirmed, as the answer says"
+
+
+def test_room_is_reserved_for_what_helped_so_far_together():
+    lab = Lab({"step": 0.5})
+    lab.run(CAPTURE, BLOCK)
+    begin, capture, block, together = [0, 0], [1, 0], [2, 1], [0, 2, 0]
+    assert lab.reserved == begin + capture + block + together
+
+
+def test_a_start_that_does_not_serve_ends_the_proof():
+    lab = Lab({"step": 0.5})
+    lab.losses["tiny"] = ()
+    proof = lab.run(CAPTURE)
+    assert proof.trouble == "its record has no losses"
+    assert (lab.compared, proof.untried) == ([], [])
+
+
+def a_config(**changes: Any) -> RanksConfig:
+    return alone(build_run({"model": "small", "device": "cuda", "attention": "plain", **changes}))
+
+
+def a_budget(*findings: Finding) -> Budget:
+    return Budget(measured_s=1.0, floor={}, findings=findings, unexplained_s=0.0)
+
+
+def finding(cause: str, time_s: float) -> Finding:
+    gain = Interval(time_s=time_s, low_s=0.0, high_s=2 * time_s)
+    return Finding(cause=cause, excess=gain, gain=gain, evidence="seen")
+
+
+def test_candidates_are_the_changes_of_the_causes_the_largest_predicted_gain_first():
+    budget = a_budget(finding("optimizer", 0.1), finding("attention_kernel", 0.3))
+    found = candidates(budget, a_config(), lambda fields: None, precisions=["bf16_master"], batch_sizes=[8, 4])
+    names = [candidate.name for candidate in found]
+    assert names[:3] == ["attention trainstep", "attention sdpa", "adamw trainstep"]
+    assert names[-1] == "precision bf16_autocast"
+    assert "--allow-precision bf16_autocast" in found[-1].refusal
+    assert all(candidate.refusal == "" for candidate in found[:-1])
+    assert "precision bf16_master" in names, "allowed"
+    assert "batch_size 8" in names, "allowed"
+    assert "batch_size 4" not in names, "is so already"
+    assert len(names) == len(set(names))
+
+
+def test_what_explain_advises_is_held_to_what_it_printed_and_the_rest_to_plan():
+    advised = replace(finding("unfused", 0.2), change={"compile": "block"})
+    plans = Interval(time_s=-0.3, low_s=-0.4, high_s=-0.2)
+    found = {one.name: one.gain for one in candidates(a_budget(advised), a_config(), lambda fields: plans)}
+    assert found["compile block"] == advised.gain
+    assert found["ops fused"] == plans
+
+
+def test_on_a_cpu_capture_is_impossible_and_a_finding_predicts_what_plan_cannot():
+    budget = a_budget(finding("host_launches", 0.2))
+    config = a_config(device="cpu")
+    found = {one.name: one for one in candidates(budget, config, predictor(config, None, 1.0))}
+    assert "a CPU has no CUDA graphs" in found["capture step"].refusal
+    assert found["compile block"].gain == budget.findings[0].gain
+    assert found["adamw trainstep"].gain is None
+
+
+def test_a_model_of_the_users_own_keeps_its_ops():
+    config = alone(build_run({"model": "package.module:build", "device": "cuda"}))
+    refusals = {one.name: one.refusal for one in candidates(a_budget(), config, lambda fields: None)}
+    assert "brings its own" in refusals["ops fused"]
+    assert refusals["compile block"] == ""
+
+
+def test_plan_predicts_the_changed_step_and_a_larger_batch_by_its_time_per_token():
+    h200 = shipped("NVIDIA H200")
+    assert h200 is not None
+    config = a_config()
+    predict = predictor(config, h200, 2.0)
+    now = step_time(config, h200).step.time_s
+    after = step_time(a_config(compile="block"), h200).step.time_s
+    larger = step_time(a_config(batch_size=8), h200).step.time_s
+    gain, batch = predict({"compile": "block"}), predict({"batch_size": 8})
+    assert gain is not None
+    assert batch is not None
+    assert gain.time_s == pytest.approx(2.0 * (1 - after / now))
+    assert gain.low_s < gain.time_s < gain.high_s
+    assert batch.time_s == pytest.approx(2.0 * (1 - larger / now / 2))
+    assert predictor(a_config(device="cpu"), h200, 2.0)({"compile": "block"}) is None
+
+
+def test_several_ranks_try_strategies_and_bucket_sizes():
+    config = RanksConfig(run=a_config().run, ranks=2, sync=SyncConfig(name="naive"))
+    names = [one.name for one in candidates(a_budget(), config, lambda fields: None)]
+    assert "sync bucketed" in names
+    assert "sync bucketed with bucket_mib 100.0" in names
+    bucketed = replace(config, sync=SyncConfig(name="bucketed"))
+    names = [one.name for one in candidates(a_budget(), bucketed, lambda fields: None)]
+    assert "bucket_mib 25.0" in names
+    assert "sync bucketed" not in names
+
+
+@pytest.mark.parametrize(
+    ("workload", "values"),
+    [
+        (
+            "train_step",
+            {"model": "tiny", "context": 16, "d_ff": 96, "adamw": "loop", "device": "cpu", "clip_grad_norm": 1.0},
+        ),
+        ("parallel", {"model": "tiny", "sync": "flat", "ranks": 2, "bucket_mib": 3.0, "device": "cpu"}),
+        ("train_step", {"model": "package.module:build", "device": "cpu"}),
+    ],
+)
+def test_the_start_is_the_explained_step_again(workload: str, values: dict[str, Any]):
+    config = build_config(workload, values)
+    start = start_of(workload, config if isinstance(config, RanksConfig) else alone(config))
+    assert start.pop("workload", "train_step") == workload
+    assert {**values, **start} == start, "it names all that was given"
+    assert to_plain(build_config(workload, start)) == to_plain(config)
+
+
+def test_a_profile_starts_with_its_own_attention():
+    config = build_config("profile", {"model": "tiny", "device": "cpu", "profiled_steps": 5})
+    start = start_of("profile", alone(config))
+    assert start["attention"] == "plain"
+    assert "profiled_steps" not in start

@@ -1,0 +1,110 @@
+"""What a person reads of a proof: the verdict in each outcome, and the file of options of a step on several ranks."""
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from record_maker import ENVIRONMENT, a_record
+from trainstep.config.parsing import build_config, to_plain
+from trainstep.explain.budget import Budget
+from trainstep.explain.prove import TOGETHER, Candidate, Proof, Tried
+from trainstep.plan.time.interval import Interval
+from trainstep.plan.trials import Step
+from trainstep.records.compare import Comparison
+from trainstep.report.explain.budgets import Explained
+from trainstep.report.explain.proof import option_lines, proof_answer, proof_table, proof_toml
+from trainstep.report.kit.frames import json_text
+from trainstep.report.kit.rows import rows_of
+from trainstep.report.kit.terminal import plain
+
+START = {"model": "tiny", "batch_size": 4, "steps": 5, "sync": "phase"}
+
+
+def tried(verdict: str, ratio: float, gain: Interval | None = None, /, **fields: Any) -> Tried:
+    comparison = Comparison(verdict=verdict, reason="r", ratio=ratio, low=ratio - 0.1, high=ratio + 0.1, n=6)
+    step = Step(change="c", kept=verdict == "faster", comparison=comparison, word=verdict, reason="r")
+    return Tried(candidate=Candidate(fields=fields, cause="unfused", gain=gain), step=step)
+
+
+PREDICTED = Interval(time_s=0.4, low_s=0.35, high_s=0.6)
+BLOCK = tried("faster", 0.5, PREDICTED, compile="block")
+FUSED = tried("slower", 1.5, PREDICTED, ops="fused")
+
+
+def a_proof(*singles: Tried, **values: Any) -> Proof:
+    return Proof(start=START, measured_s=1.0, start_s=1.0, spread=0.0, singles=list(singles), **values)
+
+
+@pytest.mark.parametrize(
+    ("proof", "words"),
+    [
+        (
+            Proof(start=START, measured_s=1.0, trouble="OOM"),
+            "nothing was proved, because the original does not serve: OOM",
+        ),
+        (Proof(start=START, measured_s=1.0, untried=["compile block"]), "nothing was tried yet. The budget is spent"),
+        (
+            a_proof(FUSED),
+            "of 1 change that was compared, none is faster. Of 1 predicted gain that was measured, 0 held.",
+        ),
+        (a_proof(), "of 0 changes that were compared, none is faster."),
+        (
+            a_proof(BLOCK, together=tried("cannot tell", 1.0, compile="block")),
+            "compile block seemed faster, and a second comparison did not confirm it.",
+        ),
+        (
+            a_proof(BLOCK, FUSED, untried=[TOGETHER]),
+            "with compile block a step takes 0.500 (99 % interval 0.400 to 0.600) of the original's time: 500.0 ms less (400.0 ms "
+            "to 600.0 ms) of 1,000 ms, predicted 400.0 ms. Not yet compared together. Of 2 predicted gains that were measured, 1 "
+            f"held. The budget is spent; the same command goes on. Not tried: {TOGETHER}.",
+        ),
+        (
+            a_proof(BLOCK, together=tried("faster", 0.5, compile="block", batch_size=8)),
+            "with compile block and batch_size 8 a step takes 0.500 (99 % interval 0.400 to 0.600) of the original's time per to",
+        ),
+    ],
+)
+def test_the_verdict_says_what_was_proved(proof: Proof, words: str):
+    assert f"tiny: {words}" in proof_answer("tiny", proof).text
+
+
+def test_the_suggestion_is_options_or_the_file_of_the_verb():
+    proof = a_proof(BLOCK, together=BLOCK)
+    assert proof_answer("tiny", proof).suggestion == "Take `--compile block`."
+    assert proof_answer("tiny", proof, "a.toml").suggestion == "`trainstep bench --config a.toml` takes these options."
+    proof.start = {**START, "workload": "parallel"}
+    assert "`trainstep parallel --config a.toml`" in proof_answer("tiny", proof, "a.toml").suggestion
+
+
+def test_how_a_step_is_timed_is_no_option_but_a_strategy_is():
+    proof = a_proof(BLOCK, together=BLOCK)
+    assert option_lines(proof) == ['model = "tiny"', "batch_size = 4", 'compile = "block"']
+    proof.start = {"workload": "parallel", "model": "tiny", "ranks": 2, "sync": "naive", "window_steps": 3, "steps": 4}
+    proof.singles = [tried("faster", 0.5, sync="bucketed", bucket_mib=25.0)]
+    proof.together = None
+    text = proof_toml(
+        "a\nlabel", proof, command="c", records="p.jsonl", here=ENVIRONMENT, answer=proof_answer("a", proof)
+    )
+    options = {"model": "tiny", "ranks": 2, "sync": "bucketed", "bucket_mib": 25.0}
+    assert tomllib.loads(text) == options
+    assert "# sync bucketed with bucket_mib 25.0: faster: gain 500.0 ms (400.0 ms to 600.0 ms)" in text
+
+
+def test_the_table_has_both_gains_and_json_their_seconds():
+    record = a_record(config=to_plain(build_config("train_step", {"model": "tiny", "device": "cpu"})))
+    [row] = rows_of([("a.jsonl", record)])
+    one = Explained(row=row, label="tiny", budget=Budget(measured_s=1.0, floor={}, findings=(), unexplained_s=0.0))
+    refused = Tried(
+        candidate=Candidate(fields={"capture": "step"}, refusal="no"),
+        step=Step(change="c", reason="no", word="not run"),
+    )
+    proof = a_proof(BLOCK, FUSED, refused, left_out=[("adamw loop", "adamw foreach is faster")], together=BLOCK)
+    table = proof_table(one, proof)
+    text = plain([table])
+    assert "Not among all together: adamw loop, because adamw foreach is faster." in text
+    [line] = [line for line in text.splitlines() if line.startswith("compile block")]
+    assert line.split()[2:9] == ["400.0", "350.0", "600.0", "500.0", "400.0", "600.0", "faster"]
+    assert line.split()[9] == "yes"
+    assert "capture step" in text
+    assert '"measured_gain_s": 0.5' in json_text([table])
