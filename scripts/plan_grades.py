@@ -16,7 +16,8 @@ LEFT_OUT = {"same_against_same"}
 """A hundred records of one step."""
 HEAD = """# Predictions beside measurements
 
-By `python scripts/plan_grades.py`, of the records in h200/ and h100/ but same_against_same, a hundred records of one step: what `trainstep plan --grade` prints of both.
+By `python scripts/plan_grades.py`, of the records in h200/ and h100/, but not of a hundred that
+repeat one step: what `trainstep plan --grade` prints of both.
 
 ![Predicted against measured time of every graded step](plan.svg)
 
