@@ -15,8 +15,9 @@ Then each single change of the best is predicted too. A change that is better af
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 from trainstep.config.parallel import RanksConfig
@@ -107,11 +108,23 @@ class Found:
     """Numbers of ranks on which nothing fits, with the least memory there."""
 
 
-def search(space: Space, calibration: Calibration, *, gpu_memory_bytes: int, minimize: str) -> Found:
-    """The best options of the space. ValueError if none of them has a prediction."""
+def search(
+    space: Space,
+    calibration: Calibration,
+    *,
+    gpu_memory_bytes: int,
+    minimize: str,
+    on_bounds: Callable[[int, int, float], None] | None = None,
+) -> Found:
+    """The best options of the space. ValueError if none of them has a prediction.
+
+    `on_bounds`: is told the ranks, their number of combinations and the seconds that bounds took, before predictions begin.
+    """
     found: list[Found] = []
     for ranks in sorted(space.ranks):
-        one = _Search(space, ranks, calibration, gpu_memory_bytes).run(MEMORY if minimize == MEMORY else TIME)
+        one = _Search(space, ranks, calibration, gpu_memory_bytes, on_bounds).run(
+            MEMORY if minimize == MEMORY else TIME
+        )
         found.append(one)
         if minimize == RANKS and one.best is not None:
             break
@@ -161,7 +174,15 @@ class _Pair:
 class _Search:
     """The search on one number of ranks."""
 
-    def __init__(self, space: Space, ranks: int, calibration: Calibration, gpu_memory_bytes: int) -> None:
+    def __init__(
+        self,
+        space: Space,
+        ranks: int,
+        calibration: Calibration,
+        gpu_memory_bytes: int,
+        on_bounds: Callable[[int, int, float], None] | None = None,
+    ) -> None:
+        self._on_bounds = on_bounds
         self._space, self._ranks, self._calibration, self._memory = space, ranks, calibration, gpu_memory_bytes
         self._bounds = Bounds(calibration)
         self.effort = Effort()
@@ -174,7 +195,10 @@ class _Search:
         """What steps alike need more than their bounds say."""
 
     def run(self, minimize: str) -> Found:
+        began_s = monotonic()
         pairs = self._pairs()
+        if self._on_bounds is not None:
+            self._on_bounds(self._ranks, self.effort.candidates, monotonic() - began_s)
         by_time = sorted(pairs, key=lambda pair: (pair.time_s, pair.nbytes))
         for surely in (True, False):
             able = [pair for pair in by_time if (pair.sure_bytes if surely else pair.nbytes) <= self._memory]
