@@ -90,8 +90,8 @@ def plan(
     quiet
         Show no progress of a long search or grade.
     config
-        TOML file with options of this verb, as batch_size = [1, 2]. The command line overrides it, and it overrides [plan] and [all]
-        of ./trainstep.toml.
+        TOML file with options of this verb, as batch_size = [1, 2]. The command line overrides it, and it overrides the defaults in
+        ./trainstep.toml.
     """
     tell = None if quiet else tell_progress
     machine = {"gpu": gpu, "gpu_memory_gib": gpu_memory_gib, "peak_tflops": peak_tflops, "bandwidth": bandwidth}
