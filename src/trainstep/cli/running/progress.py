@@ -22,7 +22,7 @@ from trainstep.report.kit.visible import VisibleConsole, one_line
 
 _LOG_INTERVAL_S = 30
 """A log is silent for no longer than this while a stage makes progress."""
-_COUNTED = re.compile(r" ?(\d+)(?:/| of )(\d+)$")
+_COUNTED = re.compile(r" ?(\d+)(?:/| of )(\d+)(?: or more)?$")
 """The end of a stage's name that says how much of it is done, as `steps 3/10`."""
 
 
@@ -56,6 +56,8 @@ class CellProgress:
         self._stage = ""
         self._cell_and_stage = ("", "")
         """Key of the running cell, and its stage without the count."""
+        self._counted = 0
+        """How much of the stage is done, by its count."""
         self._reported = False
         self._done, self._of = 0, len(cells)
         self._ended: set[str] = set()
@@ -81,9 +83,12 @@ class CellProgress:
     def tell(self, cell: Cell, stage: str) -> None:
         """Show the current stage of a cell."""
         self._stage, self._shown_s = stage, time.monotonic()
-        cell_and_stage = (cell.key, _COUNTED.sub("", stage))
-        if cell_and_stage != self._cell_and_stage:
-            self._cell_and_stage, self._stage_began_s = cell_and_stage, self._shown_s
+        cell_and_stage, counted = (cell.key, _COUNTED.sub("", stage)), _COUNTED.search(stage)
+        count = int(counted[1]) if counted else 0
+        # Interleaved cells take turns within one stage, whose count goes on.
+        if cell_and_stage[1] != self._cell_and_stage[1] or count < self._counted or not counted:
+            self._stage_began_s = self._shown_s if cell_and_stage != self._cell_and_stage else self._stage_began_s
+        self._cell_and_stage, self._counted = cell_and_stage, count
         if self._quiet:
             return
         with outliving_reader(sys.stderr):

@@ -23,6 +23,8 @@ _NAMED = 3
 """The most cells that get a clause each."""
 _MODES = {"step": 2, "forward_backward": 1}
 """How much of training a mode is: advice for a whole step comes before advice for a part of it."""
+_DISTURBED = 0.8
+"""A profiler slows a step. If the profiled step takes less than this share of the others' time, these were disturbed."""
 _WORTH = 1.05
 """The least speed-up that is suggested."""
 Columns = Mapping[str, Sequence[Any]]
@@ -79,7 +81,8 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
     gains = [(gain, row, profile) for row, profile in profiles if (gain := best_gain(profile))]
     if len(profiles) == 1:
         [(_, profile)] = profiles
-        return Answer(workload="profile", verdict=_verdict(profile), suggestion=gains[0][0].sentence if gains else "")
+        verdict_words = f"{_verdict(profile)}{_disturbed_words(profile)}"
+        return Answer(workload="profile", verdict=verdict_words, suggestion=gains[0][0].sentence if gains else "")
     unnamed = needless(rows)
     limits = [(row, profile.limit) for row, profile in profiles if profile.limit]
     counts = Counter(verdict_word(limit) for _, limit in limits)
@@ -97,6 +100,17 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
         workload="profile",
         verdict=f"Of {len(limits)} steps, {kinds}: {'; '.join(clauses)}{more}.",
         suggestion=_best_words(gains, unnamed),
+    )
+
+
+def _disturbed_words(profile: Profile) -> str:
+    """A sentence if the profiled step was much faster than the timed steps: then its shares are not those of the timed steps."""
+    slowdown = profile.fact("profiler_slowdown")
+    if slowdown is None or slowdown >= _DISTURBED:
+        return ""
+    return (
+        f" This is of the profiled step, which took {ratio_words(slowdown)} of the time of the timed steps: something else slowed "
+        "those down. Profile again on a quiet machine."
     )
 
 
