@@ -97,12 +97,12 @@ def test_the_count_goes_on_while_interleaved_cells_take_turns(clock: list[float]
     times = dict(zip([cell.key for cell in cells], expected(10, 10), strict=True))
     with CellProgress(cells, times) as shown:
         shown.finished(0, 2, [])
-        shown.tell(cells[0], "process 0 of 6 or more")
-        for count, of in ((1, "6 or more"), (2, "6"), (6, "6"), (7, "12")):
-            clock[0] = 40 * count
+        for count, of in ((1, "6 or more"), (2, "6"), (3, "6"), (6, "6"), (7, "12")):
+            clock[0] = 40 * (count - 1)
             shown.tell(cells[count % 2], f"process {count} of {of}")
+            shown.tell(cells[count % 2], "warmup")
     _, *lines = capsys.readouterr().err.splitlines()
-    assert [line.rpartition("about ")[2] for line in lines] == ["4 min left", "3 min left", "10 s left", "4 min left"]
+    assert [line.rpartition("about ")[2] for line in lines] == ["4 min left", "3 min left", "50 s left", "4 min left"]
 
 
 def test_quiet_prints_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]):
