@@ -89,3 +89,13 @@ def test_a_profiled_step_that_was_faster_than_the_timed_steps_is_doubted():
         f"{texts[0]} This is of the profiled step, which took 0.070 of the time of the timed steps: something else slowed those "
         "down. Profile again on a quiet machine."
     )
+
+
+def test_a_verdict_of_shares_says_of_how_long_a_step():
+    on_gpu = a_profile(128, "step", 0.99)
+    limit = {**on_gpu.tables["verdict"], "on_device": [False]}
+    on_cpu = replace(on_gpu, tables={**on_gpu.tables, "verdict": limit})
+    texts = [answer_of(record).verdict for record in (on_gpu, on_cpu)]
+    assert "of a step of 1,000 ms" in texts[0]
+    assert texts[1].endswith(" A step takes 1,000 ms.")
+    assert all(text.count("1,000 ms") == 1 for text in texts), texts

@@ -31,7 +31,8 @@ from trainstep.report.run.runs import main_runs, runs_of
 _RUN = "run"
 _COLOURS = ("theme:vermilion", "theme:orange", "theme:blue", "theme:green", "theme:purple", "theme:sky")
 """Of the causes in a chart; the last one is of those that are not named, if there are more."""
-_MOST_BARS = 12
+_MOST_BARS = 8
+"""The most steps in a chart: those furthest above their floor."""
 _FEW = 5
 """Steps whose tables a terminal shows by default."""
 _WITH_ABOVE = "with the above"
@@ -222,13 +223,15 @@ def explain_sections(explained: Sequence[Explained]) -> list[Section]:
         return []
     tables = [_table(first[0]), *(replace(_table(one), folded=True) for one in first[1:])]
     title = "Where the time of the step goes" if len(first) == 1 else "Where the time of the steps goes"
-    return [Section(title=title, charts=(budget_chart(first[:_MOST_BARS]),), tables=tuple(tables))]
+    return [Section(title=title, charts=(budget_chart(first),), tables=tuple(tables))]
 
 
 def budget_chart(explained: Sequence[Explained]) -> Chart:
-    """A stacked bar for each step: the floor, each cause's excess, the unexplained rest; as shares of the step."""
+    """A stacked bar for each of the first steps: the floor, each cause's excess, the unexplained rest; as shares of the step."""
+    left = len(explained) - _MOST_BARS
+    explained = explained[:_MOST_BARS]
     names = short_labels([one.label for one in explained])
-    height = 170 + 44 * len(names)
+    height = 150 + 24 * len(names)
     panels = Panels(titles=[""], columns=1, x_title="share of the step (%)", y_title="")
     panels.axis = {"type": "category", "autorange": "reversed", "categoryarray": names}
     parts = [
@@ -241,7 +244,7 @@ def budget_chart(explained: Sequence[Explained]) -> Chart:
             shares = [100 * time_s / one.budget.measured_s for time_s, one in zip(times, explained, strict=True)]
             hover = [lines_of(name, f"{title}: {ms_words(time_s)}") for name, time_s in zip(names, times, strict=True)]
             panels.add(0, bar(title, shares, names, colour=colour, hover=hover, orientation="h"))
-    count = f" Of {len(explained)} steps, the furthest above their floor." if len(explained) == _MOST_BARS else ""
+    count = f" {left} more steps, nearer to the floor, are in the tables." if left > 0 else ""
     caption = f"Floor: the time that the work needs at least. The rest of a bar is what a change may remove.{count}"
     return panels.chart("Budget of each step", caption, barmode="stack", bargap=0.35, height=height, horizontal=True)
 

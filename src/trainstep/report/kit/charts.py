@@ -34,6 +34,8 @@ _CELL_PX = 76
 """The width of a heat map's cell with a number in it, including its share of the axis labels."""
 _LEGEND_PX, _CHARACTER_PX = 60, 8
 """The widths of a legend entry without its text, and of a character of the text."""
+_AROUND_TITLE_PX = 40
+"""The width beside the title of an axis, which is centred under its panel."""
 _LONGEST_LABEL, _MOST_LABEL_LINES = 32, 3
 _TOP = 66
 """Pixels above the first line of panels, for the legend and the titles."""
@@ -69,6 +71,8 @@ class Chart:
         cells = [len(trace["x"]) * _CELL_PX for trace in self.data if trace["type"] == "heatmap"]
         cells += [_places_px(trace["x"]) for trace in self.data if trace.get("orientation") != "h"]
         cells += [_PANEL_PX + _names_px(trace["y"]) for trace in self.data if "y" in trace]
+        titles = [axis["title"]["text"] for name, axis in self.layout.items() if name.startswith("xaxis")]
+        cells += [_AROUND_TITLE_PX + _CHARACTER_PX * len(title) for title in titles]
         legend = {trace["name"]: 0 for trace in self.data if trace.get("name") and trace.get("showlegend", True)}
         legend_px = sum(_LEGEND_PX + _CHARACTER_PX * len(plain_text(name)) for name in legend)
         return min(_WIDEST_PX, max(_NARROWEST_PX, max([_PANEL_PX, *cells]) * columns, legend_px // 2))

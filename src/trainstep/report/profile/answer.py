@@ -81,7 +81,7 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
     gains = [(gain, row, profile) for row, profile in profiles if (gain := best_gain(profile))]
     if len(profiles) == 1:
         [(_, profile)] = profiles
-        verdict_words = f"{_verdict(profile)}{_disturbed_words(profile)}"
+        verdict_words = f"{_verdict(profile)}{_time_words(profile)}{_disturbed_words(profile)}"
         return Answer(workload="profile", verdict=verdict_words, suggestion=gains[0][0].sentence if gains else "")
     unnamed = needless(rows)
     limits = [(row, profile.limit) for row, profile in profiles if profile.limit]
@@ -101,6 +101,12 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
         verdict=f"Of {len(limits)} steps, {kinds}: {'; '.join(clauses)}{more}.",
         suggestion=_best_words(gains, unnamed),
     )
+
+
+def _time_words(profile: Profile) -> str:
+    """The step's time, unless the verdict has it: a share alone does not say of what."""
+    limit = profile.limit
+    return "" if limit is None or _step(limit) in _verdict(profile) else f" A step takes {ms_words(limit['step_s'])}."
 
 
 def _disturbed_words(profile: Profile) -> str:
@@ -153,7 +159,8 @@ def trace_answer(tables: Mapping[str, Columns], fact: GetFact) -> list[Answer]:
     profile = Profile(tables, fact, {}, None)
     gain = best_gain(profile)
     suggestion = gain.sentence if gain else ""
-    return [Answer(workload="profile", verdict=_verdict(profile), suggestion=suggestion)] if profile.limit else []
+    verdict_words = f"{_verdict(profile)}{_time_words(profile)}"
+    return [Answer(workload="profile", verdict=verdict_words, suggestion=suggestion)] if profile.limit else []
 
 
 def profile_of(row: Row) -> Profile:
