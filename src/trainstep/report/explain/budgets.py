@@ -31,7 +31,7 @@ from trainstep.report.run.runs import main_runs, runs_of
 _RUN = "run"
 _COLOURS = ("theme:vermilion", "theme:orange", "theme:blue", "theme:green", "theme:purple", "theme:sky")
 """Of the causes in a chart; the last one is of those that are not named, if there are more."""
-_MOST_BARS = 8
+_MOST_BARS = 6
 """The most steps in a chart: those furthest above their floor."""
 _FEW = 5
 """Steps whose tables a terminal shows by default."""
@@ -244,7 +244,7 @@ def budget_chart(explained: Sequence[Explained]) -> Chart:
             shares = [100 * time_s / one.budget.measured_s for time_s, one in zip(times, explained, strict=True)]
             hover = [lines_of(name, f"{title}: {ms_words(time_s)}") for name, time_s in zip(names, times, strict=True)]
             panels.add(0, bar(title, shares, names, colour=colour, hover=hover, orientation="h"))
-    count = f" {left} more steps, nearer to the floor, are in the tables." if left > 0 else ""
+    count = f" The tables have {left} more, nearer to the floor." if left > 0 else ""
     caption = f"Floor: the time that the work needs at least. The rest of a bar is what a change may remove.{count}"
     return panels.chart("Budget of each step", caption, barmode="stack", bargap=0.35, height=height, horizontal=True)
 
