@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import with_fields
+from trainstep.cli.options import CONFIG_HELP, with_fields
 from trainstep.cli.running.plan_options import SearchOptions, planned_strategies
 from trainstep.cli.streams import tell_progress
 from trainstep.config.grid import grid_from_text
@@ -35,8 +35,8 @@ def plan(
     grade: Path | None = None,
     terms: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
-    quiet: Annotated[bool, Parameter(negative=())] = False,
-    config: Path | None = None,
+    quiet: Annotated[bool, Parameter(negative=(), help="Show no progress of a long search or grade.")] = False,
+    config: Annotated[Path | None, Parameter(help=CONFIG_HELP)] = None,
     searching: SearchOptions = SearchOptions(),
     **fields: str | None,
 ) -> int:
@@ -52,8 +52,6 @@ def plan(
     Examples:
 
         trainstep plan --model 8B --context 32768 --ranks 2 --gpu h200
-
-        trainstep plan --model xl --gpu a100-sxm4-80gb --batch-size 1,2,4,8 --recompute none,selective,block
 
         trainstep plan --model 8B --nodes 1,2,16,128 --sync fsdp --shard-ranks 8 --gpu h100 --tokens 5e10
 
@@ -87,11 +85,6 @@ def plan(
         its products and attention by shape, with their FLOPs.
     json
         Print JSON, which begins with `answer`; sizes in bytes.
-    quiet
-        Show no progress of a long search or grade.
-    config
-        TOML file with options of this verb, as batch_size = [1, 2]. The command line overrides it, and it overrides the defaults in
-        ./trainstep.toml.
     """
     tell = None if quiet else tell_progress
     machine = {"gpu": gpu, "gpu_memory_gib": gpu_memory_gib, "peak_tflops": peak_tflops, "bandwidth": bandwidth}

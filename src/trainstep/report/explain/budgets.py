@@ -251,11 +251,12 @@ def budget_chart(explained: Sequence[Explained]) -> Chart:
 
 def _excesses(explained: Sequence[Explained]) -> Iterator[tuple[str, list[float], str]]:
     """The title of each cause, its time in every step and a colour; those with the largest shares first, the rest together."""
-    shares = Counter[str]()
+    shares = dict[str, float]()
     for one in explained:
         for finding in one.budget.findings:
-            shares[finding.cause] += finding.excess.time_s / one.budget.measured_s
-    causes = [cause for cause, _ in shares.most_common()]
+            share = finding.excess.time_s / one.budget.measured_s
+            shares[finding.cause] = shares.get(finding.cause, 0.0) + share
+    causes = sorted(shares, key=lambda cause: -shares[cause])
     named = causes if len(causes) <= len(_COLOURS) else causes[: len(_COLOURS) - 1]
     groups = [(CAUSES[cause].title, {cause}) for cause in named]
     groups += [("other causes", set(causes) - set(named))] if len(causes) > len(named) else []

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from trainstep.config.machine import machine_spec
 from trainstep.report.kit.answer import Answer, compile_option
 from trainstep.report.kit.forms import listed, ms_words, percent, ratio_words, times_words
-from trainstep.report.kit.notes import profiler_notes
+from trainstep.report.kit.notes import disturbed_words, profiler_notes
 from trainstep.report.kit.rows import Row, doubts, grouped, needless, table_lines, words
 from trainstep.traces import host_track, verdict
 from trainstep.traces.kernel_classes import ELEMENT_WISE, IDLE, MATMUL, NORMALISATION, REDUCTION
@@ -23,8 +23,6 @@ _NAMED = 3
 """The most cells that get a clause each."""
 _MODES = {"step": 2, "forward_backward": 1}
 """How much of training a mode is: advice for a whole step comes before advice for a part of it."""
-_DISTURBED = 0.8
-"""A profiler slows a step. If the profiled step takes less than this share of the others' time, these were disturbed."""
 _WORTH = 1.05
 """The least speed-up that is suggested."""
 Columns = Mapping[str, Sequence[Any]]
@@ -81,8 +79,7 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
     gains = [(gain, row, profile) for row, profile in profiles if (gain := best_gain(profile))]
     if len(profiles) == 1:
         [(_, profile)] = profiles
-        verdict_words = f"{_verdict(profile)}{_time_words(profile)}{_disturbed_words(profile)}"
-        return Answer(workload="profile", verdict=verdict_words, suggestion=gains[0][0].sentence if gains else "")
+        return Answer(workload="profile", verdict=_whole(profile), suggestion=gains[0][0].sentence if gains else "")
     unnamed = needless(rows)
     limits = [(row, profile.limit) for row, profile in profiles if profile.limit]
     counts = Counter(verdict_word(limit) for _, limit in limits)
@@ -103,21 +100,11 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
     )
 
 
-def _time_words(profile: Profile) -> str:
-    """The step's time, unless the verdict has it: a share alone does not say of what."""
-    limit = profile.limit
-    return "" if limit is None or _step(limit) in _verdict(profile) else f" A step takes {ms_words(limit['step_s'])}."
-
-
-def _disturbed_words(profile: Profile) -> str:
-    """A sentence if the profiled step was much faster than the timed steps: then its shares are not those of the timed steps."""
-    slowdown = profile.fact("profiler_slowdown")
-    if slowdown is None or slowdown >= _DISTURBED:
-        return ""
-    return (
-        f" This is of the profiled step, which took {ratio_words(slowdown)} of the time of the timed steps: something else slowed "
-        "those down. Profile again on a quiet machine."
-    )
+def _whole(profile: Profile) -> str:
+    """The verdict, with the step's time and the doubt of a disturbed profile."""
+    text, step_s = _verdict(profile), (profile.limit or {})["step_s"]
+    text += "" if _step({"step_s": step_s}) in text else f" A step takes {ms_words(step_s)}."
+    return text + disturbed_words(profile.fact("profiler_slowdown"))
 
 
 def _waiting_words(waiting: Sequence[tuple[Row, TableRow]], unnamed: Sequence[str]) -> str:
@@ -159,8 +146,7 @@ def trace_answer(tables: Mapping[str, Columns], fact: GetFact) -> list[Answer]:
     profile = Profile(tables, fact, {}, None)
     gain = best_gain(profile)
     suggestion = gain.sentence if gain else ""
-    verdict_words = f"{_verdict(profile)}{_time_words(profile)}"
-    return [Answer(workload="profile", verdict=verdict_words, suggestion=suggestion)] if profile.limit else []
+    return [Answer(workload="profile", verdict=_whole(profile), suggestion=suggestion)] if profile.limit else []
 
 
 def profile_of(row: Row) -> Profile:
